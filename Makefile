@@ -1,0 +1,84 @@
+# make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
+# make test     install what tests need, then run them, under Python 3.11 and 3.12 where both exist
+# make lint     ruff and pyright
+# make clean    remove environments and built files; runs/ stays
+#
+# PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes to examples/train_gpt.py.
+
+.NOTPARALLEL:
+.PHONY: train test lint clean
+
+# An interpreter is usable if it is 3.11 or newer and can make an environment and compile an extension.
+USABLE := import ensurepip, os, sys, sysconfig, venv; \
+    headers = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+    version = "%d.%d" % sys.version_info[:2]; \
+    wanted = os.environ.get("WANTED", version); \
+    usable = sys.version_info >= (3, 11) and version == wanted and os.path.exists(headers); \
+    print(sys.executable) if usable else sys.exit(1)
+find_python = $(shell for python in $(1); do "$$python" -c '$(USABLE)' 2>/dev/null && break; done)
+find_version = $(shell for python in python$(1) "$$HOME"/.pyenv/versions/$(1).*/bin/python; do \
+    WANTED=$(1) "$$python" -c '$(USABLE)' 2>/dev/null && break; done)
+
+PYTHON := $(if $(filter undefined,$(origin PYTHON)),$(call find_python,python3.12 python3.13 python3.11 python3),$(PYTHON))
+VERSION := $(if $(PYTHON),$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
+OTHERS := $(foreach version,$(filter-out $(VERSION),3.11 3.12),$(if $(call find_version,$(version)),$(version)))
+COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
+JAX := jax<0.12
+SOURCES := jax_fp8 tests examples benchmarks csrc
+comma := ,
+CUDA := $(if $(GPU),$(comma)cuda)
+TARGET := $(if $(GPU),CUDA,for the CPU)
+BUILD_INPUTS := pyproject.toml $(wildcard csrc/*.* csrc/device/*.*)
+GPU_COMPILER := import jax; print(*("jax-cuda13-" + part + "==" + jax.__version__ for part in ("plugin", "pjrt")))
+NO_PYTHON := needs Python 3.11 or newer with venv and headers (on Debian or Ubuntu: python3-venv and python3-dev); \
+    install it, or say PYTHON=/path/to/python
+NO_COMPILER := needs a C++ compiler (on Debian or Ubuntu: g++); install one, or set CXX=/path/to/compiler
+
+train: .venv/.train
+	.venv/bin/python examples/train_gpt.py --preset tiny --compare $(ARGS)
+
+test: .venv/.test $(OTHERS:%=.venv-%/.test)
+	.venv/bin/ruff check $(SOURCES)
+	.venv/bin/ruff format --check $(SOURCES)
+	$(call run_tests,.venv)
+	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version)))
+
+lint: .venv/.test
+	.venv/bin/ruff check $(SOURCES)
+	.venv/bin/ruff format --check $(SOURCES)
+	.venv/bin/pyright
+
+clean:
+	rm -rf .venv .venv-3.* build dist .pytest_cache .ruff_cache jax_fp8/_kernels*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The compiler for GPUs is only on the tests' path: where no GPU is, jax would complain about it in every other program.
+define run_tests
+	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n auto --maxprocesses 4
+
+endef
+
+# One environment: $(1) its folder, $(2) the interpreter, $(3) its version. What it holds is installed again when the C++ code or
+# pyproject.toml changes; Python sources are used in place. What is there for tests is enough for training.
+define environment
+$(1)/.made:
+	$$(if $(2),,$$(error $(NO_PYTHON)))
+	$$(if $(COMPILER),,$$(error $(NO_COMPILER)))
+	$(2) -m venv $(1)
+	@touch $$@
+
+$(1)/.train: $(1)/.made $(BUILD_INPUTS)
+	@echo "installing jax_fp8 into $(1) (Python $(3), $(TARGET)): the first time takes minutes"
+	$(1)/bin/python -m pip install --quiet --editable ".[train$(CUDA)]" "$(JAX)"
+	@touch $$@
+
+$(1)/.test: $(1)/.made $(BUILD_INPUTS)
+	@echo "installing jax_fp8 and what its tests need into $(1) (Python $(3), $(TARGET)): the first time takes minutes"
+	$(1)/bin/python -m pip install --quiet --editable ".[test$(CUDA)]" "$(JAX)"
+	$(if $(GPU),,$(1)/bin/python -c '$(GPU_COMPILER)' | xargs $(1)/bin/python -m pip install --quiet --no-deps --upgrade --target $(1)/gpu-compiler)
+	@touch $(1)/.train $$@
+endef
+
+$(eval $(call environment,.venv,$(PYTHON),$(VERSION)))
+$(foreach version,$(OTHERS),$(eval $(call environment,.venv-$(version),$(call find_version,$(version)),$(version))))

@@ -1,0 +1,283 @@
+"""Does FP8 learn like bfloat16? The same GPT on the same real text, and a control that must fail.
+
+    python benchmarks/convergence.py                  # a 124M-class GPT, four runs: about 6 minutes on one H200
+    python benchmarks/convergence.py --data FILE_OR_DIR
+    python benchmarks/convergence.py --self-test      # a tiny GPT on any machine, in half a minute
+
+The text is Python source: the standard library and the installed packages of the running interpreter (or `--data`),
+duplicates left out, tokenized by byte-level BPE trained on it. Every run has the same parameters at the start, the same
+batches in the same order, and the same optimizer:
+
+    bf16      recipe=None, what the others are compared with
+    delayed   DelayedScaling
+    current   CurrentScaling
+    frozen    DelayedScaling whose scales are overwritten, after every step, with one wrong constant
+
+PASS means: after the last step the validation loss of delayed and of current is within 1 % of that of bf16, and that of
+frozen is more than 1 % worse, so that the check is known to be able to fail. The exit status is 0 for PASS, else 1.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import tables
+from text_data import Data, Reading, prepare
+
+import jax_fp8 as fp8
+
+HERE = pathlib.Path(__file__).resolve()
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+
+RECIPES = {
+    "bf16": None,
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.CurrentScaling(),
+    "frozen": fp8.DelayedScaling(),
+}
+COLORS = {"bf16": "tab:gray", "delayed": "tab:green", "current": "tab:blue", "frozen": "tab:red"}
+TOLERANCE = 0.01
+LOG_EVERY = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Reading):
+    """One experiment; its runs differ in the recipe alone."""
+
+    preset: str = "gpt2-124m"
+    num_layers: int = 0  # 0 keeps the preset's
+    evaluate_every: int = 200
+    learning_rate: float = 6e-4
+    warmup_steps: int = 100
+    frozen_scale: float = 64.0
+
+
+SELF_TEST = Settings(
+    preset="tiny",
+    num_layers=1,
+    vocab_size=512,
+    seq_len=32,
+    batch_size=16,
+    steps=200,
+    evaluate_every=100,
+    validation_tokens=8_192,
+    learning_rate=1e-3,
+    warmup_steps=10,
+    max_bytes=3_000_000,
+    tokenizer_bytes=200_000,
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run leaves: training loss a step, and (step, validation loss) pairs."""
+
+    name: str
+    losses: np.ndarray
+    validation: list[tuple[int, float]]
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        return self.validation[-1][1]
+
+
+@jax.jit(donate_argnums=0, static_argnames="scale")
+def freeze(fp8_state, scale: float):
+    """The same collection with every scale overwritten: what the control does after each step."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: jnp.full_like(leaf, scale) if path[-1].key == "scale" else leaf, fp8_state
+    )
+
+
+class Program:
+    """The compiled functions of one recipe; `frozen` shares those of `delayed`."""
+
+    def __init__(self, recipe, settings: Settings):
+        vocab_size = -(-settings.vocab_size // 128) * 128
+        sizes = {"vocab_size": vocab_size, "max_seq_len": settings.seq_len}
+        if settings.num_layers:
+            sizes["num_layers"] = settings.num_layers
+        config = fp8.GPTConfig.preset(settings.preset, **sizes)
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, settings.learning_rate, settings.warmup_steps, settings.steps, 0.1 * settings.learning_rate
+        )
+        self.tx = optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(schedule, b2=0.95, weight_decay=0.1))
+        self.model = fp8.GPT(config, recipe=recipe)
+        loss = fp8.next_token_loss(self.model)
+        self.step = fp8.make_train_step(loss, self.tx, recipe)
+        self.loss = jax.jit(loss)
+
+    def initial_state(self, settings: Settings, tokens: jax.Array):
+        variables = jax.jit(self.model.init)(jax.random.key(settings.seed), tokens[:, :-1])
+        return fp8.TrainState.create(variables=variables, tx=self.tx)
+
+    def validate(self, state, batches: list[jax.Array]) -> float:
+        return float(jnp.mean(jnp.stack([self.loss(state.variables, batch) for batch in batches])))
+
+
+def train(name: str, program: Program, data: Data, settings: Settings) -> Run:
+    """One run from the seed to the last step; losses stay on the device until validation asks for them."""
+    state = program.initial_state(settings, data.batch(0, settings.seq_len))
+    losses, validation = [], []
+    started = time.perf_counter()
+    for step in range(settings.steps):
+        state, metrics = program.step(state, data.batch(step, settings.seq_len))
+        losses.append(metrics["loss"])
+        if name == "frozen":
+            state = dataclasses.replace(state, fp8=freeze(state.fp8, settings.frozen_scale))
+        if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
+            validation.append((step + 1, program.validate(state, data.validation)))
+            print(
+                f"{name:>8} step {step + 1:>5}: loss {losses[-1]:.4f}, validation {validation[-1][1]:.4f}", flush=True
+            )
+    return Run(name, np.asarray(jax.device_get(losses)), validation, time.perf_counter() - started)
+
+
+def judge(runs: dict[str, Run]) -> tuple[str, list[dict]]:
+    """PASS, FAIL or INCOMPLETE, and for each run its loss, its difference to bf16, and whether that is as required."""
+    reference = runs["bf16"].final
+    rows = []
+    for name, run in runs.items():
+        difference = run.final / reference - 1
+        if name == "frozen":
+            as_required = not difference <= TOLERANCE  # worse, or not a number
+        else:
+            as_required = abs(difference) <= TOLERANCE
+        rows.append({"run": name, "validation_loss": run.final, "difference": difference, "as_required": as_required})
+    if not all(row["as_required"] for row in rows):
+        return "FAIL", rows
+    return ("PASS" if RECIPES.keys() <= runs.keys() else "INCOMPLETE"), rows
+
+
+def plot(runs: dict[str, Run], path: pathlib.Path, title: str) -> None:
+    """Training loss (faint, mean of `LOG_EVERY` steps) and validation loss: all of it, and the second half enlarged."""
+    figure, (whole, half) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    middle = len(runs["bf16"].losses) // 2
+    for name, run in runs.items():
+        draw(whole, run, first=0)
+        if name != "frozen":
+            draw(half, run, first=middle)
+    whole.set_title(title)
+    half.set_title("second half, without the control")
+    whole.legend(title="validation loss at the end")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def draw(axes, run: Run, first: int) -> None:
+    """Both curves of one run from step `first` on."""
+    training = [point for point in zip(*smoothed(run.losses), strict=True) if point[0] >= first]
+    validation = [point for point in run.validation if point[0] >= first]
+    color = COLORS[run.name]
+    axes.plot(*zip(*training, strict=True), color=color, alpha=0.4, linewidth=1)
+    axes.plot(*zip(*validation, strict=True), "o-", color=color, markersize=4, label=f"{run.name}: {run.final:.4f}")
+    axes.set(xlabel="step", ylabel="cross entropy, nats per token")
+    axes.grid(alpha=0.3)
+
+
+def smoothed(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means over `LOG_EVERY` steps, and the step each ends at."""
+    count = len(losses) // LOG_EVERY
+    means = losses[: count * LOG_EVERY].reshape(count, LOG_EVERY).mean(axis=1)
+    return LOG_EVERY * np.arange(1, count + 1), means
+
+
+def write_results(output: pathlib.Path, runs: dict[str, Run], settings: Settings, description: str) -> str:
+    """`convergence.md`, `.json`, `.jsonl` (curves) and `.png`, from the runs so far; returns the verdict."""
+    verdict, rows = judge(runs)
+    found = tables.environment()
+    title = f"{settings.preset}, {settings.steps:,} steps of {settings.batch_size} x {settings.seq_len} tokens"
+    lines = [
+        [
+            row["run"],
+            f"{row['validation_loss']:.4f}",
+            f"{100 * row['difference']:+.3f} %",
+            "more than 1 % worse" if row["run"] == "frozen" else "within 1 %",
+            "yes" if row["as_required"] else "NO",
+            f"{runs[row['run']].seconds:.0f} s",
+        ]
+        for row in rows
+    ]
+    headings = ["run", "validation loss", "difference to bf16", "requirement", "met", "duration with compilation"]
+    sections = [
+        f"# FP8 learns like bfloat16: {verdict}",
+        f"{title}. {tables.environment_line(found)}",
+        f"Text: {description}.",
+        tables.table(headings, lines),
+        f"`frozen` is delayed scaling with every scale set to {settings.frozen_scale:g} after each step.",
+        "![loss curves](convergence.png)",
+    ]
+    tables.write(output / "convergence.md", "\n\n".join(sections))
+    summary = {
+        "verdict": verdict,
+        "environment": found,
+        "settings": dataclasses.asdict(settings),
+        "text": description,
+        "runs": rows,
+    }
+    tables.write(output / "convergence.json", json.dumps(summary, indent=1))
+    curves = [
+        {"run": r.name, "step": int(s), "loss": float(v)}
+        for r in runs.values()
+        for s, v in zip(*smoothed(r.losses), strict=True)
+    ]
+    curves += [{"run": r.name, "step": s, "validation_loss": v} for r in runs.values() for s, v in r.validation]
+    tables.write(output / "convergence.jsonl", "\n".join(json.dumps(row) for row in curves))
+    plot(runs, output / "convergence.png", title)
+    return verdict
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--self-test", action="store_true", help="a tiny GPT and few steps: overrides the defaults below"
+    )
+    parser.add_argument(
+        "--data", type=pathlib.Path, help="file or folder of text instead of the interpreter's Python sources"
+    )
+    parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
+    parser.add_argument(
+        "--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8", help="of tokenizers"
+    )
+    for field in dataclasses.fields(Settings):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=field.type, default=None, help=f"default {field.default}")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    given = {f.name: value for f in dataclasses.fields(Settings) if (value := getattr(options, f.name)) is not None}
+    settings = dataclasses.replace(SELF_TEST if options.self_test else Settings(), **given)
+    try:
+        data = prepare(settings, options.data, options.cache)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    programs: dict[object, Program] = {}
+    runs = {}
+    for name, recipe in RECIPES.items():
+        if recipe not in programs:
+            programs[recipe] = Program(recipe, settings)
+        runs[name] = train(name, programs[recipe], data, settings)
+        verdict = write_results(
+            options.output, runs, settings, data.description
+        )  # each time: an interrupted run keeps what it has
+    print((options.output / "convergence.md").read_text())
+    print(f"written to {options.output}/convergence.md, .json, .jsonl and .png")
+    return 0 if verdict == "PASS" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

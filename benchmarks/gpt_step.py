@@ -1,0 +1,319 @@
+"""One training step of a GPT: plain bfloat16, Flax's own FP8, and jax_fp8, side by side.
+
+    python benchmarks/gpt_step.py                              # both shapes, all variants: about 8 minutes on one H200
+    python benchmarks/gpt_step.py --shapes 1.3b --variants bf16 delayed --profile
+    python benchmarks/gpt_step.py --self-test                  # a tiny model on any machine; its times mean nothing
+
+Every variant does the same work in its own process: the same shapes, random tokens, float32 parameters and float32
+AdamW. Each process times its first step (compilation and, for FP8, the warm start), then after the warmup the median
+of `--steps` steps with a wait after each, then the same number dispatched without waiting. A variant that fails is a
+row that says so, and the exit status is 1.
+
+    parent ──job as JSON──→ python gpt_step.py --job ... ──measurement as JSON──→ table
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import kernel_profile
+import optax
+import tables
+from plain_gpt import PlainGPT, make_plain_step, plain_loss
+
+import jax_fp8 as fp8
+
+HERE = pathlib.Path(__file__).resolve()
+MEMORY_FRACTION = "0.92"
+WARMUP_STEPS = 4
+PROFILED_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A GPT and the batch of one microbatch; a step of N microbatches trains on N times `batch_size` sequences."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    batch_size: int
+    seq_len: int = 2048
+    vocab_size: int = 50_304
+
+    def flops(self, num_params: int, tokens: int) -> float:
+        """Model FLOPs of forward and backward: 6 a parameter and token, and causal attention (half of the square)."""
+        return tokens * (6 * num_params + 6 * self.num_layers * self.hidden_size * self.seq_len)
+
+
+SHAPES = {
+    "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
+    "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
+    "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
+}
+
+PLAIN_DOTS = {"bf16": None, "flax_direct": nn.Fp8DirectDotGeneralOp}
+RECIPES = {"ours_bf16": None, "delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling()}
+VARIANTS = {
+    "bf16": "plain Flax, bfloat16",
+    "flax_direct": "plain Flax, `Fp8DirectDotGeneralOp`",
+    "ours_bf16": "jax_fp8, `recipe=None`",
+    "delayed": "jax_fp8, `DelayedScaling`",
+    "current": "jax_fp8, `CurrentScaling`",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that a fresh process needs to know."""
+
+    variant: str
+    shape: Shape
+    microbatches: int
+    steps: int
+    profile: bool
+
+
+# --- in the fresh process -------------------------------------------------------------------------------------------
+
+
+def build(job: Job, tokens: jax.Array) -> tuple[Callable, object, int]:
+    """`(step, state, number of parameters)` of one variant; `step(state, tokens)` gives `(state, {"loss"})`."""
+    shape = job.shape
+    sizes = {
+        "vocab_size": shape.vocab_size,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "hidden_size": shape.hidden_size,
+        "max_seq_len": shape.seq_len,
+    }
+    plain = job.variant in PLAIN_DOTS
+    if plain:
+        model = PlainGPT(**sizes, dot_general_cls=PLAIN_DOTS[job.variant])
+        tx = optax.adamw(1e-4, weight_decay=0.1)
+    else:
+        model = fp8.GPT(fp8.GPTConfig(**sizes), recipe=RECIPES[job.variant])
+        tx = fp8.fused_adamw(1e-4, weight_decay=0.1)
+    variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+    if plain:
+        state = (dict(variables), tx.init(variables["params"]))
+        return make_plain_step(plain_loss(model), tx, job.microbatches), state, num_params
+    state = fp8.TrainState.create(variables=variables, tx=tx)
+    recipe = RECIPES[job.variant]
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=job.microbatches)
+    return step, state, num_params
+
+
+def measure(job: Job) -> dict:
+    """Run one job in this process."""
+    shape = job.shape
+    batch = shape.batch_size * job.microbatches
+    tokens = jax.random.randint(jax.random.key(0), (batch, shape.seq_len + 1), 0, shape.vocab_size, jnp.int32)
+    step, state, num_params = build(job, tokens)
+    hlo_text = step.lower(state, tokens).compile().as_text() if job.profile else ""
+
+    losses = []
+    blocking_ms = []
+    for _ in range(1 + WARMUP_STEPS + job.steps):
+        start = time.perf_counter()
+        state, metrics = step(state, tokens)
+        losses.append(metrics["loss"].block_until_ready())
+        blocking_ms.append(1e3 * (time.perf_counter() - start))
+    step_ms = statistics.median(blocking_ms[1 + WARMUP_STEPS :])
+
+    start = time.perf_counter()
+    for _ in range(job.steps):
+        state, metrics = step(state, tokens)
+    jax.block_until_ready(state)
+    async_ms = 1e3 * (time.perf_counter() - start) / job.steps
+
+    # CPU devices have no memory statistics; a GPU's peak is of the whole process, initialisation included.
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    step_tokens = batch * shape.seq_len
+    result = {
+        "variant": job.variant,
+        "environment": tables.environment(),
+        "num_params": num_params,
+        "tokens": step_tokens,
+        "step_ms": step_ms,
+        "spread_ms": [min(blocking_ms[1 + WARMUP_STEPS :]), max(blocking_ms[1 + WARMUP_STEPS :])],
+        "async_ms": async_ms,
+        "first_step_s": blocking_ms[0] / 1e3,
+        "tokens_per_s": step_tokens / step_ms * 1e3,
+        "model_tflops": shape.flops(num_params, step_tokens) / step_ms / 1e9,
+        "peak_gib": None if peak is None else peak / 2**30,
+        "first_loss": float(losses[0]),
+        "last_loss": float(losses[-1]),
+    }
+    if job.profile:
+
+        def run():
+            nonlocal state
+            for _ in range(PROFILED_STEPS):
+                state, _metrics = step(state, tokens)
+            jax.block_until_ready(state)
+
+        try:
+            profile = kernel_profile.trace(run, PROFILED_STEPS, hlo_text)
+        except (
+            ValueError
+        ) as error:  # the times above are good; the table says what is missing, and so does the exit status
+            result["profile_failed"] = str(error)
+        else:
+            result["profile"] = profile.to_json()
+            result["profile_markdown"] = profile.markdown()
+    return result
+
+
+# --- in the parent --------------------------------------------------------------------------------------------------
+
+
+def run_in_fresh_process(job: Job) -> dict:
+    """The measurement of `job`, or `{"variant", "failed"}` with the error the process ended with."""
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        result = pathlib.Path(directory, "result.json")
+        command = [sys.executable, str(HERE), "--job", json.dumps(dataclasses.asdict(job)), "--result", str(result)]
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            return json.loads(result.read_text())
+    print(done.stderr[-4000:], file=sys.stderr, flush=True)
+    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
+    return {"variant": job.variant, "failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}
+
+
+def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dict]) -> str:
+    """The section of one shape: its table, and the profiles where they were taken."""
+    baseline = next((r["step_ms"] for r in results if r["variant"] == "bf16" and "failed" not in r), None)
+    rows = []
+    for r in results:
+        if "failed" in r:
+            rows.append([VARIANTS[r["variant"]], f"failed: {r['failed']}", *["-"] * 8])
+            continue
+        rows.append(
+            [
+                VARIANTS[r["variant"]],
+                f"{r['step_ms']:.1f}",
+                baseline / r["step_ms"] if baseline else "-",
+                r["async_ms"],
+                round(r["tokens_per_s"]),
+                r["model_tflops"],
+                "-" if r["peak_gib"] is None else r["peak_gib"],
+                r["first_step_s"],
+                f"{r['spread_ms'][0]:.1f} to {r['spread_ms'][1]:.1f}",
+                f"{r['first_loss']:.4f} to {r['last_loss']:.4f}",
+            ]
+        )
+    headings = ["variant", "ms a step", "times bf16", "ms, not waiting", "tokens/s", "model TFLOP/s", "peak GiB"]
+    headings += ["first step s", "min to max ms", "loss, first to last"]
+    sizes = (
+        f"{shape.num_layers} layers, {shape.hidden_size} wide, {shape.num_heads} heads, vocabulary {shape.vocab_size:,}"
+    )
+    batch = f"{microbatches} x {shape.batch_size} x {shape.seq_len} tokens a step (microbatches x sequences x length)"
+    parts = [f"## {shape_name}: {sizes}; {batch}", tables.table(headings, rows)]
+    parts += [f"No profile of {r['variant']}: {r['profile_failed']}." for r in results if "profile_failed" in r]
+    profiles = {r["variant"]: r["profile"] for r in results if "profile" in r}
+    if profiles:
+        parts += ["### Kernel time by category", kernel_profile.merged(profiles)]
+    parts += [f"### Profile: {VARIANTS[r['variant']]}\n\n{r['profile_markdown']}" for r in results if "profile" in r]
+    return "\n\n".join(parts)
+
+
+def check_same_work(results: list[dict]) -> None:
+    """A comparison of models with different parameter counts is no comparison."""
+    counts = {r["variant"]: r["num_params"] for r in results if "failed" not in r}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"all variants must have the same number of parameters, but got {counts}; compare like models")
+
+
+def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results: list[dict]) -> None:
+    """`gpt_step.md` and `gpt_step.json`, rewritten after each variant so that an interrupted run keeps what it has."""
+    measured = [r for r in results if "failed" not in r]
+    sections = ["# One training step of a GPT"]
+    if measured:
+        sections.append(tables.environment_line(measured[0]["environment"]))
+    sections.append(
+        "One fresh process a variant, all in one run; random tokens, float32 parameters and AdamW, no remat. "
+        f"`ms a step` is the median of {jobs[0][1].steps} steps after {WARMUP_STEPS} of warmup with a wait after each; "
+        "`ms, not waiting` dispatches as many and waits once. `first step` holds compilation and the FP8 warm start."
+    )
+    for name in dict.fromkeys(name for name, _ in jobs):
+        of_shape = [(job, r) for (job_name, job), r in zip(jobs, results, strict=False) if job_name == name]
+        if of_shape:
+            job = of_shape[0][0]
+            check_same_work([r for _, r in of_shape])
+            sections.append(markdown(name, job.shape, job.microbatches, [r for _, r in of_shape]))
+    tables.write(directory / "gpt_step.md", "\n\n".join(sections))
+    rows = [
+        {**{k: v for k, v in r.items() if k != "profile_markdown"}, "shape": name, "job": dataclasses.asdict(job)}
+        for (name, job), r in zip(jobs, results, strict=False)
+    ]
+    profiles = {f"{row['shape']} {row['variant']}": row.pop("profile") for row in rows if "profile" in row}
+    tables.write(directory / "gpt_step.json", json.dumps(rows, indent=1))
+    if profiles:
+        tables.write(directory / "gpt_step_kernels.json", json.dumps(profiles))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "4096"])
+    parser.add_argument("--layers", type=int, help="override the number of layers of every shape")
+    parser.add_argument("--microbatches", type=int, default=1, help="of the shape's batch size each")
+    parser.add_argument("--steps", type=int, default=16, help="timed steps, at least 1")
+    parser.add_argument("--profile", action="store_true", help="add a profile by kernel (GPU only)")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
+    parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.steps < 1 or options.microbatches < 1 or (options.layers is not None and options.layers < 1):
+        parser.error("--steps, --microbatches and --layers must be at least 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.job:
+        fields = json.loads(options.job)
+        job = Job(**{**fields, "shape": Shape(**fields["shape"])})
+        options.result.write_text(json.dumps(measure(job)))
+        return 0
+    shapes = ["tiny"] if options.self_test else options.shapes
+    steps = 2 if options.self_test else options.steps
+    override = {} if options.layers is None else {"num_layers": options.layers}
+    jobs = [
+        (name, Job(v, dataclasses.replace(SHAPES[name], **override), options.microbatches, steps, options.profile))
+        for name in shapes
+        for v in options.variants
+    ]
+    results = []
+    for name, job in jobs:
+        found = run_in_fresh_process(job)
+        summary = found.get("failed") or f"{found['step_ms']:.1f} ms a step, {found['tokens_per_s']:,.0f} tokens/s"
+        print(f"{name} {job.variant}: {summary}", flush=True)
+        results.append(found)
+        write_results(options.output, jobs, results)
+    print((options.output / "gpt_step.md").read_text())
+    print(f"written to {options.output}/gpt_step.md and gpt_step.json")
+    return 1 if any("failed" in r or "profile_failed" in r for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+// amax = max|x| over everything but NaN; 0 for an empty tensor. Current scaling asks for it before it quantizes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "dtypes.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+struct AmaxArguments {
+  const void* x;
+  SourceType source;
+  int64_t count;
+  float* amax;
+};
+
+cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream);
+
+extern XLA_FFI_Handler* const amax_handler;
+
+}  // namespace jax_fp8

@@ -1,0 +1,36 @@
+// From the dtype a call arrives with to the template that handles it.
+#pragma once
+
+#include "../dtypes.h"
+#include "vector.cuh"
+
+namespace jax_fp8 {
+
+// Calls launch(T{}) with the element type of the source.
+template <typename Launch>
+void dispatch(SourceType source, Launch launch) {
+  switch (source) {
+    case SourceType::kFloat32: return launch(float{});
+    case SourceType::kBFloat16: return launch(BFloat16{});
+    case SourceType::kFloat16: return launch(Float16{});
+  }
+}
+
+template <Fp8Type kValue>
+struct Fp8Constant {
+  static constexpr Fp8Type value = kValue;
+};
+
+// Calls launch(T{}, Fp8Constant<format>{}).
+template <typename Launch>
+void dispatch(SourceType source, Fp8Type format, Launch launch) {
+  dispatch(source, [&](auto element) {
+    if (format == Fp8Type::kE4M3) {
+      launch(element, Fp8Constant<Fp8Type::kE4M3>{});
+    } else {
+      launch(element, Fp8Constant<Fp8Type::kE5M2>{});
+    }
+  });
+}
+
+}  // namespace jax_fp8

@@ -1,0 +1,127 @@
+// What every handler needs: XLA's FFI, and checks that turn a bad call into one sentence.
+//
+// A handler reads like its contract:
+//
+//     Checks checks("jax_fp8_quantize");
+//     checks.rank("x", x, 2).dtype("x", x, kSourceTypes);
+//     if (!checks.passed()) return checks.error();
+//
+// The first broken rule is the one reported, with the operation, the argument, what arrived and what is needed.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "dtypes.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp8 {
+
+namespace ffi = xla::ffi;
+
+inline std::string name_of(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F64: return "float64";
+    case ffi::F32: return "float32";
+    case ffi::BF16: return "bfloat16";
+    case ffi::F16: return "float16";
+    case ffi::F8E4M3FN: return "float8_e4m3fn";
+    case ffi::F8E5M2: return "float8_e5m2";
+    case ffi::U8: return "uint8";
+    case ffi::S8: return "int8";
+    case ffi::S32: return "int32";
+    default: return "XLA dtype " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+inline std::string name_of(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t dim = 0; dim < shape.size(); ++dim) text += (dim ? ", " : "") + std::to_string(shape[dim]);
+  return text + "]";
+}
+
+inline std::vector<int64_t> shape_of(const ffi::AnyBuffer& buffer) {
+  return {buffer.dimensions().begin(), buffer.dimensions().end()};
+}
+
+inline std::optional<SourceType> source_type(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F32: return SourceType::kFloat32;
+    case ffi::BF16: return SourceType::kBFloat16;
+    case ffi::F16: return SourceType::kFloat16;
+    default: return std::nullopt;
+  }
+}
+
+inline std::optional<Fp8Type> fp8_type(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F8E4M3FN: return Fp8Type::kE4M3;
+    case ffi::F8E5M2: return Fp8Type::kE5M2;
+    default: return std::nullopt;
+  }
+}
+
+inline bool is_aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+class Checks {
+ public:
+  explicit Checks(const char* operation) : operation_(operation) {}
+
+  // The general rule; the others are phrased in terms of it. `rule` completes "<operation>: <argument> must ...".
+  Checks& require(bool holds, const char* argument, const ffi::AnyBuffer& buffer, const std::string& rule) {
+    if (!holds && message_.empty()) {
+      message_ = operation_ + ": " + argument + " must " + rule + ", got " + name_of(buffer.element_type()) +
+                 name_of(shape_of(buffer));
+    }
+    return *this;
+  }
+
+  Checks& dtype(const char* argument, const ffi::AnyBuffer& buffer, std::initializer_list<ffi::DataType> allowed) {
+    bool found = false;
+    std::string names;
+    for (ffi::DataType candidate : allowed) {
+      found |= candidate == buffer.element_type();
+      names += (names.empty() ? "" : " or ") + name_of(candidate);
+    }
+    return require(found, argument, buffer, "be " + names);
+  }
+
+  Checks& rank(const char* argument, const ffi::AnyBuffer& buffer, size_t rank) {
+    return require(buffer.dimensions().size() == rank, argument, buffer, "have rank " + std::to_string(rank));
+  }
+
+  Checks& shape(const char* argument, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& shape) {
+    return require(shape_of(buffer) == shape, argument, buffer, "have shape " + name_of(shape));
+  }
+
+  Checks& float32_scalar(const char* argument, const ffi::AnyBuffer& buffer) {
+    return dtype(argument, buffer, {ffi::F32}).shape(argument, buffer, {});
+  }
+
+  Checks& aligned(const char* argument, const ffi::AnyBuffer& buffer, uintptr_t bytes) {
+    return require(is_aligned(buffer.untyped_data(), bytes), argument, buffer,
+                   "start at an address divisible by " + std::to_string(bytes));
+  }
+
+  bool passed() const { return message_.empty(); }
+  // Success when all rules hold.
+  ffi::Error error() const { return passed() ? ffi::Error::Success() : ffi::Error::InvalidArgument(message_); }
+
+ private:
+  std::string operation_;
+  std::string message_;
+};
+
+// The result of a launch; `cudaGetLastError` right after it is part of launching.
+inline ffi::Error launch_result(const char* operation, cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(operation) + ": the kernel could not be launched, CUDA says \"" +
+                              cudaGetErrorString(status) + "\"");
+}
+
+}  // namespace jax_fp8

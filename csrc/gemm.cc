@@ -1,0 +1,203 @@
+#include "gemm.h"
+
+#include <memory>
+#include <optional>
+
+#include "ffi.h"
+#include "gemm_plan.h"
+
+namespace jax_fp8 {
+namespace {
+
+constexpr char kOperation[] = "jax_fp8_gemm";
+
+// What one call site keeps from compilation on.
+struct GemmState {
+  static ffi::TypeId id;
+
+  bool has_bias, has_c, fast_accumulation;
+  GemmPlans plans;
+};
+
+ffi::TypeId GemmState::id = XLA_FFI_UNKNOWN_TYPE_ID;
+
+struct GemmBuffers {
+  ffi::AnyBuffer a, b, a_scale, b_scale;
+  std::optional<ffi::AnyBuffer> bias, c;
+  ffi::AnyBuffer d, workspace;
+};
+
+cudaDataType_t cuda_type(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F8E4M3FN: return CUDA_R_8F_E4M3;
+    case ffi::F8E5M2: return CUDA_R_8F_E5M2;
+    case ffi::BF16: return CUDA_R_16BF;
+    case ffi::F16: return CUDA_R_16F;
+    default: return CUDA_R_32F;
+  }
+}
+
+// cuBLASLt adds a bfloat16 bias to a float32 product; otherwise the bias has the dtype of the result.
+ffi::DataType bias_dtype(ffi::DataType d_dtype) { return d_dtype == ffi::F32 ? ffi::BF16 : d_dtype; }
+
+ffi::Error check_shapes(const GemmBuffers& buffers) {
+  Checks checks(kOperation);
+  checks.rank("a", buffers.a, 2)
+      .dtype("a", buffers.a, {ffi::F8E4M3FN, ffi::F8E5M2})
+      .rank("b", buffers.b, 2)
+      .dtype("b", buffers.b, {ffi::F8E4M3FN, ffi::F8E5M2});
+  if (!checks.passed()) return checks.error();
+  const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1], n = buffers.b.dimensions()[0];
+  const ffi::DataType d_dtype = buffers.d.element_type();
+  checks
+      .require(!(buffers.a.element_type() == ffi::F8E5M2 && buffers.b.element_type() == ffi::F8E5M2), "b", buffers.b,
+               "be float8_e4m3fn when a is float8_e5m2 (the tensor cores do not multiply float8_e5m2 by float8_e5m2)")
+      .require(k > 0 && k % 16 == 0, "a", buffers.a, "have a contracting (last) dim that is a positive multiple of 16")
+      .shape("b", buffers.b, {n, k})
+      .require(n % 16 == 0, "b", buffers.b, "have a first dim that is a multiple of 16")
+      .float32_scalar("a_scale", buffers.a_scale)
+      .float32_scalar("b_scale", buffers.b_scale)
+      .dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32})
+      .shape("the result d", buffers.d, {m, n})
+      .dtype("the result workspace", buffers.workspace, {ffi::U8})
+      .shape("the result workspace", buffers.workspace, {kWorkspaceBytes});
+  if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {n});
+  if (buffers.c) checks.dtype("c", *buffers.c, {d_dtype}).shape("c", *buffers.c, {m, n});
+  return checks.error();
+}
+
+ffi::Error check_addresses(const GemmBuffers& buffers) {
+  Checks checks(kOperation);
+  checks.aligned("a", buffers.a, kMinAlignment)
+      .aligned("b", buffers.b, kMinAlignment)
+      .aligned("the result d", buffers.d, kMinAlignment)
+      .aligned("the result workspace", buffers.workspace, kFullAlignment);
+  if (buffers.bias) checks.aligned("bias", *buffers.bias, kMinAlignment);
+  if (buffers.c) checks.aligned("c", *buffers.c, kMinAlignment);
+  return checks.error();
+}
+
+GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
+  return {
+      .m = buffers.a.dimensions()[0],
+      .n = buffers.b.dimensions()[0],
+      .k = buffers.a.dimensions()[1],
+      .a_type = cuda_type(buffers.a.element_type()),
+      .b_type = cuda_type(buffers.b.element_type()),
+      .d_type = cuda_type(buffers.d.element_type()),
+      .bias_type = cuda_type(bias_dtype(buffers.d.element_type())),
+      .has_bias = state.has_bias,
+      .has_c = state.has_c,
+      .fast_accumulation = state.fast_accumulation,
+  };
+}
+
+GemmOperands operands_of(const GemmBuffers& buffers) {
+  return {
+      .a = buffers.a.untyped_data(),
+      .b = buffers.b.untyped_data(),
+      .a_scale = buffers.a_scale.untyped_data(),
+      .b_scale = buffers.b_scale.untyped_data(),
+      .bias = buffers.bias ? buffers.bias->untyped_data() : nullptr,
+      .c = buffers.c ? buffers.c->untyped_data() : nullptr,
+      .d = buffers.d.untyped_data(),
+      .workspace = buffers.workspace.untyped_data(),
+  };
+}
+
+ffi::Error error_of(const Failure& failure) {
+  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOperation) + ": " + failure);
+}
+
+ffi::Error check_count(const GemmState& state, size_t addends) {
+  const size_t expected = size_t{state.has_bias} + size_t{state.has_c};
+  if (addends == expected) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with a, b, a_scale, b_scale" +
+                                     (state.has_bias ? ", bias" : "") + (state.has_c ? ", c" : "") +
+                                     " as its attributes has_bias and has_c say, got " + std::to_string(4 + addends) +
+                                     " arguments");
+}
+
+GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
+                   ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::AnyBuffer d, ffi::AnyBuffer workspace) {
+  GemmBuffers buffers{a, b, a_scale, b_scale, std::nullopt, std::nullopt, d, workspace};
+  if (state.has_bias) buffers.bias = *addends.get<ffi::AnyBuffer>(0);
+  if (state.has_c) buffers.c = *addends.get<ffi::AnyBuffer>(state.has_bias ? 1 : 0);
+  return buffers;
+}
+
+ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation) {
+  auto state = std::make_unique<GemmState>();
+  state->has_bias = has_bias;
+  state->has_c = has_c;
+  state->fast_accumulation = fast_accumulation;
+  return ffi::ErrorOr<std::unique_ptr<GemmState>>(std::move(state));
+}
+
+// The addresses seen here need not be those that execute gets, so they are not checked.
+ffi::Error initialize(GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale, ffi::AnyBuffer b_scale,
+                      ffi::RemainingArgs addends, ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
+  if (ffi::Error error = check_count(*state, addends.size()); error.failure()) return error;
+  const GemmBuffers buffers = gather(*state, a, b, a_scale, b_scale, addends, *d, *workspace);
+  if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
+  if (d->element_count() == 0) return ffi::Error::Success();
+  return error_of(state->plans.prepare(problem_of(*state, buffers), operands_of(buffers)));
+}
+
+ffi::Error execute(cudaStream_t stream, GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
+                   ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::Result<ffi::AnyBuffer> d,
+                   ffi::Result<ffi::AnyBuffer> workspace) {
+  if (ffi::Error error = check_count(*state, addends.size()); error.failure()) return error;
+  const GemmBuffers buffers = gather(*state, a, b, a_scale, b_scale, addends, *d, *workspace);
+  if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
+  if (d->element_count() == 0) return ffi::Error::Success();
+  if (ffi::Error error = check_addresses(buffers); error.failure()) return error;
+  return error_of(state->plans.enqueue(problem_of(*state, buffers), operands_of(buffers), stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<bool>("has_bias")
+                           .Attr<bool>("has_c")
+                           .Attr<bool>("fast_accumulation"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
+                       ffi::Ffi::BindInitialize()
+                           .Ctx<ffi::State<GemmState>>()
+                           .Arg<ffi::AnyBuffer>()   // a
+                           .Arg<ffi::AnyBuffer>()   // b
+                           .Arg<ffi::AnyBuffer>()   // a_scale
+                           .Arg<ffi::AnyBuffer>()   // b_scale
+                           .RemainingArgs()         // bias, c
+                           .Ret<ffi::AnyBuffer>()   // d
+                           .Ret<ffi::AnyBuffer>(),  // workspace
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::State<GemmState>>()
+                           .Arg<ffi::AnyBuffer>()   // a
+                           .Arg<ffi::AnyBuffer>()   // b
+                           .Arg<ffi::AnyBuffer>()   // a_scale
+                           .Arg<ffi::AnyBuffer>()   // b_scale
+                           .RemainingArgs()         // bias, c
+                           .Ret<ffi::AnyBuffer>()   // d
+                           .Ret<ffi::AnyBuffer>(),  // workspace
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* const gemm_instantiate_handler = instantiate_handler;
+XLA_FFI_Handler* const gemm_initialize_handler = initialize_handler;
+XLA_FFI_Handler* const gemm_execute_handler = execute_handler;
+
+XLA_FFI_TypeId* gemm_state_type_id() { return &GemmState::id; }
+
+const XLA_FFI_TypeInfo* gemm_state_type_info() {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<GemmState>();
+  return &info;
+}
+
+}  // namespace jax_fp8

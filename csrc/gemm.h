@@ -1,0 +1,19 @@
+// d = (a * a_scale) · (b * b_scale)ᵀ + bias + c: the FP8 GEMM of cuBLASLt, as a call site with three stages.
+//
+//     instantiate   reads the attributes. Touches neither GPU nor cuBLAS, so that compiling for a GPU needs none.
+//     initialize    before the first launch, outside any capture: cuBLASLt's handle, and the algorithm for these shapes.
+//     execute       describes the matrices and enqueues; the algorithm is a lookup. May run under CUDA graph capture.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+extern XLA_FFI_Handler* const gemm_instantiate_handler;
+extern XLA_FFI_Handler* const gemm_initialize_handler;
+extern XLA_FFI_Handler* const gemm_execute_handler;
+
+XLA_FFI_TypeId* gemm_state_type_id();
+const XLA_FFI_TypeInfo* gemm_state_type_info();
+
+}  // namespace jax_fp8

@@ -1,0 +1,151 @@
+#include "gemm_plan.h"
+
+namespace jax_fp8 {
+namespace {
+
+using cublaslt::library;
+using cublaslt::Status;
+
+Failure failure_of(const char* call, Status status) {
+  return status == cublaslt::kSuccess ? "" : std::string(call) + " failed with " + library().status_name(status);
+}
+
+// The heuristic asks whether an address is set, not what is there, and before the first launch XLA may have none to give.
+const void* placed(const void* address) {
+  return address != nullptr ? address : reinterpret_cast<const void*>(kFullAlignment);
+}
+
+// Host-side descriptions, owned for one call. cuBLASLt is column-major: it sees d as the [n, m] product bᵀ·a, so its A is our b.
+class Description {
+ public:
+  Description(const GemmProblem& problem, const GemmOperands& operands) {
+    keep(library().desc_create(&operation, cublaslt::kCompute32F, CUDA_R_32F));
+    keep(library().layout_create(&a, problem.b_type, problem.k, problem.n, problem.k));
+    keep(library().layout_create(&b, problem.a_type, problem.k, problem.m, problem.k));
+    keep(library().layout_create(&d, problem.d_type, problem.n, problem.m, problem.n));
+    set(cublaslt::kTransA, cublaslt::kTransposed);
+    set(cublaslt::kTransB, cublaslt::kNotTransposed);
+    set(cublaslt::kFastAccumulation, static_cast<int8_t>(problem.fast_accumulation));
+    set(cublaslt::kAScalePointer, placed(operands.b_scale));
+    set(cublaslt::kBScalePointer, placed(operands.a_scale));
+    if (!problem.has_bias) return;
+    set(cublaslt::kEpilogue, cublaslt::kEpilogueBias);
+    set(cublaslt::kBiasDataType, problem.bias_type);
+    set(cublaslt::kBiasPointer, placed(operands.bias));
+  }
+
+  ~Description() {
+    if (d != nullptr) library().layout_destroy(d);
+    if (b != nullptr) library().layout_destroy(b);
+    if (a != nullptr) library().layout_destroy(a);
+    if (operation != nullptr) library().desc_destroy(operation);
+  }
+
+  Description(const Description&) = delete;
+  Description& operator=(const Description&) = delete;
+
+  cublaslt::MatmulDesc operation = nullptr;
+  cublaslt::MatrixLayout a = nullptr, b = nullptr, d = nullptr;  // c has the layout of d
+  Status status = cublaslt::kSuccess;                            // the first failure
+
+ private:
+  void keep(Status latest) {
+    if (status == cublaslt::kSuccess) status = latest;
+  }
+
+  template <typename Value>
+  void set(cublaslt::MatmulAttribute attribute, const Value& value) {
+    if (status == cublaslt::kSuccess) keep(library().desc_set(operation, attribute, &value, sizeof(value)));
+  }
+};
+
+struct Preference {
+  cublaslt::Preference handle = nullptr;
+  ~Preference() {
+    if (handle != nullptr) library().preference_destroy(handle);
+  }
+};
+
+// The one place that picks an algorithm. It takes the heuristic's first choice; a table of measured choices would go here.
+Failure choose_algorithm(cublaslt::Handle handle, const Description& description, uintptr_t alignment,
+                         cublaslt::Algorithm* algorithm) {
+  Preference preference;
+  Status status = library().preference_create(&preference.handle);
+  if (status != cublaslt::kSuccess) return failure_of("cublasLtMatmulPreferenceCreate", status);
+  const uint64_t workspace_bytes = kWorkspaceBytes;
+  const auto alignment_bytes = static_cast<uint32_t>(alignment);
+  status = library().preference_set(preference.handle, cublaslt::kMaxWorkspaceBytes, &workspace_bytes, sizeof(uint64_t));
+  for (const auto attribute :
+       {cublaslt::kMinAlignmentA, cublaslt::kMinAlignmentB, cublaslt::kMinAlignmentC, cublaslt::kMinAlignmentD}) {
+    if (status != cublaslt::kSuccess) break;
+    status = library().preference_set(preference.handle, attribute, &alignment_bytes, sizeof(uint32_t));
+  }
+  if (status != cublaslt::kSuccess) return failure_of("cublasLtMatmulPreferenceSetAttribute", status);
+  cublaslt::HeuristicResult result{};
+  int found = 0;
+  status = library().heuristic(handle, description.operation, description.a, description.b, description.d, description.d,
+                               preference.handle, 1, &result, &found);
+  if (status != cublaslt::kSuccess || found == 0) {
+    return std::string("cuBLASLt has no algorithm for this product (") + library().status_name(status) +
+           "); FP8 needs a GPU of compute capability 8.9 or newer";
+  }
+  *algorithm = result.algorithm;
+  return "";
+}
+
+Failure current_handle(cublaslt::Handle* handle) {
+  if (!library().missing.empty()) return library().missing;
+  return failure_of("cublasLtCreate", cublaslt::handle_of_current_device(handle));
+}
+
+bool is_aligned(const void* address, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
+
+uintptr_t alignment_of(const GemmOperands& operands) {
+  const bool full = is_aligned(operands.a, kFullAlignment) && is_aligned(operands.b, kFullAlignment) &&
+                    is_aligned(operands.c, kFullAlignment) && is_aligned(operands.d, kFullAlignment);
+  return full ? kFullAlignment : kMinAlignment;
+}
+
+}  // namespace
+
+Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands, uintptr_t alignment,
+                       const cudaStream_t* stream) {
+  cublaslt::Handle handle = nullptr;
+  if (Failure failure = current_handle(&handle); !failure.empty()) return failure;
+  const Description description(problem, operands);
+  if (description.status != cublaslt::kSuccess) return failure_of("describing the matrices to cuBLASLt", description.status);
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cudaGetErrorString(error);
+
+  const Key key{device, alignment, problem.m, problem.n, problem.k, problem.a_type, problem.b_type, problem.d_type};
+  cublaslt::Algorithm algorithm;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = algorithms_.find(key);
+    if (found == algorithms_.end()) {
+      if (Failure failure = choose_algorithm(handle, description, alignment, &algorithm); !failure.empty()) return failure;
+      found = algorithms_.emplace(key, algorithm).first;
+    }
+    algorithm = found->second;
+  }
+  if (stream == nullptr) return "";
+
+  const float alpha = 1.0f;
+  const float beta = problem.has_c ? 1.0f : 0.0f;
+  const void* const addend = problem.has_c ? operands.c : operands.d;
+  const Status status =
+      library().matmul(handle, description.operation, &alpha, operands.b, description.a, operands.a, description.b, &beta,
+                       addend, description.d, operands.d, description.d, &algorithm, operands.workspace, kWorkspaceBytes,
+                       *stream);
+  return failure_of("cublasLtMatmul", status);
+}
+
+Failure GemmPlans::prepare(const GemmProblem& problem, const GemmOperands& operands) {
+  return run(problem, operands, kFullAlignment, nullptr);
+}
+
+Failure GemmPlans::enqueue(const GemmProblem& problem, const GemmOperands& operands, cudaStream_t stream) {
+  return run(problem, operands, alignment_of(operands), &stream);
+}
+
+}  // namespace jax_fp8

@@ -1,0 +1,57 @@
+// The GEMM in cuBLASLt's words, without XLA: a problem, the addresses of its operands, and the algorithm chosen for it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "cublaslt.h"
+
+namespace jax_fp8 {
+
+constexpr int64_t kWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hopper
+constexpr uintptr_t kMinAlignment = 16;        // of every matrix, or the tensor cores cannot load it
+constexpr uintptr_t kFullAlignment = 256;      // of XLA's own allocations; the heuristic has more to choose from
+
+// Row-major d[m, n] = (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n].
+struct GemmProblem {
+  int64_t m, n, k;
+  cudaDataType_t a_type, b_type, d_type, bias_type;  // c has the type of d
+  bool has_bias, has_c, fast_accumulation;
+};
+
+struct GemmOperands {
+  const void *a, *b, *a_scale, *b_scale, *bias, *c;
+  void *d, *workspace;
+};
+
+// Empty when all went well, else what failed.
+using Failure = std::string;
+
+// What one call site has been told by the heuristic. Bias, c and accumulation are attributes of the call site, so they are not
+// part of the key.
+class GemmPlans {
+ public:
+  // Before the first launch: cuBLASLt's handle, and the algorithm for matrices aligned as XLA allocates them.
+  Failure prepare(const GemmProblem& problem, const GemmOperands& operands);
+
+  // Enqueues the product. The algorithm is a lookup; only a less aligned address makes it ask the heuristic again, which is
+  // host work and legal under CUDA graph capture.
+  Failure enqueue(const GemmProblem& problem, const GemmOperands& operands, cudaStream_t stream);
+
+ private:
+  using Key = std::tuple<int, uintptr_t, int64_t, int64_t, int64_t, int, int, int>;  // device, alignment, m, n, k, types
+
+  // Without a stream it stops once there is an algorithm.
+  Failure run(const GemmProblem& problem, const GemmOperands& operands, uintptr_t alignment, const cudaStream_t* stream);
+
+  std::mutex mutex_;
+  std::map<Key, cublaslt::Algorithm> algorithms_;
+};
+
+}  // namespace jax_fp8

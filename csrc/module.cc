@@ -1,0 +1,77 @@
+// jax_fp8._kernels: a table from target name to handlers, and what this build contains. jax_fp8/ops/kernels.py registers it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#ifdef JAX_FP8_WITH_CUDA
+#include "amax.h"
+#include "cublaslt.h"
+#include "gemm.h"
+#include "quantize.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+#ifdef JAX_FP8_WITH_CUDA
+
+using namespace jax_fp8;
+
+py::capsule capsule(XLA_FFI_Handler* handler) { return py::capsule(reinterpret_cast<void*>(handler)); }
+
+// name -> stage -> handler
+py::dict targets() {
+  using namespace py::literals;
+  py::dict table;
+  table["jax_fp8_quantize"] = py::dict("execute"_a = capsule(quantize_handler));
+  table["jax_fp8_quantize_transpose"] = py::dict("execute"_a = capsule(quantize_transpose_handler));
+  table["jax_fp8_amax"] = py::dict("execute"_a = capsule(amax_handler));
+  table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
+                                   "initialize"_a = capsule(gemm_initialize_handler),
+                                   "execute"_a = capsule(gemm_execute_handler));
+  return table;
+}
+
+// name -> what XLA must know to own a value of the type
+py::dict types() {
+  using namespace py::literals;
+  py::dict table;
+  table["jax_fp8_gemm_state"] =
+      py::dict("type_id"_a = py::capsule(gemm_state_type_id()),
+               "type_info"_a = py::capsule(const_cast<XLA_FFI_TypeInfo*>(gemm_state_type_info())));
+  return table;
+}
+
+int cuda_version() { return CUDART_VERSION; }
+
+std::string architectures() { return JAX_FP8_ARCHITECTURES; }
+
+// (version, reason): one of them is empty.
+std::pair<std::string, std::string> cublaslt_version() {
+  const cublaslt::Library& library = cublaslt::library();
+  if (!library.missing.empty()) return {"", library.missing};
+  const size_t version = library.version();  // major * 10000 + minor * 100 + patch
+  return {std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100),
+          ""};
+}
+
+#else
+
+py::dict targets() { return {}; }
+py::dict types() { return {}; }
+int cuda_version() { return 0; }
+std::string architectures() { return ""; }
+std::pair<std::string, std::string> cublaslt_version() { return {"", "this build of jax_fp8 has no CUDA kernels"}; }
+
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(_kernels, module) {
+  module.doc() = "CUDA kernels of jax_fp8 as XLA FFI handlers; empty tables when built without nvcc.";
+  module.def("targets", &targets, "target name -> {stage: handler}");
+  module.def("types", &types, "type name -> {type_id, type_info}");
+  module.def("cuda_version", &cuda_version, "CUDA version of the build, 1000 * major + 10 * minor; 0 without kernels");
+  module.def("architectures", &architectures, "GPU architectures compiled for, in CMake's words, separated by spaces");
+  module.def("cublaslt_version", &cublaslt_version, "(version, '') or ('', reason it cannot be used)");
+}

@@ -1,0 +1,34 @@
+// values = saturate(x * (1 / scale)) in FP8, with amax = max|x| from the same pass, and the transpose too when it is asked for.
+//
+// Hopper's FP8 GEMM wants both operands contiguous along the contracting dim, so most tensors are needed in both
+// orientations. Reading the source once for values, transpose and amax is what makes the cast cheap.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "dtypes.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+struct QuantizeArguments {
+  const void* x;  // [rows, cols]
+  SourceType source;
+  const float* scale;  // x ≈ values * scale
+  Fp8Type format;
+  uint8_t* values;    // [rows, cols]
+  uint8_t* values_t;  // [cols, rows]; unused by launch_quantize
+  float* amax;
+  int64_t rows;
+  int64_t cols;
+};
+
+cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t stream);
+cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaStream_t stream);
+
+extern XLA_FFI_Handler* const quantize_handler;
+extern XLA_FFI_Handler* const quantize_transpose_handler;
+
+}  // namespace jax_fp8

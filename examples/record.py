@@ -1,0 +1,112 @@
+"""What a run shows while it lasts, and what it leaves: `runs/<name>/` with config.json, metrics.jsonl and loss.png."""
+
+import collections
+import json
+import math
+import time
+from pathlib import Path
+
+import jax
+import tqdm
+from matplotlib.figure import Figure
+
+READ_BEHIND = 2  # a loss is read this many steps late, so that the device never waits for the host
+
+
+class Folder:
+    """A new `runs/<name>/`. A name already taken gets a number: nothing is ever overwritten."""
+
+    def __init__(self, parent: Path, name: str):
+        number = 1
+        while True:
+            self.path = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                self.path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+        if number > 1:
+            print(f"{parent / name} exists already and is left as it is; this run is written to {self.path}")
+        self.rows = []
+
+    def write_config(self, config: dict) -> None:
+        (self.path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+
+    def append(self, row: dict) -> None:
+        self.rows.append(row)
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def plot(self, title: str) -> None:
+        """Training and validation loss of every run of this folder, on one plot."""
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        axes = figure.subplots()
+        runs = dict.fromkeys(row["run"] for row in self.rows)
+        for color, run in zip(("tab:green", "tab:gray"), runs, strict=False):
+            for key, style, label in (("loss", "-", "training"), ("val_loss", "o--", "validation")):
+                points = [(row["step"], row[key]) for row in self.rows if row["run"] == run and row[key] is not None]
+                alpha = 0.5 if key == "loss" else 1.0
+                axes.plot(*zip(*points, strict=True), style, color=color, alpha=alpha, label=f"{run}, {label}")
+        axes.set(title=title, xlabel="step", ylabel="cross entropy, nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(self.path / "loss.png", dpi=130)
+
+
+class Progress:
+    """Progress bar and log of one training run. Losses stay on the device until they are `READ_BEHIND` steps old.
+
+    Training loss is averaged over the steps since the last row; tokens/s counts neither compilation nor validation.
+    """
+
+    def __init__(self, folder: Folder, run: str, steps: int, tokens_per_step: int, log_every: int):
+        self.folder, self.run, self.steps = folder, run, steps
+        self.tokens_per_step, self.log_every = tokens_per_step, log_every
+        self.pending = collections.deque()
+        self.losses, self.val_loss, self.tokens_per_second = [], math.nan, None
+        self.counted = self.started = None  # steps timed since the last row, and when they began
+        self.bar = tqdm.tqdm(total=steps, desc=f"{run:>7}", unit="step", mininterval=0.5)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    def add(self, step: int, loss: jax.Array, val_loss: jax.Array | None = None) -> None:
+        """Take the loss of one step, and the validation loss after it where there is one; both may still be running."""
+        self.pending.append((step, loss, val_loss))
+        while len(self.pending) > (0 if step == self.steps else READ_BEHIND):
+            self._read(*self.pending.popleft())
+
+    def start(self, val_loss: jax.Array) -> None:
+        """Take the validation loss before the first step."""
+        self._write(0, float(val_loss))
+
+    def _read(self, step, loss, val_loss):
+        self.losses.append(float(loss))  # waits until the device has finished this step
+        now = time.perf_counter()
+        if not math.isfinite(self.losses[-1]):
+            raise FloatingPointError(
+                f"the loss of {self.run} is {self.losses[-1]} at step {step}; lower --learning-rate"
+            )
+        if self.started is None:
+            self.started, self.counted = now, 0  # the first step was compilation
+        else:
+            self.counted += 1
+            self.tokens_per_second = self.counted * self.tokens_per_step / (now - self.started)
+        if val_loss is not None or step % self.log_every == 0:
+            self._write(step, None if val_loss is None else float(val_loss))
+            self.started, self.counted = time.perf_counter(), 0
+        self.bar.update()
+
+    def _write(self, step, val_loss):
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        speed = None if self.tokens_per_second is None else round(self.tokens_per_second)
+        self.folder.append(
+            {"run": self.run, "step": step, "loss": loss, "tokens_per_second": speed, "val_loss": val_loss}
+        )
+        self.losses.clear()
+        self.val_loss = self.val_loss if val_loss is None else val_loss
+        shown = {"loss": "-" if loss is None else f"{loss:.3f}", "val": f"{self.val_loss:.3f}"}
+        self.bar.set_postfix(shown | ({} if speed is None else {"tokens/s": f"{speed:,}"}))

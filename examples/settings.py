@@ -1,0 +1,141 @@
+"""What a run can be told: the command line, the defaults of each model size, and what cannot be trained.
+
+Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+from jax.sharding import AxisType, Mesh
+
+import jax_fp8 as fp8
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Train a GPT in FP8 on real text."""
+
+    preset: str = "tiny"
+    """Model size; it also chooses the defaults below."""
+    recipe: Literal["delayed", "current", "bf16"] = "delayed"
+    """How the scales of FP8 tensors are found; bf16 is no FP8 at all."""
+    compare: bool = False
+    """Train in bfloat16 too, from the same parameters and on the same batches, and plot both."""
+    data: Path | None = None
+    """A text file or a folder of them; by default the Python standard library's own sources."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """Bytes, or byte pairs learnt from the training text (and cached)."""
+    vocab_size: int = 16384
+    """Tokens that bpe may learn."""
+    steps: int = 300
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences a step."""
+    seq_len: int = 128
+    """Tokens a sequence."""
+    microbatches: int = 1
+    """Parts a batch is split into, to save memory; gradients are accumulated over them."""
+    learning_rate: float = 3e-3
+    """Peak of the schedule: linear warmup, then cosine decay to a tenth."""
+    seed: int = 0
+    """Of parameters, data order and sample."""
+    mesh: str = "data=1"
+    """data=N trains on N devices, each on its share of the batch."""
+    hidden_size: int = 0
+    """Width of the model."""
+    num_layers: int = 0
+    """Depth of the model."""
+    num_heads: int = 0
+    """Attention heads a layer."""
+    eval_every: int = 50
+    """Steps between two validations."""
+    sample_tokens: int = 256
+    """Length of the text generated at the end."""
+    name: str = ""
+    """Of the run's folder; by default the preset and the recipe."""
+    output: Path = Path("runs")
+    """Where run folders are made."""
+    cache: Path = Path.home() / ".cache" / "jax_fp8"
+    """Where trained tokenizers are kept."""
+
+
+def defaults(preset: str) -> Settings:
+    """Settings that suit a preset; ValueError names the presets if there is none of this name."""
+    model = fp8.GPTConfig.preset(preset)
+    shape = Settings(
+        preset=preset, hidden_size=model.hidden_size, num_layers=model.num_layers, num_heads=model.num_heads
+    )
+    if preset == "tiny":
+        return shape
+    pairs = dataclasses.replace(shape, tokenizer="bpe", steps=1000, eval_every=100)
+    if model.hidden_size <= 1024:
+        return dataclasses.replace(pairs, batch_size=32, seq_len=1024, learning_rate=6e-4)
+    return dataclasses.replace(pairs, batch_size=8, seq_len=2048, learning_rate=2e-4)
+
+
+def parse(argv: list[str]) -> Settings:
+    """Command line → settings. Every complaint of the parser becomes a ValueError of one sentence."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Preset:
+        preset: str = "tiny"
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            chosen, _ = tyro.cli(Preset, args=argv, return_unknown_args=True, add_help=False)
+            return tyro.cli(
+                Settings, args=argv, default=defaults(chosen.preset), description="Train a GPT in FP8 on real text."
+            )
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        lines = [line.strip("│╭╮╰╯ \n") for line in complaint.getvalue().splitlines()]
+        body = [line for line in lines if not line.endswith("─")]  # without the frame and its title
+        end = next((index for index, line in enumerate(body) if line.startswith(("For full", "Argument help"))), None)
+        raise ValueError(" ".join(" ".join(body[:end]).split()) + " (--help lists the options)") from None
+
+
+def check(settings: Settings) -> None:
+    """Raise a ValueError of one sentence for settings that cannot be trained."""
+    for field in ("steps", "batch_size", "seq_len", "microbatches", "eval_every", "num_layers", "num_heads"):
+        if (value := getattr(settings, field)) < 1:
+            raise ValueError(f"--{field.replace('_', '-')} must be at least 1, got {value}")
+    if settings.seed < 0:
+        raise ValueError(f"--seed must not be negative, got {settings.seed}")
+    if not 0 < settings.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be a positive number, got {settings.learning_rate}")
+    if settings.hidden_size < 16 or settings.hidden_size % 16:
+        raise ValueError(f"--hidden-size must be a multiple of 16 for FP8 GEMMs, got {settings.hidden_size}")
+    if settings.hidden_size % settings.num_heads:
+        raise ValueError(f"--num-heads must divide --hidden-size {settings.hidden_size}, got {settings.num_heads}")
+    if settings.compare and settings.recipe == "bf16":
+        raise ValueError("--compare sets an FP8 recipe beside bf16; choose --recipe delayed or --recipe current")
+    if settings.name != Path(settings.name).name:
+        raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
+    if settings.batch_size % settings.microbatches:
+        raise ValueError(f"--microbatches must divide --batch-size {settings.batch_size}, got {settings.microbatches}")
+    sequences = settings.batch_size // settings.microbatches
+    if sequences * settings.seq_len % 16:
+        raise ValueError(
+            f"a microbatch must hold a multiple of 16 tokens, got {sequences} x {settings.seq_len}; change --seq-len"
+        )
+
+
+def make_mesh(text: str, sequences: int) -> Mesh:
+    """`data=N` → a mesh of the first N devices, where N divides the sequences of a microbatch."""
+    axis, _, number = text.partition("=")
+    if axis != "data" or not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"--mesh must be data=N with N at least 1, got {text!r}; there are no other axes yet")
+    size, devices = int(number), jax.devices()
+    if size > len(devices):
+        raise ValueError(f"--mesh {text} must not exceed the {len(devices)} {devices[0].platform} device(s) jax sees")
+    if sequences % size:
+        raise ValueError(f"--mesh {text} must divide the {sequences} sequences of a microbatch; change --batch-size")
+    return jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:size])

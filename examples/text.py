@@ -1,0 +1,165 @@
+"""Text in, batches of tokens out.
+
+files → documents → (train, held out) → token ids → windows of `seq_len + 1` tokens: a model reads the first `seq_len`
+of them and predicts the last `seq_len`.
+
+Everything is deterministic: the same files, seed and step give the same batch, whatever recipe the model trains in.
+That is what makes two loss curves comparable.
+"""
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+HELD_OUT_EVERY = 20  # every 20th file, or the last 20th of a few files, is kept for validation
+CHUNK = 1 << 16  # characters handed to the tokenizer library at once
+
+
+class Corpus(NamedTuple):
+    """Text to train on, and text the model never sees."""
+
+    train: bytes
+    held_out: bytes
+
+
+def standard_library() -> list[Path]:
+    """Python sources of the running interpreter's standard library, without its tests."""
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    return python_sources(Path(sysconfig.get_path("stdlib")), excluded)
+
+
+def python_sources(root: Path, excluded: set[str] = frozenset()) -> list[Path]:
+    """Every `.py` file below `root`, in a fixed order, but for those in a folder of an excluded name."""
+    return [path for path in sorted(root.rglob("*.py")) if not excluded.intersection(path.relative_to(root).parts)]
+
+
+def user_files(path: Path) -> list[Path]:
+    """The file at `path`, or the files below it in a fixed order (hidden ones left out)."""
+    if not path.exists():
+        raise ValueError(f"--data must name a file or a folder, but {path} does not exist")
+    if path.is_file():
+        return [path]
+    below = (file for file in sorted(path.rglob("*")) if file.is_file())
+    files = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise ValueError(f"--data must hold text, but the folder {path} has no files; name a folder with text files")
+    return files
+
+
+def read_corpus(files: list[Path], max_bytes: int | None = None) -> Corpus:
+    """Read files in order, up to `max_bytes` in all, and hold out a part for validation.
+
+    Many files: every 20th is held out, so both parts look alike. A few: the last 20th of their text is.
+    Among several files those that are not UTF-8 text (pictures, archives) are left out, and named.
+    """
+    documents, size = [], 0
+    for file in files:
+        content = file.read_bytes()
+        if len(files) > 1 and not is_text(content):
+            print(f"left out {file}: it is not UTF-8 text")
+            continue
+        documents.append(content)
+        size += len(content)
+        if max_bytes is not None and size >= max_bytes:
+            documents[-1] = content[: len(content) - (size - max_bytes)]
+            break
+    if not any(documents):
+        raise ValueError(f"--data must hold text, but {files[0] if len(files) == 1 else 'every file'} is empty")
+    if len(documents) >= HELD_OUT_EVERY:
+        held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        del documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        return Corpus(b"\n".join(documents), b"\n".join(held_out))
+    text = b"\n".join(documents)
+    cut = len(text) - len(text) // HELD_OUT_EVERY
+    return Corpus(text[:cut], text[cut:])
+
+
+def is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class Encoder(Protocol):
+    """What a tokenizer offers: ids below `vocab_size`, from bytes and back."""
+
+    vocab_size: int
+
+    def encode(self, text: bytes) -> np.ndarray: ...  # (tokens,)
+
+    def decode(self, ids: np.ndarray) -> str: ...
+
+
+class ByteEncoder:
+    """One token per byte: nothing to train, nothing unknown."""
+
+    vocab_size = 256
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
+
+
+class PairEncoder:
+    """Byte-level byte-pair encoding: frequent sequences of bytes become one token; any text can be written."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size()
+
+    @classmethod
+    def trained_on(cls, text: bytes, vocab_size: int, cache: Path) -> "PairEncoder":
+        """The encoder trained on `text`, read from the cache folder if the same text was seen before."""
+        if vocab_size <= 256:
+            raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {vocab_size}")
+        path = cache / f"bpe-{vocab_size}-{hashlib.sha256(text).hexdigest()[:16]}.json"
+        if not path.exists():
+            tokenizer = Tokenizer(models.BPE())
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            alphabet = pre_tokenizers.ByteLevel.alphabet()
+            trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+            tokenizer.train_from_iterator(chunks(text), trainer)
+            cache.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            tokenizer.save(str(unfinished))
+            unfinished.replace(path)  # two runs at once never read half a file
+        return cls(Tokenizer.from_file(str(path)))
+
+    def encode(self, text: bytes) -> np.ndarray:
+        encodings = self.tokenizer.encode_batch_fast(chunks(text))
+        return np.concatenate([np.asarray(encoding.ids, np.int32) for encoding in encodings] or [np.empty(0, np.int32)])
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode([int(token) for token in ids])
+
+
+def chunks(text: bytes) -> list[str]:
+    characters = text.decode(errors="replace")
+    return [characters[start : start + CHUNK] for start in range(0, len(characters), CHUNK)]
+
+
+def training_batch(tokens: np.ndarray, step: int, seed: int, batch_size: int, seq_len: int) -> np.ndarray:
+    """The batch of one step: windows at random places, a function of seed and step alone."""  # (batch, seq + 1)
+    generator = np.random.default_rng((seed, step))
+    starts = generator.integers(0, len(tokens) - seq_len, size=batch_size)
+    return windows(tokens, starts, seq_len)
+
+
+def validation_batches(tokens: np.ndarray, count: int, batch_size: int, seq_len: int) -> list[np.ndarray]:
+    """`count` batches of windows spread evenly over the held-out tokens, always the same."""  # (batch, seq + 1) each
+    starts = np.linspace(0, len(tokens) - seq_len - 1, count * batch_size).astype(int)
+    return [windows(tokens, part, seq_len) for part in np.split(starts, count)]
+
+
+def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)

@@ -1,0 +1,203 @@
+"""Train a GPT in FP8 on real text, and see whether it learns as well as in bfloat16.
+
+    python examples/train_gpt.py                                        # a tiny model on the standard library's sources
+    python examples/train_gpt.py --compare                              # the same model in bfloat16 beside it
+    python examples/train_gpt.py --data book.txt --tokenizer bpe --steps 500
+    python examples/train_gpt.py --preset gpt2-124m --mesh data=4       # on four GPUs
+
+Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
+Settings are in settings.py, text and tokens in text.py, logs and pictures in record.py.
+"""
+
+import dataclasses
+import importlib.metadata
+import math
+import platform
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from record import Folder, Progress
+from settings import Settings, check, make_mesh, parse
+from text import (
+    ByteEncoder,
+    Encoder,
+    PairEncoder,
+    read_corpus,
+    standard_library,
+    training_batch,
+    user_files,
+    validation_batches,
+)
+
+import jax_fp8 as fp8
+
+RECIPES = {"delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling(), "bf16": None}
+LOG_EVERY = 10  # steps between two rows of the log
+VALIDATION_BATCHES = 8
+TEMPERATURE = 0.8  # of the sample: below 1 prefers likely tokens
+
+
+class Job(NamedTuple):
+    """Everything two runs share: settings, model shape, tokens and devices."""
+
+    settings: Settings
+    model: fp8.GPTConfig
+    encoder: Encoder
+    train: np.ndarray  # (tokens,)
+    held_out: np.ndarray  # (tokens,)
+    mesh: Mesh
+
+
+def prepare(argv: list[str]) -> Job:
+    """Settle everything that can be wrong before anything is computed."""
+    settings = parse(argv)
+    check(settings)
+    mesh = make_mesh(settings.mesh, settings.batch_size // settings.microbatches)
+    corpus = read_corpus(standard_library() if settings.data is None else user_files(settings.data))
+    if settings.tokenizer == "bytes":
+        encoder = ByteEncoder()
+    else:
+        encoder = PairEncoder.trained_on(corpus.train, settings.vocab_size, settings.cache)
+    train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
+    needed = settings.batch_size * settings.seq_len + 1
+    if len(train) < needed:
+        raise ValueError(
+            f"--data must hold at least one batch of {needed:,} tokens to train on, got {len(train):,}; "
+            f"give more text, or a smaller --batch-size or --seq-len"
+        )
+    if len(held_out) <= settings.seq_len:
+        raise ValueError(
+            f"--data must leave {settings.seq_len + 1:,} tokens for validation, a twentieth of it has "
+            f"{len(held_out):,}; give more text, or a smaller --seq-len"
+        )
+    model = fp8.GPTConfig.preset(
+        settings.preset,
+        vocab_size=-(-encoder.vocab_size // 128) * 128,  # tensor cores like round numbers
+        max_seq_len=settings.seq_len,
+        hidden_size=settings.hidden_size,
+        num_layers=settings.num_layers,
+        num_heads=settings.num_heads,
+    )
+    return Job(settings, model, encoder, train, held_out, mesh)
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    peak, warmup = settings.learning_rate, max(1, min(settings.steps // 10, 200))
+    schedule = optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, settings.steps + 1, peak / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+class Trained(NamedTuple):
+    model: fp8.GPT
+    variables: Any
+    val_loss: float
+
+
+def train(job: Job, recipe: str, folder: Folder) -> Trained:
+    """One run: the model in one recipe, from the seed's parameters, over the seed's batches."""
+    settings = job.settings
+    model = fp8.GPT(job.model, recipe=RECIPES[recipe])
+    loss_fn = fp8.next_token_loss(model)
+    optimizer = make_optimizer(settings)
+    by_sequence = NamedSharding(job.mesh, PartitionSpec("data"))
+    everywhere = NamedSharding(job.mesh, PartitionSpec())
+
+    shape = (settings.batch_size, settings.seq_len)
+
+    def create(key):
+        variables = model.init(key, jnp.zeros(shape, jnp.int32))
+        return fp8.TrainState.create(variables=variables, tx=optimizer)
+
+    state = jax.jit(create, out_shardings=everywhere)(jax.random.key(settings.seed))
+    train_step = fp8.make_train_step(loss_fn, optimizer, RECIPES[recipe], microbatches=settings.microbatches)
+    validation = jax.device_put(validation_batches(job.held_out, VALIDATION_BATCHES, *shape), by_sequence)
+    batch_loss = jax.jit(loss_fn)
+
+    def validate(variables):
+        return sum(batch_loss(variables, tokens) for tokens in validation) / len(validation)
+
+    with Progress(folder, recipe, settings.steps, math.prod(shape), LOG_EVERY) as progress:
+        progress.start(validate(state.variables))
+        for step in range(1, settings.steps + 1):
+            tokens = training_batch(job.train, step, settings.seed, *shape)
+            state, metrics = train_step(state, jax.device_put(tokens, by_sequence))
+            due = step % settings.eval_every == 0 or step == settings.steps
+            progress.add(step, metrics["loss"], validate(state.variables) if due else None)
+    return Trained(model, state.variables, progress.val_loss)
+
+
+def sample(job: Job, trained: Trained) -> tuple[str, str]:
+    """A prompt from the held-out text, and what the model writes after it.
+
+    The model always reads a full window, so one compiled program makes every token: read, draw, shift.
+    """
+    rows = 16 // math.gcd(16, job.settings.seq_len)  # FP8 GEMMs want a multiple of 16 tokens
+    prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
+
+    @jax.jit
+    def generate(variables, window, keys):
+        def write(window, key):
+            logits = trained.model.apply(variables, window)[:, -1].astype(jnp.float32)  # (rows, vocab)
+            token = jax.random.categorical(key, logits / TEMPERATURE).astype(jnp.int32)
+            return jnp.concatenate([window[:, 1:], token[:, None]], axis=1), token[0]
+
+        return jax.lax.scan(write, window, keys)[1]
+
+    keys = jax.random.split(jax.random.key(job.settings.seed), job.settings.sample_tokens)
+    written = generate(trained.variables, jnp.tile(prompt, (rows, 1)), keys)
+    return job.encoder.decode(prompt), job.encoder.decode(np.asarray(written))
+
+
+def versions(mesh: Mesh) -> dict[str, Any]:
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    device = mesh.devices.flat[0]
+    return {
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
+        "device": f"{mesh.size} x {device.device_kind}",
+    }
+
+
+def main(argv: list[str]) -> int:
+    try:
+        job = prepare(argv)
+        settings = job.settings
+        folder = Folder(settings.output, settings.name or f"{settings.preset}-{settings.recipe}")
+    except (ValueError, OSError) as error:
+        print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 2
+    found = versions(job.mesh)
+    folder.write_config({"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(job.model)} | found)
+    print(
+        f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {found['device']}; "
+        f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"
+    )
+    try:
+        trained = train(job, settings.recipe, folder)
+        baseline = train(job, "bf16", folder) if settings.compare else None
+    except FloatingPointError as error:
+        print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print("train_gpt.py: out of device memory; use more --microbatches or a smaller --preset", file=sys.stderr)
+        return 1
+    folder.plot(f"{settings.preset}, {job.model.num_layers} layers, {job.model.hidden_size} wide")
+    prompt, text = sample(job, trained)
+    print(f"\n--- after the held-out text\n{prompt}\n--- the model writes\n{text}\n---")
+    summary = f"validation loss: {settings.recipe} {trained.val_loss:.4f}"
+    if baseline is not None:
+        difference = 100 * (trained.val_loss / baseline.val_loss - 1)
+        summary += f", bf16 {baseline.val_loss:.4f}, difference {difference:+.2f} %"
+    print(f"{summary}; log, configuration and picture are in {folder.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""FP8 training of Transformers in JAX on NVIDIA Hopper: Flax layers, an Optax transform, and one jitted step.
+
+In the order data flows: formats and recipes, quantization, layers, the model, gradients with their amaxes, the optimizer, the step.
+"""
+
+from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.core.staging import value_and_grad
+from jax_fp8.core.state import update_state
+from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
+from jax_fp8.nn.attention import SelfAttention
+from jax_fp8.nn.block import TransformerBlock
+from jax_fp8.nn.dense import Dense, LayerNormDense
+from jax_fp8.nn.mlp import LayerNormMLP
+from jax_fp8.ops.gemm import matmul
+from jax_fp8.ops.quantize import quantize
+from jax_fp8.train.explain import explain
+from jax_fp8.train.fused_adam import apply_updates, fused_adam, fused_adamw
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.train_step import make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "GPT",
+    "HYBRID",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Dense",
+    "Format",
+    "Fp8Array",
+    "GPTConfig",
+    "LayerNormDense",
+    "LayerNormMLP",
+    "SelfAttention",
+    "TrainState",
+    "TransformerBlock",
+    "apply_updates",
+    "explain",
+    "fused_adam",
+    "fused_adamw",
+    "make_train_step",
+    "matmul",
+    "next_token_loss",
+    "quantize",
+    "update_state",
+    "value_and_grad",
+]

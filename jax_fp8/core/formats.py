@@ -1,0 +1,43 @@
+"""The two FP8 formats and the pair of them that training uses.
+
+E4M3 has 4 exponent and 3 mantissa bits, reaches 448 and has no infinity; E5M2 trades a mantissa bit for range and reaches 57,344.
+Activations and weights need precision, gradients need range: HYBRID is E4M3 forward, E5M2 backward (https://arxiv.org/abs/2209.05433).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
+
+
+@dataclass(frozen=True)
+class Format:
+    """The FP8 dtype of the forward operands (input, kernel) and that of the output gradient."""
+
+    forward: jax.typing.DTypeLike
+    backward: jax.typing.DTypeLike
+
+    def __post_init__(self):
+        for role in ("forward", "backward"):
+            dtype = getattr(self, role)
+            if dtype not in (E4M3, E5M2):
+                raise ValueError(f"Format.{role} must be E4M3 or E5M2, got {dtype}; pass jax_fp8.E4M3 or jax_fp8.E5M2")
+            object.__setattr__(self, role, E4M3 if dtype == E4M3 else E5M2)  # equal formats hash equally
+        if self.forward == E5M2:
+            raise ValueError(
+                "Format.forward must be E4M3, got E5M2: Hopper multiplies no E5M2 by E5M2; pass jax_fp8.HYBRID"
+            )
+
+
+HYBRID = Format(forward=E4M3, backward=E5M2)
+
+
+def fp8_max(dtype: jax.typing.DTypeLike) -> np.float32:
+    """The largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2."""
+    if dtype not in (E4M3, E5M2):
+        raise ValueError(f"dtype must be E4M3 or E5M2, got {dtype}; pass jax_fp8.E4M3 or jax_fp8.E5M2")
+    return np.float32(jnp.finfo(dtype).max)

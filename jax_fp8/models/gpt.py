@@ -1,0 +1,133 @@
+"""A GPT: embeddings, a stack of Transformer layers, a final norm, and a head in bfloat16.
+
+    tokens (batch, seq) → embedding + positions → layers → norm → logits (batch, seq, vocab)
+
+The head and the embedding stay out of FP8: they are where its noise costs most and, but for small models, its speed gains least.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.typing import Dtype
+
+from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.nn.block import TransformerBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT. Sizes are in elements; `mlp_hidden_size` None is four times `hidden_size`; `positions` is "learned" or "rotary"."""
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    max_seq_len: int = 1024
+    num_kv_heads: int | None = None
+    mlp_hidden_size: int | None = None
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    positions: str = "learned"
+    use_bias: bool = True
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        if self.positions not in ("learned", "rotary"):
+            raise ValueError(f'positions must be "learned" or "rotary", got {self.positions!r}')
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide hidden_size, got num_heads={self.num_heads} and hidden_size={self.hidden_size}"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> "GPTConfig":
+        """A known shape by name, with any field overridden."""
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        return replace(PRESETS[name], **overrides)
+
+
+def _preset(layers, heads, width, vocab=50_304, seq=2048, **others):
+    return GPTConfig(num_layers=layers, num_heads=heads, hidden_size=width, vocab_size=vocab, max_seq_len=seq, **others)
+
+
+# GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1; vocabulary padded to a
+# multiple of 128.
+PRESETS = {
+    "tiny": _preset(4, 4, 128, vocab=256, seq=128),
+    "gpt2-124m": _preset(12, 12, 768, seq=1024),
+    "gpt2-350m": _preset(24, 16, 1024, seq=1024),
+    "gpt2-774m": _preset(36, 20, 1280, seq=1024),
+    "gpt3-1.3b": _preset(24, 16, 2048),
+    "gpt3-2.7b": _preset(32, 32, 2560),
+    "gpt3-6.7b": _preset(32, 32, 4096),
+    "gpt3-13b": _preset(40, 40, 5120),
+}
+
+
+class GPT(nn.Module):
+    """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`.
+
+    Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and under delayed scaling
+    `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`.
+    """
+
+    config: GPTConfig
+    recipe: Recipe | None = DelayedScaling()
+    dtype: Dtype = jnp.bfloat16
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        if tokens.shape[-1] > config.max_seq_len:
+            raise ValueError(
+                f"a sequence must be at most max_seq_len={config.max_seq_len} tokens long, got {tokens.shape[-1]}"
+            )
+        init = nn.initializers.normal(0.02)
+        embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
+        x = embedding[tokens]
+        if config.positions == "learned":
+            positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
+            x = x + positions[: tokens.shape[-1]]
+        x = x.astype(self.dtype)
+        for index in range(config.num_layers):
+            x = self._layer(index)(x)
+        norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+        x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
+        if not config.tie_embeddings:
+            embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)
+        with jax.named_scope("bfloat16_head"):
+            return jnp.einsum("bsh,vh->bsv", x, embedding.astype(self.dtype))
+
+    def _layer(self, index):
+        config = self.config
+        return TransformerBlock(
+            config.num_heads,
+            config.mlp_hidden_size or 4 * config.hidden_size,
+            config.num_kv_heads,
+            norm=config.norm,
+            activation=config.activation,
+            rotary=config.positions == "rotary",
+            use_bias=config.use_bias,
+            recipe=self.recipe,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=nn.initializers.normal(0.02),
+            residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
+            name=f"layer_{index}",
+        )
+
+
+def next_token_loss(model: nn.Module) -> Callable[[dict, jax.Array], jax.Array]:
+    """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1): the mean cross-entropy of each next token, in nats, float32."""
+
+    def loss_fn(variables, tokens):
+        logits = model.apply(variables, tokens[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return loss_fn

@@ -1,0 +1,72 @@
+"""Dense layers: a GEMM, alone or behind a norm."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+
+from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.nn.gemm import declare_gemm
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.norm import NormParameters, check_norm
+from jax_fp8.ops.norm_linear import norm_linear
+
+
+class Dense(nn.Module):
+    """`y = x · kernel + bias` in FP8; a drop-in for `flax.linen.Dense`.
+
+    Variables: `params/kernel` (in, features), `params/bias` (features,), and under delayed scaling `fp8/scale` f32[3] and
+    `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters.
+    """
+
+    features: int
+    use_bias: bool = True
+    recipe: Recipe | None = DelayedScaling()
+    dtype: Dtype = jnp.bfloat16
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., features)
+        gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
+        y, amaxes = linear(x, gemm.parameters, gemm.scaling, self.dtype)
+        gemm.stage(amaxes)
+        return y
+
+
+class NormVariables(nn.Module):
+    """The parameters of a norm, named as Flax names them: `scale`, and `bias` for LayerNorm."""
+
+    norm: str
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, features: int) -> NormParameters:
+        check_norm(self.norm)
+        scale = self.param("scale", nn.initializers.ones_init(), (features,), self.param_dtype)
+        if self.norm == "rmsnorm":
+            return NormParameters(scale, None)
+        return NormParameters(scale, self.param("bias", nn.initializers.zeros_init(), (features,), self.param_dtype))
+
+
+class LayerNormDense(nn.Module):
+    """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`."""
+
+    features: int
+    norm: str = "layernorm"
+    use_bias: bool = True
+    epsilon: float = 1e-6
+    recipe: Recipe | None = DelayedScaling()
+    dtype: Dtype = jnp.bfloat16
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., features)
+        norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
+        gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
+        y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.scaling, self.epsilon, self.dtype)
+        gemm.stage(amaxes)
+        return y

@@ -1,0 +1,108 @@
+"""FP8 matrix product: `d[m, n] = (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`, both operands contiguous along k.
+
+cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants. `accumulation="fast"` adds in the
+tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it goes. The reference multiplies exactly what the FP8
+values say and accumulates in float32.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.formats import E5M2
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.ops.dispatch import Split, dispatch, split_axes
+
+TARGET = "jax_fp8_gemm"
+REFERENCE_SCOPE = "jax_fp8_gemm_reference"
+WORKSPACE_BYTES = 32 * 2**20  # what cuBLASLt's documentation asks for on Hopper
+
+
+def matmul(
+    a: Fp8Array,
+    b: Fp8Array,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    bias: jax.Array | None = None,
+    c: jax.Array | None = None,
+    accumulation: str = "fast",
+) -> jax.Array:
+    """Multiply `a` (m, k) by the transpose of `b` (n, k).
+
+    Args:
+      a, b: FP8 matrices; E5M2 by E5M2 does not exist on the hardware and is refused.
+      dtype: of the result: bfloat16, float16 or float32.
+      bias: (n,), added to every row.
+      c: (m, n), added to the product: a residual, or an accumulator, updated in place when it is donated or dead.
+      accumulation: "fast" or "split".
+
+    Returns:
+      (m, n) in `dtype`.
+    """
+    dtype = jnp.dtype(dtype)
+    _check(a, b, dtype, accumulation)
+    operands, rule = [a.values, b.values, a.scale, b.scale], "m k, n k, , "
+    if bias is not None:
+        operands, rule = [*operands, bias.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype)], f"{rule}, n"
+    if c is not None:
+        operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
+    settings = {"dtype": dtype, "has_bias": bias is not None, "has_c": c is not None}
+    kernel = partial(_kernel, **settings, fast_accumulation=accumulation == "fast")
+    (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
+    return d
+
+
+def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, fast_accumulation):
+    attributes = {"fast_accumulation": fast_accumulation}
+    shape = (a.shape[0], b.shape[0])
+    axes = split_axes(split, "k")
+    if axes:  # partial products: sum them in float32, then add once
+        d = _call(a, b, a_scale, b_scale, shape, jnp.float32, **attributes, has_bias=False, has_c=False)
+        return (_add(lax.psum(d, axes), addends).astype(dtype),)
+    return (_call(a, b, a_scale, b_scale, shape, dtype, *addends, **attributes, has_bias=has_bias, has_c=has_c),)
+
+
+def _call(a, b, a_scale, b_scale, shape, dtype, *addends, **attributes):
+    results = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
+    operands = (a, b, a_scale, b_scale, *addends)
+    in_place = {len(operands) - 1: 0} if attributes["has_c"] else None
+    d, _ = jax.ffi.ffi_call(TARGET, results, input_output_aliases=in_place)(*operands, **attributes)
+    return d
+
+
+def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c):
+    # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
+    with jax.named_scope(REFERENCE_SCOPE):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        product = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    axes = split_axes(split, "k")
+    product = lax.psum(product, axes) if axes else product
+    return (_add(product * (a_scale * b_scale), addends).astype(dtype),)
+
+
+def _add(product, addends):
+    for addend in addends:
+        product = product + addend.astype(jnp.float32)
+    return product
+
+
+def _check(a, b, dtype, accumulation):
+    shapes = f"got a {a.shape} and b {b.shape}"
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"matmul needs a (m, k) and b (n, k), both contiguous along k, {shapes}; pass the transposed copy"
+        )
+    if a.shape[1] % 16 or b.shape[0] % 16:
+        raise ValueError(
+            f"matmul needs k and n to be multiples of 16, {shapes}; pad the input or use bfloat16 (recipe=None)"
+        )
+    if a.dtype == E5M2 and b.dtype == E5M2:
+        raise ValueError(
+            "matmul got two E5M2 operands, which the hardware cannot multiply; quantize one of them to E4M3"
+        )
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"matmul writes bfloat16, float16 or float32, got {dtype=}; pick one of these and cast after")
+    if accumulation not in ("fast", "split"):
+        raise ValueError(f'accumulation must be "fast" or "split", got {accumulation!r}')

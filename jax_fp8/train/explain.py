@@ -1,0 +1,124 @@
+"""What a function multiplies in FP8, what not, and why: read off its jaxpr as it would run on CUDA; nothing is run or compiled."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_fp8.ops import kernels
+from jax_fp8.ops.gemm import REFERENCE_SCOPE, TARGET
+from jax_fp8.ops.linear import PLAIN_SCOPE
+
+HEAD_SCOPE = "bfloat16_head"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix product (m, k) · (k, n), executed `count` times per call.
+
+    `target` is the custom call, "reference" where kernels are not built, or "xla". `by_design` marks a product that FP8 is not meant for.
+    """
+
+    layer: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    target: str
+    count: int
+    is_fp8: bool
+    by_design: bool
+    reason: str
+
+    def __str__(self):
+        shape = f"{self.count} x ({self.m}, {self.k}) · ({self.k}, {self.n})"
+        return f"{'FP8 ' if self.is_fp8 else '    '} {self.target:<14} {self.dtype:<28} {shape:<40} {self.layer}: {self.reason}"
+
+
+class Explanation(tuple):
+    """A tuple of `Gemm`, in program order; printing it gives a table."""
+
+    def __str__(self):
+        return "\n".join(map(str, self))
+
+
+def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
+    """List every matrix product of `fn(*args)`.
+
+    Args:
+      fn: a function, such as `model.apply`, a gradient or a training step.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+      strict: raise a ValueError that names the products that are not in FP8 though FP8 is meant for them: those of layers with
+        recipe=None and those made outside jax_fp8. Attention scores and a head in bfloat16 are as they should be.
+    """
+    gemms = Explanation(_gemms(jax.make_jaxpr(fn)(*args).jaxpr, scope="", count=1))
+    unquantized = [gemm for gemm in gemms if not gemm.is_fp8 and not gemm.by_design]
+    if strict and unquantized:
+        raise ValueError(
+            f"strict: {len(unquantized)} of {len(gemms)} matrix products are not in FP8:\n"
+            + "\n".join(map(str, unquantized))
+        )
+    return gemms
+
+
+def _gemms(jaxpr, scope: str, count: int) -> Iterator[Gemm]:
+    for equation in jaxpr.eqns:
+        path = _path(scope, str(equation.source_info.name_stack))
+        if equation.primitive.name == "ffi_call" and equation.params["target_name"] == TARGET:
+            yield _fp8_gemm(equation, path, count)
+        elif equation.primitive.name == "dot_general":
+            yield _dot(equation, path, count)
+        else:
+            times = equation.params["length"] if equation.primitive.name == "scan" else 1
+            for inner in _inner_jaxprs(equation):
+                yield from _gemms(inner, path, count * times)
+
+
+def _path(scope, name_stack):
+    """Scope names joined by "/", each once where a layer and its op repeat one."""
+    names = f"{scope}/{name_stack}".strip("/").split("/")
+    return "/".join(name for i, name in enumerate(names) if i == 0 or name != names[i - 1])
+
+
+def _inner_jaxprs(equation):
+    params = equation.params
+    if params.get("branches_platforms") is not None:  # made by lax.platform_dependent
+        platforms = params["branches_platforms"]
+        cuda = next((i for i, names in enumerate(platforms) if names and "cuda" in names), len(platforms) - 1)
+        return [_open(params["branches"][cuda])]
+    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [_open(value) for value in values if hasattr(_open(value), "eqns")]
+
+
+def _open(jaxpr):
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _fp8_gemm(equation, path, count):
+    a, b = (var.aval for var in equation.invars[:2])
+    (m, k), n = a.shape, b.shape[0]
+    dtypes = f"{a.dtype.name} {b.dtype.name}"
+    return Gemm(path, m, n, k, dtypes, TARGET, count, True, True, "by the layer's recipe")
+
+
+def _dot(equation, path, count):
+    (contract_a, contract_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
+    a, b = (var.aval for var in equation.invars)
+    k = math.prod(a.shape[i] for i in contract_a)
+    m = math.prod(size for i, size in enumerate(a.shape) if i not in (*contract_a, *batch_a))
+    n = math.prod(size for i, size in enumerate(b.shape) if i not in (*contract_b, *batch_b))
+    times = count * math.prod(a.shape[i] for i in batch_a)
+    if REFERENCE_SCOPE in path:
+        reason = f"FP8 values multiplied by the reference: {kernels.missing_reason()}"
+        return Gemm(path, m, n, k, "float8 values in bfloat16", "reference", times, True, True, reason)
+    dtypes = f"{a.dtype.name} {b.dtype.name}"
+    if batch_a:
+        return Gemm(
+            path, m, n, k, dtypes, "xla", times, False, True, "a batched product of activations, such as attention"
+        )
+    if HEAD_SCOPE in path:
+        return Gemm(path, m, n, k, dtypes, "xla", times, False, True, "the head is kept in bfloat16")
+    reason = "the layer has recipe=None" if PLAIN_SCOPE in path else "not made by a jax_fp8 layer; use jax_fp8.Dense"
+    return Gemm(path, m, n, k, dtypes, "xla", times, False, False, reason)

@@ -1,0 +1,143 @@
+"""One optimizer step as one jitted program with donated state: on a GPU, one CUDA graph.
+
+    batch → microbatches ─scan→ gradients (mean, float32), staged amaxes (max) → optimizer → params
+                                                          └→ update_state, once → fp8
+
+Donated buffers keep their addresses from step to step, so the graph is recorded once; nothing waits for the host.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.staging import value_and_grad, warm_start_value_and_grad
+from jax_fp8.core.state import count_nonfinite, keep_known_rows, map_gemms, update_state
+from jax_fp8.train.fused_adam import apply_updates
+from jax_fp8.train.train_state import TrainState
+
+# A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside: inside graphs they were slower and could hang.
+CUDA_GRAPH_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_command_buffer_unroll_loops": True,
+    "xla_gpu_graph_min_graph_size": 1,
+}
+
+
+class TrainStep:
+    """`state, metrics = step(state, batch)`; made by `make_train_step`.
+
+    The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over microbatches) and
+    "nonfinite_amaxes" (int32, tensors whose amax was infinite or NaN and whose scale was therefore left alone).
+    """
+
+    def __init__(self, step: Callable, warm_start: Callable | None):
+        self._step, self._warm_start = step, warm_start
+        self._last_step_count = None
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        # Only a state this object did not return itself can be a fresh one; asking its step count would otherwise wait for the device.
+        if self._warm_start is not None and state.step is not self._last_step_count and int(state.step) == 0:
+            state = self._warm_start(state, batch)
+        state, metrics = self._step(state, batch)
+        self._last_step_count = state.step
+        return state, metrics
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""
+        return self._step.lower(state, batch)
+
+    def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:
+        """Trace the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""
+        return self._step.trace(state, batch)
+
+
+def make_train_step(
+    loss_fn: Callable[[dict, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    recipe: Recipe | None,
+    microbatches: int = 1,
+    *,
+    warm_start: bool = True,
+    donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
+) -> TrainStep:
+    """Make the training step of a loss.
+
+    Args:
+      loss_fn: `loss_fn(variables, batch)`, the mean loss of a (micro)batch, a scalar.
+      tx: the optimizer.
+      recipe: the recipe of the model's layers; None for plain bfloat16.
+      microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their mean, amaxes
+        their maximum, and the FP8 state moves once.
+      warm_start: before step 0, run the loss once with current scaling, so that the first step finds scales instead of ones.
+      donate: update the state in place.
+      compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
+    """
+    check_recipe(recipe)
+    if microbatches < 1:
+        raise ValueError(f"microbatches must be at least 1, got {microbatches}")
+    if compiler_options is None:
+        compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
+    jit = partial(jax.jit, donate_argnums=(0,) if donate else (), compiler_options=compiler_options)
+
+    def step(state, batch):
+        _check_state(state, recipe)
+        loss, grads, staged = _accumulate(value_and_grad(loss_fn), state, batch, microbatches)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
+        params, fp8 = apply_updates(state.params, updates), update_state(staged, recipe)
+        return TrainState(state.step + 1, params, fp8, opt_state), metrics
+
+    def warm(state, batch):
+        _check_state(state, recipe)
+        _, _, staged = _accumulate(warm_start_value_and_grad(loss_fn), state, batch, microbatches)
+        fp8 = keep_known_rows(state.fp8, update_state(staged, recipe))
+        return TrainState(state.step, state.params, fp8, state.opt_state)
+
+    return TrainStep(jit(step), jit(warm) if warm_start and isinstance(recipe, DelayedScaling) else None)
+
+
+def _accumulate(gradient_fn, state, batch, microbatches):
+    """Mean loss and gradients over the microbatches, and the state with the maximum of their amaxes staged."""
+    if microbatches == 1:
+        return gradient_fn(state.variables, batch)
+
+    def add(carry, microbatch):
+        loss, grads, fp8 = carry
+        new_loss, new_grads, fp8 = gradient_fn({"params": state.params, "fp8": fp8}, microbatch)
+        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, new_grads)
+        return (loss + new_loss, grads, fp8), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
+    (loss, grads, fp8), _ = jax.lax.scan(add, (jnp.float32(0), zeros, state.fp8), _split(batch, microbatches))
+    return loss / microbatches, jax.tree.map(lambda g: g / microbatches, grads), fp8
+
+
+def _split(batch, microbatches):
+    """(batch, ...) as (microbatches, batch / microbatches, ...), strided, so that a sharded batch dim stays where it is."""
+
+    def split(x):
+        if x.shape[0] % microbatches:
+            raise ValueError(
+                f"microbatches must divide the batch size, got {microbatches=} and a batch of {x.shape[0]}"
+            )
+        return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(split, batch)
+
+
+def _check_state(state, recipe):
+    has_state = bool(map_gemms(dict, state.fp8))
+    if has_state and not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"the state holds amax histories, but recipe={recipe!r} has none; pass the recipe the model was made with"
+        )
+    if not has_state and isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; give the model the same recipe'
+        )

@@ -1,0 +1,42 @@
+"""What every test starts from: the CPU with eight devices, and a GPU beside it for tests marked `gpu`.
+
+The environment must be set before jax is imported, hence at the top of this file.
+"""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+_SOME_GPU = pathlib.Path("/proc/driver/nvidia/version").exists() and importlib.util.find_spec("jax_plugins") is not None
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if _SOME_GPU else "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share one GPU
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # h200.py compiles for a GPU that is not there
+os.environ.pop(
+    "JAX_COMPILATION_CACHE_DIR", None
+)  # h200.py reads what the compiler dumps, and a cache hit dumps nothing
+# Eight devices; and LLVM without its optimizer, since compiling is what these tests spend their time on.
+_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+def gpus() -> list:
+    """The GPUs of this process; none where jax was told to use the CPU only."""
+    return jax.devices("cuda") if "cuda" in os.environ["JAX_PLATFORMS"].split(",") else []
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests marked `gpu` run on the first GPU, all others on the CPU, on whichever machine."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+    elif not gpus():
+        pytest.skip("needs an NVIDIA GPU and jax[cuda13]")
+    else:
+        with jax.default_device(gpus()[0]):
+            yield

@@ -1,0 +1,81 @@
+"""Recipes are values with defaults that work and errors that say what to do."""
+
+import dataclasses
+
+import pytest
+
+from jax_fp8.core.formats import HYBRID
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, check_recipe
+
+
+def test_defaults():
+    assert dataclasses.asdict(DelayedScaling()) == {
+        "fp8_format": dataclasses.asdict(HYBRID),
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "split_accumulator": ("dgrad", "wgrad"),
+    }
+    assert dataclasses.asdict(CurrentScaling()) == {
+        "fp8_format": dataclasses.asdict(HYBRID),
+        "power_2_scale": False,
+        "amax_epsilon": 0.0,
+        "split_accumulator": ("dgrad", "wgrad"),
+    }
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling, CurrentScaling])
+def test_a_recipe_is_a_value(recipe):
+    assert recipe() == recipe() and hash(recipe()) == hash(recipe())
+    assert recipe() != recipe(split_accumulator=())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe().fp8_format = None
+    with pytest.raises(TypeError):
+        recipe(HYBRID)  # keywords only
+
+
+def test_recipes_of_different_kinds_differ():
+    assert DelayedScaling() != CurrentScaling()
+
+
+@pytest.mark.parametrize("split_accumulator", [(), ("fprop",), ("fprop", "dgrad", "wgrad")])
+def test_split_accumulator_takes_any_of_the_gemms(split_accumulator):
+    assert DelayedScaling(split_accumulator=split_accumulator).split_accumulator == split_accumulator
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len must be at least 1, got 0"),
+        (
+            lambda: DelayedScaling(amax_compute_algo="mean"),
+            'amax_compute_algo must be "max" or "most_recent", got \'mean\'',
+        ),
+        (
+            lambda: DelayedScaling(split_accumulator=("forward",)),
+            "split_accumulator must be a tuple .*'fprop', 'dgrad', 'wgrad'.* got .'forward'",
+        ),
+        (
+            lambda: CurrentScaling(split_accumulator="dgrad"),
+            "split_accumulator must be a tuple of names .* got 'dgrad'",
+        ),
+        (lambda: CurrentScaling(split_accumulator=["dgrad"]), r"split_accumulator must be a tuple .* got \['dgrad'\]"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), "amax_epsilon must be a number that is not negative, got -1.0"),
+        (lambda: CurrentScaling(amax_epsilon=float("nan")), "amax_epsilon must be a number .* got nan"),
+        (lambda: DelayedScaling(fp8_format="hybrid"), "fp8_format must be a Format, got 'hybrid'; pass jax_fp8.HYBRID"),
+    ],
+)
+def test_bad_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), CurrentScaling()])
+def test_check_recipe_passes(recipe):
+    check_recipe(recipe)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", DelayedScaling, {}, False])
+def test_check_recipe_refuses_everything_else(recipe):
+    with pytest.raises(ValueError, match=r"recipe must be DelayedScaling\(...\), CurrentScaling\(...\) or None, got "):
+        check_recipe(recipe)

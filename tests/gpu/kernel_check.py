@@ -1,0 +1,480 @@
+"""Every kernel on a GPU: bit for bit against NumPy, the GEMM against float64, refusals, CUDA graphs, and then speed.
+
+    python tests/gpu/kernel_check.py --output kernel_check.json      # under two minutes on an H200
+
+It calls the custom calls themselves, so that nothing of the Python side can hide a wrong byte. Every program runs
+twice, over memory filled with two different patterns before, so that a byte that was not written shows. Ends with one
+line per timing and per group of checks, and with exit code 1 when anything is wrong.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_fp8.ops import kernels
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+SOURCES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SCALES = (1.0, 2.0**-126, 3.0e38, 0.1, 7.3e-3, 1 / 3, 448.0, 2.0**-9, 1.1754945e-37, 123456.7)
+SHAPES = ((1, 1), (1, 16), (16, 1), (15, 17), (16, 16), (128, 128), (129, 127), (144, 272), (1000, 3000), (4096, 1040))
+SHAPES += ((2048, 8192), (3, 65537), (65537, 3), (0, 16), (16, 0), (80, 48), (64, 16), (16, 4096), (4096, 16))
+GEMM_SHAPES = ((16, 16, 16), (32, 48, 64), (17, 32, 48), (1, 16, 16), (0, 16, 16))  # m, n, k
+GEMM_SHAPES += ((1000, 144, 272), (4096, 512, 1024), (208, 1040, 4112))
+WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
+AMAX = jax.ShapeDtypeStruct((), jnp.float32)
+SCALAR = np.float32
+
+# |d - exact| <= ACCUMULATION * sum|a||b| + OUTPUT * (|exact| + |bias| + |c|). Hopper's tensor cores keep about 13
+# fraction bits relative to the largest partial sum; split accumulation moves sums to float32 as it goes and loses less.
+ACCUMULATION = {True: 2.0**-10, False: 2.0**-12}
+OUTPUT = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-10, jnp.float32: 2.0**-22}
+
+
+# The whole program as one CUDA graph, however few its kernels.
+IN_A_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+
+
+class Report:
+    """Counts what was compared, keeps what went wrong."""
+
+    def __init__(self):
+        self.passed, self.failures, self.worst, self.timings = defaultdict(int), [], {}, []
+
+    def expect(self, group: str, holds: bool, what: str):
+        if holds:
+            self.passed[group] += 1
+        else:
+            self.failures.append(f"{group}: {what}")
+            print("FAILED", self.failures[-1], flush=True)
+
+    def bits(self, group: str, got, wanted, what: str):
+        got, wanted = as_bytes(got), as_bytes(wanted)
+        if got.shape != wanted.shape:
+            self.expect(group, False, f"{what}: {got.size} bytes instead of {wanted.size}")
+            return
+        wrong = np.flatnonzero(got != wanted)
+        first = f", byte {wrong[0]} is {got[wrong[0]]} instead of {wanted[wrong[0]]}" if wrong.size else ""
+        self.expect(group, not wrong.size, f"{what}: {wrong.size} of {wanted.size} bytes differ{first}")
+
+
+def as_bytes(array) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+
+
+# ---- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def oracle_quantize(x: np.ndarray, scale: np.float32, dtype) -> np.ndarray:
+    """FP8 values of a matrix, in NumPy float32 and ml_dtypes' one rounding."""
+    with np.errstate(all="ignore"):
+        scaled = x.astype(np.float32) * (np.float32(1) / scale)
+        values = np.clip(scaled, -FP8_MAX[dtype], FP8_MAX[dtype]).astype(dtype)
+    values.view(np.uint8)[np.isnan(scaled)] = 0x7F
+    return values
+
+
+def oracle_amax(x: np.ndarray) -> np.float32:
+    magnitude = np.abs(x.astype(np.float32))
+    return np.max(magnitude, initial=np.float32(0), where=~np.isnan(magnitude))
+
+
+# ---- calling the kernels ---------------------------------------------------------------------------------------------
+
+
+def quantize(x, scale, dtype):
+    return jax.ffi.ffi_call("jax_fp8_quantize", (jax.ShapeDtypeStruct(x.shape, dtype), AMAX))(x, scale)
+
+
+def quantize_transpose(x, scale, dtype):
+    results = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype), AMAX
+    return jax.ffi.ffi_call("jax_fp8_quantize_transpose", results)(x, scale)
+
+
+def amax(x):
+    return jax.ffi.ffi_call("jax_fp8_amax", AMAX)(x)
+
+
+def gemm(a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, fast=True, in_place=True):
+    operands = (a, b, a_scale, b_scale, *addends)
+    call = jax.ffi.ffi_call(
+        "jax_fp8_gemm",
+        (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), dtype), WORKSPACE),
+        input_output_aliases={len(operands) - 1: 0} if has_c and in_place else None,
+    )
+    return call(*operands, has_bias=has_bias, has_c=has_c, fast_accumulation=fast)[0]
+
+
+def twice_over_poison(function, *args):
+    """Results of two runs, each after memory that the results may reuse was filled with another pattern."""
+    runs = []
+    for pattern in (0xA5, 0x5A):
+        poison = [jnp.full((64 << 20,), pattern, jnp.uint8), jnp.full((8 << 20,), pattern, jnp.uint8)]
+        poison += [jnp.full((size,), pattern, jnp.uint8) for size in (256, 4096, 65536, 1 << 20)]
+        jax.block_until_ready(poison)
+        del poison
+        runs.append(jax.tree.map(np.asarray, function(*args)))
+    return runs
+
+
+# ---- correctness -----------------------------------------------------------------------------------------------------
+
+
+def check_matrix(report: Report, group: str, x: np.ndarray, scales):
+    """All three kernels and both formats on one matrix."""
+
+    @jax.jit
+    def run(x, scale):
+        casts = [(quantize(x, scale, dtype), quantize_transpose(x, scale, dtype)) for dtype in (E4M3, E5M2)]
+        return casts, amax(x)
+
+    wanted_amax = oracle_amax(x)
+    for scale in map(SCALAR, scales):
+        wanted = {dtype: oracle_quantize(x, scale, dtype) for dtype in (E4M3, E5M2)}
+        for casts, measured in twice_over_poison(run, x, scale):
+            name = f"{x.dtype}{list(x.shape)} scale {scale}"
+            report.bits(group, measured, wanted_amax, f"amax of {name}")
+            for dtype, ((values, plain_amax), (both, transposed, both_amax)) in zip((E4M3, E5M2), casts, strict=True):
+                label = f"{jnp.dtype(dtype).name} of {name}"
+                report.bits(group, values, wanted[dtype], f"quantize to {label}")
+                report.bits(group, both, wanted[dtype], f"quantize_transpose values to {label}")
+                report.bits(group, transposed, wanted[dtype].T, f"quantize_transpose values_t to {label}")
+                report.bits(group, plain_amax, wanted_amax, f"quantize amax of {label}")
+                report.bits(group, both_amax, wanted_amax, f"quantize_transpose amax of {label}")
+
+
+def check_all_16_bit_patterns(report: Report):
+    patterns = np.arange(2**16, dtype=np.uint16)
+    for dtype in (ml_dtypes.bfloat16, np.float16):
+        x = patterns.view(dtype)
+        check_matrix(report, "all 16-bit patterns, vector path", x.reshape(256, 256), SCALES)
+        check_matrix(report, "all 16-bit patterns, scalar path", x[1:].reshape(255, 257), SCALES[::3])
+        finite = np.where(np.isfinite(x), x, np.zeros((), dtype)).reshape(256, 256)
+        check_matrix(report, "finite 16-bit patterns", finite, SCALES[:2])
+
+
+def check_shapes(report: Report):
+    random = np.random.default_rng(0)
+    for shape in SHAPES:
+        for dtype in SOURCES:
+            if dtype == jnp.float32:  # every kind of float32: denormals, infinities, NaN
+                x = random.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+                ordinary = random.random(shape) < 0.75
+                x = np.where(ordinary, random.standard_normal(shape, dtype=np.float32), x)
+            else:
+                x = random.standard_normal(shape, dtype=np.float32).astype(dtype)
+            check_matrix(report, "shapes", x, (SCALAR(0.0123),))
+    for shape in ((), (5,), (3, 5, 7), (2, 3, 4, 80)):
+        x = random.standard_normal(shape).astype(np.float32)
+        report.bits("amax of any rank", jax.jit(amax)(x), oracle_amax(x), f"amax of {shape}")
+    nothing = np.full((32, 48), np.nan, np.float32)
+    check_matrix(report, "nothing but NaN", nothing, (1.0,))
+    check_matrix(report, "zeros", np.zeros((48, 32), np.float32), (1.0,))
+
+
+def gemm_inputs(random, m, n, k, types, d_dtype, has_bias, has_c):
+    a = random.standard_normal((m, k)).astype(np.float32).astype(types[0])
+    b = random.standard_normal((n, k)).astype(np.float32).astype(types[1])
+    bias_dtype = jnp.bfloat16 if d_dtype == jnp.float32 else d_dtype
+    addends = []
+    if has_bias:
+        addends.append(random.standard_normal(n).astype(bias_dtype))
+    if has_c:
+        addends.append(random.standard_normal((m, n)).astype(d_dtype))
+    return a, b, SCALAR(0.37), SCALAR(0.051), *addends
+
+
+def gemm_errors(got, a, b, a_scale, b_scale, *addends):
+    """Against the exact result: |error|, sum|a||b|, and the size of what was rounded to the output's dtype.
+
+    That is the result, and where something is added, for some of cuBLASLt's algorithms also the product before.
+    """
+    a, b = a.astype(np.float64) * np.float64(a_scale), b.astype(np.float64) * np.float64(b_scale)
+    addends = [addend.astype(np.float64) for addend in addends]
+    exact = a @ b.T + sum(addends)
+    rounded = np.abs(exact) * (2 if addends else 1) + sum(np.abs(addend) for addend in addends)
+    return np.abs(got.astype(np.float64) - exact), np.abs(a) @ np.abs(b).T, rounded
+
+
+def check_gemm_once(report: Report, random, shape, types, d_dtype, has_bias, has_c, fast):
+    m, n, k = shape
+    inputs = gemm_inputs(random, m, n, k, types, d_dtype, has_bias, has_c)
+    settings = {"dtype": d_dtype, "has_bias": has_bias, "has_c": has_c, "fast": fast}
+    mode = "fast" if fast else "split"
+    label = f"({m}, {n}, {k}) {jnp.dtype(types[0]).name} x {jnp.dtype(types[1]).name} -> {jnp.dtype(d_dtype).name}"
+    label += f" {mode}{' +bias' if has_bias else ''}{' +c' if has_c else ''}"
+    try:
+        runs = twice_over_poison(jax.jit(lambda *args: gemm(*args, **settings)), *inputs)
+    except jax.errors.JaxRuntimeError as error:
+        report.expect("gemm", False, f"{label}: {str(error).splitlines()[0]}")
+        return
+    report.bits("gemm is deterministic", runs[0], runs[1], label)
+    if not runs[0].size:
+        return
+    error, magnitude, rounded = gemm_errors(runs[0], *inputs)
+    output = OUTPUT[d_dtype] * rounded
+    share = float(np.max((error - output) / magnitude))
+    report.worst[mode] = max(report.worst.get(mode, 0.0), share)
+    bound = ACCUMULATION[fast]
+    within = bool(np.isfinite(error).all()) and share <= bound
+    report.expect("gemm", within, f"{label}: error {share:.2e} of sum|a||b|, allowed {bound:.2e}")
+    wrong, magnitude, rounded = gemm_errors(runs[0], *inputs[:2], inputs[2] * SCALAR(1.25), *inputs[3:])
+    caught = np.max((wrong - OUTPUT[d_dtype] * rounded) / magnitude) > bound
+    report.expect("gemm: a wrong scale is noticed", bool(caught), label)
+
+
+def check_gemm(report: Report):
+    random = np.random.default_rng(1)
+    pairs = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
+    flags = [(has_bias, has_c, fast) for has_bias in (False, True) for has_c in (False, True) for fast in (True, False)]
+    for types in pairs:
+        for d_dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+            for has_bias, has_c, fast in flags:
+                check_gemm_once(report, random, (128, 192, 256), types, d_dtype, has_bias, has_c, fast)
+    passes = ((pairs[0], jnp.bfloat16, False), (pairs[2], jnp.bfloat16, False), (pairs[1], jnp.float32, True))
+    for shape in GEMM_SHAPES:
+        for types, d_dtype, has_c in passes:
+            for fast in (True, False):
+                check_gemm_once(report, random, shape, types, d_dtype, not has_c, has_c, fast)
+
+
+def check_gemm_in_place(report: Report):
+    """c donated and aliased is updated where it lies, and right, as c kept is."""
+    random = np.random.default_rng(2)
+    for d_dtype in (jnp.float32, jnp.bfloat16):
+        inputs = gemm_inputs(random, 256, 128, 64, (E4M3, E5M2), d_dtype, False, True)
+        apart = jax.jit(lambda *args, d_dtype=d_dtype: gemm(*args, dtype=d_dtype, has_c=True, in_place=False))(*inputs)
+        step = jax.jit(lambda *args, d_dtype=d_dtype: gemm(*args, dtype=d_dtype, has_c=True), donate_argnums=4)
+        donated = jnp.asarray(inputs[4]) + 0
+        address = donated.unsafe_buffer_pointer()
+        together = step(*inputs[:4], donated)
+        for what, got in (("in place", together), ("apart", apart)):
+            error, magnitude, rounded = gemm_errors(np.asarray(got), *inputs)
+            within = bool((error <= OUTPUT[d_dtype] * rounded + ACCUMULATION[True] * magnitude).all())
+            report.expect("gemm in place", within, f"{jnp.dtype(d_dtype).name} {what} is wrong")
+        report.expect(
+            "gemm in place", together.unsafe_buffer_pointer() == address, "the donated accumulator was copied"
+        )
+
+
+def check_refusals(report: Report):
+    """Every call that breaks the contract raises, and the message names operation and argument."""
+    x, one = jnp.ones((32, 64), jnp.bfloat16), SCALAR(1)
+    a, b = jnp.ones((32, 64), E4M3), jnp.ones((48, 64), E4M3)
+    result = jax.ShapeDtypeStruct((32, 64), E4M3)
+
+    def raw(target, results, **attributes):
+        return lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes)
+
+    def product(d=(32, 48), dtype=jnp.bfloat16, workspace=WORKSPACE, **flags):
+        flags = {"has_bias": False, "has_c": False, "fast_accumulation": True} | flags
+        return raw("jax_fp8_gemm", (jax.ShapeDtypeStruct(d, dtype), workspace), **flags)
+
+    transposed = jax.ShapeDtypeStruct((64, 32), E5M2)
+    cases = [
+        (raw("jax_fp8_quantize", (result, AMAX)), (x.astype(jnp.int32), one), "x must be"),
+        (raw("jax_fp8_quantize", (result, AMAX)), (x[None], one), "x must have rank 2"),
+        (raw("jax_fp8_quantize", (result, AMAX)), (x, jnp.ones((1,))), "scale must have shape []"),
+        (raw("jax_fp8_quantize", (result, AMAX)), (x, one.astype(jnp.bfloat16)), "scale must be float32"),
+        (raw("jax_fp8_quantize", (jax.ShapeDtypeStruct((32, 64), jnp.uint8), AMAX)), (x, one), "values must be float8"),
+        (raw("jax_fp8_quantize", (transposed, AMAX)), (x, one), "values must have shape [32, 64]"),
+        (raw("jax_fp8_quantize_transpose", (result, transposed, AMAX)), (x, one), "values_t must be float8_e4m3fn"),
+        (raw("jax_fp8_quantize_transpose", (result, result, AMAX)), (x, one), "values_t must have shape [64, 32]"),
+        (raw("jax_fp8_amax", AMAX), (x.astype(E4M3),), "x must be"),
+        (raw("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.bfloat16)), (x,), "result must be float32"),
+        (product(), (x, b, one, one), "a must be float8_e4m3fn or float8_e5m2"),
+        (product(), (a, x, one, one), "b must be float8_e4m3fn or float8_e5m2"),
+        (product(), (a.astype(E5M2), b.astype(E5M2), one, one), "float8_e5m2"),
+        (product(), (a[:, :40], b[:, :40], one, one), "multiple of 16"),
+        (product((32, 40)), (a, b[:40], one, one), "multiple of 16"),
+        (product(), (a, b[:, :32], one, one), "b must have shape [48, 64]"),
+        (product((32, 32)), (a, b, one, one), "d must have shape [32, 48]"),
+        (product(dtype=jnp.int32), (a, b, one, one), "d must be bfloat16 or float16 or float32"),
+        (product(workspace=jax.ShapeDtypeStruct((1024,), jnp.uint8)), (a, b, one, one), "workspace must have shape"),
+        (product(), (a, b, jnp.ones((3,)), one), "a_scale must have shape []"),
+        (product(has_bias=True), (a, b, one, one), "bias"),
+        (product(has_bias=True), (a, b, one, one, jnp.ones(48)), "bias must be bfloat16"),
+        (product(has_bias=True), (a, b, one, one, jnp.ones(32, jnp.bfloat16)), "bias must have shape [48]"),
+        (product(has_c=True), (a, b, one, one, jnp.ones((32, 48))), "c must be bfloat16"),
+        (product(), (a, b, one, one, jnp.ones(48, jnp.bfloat16)), "5 arguments"),
+    ]
+    for call, args, fragment in cases:
+        try:
+            jax.block_until_ready(jax.jit(call)(*args))
+            report.expect("refusals", False, f"nothing was raised where {fragment!r} was due")
+        except jax.errors.JaxRuntimeError as error:
+            report.expect(
+                "refusals", fragment in str(error) and "jax_fp8_" in str(error), f"{fragment!r} is not in: {error}"
+            )
+
+
+def check_graphs(report: Report):
+    """The same bytes from a CUDA graph, captured, replayed and updated, as without one."""
+
+    def chain(x, w, scale):
+        values, transposed, largest = quantize_transpose(x, scale, E4M3)
+        weights, _ = quantize(w, scale, E4M3)
+        product = gemm(values, weights, scale, scale, dtype=jnp.bfloat16)
+        gradient = gemm(transposed, transposed, scale, scale, dtype=jnp.float32, fast=False)
+        return product, gradient, largest, amax(w)
+
+    captured = jax.jit(chain, compiler_options=IN_A_GRAPH)
+    plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    random = np.random.default_rng(3)
+    for run in range(5):
+        x = jnp.asarray(random.standard_normal((256, 512)), jnp.bfloat16)
+        w = jnp.asarray(random.standard_normal((384, 512)), jnp.float32)
+        scale = jnp.float32(0.01 * (run + 1))
+        for got, wanted in zip(captured(x, w, scale), plain(x, w, scale), strict=True):
+            report.bits("CUDA graph", got, wanted, f"run {run}")
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def seconds_per_call(function, batches, repeats=8) -> float:
+    """Median time of one of several calls on different inputs that one program makes, as a CUDA graph.
+
+    A sample is ten programs dispatched in a row, so that the device never waits for the host.
+    """
+    program = jax.jit(lambda batches: [function(*args) for args in batches], compiler_options=IN_A_GRAPH)
+    for _ in range(3):
+        jax.block_until_ready(program(batches))
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(9):
+            program(batches)
+        jax.block_until_ready(program(batches))
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples) / len(batches) / 10
+
+
+def time_memory_bound(report: Report):
+    copy_input = [(jax.random.bits(jax.random.key(i), (256 << 20,), jnp.uint32),) for i in range(4)]
+    copy = 2 * copy_input[0][0].nbytes / seconds_per_call(lambda x: x ^ jnp.uint32(1), copy_input)
+    report.timings.append(
+        {"what": "copy (x ^ 1)", "shape": "u32[268435456]", "TB/s": copy / 1e12, "share of copy": 1.0}
+    )
+    del copy_input
+    for dtype, shape in (
+        (jnp.bfloat16, (16384, 2048)),
+        (jnp.bfloat16, (16384, 8192)),
+        (jnp.float32, (2048, 8192)),
+        (jnp.bfloat16, (2048, 2048)),
+    ):
+        count = 16 if np.prod(shape) <= 2**25 else 4
+        inputs = [(jax.random.normal(jax.random.key(i), shape, dtype), jnp.float32(0.01)) for i in range(count)]
+        size, width = int(np.prod(shape)), jnp.dtype(dtype).itemsize
+        for name, call, bytes_moved in (
+            ("quantize_transpose", lambda x, scale: quantize_transpose(x, scale, E4M3), size * (width + 2)),
+            ("quantize", lambda x, scale: quantize(x, scale, E4M3), size * (width + 1)),
+            ("amax", lambda x, scale: amax(x), size * width),
+        ):
+            seconds = seconds_per_call(call, inputs)
+            rate = bytes_moved / seconds
+            label = f"{jnp.dtype(dtype).name}{list(shape)}"
+            row = {"what": name, "shape": label, "us": seconds * 1e6, "TB/s": rate / 1e12, "share of copy": rate / copy}
+            report.timings.append(row)
+
+
+def time_gemm(report: Report):
+    """The three GEMMs of each layer of a 1.3B model at 16k tokens."""
+    tokens = 16384
+    for k, n in ((2048, 6144), (2048, 2048), (2048, 8192), (8192, 2048)):
+        passes = (
+            ("fprop", (tokens, n, k), (E4M3, E4M3), jnp.bfloat16),
+            ("dgrad", (tokens, k, n), (E5M2, E4M3), jnp.bfloat16),
+            ("wgrad", (k, n, tokens), (E4M3, E5M2), jnp.float32),
+        )
+        for name, (rows, cols, depth), types, d_dtype in passes:
+            keys = jax.random.split(jax.random.key(0), 8).reshape(4, 2)
+            batches = [
+                (
+                    jax.random.normal(left, (rows, depth), jnp.bfloat16).astype(types[0]),
+                    jax.random.normal(right, (cols, depth), jnp.bfloat16).astype(types[1]),
+                    jnp.float32(0.5),
+                    jnp.float32(0.25),
+                )
+                for left, right in keys
+            ]
+            for fast in (True, False):
+                seconds = seconds_per_call(
+                    lambda *args, fast=fast, d_dtype=d_dtype: gemm(*args, dtype=d_dtype, fast=fast), batches
+                )
+                rate = 2 * rows * cols * depth / seconds / 1e12
+                what = f"gemm {name} {'fast' if fast else 'split'}"
+                report.timings.append(
+                    {"what": what, "shape": f"{rows} x {cols} x {depth}", "us": seconds * 1e6, "TFLOP/s": rate}
+                )
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def show(report: Report):
+    for row in report.timings:
+        figures = "  ".join(
+            f"{row[key]:9.2f} {key}" for key in ("us", "TB/s", "TFLOP/s", "share of copy") if key in row
+        )
+        print(f"{row['what']:20} {row['shape']:24} {figures}")
+    print(
+        "worst GEMM error beyond rounding, as a share of sum|a||b|:",
+        {mode: f"{share:.1e}" for mode, share in report.worst.items()},
+    )
+    for group, count in report.passed.items():
+        print(f"ok {count:6} {group}")
+    for failure in report.failures[:20]:
+        print("FAILED", failure)
+    print(f"{len(report.failures)} failures")
+
+
+CHECKS = [check_all_16_bit_patterns, check_shapes, check_gemm, check_gemm_in_place, check_graphs, check_refusals]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--skip-timing", action="store_true")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu" or not kernels.built():
+        print(f"kernel_check needs a GPU and the kernels, got {jax.devices()}; {kernels.missing_reason() or ''}")
+        return 2
+    device = jax.devices()[0]
+    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
+    report = Report()
+    for step in CHECKS + ([] if options.skip_timing else [time_memory_bound, time_gemm]):
+        start = time.perf_counter()
+        step(report)
+        print(
+            f"{step.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
+        )
+    show(report)
+    if options.output:
+        result = {
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "build": kernels.build_info(),
+            "passed": report.passed,
+            "failures": report.failures,
+            "worst_gemm_error": report.worst,
+            "timings": report.timings,
+        }
+        options.output.write_text(json.dumps(result, indent=1))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

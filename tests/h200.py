@@ -1,0 +1,276 @@
+"""The real GPU compiler for H200s, on a machine without a GPU: what a jitted function becomes before a device runs it.
+
+XLA:GPU can compile for a described device, and `h200_target_config.txtpb` describes one H200. Partitioner, rewriters,
+fusion, scheduling, buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers
+all run. What cannot be had this way is time: nothing is tuned, nothing is executed. It needs jax's CUDA plugin
+(`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which `conftest.py` sets before jax is
+imported.
+
+    step = jax.jit(f, donate_argnums=0)
+    program = h200.compile(step, h200.shapes(x, h200.on_one_device()))
+    assert program.graphs == 1 and not program.copies
+"""
+
+import functools
+import importlib.util
+import math
+import pathlib
+import re
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
+
+# Fields that the schema inside jaxlib 0.10 has no name for; they describe timing, which no check here reads.
+_FIELDS_SINCE_0_11 = (
+    "collective_memory_granularity",
+    "mem_clock_ghz",
+    "reserved_shared_memory_per_block",
+    "max_blocks_per_multiprocessor",
+)
+
+_GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_gemm$")
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "collective-broadcast",
+)
+_FILLS = {"broadcast", "constant", "iota"}
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def missing_reason() -> str | None:
+    """Why nothing can be compiled for an H200 here, in one sentence with what to do; None when all is there."""
+    found = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
+    if not found:
+        version = jax.__version__
+        return (
+            "compiling for an H200 needs jax's CUDA plugin, which is not installed; "
+            f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+        )
+    return None
+
+
+@functools.cache
+def devices(count: int) -> tuple[jax.Device, ...]:
+    """`count` described H200s of one host; they compile and cannot run."""
+    text = TARGET_CONFIG.read_text()
+    if jax.__version_info__ < (0, 11):
+        text = "\n".join(line for line in text.splitlines() if not line.strip().startswith(_FIELDS_SINCE_0_11))
+    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{count}")
+    return tuple(topology.devices)
+
+
+def mesh(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:
+    """A mesh of described H200s: `mesh(data=2, tensor=2)`."""
+    shape = tuple(axes.values())
+    grid = np.array(devices(math.prod(shape))).reshape(shape)
+    return Mesh(grid, tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def on_one_device() -> Sharding:
+    return SingleDeviceSharding(devices(1)[0])
+
+
+def on_mesh(over: Mesh, *partition) -> Sharding:
+    return NamedSharding(over, PartitionSpec(*partition))
+
+
+def shapes(tree, sharding: Sharding):
+    """The shapes and dtypes of a tree of arrays (or of shapes), all placed by one sharding."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of an HLO instruction's result: `bf16[4096,2048]`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        bits = _BITS.match(self.dtype)
+        return math.prod(self.shape) * (math.ceil(int(bits[1]) / 8) if bits else 1)
+
+    def __str__(self):
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One HLO instruction: what it computes from what, and where in the user's program it comes from."""
+
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[Array, ...]
+    target: str  # of a custom call, else ""
+    op_name: str  # the path of jax transformations and Flax modules that led here
+    computation: str  # the fusion, loop body or entry it stands in
+    sources: tuple[str, ...]  # the opcodes of the operands
+
+    def __str__(self):
+        operands = ", ".join(map(str, self.operands))
+        return f"{self.results[0]} = {self.target or self.opcode}({operands})  # {self.op_name or self.computation}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler made of a function.
+
+    Args:
+      instructions: of all computations of the optimised module, also inside fusions and loop bodies.
+      graphs: how many CUDA graphs one call launches or, inside a host loop, how many there are to launch.
+      outside_graphs: how often each kind of work is launched by the host, outside every CUDA graph.
+      temp_bytes: scratch memory of one device.
+      aliased_bytes: bytes of results of one device that overwrite a donated argument.
+      hlo, thunks: the texts all this was read from.
+    """
+
+    instructions: tuple[Instruction, ...]
+    graphs: int
+    outside_graphs: Counter
+    temp_bytes: int
+    aliased_bytes: int
+    hlo: str
+    thunks: str
+
+    @property
+    def custom_calls(self) -> Counter:
+        """How many calls each custom-call target has."""
+        return Counter(i.target for i in self.instructions if i.target)
+
+    @property
+    def gemms(self) -> list[Instruction]:
+        """Matrix products: of cuBLAS, of this library, and those that stayed a `dot` for a kernel of XLA's own."""
+        return [i for i in self.instructions if i.opcode == "dot" or _GEMM_TARGETS.match(i.target)]
+
+    def gemms_of(self, *dtypes: str) -> list[Instruction]:
+        """GEMMs whose two matrices have these dtypes, in HLO's names: "bf16", "f32", "f8e4m3fn", "f8e5m2"."""
+        return [i for i in self.gemms if all(operand.dtype in dtypes for operand in i.operands[:2])]
+
+    @property
+    def copies(self) -> list[Instruction]:
+        """Arrays that are read only to be written elsewhere, largest first; a copied constant is a fill."""
+        found = [i for i in self.instructions if i.opcode in ("copy", "copy-start") and not set(i.sources) <= _FILLS]
+        return sorted(found, key=lambda i: -i.results[0].bytes)
+
+    @property
+    def collectives(self) -> list[Instruction]:
+        """Communication; an asynchronous pair is one."""
+        return [i for i in self.instructions if i.opcode.removesuffix("-start") in _COLLECTIVES]
+
+    @property
+    def all_gathers(self) -> list[Instruction]:
+        return [i for i in self.collectives if i.opcode.startswith("all-gather")]
+
+
+def compile(function, *arguments, **compiler_options) -> Program:
+    """Compile a jitted function for the H200s on which its arguments' shapes are placed.
+
+    Args:
+      function: what `jax.jit` returned, or anything else with `lower`.
+      arguments: trees of `jax.ShapeDtypeStruct` with shardings on `devices`; see `shapes`.
+      compiler_options: in addition to the function's own.
+    """
+    lowered = function.lower(*arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        # Triton GEMMs are chosen by timing, which needs a device; without them every GEMM that XLA makes is cuBLAS.
+        options = {"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder, **compiler_options}
+        compiled = lowered.compile(compiler_options=options)
+        thunks = _dumped_thunks(folder)
+    hlo = compiled.as_text()
+    graphs, outside = read_thunks(thunks)
+    memory = compiled.memory_analysis()
+    return Program(
+        instructions=read_hlo(hlo),
+        graphs=graphs,
+        outside_graphs=outside,
+        temp_bytes=memory.temp_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        hlo=hlo,
+        thunks=thunks,
+    )
+
+
+def _dumped_thunks(folder):
+    """The thunks after the passes that make CUDA graphs; if they changed nothing, XLA wrote only the one before."""
+    for pattern in ("*.thunk_sequence_after_thunk_passes.txt", "*.thunk_sequence.txt"):
+        paths = list(pathlib.Path(folder).glob(pattern))
+        if len(paths) == 1:
+            return paths[0].read_text()
+    found = sorted(path.name for path in pathlib.Path(folder).iterdir())
+    raise RuntimeError(f"one compilation must dump one thunk listing, got {found}; switch off jax's compilation cache")
+
+
+_THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")
+
+
+def read_thunks(text: str) -> tuple[int, Counter]:
+    """The number of CUDA graphs in XLA's thunk listing, and the kinds of thunks outside them.
+
+    One thunk a line; the thunks of a graph, and those of a loop's body or a branch, are indented below it.
+    """
+    graphs, outside, graph_indent = 0, Counter(), None
+    for line in text.splitlines():
+        match = _THUNK.match(line)
+        if not match:
+            continue
+        indent, kind = len(match["indent"]), match["kind"].removeprefix("k")
+        if graph_indent is not None and indent > graph_indent:
+            continue
+        graph_indent = None
+        if kind == "CommandBuffer":
+            graphs, graph_indent = graphs + 1, indent
+        else:
+            outside[kind] += 1
+    return graphs, outside
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?(?P<name>%[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?(?P<name>%[\w.\-]+) = (?P<type>.+?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$")
+_NAME = re.compile(r"%[\w.\-]+")
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+def read_hlo(text: str) -> tuple[Instruction, ...]:
+    """The instructions of an HLO module's text. It gives operands by name only, so their types are looked up."""
+    computation, found = "", []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header["name"]
+        elif match := _INSTRUCTION.match(line):
+            found.append((computation, match))
+    arrays = {match["name"]: _arrays(match["type"]) for _, match in found}
+    opcodes = {match["name"]: match["opcode"] for _, match in found}
+    return tuple(_instruction(computation, match, arrays, opcodes) for computation, match in found)
+
+
+def _arrays(type_text):
+    return tuple(Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(type_text))
+
+
+def _instruction(computation, match, arrays, opcodes):
+    operands, _, attributes = match["rest"].partition(")")
+    names = [name for name in _NAME.findall(operands) if name in arrays]
+    target, op_name = _TARGET.search(attributes), _OP_NAME.search(attributes)
+    return Instruction(
+        opcode=match["opcode"],
+        results=arrays[match["name"]],
+        operands=tuple(array for name in names for array in arrays[name]),
+        target=target[1] if target else "",
+        op_name=op_name[1] if op_name else "",
+        computation=computation,
+        sources=tuple(opcodes[name] for name in names),
+    )

@@ -1,0 +1,84 @@
+"""GPT: shapes, presets, causality, the loss, and learning in every recipe."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_fp8 as fp8
+
+SMALL = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64, max_seq_len=32)
+TOKENS = jax.random.randint(jax.random.key(0), (4, 33), 0, 256)
+
+
+def test_logits_and_variables():
+    model = fp8.GPT(SMALL, recipe=fp8.DelayedScaling(amax_history_len=2))
+    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
+    assert model.apply(variables, TOKENS[:, :-1]).shape == (4, 32, 256)
+    assert set(variables["params"]) == {"embedding", "positions", "layer_0", "layer_1", "final_norm"}
+    assert set(variables["fp8"]["layer_1"]) == {"attention", "mlp"}
+    untied = fp8.GPT(fp8.GPTConfig.preset("tiny", tie_embeddings=False, positions="rotary", num_layers=1), recipe=None)
+    assert set(untied.init(jax.random.key(0), TOKENS[:, :-1])["params"]) == {
+        "embedding",
+        "head",
+        "layer_0",
+        "final_norm",
+    }
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt2-124m", 124), ("gpt3-1.3b", 1315), ("gpt3-6.7b", 6658)])
+def test_presets_have_their_size(name, millions):
+    model = fp8.GPT(fp8.GPTConfig.preset(name))
+    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))["params"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == pytest.approx(millions * 1e6, rel=0.01)
+
+
+def test_initial_loss_is_that_of_guessing():
+    model = fp8.GPT(SMALL, recipe=None)
+    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
+    assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "recipe", [fp8.DelayedScaling(amax_history_len=8), fp8.CurrentScaling()], ids=["delayed", "current"]
+)
+def test_fp8_learns_like_bfloat16(recipe):
+    def train(recipe, freeze=None):
+        model = fp8.GPT(SMALL, recipe=recipe)
+        tx = fp8.fused_adamw(3e-3)
+        state = fp8.TrainState.create(variables=model.init(jax.random.key(1), TOKENS[:, :-1]), tx=tx)
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe)
+        for _ in range(12):
+            state, metrics = step(state, TOKENS)
+            if freeze is not None:
+                state = fp8.TrainState(state.step, state.params, freeze(state.fp8), state.opt_state)
+        return float(metrics["loss"])
+
+    plain, quantized = train(None), train(recipe)
+    assert plain < 4.8  # from 5.5
+    assert quantized == pytest.approx(plain, rel=0.01)
+    if isinstance(recipe, fp8.DelayedScaling):  # negative control: a wrong scale is seen
+        wrong = train(recipe, freeze=lambda fp8_state: jax.tree.map(lambda leaf: jnp.full_like(leaf, 30.0), fp8_state))
+        assert abs(wrong - plain) > 0.05 * plain
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="unknown preset 'gpt5'; choose one of tiny"):
+        fp8.GPTConfig.preset("gpt5")
+    with pytest.raises(ValueError, match="num_heads must divide hidden_size"):
+        fp8.GPTConfig.preset("tiny", num_heads=3)
+    with pytest.raises(ValueError, match="positions must be"):
+        fp8.GPTConfig.preset("tiny", positions="alibi")
+    with pytest.raises(ValueError, match="at most max_seq_len=32 tokens long, got 33"):
+        fp8.GPT(SMALL, recipe=None).init(jax.random.key(0), TOKENS)
+
+
+def test_loss_is_the_mean_cross_entropy_of_next_tokens():
+    model = fp8.GPT(SMALL, recipe=None)
+    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
+    logits = np.asarray(model.apply(variables, TOKENS[:, :-1]), np.float64)
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    picked = np.take_along_axis(probability, np.asarray(TOKENS[:, 1:, None]), axis=-1)
+    assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(-np.log(picked).mean(), rel=1e-4)
+    assert optax.tree.norm(jax.grad(fp8.next_token_loss(model))(variables, TOKENS)) > 0.1

@@ -1,0 +1,67 @@
+"""SelfAttention against attention written out in float32, its rotations and its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import jax_fp8 as fp8
+from jax_fp8.nn.attention import rotate
+
+
+def attention(params, x, heads, kv_heads, causal):
+    """softmax(q kᵀ / sqrt(d)) v in float64, one query head at a time."""
+    params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    dim = x.shape[-1] // heads
+    qkv = (x @ params["qkv"]["kernel"] + params["qkv"]["bias"]).reshape(*x.shape[:2], -1, dim)
+    out = np.zeros((*x.shape[:2], heads, dim))
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        query, key, value = qkv[:, :, head], qkv[:, :, heads + shared], qkv[:, :, heads + kv_heads + shared]
+        logits = query @ key.swapaxes(1, 2) / np.sqrt(dim)
+        if causal:
+            logits = np.where(np.tril(np.ones(logits.shape[1:])), logits, -np.inf)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        out[:, :, head] = weights / weights.sum(axis=-1, keepdims=True) @ value
+    return out.reshape(x.shape) @ params["out"]["kernel"] + params["out"]["bias"]
+
+
+@pytest.mark.parametrize("recipe", [None, fp8.CurrentScaling()], ids=["bf16", "current"])
+@pytest.mark.parametrize(("heads", "kv_heads", "causal"), [(4, 4, True), (4, 2, True), (4, 1, False)])
+def test_against_float64(recipe, heads, kv_heads, causal):
+    x = jax.random.normal(jax.random.key(0), (2, 16, 64), jnp.bfloat16)
+    module = fp8.SelfAttention(heads, kv_heads, causal=causal, recipe=recipe)
+    params = module.init(jax.random.key(1), x)["params"]
+    assert params["qkv"]["kernel"].shape == (64, (heads + 2 * kv_heads) * 16)
+    expected = attention(params, np.asarray(x, np.float64), heads, kv_heads, causal)
+    reference.assert_close(module.apply({"params": params}, x), expected, "block" if recipe else "bfloat16")
+
+
+def test_causality():
+    x = jax.random.normal(jax.random.key(0), (1, 16, 64), jnp.bfloat16)
+    changed = x.at[:, 10:].set(0)
+    for causal in (True, False):
+        module = fp8.SelfAttention(4, causal=causal, recipe=None)
+        params = module.init(jax.random.key(1), x)
+        same = np.asarray(module.apply(params, x)[:, :10] == module.apply(params, changed)[:, :10]).all()
+        assert same == causal
+
+
+def test_rotation_makes_scores_relative():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 32))
+    repeated = [jnp.broadcast_to(a, (1, 12, 1, 32)) for a in (query, key)]
+    rotated = [rotate(a)[0, :, 0] for a in repeated]
+    scores = np.asarray(rotated[0] @ rotated[1].T)
+    for distance in (0, 3, 7):
+        diagonal = np.diagonal(scores, -distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-4)
+    assert np.ptp(scores[:, 0]) > 0.1  # and they do depend on the distance
+
+
+def test_errors():
+    x = jnp.ones((1, 16, 64))
+    with pytest.raises(ValueError, match="num_heads must divide the width, got num_heads=3 and width 64"):
+        fp8.SelfAttention(3).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads"):
+        fp8.SelfAttention(4, 3).init(jax.random.key(0), x)

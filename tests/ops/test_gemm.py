@@ -1,0 +1,136 @@
+"""The FP8 product against a float64 oracle; exactly, where the numbers are small integers and every sum is one too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from reference import assert_close, assert_same_bits
+
+from jax_fp8.core.formats import E4M3, E5M2
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.ops.gemm import matmul
+
+OPERANDS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+SHAPES = [(16, 16, 16), (1, 32, 48), (35, 64, 16)]  # m, k, n; m is free
+
+
+def operand(seed, shape, dtype, scale=1.0) -> Fp8Array:
+    values = np.random.default_rng(seed).normal(size=shape, scale=10).astype(np.dtype(dtype))
+    return Fp8Array(jnp.asarray(values), jnp.float32(scale))
+
+
+def integers(seed, shape, dtype, scale=1.0) -> Fp8Array:
+    """Integers from -3 to 3, exact in both formats."""
+    values = np.random.default_rng(seed).integers(-3, 4, shape).astype(np.dtype(dtype))
+    return Fp8Array(jnp.asarray(values), jnp.float32(scale))
+
+
+def normal(seed, *shape, dtype=np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape, scale=100), dtype)
+
+
+def oracle(a, b, **addends) -> np.ndarray:
+    return reference.matmul(a.values, b.values, a.scale, b.scale, **addends)
+
+
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), OPERANDS)
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_against_float64(a_dtype, b_dtype, m, k, n):
+    a, b = operand(0, (m, k), a_dtype, 0.3), operand(1, (n, k), b_dtype, 7.0)
+    assert_close(matmul(a, b, dtype=jnp.float32), oracle(a, b), "gemm_float32")
+    assert_close(matmul(a, b), oracle(a, b), "gemm_bfloat16")
+
+
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), OPERANDS)
+@pytest.mark.parametrize("accumulation", ["fast", "split"])
+def test_integers_are_exact(a_dtype, b_dtype, accumulation):
+    a, b = integers(0, (35, 64), a_dtype, 0.5), integers(1, (16, 64), b_dtype, 4.0)
+    exact = oracle(a, b)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        assert_same_bits(matmul(a, b, dtype=dtype, accumulation=accumulation), exact.astype(dtype))
+    jitted = jax.jit(lambda a, b: matmul(a, b, dtype=jnp.float32, accumulation=accumulation))
+    assert_same_bits(jitted(a, b), exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("wrong", ["a_scale", "b_scale", "transposed", "zero"])
+def test_a_wrong_product_would_be_noticed(wrong):
+    a, b = operand(0, (16, 16), E4M3, 0.3), operand(1, (16, 16), E4M3, 7.0)
+    expected = {
+        "a_scale": reference.matmul(a.values, b.values, 1.0, b.scale),
+        "b_scale": reference.matmul(a.values, b.values, a.scale, 1.0),
+        "transposed": oracle(a, b).T,
+    }.get(wrong)
+    product = matmul(a, b)
+    with pytest.raises(AssertionError, match="relative error"):
+        if wrong == "zero":
+            assert_close(jnp.zeros_like(product), oracle(a, b), "gemm_bfloat16")
+        else:
+            assert_close(product, expected, "gemm_bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(jnp.float32, "gemm_float32"), (jnp.bfloat16, "gemm_bfloat16"), (jnp.float16, "float16")]
+)
+def test_bias_and_addend(dtype, kind):
+    a, b = operand(0, (35, 32), E4M3, 0.5), operand(1, (16, 32), E4M3, 0.25)
+    bias, c = normal(2, 16), normal(3, 35, 16, dtype=dtype)
+    added = bias.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype)  # cuBLASLt adds a bias in at most 16 bits
+    assert_close(matmul(a, b, dtype=dtype, bias=bias), oracle(a, b, bias=added), kind)
+    assert_close(matmul(a, b, dtype=dtype, c=c), oracle(a, b, c=c), kind)
+    both = matmul(a, b, dtype=dtype, bias=bias, c=c)
+    assert_close(both, oracle(a, b, bias=added, c=c), kind)
+    for forgotten in ({"bias": added}, {"c": c}):
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_close(both, oracle(a, b, **forgotten), kind)
+
+
+def test_addends_of_integers_are_exact():
+    a, b = integers(0, (16, 32), E4M3, 2.0), integers(1, (16, 32), E5M2)
+    bias, c = jnp.arange(16.0), jnp.arange(256.0).reshape(16, 16)
+    actual = matmul(a, b, dtype=jnp.float32, bias=bias, c=c)
+    assert_same_bits(actual, oracle(a, b, bias=bias, c=c).astype(np.float32))
+
+
+def test_a_donated_accumulator():
+    a, b = integers(0, (16, 32), E4M3), integers(1, (16, 32), E4M3)
+    accumulate = jax.jit(lambda c, a, b: matmul(a, b, dtype=jnp.float32, c=c, accumulation="split"), donate_argnums=0)
+    total = accumulate(accumulate(jnp.zeros((16, 16)), a, b), a, b)
+    assert_same_bits(total, (2 * oracle(a, b)).astype(np.float32))
+
+
+def test_the_result_is_bfloat16_unless_asked():
+    a = operand(0, (16, 16), E4M3)
+    assert matmul(a, a).dtype == jnp.bfloat16
+    assert matmul(a, a, dtype=np.float32).dtype == jnp.float32
+
+
+def call(a_shape=(16, 16), b_shape=(16, 16), dtypes=(E4M3, E4M3), **settings):
+    return matmul(operand(0, a_shape, dtypes[0]), operand(1, b_shape, dtypes[1]), **settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"b_shape": (16, 32)},
+            r"matmul needs a \(m, k\) and b \(n, k\), .*got a \(16, 16\) and b \(16, 32\); pass the transposed copy",
+        ),
+        ({"a_shape": (2, 16, 16)}, r"matmul needs a \(m, k\) and b \(n, k\), .*got a \(2, 16, 16\)"),
+        (
+            {"a_shape": (16, 24), "b_shape": (16, 24)},
+            r"k and n to be multiples of 16, got a \(16, 24\) and b \(16, 24\); pad the input or use bfloat16",
+        ),
+        ({"b_shape": (17, 16)}, r"k and n to be multiples of 16, got a \(16, 16\) and b \(17, 16\)"),
+        (
+            {"dtypes": (E5M2, E5M2)},
+            "two E5M2 operands, which the hardware cannot multiply; quantize one of them to E4M3",
+        ),
+        ({"dtype": jnp.int32}, r"matmul writes bfloat16, float16 or float32, got dtype=dtype\('int32'\); pick one"),
+        ({"accumulation": "slow"}, 'accumulation must be "fast" or "split", got \'slow\''),
+    ],
+)
+def test_errors(arguments, message):
+    call()
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)

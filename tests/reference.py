@@ -1,0 +1,142 @@
+"""What the numbers must be: oracles in NumPy, which share no code with the library, and how far a result may be off.
+
+Quantizing, amaxes and scales are exact: compare bits, with `assert_same_bits`. Sums in another order and roundings to
+8 bits are not: compare with `assert_close`, whose error is relative to the size of the whole expected array, so that a
+result of zeros is off by 1 and no tolerance here lets it pass.
+"""
+
+import ml_dtypes
+import numpy as np
+
+FP8_MAX = {np.dtype(ml_dtypes.float8_e4m3fn): np.float32(448), np.dtype(ml_dtypes.float8_e5m2): np.float32(57344)}
+SMALLEST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite
+NAN_BYTE = 0x7F  # one NaN for both formats: positive, all mantissa bits set
+
+# Largest norm(actual - expected) / norm(expected), and why. A rounding to b mantissa bits is off by at most 2**-(b+1)
+# of a number, and in this norm by about 0.42 times that; independent errors of two factors add in quadrature.
+# "On average" below is measured, for normally distributed numbers.
+TOLERANCE = {
+    "float32": 1e-5,  # f32 sums of up to some thousand terms, in another order
+    "float16": 1e-3,  # one rounding to 10 bits is 2e-4 on average; a few of them
+    "bfloat16": 8e-3,  # one rounding to 7 bits is 1.6e-3 on average; a chain of some ten
+    "gemm_float32": 1e-5,  # FP8 products are exact in f32; split accumulation adds them in f32
+    "gemm_bfloat16": 3e-3,  # the same, and one rounding of the result
+    "gemm_fast": 3e-3,  # fast accumulation keeps about 13 bits of a partial sum
+    "float8_e4m3fn": 0.04,  # quantizing: 3 mantissa bits, 0.026 on average, more where small values become subnormal
+    "float8_e5m2": 0.07,  # quantizing: 2 mantissa bits, 0.053 on average
+    "linear": 0.05,  # E4M3 times E4M3 against f32: 0.037 on average
+    "linear_gradient": 0.08,  # E5M2 times E4M3 against f32: 0.059 on average
+    "block": 0.12,  # a Transformer block of four such layers, forward
+    "block_gradient": 0.2,  # and its gradients
+}
+
+
+def amax(x) -> np.float32:
+    """Largest magnitude in float32; infinity counts, NaN does not; 0 for an empty array."""
+    magnitudes = np.abs(np.asarray(x).astype(np.float32))
+    return np.float32(np.max(magnitudes, initial=0, where=~np.isnan(magnitudes)))
+
+
+def quantize(x, dtype, scale) -> tuple[np.ndarray, np.float32]:
+    """FP8 values and amax: `saturate(f32(x) * (1 / scale))`, each operation rounded in f32, then once to FP8."""
+    x, dtype = np.asarray(x).astype(np.float32), np.dtype(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = x * (np.float32(1) / np.float32(scale))
+    rounded = np.clip(scaled, -FP8_MAX[dtype], FP8_MAX[dtype]).astype(dtype)
+    return np.where(np.isnan(scaled), np.uint8(NAN_BYTE).view(dtype), rounded), amax(x)
+
+
+def dequantize(values, scale) -> np.ndarray:
+    """`values * scale`, in float64."""
+    return np.asarray(values).astype(np.float64) * np.float64(scale)
+
+
+def scale_from_amax(amax, dtype, margin=0) -> np.float32:
+    """`amax * 2**margin / fp8_max`, within 2**-126 and 2**126; 1 where the amax is 0 or not finite."""
+    if not (np.isfinite(amax) and amax > 0):
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = np.float32(amax) * np.float32(2.0**margin) / FP8_MAX[np.dtype(dtype)]
+    return np.clip(scale, SMALLEST_SCALE, 1 / SMALLEST_SCALE)
+
+
+def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False) -> np.float32:
+    """The scale of a tensor from its own amax."""
+    scale = scale_from_amax(max(np.float32(amax), np.float32(amax_epsilon)), dtype)
+    if not power_2_scale:
+        return scale
+    _, exponent = np.frexp(1 / np.float64(scale))  # 1 / scale = mantissa * 2**exponent, mantissa in [0.5, 1)
+    return np.float32(2.0 ** (1 - int(exponent)))
+
+
+def update_state(scale, amax_history, dtypes, margin=0, algorithm="max") -> tuple[np.ndarray, np.ndarray]:
+    """The delayed update of one GEMM, row by row.
+
+    Args:
+      scale: f32[3].
+      amax_history: f32[3, L] with staged amaxes in slot 0.
+      dtypes: the FP8 dtype of each row.
+      algorithm: "max" or "most_recent".
+
+    Returns:
+      The new scale and history. A row that did not run, or staged something not finite, is as before staging.
+    """
+    scale, amax_history = np.array(scale, np.float32), np.array(amax_history, np.float32)
+    for row, dtype in enumerate(dtypes):
+        history = amax_history[row]
+        staged = history[0]
+        if staged != 0 and np.isfinite(staged):
+            scale[row] = scale_from_amax(history.max() if algorithm == "max" else staged, dtype, margin)
+            history[:] = np.roll(history, -1)  # the staged one is now last; the oldest came to slot 0
+        history[0] = 0
+    return scale, amax_history
+
+
+def matmul(a, b, a_scale=1.0, b_scale=1.0, bias=None, c=None) -> np.ndarray:
+    """`(a * a_scale) @ (b * b_scale).T + bias + c` in float64, of a (m, k) and b (n, k), Hopper's layout."""
+    product = dequantize(a, a_scale) @ dequantize(b, b_scale).T
+    for addend in (bias, c):
+        if addend is not None:
+            product = product + np.asarray(addend).astype(np.float64)
+    return product
+
+
+def linear(x, kernel, output_gradient) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A layer without FP8, in float64: `y = x @ kernel` of (m, k) and (k, n), dx and dkernel for a dy (m, n)."""
+    x, kernel, dy = (np.asarray(array).astype(np.float64) for array in (x, kernel, output_gradient))
+    return x @ kernel, dy @ kernel.T, x.T @ dy
+
+
+def relative_error(actual, expected) -> float:
+    """norm(actual - expected) / norm(expected), infinite if anything is NaN; refuses an expected array of zeros."""
+    actual, expected = (np.asarray(array).astype(np.float64) for array in (actual, expected))
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shapes must be equal, got {actual.shape} and {expected.shape}")
+    size = np.linalg.norm(expected.ravel())
+    if not (np.isfinite(size) and size > 0):
+        raise AssertionError(f"an expected array must be finite and not all zero, got one of norm {size}")
+    error = np.linalg.norm((actual - expected).ravel()) / size
+    return float(np.inf if np.isnan(error) else error)
+
+
+def assert_close(actual, expected, kind: str) -> None:
+    """Raise unless the relative error is within `TOLERANCE[kind]`."""
+    error = relative_error(actual, expected)
+    if not error <= TOLERANCE[kind]:
+        raise AssertionError(f"relative error must be within {TOLERANCE[kind]} ({kind}), got {error:.3g}")
+
+
+def assert_same_bits(actual, expected) -> None:
+    """Raise unless dtype, shape and every bit are equal: -0 is not 0, and NaNs are compared too."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
+        raise AssertionError(f"must both be {expected.dtype}{expected.shape}, got {actual.dtype}{actual.shape}")
+    unequal = np.flatnonzero(_bits(actual) != _bits(expected))
+    if unequal.size:
+        first = unequal[0]
+        got, wanted = actual.ravel()[first], expected.ravel()[first]
+        raise AssertionError(f"{unequal.size} of {actual.size} elements differ, first at {first}: {got} for {wanted}")
+
+
+def _bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")

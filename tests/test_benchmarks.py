@@ -1,0 +1,228 @@
+"""The benchmarks run end to end with a tiny model, and what they conclude can also be the opposite.
+
+Times mean nothing here. What is checked is that every variant trains the same model, that kernels land in the right
+category, and that the convergence verdict follows from the losses.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+MODULES = ("gpt_step", "convergence", "kernel_profile", "plain_gpt", "tables", "text_data", "text")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A module of benchmarks/ by name, imported as the script imports it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    path = list(sys.path)
+    yield importlib.import_module
+    sys.path[:] = path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def test_gpt_step_runs_whole(benchmark, tmp_path):
+    gpt_step = benchmark("gpt_step")
+    assert gpt_step.main(["--self-test", "--variants", "bf16", "delayed", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "gpt_step.json").read_text())
+    assert [row["variant"] for row in rows] == ["bf16", "delayed"]
+    assert rows[0]["num_params"] == rows[1]["num_params"]
+    assert all(row["step_ms"] > 0 and row["last_loss"] < row["first_loss"] for row in rows)
+    assert "| jax_fp8, `DelayedScaling` |" in (tmp_path / "gpt_step.md").read_text()
+
+
+def test_a_variant_that_fails_is_a_row_that_says_so(benchmark, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    assert benchmark("gpt_step").main(["--self-test", "--variants", "bf16", "--output", str(tmp_path)]) == 1
+    assert "failed: RuntimeError: Unable to initialize backend 'abacus'" in (tmp_path / "gpt_step.md").read_text()
+
+
+@pytest.mark.parametrize("variant", ["flax_direct", "ours_bf16", "current"])
+def test_every_variant_trains_the_same_model(benchmark, variant):
+    gpt_step = benchmark("gpt_step")
+    shape = gpt_step.SHAPES["tiny"]
+    found = gpt_step.measure(gpt_step.Job(variant, shape, microbatches=2, steps=1, profile=False))
+    hidden, vocab = shape.hidden_size, shape.vocab_size
+    block = 12 * hidden**2 + 13 * hidden
+    assert found["num_params"] == (vocab + shape.seq_len) * hidden + shape.num_layers * block + 2 * hidden
+    assert found["tokens"] == 2 * shape.batch_size * shape.seq_len
+    assert abs(found["first_loss"] - np.log(vocab)) < 0.3
+    assert found["last_loss"] < found["first_loss"]
+
+
+def test_a_profile_that_fails_costs_no_times(benchmark, tmp_path):
+    gpt_step = benchmark("gpt_step")
+    found = gpt_step.measure(gpt_step.Job("bf16", gpt_step.SHAPES["tiny"], microbatches=1, steps=1, profile=True))
+    assert "kernels of a GPU stream" in found["profile_failed"]  # the CPU has none
+    page = gpt_step.markdown("tiny", gpt_step.SHAPES["tiny"], 1, [found])
+    assert f"{found['step_ms']:.1f}" in page
+    assert "No profile of bf16: the trace must hold" in page
+
+
+def test_different_models_are_not_compared(benchmark):
+    with pytest.raises(ValueError, match="same number of parameters"):
+        benchmark("gpt_step").check_same_work(
+            [{"variant": "bf16", "num_params": 10}, {"variant": "delayed", "num_params": 11}]
+        )
+
+
+def test_plain_microbatches_accumulate_the_gradient_of_the_whole_batch(benchmark):
+    """The same loss and update from one batch of four and from two of two: without FP8 only rounding differs."""
+    import jax
+    import optax
+
+    plain_gpt = benchmark("plain_gpt")
+    model = plain_gpt.PlainGPT(vocab_size=64, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=16)
+    tokens = jax.random.randint(jax.random.key(0), (4, 17), 0, 64)
+    losses = []
+    for microbatches in (1, 2):
+        variables = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1])
+        tx = optax.sgd(1.0)
+        step = plain_gpt.make_plain_step(plain_gpt.plain_loss(model), tx, microbatches)
+        state = (dict(variables), tx.init(variables["params"]))
+        state, first = step(state, tokens)
+        state, second = step(state, tokens)
+        losses.append([float(first["loss"]), float(second["loss"])])
+    assert losses[0][1] < losses[0][0] - 0.1
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
+
+
+INSTRUCTIONS = {  # of an optimized HLO module: result type, and the JAX scope in `op_name`
+    "loop_convert_fusion.7": ("f8e4m3fn[4,128,256]{2,1,0}", "jit(step)/jvp(GPT)/block_0/norm/mul"),
+    "input_reduce_fusion.6": ("f32[]", "jit(step)/jvp(PlainGPT)/qkv/Fp8DirectDotGeneralOp_0/reduce_max"),
+    "loop_add_fusion.3": ("(f32[256]{0}, f32[256]{0}, f32[256]{0})", "jit(step)/add"),
+    "input_reduce_fusion.5": ("f32[]", "jit(step)/transpose(jvp())/reduce_sum"),
+    "loop_multiply_fusion": ("bf16[256]{0}", "jit(step)/jvp(GPT)/block_0/mul"),
+    "loop_add_fusion.9": ("f32[256]{0}", "jit(step)/while/body/add"),
+    "copy.4": ("f32[256]{0}", "jit(step)/jvp(GPT)/transpose"),
+    "gemm_fusion_dot.3": ("bf16[512,256]{1,0}", "jit(step)/jvp(GPT)/dot_general"),
+}
+HLO = "%gemm_fusion_dot.3_called (a: f8e4m3fn[512,256], b: f8e4m3fn[256,256]) -> bf16[512,256] {\n" + "\n".join(
+    f'  %{name} = {result} fusion(%p), kind=kLoop, calls=%{name}_called, metadata={{op_name="{scope}"}}'
+    for name, (result, scope) in INSTRUCTIONS.items()
+)
+
+KERNELS = {
+    "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT": "FP8 GEMM",
+    "nvjet_qqsss_128x256_128x4_TNT": "FP8 GEMM",
+    "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x128": "FP8 GEMM",
+    "gemm_fusion_dot_3": "FP8 GEMM",
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT": "bf16 GEMM",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_5": "attention",
+    "void jax_fp8::(anonymous namespace)::quantize_transpose_kernel<__nv_bfloat16>(int)": "quantize, transpose, amax",
+    "void jax_fp8::(anonymous namespace)::amax_kernel<float>(float const*)": "quantize, transpose, amax",
+    "loop_convert_fusion_7": "quantize, transpose, amax",
+    "input_reduce_fusion_6": "quantize, transpose, amax",
+    "loop_add_fusion_3": "optimizer, state",
+    "input_reduce_fusion_5": "loss",
+    "loop_multiply_fusion": "norms, activations, other fusions",
+    "loop_add_fusion_9": "norms, activations, other fusions",
+    "MemcpyD2D": "copies, memsets",
+    "Memset": "copies, memsets",
+    "copy_4": "copies, memsets",
+    "something_else": "other",
+}
+
+
+def a_trace(names, process="/device:GPU:0", thread="Stream #20(Compute)"):
+    """Trace events as the profiler writes them: each kernel twice, 500 microseconds long and as far apart."""
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": thread}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 3, "args": {"name": "XLA Ops"}},
+    ]
+    for index, name in enumerate([*names, *names]):
+        event = {"ph": "X", "pid": 1, "tid": 2, "ts": 1000 * index, "dur": 500, "name": name, "args": {}}
+        events += [event, {**event, "tid": 3}]  # the same kernel on a derived line must not count twice
+    return events
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_lands_in_its_category(benchmark, name):
+    profile = benchmark("kernel_profile")
+    found = profile.summarize(a_trace([name]), steps=2, instructions=profile.read_hlo(HLO))
+    assert {key: ms for key, ms in found.by_category().items() if ms} == {KERNELS[name]: pytest.approx(0.5)}
+
+
+def test_a_profile_adds_up_and_follows_hlo_op(benchmark):
+    profile = benchmark("kernel_profile")
+    events = a_trace(KERNELS)
+    events[-2]["args"]["hlo_op"] = "loop_add_fusion.3"  # the op, where the trace has one, outranks the kernel's name
+    found = profile.summarize(events, steps=2, instructions=profile.read_hlo(HLO))
+    assert found.busy_ms == pytest.approx(0.5 * len(KERNELS))
+    assert sum(found.by_category().values()) == pytest.approx(found.busy_ms)
+    assert found.span_ms == pytest.approx((2 * len(KERNELS) - 0.5) / 2)
+    assert found.by_category()["other"] == pytest.approx(0.25)
+    assert "nvjet_sm90_qqtst" in found.markdown()
+    stored = found.to_json()
+    assert sum(kernel["microseconds"] for kernel in stored["kernels"]) / 2e3 == pytest.approx(stored["busy_ms"])
+    assert sum(stored["launches"].values()) == pytest.approx(len(KERNELS))
+    assert "| all kernels |" in profile.merged({"bf16": stored})
+
+
+def test_a_trace_without_a_gpu_is_an_error(benchmark):
+    profile = benchmark("kernel_profile")
+    with pytest.raises(ValueError, match=r"kernels of a GPU stream, but it has /host:CPU"):
+        profile.summarize(a_trace(KERNELS, process="/host:CPU"), 2, {})
+
+
+def runs_ending_at(convergence, **losses):
+    return {name: convergence.Run(name, np.full(20, loss), [(20, loss)], seconds=1.0) for name, loss in losses.items()}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "losses"),
+    [
+        ("PASS", {"bf16": 3.0, "delayed": 3.029, "current": 2.971, "frozen": 3.5}),
+        ("PASS", {"bf16": 3.0, "delayed": 3.0, "current": 3.0, "frozen": float("nan")}),
+        ("FAIL", {"bf16": 3.0, "delayed": 3.031, "current": 3.0, "frozen": 3.5}),
+        ("FAIL", {"bf16": 3.0, "delayed": 3.0, "current": float("nan"), "frozen": 3.5}),
+        ("FAIL", {"bf16": 3.0, "delayed": 3.0, "current": 3.0, "frozen": 3.02}),
+        ("FAIL", {"bf16": 3.0, "delayed": 3.0, "current": 3.0, "frozen": 2.9}),
+        ("INCOMPLETE", {"bf16": 3.0, "delayed": 3.0}),
+    ],
+)
+def test_the_verdict_follows_from_the_losses(benchmark, verdict, losses):
+    convergence = benchmark("convergence")
+    assert convergence.judge(runs_ending_at(convergence, **losses))[0] == verdict
+
+
+def test_convergence_runs_whole(benchmark, tmp_path):
+    """FP8 is close to bfloat16 after a few steps of a tiny model, and the control is not: the verdict is real."""
+    convergence = benchmark("convergence")
+    assert convergence.main(["--self-test", "--output", str(tmp_path), "--cache", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "convergence.json").read_text())
+    assert summary["verdict"] == "PASS"
+    losses = {row["run"]: row["validation_loss"] for row in summary["runs"]}
+    assert len(set(losses.values())) == 4  # four different computations
+    assert max(losses.values()) < np.log(512) - 0.5
+    curves = [json.loads(line) for line in (tmp_path / "convergence.jsonl").read_text().splitlines()]
+    assert {row["run"] for row in curves} == set(losses)
+    assert (tmp_path / "convergence.png").stat().st_size > 10_000
+    assert "FP8 learns like bfloat16: PASS" in (tmp_path / "convergence.md").read_text()
+
+
+def test_too_little_text_is_one_sentence(benchmark, tmp_path, capsys):
+    convergence = benchmark("convergence")
+    book = tmp_path / "book.txt"
+    book.write_text("a few words " * 50)
+    arguments = ["--self-test", "--data", str(book), "--output", str(tmp_path), "--cache", str(tmp_path)]
+    assert convergence.main(arguments) == 2
+    assert "held-out text must have at least" in capsys.readouterr().err
+
+
+def test_windows_of_an_epoch_do_not_repeat(benchmark):
+    text_data = benchmark("text_data")
+    reading = text_data.Reading(seq_len=8, batch_size=4, steps=30)
+    order = text_data.window_order(8 * 40 + 1, reading)
+    assert order.shape == (30, 4)
+    first, second = order.ravel()[:40], order.ravel()[40:80]
+    assert sorted(first) == sorted(second) == list(range(0, 320, 8))
+    assert list(first) != list(second)
+    np.testing.assert_array_equal(order, text_data.window_order(8 * 40 + 1, reading))

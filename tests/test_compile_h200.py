@@ -1,0 +1,171 @@
+"""A training step compiled for H200s, with no GPU: it is what it claims to be before a device has seen it.
+
+The step of a small GPT goes through the whole GPU compiler (`h200.py`). What is asserted is what a profile on a device
+would be searched for: the FP8 GEMMs, no bfloat16 GEMM where FP8 was asked for, one CUDA graph, no copies of donated
+state, no gathering of sharded arrays. Every check is also made on a program that must fail it.
+
+Attention is XLA's own here: cuDNN, which a GPU would use, cannot be asked without its library.
+"""
+
+import h200
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jax_fp8 as fp8
+from jax_fp8.ops import kernels
+from jax_fp8.ops.amax import amax
+from jax_fp8.ops.gemm import WORKSPACE_BYTES
+from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.train.explain import HEAD_SCOPE
+from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+
+REASON = h200.missing_reason() or kernels.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
+BATCH = (16, 129)
+GEMMS = 3 * 4 * CONFIG.num_layers  # fprop, dgrad and wgrad of qkv, attention output, MLP up, MLP down
+SMALLEST_KERNEL = CONFIG.hidden_size**2  # bytes, in FP8
+RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling()}
+
+
+def abstract_state(recipe, tx) -> fp8.TrainState:
+    def create(tokens):
+        variables = fp8.GPT(CONFIG, recipe=recipe).init(jax.random.key(0), tokens[:, :-1])
+        return fp8.TrainState.create(variables=variables, tx=tx)
+
+    return jax.eval_shape(create, jax.ShapeDtypeStruct(BATCH, jnp.int32))
+
+
+def train_step(recipe_name: str, microbatches: int = 1, data: int = 1) -> tuple[h200.Program, int]:
+    """The compiled step and the bytes of its state, which every device holds; the batch is split over "data"."""
+    recipe = RECIPES[recipe_name]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(1e-3, weight_decay=0.1))
+    loss_fn = fp8.next_token_loss(fp8.GPT(CONFIG, recipe=recipe))
+    step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS)
+    mesh = h200.mesh(data=data)
+    state = abstract_state(recipe, tx)
+    tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32, sharding=h200.on_mesh(mesh, "data"))
+    program = h200.compile(step, h200.shapes(state, h200.on_mesh(mesh)), tokens)
+    return program, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def unquantized_gemms(program: h200.Program) -> list[h200.Instruction]:
+    """GEMMs of weights that are not in FP8. Those of attention are batched, and the head is meant to be in bfloat16."""
+    wide = program.gemms_of("bf16", "f16", "f32")
+    return [gemm for gemm in wide if len(gemm.operands[0].shape) == 2 and HEAD_SCOPE not in gemm.op_name]
+
+
+def big_copies(program: h200.Program) -> list[str]:
+    return [str(copy) for copy in program.copies if copy.results[0].bytes >= SMALLEST_KERNEL]
+
+
+def matrix(sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16, sharding=sharding)
+
+
+def rows(mesh) -> jax.ShapeDtypeStruct:
+    return matrix(h200.on_mesh(mesh, "data"))
+
+
+def checked(program: h200.Program) -> dict:
+    """What every compiled step must be, in one dict, so that a failing test shows all that is wrong."""
+    return {
+        "gemm": program.custom_calls["jax_fp8_gemm"],
+        "quantize_transpose": program.custom_calls["jax_fp8_quantize_transpose"],
+        "amax": program.custom_calls["jax_fp8_amax"],
+        "gemms not in FP8": list(map(str, unquantized_gemms(program))),
+        "state in place": program.aliased_bytes,
+        "copies": list(map(str, big_copies(program))),
+        "all-gathers": list(map(str, program.all_gathers)),
+    }
+
+
+def promised(recipe_name: str, state_bytes: int) -> dict:
+    return {
+        "gemm": GEMMS,
+        "quantize_transpose": GEMMS,  # a GEMM has three tensors, and each of them is cast once
+        "amax": GEMMS if recipe_name == "current" else 0,
+        "gemms not in FP8": [],
+        "state in place": state_bytes,
+        "copies": [],
+        "all-gathers": [],
+    }
+
+
+@pytest.mark.parametrize(("recipe_name", "microbatches"), [("delayed", 1), ("current", 1), ("delayed", 2)])
+def test_step_on_one_device(recipe_name, microbatches):
+    program, state_bytes = train_step(recipe_name, microbatches)
+    assert checked(program) == promised(recipe_name, state_bytes)
+    # The loop over microbatches included, with the options that make_train_step sets on a GPU.
+    assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+    # Every GEMM asks for a workspace of its own; XLA gives them the same memory.
+    assert program.temp_bytes < 4 * WORKSPACE_BYTES
+
+
+def test_step_on_four_devices_data_parallel():
+    program, state_bytes = train_step("delayed", data=4)
+    assert checked(program) == promised("delayed", state_bytes)
+    every_row = BATCH[0] * CONFIG.max_seq_len
+    assert all(every_row not in operand.shape for gemm in program.gemms for operand in gemm.operands)
+    # One reduction for all amaxes, one for all float32 gradients, one for the bfloat16 gradient of the tied head.
+    assert {reduction.opcode.removesuffix("-start") for reduction in program.collectives} == {"all-reduce"}
+    assert len(program.collectives) <= 3, list(map(str, program.collectives))
+    # They stay outside the graphs and cut the step around them; what runs during a reduction is a graph of its own.
+    assert set(program.outside_graphs) <= {"AllReduce", "AsyncStart", "AsyncDone"}
+    assert program.graphs <= 1 + 2 * len(program.collectives)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_operations_follow_shardings(axis_type):
+    mesh = h200.mesh(axis_type, data=4)
+
+    def product(x, w):
+        x_fp8, _, x_amax = quantize_transpose(x, fp8.E4M3, jnp.float32(1))
+        w_fp8, _, w_amax = quantize_transpose(w, fp8.E4M3, jnp.float32(1))
+        return fp8.matmul(x_fp8, w_fp8), jnp.stack([x_amax, w_amax])
+
+    with jax.set_mesh(mesh):
+        program = h200.compile(jax.jit(product), rows(mesh), matrix(h200.on_mesh(mesh)))
+    assert program.custom_calls["jax_fp8_gemm"] == 1 and not program.all_gathers
+    assert [reduction.results[0].shape for reduction in program.collectives] == [()]  # the amax of x
+
+
+# What each check must catch.
+
+
+def test_bfloat16_gemms_are_found():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w.T).astype(jnp.float32))
+
+    program = h200.compile(jax.jit(jax.grad(loss)), matrix(h200.on_one_device()), matrix(h200.on_one_device()))
+    assert len(unquantized_gemms(program)) == 2
+
+
+def test_gathering_is_found():
+    """A custom call that does not say how it is partitioned is what the library must never emit."""
+    call = jax.jit(lambda x: jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(x))
+    assert len(h200.compile(call, rows(h200.mesh(data=4))).all_gathers) == 1
+    assert not h200.compile(jax.jit(amax), rows(h200.mesh(data=4))).all_gathers
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_copies_are_found(donate):
+    update = jax.jit(lambda w: w.at[3].set(0), donate_argnums=(0,) if donate else ())
+    program = h200.compile(update, matrix(h200.on_one_device()))
+    assert (len(big_copies(program)), program.aliased_bytes) == ((0, 2048 * 1024 * 2) if donate else (1, 0))
+
+
+def test_work_outside_graphs_is_found():
+    def loop(x):
+        return jax.lax.scan(lambda carry, _: (jnp.sin(carry) @ carry.T @ carry, None), x, length=3)[0]
+
+    whole = h200.compile(jax.jit(loop, compiler_options=CUDA_GRAPH_OPTIONS), matrix(h200.on_one_device()))
+    assert (whole.graphs, dict(whole.outside_graphs)) == (1, {})
+    by_host = h200.compile(jax.jit(loop), matrix(h200.on_one_device()))
+    assert by_host.outside_graphs["While"] == 1
+    without = h200.compile(jax.jit(loop), matrix(h200.on_one_device()), xla_gpu_enable_command_buffer="")
+    assert without.graphs == 0 and without.outside_graphs["CublasLtMatmul"] == 2

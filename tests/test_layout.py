@@ -1,0 +1,247 @@
+"""The shape of the source: who may import whom, where imports stand, tests that mirror it, one name for an operation.
+
+Each rule is a function from a source tree to the sentences that say where it is broken; each is also tried on a tree
+that breaks it.
+"""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+MAX_LINES = 330  # about 300: what is read in one sitting
+
+# A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
+ROOMS = {
+    "core": {"core"},
+    "ops": {"core", "ops"},
+    "nn": {"core", "ops", "nn"},
+    "models": {"core", "ops", "nn", "models"},
+    "parallel": {"core", "parallel"},
+    "train": {"core", "ops", "parallel", "train"},
+}
+NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
+
+# (file, imported module): why the import cannot stand at the top.
+LATE_IMPORTS: dict[tuple[str, str], str] = {}
+
+# Source file: why it has no test file of its own.
+WITHOUT_OWN_TEST: dict[str, str] = {
+    "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
+}
+
+# File: why it is longer than MAX_LINES.
+LONG_FILES: dict[str, str] = {
+    "tests/gpu/kernel_check.py": "one file, to be carried to a device and run there alone",
+}
+
+
+def python_files(root: pathlib.Path, *folders: str) -> Iterator[tuple[pathlib.Path, ast.Module]]:
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path.relative_to(root), ast.parse(path.read_text(), filename=str(path))
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import statement with the dotted names it asks for: `from a import b` asks for "a.b"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from ((node, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def module_name(path: pathlib.Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def upward_imports(root: pathlib.Path) -> list[str]:
+    """Imports of a room by a room that stands below or beside it, and of rooms nobody has declared."""
+    broken = []
+    for path, tree in python_files(root, "jax_fp8"):
+        if len(path.parts) < 3:
+            continue
+        room = path.parts[1]
+        if room not in ROOMS:
+            broken.append(f"{path}: room {room!r} must be declared in ROOMS")
+            continue
+        for node, name in imported_names(tree):
+            parts = name.split(".")
+            if parts[0] == "jax_fp8" and (len(parts) < 3 or parts[1] not in ROOMS[room]):
+                broken.append(f"{path}:{node.lineno}: {room} must import only {sorted(ROOMS[room])}, got {name}")
+    return broken
+
+
+def import_circles(root: pathlib.Path) -> list[str]:
+    """Modules that import themselves through others."""
+    files = {module_name(path): tree for path, tree in python_files(root, "jax_fp8")}
+
+    def module_of(name):
+        return name if name in files else name.rpartition(".")[0]
+
+    edges = {
+        module: {
+            target for _, name in imported_names(tree) if (target := module_of(name)) in files and target != module
+        }
+        for module, tree in files.items()
+    }
+    finished, circles = set(), []
+
+    def visit(module, path):
+        if module in path:
+            circles.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in finished:
+            for target in sorted(edges[module]):
+                visit(target, [*path, module])
+            finished.add(module)
+
+    for module in sorted(edges):
+        visit(module, [])
+    return circles
+
+
+def misplaced_imports(root: pathlib.Path) -> list[str]:
+    """Relative imports, and imports inside functions that LATE_IMPORTS does not excuse."""
+    broken = []
+    for path, tree in python_files(root, "jax_fp8", "examples", "benchmarks"):
+        for node, name in imported_names(tree):
+            if name.startswith("."):
+                broken.append(f"{path}:{node.lineno}: imports must be absolute, got {name}")
+        functions = [
+            node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        ]
+        late = {(node.lineno, name) for function in functions for node, name in imported_names(function)}
+        for line, name in sorted(late):
+            if not any(str(path) == file and name.startswith(module) for file, module in LATE_IMPORTS):
+                broken.append(f"{path}:{line}: imports must stand at the top, got {name} inside a function")
+    return broken
+
+
+def private_names(root: pathlib.Path) -> list[str]:
+    """Uses of what jax does not promise to keep."""
+    broken = []
+    for path, tree in python_files(root, "jax_fp8", "examples", "benchmarks", "tests"):
+        used = [(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        used += [(node.lineno, name) for node, name in imported_names(tree)]
+        for line, name in used:
+            for private in NOT_PUBLIC:
+                if name == private or name.startswith(private + "."):
+                    broken.append(f"{path}:{line}: {private} is not public, use what jax documents")
+    return sorted(set(broken))
+
+
+def mirror_gaps(root: pathlib.Path) -> list[str]:
+    """Source files without a test file at the same place, test files without a source, excuses that excuse nothing."""
+    sources = {path for path, _ in python_files(root, "jax_fp8") if path.name != "__init__.py"}
+    wanted = {path: pathlib.Path("tests", *path.parts[1:-1], f"test_{path.name}") for path in sources}
+    broken = []
+    for source, test in sorted(wanted.items()):
+        if (root / test).exists() == (str(source) in WITHOUT_OWN_TEST):
+            broken.append(f"{source}: needs either {test} or a reason in WITHOUT_OWN_TEST, and not both")
+    for excused in WITHOUT_OWN_TEST:
+        if root == ROOT and pathlib.Path(excused) not in sources:
+            broken.append(f"{excused}: is in WITHOUT_OWN_TEST and does not exist")
+    for room in ROOMS:
+        for test in sorted((root / "tests" / room).rglob("test_*.py")):
+            if test.relative_to(root) not in wanted.values():
+                broken.append(f"{test.relative_to(root)}: has no source file that it mirrors")
+    return broken
+
+
+def operation_names(root: pathlib.Path) -> list[str]:
+    """Operations, the files in csrc/ that define an XLA handler, that lack a part or are called otherwise in Python."""
+    handlers = {path.stem for path in (root / "csrc").glob("*.cc") if "XLA_FFI_DEFINE_HANDLER" in path.read_text()}
+    kernels = {path.stem for path in (root / "csrc").glob("*.cu")}
+    broken = [f"csrc/{name}.cu: must have its handler in csrc/{name}.cc" for name in sorted(kernels - handlers)]
+    for name in sorted(handlers):
+        for needed in (f"csrc/{name}.h", f"jax_fp8/ops/{name}.py", f"tests/ops/test_{name}.py"):
+            if not (root / needed).exists():
+                broken.append(f"csrc/{name}.cc: must have {needed}")
+        caller = root / "jax_fp8/ops" / f"{name}.py"
+        if caller.exists() and f'"jax_fp8_{name}"' not in caller.read_text():
+            broken.append(f"jax_fp8/ops/{name}.py: must call the target jax_fp8_{name}")
+    table = root / "csrc/module.cc"
+    for target in re.findall(r'table\["jax_fp8_(\w+)"\]', table.read_text() if table.exists() else ""):
+        if not any(target == name or target.startswith(f"{name}_") for name in handlers):
+            broken.append(f"csrc/module.cc: target jax_fp8_{target} must begin with an operation: {sorted(handlers)}")
+    return broken
+
+
+def long_files(root: pathlib.Path) -> list[str]:
+    """Files that cannot be read in one sitting, and excuses that excuse nothing."""
+    folders = ("jax_fp8", "csrc", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*"))]
+    sources = [path for path in paths if path.suffix in (".py", ".cc", ".cu", ".cuh", ".h")]
+    lengths = {str(path.relative_to(root)): len(path.read_text().splitlines()) for path in sources}
+    broken = []
+    for name, lines in lengths.items():
+        if (lines > MAX_LINES) != (name in LONG_FILES):
+            broken.append(f"{name}: needs at most {MAX_LINES} lines, or a reason in LONG_FILES, got {lines}")
+    return broken
+
+
+RULES = (upward_imports, import_circles, misplaced_imports, private_names, mirror_gaps, operation_names, long_files)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_source_tree(rule):
+    assert any(python_files(ROOT, "jax_fp8"))
+    broken = rule(ROOT)
+    assert not broken, "\n".join(["", *broken])
+
+
+# A rule, the files that break it, and the sentence that must be found.
+PLANTED = [
+    (upward_imports, {"jax_fp8/core/a.py": "from jax_fp8.ops import gemm"}, "core must import only"),
+    (upward_imports, {"jax_fp8/train/a.py": "import jax_fp8.nn.dense"}, "got jax_fp8.nn.dense"),
+    (
+        upward_imports,
+        {"jax_fp8/parallel/a.py": "def f():\n    from jax_fp8.models.gpt import GPT"},
+        "got jax_fp8.models.gpt.GPT",
+    ),
+    (upward_imports, {"jax_fp8/ops/a.py": "import jax_fp8"}, "got jax_fp8"),
+    (upward_imports, {"jax_fp8/utils/a.py": ""}, "must be declared in ROOMS"),
+    (
+        import_circles,
+        {
+            "jax_fp8/ops/a.py": "import jax_fp8.ops.b",
+            "jax_fp8/ops/b.py": "from jax_fp8.ops import c",
+            "jax_fp8/ops/c.py": "from jax_fp8.ops.a import f",
+        },
+        "jax_fp8.ops.a -> jax_fp8.ops.b -> jax_fp8.ops.c -> jax_fp8.ops.a",
+    ),
+    (misplaced_imports, {"jax_fp8/core/a.py": "from . import b"}, "must be absolute"),
+    (misplaced_imports, {"jax_fp8/core/a.py": "def f():\n    import os"}, "must stand at the top"),
+    (private_names, {"jax_fp8/core/a.py": "from jax._src import core"}, "jax._src is not public"),
+    (
+        private_names,
+        {"jax_fp8/core/a.py": "from jax.experimental import hijax"},
+        "jax.experimental.hijax is not public",
+    ),
+    (private_names, {"tests/test_a.py": "import jax\njax._src.core.Tracer"}, "jax._src is not public"),
+    (mirror_gaps, {"jax_fp8/core/a.py": ""}, "jax_fp8/core/a.py: needs either tests/core/test_a.py"),
+    (mirror_gaps, {"tests/ops/test_a.py": ""}, "has no source file"),
+    (operation_names, {"csrc/a.cu": ""}, "must have its handler"),
+    (operation_names, {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "csrc/a.h": ""}, "must have jax_fp8/ops/a.py"),
+    (operation_names, {"csrc/module.cc": 'table["jax_fp8_b"] = handler'}, "target jax_fp8_b must begin"),
+    (
+        operation_names,
+        {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "jax_fp8/ops/a.py": 'ffi_call("jax_fp8_b")'},
+        "must call the target jax_fp8_a",
+    ),
+    (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),
+]
+
+
+@pytest.mark.parametrize(("rule", "files", "sentence"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_planted_violation_is_found(tmp_path, rule, files, sentence):
+    assert rule(tmp_path) == []
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert any(sentence in found for found in rule(tmp_path)), rule(tmp_path)

@@ -1,0 +1,113 @@
+"""What a layer asks of CUDA: the library's custom calls, in the numbers the design promises, and none of them on a CPU.
+
+Lowering for a platform needs neither its compiler nor its device, nor the kernels. Per linear layer of a training step:
+each of its three tensors is cast once, in both orientations; there are three GEMMs; current scaling measures each
+tensor first.
+"""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.ops import dispatch
+
+DELAYED, CURRENT = fp8.DelayedScaling(amax_history_len=4), fp8.CurrentScaling()
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_there(monkeypatch):
+    """Lower as on a machine with kernels; what was traced otherwise must not be remembered, in either direction."""
+    jax.clear_caches()
+    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+    yield
+    jax.clear_caches()
+
+
+def custom_calls(function, *args, platform: str = "cuda") -> Counter:
+    """How often a lowered program reaches each of the library's custom calls, also through inner functions."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return count_custom_calls(text)
+
+
+def count_custom_calls(text: str) -> Counter:
+    name = r'@("[^"]*"|[\w.]+)'
+    bodies = dict(re.findall(rf"func\.func (?:\w+ )?{name}(.*?)(?=func\.func|\Z)", text, flags=re.DOTALL))
+
+    def count(function):
+        found = Counter(re.findall(r"custom_call @(jax_fp8_\w+)", bodies[function]))
+        for callee in re.findall(rf"\bcall {name}", bodies[function]):
+            found += count(callee)
+        return found
+
+    return count("main")
+
+
+def expected(recipe, *, gemm, quantize=0, quantize_transpose=0, amax=0) -> Counter:
+    counts = {
+        "jax_fp8_gemm": gemm,
+        "jax_fp8_quantize": quantize,
+        "jax_fp8_quantize_transpose": quantize_transpose,
+        "jax_fp8_amax": amax if recipe == CURRENT else 0,
+    }
+    return +Counter(counts)
+
+
+def dense_and_its_gradient(recipe):
+    layer = fp8.Dense(48, recipe=recipe)
+    x = jax.ShapeDtypeStruct((32, 16), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def forward(variables, x):
+        return layer.apply(variables, x)
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(forward(variables, x).astype(jnp.float32)))
+
+    def gradient(variables, x):
+        params = {"params": variables["params"]}
+        return jax.grad(lambda params, x: loss({**variables, **params}, x), argnums=(0, 1))(params, x)
+
+    return forward, gradient, (variables, x)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_dense(recipe):
+    forward, gradient, args = dense_and_its_gradient(recipe)
+    # Forward only: nothing will want xᵀ, so x is cast in one orientation.
+    assert custom_calls(forward, *args) == expected(recipe, gemm=1, quantize=1, quantize_transpose=1, amax=2)
+    assert custom_calls(gradient, *args) == expected(recipe, gemm=3, quantize_transpose=3, amax=3)
+
+
+def test_dense_in_bfloat16_has_none():
+    forward, gradient, args = dense_and_its_gradient(None)
+    assert not custom_calls(forward, *args) and not custom_calls(gradient, *args)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_cpu_has_none(recipe):
+    forward, gradient, args = dense_and_its_gradient(recipe)
+    assert not custom_calls(forward, *args, platform="cpu") and not custom_calls(gradient, *args, platform="cpu")
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_gpt_loss_and_its_gradient(recipe):
+    config = fp8.GPTConfig.preset("tiny", vocab_size=256, num_layers=2, max_seq_len=33)
+    model = fp8.GPT(config, recipe=recipe)
+    tokens = jax.ShapeDtypeStruct((2, 33), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    loss = fp8.next_token_loss(model)
+    gemms = 4 * config.num_layers  # qkv, attention output, MLP up, MLP down
+    forward = custom_calls(loss, variables, tokens)
+    assert forward == expected(recipe, gemm=gemms, quantize=gemms, quantize_transpose=gemms, amax=2 * gemms)
+    gradient = custom_calls(fp8.value_and_grad(loss), variables, tokens)
+    assert gradient == expected(recipe, gemm=3 * gemms, quantize_transpose=3 * gemms, amax=3 * gemms)
+
+
+def test_calls_through_inner_functions_are_counted():
+    inner = jax.jit(lambda x: jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(x))
+    twice = custom_calls(lambda x: inner(x) + inner(2 * x), jnp.ones((16, 16)))
+    assert twice == Counter({"jax_fp8_amax": 2})

@@ -1,0 +1,67 @@
+"""explain: every product is listed, with what it is and why."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.ops import kernels
+
+X = jnp.ones((2, 16, 64), jnp.bfloat16)
+FP8_TARGET = "jax_fp8_gemm" if kernels.built() else "reference"
+
+
+def gradient_of(module):
+    variables = module.init(jax.random.key(0), X)
+    return jax.grad(lambda p: module.apply({**variables, "params": p}, X).astype(jnp.float32).sum()), variables[
+        "params"
+    ]
+
+
+def test_three_products_of_a_layer():
+    forward, *backward = fp8.explain(*gradient_of(fp8.Dense(32)))
+    assert (forward.m, forward.k, forward.n) == (32, 64, 32)
+    assert [gemm.layer.rsplit("/", 1)[-1] for gemm in (forward, *backward) if gemm.target == "jax_fp8_gemm"] in (
+        ["fprop", "wgrad"],
+        ["fprop", "dgrad", "wgrad"],
+        [],
+    )
+    assert all(gemm.is_fp8 and gemm.target == FP8_TARGET for gemm in (forward, *backward))
+
+
+def test_a_gpt_has_nothing_left_behind_but_attention_and_head():
+    config = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64)
+    model = fp8.GPT(config)
+    tokens = jnp.ones((2, 17), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])
+    gemms = fp8.explain(fp8.value_and_grad(fp8.next_token_loss(model)), variables, tokens, strict=True)
+    assert sum(gemm.is_fp8 for gemm in gemms) == 3 * 4 * 2
+    assert {gemm.reason.split(",")[0] for gemm in gemms if not gemm.is_fp8} == {
+        "a batched product of activations",
+        "the head is kept in bfloat16",
+    }
+    assert "layer_1/mlp/down" in str(gemms)
+
+
+def test_products_outside_the_library_are_named():
+    module = nn.Sequential([fp8.Dense(32), nn.Dense(32)])
+    gemms = fp8.explain(*gradient_of(module))
+    outside = [gemm for gemm in gemms if not gemm.is_fp8]
+    assert outside
+    assert all("not made by a jax_fp8 layer" in gemm.reason for gemm in outside)
+    with pytest.raises(ValueError, match="not made by a jax_fp8 layer"):
+        fp8.explain(*gradient_of(module), strict=True)
+
+
+def test_recipe_none_is_a_reason():
+    with pytest.raises(ValueError, match="the layer has recipe=None"):
+        fp8.explain(*gradient_of(fp8.Dense(32, recipe=None)), strict=True)
+
+
+def test_loops_count():
+    def loop(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, None), x, length=5)[0]
+
+    (gemm,) = fp8.explain(loop, jnp.ones((4, 8)), jnp.ones((8, 8)))
+    assert gemm.count == 5

@@ -1,0 +1,33 @@
+"""TrainState: what it takes, what it gives back, what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_fp8 as fp8
+
+
+def variables(recipe):
+    return fp8.Dense(16, recipe=recipe).init(jax.random.key(0), jnp.ones((16, 16)))
+
+
+def test_create():
+    given = variables(fp8.DelayedScaling(amax_history_len=2))
+    state = fp8.TrainState.create(variables=given, tx=optax.adam(1e-3))
+    assert int(state.step) == 0
+    assert jax.tree.structure(state.variables) == jax.tree.structure(dict(given))
+    assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(state.params)
+
+
+def test_without_fp8_state():
+    state = fp8.TrainState.create(variables=variables(None), tx=optax.sgd(1e-3))
+    assert state.fp8 == {}
+    assert set(state.variables) == {"params"}
+
+
+def test_refuses_what_it_would_lose():
+    with pytest.raises(ValueError, match="batch_stats"):
+        fp8.TrainState.create(variables={**variables(None), "batch_stats": {}}, tx=optax.sgd(1e-3))
+    with pytest.raises(ValueError, match='must hold "params"'):
+        fp8.TrainState.create(variables={"fp8": {}}, tx=optax.sgd(1e-3))

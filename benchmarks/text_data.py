@@ -27,7 +27,7 @@ class Reading:
 
     vocab_size: int = 32_768
     seq_len: int = 1024
-    batch_size: int = 16
+    batch_size: int = 32
     steps: int = 1000
     validation_tokens: int = 524_288
     seed: int = 0

@@ -3,13 +3,23 @@
 A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half, and returns `f(gate) * linear`, (..., n).
 """
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """`x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x³)`, as in GPT-2 and Flax (https://arxiv.org/abs/1606.08415).
+
+    Written as `x sigmoid(2u)`, which is the same function: on a GPU an exponential and a division cost less than XLA's float32 tanh.
+    """
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
 PLAIN = {
-    "gelu": partial(jax.nn.gelu, approximate=True),  # the tanh form, as in GPT-2 and Flax
+    "gelu": gelu_tanh,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,

@@ -88,9 +88,12 @@ def make_train_step(
     def step(state, batch):
         _check_state(state, recipe)
         loss, grads, staged = _accumulate(value_and_grad(loss_fn), state, batch, microbatches)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
-        params, fp8 = apply_updates(state.params, updates), update_state(staged, recipe)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = apply_updates(state.params, updates)
+        with jax.named_scope("fp8_state"):
+            fp8 = update_state(staged, recipe)
+            metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
         return TrainState(state.step + 1, params, fp8, opt_state), metrics
 
     def warm(state, batch):

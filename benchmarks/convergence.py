@@ -15,7 +15,8 @@ batches in the same order, and the same optimizer:
     reseeded  recipe=None from other initial parameters: how far two runs of one recipe are apart; not judged
 
 PASS means: after the last step the validation loss of delayed and of current is within 1 % of that of bf16, and that of
-frozen is more than 1 % worse, so that the check is known to be able to fail. The exit status is 0 for PASS, else 1.
+frozen is more than 1 % worse, so that the check is known to be able to fail. The control stops after `--control-steps`
+and is compared with bf16 at that step. The exit status is 0 for PASS, else 1.
 """
 
 import argparse
@@ -59,7 +60,8 @@ class Settings(Reading):
 
     preset: str = "gpt2-124m"
     num_layers: int = 0  # 0 keeps the preset's
-    evaluate_every: int = 200
+    evaluate_every: int = 250
+    control_steps: int = 500  # of the control, a multiple of evaluate_every
     learning_rate: float = 4e-4
     warmup_steps: int = 100
     frozen_scale: float = 64.0
@@ -73,6 +75,7 @@ SELF_TEST = Settings(
     batch_size=16,
     steps=200,
     evaluate_every=100,
+    control_steps=200,
     validation_tokens=8_192,
     learning_rate=1e-3,
     warmup_steps=10,
@@ -134,12 +137,13 @@ def train(name: str, program: Program, data: Data, settings: Settings) -> Run:
     state = program.initial_state(settings.seed + (name == "reseeded"), data.batch(0, settings.seq_len))
     losses, validation = [], []
     started = time.perf_counter()
-    for step in range(settings.steps):
+    steps = min(settings.control_steps, settings.steps) if name == "frozen" else settings.steps
+    for step in range(steps):
         state, metrics = program.step(state, data.batch(step, settings.seq_len))
         losses.append(metrics["loss"])
         if name == "frozen":
             state = dataclasses.replace(state, fp8=freeze(state.fp8, settings.frozen_scale))
-        if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
+        if (step + 1) % settings.evaluate_every == 0 or step + 1 == steps:
             validation.append((step + 1, program.validate(state, data.validation)))
             print(
                 f"{name:>8} step {step + 1:>5}: loss {losses[-1]:.4f}, validation {validation[-1][1]:.4f}", flush=True
@@ -149,15 +153,18 @@ def train(name: str, program: Program, data: Data, settings: Settings) -> Run:
 
 def judge(runs: dict[str, Run]) -> tuple[str, list[dict]]:
     """PASS, FAIL or INCOMPLETE, and for each run its loss, its difference to bf16, and whether that is as required."""
-    reference = runs["bf16"].final
+    reference = dict(runs["bf16"].validation)
     rows = []
     for name, run in runs.items():
-        difference = run.final / reference - 1
+        step, loss = run.validation[-1]
+        difference = loss / reference[step] - 1
         if name == "frozen":
             as_required = not difference <= TOLERANCE  # worse, or not a number
         else:
             as_required = abs(difference) <= TOLERANCE or name == "reseeded"
-        rows.append({"run": name, "validation_loss": run.final, "difference": difference, "as_required": as_required})
+        rows.append(
+            {"run": name, "step": step, "validation_loss": loss, "difference": difference, "as_required": as_required}
+        )
     if not all(row["as_required"] for row in rows):
         return "FAIL", rows
     return ("PASS" if RECIPES.keys() - {"reseeded"} <= runs.keys() else "INCOMPLETE"), rows
@@ -204,6 +211,7 @@ def write_results(output: pathlib.Path, runs: dict[str, Run], settings: Settings
     lines = [
         [
             row["run"],
+            f"{row['step']:,}",
             f"{row['validation_loss']:.4f}",
             f"{100 * row['difference']:+.3f} %",
             REQUIREMENTS.get(row["run"], "within 1 %"),
@@ -212,7 +220,15 @@ def write_results(output: pathlib.Path, runs: dict[str, Run], settings: Settings
         ]
         for row in rows
     ]
-    headings = ["run", "validation loss", "difference to bf16", "requirement", "met", "duration with compilation"]
+    headings = [
+        "run",
+        "steps",
+        "validation loss",
+        "difference to bf16",
+        "requirement",
+        "met",
+        "duration with compilation",
+    ]
     sections = [
         f"# FP8 learns like bfloat16: {verdict}",
         f"{title}. {tables.environment_line(found)}",
@@ -265,6 +281,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = {f.name: value for f in dataclasses.fields(Settings) if (value := getattr(options, f.name)) is not None}
     settings = dataclasses.replace(SELF_TEST if options.self_test else Settings(), **given)
     try:
+        if settings.control_steps % settings.evaluate_every:
+            raise ValueError(
+                f"--control-steps must be a multiple of --evaluate-every {settings.evaluate_every}, got {settings.control_steps}"
+            )
         data = prepare(settings, options.data, options.cache)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,12 +27,12 @@ class Reading:
 
     vocab_size: int = 32_768
     seq_len: int = 1024
-    batch_size: int = 32
-    steps: int = 1000
+    batch_size: int = 16
+    steps: int = 1500
     validation_tokens: int = 524_288
     seed: int = 0
-    max_bytes: int = 120_000_000
-    tokenizer_bytes: int = 32_000_000
+    max_bytes: int = 80_000_000
+    tokenizer_bytes: int = 16_000_000
 
     @property
     def tokens_read(self) -> int:

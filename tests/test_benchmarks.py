@@ -200,7 +200,7 @@ def test_convergence_runs_whole(benchmark, tmp_path):
     summary = json.loads((tmp_path / "convergence.json").read_text())
     assert summary["verdict"] == "PASS"
     losses = {row["run"]: row["validation_loss"] for row in summary["runs"]}
-    assert len(set(losses.values())) == 4  # four different computations
+    assert len(set(losses.values())) == 5  # five different computations
     assert max(losses.values()) < np.log(512) - 0.5
     curves = [json.loads(line) for line in (tmp_path / "convergence.jsonl").read_text().splitlines()]
     assert {row["run"] for row in curves} == set(losses)

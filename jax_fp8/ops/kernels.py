@@ -76,7 +76,7 @@ def build_info() -> dict[str, Any]:
         version = _extension.cuda_version()
         cublaslt_version, cublaslt_reason = _extension.cublaslt_version()
         info["cuda_version"] = f"{version // 1000}.{version % 1000 // 10}"
-        info["architectures"] = tuple(_extension.architectures().split())
+        info["architectures"] = tuple(name.removesuffix("-real") for name in _extension.architectures().split())
         info["cublaslt_version"] = cublaslt_version or None
         info["cublaslt_reason"] = cublaslt_reason or None
     return info

@@ -45,7 +45,7 @@ class Explanation(tuple):
 
 
 def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
-    """List every matrix product of `fn(*args)`.
+    """List every matrix product of `fn(*args)` as written; the compiler drops those whose result nothing uses.
 
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.

@@ -1,18 +1,17 @@
 """Everything a training step reads and writes, as one pytree."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class TrainState:
-    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without) and `opt_state`."""
+    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without) and `opt_state`; `.replace(field=...)` makes another."""
 
     step: jax.Array
     params: Any

@@ -40,6 +40,8 @@ class TrainStep:
         self._last_step_count = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        if isinstance(state.step, jax.core.Tracer):  # being looked at, not run
+            return self._step(state, batch)
         # Only a state this object did not return itself can be a fresh one; asking its step count would otherwise wait for the device.
         if self._warm_start is not None and state.step is not self._last_step_count and int(state.step) == 0:
             state = self._warm_start(state, batch)

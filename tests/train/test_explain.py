@@ -20,14 +20,17 @@ def gradient_of(module):
 
 
 def test_three_products_of_a_layer():
-    forward, *backward = fp8.explain(*gradient_of(fp8.Dense(32)))
-    assert (forward.m, forward.k, forward.n) == (32, 64, 32)
-    assert [gemm.layer.rsplit("/", 1)[-1] for gemm in (forward, *backward) if gemm.target == "jax_fp8_gemm"] in (
-        ["fprop", "wgrad"],
-        ["fprop", "dgrad", "wgrad"],
-        [],
+    module = fp8.Dense(32)
+    variables = module.init(jax.random.key(0), X)
+    gradient = jax.grad(
+        lambda p, x: module.apply({**variables, "params": p}, x).astype(jnp.float32).sum(), argnums=(0, 1)
     )
-    assert all(gemm.is_fp8 and gemm.target == FP8_TARGET for gemm in (forward, *backward))
+    gemms = fp8.explain(gradient, variables["params"], X)
+    assert [(gemm.m, gemm.k, gemm.n) for gemm in gemms] == [(32, 64, 32), (32, 32, 64), (64, 32, 32)]
+    for gemm, name in zip(gemms, ("fprop", "dgrad", "wgrad"), strict=True):
+        assert name in gemm.layer.split("/")
+        assert gemm.is_fp8
+        assert gemm.target == FP8_TARGET
 
 
 def test_a_gpt_has_nothing_left_behind_but_attention_and_head():
@@ -42,6 +45,16 @@ def test_a_gpt_has_nothing_left_behind_but_attention_and_head():
         "the head is kept in bfloat16",
     }
     assert "layer_1/mlp/down" in str(gemms)
+
+
+def test_a_training_step_is_explained_without_running():
+    module, tx = fp8.Dense(64), fp8.fused_adam(1e-3)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    state = jax.eval_shape(lambda v: fp8.TrainState.create(variables=v, tx=tx), variables)
+    step = fp8.make_train_step(lambda v, x: jnp.mean(module.apply(v, x).astype(jnp.float32)), tx, module.recipe, 2)
+    gemms = fp8.explain(step, state, X, strict=True)
+    assert [gemm.count for gemm in gemms] == [2, 2, 2]  # once a microbatch
+    assert [gemm.m for gemm in gemms] == [16, 16, 64]
 
 
 def test_products_outside_the_library_are_named():

@@ -20,6 +20,12 @@ def test_create():
     assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(state.params)
 
 
+def test_replace_leaves_the_given_state_alone():
+    state = fp8.TrainState.create(variables=variables(None), tx=optax.sgd(1e-3))
+    assert int(state.replace(step=jnp.int32(7)).step) == 7
+    assert int(state.step) == 0
+
+
 def test_without_fp8_state():
     state = fp8.TrainState.create(variables=variables(None), tx=optax.sgd(1e-3))
     assert state.fp8 == {}

@@ -127,7 +127,7 @@ def next_token_loss(model: nn.Module) -> Callable[[dict, jax.Array], jax.Array]:
     """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1): the mean cross-entropy of each next token, in nats, float32."""
 
     def loss_fn(variables, tokens):
-        logits = model.apply(variables, tokens[:, :-1]).astype(jnp.float32)
+        logits = jnp.asarray(model.apply(variables, tokens[:, :-1]), jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn

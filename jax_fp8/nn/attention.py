@@ -1,5 +1,7 @@
 """Self-attention: projections in FP8, the attention itself in `dtype` by JAX's own fused kernel (cuDNN on a GPU)."""
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ class SelfAttention(nn.Module):
     rotary: bool = False
     use_bias: bool = True
     epsilon: float = 1e-6
-    implementation: str | None = None
+    implementation: Literal["cudnn", "xla"] | None = None
     recipe: Recipe | None = DelayedScaling()
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32

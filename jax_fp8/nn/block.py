@@ -1,5 +1,7 @@
 """One Transformer layer."""
 
+from typing import Literal
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ class TransformerBlock(nn.Module):
     rotary: bool = False
     use_bias: bool = True
     epsilon: float = 1e-6
-    attention_implementation: str | None = None
+    attention_implementation: Literal["cudnn", "xla"] | None = None
     recipe: Recipe | None = DelayedScaling()
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32

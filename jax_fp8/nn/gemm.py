@@ -60,7 +60,7 @@ def _with_delayed_state(module, layer, parameters, recipe):
             f'{layer}: delayed scaling needs the collection "fp8", which these variables lack; '
             'pass {"params": ..., "fp8": ...} as model.init returned them'
         )
-    initial = initial_state(recipe, amax_reference(parameters.kernel)) if module.is_initializing() else None
+    initial = initial_state(recipe, amax_reference(parameters.kernel)) if module.is_initializing() else {}
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
     history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
     recorder = module.get_variable("fp8", RECORDER)  # there while value_and_grad runs

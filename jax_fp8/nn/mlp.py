@@ -54,7 +54,7 @@ class LayerNormMLP(nn.Module):
         up = _GemmVariables(*shared, self.kernel_init, self.bias_init, name="up")(features, up_features)
         down_init = self.down_init or self.kernel_init
         down = _GemmVariables(*shared, down_init, self.bias_init, name="down")(self.hidden_features, features)
-        scalings = (up.scaling, down.scaling) if self.recipe is not None else None
+        scalings = (up.scaling, down.scaling) if up.scaling and down.scaling else None
         y, amaxes = norm_mlp(
             x, norm, up.parameters, down.parameters, scalings, self.activation, self.epsilon, self.dtype
         )

@@ -30,7 +30,7 @@ def dispatch(rule: str, kernel: Callable, reference: Callable, *args: jax.Array)
     if not explicit:
         return _on_platform(_auto_partitioned(kernel, rule), functools.partial(reference, split={}), *args)
     mesh = next(jax.typeof(arg).sharding.mesh for arg in args if not jax.typeof(arg).sharding.mesh.empty)
-    args = [
+    placed = [
         jax.reshard(arg, NamedSharding(mesh, _spec(dims, explicit))) for dims, arg in zip(inputs, args, strict=True)
     ]
     local = functools.partial(
@@ -44,7 +44,7 @@ def dispatch(rule: str, kernel: Callable, reference: Callable, *args: jax.Array)
         axis_names={axis for axes in explicit.values() for axis in axes},
         check_vma=False,
     )
-    return jax.jit(mapped)(*args)  # outside jit, a shard_map over some axes of a mesh does not run
+    return jax.jit(mapped)(*placed)  # outside jit, a shard_map over some axes of a mesh does not run
 
 
 def parse_rule(rule: str) -> tuple[list[list[str]], list[list[str]]]:

@@ -133,7 +133,8 @@ def _linear_forward(dtype, x, parameters, scaling):
 
 def _linear_backward(dtype, residuals, cotangents):
     dy, _ = cotangents
-    dx, gradients = backward_gemm(dy, *residuals, dtype)
+    residual, parameters_like, scaling = residuals
+    dx, gradients = backward_gemm(dy, residual, parameters_like, scaling, dtype)
     return dx, gradients, None
 
 

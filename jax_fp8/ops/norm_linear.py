@@ -42,9 +42,9 @@ def _forward(epsilon, dtype, x, norm, parameters, scaling):
 
 
 def _backward(epsilon, dtype, residuals, cotangents):
-    x, norm, statistics, *gemm = residuals
+    x, norm, statistics, residual, parameters_like, scaling = residuals
     dy, _ = cotangents
-    dnormalized, gradients = backward_gemm(dy, *gemm, dtype)
+    dnormalized, gradients = backward_gemm(dy, residual, parameters_like, scaling, dtype)
     dx, dnorm = normalize_backward(dnormalized, x, norm, statistics)
     return dx, dnorm, gradients, None
 

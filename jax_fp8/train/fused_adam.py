@@ -9,6 +9,7 @@ with m̂, v̂ bias-corrected; all in float32 (https://arxiv.org/abs/1412.6980, h
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,8 @@ def fused_adam(
     mu_dtype, nu_dtype = _dtype("mu_dtype", mu_dtype, MOMENT_DTYPES), _dtype("nu_dtype", nu_dtype, MOMENT_DTYPES)
     master_dtype = _dtype("master_dtype", master_dtype, MASTER_DTYPES)
 
+    rule = _Rule(b1, b2, eps, weight_decay, adam_w_mode, bias_correction, master_dtype, mu_dtype, nu_dtype)
+
     def init(params):
         jax.tree.map(_check_param, params)
         return FusedAdamState(
@@ -73,47 +76,21 @@ def fused_adam(
             master=jax.tree.map(lambda p: None if p.dtype == jnp.float32 else p.astype(master_dtype), params),
         )
 
-    def update(grads, state, params=None, **extra):
+    def update(updates, state, params=None, **extra):
         del extra
-        if params is None:
-            raise ValueError(
-                "fused_adam needs the params to update their masters, got None; call update(grads, state, params)"
-            )
-        tree = jax.tree.structure(params)
-        if jax.tree.structure(grads) != tree:
-            raise ValueError(f"grads must have the structure of params, got {jax.tree.structure(grads)} and {tree}")
-        count = optax.safe_increment(state.count)
+        tree = _checked_tree(updates, params)
+        count = jnp.asarray(optax.safe_increment(state.count))
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        correction = [1 - jnp.float32(b) ** count if bias_correction else jnp.float32(1) for b in (b1, b2)]
+        columns = [tree.flatten_up_to(t) for t in (updates, params, state.mu, state.nu, state.master)]
         decays = tree.flatten_up_to(_decay_mask(mask, params))
-        finite = _all_finite(grads) if skip_nonfinite else None
-
-        def leaf(g, p, mu, nu, master, decay):
-            g, p32 = g.astype(jnp.float32), (p if master is None else master).astype(jnp.float32)
-            if not adam_w_mode:
-                g = g + jnp.where(decay, weight_decay, 0.0) * p32
-            m = b1 * mu.astype(jnp.float32) + (1 - b1) * g
-            v = b2 * nu.astype(jnp.float32) + (1 - b2) * jnp.square(g)
-            u = (m / correction[0]) / (jnp.sqrt(v / correction[1]) + eps)
-            if adam_w_mode:
-                u = u + jnp.where(decay, weight_decay, 0.0) * p32
-            delta, new = -rate * u, p32 - rate * u
-            if master is not None:
-                delta = new.astype(master_dtype).astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32)
-            after = delta, m.astype(mu_dtype), v.astype(nu_dtype), None if master is None else new.astype(master_dtype)
-            if finite is None:
-                return after
-            before = jnp.zeros_like(delta), mu, nu, master
-            return tuple(None if a is None else jnp.where(finite, a, b) for a, b in zip(after, before, strict=True))
-
-        columns = [tree.flatten_up_to(t) for t in (grads, params, state.mu, state.nu, state.master)]
-        rows = [leaf(*row) for row in zip(*columns, decays, strict=True)]
-        updates, mu, nu, master = ([row[i] for row in rows] for i in range(4))
-        if finite is not None:
+        before = [(jnp.zeros_like(p, jnp.float32), *kept) for _, p, *kept in zip(*columns, strict=True)]
+        after = [rule.step(rate, count, *row) for row in zip(*columns, decays, strict=True)]
+        if skip_nonfinite:
+            finite = _all_finite(updates)
+            after = [_choose(finite, new, old) for new, old in zip(after, before, strict=True)]
             count = jnp.where(finite, count, state.count)
-        return tree.unflatten(updates), FusedAdamState(
-            count, tree.unflatten(mu), tree.unflatten(nu), tree.unflatten(master)
-        )
+        deltas, mu, nu, master = (tree.unflatten([row[i] for row in after]) for i in range(4))
+        return deltas, FusedAdamState(count, mu, nu, master)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -154,6 +131,54 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """The arithmetic of one leaf."""
+
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool
+    bias_correction: bool
+    master_dtype: np.dtype
+    mu_dtype: np.dtype
+    nu_dtype: np.dtype
+
+    def step(self, rate, count, g, p, mu, nu, master, decay):
+        """The float32 delta of a param, and its new moments and master (None where there is none)."""
+        g, current = g.astype(jnp.float32), (p if master is None else master).astype(jnp.float32)
+        decayed = jnp.where(decay, self.weight_decay, 0.0) * current
+        g = g if self.adam_w_mode else g + decayed
+        m = self.b1 * mu.astype(jnp.float32) + (1 - self.b1) * g
+        v = self.b2 * nu.astype(jnp.float32) + (1 - self.b2) * jnp.square(g)
+        u = (m / self._correction(self.b1, count)) / (jnp.sqrt(v / self._correction(self.b2, count)) + self.eps)
+        u = u + decayed if self.adam_w_mode else u
+        moments = m.astype(self.mu_dtype), v.astype(self.nu_dtype)
+        if master is None:
+            return -rate * u, *moments, None
+        master = (current - rate * u).astype(self.master_dtype)
+        return master.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32), *moments, master
+
+    def _correction(self, b, count):
+        return 1 - jnp.float32(b) ** count if self.bias_correction else jnp.float32(1)
+
+
+def _choose(condition, new, old):
+    return tuple(None if a is None else jnp.where(condition, a, b) for a, b in zip(new, old, strict=True))
+
+
+def _checked_tree(updates, params):
+    if params is None:
+        raise ValueError(
+            "fused_adam needs the params to update their masters, got None; call update(grads, state, params)"
+        )
+    tree = jax.tree.structure(params)
+    if jax.tree.structure(updates) != tree:
+        raise ValueError(f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}")
+    return tree
+
+
 def _decay_mask(mask, params):
     if mask is None:
         return jax.tree.map(lambda _: True, params)
@@ -161,7 +186,7 @@ def _decay_mask(mask, params):
 
 
 def _all_finite(grads):
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)], jnp.bool_))
 
 
 def _check_param(param):

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.staging import value_and_grad, warm_start_value_and_grad
@@ -40,7 +41,7 @@ class TrainStep:
         self._last_step_count = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        if isinstance(state.step, jax.core.Tracer):  # being looked at, not run
+        if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch)
         # Only a state this object did not return itself can be a fresh one; asking its step count would otherwise wait for the device.
         if self._warm_start is not None and state.step is not self._last_step_count and int(state.step) == 0:

@@ -127,6 +127,16 @@ def test_skip_nonfinite_changes_nothing(bad):
     assert int(after.count) == 2
 
 
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_multi_transform_and_an_empty_share(skip_nonfinite):
+    labels = dict.fromkeys(SHAPES, "ours") | {"vector": "frozen"}
+    ours = fp8.fused_adamw(1e-2, skip_nonfinite=skip_nonfinite)
+    tx = optax.multi_transform({"ours": ours, "frozen": optax.set_to_zero(), "nobody": ours}, labels)
+    (actual, _), (expected, _) = run(tx, tree(0), 5), run(fp8.fused_adamw(1e-2), tree(0), 5)
+    np.testing.assert_allclose(actual["matrix"], expected["matrix"], rtol=1e-6)
+    np.testing.assert_array_equal(actual["vector"], tree(0)["vector"])
+
+
 def test_misuse():
     params = tree(0)
     tx = fp8.fused_adam(1e-3)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 
 import jax
+import jax.custom_batching
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -128,7 +129,9 @@ def _auto_partitioned(kernel, rule):
 
     op = custom_partitioning(unsplit)
     op.def_partition(partition=partition, sharding_rule=_shardy_rule(inputs, outputs))
-    return op
+    return jax.custom_batching.sequential_vmap(
+        op
+    )  # under `vmap`, one call after the other; leading dims are flattened before
 
 
 def _shardy_rule(inputs, outputs) -> str:

@@ -82,6 +82,18 @@ def test_layer_norm_dense_is_norm_then_dense(recipe, norm):
     reference.assert_close(y, nn.Dense(32).apply({"params": dense}, normalized), "linear" if recipe else "bfloat16")
 
 
+@recipes
+def test_vmap_is_a_loop(recipe):
+    x, module = data((3, 16, 64)), fp8.Dense(32, recipe=recipe)
+    variables = module.init(jax.random.key(1), x[0])
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.square(module.apply(variables, x).astype(jnp.float32))))(x)
+
+    np.testing.assert_array_equal(jax.vmap(gradient)(x), jnp.stack([gradient(row) for row in x]))
+    assert np.any(gradient(x[0]) != gradient(x[1]))
+
+
 def test_param_and_compute_dtypes():
     module = fp8.Dense(32, dtype=jnp.float32, param_dtype=jnp.bfloat16, use_bias=False)
     y, variables = module.init_with_output(jax.random.key(0), data())

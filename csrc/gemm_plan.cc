@@ -98,6 +98,12 @@ Failure current_handle(cublaslt::Handle* handle) {
   return failure_of("cublasLtCreate", cublaslt::handle_of_current_device(handle));
 }
 
+// 0, never prepared, past the 64th device.
+uint64_t bit_of_current_device() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && device < 64 ? uint64_t{1} << device : 0;
+}
+
 bool is_aligned(const void* address, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
 uintptr_t alignment_of(const GemmOperands& operands) {
@@ -141,8 +147,12 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
 }
 
 Failure GemmPlans::prepare(const GemmProblem& problem, const GemmOperands& operands) {
-  return run(problem, operands, kFullAlignment, nullptr);
+  Failure failure = run(problem, operands, kFullAlignment, nullptr);
+  if (failure.empty()) prepared_devices_.fetch_or(bit_of_current_device());
+  return failure;
 }
+
+bool GemmPlans::prepared() const { return (prepared_devices_.load() & bit_of_current_device()) != 0; }
 
 Failure GemmPlans::enqueue(const GemmProblem& problem, const GemmOperands& operands, cudaStream_t stream) {
   return run(problem, operands, alignment_of(operands), &stream);

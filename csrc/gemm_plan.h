@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -40,6 +41,10 @@ class GemmPlans {
   // Before the first launch: cuBLASLt's handle, and the algorithm for matrices aligned as XLA allocates them.
   Failure prepare(const GemmProblem& problem, const GemmOperands& operands);
 
+  // Whether that has succeeded on the current device. XLA initializes a call site before every execution of its program, on the
+  // host, while the device may be waiting; the shapes of a call site never change, so once is enough.
+  bool prepared() const;
+
   // Enqueues the product. The algorithm is a lookup; only a less aligned address makes it ask the heuristic again, which is
   // host work and legal under CUDA graph capture.
   Failure enqueue(const GemmProblem& problem, const GemmOperands& operands, cudaStream_t stream);
@@ -50,6 +55,7 @@ class GemmPlans {
   // Without a stream it stops once there is an algorithm.
   Failure run(const GemmProblem& problem, const GemmOperands& operands, uintptr_t alignment, const cudaStream_t* stream);
 
+  std::atomic<uint64_t> prepared_devices_{0};  // one bit a device
   std::mutex mutex_;
   std::map<Key, cublaslt::Algorithm> algorithms_;
 };

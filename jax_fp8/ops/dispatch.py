@@ -129,9 +129,8 @@ def _auto_partitioned(kernel, rule):
 
     op = custom_partitioning(unsplit)
     op.def_partition(partition=partition, sharding_rule=_shardy_rule(inputs, outputs))
-    return jax.custom_batching.sequential_vmap(
-        op
-    )  # under `vmap`, one call after the other; leading dims are flattened before
+    # Leading dims are flattened before they come here; under `vmap` it is one call after the other.
+    return jax.custom_batching.sequential_vmap(op)
 
 
 def _shardy_rule(inputs, outputs) -> str:

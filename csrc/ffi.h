@@ -33,6 +33,8 @@ inline std::string name_of(ffi::DataType dtype) {
     case ffi::F8E4M3FN: return "float8_e4m3fn";
     case ffi::F8E5M2: return "float8_e5m2";
     case ffi::U8: return "uint8";
+    case ffi::U16: return "uint16";
+    case ffi::U32: return "uint32";
     case ffi::S8: return "int8";
     case ffi::S32: return "int32";
     default: return "XLA dtype " + std::to_string(static_cast<int>(dtype));

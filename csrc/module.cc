@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #ifdef JAX_FP8_WITH_CUDA
+#include "adam.h"
 #include "amax.h"
 #include "cublaslt.h"
 #include "gemm.h"
@@ -26,6 +27,7 @@ py::dict targets() {
   table["jax_fp8_quantize"] = py::dict("execute"_a = capsule(quantize_handler));
   table["jax_fp8_quantize_transpose"] = py::dict("execute"_a = capsule(quantize_transpose_handler));
   table["jax_fp8_amax"] = py::dict("execute"_a = capsule(amax_handler));
+  table["jax_fp8_adam"] = py::dict("execute"_a = capsule(adam_handler));
   table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
                                    "initialize"_a = capsule(gemm_initialize_handler),
                                    "execute"_a = capsule(gemm_execute_handler));

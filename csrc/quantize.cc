@@ -2,6 +2,12 @@
 
 #include "ffi.h"
 
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ScaleOrigin, xla::ffi::StructMember<int32_t>("row"),
+                                      xla::ffi::StructMember<bool>("from_amax"),
+                                      xla::ffi::StructMember<int32_t>("margin"),
+                                      xla::ffi::StructMember<float>("amax_epsilon"),
+                                      xla::ffi::StructMember<bool>("power_2_scale"));
+
 namespace jax_fp8 {
 namespace {
 
@@ -9,53 +15,59 @@ constexpr char kQuantize[] = "jax_fp8_quantize";
 constexpr char kQuantizeTranspose[] = "jax_fp8_quantize_transpose";
 
 struct QuantizeBuffers {
-  ffi::AnyBuffer x, scale, values, amax;
+  ffi::AnyBuffer x, source, values, amax, scale;
 };
 
-Checks check(const char* operation, const QuantizeBuffers& buffers) {
+Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
   Checks checks(operation);
   checks.rank("x", buffers.x, 2)
       .dtype("x", buffers.x, {ffi::F32, ffi::BF16, ffi::F16})
-      .float32_scalar("scale", buffers.scale)
+      .dtype("source", buffers.source, {ffi::F32})
+      .require(buffers.source.dimensions().size() <= 1, "source", buffers.source, "have rank 0 or 1")
+      .require(origin.row >= 0 && origin.row < static_cast<int64_t>(buffers.source.element_count()), "source",
+               buffers.source, "have an element " + std::to_string(origin.row))
       .dtype("the result values", buffers.values, {ffi::F8E4M3FN, ffi::F8E5M2})
       .shape("the result values", buffers.values, shape_of(buffers.x))
-      .float32_scalar("the result amax", buffers.amax);
+      .float32_scalar("the result amax", buffers.amax)
+      .float32_scalar("the result scale", buffers.scale);
   return checks;
 }
 
-QuantizeArguments arguments_of(const QuantizeBuffers& buffers) {
+QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
   return {
       .x = buffers.x.untyped_data(),
-      .source = *source_type(buffers.x.element_type()),
-      .scale = buffers.scale.typed_data<float>(),
+      .x_type = *source_type(buffers.x.element_type()),
+      .source = buffers.source.typed_data<float>(),
+      .origin = origin,
       .format = *fp8_type(buffers.values.element_type()),
       .values = static_cast<uint8_t*>(buffers.values.untyped_data()),
       .values_t = nullptr,
       .amax = buffers.amax.typed_data<float>(),
+      .scale = buffers.scale.typed_data<float>(),
       .rows = buffers.x.dimensions()[0],
       .cols = buffers.x.dimensions()[1],
   };
 }
 
-ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> values,
-                    ffi::Result<ffi::AnyBuffer> amax) {
-  const QuantizeBuffers buffers{x, scale, *values, *amax};
-  const Checks checks = check(kQuantize, buffers);
+ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> values,
+                    ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
+  const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
+  const Checks checks = check(kQuantize, buffers, origin);
   if (!checks.passed()) return checks.error();
-  return launch_result(kQuantize, launch_quantize(arguments_of(buffers), stream));
+  return launch_result(kQuantize, launch_quantize(arguments_of(buffers, origin), stream));
 }
 
-ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source,
                               ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
-                              ffi::Result<ffi::AnyBuffer> amax) {
-  const QuantizeBuffers buffers{x, scale, *values, *amax};
-  Checks checks = check(kQuantizeTranspose, buffers);
+                              ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
+  const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
+  Checks checks = check(kQuantizeTranspose, buffers, origin);
   if (checks.passed()) {
     checks.dtype("the result values_t", *values_t, {values->element_type()})
         .shape("the result values_t", *values_t, {x.dimensions()[1], x.dimensions()[0]});
   }
   if (!checks.passed()) return checks.error();
-  QuantizeArguments arguments = arguments_of(buffers);
+  QuantizeArguments arguments = arguments_of(buffers, origin);
   arguments.values_t = static_cast<uint8_t*>(values_t->untyped_data());
   return launch_result(kQuantizeTranspose, launch_quantize_transpose(arguments, stream));
 }
@@ -63,20 +75,24 @@ ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
 XLA_FFI_DEFINE_HANDLER(plain, quantize,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .Arg<ffi::AnyBuffer>()   // scale
-                           .Ret<ffi::AnyBuffer>()   // values
-                           .Ret<ffi::AnyBuffer>(),  // amax
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Attrs<ScaleOrigin>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .Arg<ffi::AnyBuffer>()   // scale
-                           .Ret<ffi::AnyBuffer>()   // values
-                           .Ret<ffi::AnyBuffer>()   // values_t
-                           .Ret<ffi::AnyBuffer>(),  // amax
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Attrs<ScaleOrigin>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -1,4 +1,6 @@
 // Three kernels: the cast of a flat array, the cast and transpose by tiles, and the same for shapes without 16-byte vectors.
+#include <cmath>
+
 #include "device/dispatch.cuh"
 #include "device/fp8.cuh"
 #include "device/reduce.cuh"
@@ -9,6 +11,22 @@ namespace jax_fp8 {
 namespace {
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0; }
+
+struct ScaleInput {
+  const float* source;  // a scale, or an amax
+  float* used;          // where the scale goes
+  AmaxRule rule;
+  bool from_amax;
+};
+
+// The scale is a few instructions, and so every thread computes it; the first one of the grid also writes it down.
+// Call it, like multiplier_of, after the loads of x; `loaded` is what was read of the source before them.
+template <Fp8Type kFormat>
+__device__ inline float multiplier_from(float loaded, const ScaleInput& input) {
+  const float scale = input.from_amax ? scale_from_amax<kFormat>(loaded, input.rule) : loaded;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *input.used = scale;
+  return multiplier_of(scale);
+}
 
 // ---- flat ----------------------------------------------------------------------------------------------------------
 
@@ -22,9 +40,9 @@ constexpr int64_t kChunk = int64_t{kFlatThreads} * kVectorWidth * kVectorsPerThr
 
 template <typename T, Fp8Type kFormat>
 __global__ void __launch_bounds__(kFlatThreads)
-    quantize_kernel(const T* __restrict__ x, const float* __restrict__ scale, int64_t count, bool aligned,
+    quantize_kernel(const T* __restrict__ x, ScaleInput scale, int64_t count, bool aligned,
                     uint8_t* __restrict__ values, float* amax) {
-  const float loaded_scale = __ldg(scale);
+  const float loaded = __ldg(scale.source);
   const int64_t start = blockIdx.x * kChunk<T>;
   float thread_amax = 0.0f;
   if (aligned && start + kChunk<T> <= count) {
@@ -33,7 +51,7 @@ __global__ void __launch_bounds__(kFlatThreads)
     for (int v = 0; v < kVectorsPerThread<T>; ++v) {
       load_vector(x + start + (v * kFlatThreads + threadIdx.x) * kVectorWidth, elements[v]);
     }
-    const float multiplier = multiplier_of(loaded_scale);
+    const float multiplier = multiplier_from<kFormat>(loaded, scale);
 #pragma unroll
     for (int v = 0; v < kVectorsPerThread<T>; ++v) {
       thread_amax = amax_of(thread_amax, elements[v]);
@@ -42,7 +60,7 @@ __global__ void __launch_bounds__(kFlatThreads)
       *reinterpret_cast<uint2*>(values + start + (v * kFlatThreads + threadIdx.x) * kVectorWidth) = bytes;
     }
   } else {
-    const float multiplier = multiplier_of(loaded_scale);
+    const float multiplier = multiplier_from<kFormat>(loaded, scale);
     const int64_t end = min(start + kChunk<T>, count);
     for (int64_t i = start + threadIdx.x; i < end; i += kFlatThreads) {
       const float element = to_float(x[i]);
@@ -73,14 +91,14 @@ constexpr int kTileBlocks = sizeof(T) == 4 ? 4 : 5;
 
 template <typename T, Fp8Type kFormat>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
-    quantize_transpose_kernel(const T* __restrict__ x, const float* __restrict__ scale, int64_t rows, int64_t cols,
+    quantize_transpose_kernel(const T* __restrict__ x, ScaleInput scale, int64_t rows, int64_t cols,
                               unsigned tiles_per_row, uint8_t* __restrict__ values, uint8_t* __restrict__ values_t,
                               float* amax) {
   // Column c of the tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the 4 words of one chunk in each
   // of 8 groups of columns; so chunk i of a column of group g lives at i ^ g, and the 32 writes meet 32 banks. Eight threads
   // that read the 8 chunks of one column meet all banks as well.
   __shared__ uint4 tile[kTileCols * kChunksPerColumn];
-  const float loaded_scale = __ldg(scale);
+  const float loaded = __ldg(scale.source);
   const int64_t tile_row = int64_t{blockIdx.x / tiles_per_row} * kTileRows;
   const int64_t tile_col = int64_t{blockIdx.x % tiles_per_row} * kTileCols;
 
@@ -93,7 +111,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<T>)
     float elements[kRowsPerPatch][kVectorWidth];
 #pragma unroll
     for (int r = 0; r < kRowsPerPatch; ++r) load_vector(x + (row + r) * cols + col, elements[r]);
-    const float multiplier = multiplier_of(loaded_scale);
+    const float multiplier = multiplier_from<kFormat>(loaded, scale);
     uint32_t left[kRowsPerPatch], right[kRowsPerPatch];
 #pragma unroll
     for (int r = 0; r < kRowsPerPatch; ++r) {
@@ -134,11 +152,11 @@ constexpr int kSmallRows = kSmallThreads / kSmallTile;  // rows of a tile handle
 
 template <typename T, Fp8Type kFormat>
 __global__ void __launch_bounds__(kSmallThreads)
-    quantize_transpose_any_kernel(const T* __restrict__ x, const float* __restrict__ scale, int64_t rows, int64_t cols,
+    quantize_transpose_any_kernel(const T* __restrict__ x, ScaleInput scale, int64_t rows, int64_t cols,
                                   unsigned tiles_per_row, uint8_t* __restrict__ values, uint8_t* __restrict__ values_t,
                                   float* amax) {
   __shared__ uint8_t tile[kSmallTile][kSmallTile + 4];  // the padding moves each row to the next bank
-  const float multiplier = multiplier_of(__ldg(scale));
+  const float multiplier = multiplier_from<kFormat>(__ldg(scale.source), scale);
   const int64_t tile_row = int64_t{blockIdx.x / tiles_per_row} * kSmallTile;
   const int64_t tile_col = int64_t{blockIdx.x % tiles_per_row} * kSmallTile;
   const int lane = threadIdx.x % kSmallTile;
@@ -161,29 +179,41 @@ __global__ void __launch_bounds__(kSmallThreads)
 
 int64_t tiles_along(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
+ScaleInput scale_input(const QuantizeArguments& arguments) {
+  const ScaleOrigin& origin = arguments.origin;
+  return {
+      .source = arguments.source + origin.row,
+      .used = arguments.scale,
+      .rule = {std::ldexp(1.0f, origin.margin), origin.amax_epsilon, origin.power_2_scale},
+      .from_amax = origin.from_amax,
+  };
+}
+
 }  // namespace
 
 cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t stream) {
   const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
+  if (cleared != cudaSuccess) return cleared;
   const int64_t count = arguments.rows * arguments.cols;
-  if (cleared != cudaSuccess || count == 0) return cleared;
   const bool aligned = is_aligned(arguments.x) && is_aligned(arguments.values);
-  dispatch(arguments.source, arguments.format, [&](auto element, auto format) {
+  dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
-    const auto blocks = static_cast<unsigned>((count + kChunk<T> - 1) / kChunk<T>);
+    // An empty x has a scale all the same: one block writes it.
+    const auto blocks = static_cast<unsigned>(count ? (count + kChunk<T> - 1) / kChunk<T> : 1);
     quantize_kernel<T, decltype(format)::value><<<blocks, kFlatThreads, 0, stream>>>(
-        static_cast<const T*>(arguments.x), arguments.scale, count, aligned, arguments.values, arguments.amax);
+        static_cast<const T*>(arguments.x), scale_input(arguments), count, aligned, arguments.values, arguments.amax);
   });
   return cudaGetLastError();
 }
 
 cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaStream_t stream) {
-  const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   const int64_t rows = arguments.rows, cols = arguments.cols;
-  if (cleared != cudaSuccess || rows * cols == 0) return cleared;
+  if (rows * cols == 0) return launch_quantize(arguments, stream);
+  const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
+  if (cleared != cudaSuccess) return cleared;
   const bool vectorized = rows % 16 == 0 && cols % 16 == 0 && is_aligned(arguments.x) && is_aligned(arguments.values) &&
                           is_aligned(arguments.values_t);
-  dispatch(arguments.source, arguments.format, [&](auto element, auto format) {
+  dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
     const auto kernel = vectorized ? quantize_transpose_kernel<T, decltype(format)::value>
                                    : quantize_transpose_any_kernel<T, decltype(format)::value>;
@@ -191,7 +221,7 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
     const int64_t tiles_per_column = tiles_along(rows, vectorized ? kTileRows : kSmallTile);
     const auto tiles_per_row = static_cast<unsigned>(tiles_along(cols, vectorized ? kTileCols : kSmallTile));
     const auto blocks = static_cast<unsigned>(tiles_per_column * tiles_per_row);
-    kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(arguments.x), arguments.scale, rows, cols, tiles_per_row,
+    kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(arguments.x), scale_input(arguments), rows, cols, tiles_per_row,
                                            arguments.values, arguments.values_t, arguments.amax);
   });
   return cudaGetLastError();

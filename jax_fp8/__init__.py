@@ -16,9 +16,11 @@ from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.quantize import quantize
 from jax_fp8.train.explain import explain
-from jax_fp8.train.fused_adam import apply_updates, fused_adam, fused_adamw
+from jax_fp8.train.fused_adam import fused_adam, fused_adamw
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
+from jax_fp8.train.updates import InPlace, apply_updates
+from jax_fp8.train.weight_cache import cast_weights
 
 __version__ = "0.1.0"
 
@@ -33,12 +35,14 @@ __all__ = [
     "Format",
     "Fp8Array",
     "GPTConfig",
+    "InPlace",
     "LayerNormDense",
     "LayerNormMLP",
     "SelfAttention",
     "TrainState",
     "TransformerBlock",
     "apply_updates",
+    "cast_weights",
     "explain",
     "fused_adam",
     "fused_adamw",

@@ -107,6 +107,81 @@ def linear(x, kernel, output_gradient) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return x @ kernel, dy @ kernel.T, x.T @ dy
 
 
+def adam(gradient, master, mu, nu, coefficients, decays=True, adam_w_mode=True, precision=np.float32):
+    """One step of Adam, every operation rounded to `precision`.
+
+    Args:
+      gradient, master, mu, nu: arrays; `nu` is the second moment itself.
+      coefficients: a mapping with the names of `ops.adam.Coefficients`.
+      decays: whether weight decay applies.
+      adam_w_mode: decoupled weight decay, else an L2 term.
+
+    Returns:
+      The moments, the master and what was added to it, not yet rounded to what they are kept in.
+    """
+    c = {name: precision(number) for name, number in coefficients.items()}
+    g, p, m, v = (np.asarray(array).astype(np.float32).astype(precision) for array in (gradient, master, mu, nu))
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        g = g * c["grad_scale"]
+        if decays and not adam_w_mode:
+            g = g + c["weight_decay"] * p
+        m = c["b1"] * m + c["one_minus_b1"] * g
+        v = c["b2"] * v + c["one_minus_b2"] * np.square(g)
+        u = (m * c["correction1"]) / (np.sqrt(v * c["correction2"]) + c["eps"])
+        if decays and adam_w_mode:
+            u = u + c["weight_decay"] * p
+        update = -(c["rate"] * u)
+        return m, v, p + update, update
+
+
+def off_the_tie(master) -> np.ndarray:
+    """Float32 numbers, those halfway between two bfloat16 numbers moved away from zero if that is where they would round to."""
+    master = np.asarray(master, np.float32)
+    truncated = (_words(master) & np.uint32(0xFFFF0000)).view(np.float32).reshape(master.shape)
+    halfway = (_words(master) & np.uint32(0xFFFF) == 0x8000).reshape(master.shape)
+    away = halfway & (np.abs(master.astype(ml_dtypes.bfloat16).astype(np.float32)) > np.abs(truncated))
+    with np.errstate(over="ignore"):
+        return np.where(away, np.nextafter(master, np.copysign(np.float32(np.inf), master)), master)
+
+
+def remainder(master) -> np.ndarray:
+    """The low 16 bits of float32 numbers, uint16."""
+    return (_words(master) % 2**16).astype(np.uint16).reshape(np.shape(master))
+
+
+def round_second_moment(v, dtype) -> np.ndarray:
+    """`v` to nearest even, but what is positive stays positive."""
+    rounded = np.asarray(v).astype(dtype)
+    if np.dtype(dtype) == np.float32:
+        return rounded
+    return np.where((rounded == 0) & (v > 0), np.uint16(1).view(dtype), rounded)
+
+
+def quantize_root(v, dtype, scale, seed, leaf) -> np.ndarray:
+    """FP8 values of `sqrt(v) / scale`, between two neighbours in the table of all values chosen by the hash of (index, seed, leaf)."""
+    v, dtype = np.asarray(v, np.float32), np.dtype(dtype)
+    table = np.arange(0x7F, dtype=np.uint8).view(dtype).astype(np.float32)
+    table = table[np.isfinite(table)]
+    scaled = np.sqrt(v) * (np.float32(1) / np.float32(scale))
+    x = np.where(np.isnan(scaled), np.float32(0), np.minimum(scaled, table[-1]))
+    above = np.clip(np.searchsorted(table, x, side="right"), 1, table.size - 1)
+    step = table[above] - table[above - 1]
+    fraction = (hash_elements(v.shape, seed, leaf) // 2**12).astype(np.float32) / np.float32(2**20)
+    rounded = np.minimum(np.floor(x / step + fraction) * step, table[-1])
+    rounded = np.where((rounded == 0) & (x > 0), table[1], rounded).astype(dtype)
+    return np.where(np.isnan(scaled), np.uint8(NAN_BYTE).view(dtype), rounded)
+
+
+def hash_elements(shape, seed, leaf) -> np.ndarray:
+    """uint32 per element of (index, seed, leaf); in uint64 modulo 2**32."""
+    index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape)
+    modulus = np.uint64(2**32)
+    h = (index * np.uint64(0x9E3779B1) + np.uint64((int(seed) * 0x85EBCA77 + leaf * 0xC2B2AE3D) % 2**32)) % modulus
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor) % modulus
+    return (h ^ (h >> np.uint64(16))).astype(np.uint32)
+
+
 def relative_error(actual, expected) -> float:
     """norm(actual - expected) / norm(expected), infinite if anything is NaN; refuses an expected array of zeros."""
     actual, expected = (np.asarray(array).astype(np.float64) for array in (actual, expected))
@@ -140,3 +215,7 @@ def assert_same_bits(actual, expected) -> None:
 
 def _bits(array):
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+
+
+def _words(array):
+    return np.ascontiguousarray(np.asarray(array, np.float32)).reshape(-1).view(np.uint32)

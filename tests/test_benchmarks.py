@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("gpt_step", "convergence", "kernel_profile", "plain_gpt", "tables", "text_data", "text")
+MODULES = ("gpt_step", "optimizer_step", "convergence", "kernel_profile", "plain_gpt", "tables", "text_data", "text")
 
 
 @pytest.fixture
@@ -63,6 +63,52 @@ def test_a_profile_that_fails_costs_no_times(benchmark, tmp_path):
     page = gpt_step.markdown("tiny", gpt_step.SHAPES["tiny"], 1, [found])
     assert f"{found['step_ms']:.1f}" in page
     assert "No profile of bf16: the trace must hold" in page
+
+
+def test_optimizer_step_runs_whole(benchmark, tmp_path):
+    optimizer_step = benchmark("optimizer_step")
+    variants = ["optax", "in_place", "remainder"]
+    assert optimizer_step.main(["--self-test", "--variants", *variants, "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "optimizer_step.json").read_text())["results"]
+    assert [row["variant"] for row in rows] == variants
+    assert all(row["ms"] > 0 and row["bytes_a_second"] > 0 for row in rows)
+    page = (tmp_path / "optimizer_step.md").read_text()
+    assert "| copy |" in page
+    assert "| `fused_adamw` |" in page
+
+
+@pytest.mark.parametrize(("name", "apart", "kernel"), [("optax", 26, 6), ("in_place", 26, 2), ("bf16_params", 20, 2)])
+def test_bytes_of_an_optimizer_step(benchmark, name, apart, kernel):
+    """Per parameter: gradient read, moments and master read and written; per kernel of a GEMM its two casts on top, and its second read."""
+    import jax
+    import jax.numpy as jnp
+
+    optimizer_step = benchmark("optimizer_step")
+    params = {"norm": jnp.ones((64,)), "up": {"kernel": jnp.ones((32, 16))}}
+    variant = optimizer_step.VARIANTS[name]
+    params = jax.tree.map(lambda p: p.astype(variant.param_dtype), params)
+    casts = {path: optimizer_step.first_cast(p) for path, p in optimizer_step.gemm_kernels(params).items()}
+    state = params, variant.optimizer().init(params), casts
+    gradients = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    count = 2 * 4  # of steps
+    assert optimizer_step.bytes_moved(variant, state, gradients) == apart * (64 + 512) + kernel * 512 + count
+
+
+def test_an_optimizer_that_does_nothing_has_no_time(benchmark):
+    import jax
+    import jax.numpy as jnp
+
+    optimizer_step = benchmark("optimizer_step")
+    params = {"up": {"kernel": jnp.linspace(-1, 1, 32 * 16).reshape(32, 16)}}
+    before, (path,) = optimizer_step.samples(params), optimizer_step.gemm_kernels(params)
+    moved = jax.tree.map(lambda p: p + 1, params)
+    casts, fresh = ({path: optimizer_step.first_cast(tree["up"]["kernel"])} for tree in (params, moved))
+    scales = jnp.stack([casts[path].scale])
+    optimizer_step.check(before, (moved, None, fresh), jnp.stack([fresh[path].scale]))
+    with pytest.raises(ValueError, match="1 stood still, 0 are not finite and 0 have other FP8 values"):
+        optimizer_step.check(before, (params, None, casts), scales)
+    with pytest.raises(ValueError, match="0 stood still, 0 are not finite and 1 have other FP8 values"):
+        optimizer_step.check(before, (moved, None, casts), scales)
 
 
 def test_different_models_are_not_compared(benchmark):

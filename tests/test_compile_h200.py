@@ -7,6 +7,8 @@ state, no gathering of sharded arrays. Every check is also made on a program tha
 Attention is XLA's own here: cuDNN, which a GPU would use, cannot be asked without its library.
 """
 
+from functools import partial
+
 import h200
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
+from jax_fp8.core.scale import current_scale
 from jax_fp8.ops import kernels
 from jax_fp8.ops.amax import amax
 from jax_fp8.ops.gemm import WORKSPACE_BYTES
-from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
 from jax_fp8.train.explain import HEAD_SCOPE
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
@@ -32,22 +35,26 @@ SMALLEST_KERNEL = CONFIG.hidden_size**2  # bytes, in FP8
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling()}
 
 
-def abstract_state(recipe, tx) -> fp8.TrainState:
+def abstract_state(recipe, tx, cached) -> fp8.TrainState:
     def create(tokens):
-        variables = fp8.GPT(CONFIG, recipe=recipe).init(jax.random.key(0), tokens[:, :-1])
+        variables = dict(fp8.GPT(CONFIG, recipe=recipe).init(jax.random.key(0), tokens[:, :-1]))
+        if cached:
+            variables["fp8_cache"] = fp8.cast_weights(variables, recipe)
         return fp8.TrainState.create(variables=variables, tx=tx)
 
     return jax.eval_shape(create, jax.ShapeDtypeStruct(BATCH, jnp.int32))
 
 
-def train_step(recipe_name: str, microbatches: int = 1, data: int = 1) -> tuple[h200.Program, int]:
+def train_step(
+    recipe_name: str, microbatches: int = 1, data: int = 1, cached: bool = False
+) -> tuple[h200.Program, int]:
     """The compiled step and the bytes of its state, which every device holds; the batch is split over "data"."""
     recipe = RECIPES[recipe_name]
     tx = optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(1e-3, weight_decay=0.1))
     loss_fn = fp8.next_token_loss(fp8.GPT(CONFIG, recipe=recipe))
     step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS)
     mesh = h200.mesh(data=data)
-    state = abstract_state(recipe, tx)
+    state = abstract_state(recipe, tx, cached)
     tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32, sharding=h200.on_mesh(mesh, "data"))
     program = h200.compile(step, h200.shapes(state, h200.on_mesh(mesh)), tokens)
     return program, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -61,6 +68,19 @@ def unquantized_gemms(program: h200.Program) -> list[h200.Instruction]:
 
 def big_copies(program: h200.Program) -> list[str]:
     return [str(copy) for copy in program.copies if copy.results[0].bytes >= SMALLEST_KERNEL]
+
+
+def scales_made_apart(program: h200.Program) -> list[str]:
+    """Kernels and copies of a layer that make one float32 of a few: a scale sliced out of three, or computed from an amax."""
+    return [
+        str(made)
+        for made in program.instructions
+        if made.opcode in ("fusion", "copy")
+        and "layer_" in made.op_name
+        and made.results[0].dtype == "f32"
+        and made.results[0].bytes == 4
+        and all(operand.dtype == "f32" and operand.bytes <= 12 for operand in made.operands)
+    ]
 
 
 def matrix(sharding) -> jax.ShapeDtypeStruct:
@@ -77,29 +97,38 @@ def checked(program: h200.Program) -> dict:
         "gemm": program.custom_calls["jax_fp8_gemm"],
         "quantize_transpose": program.custom_calls["jax_fp8_quantize_transpose"],
         "amax": program.custom_calls["jax_fp8_amax"],
+        "adam": program.custom_calls["jax_fp8_adam"],
         "gemms not in FP8": list(map(str, unquantized_gemms(program))),
+        "scales made apart": scales_made_apart(program),
         "state in place": program.aliased_bytes,
         "copies": list(map(str, big_copies(program))),
         "all-gathers": list(map(str, program.all_gathers)),
     }
 
 
-def promised(recipe_name: str, state_bytes: int) -> dict:
+def promised(recipe_name: str, state_bytes: int, cached: bool = False) -> dict:
     return {
         "gemm": GEMMS,
-        "quantize_transpose": GEMMS,  # a GEMM has three tensors, and each of them is cast once
+        "quantize_transpose": GEMMS * 2 // 3
+        if cached
+        else GEMMS,  # a GEMM has three tensors, each cast once; weights by the optimizer
         "amax": GEMMS if recipe_name == "current" else 0,
+        "adam": 1,
         "gemms not in FP8": [],
+        "scales made apart": [],
         "state in place": state_bytes,
         "copies": [],
         "all-gathers": [],
     }
 
 
-@pytest.mark.parametrize(("recipe_name", "microbatches"), [("delayed", 1), ("current", 1), ("delayed", 2)])
-def test_step_on_one_device(recipe_name, microbatches):
-    program, state_bytes = train_step(recipe_name, microbatches)
-    assert checked(program) == promised(recipe_name, state_bytes)
+@pytest.mark.parametrize(
+    ("recipe_name", "microbatches", "cached"),
+    [("delayed", 1, False), ("current", 1, False), ("delayed", 2, False), ("delayed", 1, True), ("delayed", 2, True)],
+)
+def test_step_on_one_device(recipe_name, microbatches, cached):
+    program, state_bytes = train_step(recipe_name, microbatches, cached=cached)
+    assert checked(program) == promised(recipe_name, state_bytes, cached)
     # The loop over microbatches included, with the options that make_train_step sets on a GPU.
     assert (program.graphs, dict(program.outside_graphs)) == (1, {})
     # Every GEMM asks for a workspace of its own; XLA gives them the same memory.
@@ -143,6 +172,28 @@ def test_bfloat16_gemms_are_found():
 
     program = h200.compile(jax.jit(jax.grad(loss)), matrix(h200.on_one_device()), matrix(h200.on_one_device()))
     assert len(unquantized_gemms(program)) == 2
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_scales_made_apart_are_found(recipe_name):
+    """Both ways to a scale, as plain operations before the cast and as the kernel's own work."""
+    recipe, from_amax = RECIPES[recipe_name], recipe_name == "current"
+
+    def cast(apart, x, scales):
+        with jax.named_scope("layer_0"):
+            if from_amax:
+                source = ScaleSource.from_amax(amax(x), recipe)
+                scale = current_scale(source.array, fp8.E4M3, recipe) if apart else source
+            else:
+                scale = scales[1] if apart else ScaleSource.row_of(scales, 1)
+            return quantize_transpose(x, fp8.E4M3, scale)
+
+    on = h200.on_one_device()
+    arguments = matrix(on), jax.ShapeDtypeStruct((3,), jnp.float32, sharding=on)
+    apart, within = (h200.compile(jax.jit(partial(cast, apart)), *arguments) for apart in (True, False))
+    assert len(scales_made_apart(apart)) == 1
+    assert scales_made_apart(within) == []
+    assert within.custom_calls.total() == apart.custom_calls.total() == 1 + from_amax
 
 
 def test_gathering_is_found():

@@ -35,6 +35,7 @@ WITHOUT_OWN_TEST: dict[str, str] = {
 
 # File: why it is longer than MAX_LINES.
 LONG_FILES: dict[str, str] = {
+    "tests/gpu/adam_check.py": "one file, to be carried to a device and run there alone",
     "tests/gpu/kernel_check.py": "one file, to be carried to a device and run there alone",
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../dtypes.h"
+#include "vector.cuh"
 
 namespace jax_fp8 {
 
@@ -37,6 +38,77 @@ __device__ inline uint32_t quantize_four(const float* x, float multiplier) {
   const uint32_t high = cast_pair<kFormat>(__fmul_rn(x[2], multiplier), __fmul_rn(x[3], multiplier));
   return low | high << 16;
 }
+
+// ---- back to float, and rounding up or down at random ---------------------------------------------------------------------
+
+// Two floats from two FP8 bytes: every FP8 value is a float16.
+template <Fp8Type kFormat>
+__device__ inline void uncast_pair(uint16_t bytes, float& first, float& second) {
+  uint32_t halves;
+  if constexpr (kFormat == Fp8Type::kE4M3) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(bytes));
+  }
+  first = to_float(Float16{static_cast<uint16_t>(halves)});
+  second = to_float(Float16{static_cast<uint16_t>(halves >> 16)});
+}
+
+template <Fp8Type kFormat>
+constexpr float kFp8Max = kFormat == Fp8Type::kE4M3 ? 448.0f : 57344.0f;
+template <Fp8Type kFormat>
+constexpr int kFp8MinExponent = kFormat == Fp8Type::kE4M3 ? -6 : -14;
+template <Fp8Type kFormat>
+constexpr int kFp8MantissaBits = kFormat == Fp8Type::kE4M3 ? 3 : 2;
+
+__device__ inline float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+
+// A mixture of seed, leaf and element that looks random (the multipliers are those of xxHash and of the "lowbias32" finalizer),
+// as 20 bits in [0, 1). It needs no state, so every tile computes its own.
+__device__ inline float uniform_of(uint32_t seed, uint32_t leaf, uint32_t element) {
+  uint32_t hash = element * 0x9E3779B1u + seed * 0x85EBCA77u + leaf * 0xC2B2AE3Du;
+  hash ^= hash >> 16;
+  hash *= 0x7FEB352Du;
+  hash ^= hash >> 15;
+  hash *= 0x846CA68Bu;
+  hash ^= hash >> 16;
+  return __fmul_rn(static_cast<float>(hash >> 12), 0x1p-20f);
+}
+
+// One of the FP8 values around x >= 0, the nearer the likelier, so that a running mean does not stall at increments below half a
+// step. What is positive stays positive, for a divisor of zero would follow. `uniform` is in [0, 1).
+template <Fp8Type kFormat>
+__device__ inline float round_at_random(float x, float uniform) {
+  constexpr int kMantissa = kFp8MantissaBits<kFormat>;
+  constexpr int kMinExponent = kFp8MinExponent<kFormat>;
+  const float bounded = fminf(x, kFp8Max<kFormat>);
+  const int exponent = max(static_cast<int>(__float_as_uint(bounded) >> 23) - 127, kMinExponent);
+  const float steps = floorf(__fadd_rn(__fmul_rn(bounded, power_of_two(kMantissa - exponent)), uniform));
+  float rounded = fminf(__fmul_rn(steps, power_of_two(exponent - kMantissa)), kFp8Max<kFormat>);
+  if (rounded == 0.0f && bounded > 0.0f) rounded = power_of_two(kMinExponent - kMantissa);
+  return x != x ? x : rounded;
+}
+
+// ---- from an amax to a scale: jax_fp8/core/scale.py, bit for bit ------------------------------------------------------------
+
+struct AmaxRule {
+  float headroom;      // 2**margin
+  float amax_epsilon;  // smallest amax
+  bool power_2_scale;
+};
+
+// 1 where the amax is 0, infinite or NaN. No comparison holds for a NaN, so the smallest amax does not replace it.
+template <Fp8Type kFormat>
+__device__ inline float scale_from_amax(float amax, const AmaxRule& rule) {
+  const float largest = amax < rule.amax_epsilon ? rule.amax_epsilon : amax;
+  if (!(largest > 0.0f && largest < __int_as_float(0x7F800000))) return 1.0f;
+  const float quotient = __fdiv_rn(__fmul_rn(largest, rule.headroom), kFp8Max<kFormat>);
+  const float scale = fminf(fmaxf(quotient, 0x1p-126f), 0x1p126f);
+  // Up to the next power of two: a carry into the exponent, unless the mantissa is empty.
+  return rule.power_2_scale ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0xFF800000u) : scale;
+}
+
+// ---- transpose --------------------------------------------------------------------------------------------------------
 
 // Four rows of four bytes become four columns of four bytes: word c of the result holds byte c of every row.
 __device__ inline void transpose_bytes(const uint32_t (&row)[4], uint32_t (&column)[4]) {

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import Recipe
 
 
@@ -20,6 +21,7 @@ class GemmScaling:
       scale: f32[3] (input, kernel, output gradient) of delayed scaling, else None.
       amax_ref: a Ref of f32[..., 3] that collects amaxes by maximum while `value_and_grad` runs, else None.
       slot: this GEMM's row in a Ref shared by layers under `nn.scan`, else None.
+      weight: the kernel where it has been cast already, else None.
     """
 
     recipe: Recipe = field(metadata={"static": True})
@@ -28,6 +30,7 @@ class GemmScaling:
     scale: jax.Array | None = None
     amax_ref: jax.Ref | None = None
     slot: jax.Array | None = None
+    weight: CachedWeight | None = None
 
     def record(self, amaxes: jax.Array) -> None:
         """Raise the first recorded amaxes to f32[rows]; without a Ref, nothing. Recording twice is recording once."""

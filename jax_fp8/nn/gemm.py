@@ -1,11 +1,13 @@
-"""The variables of one GEMM: `params/{kernel, bias}`, and under delayed scaling `fp8/{scale, amax_history}`."""
+"""The variables of one GEMM: `params/{kernel, bias}`, under delayed scaling `fp8/{scale, amax_history}`, and `fp8_cache/kernel` if there is one."""
 
 from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.staging import RECORDER
@@ -50,7 +52,10 @@ def declare_gemm(module: nn.Module, in_features: int, features: int, recipe: Rec
     if recipe is None:
         return Gemm(parameters, None, None)
     if not isinstance(recipe, DelayedScaling):
-        return Gemm(parameters, GemmScaling(recipe, layer, from_current=True), None)
+        scaling = GemmScaling(
+            recipe, layer, from_current=True, weight=_cached_weight(module, layer, parameters, recipe)
+        )
+        return Gemm(parameters, scaling, None)
     return _with_delayed_state(module, layer, parameters, recipe)
 
 
@@ -71,9 +76,23 @@ def _with_delayed_state(module, layer, parameters, recipe):
         scale=scale.value,
         amax_ref=recorder and recorder.amax_ref,
         slot=recorder and recorder.slot,
+        weight=_cached_weight(module, layer, parameters, recipe),
     )
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return Gemm(parameters, scaling, history if staging else None)
+
+
+def _cached_weight(module, layer, parameters, recipe) -> CachedWeight | None:
+    cached = module.get_variable("fp8_cache", "kernel")
+    if cached is None:
+        return None
+    shape, dtype = parameters.kernel.shape, recipe.fp8_format.forward
+    if cached.values.shape != shape or cached.values_t.shape != shape[::-1] or cached.values.dtype != dtype:
+        raise ValueError(
+            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, got {cached.values.dtype} of shapes "
+            f"{cached.values.shape} and {cached.values_t.shape}; make it with cast_weights from these variables"
+        )
+    return cached
 
 
 def _check_multiple_of_16(layer, side, size):

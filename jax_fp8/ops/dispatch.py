@@ -27,7 +27,7 @@ Split = dict[str, tuple[str, ...]]
 def dispatch(rule: str, kernel: Callable, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
     """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere; both return a tuple."""
     inputs, outputs = parse_rule(rule)
-    explicit = _explicit_split(inputs, args)
+    explicit = _explicit_split(inputs, outputs, args)
     if not explicit:
         return _on_platform(_auto_partitioned(kernel, rule), functools.partial(reference, split={}), *args)
     mesh = next(jax.typeof(arg).sharding.mesh for arg in args if not jax.typeof(arg).sharding.mesh.empty)
@@ -61,8 +61,8 @@ def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
 
 
 def split_axes(split: Split, *dims: str) -> tuple[str, ...]:
-    """The mesh axes that split any of the dims."""
-    return tuple(axis for dim in dims for axis in split.get(dim, ()))
+    """The mesh axes that split any of the dims, each once."""
+    return tuple(dict.fromkeys(axis for dim in dims for axis in split.get(dim, ())))
 
 
 def _on_platform(kernel, reference, *args):
@@ -93,20 +93,25 @@ def _too_old_gpu():
     )
 
 
-def _explicit_split(inputs, args) -> Split:
-    """Which Explicit mesh axes split which dim; the first operand that names a dim decides, and an axis is used once."""
-    return _collect(inputs, [getattr(jax.typeof(arg).sharding, "spec", ()) for arg in args])
+def _explicit_split(inputs, outputs, args) -> Split:
+    """Which Explicit mesh axes split which dim."""
+    return _collect(inputs, outputs, [getattr(jax.typeof(arg).sharding, "spec", ()) for arg in args])
 
 
-def _collect(inputs, specs) -> Split:
-    split, used = {}, set()
+def _collect(inputs, outputs, specs) -> Split:
+    """The first operand that splits a dim decides for all; no two dims of one array are split by the same axis."""
+    split = {}
     for dims, spec in zip(inputs, specs, strict=True):
         for dim, axes in zip(dims, spec, strict=False):
             axes = axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
-            if axes and dim not in split and not used & set(axes):
+            if axes and dim not in split and not set(axes) & _axes_beside(dim, inputs + outputs, split):
                 split[dim] = axes
-                used |= set(axes)
     return split
+
+
+def _axes_beside(dim, arrays, split) -> set[str]:
+    """Axes that already split another dim of an array that has this one."""
+    return {axis for dims in arrays if dim in dims for other in dims for axis in split.get(other, ())}
 
 
 def _spec(dims, split) -> PartitionSpec:
@@ -117,7 +122,7 @@ def _auto_partitioned(kernel, rule):
     inputs, outputs = parse_rule(rule)
 
     def partition(mesh, arg_shapes, result_shapes):
-        split = _collect(inputs, [arg.sharding.spec for arg in arg_shapes])
+        split = _collect(inputs, outputs, [arg.sharding.spec for arg in arg_shapes])
 
         def place(arrays):
             return tuple(NamedSharding(mesh, _spec(dims, split)) for dims in arrays)

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.core.scale import current_scale
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.ops.amax import amax, as_matrix
 from jax_fp8.ops.gemm import matmul
-from jax_fp8.ops.quantize import quantize_transpose, quantize_with_amax
+from jax_fp8.ops.quantize import ScaleSource, quantize_transpose, quantize_with_amax
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
 
@@ -81,7 +80,7 @@ def forward_gemm(
     """fprop of `x` (..., k): y (..., n), amaxes f32[2] of input and kernel, and with `keep` what the backward needs."""
     quantize = _quantize_both_ways if keep else _quantize_one_way
     x_fp8, x_transposed, x_amax = quantize(as_matrix(x), INPUT, scaling)
-    kernel, kernel_transposed, kernel_amax = _quantize_both_ways(parameters.kernel, KERNEL, scaling)
+    kernel, kernel_transposed, kernel_amax = _kernel_both_ways(parameters.kernel, scaling)
     with jax.named_scope(f"{_leaf(scaling)}/fprop"):
         y = matmul(
             x_fp8, kernel_transposed, bias=parameters.bias, dtype=dtype, accumulation=_accumulation("fprop", scaling)
@@ -141,21 +140,28 @@ def _linear_backward(dtype, residuals, cotangents):
 _linear.defvjp(_linear_forward, _linear_backward)
 
 
+def _kernel_both_ways(kernel, scaling):
+    """The kernel in FP8, its transpose and its amax: from the weight cache, or made here."""
+    if scaling.weight is None:
+        return _quantize_both_ways(kernel, KERNEL, scaling)
+    return scaling.weight.straight, scaling.weight.transposed, scaling.weight.amax
+
+
 def _quantize_both_ways(x, row, scaling):
-    return quantize_transpose(x, *_dtype_and_scale(x, row, scaling))
+    return quantize_transpose(x, *_dtype_and_source(x, row, scaling))
 
 
 def _quantize_one_way(x, row, scaling):
-    quantized, measured = quantize_with_amax(x, *_dtype_and_scale(x, row, scaling))
+    quantized, measured = quantize_with_amax(x, *_dtype_and_source(x, row, scaling))
     return quantized, None, measured
 
 
-def _dtype_and_scale(x, row, scaling):
+def _dtype_and_source(x, row, scaling):
     fp8_format = scaling.recipe.fp8_format
     dtype = fp8_format.backward if row == OUTPUT_GRADIENT else fp8_format.forward
     if scaling.from_current or isinstance(scaling.recipe, CurrentScaling):
-        return dtype, current_scale(amax(x), dtype, scaling.recipe)
-    return dtype, scaling.scale[row]
+        return dtype, ScaleSource.from_amax(amax(x), scaling.recipe)
+    return dtype, ScaleSource.row_of(scaling.scale, row)
 
 
 def _placed_like(gradient, primal):

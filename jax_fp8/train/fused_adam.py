@@ -1,35 +1,32 @@
 """Adam and AdamW with master weights, as an Optax transform.
 
-Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has a float32 (or
-float16) master in the optimizer state, and the param is the master rounded to nearest even after every step.
-
-    m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g²      u = m̂ / (sqrt(v̂) + eps)      p -= lr (u + weight_decay p)
-
-with m̂, v̂ bias-corrected; all in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101).
+Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has a master in the
+optimizer state, and the param is the master rounded to nearest even after every step. Moments may be kept in 16 or 8 bits, and params in
+FP8. The arithmetic is that of `jax_fp8.ops.adam`, one kernel launch for the whole tree when it works in place, as `make_train_step` has it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.formats import fp8_max
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.ops.adam import Coefficients, Leaf, adam, adam_leaf
+from jax_fp8.ops.amax import amax
+from jax_fp8.ops.few_bits import REMAINDER
+from jax_fp8.train.adam_state import FusedAdamState, Kept, Storage, flatten_field, given_masters, unflatten
+from jax_fp8.train.updates import InPlace, NewParam, is_fp8
+
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
+GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.Array]
-MOMENT_DTYPES = ("float32", "bfloat16", "float16")
-MASTER_DTYPES = ("float32", "float16")
-
-
-class FusedAdamState(NamedTuple):
-    """`count` int32[]; `mu`, `nu` and `master` match the params, with None in `master` for leaves that are float32 already."""
-
-    count: jax.Array
-    mu: Any
-    nu: Any
-    master: Any
 
 
 def fused_adam(
@@ -46,51 +43,86 @@ def fused_adam(
     nu_dtype: Any = FLOAT32,
     mask: Any = None,
     skip_nonfinite: bool = False,
+    max_grad_norm: float | None = None,
+    master: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with master weights.
+
+    Params are float32, bfloat16, float16 or `Fp8Array`, in any mixture; gradients are arrays of the same shapes. A param in FP8 is written with the
+    scale that the amax after the step before gave.
 
     Args:
       learning_rate: a number, or a schedule of the step count.
       b1, b2, eps: as in `optax.adam`; `eps` is added outside the root, after bias correction.
       weight_decay: decoupled (AdamW) with `adam_w_mode`, else an L2 term added to the gradient.
       bias_correction: divide the moments by `1 - b**count`.
-      master_dtype: float32 or float16, for params that are not float32.
-      mu_dtype, nu_dtype: float32, bfloat16 or float16 storage of the moments.
+      master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as float32 masters.
+      mu_dtype, nu_dtype: float32, bfloat16, float16, E4M3 or E5M2 storage of the moments; FP8 has one scale per array, found from the largest
+        gradient, and rounds second moments stochastically.
       mask: a tree of bools like the params, or a function of the params that returns one: which leaves decay.
-      skip_nonfinite: a step with an infinite or NaN gradient changes nothing, `count` included.
+      skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes nothing, `count` included.
+      max_grad_norm: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs no pass that writes them.
+      master: masters to start from, a tree like the params, instead of the params themselves; they must round to the params. A float32 param is its own
+        master and ignores it.
 
     Returns:
-      A transform whose `update(grads, state, params)` returns float32 deltas: `optax.apply_updates` lands on the rounded master.
+      A transform whose `update(grads, state, params)` returns float32 deltas: `optax.apply_updates` lands on the rounded master. For a param in FP8
+      it returns the new `Fp8Array`, which `jax_fp8.apply_updates` puts in its place. Extra arguments of `update`: `grad_scale`, a scalar that
+      multiplies every gradient (one over the loss scale), and `in_place`, an `InPlace`.
     """
-    mu_dtype, nu_dtype = _dtype("mu_dtype", mu_dtype, MOMENT_DTYPES), _dtype("nu_dtype", nu_dtype, MOMENT_DTYPES)
-    master_dtype = _dtype("master_dtype", master_dtype, MASTER_DTYPES)
-
-    rule = _Rule(b1, b2, eps, weight_decay, adam_w_mode, bias_correction, master_dtype, mu_dtype, nu_dtype)
+    storage = Storage.of(master_dtype, mu_dtype, nu_dtype)
+    no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
 
     def init(params):
-        jax.tree.map(_check_param, params)
-        return FusedAdamState(
-            count=jnp.zeros((), jnp.int32),
-            mu=jax.tree.map(lambda p: jnp.zeros_like(p, mu_dtype), params),
-            nu=jax.tree.map(lambda p: jnp.zeros_like(p, nu_dtype), params),
-            master=jax.tree.map(lambda p: None if p.dtype == jnp.float32 else p.astype(master_dtype), params),
-        )
+        tree = jax.tree.structure(params, is_leaf=is_fp8)
+        masters = given_masters(master, params, tree)
+        kept = [storage.init(*row) for row in zip(tree.flatten_up_to(params), masters, strict=True)]
+        return FusedAdamState(jnp.zeros((), jnp.int32), *unflatten(tree, kept))
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state, params=None, *, in_place: InPlace | None = None, grad_scale=None, **extra):
         del extra
         tree = _checked_tree(updates, params)
+        gradients, params_ = tree.flatten_up_to(updates), tree.flatten_up_to(params)
+        kept = [Kept(*row) for row in zip(*(flatten_field(tree, state, name) for name in Kept._fields), strict=True)]
+        for param, row in zip(params_, kept, strict=True):
+            storage.check(param, row)
+
+        scale = 1 if grad_scale is None else grad_scale
+        norm = None if max_grad_norm is None else _global_norm(gradients, scale)
+        applied = _all_finite(gradients, norm) if skip_nonfinite else None
         count = jnp.asarray(optax.safe_increment(state.count))
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        columns = [tree.flatten_up_to(t) for t in (updates, params, state.mu, state.nu, state.master)]
-        decays = tree.flatten_up_to(_decay_mask(mask, params))
-        before = [(jnp.zeros_like(p, jnp.float32), *kept) for _, p, *kept in zip(*columns, strict=True)]
-        after = [rule.step(rate, count, *row) for row in zip(*columns, decays, strict=True)]
-        if skip_nonfinite:
-            finite = _all_finite(updates)
-            after = [_choose(finite, new, old) for new, old in zip(after, before, strict=True)]
-            count = jnp.where(finite, count, state.count)
-        deltas, mu, nu, master = (tree.unflatten([row[i] for row in after]) for i in range(4))
-        return deltas, FusedAdamState(count, mu, nu, master)
+        numbers = {
+            "rate": learning_rate(state.count) if callable(learning_rate) else learning_rate,
+            "b1": b1,
+            "one_minus_b1": 1 - b1,
+            "b2": b2,
+            "one_minus_b2": 1 - b2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "correction1": 1 / (1 - jnp.float32(b1) ** count) if bias_correction else 1,
+            "correction2": 1 / (1 - jnp.float32(b2) ** count) if bias_correction else 1,
+            "grad_scale": scale if norm is None else _clipped(scale, norm, max_grad_norm),
+            "apply": True if applied is None else applied,
+        }
+        coefficients = Coefficients(**{name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()})
+
+        decays = [bool(decay) and not no_decay for decay in _decay_mask(mask, params, tree)]
+        casts = _requested_casts(in_place, params)
+        rows = zip(gradients, params_, kept, casts, decays, strict=True)
+        leaves = [_leaf(*row, coefficients, l2=not adam_w_mode) for row in rows]
+        seed = state.count.astype(jnp.uint32)
+        if in_place is None:
+            stepped = [adam_leaf(leaf, coefficients, seed, i, adam_w_mode) for i, leaf in enumerate(leaves)]
+            amaxes = [amax for _, amax, _ in stepped]
+            results = [_delta(param, leaf, delta) for param, (leaf, _, delta) in zip(params_, stepped, strict=True)]
+            leaves = [_landed(*row) for row in zip(params_, results, [leaf for leaf, _, _ in stepped], strict=True)]
+        else:
+            leaves, amaxes = adam(leaves, coefficients, seed, adam_w_mode)
+            rows = zip(params_, leaves, amaxes, casts, strict=True)
+            results = [_new_param(*row, applied) for row in rows]
+        kept = [_keep(*row, applied) for row in zip(kept, leaves, amaxes, strict=True)]
+        count = count if applied is None else jnp.where(applied, count, state.count)
+        return tree.unflatten(results), FusedAdamState(count, *unflatten(tree, kept))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -108,6 +140,8 @@ def fused_adamw(
     nu_dtype: Any = FLOAT32,
     mask: Any = None,
     skip_nonfinite: bool = False,
+    max_grad_norm: float | None = None,
+    master: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`fused_adam` with decoupled weight decay and `optax.adamw`'s default for it."""
     return fused_adam(
@@ -123,49 +157,118 @@ def fused_adamw(
         nu_dtype=nu_dtype,
         mask=mask,
         skip_nonfinite=skip_nonfinite,
+        max_grad_norm=max_grad_norm,
+        master=master,
     )
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
-    """Add the deltas in float32 and round once to each param's dtype."""
-    return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
+def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
+    """One param as the op wants it. Scales are those of what will be written: a skipped step writes nothing, so it keeps the old ones."""
+
+    def choose(new, old):
+        return jnp.where(coefficients.apply == 0, old, new)
+
+    leaf = Leaf(gradient, kept.mu, kept.nu, None if is_fp8(param) else param, kept.master, decays=decays)
+    if is_fp8(param):
+        scale = choose(scale_from_amax(kept.fp8["amax"], param.dtype), param.scale)
+        leaf = replace(leaf, values=param.values, values_t=kept.fp8["transposed"], scale=scale)
+    elif cast is not None:
+        copies, scale = cast
+        leaf = replace(leaf, values=copies.values, values_t=copies.values_t, scale=choose(scale, copies.scale))
+    if not (is_fp8(kept.mu) or is_fp8(kept.nu)):
+        return leaf
+    largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
+    if decays and l2:
+        largest = largest + jnp.abs(coefficients.weight_decay) * amax(
+            kept.master if param.dtype != jnp.float32 else param
+        )
+    if is_fp8(kept.mu):
+        leaf = replace(leaf, mu_scale=choose(_first_moment_scale(kept.mu, largest, coefficients), kept.mu.scale))
+    if is_fp8(kept.nu):
+        leaf = replace(leaf, nu_scale=choose(_second_moment_scale(kept.nu, largest, coefficients), kept.nu.scale))
+    return leaf
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """The arithmetic of one leaf."""
-
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    adam_w_mode: bool
-    bias_correction: bool
-    master_dtype: np.dtype
-    mu_dtype: np.dtype
-    nu_dtype: np.dtype
-
-    def step(self, rate, count, g, p, mu, nu, master, decay):
-        """The float32 delta of a param, and its new moments and master (None where there is none)."""
-        g, current = g.astype(jnp.float32), (p if master is None else master).astype(jnp.float32)
-        decayed = jnp.where(decay, self.weight_decay, 0.0) * current
-        g = g if self.adam_w_mode else g + decayed
-        m = self.b1 * mu.astype(jnp.float32) + (1 - self.b1) * g
-        v = self.b2 * nu.astype(jnp.float32) + (1 - self.b2) * jnp.square(g)
-        u = (m / self._correction(self.b1, count)) / (jnp.sqrt(v / self._correction(self.b2, count)) + self.eps)
-        u = u + decayed if self.adam_w_mode else u
-        moments = m.astype(self.mu_dtype), v.astype(self.nu_dtype)
-        if master is None:
-            return -rate * u, *moments, None
-        master = (current - rate * u).astype(self.master_dtype)
-        return master.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32), *moments, master
-
-    def _correction(self, b, count):
-        return 1 - jnp.float32(b) ** count if self.bias_correction else jnp.float32(1)
+def _first_moment_scale(mu, largest, c):
+    """The scale that no element of b1 mu + (1 - b1) g can exceed."""
+    return scale_from_amax(c.b1 * (mu.scale * fp8_max(mu.dtype)) + c.one_minus_b1 * largest, mu.dtype)
 
 
-def _choose(condition, new, old):
-    return tuple(None if a is None else jnp.where(condition, a, b) for a, b in zip(new, old, strict=True))
+def _second_moment_scale(nu, largest, c):
+    """The same for the root of b2 nu + (1 - b2) g²."""
+    squared = c.b2 * jnp.square(nu.scale * fp8_max(nu.dtype)) + c.one_minus_b2 * jnp.square(largest)
+    return scale_from_amax(jnp.sqrt(squared), nu.dtype)
+
+
+def _delta(param, leaf, update):
+    """What to add to a param to arrive at the new one."""
+    if is_fp8(param):
+        return Fp8Array(leaf.values, leaf.scale)
+    if leaf.master is None:
+        return update
+    new, old = leaf.param.astype(jnp.float32), param.astype(jnp.float32)
+    return jnp.where(new == old, -jnp.float32(0), new - old)  # adding -0 changes nothing, not even a -0
+
+
+def _landed(param, delta, leaf) -> Leaf:
+    """A remainder is worth nothing beside another param. No float32 delta leads from a bfloat16 param to one that is 2**16 times smaller: there the
+    param that adding the delta gives becomes the master.
+    """
+    if leaf.master is None or leaf.master.dtype != REMAINDER:
+        return leaf
+    landed = (param.astype(jnp.float32) + delta).astype(param.dtype)
+    return replace(leaf, master=jnp.where(landed == leaf.param, leaf.master, jnp.zeros((), REMAINDER)))
+
+
+def _new_param(param, leaf, amax, cast, applied) -> NewParam:
+    if is_fp8(param):
+        return NewParam(Fp8Array(leaf.values, leaf.scale), None, applied)
+    if cast is None:
+        return NewParam(leaf.param, None, applied)
+    amax = amax if applied is None else jnp.where(applied, amax, cast[0].amax)
+    return NewParam(leaf.param, CachedWeight(leaf.values, leaf.values_t, leaf.scale, amax), applied)
+
+
+def _keep(before, leaf, amax, applied) -> Kept:
+    fp8 = None
+    if before.fp8 is not None:
+        amax = amax if applied is None else jnp.where(applied, amax, before.fp8["amax"])
+        fp8 = {"amax": amax, "transposed": leaf.values_t}
+    return Kept(leaf.mu, leaf.nu, leaf.master, fp8)
+
+
+def _global_norm(gradients, scale):
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32) * scale)) for g in gradients]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def _clipped(scale, norm, max_norm):
+    """`scale`, smaller where the norm of the scaled gradients is above `max_norm`."""
+    return jnp.where(norm < max_norm, scale, scale * (max_norm / norm))
+
+
+def _all_finite(gradients, norm):
+    """Where the norm is known, nothing is read again: it is finite unless a gradient is not, or squares too large for float32."""
+    if norm is not None:
+        return jnp.isfinite(norm)
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients], jnp.bool_))
+
+
+def _requested_casts(in_place, params) -> list:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
+    return [None if in_place is None else in_place.casts.get(path) for path in paths]
+
+
+def _decay_mask(mask, params, tree) -> list:
+    if mask is None:
+        return [True] * tree.num_leaves
+    decays = mask(params) if callable(mask) else mask
+    try:
+        return tree.flatten_up_to(decays)
+    except ValueError as error:
+        raise ValueError(
+            f"mask must have the structure of params, got {jax.tree.structure(decays)} and {tree}; make it with jax.tree.map over params"
+        ) from error
 
 
 def _checked_tree(updates, params):
@@ -173,31 +276,17 @@ def _checked_tree(updates, params):
         raise ValueError(
             "fused_adam needs the params to update their masters, got None; call update(grads, state, params)"
         )
-    tree = jax.tree.structure(params)
+    tree = jax.tree.structure(params, is_leaf=is_fp8)
     if jax.tree.structure(updates) != tree:
-        raise ValueError(f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}")
-    return tree
-
-
-def _decay_mask(mask, params):
-    if mask is None:
-        return jax.tree.map(lambda _: True, params)
-    return mask(params) if callable(mask) else mask
-
-
-def _all_finite(grads):
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)], jnp.bool_))
-
-
-def _check_param(param):
-    if not jnp.issubdtype(param.dtype, jnp.floating):
         raise ValueError(
-            f"fused_adam needs floating point params, got {param.dtype} of shape {param.shape}; mask it with optax.masked"
+            f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}; pass the gradients of these params, "
+            "one array for each (for an Fp8Array too)"
         )
-
-
-def _dtype(name, dtype, allowed):
-    found = "remainder" if isinstance(dtype, str) and dtype == "remainder" else np.dtype(dtype).name
-    if found not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {found}")
-    return np.dtype(dtype)
+    for gradient, param in zip(jax.tree.leaves(updates), tree.flatten_up_to(params), strict=True):
+        found = f"{getattr(gradient, 'dtype', type(gradient).__name__)} of shape {jnp.shape(gradient)}"
+        if jnp.shape(gradient) != param.shape or getattr(gradient, "dtype", None) not in GRADIENT_DTYPES:
+            raise ValueError(
+                f"grads must be float32, bfloat16 or float16 arrays of the shapes of params, got {found} for a param of shape {param.shape}; "
+                "pass the gradients of these params"
+            )
+    return tree

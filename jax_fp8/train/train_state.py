@@ -1,5 +1,6 @@
 """Everything a training step reads and writes, as one pytree."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,35 +9,52 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_fp8.train.weight_cache import refresh
+
 
 @flax.struct.dataclass
 class TrainState:
-    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without) and `opt_state`; `.replace(field=...)` makes another."""
+    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without), `opt_state`, and `cache` (the weights in FP8, or {})."""
 
     step: jax.Array
     params: Any
     fp8: Any
     opt_state: Any
+    cache: Any = flax.struct.field(default_factory=dict)
 
     @classmethod
     def create(cls, *, variables: Mapping, tx: optax.GradientTransformation) -> "TrainState":
         """The state before the first step.
 
         Args:
-          variables: what `model.init` returned: "params", and "fp8" where the recipe has state.
+          variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from `cast_weights`, steps read
+            the weights from there and the optimizer writes them there.
           tx: the optimizer.
         """
         if "params" not in variables:
             raise ValueError(f'variables must hold "params", got {sorted(variables)}; pass what model.init returned')
-        others = set(variables) - {"params", "fp8"}
+        others = set(variables) - {"params", "fp8", "fp8_cache"}
         if others:
             raise ValueError(
-                f'TrainState carries "params" and "fp8", got also {sorted(others)}, which would be lost; keep them beside it'
+                f'TrainState carries "params", "fp8" and "fp8_cache", got also {sorted(others)}, which would be lost; keep them beside it'
             )
         params = variables["params"]
-        return cls(jnp.zeros((), jnp.int32), params, dict(variables.get("fp8", {})), tx.init(params))
+        collections = [dict(variables.get(name, {})) for name in ("fp8", "fp8_cache")]
+        return cls(jnp.zeros((), jnp.int32), params, collections[0], tx.init(params), collections[1])
 
     @property
     def variables(self) -> dict:
         """For `model.apply`."""
-        return {"params": self.params, **({"fp8": self.fp8} if self.fp8 else {})}
+        collections = {"params": self.params, "fp8": self.fp8, "fp8_cache": self.cache}
+        return {name: collection for name, collection in collections.items() if collection or name == "params"}
+
+
+def _replace(state: TrainState, **changes) -> TrainState:
+    """Another state with these fields changed; new params or scales are cast to FP8 again where the state keeps such copies."""
+    new = dataclasses.replace(state, **changes)
+    if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):
+        return new
+    return dataclasses.replace(new, cache=refresh(new.cache, new.params, new.fp8))
+
+
+setattr(TrainState, "replace", _replace)  # noqa: B010 - Flax's own would leave copies of other weights in the cache

@@ -1,7 +1,7 @@
 """One optimizer step as one jitted program with donated state: on a GPU, one CUDA graph.
 
-    batch → microbatches ─scan→ gradients (mean, float32), staged amaxes (max) → optimizer → params
-                                                          └→ update_state, once → fp8
+    batch → microbatches ─scan→ gradients (mean, float32), staged amaxes (max) → update_state, once → fp8, scales
+                                   └→ optimizer, in place → params, opt_state, and the weight cache cast with these scales
 
 Donated buffers keep their addresses from step to step, so the graph is recorded once; nothing waits for the host.
 """
@@ -18,8 +18,9 @@ from jax.core import Tracer
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.staging import value_and_grad, warm_start_value_and_grad
 from jax_fp8.core.state import count_nonfinite, keep_known_rows, map_gemms, update_state
-from jax_fp8.train.fused_adam import apply_updates
 from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.updates import InPlace, apply_updates, was_applied
+from jax_fp8.train.weight_cache import cast_requests, refresh
 
 # A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside: inside graphs they were slower and could hang.
 CUDA_GRAPH_OPTIONS = {
@@ -67,6 +68,7 @@ def make_train_step(
     *,
     warm_start: bool = True,
     donate: bool = True,
+    in_place: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """Make the training step of a loss.
@@ -79,6 +81,8 @@ def make_train_step(
         their maximum, and the FP8 state moves once.
       warm_start: before step 0, run the loss once with current scaling, so that the first step finds scales instead of ones.
       donate: update the state in place.
+      in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the last transform that touches the
+        updates; pass False for a `tx` that computes with what it returns (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
     """
     check_recipe(recipe)
@@ -88,22 +92,28 @@ def make_train_step(
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
     jit = partial(jax.jit, donate_argnums=(0,) if donate else (), compiler_options=compiler_options)
 
+    optimizer = optax.with_extra_args_support(tx)
+
     def step(state, batch):
         _check_state(state, recipe)
         loss, grads, staged = _accumulate(value_and_grad(loss_fn), state, batch, microbatches)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = apply_updates(state.params, updates)
         with jax.named_scope("fp8_state"):
             fp8 = update_state(staged, recipe)
             metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
-        return TrainState(state.step + 1, params, fp8, opt_state), metrics
+        with jax.named_scope("optimizer"):
+            request = {"in_place": InPlace(cast_requests(state.cache, state.params, fp8))} if in_place else {}
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **request)
+            params = apply_updates(state.params, updates)
+        applied = was_applied(updates)
+        if applied is not None:
+            fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
+        cache = refresh(state.cache, params, fp8, updates)
+        return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics
 
     def warm(state, batch):
         _check_state(state, recipe)
         _, _, staged = _accumulate(warm_start_value_and_grad(loss_fn), state, batch, microbatches)
-        fp8 = keep_known_rows(state.fp8, update_state(staged, recipe))
-        return TrainState(state.step, state.params, fp8, state.opt_state)
+        return state.replace(fp8=keep_known_rows(state.fp8, update_state(staged, recipe)))
 
     return TrainStep(jit(step), jit(warm) if warm_start and isinstance(recipe, DelayedScaling) else None)
 
@@ -115,7 +125,7 @@ def _accumulate(gradient_fn, state, batch, microbatches):
 
     def add(carry, microbatch):
         loss, grads, fp8 = carry
-        new_loss, new_grads, fp8 = gradient_fn({"params": state.params, "fp8": fp8}, microbatch)
+        new_loss, new_grads, fp8 = gradient_fn({**state.variables, "fp8": fp8}, microbatch)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, new_grads)
         return (loss + new_loss, grads, fp8), None
 

@@ -31,8 +31,20 @@ SHAPES += ((2048, 8192), (3, 65537), (65537, 3), (0, 16), (16, 0), (80, 48), (64
 GEMM_SHAPES = ((16, 16, 16), (32, 48, 64), (17, 32, 48), (1, 16, 16), (0, 16, 16))  # m, n, k
 GEMM_SHAPES += ((1000, 144, 272), (4096, 512, 1024), (208, 1040, 4112))
 WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
-AMAX = jax.ShapeDtypeStruct((), jnp.float32)
+AMAX = SCALE = jax.ShapeDtypeStruct((), jnp.float32)
 SCALAR = np.float32
+
+# How a scale comes from its source: as it lies there, at row 0, or from an amax by one of the rules below.
+GIVEN = {"row": np.int32(0), "from_amax": False, "margin": np.int32(0)}
+GIVEN |= {"amax_epsilon": SCALAR(0), "power_2_scale": False}
+FROM_AMAX = GIVEN | {"from_amax": True}
+RULES = (
+    {},
+    {"power_2_scale": True},
+    {"amax_epsilon": SCALAR(1e-3)},
+    {"amax_epsilon": SCALAR(0.7), "power_2_scale": True},
+)
+RULES += tuple({"margin": np.int32(margin)} for margin in (2, -3, 120, 200, -160))
 
 # |d - exact| <= ACCUMULATION * sum|a||b| + OUTPUT * (|exact| + |bias| + |c|). Hopper's tensor cores keep about 13
 # fraction bits relative to the largest partial sum; split accumulation moves sums to float32 as it goes and loses less.
@@ -91,16 +103,27 @@ def oracle_amax(x: np.ndarray) -> np.float32:
     return np.max(magnitude, initial=np.float32(0), where=~np.isnan(magnitude))
 
 
+def oracle_scale(amax, dtype, margin=0, amax_epsilon=0.0, power_2_scale=False) -> np.ndarray:
+    """What jax_fp8/core/scale.py says, of every amax."""
+    with np.errstate(all="ignore"):
+        amax = np.maximum(np.asarray(amax, np.float32), SCALAR(amax_epsilon))
+        scale = amax * SCALAR(2.0 ** int(margin)) / SCALAR(FP8_MAX[dtype])
+    scale = np.where(np.isfinite(amax) & (amax > 0), np.clip(scale, SCALAR(2.0**-126), SCALAR(2.0**126)), SCALAR(1))
+    mantissa, exponent = np.frexp(scale)
+    return np.ldexp(SCALAR(1), exponent - (mantissa == 0.5)) if power_2_scale else scale
+
+
 # ---- calling the kernels ---------------------------------------------------------------------------------------------
 
 
-def quantize(x, scale, dtype):
-    return jax.ffi.ffi_call("jax_fp8_quantize", (jax.ShapeDtypeStruct(x.shape, dtype), AMAX))(x, scale)
+def quantize(x, source, dtype, **how):
+    results = jax.ShapeDtypeStruct(x.shape, dtype), AMAX, SCALE
+    return jax.ffi.ffi_call("jax_fp8_quantize", results)(x, source, **GIVEN | how)
 
 
-def quantize_transpose(x, scale, dtype):
-    results = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype), AMAX
-    return jax.ffi.ffi_call("jax_fp8_quantize_transpose", results)(x, scale)
+def quantize_transpose(x, source, dtype, **how):
+    results = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype), AMAX, SCALE
+    return jax.ffi.ffi_call("jax_fp8_quantize_transpose", results)(x, source, **GIVEN | how)
 
 
 def amax(x):
@@ -146,13 +169,16 @@ def check_matrix(report: Report, group: str, x: np.ndarray, scales):
         for casts, measured in twice_over_poison(run, x, scale):
             name = f"{x.dtype}{list(x.shape)} scale {scale}"
             report.bits(group, measured, wanted_amax, f"amax of {name}")
-            for dtype, ((values, plain_amax), (both, transposed, both_amax)) in zip((E4M3, E5M2), casts, strict=True):
+            for dtype, (plain, transposing) in zip((E4M3, E5M2), casts, strict=True):
+                (values, plain_amax, plain_scale), (both, transposed, both_amax, both_scale) = plain, transposing
                 label = f"{jnp.dtype(dtype).name} of {name}"
                 report.bits(group, values, wanted[dtype], f"quantize to {label}")
                 report.bits(group, both, wanted[dtype], f"quantize_transpose values to {label}")
                 report.bits(group, transposed, wanted[dtype].T, f"quantize_transpose values_t to {label}")
                 report.bits(group, plain_amax, wanted_amax, f"quantize amax of {label}")
                 report.bits(group, both_amax, wanted_amax, f"quantize_transpose amax of {label}")
+                report.bits(group, plain_scale, scale, f"quantize scale of {label}")
+                report.bits(group, both_scale, scale, f"quantize_transpose scale of {label}")
 
 
 def check_all_16_bit_patterns(report: Report):
@@ -182,6 +208,73 @@ def check_shapes(report: Report):
     nothing = np.full((32, 48), np.nan, np.float32)
     check_matrix(report, "nothing but NaN", nothing, (1.0,))
     check_matrix(report, "zeros", np.zeros((48, 32), np.float32), (1.0,))
+
+
+def amaxes() -> np.ndarray:
+    """Special values, what surrounds the limits, subnormals, and the rest of float32 log-uniformly."""
+    limits = np.float32([2.0**-126, 448 * 2.0**-126, 57344 * 2.0**-126, 1e-3, 0.7, 448, 57344, 2.0**127])
+    around = np.concatenate([np.nextafter(limits, SCALAR(0)), limits, np.nextafter(limits, SCALAR(np.inf))])
+    special = np.float32([0, -0.0, np.inf, np.nan, 2.0**-149, 1e-40, 2.0**-127, np.finfo(np.float32).max])
+    exponents = np.random.default_rng(4).uniform(-140, 128, 2000)
+    return np.concatenate([special, around, np.exp2(exponents).astype(np.float32)])
+
+
+def check_scales(report: Report):
+    """The scale from an amax, bit for bit, by every rule."""
+    x, measured = jnp.ones((1, 1), jnp.bfloat16), amaxes()
+    for dtype in (E4M3, E5M2):
+        for rule in RULES:
+            how = FROM_AMAX | rule
+            scales = jax.jit(
+                lambda x, amaxes, how=how, dtype=dtype: jax.lax.map(
+                    lambda amax: quantize(x, amax, dtype, **how)[2], amaxes
+                )
+            )(x, measured)
+            label = f"{jnp.dtype(dtype).name} by {rule}"
+            report.bits("scale from amax", scales, oracle_scale(measured, dtype, **rule), label)
+        multiplied = oracle_scale(measured * (SCALAR(1) / SCALAR(FP8_MAX[dtype])) * SCALAR(FP8_MAX[dtype]), dtype)
+        caught = bool((multiplied != oracle_scale(measured, dtype)).any())
+        report.expect("scale from amax: a rounded reciprocal is noticed", caught, jnp.dtype(dtype).name)
+
+
+def check_sources(report: Report):
+    """Every kernel with every kind of source: the bytes of the scale it must find, and the scale handed on."""
+    random = np.random.default_rng(5)
+    vector = np.float32([0.0123, 2.0**-126, 7.3])
+    for shape in ((256, 512), (129, 127), (4096, 1040), (0, 16), (16, 0)):  # by tiles, any, more than one block, empty
+        for dtype in SOURCES:
+            x = random.standard_normal(shape, dtype=np.float32).astype(dtype)
+            cases = [(vector, GIVEN | {"row": np.int32(row)}, scale) for row, scale in enumerate(vector)]
+            for rule in RULES:
+                largest = SCALAR(0.01 + random.random())
+                cases.append((largest, FROM_AMAX | rule, oracle_scale(largest, E4M3, **rule)))
+            cases += [(special, FROM_AMAX, SCALAR(1)) for special in np.float32([0, np.inf, np.nan])]
+            check_cases(report, x, cases)
+
+
+def check_cases(report: Report, x, cases):
+    """All cases, each a source, how to read it and the scale that must come out, in one program."""
+
+    def run(x, sources):
+        hows = [how for _, how, _ in cases]
+        calls = zip(sources, hows, strict=True)
+        return [(quantize(x, s, E4M3, **how), quantize_transpose(x, s, E4M3, **how)) for s, how in calls]
+
+    largest = oracle_amax(x)
+    for results in twice_over_poison(jax.jit(run), x, [source for source, _, _ in cases]):
+        for (plain, transposing), (source, how, scale) in zip(results, cases, strict=True):
+            (values, plain_amax, plain_scale), (both, transposed, both_amax, both_scale) = plain, transposing
+            wanted, label = oracle_quantize(x, SCALAR(scale), E4M3), f"{x.dtype}{list(x.shape)} from {source} by {how}"
+            report.bits("scale sources", values, wanted, f"quantize {label}")
+            report.bits("scale sources", both, wanted, f"quantize_transpose values {label}")
+            report.bits("scale sources", transposed, wanted.T, f"quantize_transpose values_t {label}")
+            for got, expected in (
+                (plain_amax, largest),
+                (both_amax, largest),
+                (plain_scale, scale),
+                (both_scale, scale),
+            ):
+                report.bits("scale sources", got, SCALAR(expected), f"amax or scale {label}")
 
 
 def gemm_inputs(random, m, n, k, types, d_dtype, has_bias, has_c):
@@ -278,20 +371,30 @@ def check_refusals(report: Report):
     def raw(target, results, **attributes):
         return lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes)
 
+    def cast(results, **how):
+        return raw("jax_fp8_quantize", results, **GIVEN | how)
+
+    def both_ways(results):
+        return raw("jax_fp8_quantize_transpose", results, **GIVEN)
+
     def product(d=(32, 48), dtype=jnp.bfloat16, workspace=WORKSPACE, **flags):
         flags = {"has_bias": False, "has_c": False, "fast_accumulation": True} | flags
         return raw("jax_fp8_gemm", (jax.ShapeDtypeStruct(d, dtype), workspace), **flags)
 
     transposed = jax.ShapeDtypeStruct((64, 32), E5M2)
     cases = [
-        (raw("jax_fp8_quantize", (result, AMAX)), (x.astype(jnp.int32), one), "x must be"),
-        (raw("jax_fp8_quantize", (result, AMAX)), (x[None], one), "x must have rank 2"),
-        (raw("jax_fp8_quantize", (result, AMAX)), (x, jnp.ones((1,))), "scale must have shape []"),
-        (raw("jax_fp8_quantize", (result, AMAX)), (x, one.astype(jnp.bfloat16)), "scale must be float32"),
-        (raw("jax_fp8_quantize", (jax.ShapeDtypeStruct((32, 64), jnp.uint8), AMAX)), (x, one), "values must be float8"),
-        (raw("jax_fp8_quantize", (transposed, AMAX)), (x, one), "values must have shape [32, 64]"),
-        (raw("jax_fp8_quantize_transpose", (result, transposed, AMAX)), (x, one), "values_t must be float8_e4m3fn"),
-        (raw("jax_fp8_quantize_transpose", (result, result, AMAX)), (x, one), "values_t must have shape [64, 32]"),
+        (cast((result, AMAX, SCALE)), (x.astype(jnp.int32), one), "x must be"),
+        (cast((result, AMAX, SCALE)), (x[None], one), "x must have rank 2"),
+        (cast((result, AMAX, SCALE)), (x, jnp.ones((1, 3))), "source must have rank 0 or 1"),
+        (cast((result, AMAX, SCALE), row=np.int32(3)), (x, jnp.ones(3)), "source must have an element 3"),
+        (cast((result, AMAX, SCALE), row=np.int32(-1)), (x, jnp.ones(3)), "source must have an element -1"),
+        (cast((result, AMAX, SCALE), row=np.int32(1)), (x, one), "source must have an element 1"),
+        (cast((result, AMAX, SCALE)), (x, one.astype(jnp.bfloat16)), "source must be float32"),
+        (cast((jax.ShapeDtypeStruct((32, 64), jnp.uint8), AMAX, SCALE)), (x, one), "values must be float8"),
+        (cast((transposed, AMAX, SCALE)), (x, one), "values must have shape [32, 64]"),
+        (cast((result, AMAX, jax.ShapeDtypeStruct((1,), jnp.float32))), (x, one), "scale must have shape []"),
+        (both_ways((result, transposed, AMAX, SCALE)), (x, one), "values_t must be float8_e4m3fn"),
+        (both_ways((result, result, AMAX, SCALE)), (x, one), "values_t must have shape [64, 32]"),
         (raw("jax_fp8_amax", AMAX), (x.astype(E4M3),), "x must be"),
         (raw("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.bfloat16)), (x,), "result must be float32"),
         (product(), (x, b, one, one), "a must be float8_e4m3fn or float8_e5m2"),
@@ -324,11 +427,12 @@ def check_graphs(report: Report):
     """The same bytes from a CUDA graph, captured, replayed and updated, as without one."""
 
     def chain(x, w, scale):
-        values, transposed, largest = quantize_transpose(x, scale, E4M3)
-        weights, _ = quantize(w, scale, E4M3)
-        product = gemm(values, weights, scale, scale, dtype=jnp.bfloat16)
+        values, transposed, largest, scale = quantize_transpose(x, scale, E4M3)
+        w_amax = amax(w)
+        weights, _, w_scale = quantize(w, w_amax, E4M3, **FROM_AMAX)
+        product = gemm(values, weights, scale, w_scale, dtype=jnp.bfloat16)
         gradient = gemm(transposed, transposed, scale, scale, dtype=jnp.float32, fast=False)
-        return product, gradient, largest, amax(w)
+        return product, gradient, largest, w_amax, w_scale
 
     captured = jax.jit(chain, compiler_options=IN_A_GRAPH)
     plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
@@ -380,6 +484,7 @@ def time_memory_bound(report: Report):
         size, width = int(np.prod(shape)), jnp.dtype(dtype).itemsize
         for name, call, bytes_moved in (
             ("quantize_transpose", lambda x, scale: quantize_transpose(x, scale, E4M3), size * (width + 2)),
+            ("its scale from amax", lambda x, amax: quantize_transpose(x, amax, E4M3, **FROM_AMAX), size * (width + 2)),
             ("quantize", lambda x, scale: quantize(x, scale, E4M3), size * (width + 1)),
             ("amax", lambda x, scale: amax(x), size * width),
         ):
@@ -441,7 +546,8 @@ def show(report: Report):
     print(f"{len(report.failures)} failures")
 
 
-CHECKS = [check_all_16_bit_patterns, check_shapes, check_gemm, check_gemm_in_place, check_graphs, check_refusals]
+CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_in_place]
+CHECKS += [check_graphs, check_refusals]
 
 
 def main() -> int:

@@ -1,5 +1,7 @@
 """A training step on the device: kernels against the reference on the CPU, and CUDA graphs against plain launches."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +10,17 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8.ops import kernels
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.train.weight_cache import cast_requests, refresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not kernels.built(), reason=str(kernels.missing_reason()))]
 CONFIG = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=256, num_heads=4)
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 129), dtype=np.int32)
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling(), "bf16": None}
 GRAPHS_OFF = {"xla_gpu_enable_command_buffer": ""}
+
+
+# Sums in a fixed order and no choice of algorithms by speed: two programs that compute the same give the same bits.
+DETERMINISTIC = CUDA_GRAPH_OPTIONS | {"xla_gpu_deterministic_ops": True}
 
 
 def train(recipe, steps=8, microbatches=1, compiler_options=CUDA_GRAPH_OPTIONS):
@@ -54,3 +61,46 @@ def test_a_graph_trains_as_plain_launches_do(recipe, microbatches):
     assert captured[0] == launched[0]
     for a, b in zip(jax.tree.leaves(captured_state.fp8), jax.tree.leaves(launched_state.fp8), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.1)
+
+
+def losses_with_the_cast(apart, steps, rate=1e-3):
+    """Losses, and the state after them, with the next step's FP8 weights written by the optimizer or by a cast of their own.
+
+    Gradients come from one and the same program, or XLA would be free to add up what it adds up in another order.
+    """
+    recipe, model = RECIPES["delayed"], fp8.GPT(CONFIG, recipe=RECIPES["delayed"])
+    tx = fp8.fused_adamw(rate)
+    gradient = jax.jit(fp8.value_and_grad(fp8.next_token_loss(model)), compiler_options=DETERMINISTIC)
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(state, grads, staged):
+        params, opt_state, _, cache = state
+        scales = fp8.update_state(staged, recipe)
+        request = fp8.InPlace() if apart else fp8.InPlace(cast_requests(cache, params, scales))
+        updates, opt_state = tx.update(grads, opt_state, params, in_place=request)
+        params = fp8.apply_updates(params, updates)
+        return params, opt_state, scales, refresh(cache, params, scales, updates)
+
+    variables = dict(jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1]))
+    cache = fp8.cast_weights(variables, recipe)
+    state = variables["params"], tx.init(variables["params"]), variables["fp8"], cache
+    losses = []
+    for _ in range(steps):
+        read = {"params": state[0], "fp8": state[2], "fp8_cache": state[3]}
+        loss, grads, staged = gradient(read, jnp.asarray(TOKENS))
+        state = update(state, grads, staged)
+        losses.append(float(loss))
+    return np.array(losses), jax.device_get(state)
+
+
+def test_the_optimizer_writes_the_weights_that_a_cast_would():
+    """200 steps: FP8 weights by the optimizer's kernel, and by a cast of their own, give the same losses and state to the last bit."""
+    apart, apart_state = losses_with_the_cast(apart=True, steps=200)
+    again, _ = losses_with_the_cast(apart=True, steps=200)
+    np.testing.assert_array_equal(again, apart, "the same programs twice: without this there is nothing to compare")
+    written, written_state = losses_with_the_cast(apart=False, steps=200)
+    np.testing.assert_array_equal(written, apart)
+    jax.tree.map(np.testing.assert_array_equal, written_state, apart_state)
+    assert apart[-1] < 0.8 * apart[0]
+    other, _ = losses_with_the_cast(apart=False, steps=200, rate=1.0001e-3)  # the same bits are not a matter of course
+    assert (other != apart).any()

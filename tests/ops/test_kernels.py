@@ -14,6 +14,7 @@ import types
 import h200
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_fp8.ops import kernels
@@ -23,7 +24,10 @@ needs_compiler = pytest.mark.skipif(h200.missing_reason() is not None, reason=st
 
 E4M3 = jnp.float8_e4m3fn
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+SCALES = jax.ShapeDtypeStruct((3,), jnp.float32)
 WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
+QUANTIZE_ATTRIBUTES = {"row": np.int32(2), "from_amax": False, "margin": np.int32(0)}
+QUANTIZE_ATTRIBUTES |= {"amax_epsilon": np.float32(0), "power_2_scale": False}
 GEMM_ATTRIBUTES = {"has_bias": False, "has_c": False, "fast_accumulation": True}
 
 
@@ -62,7 +66,8 @@ def test_the_module_has_handlers_exactly_when_it_is_built():
 @needs_kernels
 def test_build_info_is_what_was_built():
     info = kernels.build_info()
-    assert info["targets"] == ("jax_fp8_quantize", "jax_fp8_quantize_transpose", "jax_fp8_amax", "jax_fp8_gemm")
+    names = ("quantize", "quantize_transpose", "amax", "adam", "gemm")
+    assert info["targets"] == tuple(f"jax_fp8_{name}" for name in names)
     assert re.fullmatch(r"1[2-9]\.\d+", info["cuda_version"])
     assert (info["cublaslt_version"] is None) != (info["cublaslt_reason"] is None)
     if info["cublaslt_version"]:
@@ -108,12 +113,12 @@ def compile_call(target, results, arguments, **attributes):
 
 def calls():
     matrix, transpose = jax.ShapeDtypeStruct((64, 32), E4M3), jax.ShapeDtypeStruct((32, 64), E4M3)
-    source = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
     product = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     return {
-        "jax_fp8_quantize": ((matrix, SCALAR), (source, SCALAR), {}),
-        "jax_fp8_quantize_transpose": ((matrix, transpose, SCALAR), (source, SCALAR), {}),
-        "jax_fp8_amax": ((SCALAR,), (source,), {}),
+        "jax_fp8_quantize": ((matrix, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
+        "jax_fp8_quantize_transpose": ((matrix, transpose, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
+        "jax_fp8_amax": ((SCALAR,), (x,), {}),
         "jax_fp8_gemm": ((product, WORKSPACE), (matrix, matrix, SCALAR, SCALAR), GEMM_ATTRIBUTES),
     }
 

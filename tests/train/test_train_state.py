@@ -37,3 +37,18 @@ def test_refuses_what_it_would_lose():
         fp8.TrainState.create(variables={**variables(None), "batch_stats": {}}, tx=optax.sgd(1e-3))
     with pytest.raises(ValueError, match='must hold "params"'):
         fp8.TrainState.create(variables={"fp8": {}}, tx=optax.sgd(1e-3))
+
+
+def test_new_params_and_scales_are_cast_again_and_nothing_else_is():
+    recipe = fp8.DelayedScaling(amax_history_len=2)
+    given = dict(variables(recipe))
+    cache = fp8.cast_weights(given, recipe)
+    state = fp8.TrainState.create(variables={**given, "fp8_cache": cache}, tx=optax.sgd(1e-3))
+    assert set(state.variables) == {"params", "fp8", "fp8_cache"}
+    assert state.replace(step=jnp.int32(7)).cache is state.cache
+    params = jax.tree.map(lambda p: -p, state.params)
+    cast = state.replace(params=params).cache["kernel"]
+    assert jnp.array_equal(cast.straight.dequantize(), -cache["kernel"].straight.dequantize())
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, state.fp8)
+    assert float(state.replace(fp8=doubled).cache["kernel"].scale) == 2 * float(cache["kernel"].scale)
+    assert state.replace(params=params, cache={}).cache == {}

@@ -1,0 +1,333 @@
+"""One optimizer step over the parameters of a GPT, from gradients to FP8 weights: Optax and jax_fp8, against a copy of the same bytes.
+
+    python benchmarks/optimizer_step.py                              # GPT 1.3b, all variants: about 90 s on one H200
+    python benchmarks/optimizer_step.py --variants optax in_place
+    python benchmarks/optimizer_step.py --self-test                  # a tiny model on any machine; its times mean nothing
+
+A step takes bfloat16 gradients, updates parameters and optimizer state, all donated, and casts the kernel of every GEMM to E4M3 in both
+orientations. Memory is its limit, so beside the time stands what it must read and write: each array once, and once more for each pass that
+cannot be joined with another. Afterwards every parameter must have moved, be finite, and be what its FP8 values were cast from.
+
+    params, optimizer state, casts, gradients → step → params, optimizer state, casts
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tables
+from gpt_step import SHAPES, Shape
+from jax.tree_util import keystr, tree_leaves_with_path
+
+import jax_fp8 as fp8
+from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.ops.adam import TARGET
+from jax_fp8.ops.amax import amax
+from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.train.updates import NewParam
+
+HERE = pathlib.Path(__file__).resolve()
+RUNS = 5  # timed programs, of many steps each
+COPIED_WORDS = 2**29
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An optimizer, what it keeps, and where the casts happen.
+
+    Args:
+      settings: of `fused_adamw`; None is `optax.adamw`.
+      casts_in_place: the optimizer writes the FP8 weights; else they are cast from the new parameters, which reads these once more.
+      gradient_passes: how often all gradients must be read: once more where something depends on all of them.
+    """
+
+    label: str
+    settings: dict | None
+    param_dtype: Any = jnp.float32
+    casts_in_place: bool = True
+    gradient_passes: int = 1
+
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        if self.settings is None:
+            return optax.with_extra_args_support(optax.adamw(1e-4, weight_decay=0.1))
+        return fp8.fused_adamw(1e-4, weight_decay=0.1, **self.settings)
+
+
+BF16_MOMENTS = {"mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16}
+FP8_MOMENTS = {"mu_dtype": fp8.E4M3, "nu_dtype": fp8.E4M3}
+REMAINDERS = BF16_MOMENTS | {"master_dtype": "remainder"}
+CLIPPED = {"max_grad_norm": 1.0, "skip_nonfinite": True}
+VARIANTS = {
+    "optax": Variant("`optax.adamw`, casts apart", None, casts_in_place=False),
+    "casts_apart": Variant("`fused_adamw`, casts apart", {}, casts_in_place=False),
+    "in_place": Variant("`fused_adamw`", {}),
+    "clipped": Variant("`fused_adamw`, clipped, skipping", CLIPPED, gradient_passes=2),
+    "bf16_moments": Variant("`fused_adamw`, bfloat16 moments", BF16_MOMENTS),
+    "bf16_params": Variant("... and bfloat16 params, float32 masters", BF16_MOMENTS, jnp.bfloat16),
+    "remainder": Variant("... and remainders instead of masters", REMAINDERS, jnp.bfloat16),
+    "fp8_moments": Variant("`fused_adamw`, E4M3 moments", FP8_MOMENTS, gradient_passes=2),
+}
+
+
+# --- a step ---------------------------------------------------------------------------------------------------------
+
+
+def model_params(shape: Shape) -> Any:
+    """The parameters' shapes."""
+    names = ("vocab_size", "num_layers", "num_heads", "hidden_size")
+    config = fp8.GPTConfig(**{name: getattr(shape, name) for name in names}, max_seq_len=shape.seq_len)
+    tokens = jax.ShapeDtypeStruct((1, shape.seq_len), jnp.int32)
+    return jax.eval_shape(fp8.GPT(config, recipe=None).init, jax.random.key(0), tokens)["params"]
+
+
+def random_tree(like: Any, size: float, dtype, seed: int) -> Any:
+    """Normal numbers, one program for each shape."""
+    normal = jax.jit(lambda key, shape: (size * jax.random.normal(key, shape)).astype(dtype), static_argnums=1)
+    leaves, tree = jax.tree.flatten(like)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten([normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def gemm_kernels(params: Any) -> dict[str, jax.Array]:
+    """The matrices that GEMMs take in FP8, by path."""
+    leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
+    return {path: leaf for path, leaf in leaves.items() if path.endswith("['kernel']") and leaf.ndim == 2}
+
+
+@jax.jit
+def first_cast(kernel: jax.Array) -> CachedWeight:
+    return cast(kernel, scale_from_amax(amax(kernel), fp8.E4M3))
+
+
+def cast(kernel: jax.Array, scale: jax.Array) -> CachedWeight:
+    straight, transposed, largest = quantize_transpose(kernel, fp8.E4M3, scale)
+    return CachedWeight(straight.values, transposed.values, scale, largest)
+
+
+def make_step(variant: Variant):
+    """`(params, opt_state, casts), gradients, scales -> params, opt_state, casts`; casts without their scales, which stay as they are in f32[casts]."""
+    tx = variant.optimizer()
+
+    def step(state, gradients, scales):
+        params, opt_state, casts = state
+        scales = dict(zip(sorted(casts), scales, strict=True))
+        if variant.settings is None:
+            gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        scaled = {path: (with_scale(casts[path], scale), scale) for path, scale in scales.items()}
+        request = fp8.InPlace(scaled if variant.casts_in_place else {})
+        updates, opt_state = tx.update(gradients, opt_state, params, in_place=request)  # Optax's own ignores it
+        params = fp8.apply_updates(params, updates)
+        if variant.casts_in_place:
+            updated = tree_leaves_with_path(updates, is_leaf=lambda node: isinstance(node, NewParam))
+            casts = {keystr(path): new.cast for path, new in updated if new.cast is not None}
+        else:
+            casts = {path: cast(kernel, scales[path]) for path, kernel in gemm_kernels(params).items()}
+        return params, opt_state, {path: with_scale(copies, None) for path, copies in casts.items()}
+
+    return step
+
+
+def many_steps(variant: Variant, steps: int):
+    """So many steps as one program: a step has thousands of arrays, and the host needs longer to pass them on than the device for the step."""
+    step = make_step(variant)
+
+    def run(state, gradients, scales):
+        def body(i, state):
+            fresh, _ = jax.lax.optimization_barrier(
+                (gradients, i)
+            )  # or what follows from them alone is computed once, before the loop
+            return step(state, fresh, scales)
+
+        return jax.lax.fori_loop(0, steps, body, state)
+
+    return run
+
+
+def with_scale(copies: CachedWeight, scale: jax.Array | None) -> CachedWeight:
+    return dataclasses.replace(copies, scale=scale)
+
+
+def bytes_moved(variant: Variant, state, gradients) -> int:
+    """What a step must read and write."""
+    params, opt_state, casts = state
+    read = variant.gradient_passes * _bytes(gradients) + _bytes(opt_state)
+    written = sum(_bytes((copies.values, copies.values_t)) for copies in casts.values()) + _bytes(opt_state)
+    if variant.param_dtype == jnp.float32 or "master_dtype" in variant.settings:  # else they follow from their masters
+        read += _bytes(params)
+    if not variant.casts_in_place:
+        read += _bytes(gemm_kernels(params))
+    return read + written + _bytes(params)
+
+
+def _bytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(run, state, runs: int) -> tuple[Any, float]:
+    """The last state, and the median time of a run that is waited for."""
+    state = jax.block_until_ready(run(run(state)))
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        state = jax.block_until_ready(run(state))
+        times.append(time.perf_counter() - start)
+    return state, 1e3 * statistics.median(times)
+
+
+def measure_copy(words: int, steps: int) -> float:
+    """Bytes a second of the simplest kernel: every word read, changed and written back."""
+    flips = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda i, x: x ^ i.astype(jnp.uint32), x), donate_argnums=0)
+    _, ms = milliseconds(flips, jnp.zeros((words,), jnp.uint32), RUNS)
+    return 8 * words * steps / ms * 1e3
+
+
+def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
+    """Run one variant; its arrays are gone afterwards."""
+    variant = VARIANTS[name]
+    params = random_tree(gradients, 0.02, variant.param_dtype, seed=1)
+    before = samples(params)
+    casts = {path: first_cast(kernel) for path, kernel in gemm_kernels(params).items()}
+    scales = jnp.stack(
+        [casts[path].scale for path in sorted(casts)]
+    )  # one array, as a step has them when it has updated its scales
+    casts = {path: with_scale(copies, None) for path, copies in casts.items()}
+    state = params, jax.jit(variant.optimizer().init)(params), casts
+    del params, casts
+    moved = bytes_moved(variant, state, gradients)
+    options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
+    start = time.perf_counter()
+    run = jax.jit(many_steps(variant, steps), donate_argnums=0, compiler_options=options)
+    program = run.lower(state, gradients, scales).compile()
+    compile_s = time.perf_counter() - start
+    state, ms = milliseconds(lambda state: program(state, gradients, scales), state, RUNS)
+    ms /= steps
+    check(before, state, scales)
+    memory = program.memory_analysis()
+    allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(gradients))
+    return {
+        "variant": name,
+        "num_params": num_params,
+        "leaves": len(jax.tree.leaves(gradients)),
+        "ms": ms,
+        "bytes": moved,
+        "bytes_a_param": moved / num_params,
+        "bytes_a_second": moved / ms * 1e3,
+        "launches": program.as_text().count(f'custom_call_target="{TARGET}"'),
+        "program_gib": (allocated - memory.alias_size_in_bytes) / 2**30,
+        "compile_s": compile_s,
+    }
+
+
+def samples(params: Any) -> list[np.ndarray]:
+    """The first elements of every parameter, copied: the parameters are about to be overwritten."""
+    return [np.array(leaf.reshape(-1)[:64], np.float32) for leaf in jax.tree.leaves(params)]
+
+
+@jax.jit
+def is_cast_of(copies: CachedWeight, kernel: jax.Array) -> jax.Array:
+    fresh = cast(kernel, copies.scale)
+    pairs = (copies.values, fresh.values), (copies.values_t, fresh.values_t), (copies.amax, fresh.amax)
+    return jnp.all(jnp.stack([jnp.all(ours == theirs) for ours, theirs in pairs]))
+
+
+def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
+    """A fast step that computes nothing is no step."""
+    params, _, casts = state
+    still = sum(np.array_equal(old, new) for old, new in zip(before, samples(params), strict=True))
+    infinite = sum(not bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params))
+    kernels = gemm_kernels(params)
+    scaled = {path: with_scale(casts[path], scale) for path, scale in zip(sorted(casts), scales, strict=True)}
+    wrong = sum(not bool(is_cast_of(scaled[path], kernel)) for path, kernel in kernels.items())
+    if still or infinite or wrong:
+        raise ValueError(
+            f"every parameter must have moved, be finite and be cast, but {still} stood still, {infinite} are not finite and "
+            f"{wrong} have other FP8 values; run tests/gpu/adam_check.py"
+        )
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def markdown(environment: dict, copy: float, steps: int, results: list[dict]) -> str:
+    headings = ["variant", "ms a step", "bytes a param", "TB/s", "share of copy", "launches"]
+    headings += ["program GiB", "compile s"]
+    rows = [["copy", "-", "-", copy / 1e12, 1.0, "-", "-", "-"]]
+    for r in results:
+        label = VARIANTS[r["variant"]].label
+        if "failed" in r:
+            rows.append([label, f"failed: {r['failed']}", *["-"] * 6])
+            continue
+        rate = r["bytes_a_second"]
+        figures = [f"{r['ms']:.2f}", f"{r['bytes_a_param']:.1f}", rate / 1e12, rate / copy]
+        figures += [r[name] for name in ("launches", "program_gib", "compile_s")]
+        rows.append([label, *figures])
+    measured = next((r for r in results if "failed" not in r), None)
+    model = f"{measured['num_params']:,} parameters in {measured['leaves']} arrays. " if measured else ""
+    method = (
+        f"{model}bfloat16 gradients; every step casts the kernels of the GEMMs to E4M3 in both orientations. `ms a step` is the median "
+        f"of {RUNS} programs of {steps} steps each, divided by {steps}: device time, without the host's time for a call. `bytes a param` counts "
+        "what a step must read and write, `launches` the custom calls of the optimizer, `program GiB` arguments, results and scratch."
+    )
+    return "\n\n".join(
+        ["# One optimizer step", tables.environment_line(environment), method, tables.table(headings, rows)]
+    )
+
+
+def write_results(directory: pathlib.Path, environment: dict, copy: float, steps: int, results: list[dict]) -> None:
+    """`optimizer_step.md` and `.json`, rewritten after each variant so that an interrupted run keeps what it has."""
+    tables.write(directory / "optimizer_step.md", markdown(environment, copy, steps, results))
+    found = {"environment": environment, "copy_bytes_a_second": copy, "steps": steps, "results": results}
+    tables.write(directory / "optimizer_step.json", json.dumps(found, indent=1))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--shape", choices=SHAPES, default="1.3b")
+    parser.add_argument("--steps", type=int, default=10, help="steps a program, at least 1")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
+    parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    shape = SHAPES["tiny" if options.self_test else options.shape]
+    steps = 2 if options.self_test else options.steps
+    environment = tables.environment()
+    copy = measure_copy(2**16 if options.self_test else COPIED_WORDS, steps)
+    gradients = random_tree(model_params(shape), 1e-3, jnp.bfloat16, seed=0)
+    results = []
+    for name in options.variants:
+        try:
+            found = measure(name, shape, gradients, steps)
+        except (
+            jax.errors.JaxRuntimeError,
+            ValueError,
+        ) as error:  # a row that says so; the others are still worth having
+            found = {"variant": name, "failed": str(error).splitlines()[0][:300]}
+        gc.collect()
+        print(f"{name}: {found.get('failed') or str(round(found['ms'], 2)) + ' ms a step'}", flush=True)
+        results.append(found)
+        write_results(options.output, environment, copy, steps, results)
+    print((options.output / "optimizer_step.md").read_text())
+    print(f"written to {options.output}/optimizer_step.md and optimizer_step.json")
+    return 1 if any("failed" in r for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

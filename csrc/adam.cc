@@ -1,0 +1,226 @@
+#include "adam.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "ffi.h"
+
+namespace jax_fp8 {
+namespace {
+
+constexpr char kOperation[] = "jax_fp8_adam";
+constexpr size_t kSharedOperands = 3;  // scalars, scales, seed
+constexpr size_t kSharedResults = 1;   // amaxes, the last
+
+// Bits of a leaf's `layout`: what follows g, mu and nu among its operands, and whether weight decay applies.
+enum Layout : int32_t { kHasParam = 1, kHasMaster = 2, kHasValues = 4, kHasValuesT = 8, kHasAll = 15, kDecays = 16 };
+
+// g, mu, nu and what the layout has; all but g are results too.
+size_t operands_of(int32_t layout) { return 3 + std::popcount(static_cast<uint32_t>(layout & kHasAll)); }
+size_t results_of(int32_t layout) { return operands_of(layout) - 1; }
+
+Storage storage_of(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F32: return Storage::kFloat32;
+    case ffi::BF16: return Storage::kBFloat16;
+    case ffi::F16: return Storage::kFloat16;
+    case ffi::F8E4M3FN: return Storage::kE4M3;
+    case ffi::F8E5M2: return Storage::kE5M2;
+    case ffi::U16: return Storage::kRemainder;
+    default: return Storage::kNone;
+  }
+}
+
+bool is_float(Storage storage) {
+  return storage == Storage::kFloat32 || storage == Storage::kBFloat16 || storage == Storage::kFloat16;
+}
+
+bool is_fp8(Storage storage) { return storage == Storage::kE4M3 || storage == Storage::kE5M2; }
+
+// An array of a leaf; `result` is where the call leaves it. An absent array has no data and the storage kNone.
+struct Part {
+  const char* name;
+  std::optional<ffi::AnyBuffer> buffer = std::nullopt;
+  void* data = nullptr;
+  Storage storage = Storage::kNone;
+};
+
+// Walks the operands and results in order. The first broken rule stops it. A message costs more than a check, and a call makes
+// thousands of checks, so the sentence is composed only for a rule that does not hold.
+class LeafReader {
+ public:
+  LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
+
+  // The leaf of the next operands.
+  AdamLeaf read(int32_t layout) {
+    ++number_;
+    const Part g = operand("g");
+    dimensions_ = g.buffer ? g.buffer->dimensions() : ffi::AnyBuffer::Dimensions{};
+    require(is_float(g.storage), g, "be float32, bfloat16 or float16");
+    const Part mu = updated("mu"), nu = updated("nu");
+    const Part param = layout & kHasParam ? updated("param") : Part{"param"};
+    const Part master = layout & kHasMaster ? updated("master") : Part{"master"};
+    const Part values = layout & kHasValues ? updated("values") : Part{"values"};
+    const Part values_t = layout & kHasValuesT ? updated("values_t", Shape::kTransposed) : Part{"values_t"};
+    check_moment(mu);
+    check_moment(nu);
+    require(param.buffer || master.buffer, g, "come with a param, a master or both");
+    check_weight(param, master, values);
+    check_values(values, values_t);
+    if (!checks_.passed()) return {};
+
+    const bool transposing = values_t.buffer.has_value();
+    return {
+        .g = g.data,
+        .mu = mu.data,
+        .nu = nu.data,
+        .param = param.data,
+        .master = master.data,
+        .values = static_cast<uint8_t*>(values.data),
+        .values_t = static_cast<uint8_t*>(values_t.data),
+        .rows = transposing ? dimensions_[0] : 1,
+        .cols = transposing ? dimensions_[1] : static_cast<int64_t>(g.buffer->element_count()),
+        .g_storage = g.storage,
+        .mu_storage = mu.storage,
+        .nu_storage = nu.storage,
+        .param_storage = param.storage,
+        .master_storage = master.storage,
+        .values_storage = values.storage,
+        .decays = (layout & kDecays) != 0,
+    };
+  }
+
+  bool passed() const { return checks_.passed(); }
+  ffi::Error error() const { return checks_.error(); }
+
+ private:
+  enum class Shape { kSame, kTransposed };
+
+  void require(bool holds, const Part& part, const char* rule) {
+    if (holds || !part.buffer || !checks_.passed()) return;
+    const std::string argument = std::string(part.name) + " of leaf " + std::to_string(number_);
+    checks_.require(false, argument.c_str(), *part.buffer, rule);
+  }
+
+  Part operand(const char* name) {
+    const auto found = operands_.get<ffi::AnyBuffer>(next_operand_++);
+    if (!found.has_value()) return {name};  // the number of operands was checked
+    const Part part{name, *found, found->untyped_data(), storage_of(found->element_type())};
+    require(is_aligned(part.data, 16), part, "start at an address divisible by 16");
+    return part;
+  }
+
+  // An operand that is also a result.
+  Part updated(const char* name, Shape shape = Shape::kSame) {
+    const Part part = operand(name);
+    auto result = results_.get<ffi::AnyBuffer>(next_result_++);
+    if (!part.buffer || !result.has_value()) return part;
+    const auto arrived = part.buffer->dimensions();
+    if (shape == Shape::kSame) {
+      require(std::equal(arrived.begin(), arrived.end(), dimensions_.begin(), dimensions_.end()), part, "have the shape of g");
+    } else {
+      require(arrived.size() == 2 && dimensions_.size() == 2 && arrived[0] == dimensions_[1] && arrived[1] == dimensions_[0],
+              part, "have rank 2 and the transposed shape of g");
+    }
+    const ffi::AnyBuffer kept = **result;
+    require(kept.element_type() == part.buffer->element_type() && kept.untyped_data() == part.data, part,
+            "be updated in place; alias its result with it");
+    return part;
+  }
+
+  void check_moment(const Part& moment) {
+    require(is_float(moment.storage) || is_fp8(moment.storage), moment,
+            "be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
+  }
+
+  // A float32 param is its own master; bfloat16 and float16 have one beside them; an FP8 param is its values, with a master.
+  void check_weight(const Part& param, const Part& master, const Part& values) {
+    require(is_float(param.storage), param, "be float32, bfloat16 or float16");
+    require(param.storage == Storage::kFloat32 || master.buffer, param, "be float32 when it has no master");
+    require(param.storage != Storage::kFloat32 || !master.buffer, param, "be bfloat16 or float16 when it has a master");
+    require(master.storage == Storage::kFloat32 || master.storage == Storage::kFloat16 || master.storage == Storage::kRemainder,
+            master, "be float32, float16 or, as a remainder, uint16");
+    require(master.storage != Storage::kRemainder || param.storage == Storage::kBFloat16, master,
+            "be float32 or float16 when there is no bfloat16 param");
+    require(param.buffer || values.buffer, master, "come with FP8 values when there is no param");
+  }
+
+  void check_values(const Part& values, const Part& values_t) {
+    require(is_fp8(values.storage), values, "be float8_e4m3fn or float8_e5m2");
+    require(values.buffer.has_value(), values_t, "come with values");
+    require(values_t.storage == values.storage, values_t, "have the dtype of values");
+    if (!values_t.buffer || dimensions_.size() != 2) return;
+    require(dimensions_[0] % 16 == 0 && dimensions_[1] % 16 == 0, values_t,
+            "have rows and columns divisible by 16; transpose other shapes after the step");
+  }
+
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  ffi::AnyBuffer::Dimensions dimensions_;  // of the leaf's g
+  Checks checks_{kOperation};
+  int number_ = -1;
+  size_t next_operand_ = 0, next_result_ = 0;
+};
+
+// The lists must have the lengths that `layout` says, before anything in them has a meaning.
+ffi::Error check_lengths(ffi::Span<const int32_t> layout, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  size_t operand_count = 0, result_count = kSharedResults;
+  for (int32_t leaf : layout) operand_count += operands_of(leaf), result_count += results_of(leaf);
+  if (operands.size() == operand_count && results.size() == result_count) return ffi::Error::Success();
+  const auto text = [](size_t operands, size_t results) {
+    return std::to_string(kSharedOperands + operands) + " operands and " + std::to_string(results) + " results";
+  };
+  return ffi::Error::InvalidArgument(std::string(kOperation) + ": the call must have the arrays of its layout, " +
+                                     text(operand_count, result_count) + ", got " + text(operands.size(), results.size()));
+}
+
+ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scales, ffi::AnyBuffer seed,
+                ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout, bool adam_w_mode) {
+  if (ffi::Error wrong = check_lengths(layout, operands, results); wrong.failure()) return wrong;
+  const auto leaf_count = static_cast<int64_t>(layout.size());
+  const ffi::AnyBuffer amaxes = **results.get<ffi::AnyBuffer>(results.size() - 1);
+  Checks checks(kOperation);
+  checks.dtype("scalars", scalars, {ffi::F32})
+      .shape("scalars", scalars, {kAdamScalars})
+      .dtype("scales", scales, {ffi::F32})
+      .shape("scales", scales, {leaf_count, kAdamScales})
+      .dtype("seed", seed, {ffi::U32})
+      .shape("seed", seed, {})
+      .dtype("the result amaxes", amaxes, {ffi::F32})
+      .shape("the result amaxes", amaxes, {leaf_count});
+  if (!checks.passed()) return checks.error();
+
+  LeafReader reader(operands, results);
+  std::vector<AdamLeaf> leaves;
+  leaves.reserve(layout.size());
+  for (int32_t leaf : layout) leaves.push_back(reader.read(leaf));
+  if (!reader.passed()) return reader.error();
+  const AdamArguments arguments{
+      .scalars = scalars.typed_data<float>(),
+      .scales = scales.typed_data<float>(),
+      .seed = seed.typed_data<uint32_t>(),
+      .leaves = leaves.data(),
+      .leaf_count = static_cast<int>(leaf_count),
+      .adam_w_mode = adam_w_mode,
+      .amaxes = amaxes.typed_data<float>(),
+  };
+  return launch_result(kOperation, launch_adam(arguments, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(handler, adam,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // scalars
+                           .Arg<ffi::AnyBuffer>()  // scales
+                           .Arg<ffi::AnyBuffer>()  // seed
+                           .RemainingArgs()        // for each leaf: g, mu, nu and what its layout has
+                           .RemainingRets()        // for each leaf: the same without g; then amaxes
+                           .Attr<ffi::Span<const int32_t>>("layout")
+                           .Attr<bool>("adam_w_mode"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* const adam_handler = handler;
+
+}  // namespace jax_fp8

@@ -1,0 +1,229 @@
+// Chunks of 16384 elements: flat where the shape does not matter, tiles of 128 x 128 where a transpose is written.
+#include "adam.h"
+#include "device/adam.cuh"
+#include "device/reduce.cuh"
+#include "device/tile.cuh"
+
+namespace jax_fp8 {
+namespace {
+
+constexpr int kBlocks = 4;    // per multiprocessor
+constexpr int kInFlight = 2;  // vectors that a thread loads before it needs the first: 128 KB a multiprocessor in float32
+constexpr int kVectors = kRounds * kPatchRows;  // of four neighbours, per thread
+constexpr int kChunk = kTileThreads * kTileWidth * kVectors;
+static_assert(kTileRows * kTileCols == kChunk, "a chunk is a tile, or as many elements in a row");
+
+// ---- the table: which leaves a launch updates, in its parameters ---------------------------------------------------------
+
+constexpr int kTableLeaves = 360;
+
+struct AdamTable {
+  uint32_t first_block[kTableLeaves];  // ascending
+  int number[kTableLeaves];            // of the leaf within the whole call
+  AdamLeaf leaves[kTableLeaves];
+  int leaf_count;
+  bool adam_w_mode;
+  const float* scalars;
+  const float* scales;
+  const uint32_t* seed;
+  float* amaxes;
+};
+static_assert(sizeof(AdamTable) <= 32764, "the parameters of a kernel end here");
+
+__device__ inline int slot_of(const AdamTable& table, uint32_t block) {
+  int low = 0, high = table.leaf_count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (table.first_block[middle] <= block ? low : high) = middle;
+  }
+  return low;
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------------
+
+// Which elements a thread updates: vector v starts at first + v / 4 * round_stride + v % 4 * stride, if it ends before `end`.
+struct Walk {
+  int64_t first, round_stride, stride, end;
+};
+
+__device__ inline Walk flat_walk(const AdamLeaf& leaf, uint32_t chunk) {
+  const int64_t stride = kTileThreads * kTileWidth;
+  return {chunk * int64_t{kChunk} + threadIdx.x * kTileWidth, stride * kPatchRows, stride, leaf.rows * leaf.cols};
+}
+
+__device__ inline Walk tile_walk(const AdamLeaf& leaf, int64_t tile_row, int64_t tile_col) {
+  const int64_t row = tile_row + threadIdx.x / kGroups * kPatchRows;
+  const int64_t col = tile_col + threadIdx.x % kGroups * kTileWidth;
+  return {row * leaf.cols + col, kRoundRows * leaf.cols, leaf.cols, col < leaf.cols ? leaf.rows * leaf.cols : 0};
+}
+
+// How the leaves of a kernel are kept. What is known to the compiler costs no instruction; a kernel that takes every leaf decides at
+// run time, the same way for a whole block, in code that is several times as long.
+template <Storage kG, Storage kMoments, Storage kParam, Storage kMaster>
+struct Known {
+  static bool takes(const AdamLeaf& leaf) {
+    return leaf.g_storage == kG && leaf.mu_storage == kMoments && leaf.nu_storage == kMoments &&
+           leaf.param_storage == kParam && leaf.master_storage == kMaster;
+  }
+  static __device__ void tell(AdamLeaf& leaf) {
+    leaf.g_storage = kG, leaf.mu_storage = leaf.nu_storage = kMoments;
+    leaf.param_storage = kParam, leaf.master_storage = kMaster;
+  }
+  static constexpr int kInFlight = jax_fp8::kInFlight;
+};
+
+struct Unknown {
+  static bool takes(const AdamLeaf&) { return true; }
+  static __device__ void tell(AdamLeaf&) {}
+  static constexpr int kInFlight = 1;
+};
+
+template <typename Kind>
+__global__ void __launch_bounds__(kTileThreads, kBlocks) adam_kernel(const __grid_constant__ AdamTable table) {
+  __shared__ uint4 tile[kTileChunks];
+  const int slot = slot_of(table, blockIdx.x);
+  const int number = table.number[slot];
+  Step step = step_of(table.scalars, table.scales + number * kAdamScales, table.seed);
+  step.number = number;
+  step.couples_decay = !table.adam_w_mode;
+  if (step.scalars[kApply] == 0.0f) return;
+  AdamLeaf leaf = table.leaves[slot];
+  Kind::tell(leaf);
+
+  const uint32_t chunk = blockIdx.x - table.first_block[slot];
+  const bool transposing = leaf.values_t != nullptr;
+  const auto tiles_per_row = static_cast<uint32_t>((leaf.cols + kTileCols - 1) / kTileCols);
+  const int64_t tile_row = transposing ? int64_t{chunk / tiles_per_row} * kTileRows : 0;
+  const int64_t tile_col = transposing ? int64_t{chunk % tiles_per_row} * kTileCols : 0;
+  const Walk walk = transposing ? tile_walk(leaf, tile_row, tile_col) : flat_walk(leaf, chunk);
+  float amax = 0.0f;
+
+  constexpr int kCount = Kind::kInFlight;
+  uint32_t rows[kPatchRows];
+#pragma unroll 1
+  for (int vector = 0; vector < kVectors; vector += kCount) {  // not unrolled: the instruction cache is small
+    const int64_t first = walk.first + vector / kPatchRows * walk.round_stride + vector % kPatchRows * walk.stride;
+    Words<kTileWidth> words[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (first + i * walk.stride + kTileWidth <= walk.end) load(leaf, first + i * walk.stride, words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i + kCount < kPatchRows; ++i) rows[i] = rows[i + kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (first + i * walk.stride + kTileWidth > walk.end) continue;
+      rows[kPatchRows - kCount + i] = update(leaf, step, first + i * walk.stride, words[i], amax);
+    }
+    if (transposing && (vector + kCount) % kPatchRows == 0) put_patch(tile, vector / kPatchRows, rows);
+  }
+
+  // The last elements of a flat leaf, fewer than a vector. The rows of a tile are whole vectors.
+  const int64_t rest = walk.end - walk.end % kTileWidth + threadIdx.x;
+  if (!transposing && rest < walk.end && rest / kChunk == chunk) {
+    Words<1> words;
+    load(leaf, rest, words);
+    update(leaf, step, rest, words, amax);
+  }
+  if (transposing) {
+    __syncthreads();
+    store_transpose(tile, tile_row, tile_col, leaf.rows, leaf.cols, leaf.values_t);
+  }
+  merge_amax<kTileThreads>(amax, table.amaxes + number);
+}
+
+// ---- launching -----------------------------------------------------------------------------------------------------------
+
+struct Kernel {
+  bool (*takes)(const AdamLeaf&);
+  void (*function)(AdamTable);
+};
+
+template <typename Kind>
+constexpr Kernel kernel() {
+  return {Kind::takes, adam_kernel<Kind>};
+}
+
+constexpr Storage kNone = Storage::kNone, kF32 = Storage::kFloat32, kBF16 = Storage::kBFloat16, kE4M3 = Storage::kE4M3,
+                  kLow = Storage::kRemainder;
+
+// The first that takes a leaf updates it.
+constexpr Kernel kKernels[] = {
+    kernel<Known<kBF16, kF32, kF32, kNone>>(),    kernel<Known<kF32, kF32, kF32, kNone>>(),
+    kernel<Known<kBF16, kF32, kBF16, kF32>>(),    kernel<Known<kF32, kF32, kBF16, kF32>>(),
+    kernel<Known<kBF16, kF32, kBF16, kLow>>(),    kernel<Known<kF32, kF32, kBF16, kLow>>(),
+    kernel<Known<kBF16, kF32, kNone, kF32>>(),    kernel<Known<kF32, kF32, kNone, kF32>>(),
+    kernel<Known<kBF16, kBF16, kF32, kNone>>(),   kernel<Known<kF32, kBF16, kF32, kNone>>(),
+    kernel<Known<kBF16, kBF16, kBF16, kF32>>(),   kernel<Known<kF32, kBF16, kBF16, kF32>>(),
+    kernel<Known<kBF16, kBF16, kBF16, kLow>>(),   kernel<Known<kF32, kBF16, kBF16, kLow>>(),
+    kernel<Known<kBF16, kE4M3, kF32, kNone>>(),   kernel<Known<kF32, kE4M3, kF32, kNone>>(),
+    kernel<Known<kBF16, kE4M3, kBF16, kF32>>(),   kernel<Known<kF32, kE4M3, kBF16, kF32>>(),
+    kernel<Known<kBF16, kE4M3, kBF16, kLow>>(),   kernel<Known<kF32, kE4M3, kBF16, kLow>>(),
+    kernel<Unknown>(),
+};
+
+const Kernel& kernel_of(const AdamLeaf& leaf) {
+  const Kernel* kernel = kKernels;
+  while (!kernel->takes(leaf)) ++kernel;
+  return *kernel;
+}
+
+int64_t divide_up(int64_t size, int64_t part) { return (size + part - 1) / part; }
+
+int64_t blocks_of(const AdamLeaf& leaf) {
+  if (leaf.values_t == nullptr) return divide_up(leaf.rows * leaf.cols, kChunk);
+  return divide_up(leaf.rows, kTileRows) * divide_up(leaf.cols, kTileCols);
+}
+
+// Collects leaves, and launches them when the table is full.
+class Launcher {
+ public:
+  Launcher(const AdamArguments& arguments, const Kernel& kernel, cudaStream_t stream) : kernel_(kernel), stream_(stream) {
+    table_.leaf_count = 0;
+    table_.adam_w_mode = arguments.adam_w_mode;
+    table_.scalars = arguments.scalars;
+    table_.scales = arguments.scales;
+    table_.seed = arguments.seed;
+    table_.amaxes = arguments.amaxes;
+  }
+
+  cudaError_t add(const AdamLeaf& leaf, int number) {
+    const int slot = table_.leaf_count++;
+    table_.first_block[slot] = static_cast<uint32_t>(blocks_);
+    table_.number[slot] = number;
+    table_.leaves[slot] = leaf;
+    blocks_ += blocks_of(leaf);
+    return table_.leaf_count == kTableLeaves ? launch() : cudaSuccess;
+  }
+
+  cudaError_t launch() {
+    if (table_.leaf_count == 0) return cudaSuccess;
+    kernel_.function<<<static_cast<unsigned>(blocks_), kTileThreads, 0, stream_>>>(table_);
+    table_.leaf_count = 0;
+    blocks_ = 0;
+    return cudaGetLastError();
+  }
+
+ private:
+  const Kernel& kernel_;
+  cudaStream_t stream_;
+  int64_t blocks_ = 0;
+  AdamTable table_;
+};
+
+}  // namespace
+
+cudaError_t launch_adam(const AdamArguments& arguments, cudaStream_t stream) {
+  cudaError_t status = cudaMemsetAsync(arguments.amaxes, 0, arguments.leaf_count * sizeof(float), stream);
+  for (const Kernel& kernel : kKernels) {
+    Launcher launcher(arguments, kernel, stream);
+    for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
+      const AdamLeaf& leaf = arguments.leaves[i];
+      if (blocks_of(leaf) != 0 && &kernel_of(leaf) == &kernel) status = launcher.add(leaf, i);
+    }
+    if (status == cudaSuccess) status = launcher.launch();
+  }
+  return status;
+}
+
+}  // namespace jax_fp8

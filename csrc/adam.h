@@ -1,0 +1,71 @@
+// One step of Adam over all leaves of a parameter tree, in place: moments, master, param, and its FP8 values in both orientations.
+//
+//     m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g²      p -= rate (m̂ / (sqrt(v̂) + eps) + weight_decay p)
+//
+// Memory is the limit: every array is read once and written once, and whatever is derived from the new param leaves in the same
+// pass. Every operation is float32, rounded by itself, so that the reference in JAX arrives at the same bits.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "dtypes.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+// Positions in `scalars`. A step with apply == 0 changes nothing.
+enum AdamScalar {
+  kRate,
+  kB1,
+  kOneMinusB1,
+  kB2,
+  kOneMinusB2,
+  kEps,
+  kWeightDecay,
+  kCorrection1,
+  kCorrection2,
+  kGradScale,
+  kApply,
+  kAdamScalars,
+};
+
+// Positions in a row of `scales`.
+enum AdamScale { kCastScale, kMuScaleBefore, kMuScaleAfter, kNuScaleBefore, kNuScaleAfter, kAdamScales };
+
+// An absent array is null and its storage kNone. Without a master the param is float32 and its own master.
+struct AdamLeaf {
+  const void* g;
+  void* mu;
+  void* nu;  // in FP8: the square root of nu
+  void* param;
+  void* master;
+  uint8_t* values;    // [rows, cols]
+  uint8_t* values_t;  // [cols, rows]
+  int64_t rows;       // 1 without values_t: then the shape does not matter
+  int64_t cols;
+  Storage g_storage;
+  Storage mu_storage;
+  Storage nu_storage;
+  Storage param_storage;
+  Storage master_storage;
+  Storage values_storage;
+  bool decays;
+};
+
+struct AdamArguments {
+  const float* scalars;  // [kAdamScalars]
+  const float* scales;   // [leaf_count, kAdamScales]
+  const uint32_t* seed;
+  const AdamLeaf* leaves;  // on the host
+  int leaf_count;
+  bool adam_w_mode;
+  float* amaxes;  // [leaf_count], of what is cast: the rounded param, or the master where there is none; 0 without values
+};
+
+cudaError_t launch_adam(const AdamArguments& arguments, cudaStream_t stream);
+
+extern XLA_FFI_Handler* const adam_handler;
+
+}  // namespace jax_fp8

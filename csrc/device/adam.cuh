@@ -1,0 +1,272 @@
+// Adam for a few neighbours of one leaf: load words, convert, update, round, store. What the elements are is adam.cu's business.
+#pragma once
+
+#include <cstdint>
+
+#include "../adam.h"
+#include "fp8.cuh"
+#include "reduce.cuh"
+#include "words.cuh"
+
+namespace jax_fp8 {
+
+// ---- the arithmetic ------------------------------------------------------------------------------------------------------
+
+// What all elements of a leaf share.
+struct Step {
+  float scalars[kAdamScalars];
+  float scales[kAdamScales];
+  float cast_multiplier, mu_multiplier, nu_multiplier;
+  uint32_t seed;
+  uint32_t number;
+  bool couples_decay;  // the decay is a part of the gradient, not of the update
+};
+
+// The row of `scales` is that of the leaf.
+__device__ inline Step step_of(const float* scalars, const float* scales, const uint32_t* seed) {
+  Step step;
+#pragma unroll
+  for (int i = 0; i < kAdamScalars; ++i) step.scalars[i] = __ldg(scalars + i);
+#pragma unroll
+  for (int i = 0; i < kAdamScales; ++i) step.scales[i] = __ldg(scales + i);
+  step.seed = __ldg(seed);
+  step.cast_multiplier = multiplier_of(step.scales[kCastScale]);
+  step.mu_multiplier = multiplier_of(step.scales[kMuScaleAfter]);
+  step.nu_multiplier = multiplier_of(step.scales[kNuScaleAfter]);
+  return step;
+}
+
+// IEEE's square root and quotient cost a branch an element each, to code for rare operands, and at each the elements wait for one
+// another. Here all neighbours take the common way together, the compiler's own from the hardware's approximation to the rounded
+// result; if an operand of one of them is uncommon, all take the compiler's. Common are zero, for a param without gradients, and
+// numbers between which neither a result nor the rest that corrects it leaves the normal numbers.
+__device__ inline bool is_common_square(float x) { return (x == 0.0f) | ((x >= 0x1p-100f) & (x <= 0x1p38f)); }
+
+__device__ inline bool is_common_dividend(float x) { return (x == 0.0f) | ((fabsf(x) >= 0x1p-100f) & (fabsf(x) <= 0x1p60f)); }
+
+__device__ inline bool is_common_divisor(float x) { return (x >= 0x1p-60f) & (x <= 0x1p19f); }
+
+__device__ inline float common_root(float x) {
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  const float root = __fmul_rn(x, inverse);
+  return x == 0.0f ? x : __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root);
+}
+
+__device__ inline float common_quotient(float x, float y) {
+  float approximation;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximation) : "f"(y));
+  const float inverse = __fmaf_rn(approximation, __fmaf_rn(-y, approximation, 1.0f), approximation);
+  const float quotient = __fmul_rn(x, inverse);
+  return x == 0.0f ? x : __fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient);
+}
+
+__device__ inline bool likely(bool condition) { return __builtin_expect(condition, true); }
+
+// x = sqrt(x)
+template <int kCount>
+__device__ inline void take_roots(float (&x)[kCount]) {
+  bool common = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) common = common & is_common_square(x[i]);
+  if (likely(common)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = common_root(x[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = __fsqrt_rn(x[i]);
+  }
+}
+
+// x = x / (sqrt(squares) + eps). The root of a common square keeps a common eps a common divisor.
+template <int kCount>
+__device__ inline void divide_by_roots(float (&x)[kCount], const float (&squares)[kCount], float eps) {
+  bool common = is_common_divisor(eps);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) common = common & is_common_square(squares[i]) & is_common_dividend(x[i]);
+  if (likely(common)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = common_quotient(x[i], __fadd_rn(common_root(squares[i]), eps));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = __fdiv_rn(x[i], __fadd_rn(__fsqrt_rn(squares[i]), eps));
+  }
+}
+
+// Every operation is rounded by itself: a fused multiply-add would differ from the reference in the last bit.
+template <int kCount>
+__device__ inline void update(const Step& step, bool decays, float (&g)[kCount], float (&m)[kCount], float (&v)[kCount],
+                              float (&p)[kCount]) {
+  const auto& s = step.scalars;
+  const bool decays_gradient = decays && step.couples_decay, decays_update = decays && !step.couples_decay;
+  float u[kCount], squares[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    g[i] = __fmul_rn(g[i], s[kGradScale]);
+    if (decays_gradient) g[i] = __fadd_rn(g[i], __fmul_rn(p[i], s[kWeightDecay]));
+    m[i] = __fadd_rn(__fmul_rn(s[kB1], m[i]), __fmul_rn(s[kOneMinusB1], g[i]));
+    v[i] = __fadd_rn(__fmul_rn(s[kB2], v[i]), __fmul_rn(s[kOneMinusB2], __fmul_rn(g[i], g[i])));
+    u[i] = __fmul_rn(m[i], s[kCorrection1]);
+    squares[i] = __fmul_rn(v[i], s[kCorrection2]);
+  }
+  divide_by_roots(u, squares, s[kEps]);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (decays_update) u[i] = __fadd_rn(u[i], __fmul_rn(p[i], s[kWeightDecay]));
+    p[i] = __fsub_rn(p[i], __fmul_rn(s[kRate], u[i]));
+  }
+}
+
+// A float32 halfway between two bfloat16 that rounds up is the one case in which the 16 bits below the bfloat16 do not tell which
+// of the two it is beside. One unit in the last place further it is; the bfloat16 is the same.
+__device__ inline float off_the_tie(float p) {
+  const uint32_t bits = __float_as_uint(p);
+  return __uint_as_float((bits & 0x1FFFFu) == 0x18000u ? bits + 1 : bits);
+}
+
+// Above 0x8000 the param had been rounded up.
+__device__ inline float join_remainder(uint32_t param, uint32_t low) {
+  return __uint_as_float((param << 16) + low - (low > 0x8000u ? 0x10000u : 0u));
+}
+
+__device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }  // and what is above its 16 bits
+
+// ---- the moments as they are kept -----------------------------------------------------------------------------------------
+
+template <Fp8Type kFormat, int kCount>
+__device__ inline uint32_t quantize_root(const Step& step, uint32_t index, const float (&v)[kCount]) {
+  float rounded[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) rounded[i] = v[i];
+  take_roots(rounded);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float x = __fmul_rn(rounded[i], step.nu_multiplier);
+    rounded[i] = round_at_random<kFormat>(x, uniform_of(step.seed, step.number, index + i));
+  }
+  return pack_fp8<kFormat>(rounded);
+}
+
+template <int kCount>
+__device__ inline void pack_mu(const Step& step, Storage storage, const float (&m)[kCount], uint32_t* words) {
+  if (is_fp8(storage)) {
+    words[0] = quantize(storage, m, step.mu_multiplier);
+  } else {
+    pack_floats(storage, m, words);
+  }
+}
+
+// What is positive stays positive in 16 bits too: at least the smallest of their numbers.
+template <int kCount>
+__device__ inline void pack_nu(const Step& step, Storage storage, uint32_t index, const float (&v)[kCount], uint32_t* words) {
+  if (storage == Storage::kE4M3) {
+    words[0] = quantize_root<Fp8Type::kE4M3>(step, index, v);
+  } else if (storage == Storage::kE5M2) {
+    words[0] = quantize_root<Fp8Type::kE5M2>(step, index, v);
+  } else if (storage == Storage::kFloat32) {
+    pack_floats(storage, v, words);
+  } else {
+    const float smallest = storage == Storage::kBFloat16 ? 0x1p-133f : 0x1p-24f;
+    float kept[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) kept[i] = v[i] > 0.0f ? fmaxf(v[i], smallest) : v[i];
+    pack_floats(storage, kept, words);
+  }
+}
+
+// ---- one vector ----------------------------------------------------------------------------------------------------------
+
+// kCount neighbours as loaded. `weight` is the master; beside a remainder, the param and from kLow on the remainder.
+template <int kCount>
+struct Words {
+  static constexpr int kLow = (kCount + 1) / 2;
+  uint32_t g[kCount], mu[kCount], nu[kCount], weight[2 * kLow];
+};
+
+template <int kCount>
+__device__ inline void load(const AdamLeaf& leaf, int64_t index, Words<kCount>& words) {
+  const auto load_array = [&](const void* source, Storage storage, uint32_t* out) {
+    load_words(source, index * bytes_of(storage), kCount * bytes_of(storage), out);
+  };
+  load_array(leaf.g, leaf.g_storage, words.g);
+  load_array(leaf.mu, leaf.mu_storage, words.mu);
+  load_array(leaf.nu, leaf.nu_storage, words.nu);
+  if (leaf.master_storage == Storage::kRemainder) {
+    load_array(leaf.param, Storage::kBFloat16, words.weight);
+    load_array(leaf.master, Storage::kRemainder, words.weight + Words<kCount>::kLow);
+  } else if (leaf.master_storage == Storage::kFloat16) {
+    load_array(leaf.master, Storage::kFloat16, words.weight);
+  } else {
+    load_array(leaf.master == nullptr ? leaf.param : leaf.master, Storage::kFloat32, words.weight);
+  }
+}
+
+template <int kCount>
+__device__ inline void unpack_weight(Storage master, const uint32_t* words, float (&p)[kCount]) {
+  if (master == Storage::kRemainder) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] = join_remainder(half_of(words, i), half_of(words + Words<kCount>::kLow, i));
+  } else {
+    unpack_words(master == Storage::kFloat16 ? master : Storage::kFloat32, words, p);
+  }
+}
+
+// Stores the master and the param; p becomes the weight that the model sees: the param, or the master where that is all there is.
+template <int kCount>
+__device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (&p)[kCount]) {
+  uint32_t words[kCount];
+  const auto store_array = [&](void* target, Storage storage) {
+    store_words(target, index * bytes_of(storage), kCount * bytes_of(storage), words);
+  };
+  const Storage master = leaf.master_storage, param = leaf.param_storage;
+  if (param == Storage::kBFloat16 && master != Storage::kFloat16) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) p[i] = off_the_tie(p[i]);
+  }
+  if (master == Storage::kRemainder) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      words[i / 2] = __byte_perm(remainder_of(p[i]), i + 1 < kCount ? remainder_of(p[i + 1]) : 0, 0x5410);
+    }
+    store_array(leaf.master, master);
+  } else if (master != Storage::kNone) {
+    pack_floats(master, p, words);
+    store_array(leaf.master, master);
+    if (master == Storage::kFloat16) unpack_words(master, words, p);
+  }
+  if (param != Storage::kNone) {
+    pack_floats(param, p, words);
+    store_array(leaf.param, param);
+    if (param != Storage::kFloat32) unpack_words(param, words, p);
+  }
+}
+
+// Updates kCount neighbours; returns their FP8 values.
+template <int kCount>
+__device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words, float& amax) {
+  float g[kCount], m[kCount], v[kCount], p[kCount];
+  unpack_words(leaf.g_storage, words.g, g);
+  unpack_words(leaf.mu_storage, words.mu, m);
+  unpack_words(leaf.nu_storage, words.nu, v);
+  unpack_weight(leaf.master_storage, words.weight, p);
+  const bool scaled_mu = is_fp8(leaf.mu_storage), scaled_root = is_fp8(leaf.nu_storage);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (scaled_mu) m[i] = __fmul_rn(m[i], step.scales[kMuScaleBefore]);
+    if (scaled_root) v[i] = __fmul_rn(v[i], step.scales[kNuScaleBefore]);
+    if (scaled_root) v[i] = __fmul_rn(v[i], v[i]);
+  }
+  update(step, leaf.decays, g, m, v, p);
+  pack_mu(step, leaf.mu_storage, m, words.mu);
+  pack_nu(step, leaf.nu_storage, static_cast<uint32_t>(index), v, words.nu);
+  store_words(leaf.mu, index * bytes_of(leaf.mu_storage), kCount * bytes_of(leaf.mu_storage), words.mu);
+  store_words(leaf.nu, index * bytes_of(leaf.nu_storage), kCount * bytes_of(leaf.nu_storage), words.nu);
+  store_weight(leaf, index, p);
+  if (leaf.values == nullptr) return 0;
+  amax = amax_of(amax, p);
+  const uint32_t bytes = quantize(leaf.values_storage, p, step.cast_multiplier);
+  store_words(leaf.values, index, kCount, &bytes);
+  return bytes;
+}
+
+}  // namespace jax_fp8

@@ -1,0 +1,604 @@
+"""The kernel of Adam on a GPU: bit for bit against NumPy and against the reference on the CPU, in every mode it has.
+
+    python tests/gpu/adam_check.py --output adam_check.json      # about a minute on an H200
+    python tests/gpu/adam_check.py --self-test                   # the reference against NumPy, with small arrays, on a CPU
+
+Steps follow each other on donated arrays, as in training. A NaN is a NaN whatever its payload; everything else is compared byte for byte.
+Subnormal numbers, which XLA's CPU compiler flushes to zero, are compared with NumPy only, and only on a GPU. Ends with one line per group
+of checks, and with exit code 1 when anything is wrong. How fast it is, `benchmarks/optimizer_step.py` says.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gpu.kernel_check import E4M3, E5M2, Report, as_bytes, oracle_amax, oracle_quantize
+
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.ops import kernels
+from jax_fp8.ops.adam import TARGET, Coefficients, Leaf, adam
+from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The dtypes of a leaf, and whether it decays."""
+
+    gradient: type
+    moments: tuple
+    weight: tuple
+    decays: bool = True
+
+
+F32, BF16, F16, U16 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16
+FP8 = (np.dtype(E4M3), np.dtype(E5M2))
+FP8_MAX = {FP8[0]: 448.0, FP8[1]: 57344.0}
+GRID = {FP8[0]: (3, -6), FP8[1]: (2, -14)}  # mantissa bits, smallest normal exponent
+UPDATED = ("mu", "nu", "param", "master", "values", "values_t")
+MOMENTS = tuple(itertools.product((F32, BF16, F16, E4M3, E5M2), repeat=2))
+WEIGHTS = (  # param, master, values
+    (F32, None, None),
+    (F32, None, E4M3),
+    (F32, None, E5M2),
+    (BF16, F32, None),
+    (BF16, F32, E4M3),
+    (BF16, F16, None),
+    (BF16, F16, E5M2),
+    (BF16, U16, None),
+    (BF16, U16, E4M3),
+    (F16, F32, None),
+    (F16, F32, E5M2),
+    (F16, F16, E4M3),
+    (None, F32, E4M3),
+    (None, F32, E5M2),
+    (None, F16, E4M3),
+    (None, F16, E5M2),
+)
+SMALL_SHAPES = ((48, 32), (33, 65), (16, 16), (144, 80), (7,), (8,), (), (1,), (3, 5, 7), (2, 16, 16), (1000,))
+SHAPES = ((0,), (0, 16), (278011,), (8192,), (8193,), (4096, 1024), (16, 4096), (4112, 16), *SMALL_SHAPES)
+LARGEST_SHAPE = (32320, 1024)
+OVER_2_TO_31 = (2064, 2**20)
+
+SIX_MODES = (
+    Mode(F32, (F32, F32), (F32, None, None)),
+    Mode(BF16, (F32, F32), (F32, None, E4M3)),
+    Mode(BF16, (BF16, BF16), (BF16, U16, E4M3)),
+    Mode(F16, (F16, F16), (F16, F16, E4M3), decays=False),
+    Mode(BF16, (E4M3, E4M3), (BF16, F32, E4M3)),
+    Mode(F32, (E5M2, E5M2), (None, F16, E5M2)),
+)
+
+# Ordinary in the sense that every intermediate result is a normal number, infinite or NaN; the ties are those of bfloat16, float16 and FP8.
+ORDINARY = (0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e-4, 3e38, -3.4e38, 65504.0, 65520.0, 447.9, -464.0)
+TIES = (1 + 2**-8, -(1 + 3 * 2**-8), 1 + 2**-8 + 2**-23, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-4, 1 + 3 * 2**-4)
+TIES += (3.3961775e38, 57344.0)
+TINY = (1e-45, -1e-40, 1.1754942e-38, 2**-126, -1e-30, 1e-20, 2**-24, 2**-25, 3 * 2**-26, 2**-9, -(2**-10), 2**-16)
+
+
+def on_gpu() -> bool:
+    """Whether programs run on a GPU: the default device decides, which need not be of the default backend."""
+    return next(iter(jnp.zeros(()).devices())).platform == "gpu"
+
+
+# ---- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool) -> tuple[Leaf, np.float32]:
+    """The updated leaf, its arrays flat, and its amax, in NumPy's float32, which rounds after every operation."""
+    if c.apply == 0:
+        return leaf, np.float32(0)
+    g, p = wide(leaf.gradient) * c.grad_scale, oracle_master(leaf)
+    if leaf.decays and not adam_w_mode:
+        g = g + p * c.weight_decay
+    m = c.b1 * wide(leaf.mu) + c.one_minus_b1 * g
+    second = np.square(wide(leaf.nu)) if isinstance(leaf.nu, Fp8Array) else wide(leaf.nu)
+    v = c.b2 * second + c.one_minus_b2 * (g * g)
+    u = (m * c.correction1) / (np.sqrt(v * c.correction2) + c.eps)
+    if leaf.decays and adam_w_mode:
+        u = u + p * c.weight_decay
+    p = p - c.rate * u
+    updated = replace(leaf, **oracle_weight(leaf, p), mu=oracle_mu(leaf, m), nu=oracle_nu(leaf, v, seed, number))
+    if leaf.values is None:
+        return updated, np.float32(0)
+    weight = wide(updated.master if updated.param is None else updated.param)
+    values = oracle_quantize(weight, leaf.scale, leaf.values.dtype.type)
+    transposed = None if leaf.values_t is None else values.reshape(leaf.gradient.shape).T
+    return replace(updated, values=values, values_t=transposed), oracle_amax(weight)
+
+
+def wide(array) -> np.ndarray:
+    """An array, FP8 with its scale, as flat float32."""
+    if isinstance(array, Fp8Array):
+        return wide(array.values) * array.scale
+    return np.asarray(array).reshape(-1).astype(np.float32)
+
+
+def oracle_master(leaf) -> np.ndarray:
+    if leaf.master is None or leaf.master.dtype != U16:
+        return wide(leaf.param if leaf.master is None else leaf.master)
+    high, low = (leaf_bits.reshape(-1).view(np.uint16).astype(np.uint32) for leaf_bits in (leaf.param, leaf.master))
+    return ((high - (low > 0x8000)) % 2**16 * 2**16 + low).astype(np.uint32).view(np.float32)
+
+
+def oracle_weight(leaf, p) -> dict:
+    """Param and master. Masters beside a bfloat16 param step off the ties that round away from zero."""
+    if leaf.param is not None and leaf.param.dtype == BF16 and leaf.master.dtype != F16:
+        tie = p.view(np.uint32) % 2**16 == 2**15
+        away = np.abs(p.astype(BF16).astype(np.float32)) > np.abs(p)
+        p = np.where(tie & away, np.nextafter(p, np.copysign(np.float32(np.inf), p)), p)
+    if leaf.master is None:
+        return {"param": p}
+    if leaf.master.dtype == U16:
+        return {
+            "param": p.astype(BF16),
+            "master": np.where(np.isnan(p), 0, p.view(np.uint32) % 2**16).astype(np.uint16),
+        }
+    master = p.astype(leaf.master.dtype)
+    return {"param": None if leaf.param is None else master.astype(leaf.param.dtype), "master": master}
+
+
+def oracle_mu(leaf, m):
+    if isinstance(leaf.mu, Fp8Array):
+        return Fp8Array(oracle_quantize(m, leaf.mu_scale, leaf.mu.dtype.type), leaf.mu_scale)
+    return m.astype(leaf.mu.dtype)
+
+
+def oracle_nu(leaf, v, seed, number):
+    if isinstance(leaf.nu, Fp8Array):
+        return Fp8Array(oracle_root(v, leaf.nu.dtype, leaf.nu_scale, seed, number), leaf.nu_scale)
+    rounded = v.astype(leaf.nu.dtype)
+    if leaf.nu.dtype == F32:
+        return rounded
+    return np.where((rounded == 0) & (v > 0), np.uint16(1).view(leaf.nu.dtype), rounded)
+
+
+def oracle_root(v, dtype, scale, seed, number) -> np.ndarray:
+    """sqrt(v) in FP8: in steps of the format, plus a number below one, rounded down."""
+    mantissa_bits, smallest_exponent = GRID[dtype]
+    scaled = np.sqrt(v) * (np.float32(1) / scale)
+    x = np.minimum(np.where(np.isnan(scaled), 0, scaled), np.float32(FP8_MAX[dtype]))
+    step = np.ldexp(np.float32(1), np.maximum(np.frexp(x)[1] - 1, smallest_exponent) - mantissa_bits)
+    fraction = (oracle_hash(v.size, seed, number) // 2**12).astype(np.float32) / np.float32(2**20)
+    rounded = np.minimum(np.floor(x / step + fraction) * step, np.float32(FP8_MAX[dtype]))
+    rounded = np.where((rounded == 0) & (x > 0), np.float32(2.0 ** (smallest_exponent - mantissa_bits)), rounded)
+    values = rounded.astype(dtype)
+    values.view(np.uint8)[np.isnan(scaled)] = 0x7F
+    return values
+
+
+def oracle_hash(size, seed, number) -> np.ndarray:
+    start = (seed * 0x85EBCA77 + number * 0xC2B2AE3D) % 2**32
+    h = np.arange(size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(start)
+    h = (h ^ h >> 16) * np.uint32(0x7FEB352D)
+    h = (h ^ h >> 15) * np.uint32(0x846CA68B)
+    return h ^ h >> 16
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------------
+
+
+class Draw:
+    """Random arrays, cut from one block of normal numbers whose length is prime."""
+
+    def __init__(self, seed: int):
+        self.random = np.random.default_rng(seed)
+        self.block = np.resize(self.random.standard_normal(1_048_573, dtype=np.float32), 2 * 1_048_573)
+
+    def normal(self, shape, dtype) -> np.ndarray:
+        size = int(np.prod(shape))
+        start = int(self.random.integers(1_048_573))
+        cut = self.block[start : start + size] if size <= 1_048_573 else np.resize(self.block[:1_048_573], size)
+        return cut.astype(dtype).reshape(shape)
+
+    def leaf(self, shape, mode: Mode) -> Leaf:
+        """The arrays that a leaf keeps from step to step, FP8 moments without their scales."""
+        param, master, values = mode.weight
+        mu, nu = (self.normal(shape, dtype) for dtype in mode.moments)
+        if master == U16:
+            kept = self.random.integers(0, 2**16, shape, dtype=np.uint16)
+        else:
+            kept = None if master is None else self.normal(shape, master)
+        transposable = len(shape) == 2 and not any(size % 16 for size in shape)
+        return Leaf(
+            gradient=None,
+            mu=mu,
+            nu=np.abs(nu),
+            param=None if param is None else self.normal(shape, param),
+            master=kept,
+            values=None if values is None else np.zeros(shape, values),
+            values_t=np.zeros(shape[::-1], values) if values is not None and transposable else None,
+            decays=mode.decays,
+        )
+
+    def inputs(self, leaf: Leaf, gradient_dtype) -> dict:
+        """What is new at every step: the gradient and all scales. Some FP8 moments saturate with these, most do not."""
+        names = ("scale", "mu_before", "mu_scale", "nu_before", "nu_scale")
+        scales = {name: np.float32(size) for name, size in zip(names, self.random.uniform(4e-3, 8e-3, 5), strict=True)}
+        return {"gradient": self.normal(leaf.mu.shape, gradient_dtype), **scales}
+
+
+def assembled(leaf: Leaf, inputs: dict) -> Leaf:
+    """A leaf as the op takes it."""
+    inputs = dict(inputs)
+    before = {"mu": inputs.pop("mu_before"), "nu": inputs.pop("nu_before")}
+    moments = {name: getattr(leaf, name) for name in before}
+    scaled = {name: Fp8Array(x, before[name]) if x.dtype in FP8 else x for name, x in moments.items()}
+    return replace(leaf, **scaled, **inputs)
+
+
+def bare(leaf: Leaf) -> Leaf:
+    """A leaf as it is kept: what is donated, and nothing else."""
+    mu, nu = (x.values if isinstance(x, Fp8Array) else x for x in (leaf.mu, leaf.nu))
+    return replace(leaf, gradient=None, mu=mu, nu=nu, scale=None, mu_scale=None, nu_scale=None)
+
+
+def numbers_of_step(step: int, **changes) -> Coefficients:
+    b1, b2 = np.float32(0.9), np.float32(0.999)
+    numbers = {
+        "b1": b1,
+        "one_minus_b1": 1 - b1,
+        "b2": b2,
+        "one_minus_b2": 1 - b2,
+        "rate": 1e-3 * (step + 1),
+        "eps": 1e-8,
+    }
+    numbers |= {"weight_decay": 0.1, "grad_scale": 0.37, "apply": 1}
+    numbers |= {"correction1": 1 / (1 - b1 ** (step + 1)), "correction2": 1 / (1 - b2 ** (step + 1))}
+    return Coefficients(**{name: np.float32(number) for name, number in (numbers | changes).items()})
+
+
+# ---- running and comparing -------------------------------------------------------------------------------------------
+
+
+def update(leaves, inputs, coefficients, seed, adam_w_mode):
+    updated, amaxes = adam(list(map(assembled, leaves, inputs)), coefficients, seed, adam_w_mode)
+    return list(map(bare, updated)), amaxes
+
+
+in_place = jax.jit(update, static_argnums=4, donate_argnums=0)
+apart = jax.jit(update, static_argnums=4)
+
+
+def on_the_cpu(leaves, *args):
+    """The reference."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.device_get(apart(leaves, *args))
+
+
+def by_oracle(leaves, inputs, coefficients, seed, adam_w_mode):
+    with np.errstate(all="ignore"):
+        rows = [
+            oracle(assembled(leaf, row), coefficients, int(seed), number, adam_w_mode)
+            for number, (leaf, row) in enumerate(zip(leaves, inputs, strict=True))
+        ]
+    return [bare(leaf) for leaf, _ in rows], np.array([amax for _, amax in rows])
+
+
+def poison(pattern: int):
+    """Fill memory that results may reuse."""
+    arrays = [jnp.full((size,), pattern, jnp.uint8) for size in (256, 1024, 4096, 65536, 1 << 20)]
+    jax.block_until_ready(arrays)
+
+
+def comparable(array) -> np.ndarray:
+    """The bytes of an array, with one payload for every NaN."""
+    array = np.asarray(array)
+    if array.dtype.itemsize == 1 or array.dtype == np.uint16:
+        return as_bytes(array)
+    return as_bytes(np.where(np.isnan(array), np.array(np.nan, array.dtype), array))
+
+
+def compare(report: Report, group: str, got, wanted, label: str):
+    """Two results of a step, array by array."""
+    for number, (leaf, expected) in enumerate(zip(jax.device_get(got[0]), wanted[0], strict=True)):
+        for name in UPDATED:
+            if getattr(leaf, name) is not None:
+                array = getattr(leaf, name)
+                what = f"{label}: {name} {array.dtype}{list(array.shape)} of leaf {number}"
+                report.bits(group, comparable(array), comparable(getattr(expected, name)), what)
+    report.bits(group, got[1], wanted[1], f"{label}: amaxes")
+
+
+def check_steps(report: Report, group: str, draw: Draw, leaves, gradient_dtypes, adam_w_mode, steps, wanted=by_oracle):
+    """Several steps in a row, the third one skipped."""
+    kept, expected = leaves, leaves
+    for step in range(steps):
+        inputs = list(map(draw.inputs, leaves, gradient_dtypes))
+        args = inputs, numbers_of_step(step, apply=step != 2), np.uint32(step * 0x9E3779B9 % 2**32), adam_w_mode
+        poison(0xA5 if step % 2 else 0x5A)
+        kept, amaxes = in_place(kept, *args)
+        expected, expected_amaxes = wanted(expected, *args)
+        label = f"step {step}, {'AdamW' if adam_w_mode else 'L2'}"
+        compare(report, group, (kept, amaxes), (expected, expected_amaxes), label)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_modes(report: Report):
+    """Every pair of moments with every kind of weight, gradients in turn; a fifth of them with L2. A CPU, slow to compile, takes a few."""
+    draw = Draw(0)
+    gradients, shapes = itertools.cycle((F32, BF16, F16)), itertools.cycle(SMALL_SHAPES)
+    modes = [
+        Mode(next(gradients), moments, weight, decays=number % 7 != 0)
+        for number, (moments, weight) in enumerate(itertools.product(MOMENTS, WEIGHTS))
+    ]
+    for adam_w_mode in (True, False):
+        some = modes[:: (1 if adam_w_mode else 5) * (1 if on_gpu() else 13)]
+        leaves = [draw.leaf(next(shapes), mode) for mode in some]
+        check_steps(report, "modes", draw, leaves, [mode.gradient for mode in some], adam_w_mode, steps=5)
+
+
+def check_shapes(report: Report):
+    """Every shape in six modes, against NumPy and, some of them, against the reference."""
+    draw = Draw(1)
+    for number, mode in enumerate(SIX_MODES if on_gpu() else SIX_MODES[4:]):
+        leaves = [draw.leaf(shape, mode) for shape in (SHAPES if on_gpu() else SHAPES[:5])]
+        settings = [mode.gradient] * len(leaves), number % 2 == 0
+        check_steps(report, "shapes, against NumPy", draw, leaves, *settings, steps=4)
+        check_steps(report, "shapes, against the reference", draw, leaves[:6], *settings, steps=1, wanted=on_the_cpu)
+
+
+def check_largest_shape(report: Report):
+    """A vocabulary's embedding; the reference needs no minute for it, as NumPy would."""
+    draw = Draw(2)
+    shape = LARGEST_SHAPE if on_gpu() else (160, 64)
+    for mode in (SIX_MODES[1], SIX_MODES[4]):
+        leaf = draw.leaf(shape, mode)
+        check_steps(report, "largest shape", draw, [leaf], [mode.gradient], True, steps=1, wanted=on_the_cpu)
+
+
+def check_many_leaves(report: Report):
+    """More than one launch holds, so that the leaf numbers of the second count on."""
+    draw = Draw(3)
+    modes = [SIX_MODES[number % 5] for number in range(1000 if on_gpu() else 10)]
+    leaves = [draw.leaf(SMALL_SHAPES[number % 8], mode) for number, mode in enumerate(modes)]
+    gradients = [mode.gradient for mode in modes]
+    check_steps(report, "many leaves", draw, leaves, gradients, True, steps=2)
+
+
+def check_special_values(report: Report):
+    """Every special gradient with every special master and moment, at rates that move the master and leave it on its tie."""
+    draw = Draw(4)
+    special = np.array(ORDINARY + TIES + (TINY if on_gpu() else ()), np.float32)
+    gradient, master, moment = (grid.reshape(-1) for grid in np.meshgrid(special, special, special[::3]))
+
+    def leaf(moments, weight):
+        leaf = draw.leaf(gradient.shape, Mode(F32, moments, weight))
+        changes = {"mu": moment.astype(moments[0]), "nu": np.abs(moment).astype(moments[1])}
+        if weight[1] == U16:
+            high, low = np.divmod(master.view(np.uint32), 2**16)
+            return replace(leaf, **changes, param=high.astype(np.uint16).view(BF16), master=low.astype(np.uint16))
+        return replace(leaf, **changes, **{"master" if weight[1] else "param": master.astype(weight[1] or weight[0])})
+
+    for dtype in (F32, BF16, F16, E4M3, E5M2):
+        with np.errstate(all="ignore"):
+            leaves = [leaf((dtype, dtype), weight) for weight in (WEIGHTS if on_gpu() else WEIGHTS[1:9:3])]
+        inputs = [draw.inputs(leaf, F32) | {"gradient": gradient} for leaf in leaves]
+        for rate, grad_scale in ((0, 1), (1e-3, 0.37)):
+            args = leaves, inputs, numbers_of_step(0, rate=rate, grad_scale=grad_scale), np.uint32(7), True
+            compare(report, "special values", apart(*args), by_oracle(*args), f"{np.dtype(dtype).name} {rate=}")
+
+
+def check_all_16_bit_patterns(report: Report):
+    """Every 16-bit gradient, moment, param and remainder, each beside a random other one; and every FP8 moment."""
+    draw, random = Draw(5), np.random.default_rng(5)
+
+    def patterns(dtype):
+        bits = random.permutation(2**16).astype(np.uint16)
+        values = bits.astype(np.uint8).view(dtype) if np.dtype(dtype).itemsize == 1 else bits.view(dtype)
+        if on_gpu() or dtype == U16:
+            return values
+        return np.where(np.abs(values.astype(np.float32)) < 1e-6, np.ones((), dtype), values)
+
+    for dtype in (BF16, F16):
+        for moment in (dtype, E4M3, E5M2):
+            leaf = draw.leaf((2**16,), Mode(dtype, (moment, moment), (BF16, U16, E4M3)))
+            leaf = replace(leaf, mu=patterns(moment), nu=patterns(moment), param=patterns(BF16), master=patterns(U16))
+            inputs = [draw.inputs(leaf, dtype) | {"gradient": patterns(dtype)}]
+            for rate in (0, 1e-3):
+                args = inputs, numbers_of_step(3, rate=rate), np.uint32(9), False
+                label = f"{np.dtype(dtype).name} with {np.dtype(moment).name} {rate=}"
+                compare(report, "all 16-bit patterns", apart([leaf], *args), by_oracle([leaf], *args), label)
+
+
+def check_what_is_written(report: Report):
+    """A skipped step leaves every byte; donated arrays are updated where they lie; arrays that are not donated stay as they were."""
+    draw = Draw(6)
+    modes = SIX_MODES[:: 1 if on_gpu() else 3]
+    leaves = [draw.leaf((48, 32), mode) for mode in modes]
+    inputs = [draw.inputs(leaf, mode.gradient) for leaf, mode in zip(leaves, modes, strict=True)]
+    inputs[0]["gradient"][3] = np.nan
+    before = jax.tree.map(as_bytes, leaves)
+    for apply in (0, 1):
+        given = jax.tree.map(jnp.array, leaves)
+        poison(0xA5)
+        args = inputs, numbers_of_step(1, apply=apply), np.uint32(1), True
+        kept, _ = apart(given, *args)
+        unchanged = [
+            np.array_equal(*pair)
+            for pair in zip(*map(jax.tree.leaves, (jax.tree.map(as_bytes, given), before)), strict=True)
+        ]
+        report.expect("not donated, not written", all(unchanged), f"{apply=}: {unchanged}")
+        addresses = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(given)]
+        updated, amaxes = in_place(given, *args)
+        compare(report, "donated or not", (updated, amaxes), (jax.device_get(kept), amaxes), f"{apply=}")
+        if on_gpu():
+            moved = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(updated)] != addresses
+            report.expect("in place", not moved, f"{apply=}: a donated array was copied")
+        same = [np.array_equal(as_bytes(a), b) for a, b in zip(*map(jax.tree.leaves, (updated, before)), strict=True)]
+        report.expect("a skipped step writes nothing", all(same) if apply == 0 else not any(same), f"{apply=}: {same}")
+        if apply == 0:
+            report.bits("a skipped step writes nothing", amaxes, np.zeros(len(leaves), np.float32), "amaxes")
+
+
+def check_controls(report: Report):
+    """What must be noticed: each of the numbers a step depends on, off by the least that it can be."""
+    draw = Draw(7)
+    leaves = [draw.leaf((144, 80), Mode(F32, (F32, nu), (F32, None, E4M3))) for nu in (F32, E4M3)]
+    inputs, numbers = [draw.inputs(leaf, F32) for leaf in leaves], numbers_of_step(1)
+    got = jax.device_get(apart(leaves, inputs, numbers, np.uint32(3), True))
+    compare(report, "controls", got, by_oracle(leaves, inputs, numbers, 3, True), "as it should be")
+
+    def control(name, position, array, leaves=leaves, inputs=inputs, numbers=numbers, seed=3, adam_w_mode=True):
+        wrong = getattr(by_oracle(leaves, inputs, numbers, seed, adam_w_mode)[0][position], array)
+        noticed = not np.array_equal(as_bytes(getattr(got[0][position], array)), as_bytes(wrong))
+        report.expect("controls: a wrong number is noticed", noticed, f"{name} does not change {array}")
+
+    for name in ("rate", "b1", "one_minus_b1", "b2", "one_minus_b2", "weight_decay", "correction1", "correction2"):
+        off = replace(numbers, **{name: np.nextafter(getattr(numbers, name), np.float32(9))})
+        control(name, 0, {"1": "mu", "2": "nu"}[name[-1]] if "b" in name else "param", numbers=off)
+    control("grad_scale", 0, "mu", numbers=replace(numbers, grad_scale=np.float32(0.3700001)))
+    control("the mode", 0, "param", adam_w_mode=False)
+    control("decays", 0, "param", leaves=[replace(leaf, decays=False) for leaf in leaves])
+    control("the seed", 1, "nu", seed=4)
+    control("the leaf's number", -1, "nu", leaves=[leaves[0], *leaves], inputs=[inputs[0], *inputs])
+
+
+def check_over_2_to_31_elements(report: Report):
+    """The rows of a periodic leaf come out equal, the last as NumPy has it, and the transpose is one; 26 GB."""
+    draw = Draw(8)
+    rows, cols = OVER_2_TO_31 if on_gpu() else (32, 64)
+    row = draw.leaf((cols,), SIX_MODES[2])
+    inputs = draw.inputs(row, BF16)
+    args = numbers_of_step(1), np.uint32(5), True
+
+    @jax.jit
+    def repeated(row, gradient):
+        def repeat(x):
+            return jnp.broadcast_to(x, (rows, cols))
+
+        leaf = jax.tree.map(repeat, row)
+        return replace(leaf, values_t=jnp.zeros((cols, rows), E4M3)), repeat(gradient)
+
+    @jax.jit
+    def consistent(leaf):
+        arrays = [getattr(leaf, name) for name in UPDATED]
+        bits = [x if x.dtype == U16 else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in arrays]
+        return [jnp.all(x == x[0]) for x in bits[:5]] + [jnp.all(bits[5] == bits[4].T)]
+
+    leaf, gradient = repeated(row, inputs["gradient"])
+    (updated,), amaxes = in_place([leaf], [inputs | {"gradient": gradient}], *args)
+    for name, same in zip(UPDATED, consistent(updated), strict=True):
+        report.expect("over 2**31 elements", bool(same), f"the periods of {name} differ")
+    spoiled = replace(
+        updated, mu=jax.lax.dynamic_update_slice(updated.mu, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
+    )
+    report.expect("over 2**31 elements", not consistent(spoiled)[0], "one wrong element is not noticed")
+    got = replace(jax.tree.map(lambda x: x[-1], updated), values_t=None)
+    compare(report, "over 2**31 elements", ([got], amaxes), by_oracle([row], [inputs], *args), "last row")
+
+
+def check_graphs(report: Report):
+    """The same bytes from a CUDA graph, captured, replayed and updated, as without one."""
+    draw = Draw(9)
+    modes = SIX_MODES[:: 1 if on_gpu() else 3]
+    start = [draw.leaf((144, 80), mode) for mode in modes]
+    plain_options = {"xla_gpu_enable_command_buffer": ""}
+    programs = [
+        jax.jit(partial(update, adam_w_mode=True), donate_argnums=0, compiler_options=options)
+        for options in (CUDA_GRAPH_OPTIONS, plain_options)
+    ]
+    kept = [jax.tree.map(jnp.array, start) for _ in programs]
+    for step in range(5):
+        inputs = [draw.inputs(leaf, mode.gradient) for leaf, mode in zip(start, modes, strict=True)]
+        args = inputs, numbers_of_step(step, apply=step != 3), np.uint32(step)
+        results = [program(leaves, *args) for program, leaves in zip(programs, kept, strict=True)]
+        compare(report, "CUDA graph", results[0], jax.device_get(results[1]), f"step {step}")
+        kept = [leaves for leaves, _ in results]
+
+
+def check_refusals(report: Report):
+    """Every call that breaks the contract raises, and the message names operation and argument."""
+    if not on_gpu():
+        return  # the reference takes anything
+    x, one = jnp.ones((32, 64)), [11, (1, 5)]
+    brain, weight, integer = x.astype(BF16), x.astype(E4M3), x.astype(jnp.int32)
+
+    def raw(layout, *arrays, shared=one, seed=None, aliased=True, result=None):
+        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *arrays]
+        results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[1:]]
+        results.append(result or jax.ShapeDtypeStruct((1,), F32))
+        aliases = {4 + number: number for number in range(len(arrays) - 1)} if aliased else None
+        call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
+        return lambda: call(*operands, layout=np.array(layout, np.int32), adam_w_mode=True)
+
+    cases = [
+        (raw([1], x, x, x), "the arrays of its layout"),
+        (raw([1], x, x, x, x, shared=[10, (1, 5)]), "scalars must have shape [11]"),
+        (raw([1], x, x, x, x, shared=[11, (2, 5)]), "scales must have shape [1, 5]"),
+        (raw([1], x, x, x, x, seed=jnp.int32(0)), "seed must be uint32"),
+        (raw([1], x, x, x, x, result=jax.ShapeDtypeStruct((2,), F32)), "amaxes must have shape [1]"),
+        (raw([1], integer, x, x, x), "g of leaf 0 must be float32, bfloat16 or float16"),
+        (raw([1], x, integer, x, x), "mu of leaf 0 must be"),
+        (raw([1], x, x, integer, x), "nu of leaf 0 must be"),
+        (raw([1], x, x[:16], x, x), "mu of leaf 0 must have the shape of g"),
+        (raw([1], x, x, x, x, aliased=False), "must be updated in place"),
+        (raw([0], x, x, x), "g of leaf 0 must come with a param, a master or both"),
+        (raw([1], x, x, x, brain), "param of leaf 0 must be float32 when it has no master"),
+        (raw([3], x, x, x, x, x), "when it has a master"),
+        (raw([3], x, x, x, brain, brain), "master of leaf 0 must be float32, float16 or"),
+        (raw([3], x, x, x, x.astype(F16), x.astype(U16)), "bfloat16 param"),
+        (raw([2], x, x, x, x), "master of leaf 0 must come with FP8 values"),
+        (raw([5], x, x, x, x, x), "values of leaf 0 must be float8_e4m3fn or float8_e5m2"),
+        (raw([9], x, x, x, x, weight.T), "values_t of leaf 0 must come with values"),
+        (raw([13], x, x, x, x, weight, weight), "values_t of leaf 0 must have rank 2 and the transposed shape"),
+        (raw([13], x, x, x, x, weight, weight.T.astype(E5M2)), "values_t of leaf 0 must have the dtype of values"),
+        (raw([13], *[x[:, :40]] * 4, weight[:, :40], weight[:, :40].T), "divisible by 16"),
+    ]
+    for call, fragment in cases:
+        try:
+            jax.block_until_ready(jax.jit(call)())
+            report.expect("refusals", False, f"nothing was raised where {fragment!r} was due")
+        except jax.errors.JaxRuntimeError as error:
+            said = fragment in str(error) and TARGET in str(error)
+            report.expect("refusals", said, f"{fragment!r} is not in: {error}")
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+CHECKS = [check_controls, check_what_is_written, check_shapes, check_modes, check_many_leaves, check_special_values]
+CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_elements, check_graphs, check_refusals]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--self-test", action="store_true", help="run on a CPU: the reference and few, small arrays")
+    options = parser.parse_args(arguments)
+    if not options.self_test and not (on_gpu() and TARGET in kernels.TARGETS):
+        print(f"adam_check needs a GPU and {TARGET}, got {jax.devices()}; {kernels.missing_reason() or 'rebuild it'}")
+        return 2
+    report, seconds = Report(), {}
+    for check in CHECKS:
+        start = time.perf_counter()
+        check(report)
+        seconds[check.__name__] = time.perf_counter() - start
+        print(f"{check.__name__}: {seconds[check.__name__]:.1f} s, {len(report.failures)} failures so far", flush=True)
+    print(jax.devices()[0].device_kind, "jax", jax.__version__, kernels.build_info())
+    for group, count in report.passed.items():
+        print(f"ok {count:6} {group}")
+    for failure in report.failures[:20]:
+        print("FAILED", failure)
+    print(f"{len(report.failures)} failures")
+    if options.output:
+        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "build": kernels.build_info()}
+        result |= {"seconds": seconds, "passed": report.passed, "failures": report.failures}
+        options.output.write_text(json.dumps(result, indent=1))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The weight cache: cached steps have the bits of steps that cast, whoever wrote the cache, and new params are never read from an old one."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+
+import jax_fp8 as fp8
+from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.scale import scale_from_amax
+
+RECIPE = fp8.DelayedScaling(amax_history_len=3)
+CONFIG = fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=32, num_heads=2)
+TOKENS = np.random.default_rng(0).integers(0, 256, (8, 17), dtype=np.int32)
+MODEL = fp8.GPT(CONFIG, recipe=RECIPE)
+CHAIN = optax.chain(optax.clip_by_global_norm(0.5), fp8.fused_adamw(1e-3))
+
+
+def frozen_kernels(tx):
+    """Weights that the optimizer never sees still change their scale."""
+    labels = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in str(path), params)  # noqa: E731
+    return optax.multi_transform({True: optax.set_to_zero(), False: tx}, labels)
+
+
+OPTIMIZERS = {
+    "fused": fp8.fused_adamw(1e-3),
+    "chained": CHAIN,
+    "schedule, bfloat16 moments": fp8.fused_adamw(
+        optax.linear_schedule(0, 1e-3, 4), mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16
+    ),
+    "plain optax": optax.adamw(1e-3),
+    "frozen": frozen_kernels(fp8.fused_adamw(1e-3)),
+}
+
+
+def start(tx, cached, seed=0):
+    variables = dict(jax.jit(MODEL.init)(jax.random.key(seed), TOKENS[:, :-1]))
+    if cached:
+        variables["fp8_cache"] = fp8.cast_weights(variables, RECIPE)
+    return fp8.TrainState.create(variables=variables, tx=tx)
+
+
+def train(tx, cached, steps=5, microbatches=1, in_place=True):
+    state = start(tx, cached)
+    step = fp8.make_train_step(fp8.next_token_loss(MODEL), tx, RECIPE, microbatches, in_place=in_place)
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, jnp.asarray(TOKENS))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] != losses[0]
+    return losses, state
+
+
+def assert_same_training(ours, theirs):
+    (losses, state), (expected, reference_state) = ours, theirs
+    assert losses == expected
+    for name in ("params", "fp8", "opt_state"):
+        assert_same_trees(getattr(state, name), getattr(reference_state, name))
+
+
+def assert_same_trees(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        reference.assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_cached_steps_have_the_bits_of_steps_that_cast(tx):
+    assert_same_training(train(tx, cached=True), train(tx, cached=False))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_microbatches(in_place):
+    assert_same_training(train(CHAIN, True, microbatches=4, in_place=in_place), train(CHAIN, False, microbatches=4))
+
+
+def test_the_cache_is_what_casting_gives():
+    _, state = train(OPTIMIZERS["fused"], cached=True)
+    assert_same_trees(state.cache, fp8.cast_weights(state.variables, RECIPE))
+    kernels = [leaf for leaf in jax.tree.leaves(state.cache, is_leaf=lambda x: isinstance(x, CachedWeight))]
+    assert len(kernels) == 4 * CONFIG.num_layers
+    assert all(isinstance(kernel, CachedWeight) for kernel in kernels)
+
+
+def test_the_cache_is_read():
+    """Negative control of all others: another cache gives another loss."""
+    state = start(CHAIN, cached=True)
+    other = start(CHAIN, cached=True, seed=1)
+    step = fp8.make_train_step(fp8.next_token_loss(MODEL), CHAIN, RECIPE, donate=False)
+    right = step(state, jnp.asarray(TOKENS))[1]["loss"]
+    wrong = step(state.replace(cache=other.cache), jnp.asarray(TOKENS))[1]["loss"]
+    assert float(right) != float(wrong)
+
+
+def test_overwritten_params_are_cast_again():
+    tx = OPTIMIZERS["fused"]
+    step = fp8.make_train_step(fp8.next_token_loss(MODEL), tx, RECIPE, donate=False)
+    results = []
+    for cached in (True, False):
+        state, _ = step(start(tx, cached), jnp.asarray(TOKENS))
+        state = state.replace(params=jax.tree.map(lambda p: 1.25 * p, state.params))
+        results.append(step(state, jnp.asarray(TOKENS)))
+    (cached_state, cached_metrics), (state, metrics) = results
+    assert float(cached_metrics["loss"]) == float(metrics["loss"])
+    assert_same_trees(cached_state.params, state.params)
+
+
+def test_a_skipped_step_changes_no_state():
+    tx = fp8.fused_adamw(1e-3, skip_nonfinite=True)
+    module = fp8.Dense(32, recipe=RECIPE)
+
+    def loss(variables, batch):
+        return jnp.mean(jnp.square(module.apply(variables, batch)).astype(jnp.float32))
+
+    step = fp8.make_train_step(loss, tx, RECIPE, donate=False, warm_start=False)
+    x = jax.random.normal(jax.random.key(0), (16, 32), jnp.bfloat16)
+    variables = dict(module.init(jax.random.key(1), x))
+    state = fp8.TrainState.create(variables={**variables, "fp8_cache": fp8.cast_weights(variables, RECIPE)}, tx=tx)
+    state, _ = step(state, x)
+    skipped, metrics = step(state, x.at[3, 4].set(jnp.nan))
+    assert not np.isfinite(float(metrics["loss"]))
+    for name in ("params", "fp8", "opt_state", "cache"):
+        assert_same_trees(getattr(skipped, name), getattr(state, name))
+    taken, _ = step(skipped, x)
+    assert not np.array_equal(taken.params["kernel"], state.params["kernel"])
+
+
+def test_stacked_layers():
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                variable_axes={"params": 0, "fp8": 0, "fp8_cache": 0},
+                split_rngs={"params": True},
+                length=3,
+            )
+            return layers(fp8.Dense(32, recipe=RECIPE, name="layer"), x, None)[0]
+
+    module, tx = Stack(), OPTIMIZERS["fused"]
+    x = jax.random.normal(jax.random.key(0), (16, 32), jnp.bfloat16)
+
+    def loss(variables, batch):
+        return jnp.mean(jnp.square(module.apply(variables, batch)).astype(jnp.float32))
+
+    step = fp8.make_train_step(loss, tx, RECIPE)
+    results = []
+    for cached in (True, False):
+        variables = dict(module.init(jax.random.key(1), x))
+        cache = {"fp8_cache": fp8.cast_weights(variables, RECIPE)} if cached else {}
+        state = fp8.TrainState.create(variables={**variables, **cache}, tx=tx)
+        for _ in range(3):
+            state, _ = step(state, x)
+        results.append(state)
+    assert_same_trees(results[0].params, results[1].params)
+    assert_same_trees(results[0].fp8, results[1].fp8)
+
+
+def test_scale_and_amax_are_the_weights():
+    variables = MODEL.init(jax.random.key(0), TOKENS[:, :-1])
+    cache = fp8.cast_weights(variables, RECIPE)
+    kernel, cached = variables["params"]["layer_0"]["mlp"]["up"]["kernel"], cache["layer_0"]["mlp"]["up"]["kernel"]
+    assert float(cached.amax) == float(jnp.max(jnp.abs(kernel)))
+    assert float(cached.scale) == float(scale_from_amax(cached.amax, fp8.E4M3))
+    reference.assert_same_bits(cached.straight.values, fp8.quantize(kernel, fp8.E4M3, cached.scale).values)
+    reference.assert_same_bits(cached.values_t, cached.values.T)
+
+
+def test_misuse():
+    variables = MODEL.init(jax.random.key(0), TOKENS[:, :-1])
+    with pytest.raises(ValueError, match='needs the DelayedScaling recipe and the collection "fp8"'):
+        fp8.cast_weights(variables, fp8.CurrentScaling())
+    with pytest.raises(ValueError, match='needs the DelayedScaling recipe and the collection "fp8"'):
+        fp8.cast_weights({"params": variables["params"]}, RECIPE)
+    wide = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=64, num_heads=2), recipe=RECIPE)
+    other = wide.init(jax.random.key(0), TOKENS[:, :-1])
+    with pytest.raises(ValueError, match="the weight cache must hold float8_e4m3fn of shape"):
+        MODEL.apply({**variables, "fp8_cache": fp8.cast_weights(other, RECIPE)}, TOKENS[:, :-1])

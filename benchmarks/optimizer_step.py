@@ -7,8 +7,6 @@
 A step takes bfloat16 gradients, updates parameters and optimizer state, all donated, and casts the kernel of every GEMM to E4M3 in both
 orientations. Memory is its limit, so beside the time stands what it must read and write: each array once, and once more for each pass that
 cannot be joined with another. Afterwards every parameter must have moved, be finite, and be what its FP8 values were cast from.
-
-    params, optimizer state, casts, gradients → step → params, optimizer state, casts
 """
 
 import argparse
@@ -202,9 +200,7 @@ def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
     params = random_tree(gradients, 0.02, variant.param_dtype, seed=1)
     before = samples(params)
     casts = {path: first_cast(kernel) for path, kernel in gemm_kernels(params).items()}
-    scales = jnp.stack(
-        [casts[path].scale for path in sorted(casts)]
-    )  # one array, as a step has them when it has updated its scales
+    scales = jnp.stack([casts[path].scale for path in sorted(casts)])  # one array, as update_state makes them
     casts = {path: with_scale(copies, None) for path, copies in casts.items()}
     state = params, jax.jit(variant.optimizer().init)(params), casts
     del params, casts

@@ -135,6 +135,17 @@ def test_step_on_one_device(recipe_name, microbatches, cached):
     assert program.temp_bytes < 4 * WORKSPACE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("recipe_name", "before", "inside"), [("delayed", GEMMS // 3, GEMMS * 2 // 3), ("current", 0, GEMMS)]
+)
+def test_weights_are_cast_once_for_all_microbatches(recipe_name, before, inside):
+    """Before the loop over microbatches, where their scales are known by then; current scaling casts them in it."""
+    program, _ = train_step(recipe_name, microbatches=2)
+    entry = program.hlo[program.hlo.index("\nENTRY ") :]
+    casts = 'custom_call_target="jax_fp8_quantize_transpose"'
+    assert (entry.count(casts), program.hlo.count(casts) - entry.count(casts)) == (before, inside)
+
+
 def test_step_on_four_devices_data_parallel():
     program, state_bytes = train_step("delayed", data=4)
     assert checked(program) == promised("delayed", state_bytes)

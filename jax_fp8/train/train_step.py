@@ -1,5 +1,6 @@
 """One optimizer step as one jitted program with donated state: on a GPU, one CUDA graph.
 
+    weights → FP8, once
     batch → microbatches ─scan→ gradients (mean, float32), staged amaxes (max) → update_state, once → fp8, scales
                                    └→ optimizer, in place → params, opt_state, and the weight cache cast with these scales
 
@@ -20,7 +21,7 @@ from jax_fp8.core.staging import value_and_grad, warm_start_value_and_grad
 from jax_fp8.core.state import count_nonfinite, keep_known_rows, map_gemms, update_state
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.updates import InPlace, apply_updates, was_applied
-from jax_fp8.train.weight_cache import cast_requests, refresh
+from jax_fp8.train.weight_cache import cast_requests, cast_weights, refresh
 
 # A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside: inside graphs they were slower and could hang.
 CUDA_GRAPH_OPTIONS = {
@@ -96,7 +97,8 @@ def make_train_step(
 
     def step(state, batch):
         _check_state(state, recipe)
-        loss, grads, staged = _accumulate(value_and_grad(loss_fn), state, batch, microbatches)
+        variables = _with_weights_cast(state.variables, recipe) if microbatches > 1 else state.variables
+        loss, grads, staged = _accumulate(value_and_grad(loss_fn), variables, batch, microbatches)
         with jax.named_scope("fp8_state"):
             fp8 = update_state(staged, recipe)
             metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
@@ -112,25 +114,33 @@ def make_train_step(
 
     def warm(state, batch):
         _check_state(state, recipe)
-        _, _, staged = _accumulate(warm_start_value_and_grad(loss_fn), state, batch, microbatches)
+        _, _, staged = _accumulate(warm_start_value_and_grad(loss_fn), state.variables, batch, microbatches)
         return state.replace(fp8=keep_known_rows(state.fp8, update_state(staged, recipe)))
 
     return TrainStep(jit(step), jit(warm) if warm_start and isinstance(recipe, DelayedScaling) else None)
 
 
-def _accumulate(gradient_fn, state, batch, microbatches):
+def _with_weights_cast(variables, recipe):
+    """The weights in FP8 for all microbatches of a step, cast here unless the state carries them. Scales must be known: delayed scaling."""
+    if "fp8_cache" in variables or not isinstance(recipe, DelayedScaling):
+        return variables
+    return {**variables, "fp8_cache": cast_weights(variables, recipe)}
+
+
+def _accumulate(gradient_fn, variables, batch, microbatches):
     """Mean loss and gradients over the microbatches, and the state with the maximum of their amaxes staged."""
     if microbatches == 1:
-        return gradient_fn(state.variables, batch)
+        return gradient_fn(variables, batch)
 
     def add(carry, microbatch):
         loss, grads, fp8 = carry
-        new_loss, new_grads, fp8 = gradient_fn({**state.variables, "fp8": fp8}, microbatch)
+        new_loss, new_grads, fp8 = gradient_fn({**variables, "fp8": fp8}, microbatch)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, new_grads)
         return (loss + new_loss, grads, fp8), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
-    (loss, grads, fp8), _ = jax.lax.scan(add, (jnp.float32(0), zeros, state.fp8), _split(batch, microbatches))
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), variables["params"])
+    start = (jnp.float32(0), zeros, variables.get("fp8", {}))
+    (loss, grads, fp8), _ = jax.lax.scan(add, start, _split(batch, microbatches))
     return loss / microbatches, jax.tree.map(lambda g: g / microbatches, grads), fp8
 
 

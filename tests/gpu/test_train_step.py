@@ -93,8 +93,11 @@ def losses_with_the_cast(apart, steps, rate=1e-3):
     return np.array(losses), jax.device_get(state)
 
 
-def test_the_optimizer_writes_the_weights_that_a_cast_would():
+def test_the_optimizer_writes_the_weights_that_a_cast_would(monkeypatch):
     """200 steps: FP8 weights by the optimizer's kernel, and by a cast of their own, give the same losses and state to the last bit."""
+    attention = jax.nn.dot_product_attention  # cuDNN may add the gradients of its queries in any order
+    in_order = lambda *args, **how: attention(*args, **how | {"implementation": "xla"})  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", in_order)
     apart, apart_state = losses_with_the_cast(apart=True, steps=200)
     again, _ = losses_with_the_cast(apart=True, steps=200)
     np.testing.assert_array_equal(again, apart, "the same programs twice: without this there is nothing to compare")

@@ -27,6 +27,7 @@ def benchmark(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.program
 def test_gpt_step_runs_whole(benchmark, tmp_path):
     gpt_step = benchmark("gpt_step")
     assert gpt_step.main(["--self-test", "--variants", "bf16", "delayed", "--output", str(tmp_path)]) == 0
@@ -65,6 +66,7 @@ def test_a_profile_that_fails_costs_no_times(benchmark, tmp_path):
     assert "No profile of bf16: the trace must hold" in page
 
 
+@pytest.mark.program
 def test_optimizer_step_runs_whole(benchmark, tmp_path):
     optimizer_step = benchmark("optimizer_step")
     variants = ["optax", "in_place", "remainder"]
@@ -239,6 +241,7 @@ def test_the_verdict_follows_from_the_losses(benchmark, verdict, losses):
     assert convergence.judge(runs_ending_at(convergence, **losses))[0] == verdict
 
 
+@pytest.mark.program
 def test_convergence_runs_whole(benchmark, tmp_path):
     """FP8 is close to bfloat16 after a few steps of a tiny model, and the control is not: the verdict is real."""
     convergence = benchmark("convergence")

@@ -32,7 +32,7 @@ from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.ops.adam import TARGET
 from jax_fp8.ops.amax import amax
-from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.updates import NewParam
 
@@ -106,33 +106,34 @@ def gemm_kernels(params: Any) -> dict[str, jax.Array]:
 
 @jax.jit
 def first_cast(kernel: jax.Array) -> CachedWeight:
-    return cast(kernel, scale_from_amax(amax(kernel), fp8.E4M3))
+    return cast(kernel, ScaleSource(scale_from_amax(amax(kernel), fp8.E4M3)))
 
 
-def cast(kernel: jax.Array, scale: jax.Array) -> CachedWeight:
-    straight, transposed, largest = quantize_transpose(kernel, fp8.E4M3, scale)
-    return CachedWeight(straight.values, transposed.values, scale, largest)
+def cast(kernel: jax.Array, source: ScaleSource) -> CachedWeight:
+    straight, transposed, largest = quantize_transpose(kernel, fp8.E4M3, source)
+    return CachedWeight(straight.values, transposed.values, straight.scale, largest)
 
 
 def make_step(variant: Variant):
-    """`(params, opt_state, casts), gradients, scales -> params, opt_state, casts`; casts without their scales, which stay as they are in f32[casts]."""
+    """`(params, opt_state, casts), gradients, scales -> params, opt_state, casts`, the scales of all casts being one array f32[casts]."""
     tx = variant.optimizer()
 
     def step(state, gradients, scales):
         params, opt_state, casts = state
-        scales = dict(zip(sorted(casts), scales, strict=True))
+        rows = {path: row for row, path in enumerate(sorted(casts))}
         if variant.settings is None:
             gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        scaled = {path: (with_scale(casts[path], scale), scale) for path, scale in scales.items()}
-        request = fp8.InPlace(scaled if variant.casts_in_place else {})
+        requests = {path: (casts[path], scales[row]) for path, row in rows.items()}
+        request = fp8.InPlace(requests if variant.casts_in_place else {})
         updates, opt_state = tx.update(gradients, opt_state, params, in_place=request)  # Optax's own ignores it
         params = fp8.apply_updates(params, updates)
         if variant.casts_in_place:
             updated = tree_leaves_with_path(updates, is_leaf=lambda node: isinstance(node, NewParam))
             casts = {keystr(path): new.cast for path, new in updated if new.cast is not None}
         else:
-            casts = {path: cast(kernel, scales[path]) for path, kernel in gemm_kernels(params).items()}
-        return params, opt_state, {path: with_scale(copies, None) for path, copies in casts.items()}
+            kernels = gemm_kernels(params)
+            casts = {path: cast(kernel, ScaleSource.row_of(scales, rows[path])) for path, kernel in kernels.items()}
+        return params, opt_state, casts
 
     return step
 
@@ -151,10 +152,6 @@ def many_steps(variant: Variant, steps: int):
         return jax.lax.fori_loop(0, steps, body, state)
 
     return run
-
-
-def with_scale(copies: CachedWeight, scale: jax.Array | None) -> CachedWeight:
-    return dataclasses.replace(copies, scale=scale)
 
 
 def bytes_moved(variant: Variant, state, gradients) -> int:
@@ -201,7 +198,6 @@ def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
     before = samples(params)
     casts = {path: first_cast(kernel) for path, kernel in gemm_kernels(params).items()}
     scales = jnp.stack([casts[path].scale for path in sorted(casts)])  # one array, as update_state makes them
-    casts = {path: with_scale(copies, None) for path, copies in casts.items()}
     state = params, jax.jit(variant.optimizer().init)(params), casts
     del params, casts
     moved = bytes_moved(variant, state, gradients)
@@ -237,9 +233,8 @@ def samples(params: Any) -> list[np.ndarray]:
 
 @jax.jit
 def is_cast_of(copies: CachedWeight, kernel: jax.Array) -> jax.Array:
-    fresh = cast(kernel, copies.scale)
-    pairs = (copies.values, fresh.values), (copies.values_t, fresh.values_t), (copies.amax, fresh.amax)
-    return jnp.all(jnp.stack([jnp.all(ours == theirs) for ours, theirs in pairs]))
+    fresh = cast(kernel, ScaleSource(copies.scale))
+    return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (copies, fresh)), strict=True)]))
 
 
 def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
@@ -248,8 +243,11 @@ def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
     still = sum(np.array_equal(old, new) for old, new in zip(before, samples(params), strict=True))
     infinite = sum(not bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params))
     kernels = gemm_kernels(params)
-    scaled = {path: with_scale(casts[path], scale) for path, scale in zip(sorted(casts), scales, strict=True)}
-    wrong = sum(not bool(is_cast_of(scaled[path], kernel)) for path, kernel in kernels.items())
+    expected = dict(zip(sorted(casts), scales, strict=True))
+    wrong = sum(
+        not bool(is_cast_of(casts[path], kernel) & (casts[path].scale == expected[path]))
+        for path, kernel in kernels.items()
+    )
     if still or infinite or wrong:
         raise ValueError(
             f"every parameter must have moved, be finite and be cast, but {still} stood still, {infinite} are not finite and "

@@ -10,13 +10,24 @@ namespace {
 
 constexpr char kOperation[] = "jax_fp8_adam";
 constexpr size_t kSharedOperands = 3;  // scalars, scales, seed
-constexpr size_t kSharedResults = 1;   // amaxes, the last
 
 // Bits of a leaf's `layout`: what follows g, mu and nu among its operands, and whether weight decay applies.
-enum Layout : int32_t { kHasParam = 1, kHasMaster = 2, kHasValues = 4, kHasValuesT = 8, kHasAll = 15, kDecays = 16 };
+enum Layout : int32_t {
+  kHasParam = 1,
+  kHasMaster = 2,
+  kHasValues = 4,  // after these and values_t, their scale and amax
+  kHasValuesT = 8,
+  kHasMuScale = 16,  // where mu is FP8
+  kHasNuScale = 32,
+  kHasAll = 63,
+  kDecays = 64
+};
 
 // g, mu, nu and what the layout has; all but g are results too.
-size_t operands_of(int32_t layout) { return 3 + std::popcount(static_cast<uint32_t>(layout & kHasAll)); }
+size_t operands_of(int32_t layout) {
+  const size_t values_scalars = layout & kHasValues ? 2 : 0;
+  return 3 + std::popcount(static_cast<uint32_t>(layout & kHasAll)) + values_scalars;
+}
 size_t results_of(int32_t layout) { return operands_of(layout) - 1; }
 
 Storage storage_of(ffi::DataType dtype) {
@@ -52,9 +63,10 @@ class LeafReader {
   LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
 
   // The leaf of the next operands.
-  AdamLeaf read(int32_t layout) {
+  AdamEntry read(int32_t layout) {
     ++number_;
     const Part g = operand("g");
+    check_alignment(g);
     dimensions_ = g.buffer ? g.buffer->dimensions() : ffi::AnyBuffer::Dimensions{};
     require(is_float(g.storage), g, "be float32, bfloat16 or float16");
     const Part mu = updated("mu"), nu = updated("nu");
@@ -62,15 +74,19 @@ class LeafReader {
     const Part master = layout & kHasMaster ? updated("master") : Part{"master"};
     const Part values = layout & kHasValues ? updated("values") : Part{"values"};
     const Part values_t = layout & kHasValuesT ? updated("values_t", Shape::kTransposed) : Part{"values_t"};
-    check_moment(mu);
-    check_moment(nu);
+    float* const scale = layout & kHasValues ? scalar("scale") : nullptr;
+    float* const amax = layout & kHasValues ? scalar("amax") : nullptr;
+    float* const mu_scale = layout & kHasMuScale ? scalar("mu_scale") : nullptr;
+    float* const nu_scale = layout & kHasNuScale ? scalar("nu_scale") : nullptr;
+    check_moment(mu, mu_scale);
+    check_moment(nu, nu_scale);
     require(param.buffer || master.buffer, g, "come with a param, a master or both");
     check_weight(param, master, values);
     check_values(values, values_t);
     if (!checks_.passed()) return {};
 
     const bool transposing = values_t.buffer.has_value();
-    return {
+    const AdamLeaf leaf{
         .g = g.data,
         .mu = mu.data,
         .nu = nu.data,
@@ -78,6 +94,7 @@ class LeafReader {
         .master = master.data,
         .values = static_cast<uint8_t*>(values.data),
         .values_t = static_cast<uint8_t*>(values_t.data),
+        .amax = amax,
         .rows = transposing ? dimensions_[0] : 1,
         .cols = transposing ? dimensions_[1] : static_cast<int64_t>(g.buffer->element_count()),
         .g_storage = g.storage,
@@ -88,13 +105,14 @@ class LeafReader {
         .values_storage = values.storage,
         .decays = (layout & kDecays) != 0,
     };
+    return {leaf, {.scale = scale, .mu_scale = mu_scale, .nu_scale = nu_scale}};
   }
 
   bool passed() const { return checks_.passed(); }
   ffi::Error error() const { return checks_.error(); }
 
  private:
-  enum class Shape { kSame, kTransposed };
+  enum class Shape { kSame, kTransposed, kScalar };
 
   void require(bool holds, const Part& part, const char* rule) {
     if (holds || !part.buffer || !checks_.passed()) return;
@@ -105,19 +123,20 @@ class LeafReader {
   Part operand(const char* name) {
     const auto found = operands_.get<ffi::AnyBuffer>(next_operand_++);
     if (!found.has_value()) return {name};  // the number of operands was checked
-    const Part part{name, *found, found->untyped_data(), storage_of(found->element_type())};
-    require(is_aligned(part.data, 16), part, "start at an address divisible by 16");
-    return part;
+    return {name, *found, found->untyped_data(), storage_of(found->element_type())};
   }
 
   // An operand that is also a result.
   Part updated(const char* name, Shape shape = Shape::kSame) {
     const Part part = operand(name);
+    if (shape != Shape::kScalar) check_alignment(part);
     auto result = results_.get<ffi::AnyBuffer>(next_result_++);
     if (!part.buffer || !result.has_value()) return part;
     const auto arrived = part.buffer->dimensions();
     if (shape == Shape::kSame) {
       require(std::equal(arrived.begin(), arrived.end(), dimensions_.begin(), dimensions_.end()), part, "have the shape of g");
+    } else if (shape == Shape::kScalar) {
+      require(arrived.size() == 0 && part.storage == Storage::kFloat32, part, "be a float32 scalar");
     } else {
       require(arrived.size() == 2 && dimensions_.size() == 2 && arrived[0] == dimensions_[1] && arrived[1] == dimensions_[0],
               part, "have rank 2 and the transposed shape of g");
@@ -128,9 +147,16 @@ class LeafReader {
     return part;
   }
 
-  void check_moment(const Part& moment) {
+  float* scalar(const char* name) { return static_cast<float*>(updated(name, Shape::kScalar).data); }
+
+  void check_alignment(const Part& part) {
+    require(is_aligned(part.data, 16), part, "start at an address divisible by 16");
+  }
+
+  void check_moment(const Part& moment, const float* scale) {
     require(is_float(moment.storage) || is_fp8(moment.storage), moment,
             "be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
+    require(is_fp8(moment.storage) == (scale != nullptr), moment, "come with a scale if it is FP8, and only then");
   }
 
   // A float32 param is its own master; bfloat16 and float16 have one beside them; an FP8 param is its values, with a master.
@@ -164,7 +190,7 @@ class LeafReader {
 
 // The lists must have the lengths that `layout` says, before anything in them has a meaning.
 ffi::Error check_lengths(ffi::Span<const int32_t> layout, ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  size_t operand_count = 0, result_count = kSharedResults;
+  size_t operand_count = 0, result_count = 0;
   for (int32_t leaf : layout) operand_count += operands_of(leaf), result_count += results_of(leaf);
   if (operands.size() == operand_count && results.size() == result_count) return ffi::Error::Success();
   const auto text = [](size_t operands, size_t results) {
@@ -178,31 +204,27 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
                 ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout, bool adam_w_mode) {
   if (ffi::Error wrong = check_lengths(layout, operands, results); wrong.failure()) return wrong;
   const auto leaf_count = static_cast<int64_t>(layout.size());
-  const ffi::AnyBuffer amaxes = **results.get<ffi::AnyBuffer>(results.size() - 1);
   Checks checks(kOperation);
   checks.dtype("scalars", scalars, {ffi::F32})
       .shape("scalars", scalars, {kAdamScalars})
       .dtype("scales", scales, {ffi::F32})
       .shape("scales", scales, {leaf_count, kAdamScales})
       .dtype("seed", seed, {ffi::U32})
-      .shape("seed", seed, {})
-      .dtype("the result amaxes", amaxes, {ffi::F32})
-      .shape("the result amaxes", amaxes, {leaf_count});
+      .shape("seed", seed, {});
   if (!checks.passed()) return checks.error();
 
   LeafReader reader(operands, results);
-  std::vector<AdamLeaf> leaves;
-  leaves.reserve(layout.size());
-  for (int32_t leaf : layout) leaves.push_back(reader.read(leaf));
+  std::vector<AdamEntry> entries;
+  entries.reserve(layout.size());
+  for (int32_t leaf : layout) entries.push_back(reader.read(leaf));
   if (!reader.passed()) return reader.error();
   const AdamArguments arguments{
       .scalars = scalars.typed_data<float>(),
       .scales = scales.typed_data<float>(),
       .seed = seed.typed_data<uint32_t>(),
-      .leaves = leaves.data(),
+      .entries = entries.data(),
       .leaf_count = static_cast<int>(leaf_count),
       .adam_w_mode = adam_w_mode,
-      .amaxes = amaxes.typed_data<float>(),
   };
   return launch_result(kOperation, launch_adam(arguments, stream));
 }
@@ -214,7 +236,7 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // seed
                            .RemainingArgs()        // for each leaf: g, mu, nu and what its layout has
-                           .RemainingRets()        // for each leaf: the same without g; then amaxes
+                           .RemainingRets()        // for each leaf: the same without g
                            .Attr<ffi::Span<const int32_t>>("layout")
                            .Attr<bool>("adam_w_mode"),
                        {ffi::Traits::kCmdBufferCompatible});

@@ -15,7 +15,8 @@ static_assert(kTileRows * kTileCols == kChunk, "a chunk is a tile, or as many el
 
 // ---- the table: which leaves a launch updates, in its parameters ---------------------------------------------------------
 
-constexpr int kTableLeaves = 360;
+constexpr int kParameterBytes = 32764;  // of a kernel
+constexpr int kTableLeaves = 336;
 
 struct AdamTable {
   uint32_t first_block[kTableLeaves];  // ascending
@@ -26,9 +27,8 @@ struct AdamTable {
   const float* scalars;
   const float* scales;
   const uint32_t* seed;
-  float* amaxes;
 };
-static_assert(sizeof(AdamTable) <= 32764, "the parameters of a kernel end here");
+static_assert(sizeof(AdamTable) <= kParameterBytes, "the leaves of a launch travel in its parameters");
 
 __device__ inline int slot_of(const AdamTable& table, uint32_t block) {
   int low = 0, high = table.leaf_count;
@@ -129,7 +129,32 @@ __global__ void __launch_bounds__(kTileThreads, kBlocks) adam_kernel(const __gri
     __syncthreads();
     store_transpose(tile, tile_row, tile_col, leaf.rows, leaf.cols, leaf.values_t);
   }
-  merge_amax<kTileThreads>(amax, table.amaxes + number);
+  if (leaf.amax != nullptr) merge_amax<kTileThreads>(amax, leaf.amax);
+}
+
+// ---- before the kernel: scales as they will be, and amaxes at zero ---------------------------------------------------------
+
+constexpr int kScalarLeaves = 800;
+
+struct ScalarTable {
+  int number[kScalarLeaves];  // of the leaf within the whole call
+  AdamRenewed renewed[kScalarLeaves];
+  float* amax[kScalarLeaves];
+  int leaf_count;
+  const float* scalars;
+  const float* scales;
+};
+static_assert(sizeof(ScalarTable) <= kParameterBytes, "the leaves of a launch travel in its parameters");
+
+__global__ void scalar_kernel(const __grid_constant__ ScalarTable table) {
+  const int slot = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (slot >= table.leaf_count || table.scalars[kApply] == 0.0f) return;
+  const float* scales = table.scales + table.number[slot] * kAdamScales;
+  const AdamRenewed& renewed = table.renewed[slot];
+  if (renewed.scale != nullptr) *renewed.scale = scales[kCastScale];
+  if (renewed.mu_scale != nullptr) *renewed.mu_scale = scales[kMuScaleAfter];
+  if (renewed.nu_scale != nullptr) *renewed.nu_scale = scales[kNuScaleAfter];
+  if (table.amax[slot] != nullptr) *table.amax[slot] = 0.0f;
 }
 
 // ---- launching -----------------------------------------------------------------------------------------------------------
@@ -184,7 +209,6 @@ class Launcher {
     table_.scalars = arguments.scalars;
     table_.scales = arguments.scales;
     table_.seed = arguments.seed;
-    table_.amaxes = arguments.amaxes;
   }
 
   cudaError_t add(const AdamLeaf& leaf, int number) {
@@ -211,14 +235,53 @@ class Launcher {
   AdamTable table_;
 };
 
+class ScalarLauncher {
+ public:
+  ScalarLauncher(const AdamArguments& arguments, cudaStream_t stream) : stream_(stream) {
+    table_.leaf_count = 0;
+    table_.scalars = arguments.scalars;
+    table_.scales = arguments.scales;
+  }
+
+  cudaError_t add(const AdamEntry& entry, int number) {
+    const int slot = table_.leaf_count++;
+    table_.number[slot] = number;
+    table_.renewed[slot] = entry.renewed;
+    table_.amax[slot] = entry.leaf.amax;
+    return table_.leaf_count == kScalarLeaves ? launch() : cudaSuccess;
+  }
+
+  cudaError_t launch() {
+    if (table_.leaf_count == 0) return cudaSuccess;
+    constexpr int kThreads = 128;
+    scalar_kernel<<<static_cast<unsigned>(divide_up(table_.leaf_count, kThreads)), kThreads, 0, stream_>>>(table_);
+    table_.leaf_count = 0;
+    return cudaGetLastError();
+  }
+
+ private:
+  cudaStream_t stream_;
+  ScalarTable table_;
+};
+
+bool any(const AdamRenewed& renewed) {
+  return renewed.scale != nullptr || renewed.mu_scale != nullptr || renewed.nu_scale != nullptr;
+}
+
 }  // namespace
 
 cudaError_t launch_adam(const AdamArguments& arguments, cudaStream_t stream) {
-  cudaError_t status = cudaMemsetAsync(arguments.amaxes, 0, arguments.leaf_count * sizeof(float), stream);
+  cudaError_t status = cudaSuccess;
+  ScalarLauncher scalars(arguments, stream);
+  for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
+    const AdamEntry& entry = arguments.entries[i];
+    if (any(entry.renewed)) status = scalars.add(entry, i);
+  }
+  if (status == cudaSuccess) status = scalars.launch();
   for (const Kernel& kernel : kKernels) {
     Launcher launcher(arguments, kernel, stream);
     for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
-      const AdamLeaf& leaf = arguments.leaves[i];
+      const AdamLeaf& leaf = arguments.entries[i].leaf;
       if (blocks_of(leaf) != 0 && &kernel_of(leaf) == &kernel) status = launcher.add(leaf, i);
     }
     if (status == cudaSuccess) status = launcher.launch();

@@ -34,6 +34,13 @@ enum AdamScalar {
 // Positions in a row of `scales`.
 enum AdamScale { kCastScale, kMuScaleBefore, kMuScaleAfter, kNuScaleBefore, kNuScaleAfter, kAdamScales };
 
+// The scalars that a step renews beside a leaf's arrays; null where there is none.
+struct AdamRenewed {
+  float* scale;  // of values
+  float* mu_scale;
+  float* nu_scale;
+};
+
 // An absent array is null and its storage kNone. Without a master the param is float32 and its own master.
 struct AdamLeaf {
   const void* g;
@@ -43,6 +50,7 @@ struct AdamLeaf {
   void* master;
   uint8_t* values;    // [rows, cols]
   uint8_t* values_t;  // [cols, rows]
+  float* amax;        // of what is cast: the rounded param, or the master where there is none; null without values
   int64_t rows;       // 1 without values_t: then the shape does not matter
   int64_t cols;
   Storage g_storage;
@@ -54,14 +62,18 @@ struct AdamLeaf {
   bool decays;
 };
 
+struct AdamEntry {
+  AdamLeaf leaf;
+  AdamRenewed renewed;
+};
+
 struct AdamArguments {
   const float* scalars;  // [kAdamScalars]
   const float* scales;   // [leaf_count, kAdamScales]
   const uint32_t* seed;
-  const AdamLeaf* leaves;  // on the host
+  const AdamEntry* entries;  // on the host
   int leaf_count;
   bool adam_w_mode;
-  float* amaxes;  // [leaf_count], of what is cast: the rounded param, or the master where there is none; 0 without values
 };
 
 cudaError_t launch_adam(const AdamArguments& arguments, cudaStream_t stream);

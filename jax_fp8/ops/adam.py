@@ -8,8 +8,9 @@
 All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), `p` being the master, and every operation rounded by
 itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU compiler flushes them to zero.
 
-One launch serves all leaves, in place: XLA copies an array first only where it is still needed. A leaf with `values` is written in FP8 as
-well, `values_t` holding the transpose, and the maximum of its magnitudes comes back, from which the next scale can be made.
+One launch serves all leaves, in place: XLA copies an array first only where it is still needed. A leaf with a `cast` is written in FP8 as
+well, with its transpose, its scale, and the maximum of its magnitudes, from which the next scale can be made. Every scalar of a leaf has its
+own buffer, as a state wants it: cutting them out of one vector would take a small kernel each.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.ops.amax import amax_reference
 from jax_fp8.ops.dispatch import Split, dispatch, pmax
@@ -58,9 +60,8 @@ class Leaf:
       mu, nu: the moments: float32, bfloat16, float16 or `Fp8Array`; in FP8, `nu` holds the square root.
       param: float32, bfloat16 or float16; None for a param in FP8, which is `values`.
       master: None for a float32 param, else float32 or float16, or uint16: the remainder of a bfloat16 param.
-      values, values_t: FP8 arrays to write the weight into, or None.
-      scale: of `values`, float32 scalar.
-      mu_scale, nu_scale: of FP8 moments, for the values that are written.
+      cast: the weight in FP8, to be written anew, or None; without `values_t` in one orientation.
+      scale, mu_scale, nu_scale: float32 scalars to write the cast and FP8 moments with, which become the scales of these.
       decays: whether weight decay applies; static.
     """
 
@@ -69,17 +70,14 @@ class Leaf:
     nu: jax.Array | Fp8Array
     param: Any
     master: Any
-    values: Any = None
-    values_t: Any = None
+    cast: CachedWeight | None = None
     scale: Any = None
     mu_scale: Any = None
     nu_scale: Any = None
     decays: bool = field(default=True, metadata={"static": True})
 
 
-def adam(
-    leaves: Sequence[Leaf], coefficients: Coefficients, seed: jax.Array, adam_w_mode: bool
-) -> tuple[list[Leaf], jax.Array]:
+def adam(leaves: Sequence[Leaf], coefficients: Coefficients, seed: jax.Array, adam_w_mode: bool) -> list[Leaf]:
     """Update all leaves.
 
     Args:
@@ -89,24 +87,21 @@ def adam(
       adam_w_mode: decoupled weight decay, else an L2 term.
 
     Returns:
-      The leaves with new moments, params, masters and values, and f32[leaves]: the amax of each weight that was cast (0 without `values`, and
-      where `apply` is 0).
+      The leaves with new moments, params, masters and casts; as they were where `apply` is 0.
     """
     if not leaves:
-        return [], jnp.zeros((0,), jnp.float32)
+        return []
     settings = {"layout": tuple(map(_layout, leaves)), "adam_w_mode": adam_w_mode}
     vector = jnp.stack([getattr(coefficients, number.name) for number in fields(Coefficients)])
     operands = [vector, _scales(leaves), seed, *(array for leaf in leaves for array in _arrays(leaf))]
-    *results, amaxes = dispatch(_rule(leaves), partial(_kernel, **settings), partial(_reference, **settings), *operands)
-    remaining = iter(results)
-    updated = [_replace_arrays(leaf, remaining) for leaf in leaves]
-    return updated, amaxes
+    remaining = iter(dispatch(_rule(leaves), partial(_kernel, **settings), partial(_reference, **settings), *operands))
+    return [_replace_arrays(leaf, remaining) for leaf in leaves]
 
 
 def adam_leaf(
     leaf: Leaf, coefficients: Coefficients, seed: jax.Array, number: int, adam_w_mode: bool
-) -> tuple[Leaf, jax.Array, jax.Array]:
-    """The reference: the updated leaf (`number` in the tree), the amax of its weight, and the update of a float32 param, `-rate u`."""
+) -> tuple[Leaf, jax.Array]:
+    """The reference: the updated leaf (`number` in the tree), and the update of a float32 param, `-rate u`."""
     c = coefficients
     g = _rounded(leaf.gradient.astype(jnp.float32) * c.grad_scale)
     p = _master(leaf)
@@ -120,15 +115,14 @@ def adam_leaf(
     update = -_rounded(c.rate * u)
     p = p + update
     updated = _store(leaf, m, v, p, seed, number)
-    weight = next(array for array in (updated.param, updated.master) if array is not None)
-    amax = jnp.float32(0)
-    if leaf.values is not None:
-        values = quantize_reference(weight, leaf.values.dtype, leaf.scale)
-        updated = replace(updated, values=values, values_t=None if leaf.values_t is None else values.T)
-        amax = amax_reference(weight)
+    if leaf.cast is not None:
+        weight = updated.master if updated.param is None else updated.param
+        values = quantize_reference(weight, leaf.cast.values.dtype, leaf.scale)
+        values_t = None if leaf.cast.values_t is None else values.T
+        updated = replace(updated, cast=CachedWeight(values, values_t, leaf.scale, amax_reference(weight)))
     unchanged = c.apply == 0
     updated = jax.tree.map(lambda old, new: jnp.where(unchanged, old, new), leaf, updated)
-    return updated, jnp.where(unchanged, 0, amax), jnp.where(unchanged, -jnp.float32(0), update)
+    return updated, jnp.where(unchanged, -jnp.float32(0), update)
 
 
 def _store(leaf: Leaf, m, v, p, seed, number) -> Leaf:
@@ -178,28 +172,37 @@ def _rounded(product):
 
 def _arrays(leaf) -> list[jax.Array]:
     """A leaf's arrays as the kernel takes them: the gradient first, then those that it updates, and those that are there."""
-    values = [array.values if isinstance(array, Fp8Array) else array for array in (leaf.mu, leaf.nu)]
-    optional = [leaf.param, leaf.master, leaf.values, leaf.values_t]
-    return [leaf.gradient, *values, *(array for array in optional if array is not None)]
+    moments = [moment.values if isinstance(moment, Fp8Array) else moment for moment in (leaf.mu, leaf.nu)]
+    return [leaf.gradient, *moments, *(array for array in _optional(leaf) if array is not None)]
+
+
+def _optional(leaf) -> list:
+    """What follows the moments: arrays of the leaf's shape or its transpose, then scalars."""
+    copies = [None] * 4 if leaf.cast is None else [getattr(leaf.cast, part.name) for part in fields(CachedWeight)]
+    scales = [moment.scale if isinstance(moment, Fp8Array) else None for moment in (leaf.mu, leaf.nu)]
+    return [leaf.param, leaf.master, *copies, *scales]
 
 
 def _replace_arrays(leaf, arrays) -> Leaf:
     """The leaf with its arrays, save the gradient, taken from an iterator."""
-
-    def take(old, scale: Any = None):
-        if old is None:
-            return None
-        return Fp8Array(next(arrays), scale) if isinstance(old, Fp8Array) else next(arrays)
-
-    mu, nu = take(leaf.mu, leaf.mu_scale), take(leaf.nu, leaf.nu_scale)
-    param, master, values, values_t = map(take, (leaf.param, leaf.master, leaf.values, leaf.values_t))
-    return replace(leaf, mu=mu, nu=nu, param=param, master=master, values=values, values_t=values_t)
+    mu, nu = next(arrays), next(arrays)
+    optional: list[Any] = [None if old is None else next(arrays) for old in _optional(leaf)]
+    param, master, *cast, mu_scale, nu_scale = optional
+    return replace(
+        leaf,
+        mu=mu if mu_scale is None else Fp8Array(mu, mu_scale),
+        nu=nu if nu_scale is None else Fp8Array(nu, nu_scale),
+        param=param,
+        master=master,
+        cast=None if leaf.cast is None else CachedWeight(*cast),
+    )
 
 
 def _layout(leaf) -> int:
     """Which arrays there are and whether the leaf decays, as bits."""
-    present = (leaf.param, leaf.master, leaf.values, leaf.values_t)
-    return sum((array is not None) << bit for bit, array in enumerate(present)) | leaf.decays << 4
+    param, master, values, values_t, _, _, mu_scale, nu_scale = _optional(leaf)
+    present = (param, master, values, values_t, mu_scale, nu_scale)
+    return sum((array is not None) << bit for bit, array in enumerate(present)) | leaf.decays << len(present)
 
 
 def _scales(leaves) -> jax.Array:
@@ -217,46 +220,64 @@ def _rule(leaves) -> str:
     def dims(number, leaf):
         names = [f"x{number}d{dim}" for dim in range(leaf.gradient.ndim)]
         straight, transposed = " ".join(names), " ".join(reversed(names))
-        count = len(_arrays(leaf)) - (leaf.values_t is not None)
-        return [straight] * count + [transposed] * (leaf.values_t is not None)
+        optional = [straight, straight, straight, transposed, "", "", "", ""]
+        present = [dims for dims, array in zip(optional, _optional(leaf), strict=True) if array is not None]
+        return [straight, straight, straight, *present]
 
     per_leaf = [dims(number, leaf) for number, leaf in enumerate(leaves)]
     operands = ["coefficients", "leaves scales", "", *(dim for leaf in per_leaf for dim in leaf)]
-    results = [*(dim for leaf in per_leaf for dim in leaf[1:]), "leaves"]
+    results = [dim for leaf in per_leaf for dim in leaf[1:]]
     return f"{','.join(operands)}->{','.join(results)}"
 
 
 def _kernel(vector, scales, seed, *arrays, split: Split, layout, adam_w_mode):
     results, aliases, position = [], {}, 3  # three operands stand before the leaves
     for bits in layout:
-        updated = range(position + 1, position + 3 + (bits & 15).bit_count())  # the gradient is only read
+        updated = range(position + 1, position + _count(bits))  # the gradient is only read
         aliases |= {operand: len(results) + i for i, operand in enumerate(updated)}
         results += [jax.ShapeDtypeStruct(arrays[i - 3].shape, arrays[i - 3].dtype) for i in updated]
         position = updated.stop
-    results.append(jax.ShapeDtypeStruct((len(layout),), jnp.float32))
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
     attributes = {"layout": np.array(layout, np.int32), "adam_w_mode": adam_w_mode}
-    *updated, amaxes = call(vector, scales, seed, *arrays, **attributes)
-    return *updated, pmax(amaxes, split, *split)  # the same on every shard of a leaf that is not split
+    return _whole_amaxes(call(vector, scales, seed, *arrays, **attributes), layout, split)
 
 
 def _reference(vector, scales, seed, *arrays, split: Split, layout, adam_w_mode):
     coefficients = Coefficients(*vector)
-    remaining, results, amaxes = iter(arrays), [], []
+    remaining, results = iter(arrays), []
     for number, (bits, scale) in enumerate(zip(layout, scales, strict=True)):
-        leaf = _unpack(bits, scale, remaining)
-        updated, amax, _ = adam_leaf(leaf, coefficients, seed, number, adam_w_mode)
+        leaf = _unpack(bits, scale, [next(remaining) for _ in range(_count(bits))])
+        updated, _ = adam_leaf(leaf, coefficients, seed, number, adam_w_mode)
         results += _arrays(updated)[1:]
-        amaxes.append(amax)
-    return *results, pmax(jnp.stack(amaxes), split, *split)
+    return _whole_amaxes(results, layout, split)
+
+
+def _count(bits) -> int:
+    """Arrays of a leaf with this layout: gradient and moments, what the bits say, and with values their scale and amax."""
+    return 3 + (bits & 63).bit_count() + 2 * bool(bits & 4)
+
+
+def _whole_amaxes(results, layout, split) -> tuple[jax.Array, ...]:
+    """Results with each amax that of the whole weight, not of this shard."""
+    results, positions, end = list(results), [], 0
+    for bits in layout:
+        end += _count(bits) - 1
+        if bits & 4:
+            positions.append(end - 1 - (bits >> 4 & 3).bit_count())
+    if split and positions:
+        amaxes = pmax(
+            jnp.stack([results[i] for i in positions]), split, *split
+        )  # the same on all shards of a leaf not split
+        for i, amax in zip(positions, amaxes, strict=True):
+            results[i] = amax
+    return tuple(results)
 
 
 def _unpack(bits, scale, arrays) -> Leaf:
-    def moment(before):
-        array = next(arrays)
-        return Fp8Array(array, before) if array.dtype.itemsize == 1 else array
-
-    gradient, mu, nu = next(arrays), moment(scale[1]), moment(scale[3])
-    param, master, values, values_t = (next(arrays) if bits >> bit & 1 else None for bit in range(4))
-    decays = bool(bits >> 4)
-    return Leaf(gradient, mu, nu, param, master, values, values_t, scale[0], scale[2], scale[4], decays=decays)
+    gradient, mu, nu, *others = arrays
+    remaining = iter(others)
+    param, master, values, values_t = (next(remaining) if bits >> bit & 1 else None for bit in range(4))
+    cast = None if values is None else CachedWeight(values, values_t, next(remaining), next(remaining))
+    mu = Fp8Array(mu, next(remaining)) if bits & 16 else mu
+    nu = Fp8Array(nu, next(remaining)) if bits & 32 else nu
+    return Leaf(gradient, mu, nu, param, master, cast, scale[0], scale[2], scale[4], decays=bool(bits >> 6))

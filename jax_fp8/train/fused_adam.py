@@ -16,7 +16,6 @@ import optax
 
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.formats import fp8_max
-from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.ops.adam import Coefficients, Leaf, adam, adam_leaf
 from jax_fp8.ops.amax import amax
@@ -113,14 +112,12 @@ def fused_adam(
         seed = state.count.astype(jnp.uint32)
         if in_place is None:
             stepped = [adam_leaf(leaf, coefficients, seed, i, adam_w_mode) for i, leaf in enumerate(leaves)]
-            amaxes = [amax for _, amax, _ in stepped]
-            results = [_delta(param, leaf, delta) for param, (leaf, _, delta) in zip(params_, stepped, strict=True)]
-            leaves = [_landed(*row) for row in zip(params_, results, [leaf for leaf, _, _ in stepped], strict=True)]
+            results = [_delta(param, leaf, delta) for param, (leaf, delta) in zip(params_, stepped, strict=True)]
+            leaves = [_landed(*row) for row in zip(params_, results, [leaf for leaf, _ in stepped], strict=True)]
         else:
-            leaves, amaxes = adam(leaves, coefficients, seed, adam_w_mode)
-            rows = zip(params_, leaves, amaxes, casts, strict=True)
-            results = [_new_param(*row, applied) for row in rows]
-        kept = [_keep(*row, applied) for row in zip(kept, leaves, amaxes, strict=True)]
+            leaves = adam(leaves, coefficients, seed, adam_w_mode)
+            results = [_new_param(param, leaf, applied) for param, leaf in zip(params_, leaves, strict=True)]
+        kept = [_keep(param, leaf) for param, leaf in zip(params_, leaves, strict=True)]
         count = count if applied is None else jnp.where(applied, count, state.count)
         return tree.unflatten(results), FusedAdamState(count, *unflatten(tree, kept))
 
@@ -163,29 +160,23 @@ def fused_adamw(
 
 
 def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
-    """One param as the op wants it. Scales are those of what will be written: a skipped step writes nothing, so it keeps the old ones."""
-
-    def choose(new, old):
-        return jnp.where(coefficients.apply == 0, old, new)
-
+    """One param as the op wants it."""
     leaf = Leaf(gradient, kept.mu, kept.nu, None if is_fp8(param) else param, kept.master, decays=decays)
     if is_fp8(param):
-        scale = choose(scale_from_amax(kept.fp8["amax"], param.dtype), param.scale)
-        leaf = replace(leaf, values=param.values, values_t=kept.fp8["transposed"], scale=scale)
+        values = CachedWeight(param.values, kept.fp8["transposed"], param.scale, kept.fp8["amax"])
+        leaf = replace(leaf, cast=values, scale=scale_from_amax(kept.fp8["amax"], param.dtype))
     elif cast is not None:
-        copies, scale = cast
-        leaf = replace(leaf, values=copies.values, values_t=copies.values_t, scale=choose(scale, copies.scale))
+        leaf = replace(leaf, cast=cast[0], scale=cast[1])
     if not (is_fp8(kept.mu) or is_fp8(kept.nu)):
         return leaf
     largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
     if decays and l2:
-        largest = largest + jnp.abs(coefficients.weight_decay) * amax(
-            kept.master if param.dtype != jnp.float32 else param
-        )
+        weight = kept.master if param.dtype != jnp.float32 else param
+        largest = largest + jnp.abs(coefficients.weight_decay) * amax(weight)
     if is_fp8(kept.mu):
-        leaf = replace(leaf, mu_scale=choose(_first_moment_scale(kept.mu, largest, coefficients), kept.mu.scale))
+        leaf = replace(leaf, mu_scale=_first_moment_scale(kept.mu, largest, coefficients))
     if is_fp8(kept.nu):
-        leaf = replace(leaf, nu_scale=choose(_second_moment_scale(kept.nu, largest, coefficients), kept.nu.scale))
+        leaf = replace(leaf, nu_scale=_second_moment_scale(kept.nu, largest, coefficients))
     return leaf
 
 
@@ -203,7 +194,7 @@ def _second_moment_scale(nu, largest, c):
 def _delta(param, leaf, update):
     """What to add to a param to arrive at the new one."""
     if is_fp8(param):
-        return Fp8Array(leaf.values, leaf.scale)
+        return leaf.cast.straight
     if leaf.master is None:
         return update
     new, old = leaf.param.astype(jnp.float32), param.astype(jnp.float32)
@@ -220,20 +211,14 @@ def _landed(param, delta, leaf) -> Leaf:
     return replace(leaf, master=jnp.where(landed == leaf.param, leaf.master, jnp.zeros((), REMAINDER)))
 
 
-def _new_param(param, leaf, amax, cast, applied) -> NewParam:
+def _new_param(param, leaf, applied) -> NewParam:
     if is_fp8(param):
-        return NewParam(Fp8Array(leaf.values, leaf.scale), None, applied)
-    if cast is None:
-        return NewParam(leaf.param, None, applied)
-    amax = amax if applied is None else jnp.where(applied, amax, cast[0].amax)
-    return NewParam(leaf.param, CachedWeight(leaf.values, leaf.values_t, leaf.scale, amax), applied)
+        return NewParam(leaf.cast.straight, None, applied)
+    return NewParam(leaf.param, leaf.cast, applied)
 
 
-def _keep(before, leaf, amax, applied) -> Kept:
-    fp8 = None
-    if before.fp8 is not None:
-        amax = amax if applied is None else jnp.where(applied, amax, before.fp8["amax"])
-        fp8 = {"amax": amax, "transposed": leaf.values_t}
+def _keep(param, leaf) -> Kept:
+    fp8 = {"amax": leaf.cast.amax, "transposed": leaf.cast.values_t} if is_fp8(param) else None
     return Kept(leaf.mu, leaf.nu, leaf.master, fp8)
 
 

@@ -15,7 +15,7 @@ import jax
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.state import KERNEL, map_gemms
-from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
 from jax_fp8.train.updates import NewParam, is_fp8
 
 
@@ -38,7 +38,7 @@ def cast_weights(variables: Mapping, recipe: Recipe) -> dict:
     dtype = recipe.fp8_format.forward
 
     def cast(gemm, params):
-        return {"kernel": _cast(params["kernel"], gemm["scale"][..., KERNEL], dtype)}
+        return {"kernel": _cast(params["kernel"], gemm["scale"], dtype)}
 
     return map_gemms(cast, fp8_state, variables["params"])
 
@@ -70,16 +70,16 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
         new = written.get(paths[names])
         if new is not None and new.cast is not None:
             return new.cast
-        return _cast(_at(params, names), _at(fp8_state, names[:-1])["scale"][..., KERNEL], node.values.dtype)
+        return _cast(_at(params, names), _at(fp8_state, names[:-1])["scale"], node.values.dtype)
 
     return renew(cache, ())
 
 
-def _cast(kernel, scale, dtype) -> CachedWeight:
+def _cast(kernel, scales, dtype) -> CachedWeight:  # (k, n), f32[3]
     if kernel.ndim > 2:  # stacked layers
-        return jax.vmap(lambda one, its_scale: _cast(one, its_scale, dtype))(kernel, scale)
-    values, values_t, amax = quantize_transpose(kernel, dtype, scale)
-    return CachedWeight(values.values, values_t.values, scale, amax)
+        return jax.vmap(lambda one, its_scales: _cast(one, its_scales, dtype))(kernel, scales)
+    values, values_t, amax = quantize_transpose(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
+    return CachedWeight(values.values, values_t.values, values.scale, amax)
 
 
 def _kernels(params, cache) -> Iterator[tuple[str, tuple]]:

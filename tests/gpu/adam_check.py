@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gpu.kernel_check import E4M3, E5M2, Report, as_bytes, oracle_amax, oracle_quantize
 
+from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.ops import kernels
 from jax_fp8.ops.adam import TARGET, Coefficients, Leaf, adam
@@ -45,7 +46,6 @@ F32, BF16, F16, U16 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16
 FP8 = (np.dtype(E4M3), np.dtype(E5M2))
 FP8_MAX = {FP8[0]: 448.0, FP8[1]: 57344.0}
 GRID = {FP8[0]: (3, -6), FP8[1]: (2, -14)}  # mantissa bits, smallest normal exponent
-UPDATED = ("mu", "nu", "param", "master", "values", "values_t")
 MOMENTS = tuple(itertools.product((F32, BF16, F16, E4M3, E5M2), repeat=2))
 WEIGHTS = (  # param, master, values
     (F32, None, None),
@@ -94,10 +94,10 @@ def on_gpu() -> bool:
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool) -> tuple[Leaf, np.float32]:
-    """The updated leaf, its arrays flat, and its amax, in NumPy's float32, which rounds after every operation."""
+def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool) -> Leaf:
+    """The updated leaf, its arrays flat, in NumPy's float32, which rounds after every operation."""
     if c.apply == 0:
-        return leaf, np.float32(0)
+        return leaf
     g, p = wide(leaf.gradient) * c.grad_scale, oracle_master(leaf)
     if leaf.decays and not adam_w_mode:
         g = g + p * c.weight_decay
@@ -109,12 +109,12 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
         u = u + p * c.weight_decay
     p = p - c.rate * u
     updated = replace(leaf, **oracle_weight(leaf, p), mu=oracle_mu(leaf, m), nu=oracle_nu(leaf, v, seed, number))
-    if leaf.values is None:
-        return updated, np.float32(0)
+    if leaf.cast is None:
+        return updated
     weight = wide(updated.master if updated.param is None else updated.param)
-    values = oracle_quantize(weight, leaf.scale, leaf.values.dtype.type)
-    transposed = None if leaf.values_t is None else values.reshape(leaf.gradient.shape).T
-    return replace(updated, values=values, values_t=transposed), oracle_amax(weight)
+    values = oracle_quantize(weight, leaf.scale, leaf.cast.values.dtype.type)
+    transposed = None if leaf.cast.values_t is None else values.reshape(leaf.gradient.shape).T
+    return replace(updated, cast=CachedWeight(values, transposed, leaf.scale, oracle_amax(weight)))
 
 
 def wide(array) -> np.ndarray:
@@ -202,45 +202,49 @@ class Draw:
         return cut.astype(dtype).reshape(shape)
 
     def leaf(self, shape, mode: Mode) -> Leaf:
-        """The arrays that a leaf keeps from step to step, FP8 moments without their scales."""
+        """What a leaf keeps from step to step."""
         param, master, values = mode.weight
         mu, nu = (self.normal(shape, dtype) for dtype in mode.moments)
         if master == U16:
             kept = self.random.integers(0, 2**16, shape, dtype=np.uint16)
         else:
             kept = None if master is None else self.normal(shape, master)
-        transposable = len(shape) == 2 and not any(size % 16 for size in shape)
+        cast = None
+        if values is not None:
+            transposable = len(shape) == 2 and not any(size % 16 for size in shape)
+            values_t = np.zeros(shape[::-1], values) if transposable else None
+            cast = CachedWeight(np.zeros(shape, values), values_t, self.scale(), self.scale())
         return Leaf(
             gradient=None,
-            mu=mu,
-            nu=np.abs(nu),
+            mu=self.scaled(mu),
+            nu=self.scaled(np.abs(nu)),
             param=None if param is None else self.normal(shape, param),
             master=kept,
-            values=None if values is None else np.zeros(shape, values),
-            values_t=np.zeros(shape[::-1], values) if values is not None and transposable else None,
+            cast=cast,
             decays=mode.decays,
         )
 
+    def scale(self) -> np.float32:
+        """Some FP8 moments saturate with it, most do not."""
+        return np.float32(self.random.uniform(4e-3, 8e-3))
+
+    def scaled(self, moment):
+        return Fp8Array(moment, self.scale()) if moment.dtype in FP8 else moment
+
     def inputs(self, leaf: Leaf, gradient_dtype) -> dict:
-        """What is new at every step: the gradient and all scales. Some FP8 moments saturate with these, most do not."""
-        names = ("scale", "mu_before", "mu_scale", "nu_before", "nu_scale")
-        scales = {name: np.float32(size) for name, size in zip(names, self.random.uniform(4e-3, 8e-3, 5), strict=True)}
+        """What is new at every step: the gradient, and the scales to write with."""
+        scales = {name: self.scale() for name in ("scale", "mu_scale", "nu_scale")}
         return {"gradient": self.normal(leaf.mu.shape, gradient_dtype), **scales}
 
 
 def assembled(leaf: Leaf, inputs: dict) -> Leaf:
     """A leaf as the op takes it."""
-    inputs = dict(inputs)
-    before = {"mu": inputs.pop("mu_before"), "nu": inputs.pop("nu_before")}
-    moments = {name: getattr(leaf, name) for name in before}
-    scaled = {name: Fp8Array(x, before[name]) if x.dtype in FP8 else x for name, x in moments.items()}
-    return replace(leaf, **scaled, **inputs)
+    return replace(leaf, **inputs)
 
 
 def bare(leaf: Leaf) -> Leaf:
     """A leaf as it is kept: what is donated, and nothing else."""
-    mu, nu = (x.values if isinstance(x, Fp8Array) else x for x in (leaf.mu, leaf.nu))
-    return replace(leaf, gradient=None, mu=mu, nu=nu, scale=None, mu_scale=None, nu_scale=None)
+    return replace(leaf, gradient=None, scale=None, mu_scale=None, nu_scale=None)
 
 
 def numbers_of_step(step: int, **changes) -> Coefficients:
@@ -262,8 +266,7 @@ def numbers_of_step(step: int, **changes) -> Coefficients:
 
 
 def update(leaves, inputs, coefficients, seed, adam_w_mode):
-    updated, amaxes = adam(list(map(assembled, leaves, inputs)), coefficients, seed, adam_w_mode)
-    return list(map(bare, updated)), amaxes
+    return list(map(bare, adam(list(map(assembled, leaves, inputs)), coefficients, seed, adam_w_mode)))
 
 
 in_place = jax.jit(update, static_argnums=4, donate_argnums=0)
@@ -278,11 +281,10 @@ def on_the_cpu(leaves, *args):
 
 def by_oracle(leaves, inputs, coefficients, seed, adam_w_mode):
     with np.errstate(all="ignore"):
-        rows = [
-            oracle(assembled(leaf, row), coefficients, int(seed), number, adam_w_mode)
+        return [
+            bare(oracle(assembled(leaf, row), coefficients, int(seed), number, adam_w_mode))
             for number, (leaf, row) in enumerate(zip(leaves, inputs, strict=True))
         ]
-    return [bare(leaf) for leaf, _ in rows], np.array([amax for _, amax in rows])
 
 
 def poison(pattern: int):
@@ -301,13 +303,11 @@ def comparable(array) -> np.ndarray:
 
 def compare(report: Report, group: str, got, wanted, label: str):
     """Two results of a step, array by array."""
-    for number, (leaf, expected) in enumerate(zip(jax.device_get(got[0]), wanted[0], strict=True)):
-        for name in UPDATED:
-            if getattr(leaf, name) is not None:
-                array = getattr(leaf, name)
-                what = f"{label}: {name} {array.dtype}{list(array.shape)} of leaf {number}"
-                report.bits(group, comparable(array), comparable(getattr(expected, name)), what)
-    report.bits(group, got[1], wanted[1], f"{label}: amaxes")
+    for number, (leaf, expected) in enumerate(zip(jax.device_get(got), wanted, strict=True)):
+        arrays = jax.tree_util.tree_leaves_with_path(leaf)
+        for (path, array), wanted_array in zip(arrays, jax.tree.leaves(expected), strict=True):
+            what = f"{label}: {jax.tree_util.keystr(path)} {array.dtype}{list(array.shape)} of leaf {number}"
+            report.bits(group, comparable(array), comparable(wanted_array), what)
 
 
 def check_steps(report: Report, group: str, draw: Draw, leaves, gradient_dtypes, adam_w_mode, steps, wanted=by_oracle):
@@ -317,10 +317,8 @@ def check_steps(report: Report, group: str, draw: Draw, leaves, gradient_dtypes,
         inputs = list(map(draw.inputs, leaves, gradient_dtypes))
         args = inputs, numbers_of_step(step, apply=step != 2), np.uint32(step * 0x9E3779B9 % 2**32), adam_w_mode
         poison(0xA5 if step % 2 else 0x5A)
-        kept, amaxes = in_place(kept, *args)
-        expected, expected_amaxes = wanted(expected, *args)
-        label = f"step {step}, {'AdamW' if adam_w_mode else 'L2'}"
-        compare(report, group, (kept, amaxes), (expected, expected_amaxes), label)
+        kept, expected = in_place(kept, *args), wanted(expected, *args)
+        compare(report, group, kept, expected, f"step {step}, {'AdamW' if adam_w_mode else 'L2'}")
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -376,7 +374,8 @@ def check_special_values(report: Report):
 
     def leaf(moments, weight):
         leaf = draw.leaf(gradient.shape, Mode(F32, moments, weight))
-        changes = {"mu": moment.astype(moments[0]), "nu": np.abs(moment).astype(moments[1])}
+        mu, nu = moment.astype(moments[0]), np.abs(moment).astype(moments[1])
+        changes = {"mu": draw.scaled(mu), "nu": draw.scaled(nu)}
         if weight[1] == U16:
             high, low = np.divmod(master.view(np.uint32), 2**16)
             return replace(leaf, **changes, param=high.astype(np.uint16).view(BF16), master=low.astype(np.uint16))
@@ -405,7 +404,8 @@ def check_all_16_bit_patterns(report: Report):
     for dtype in (BF16, F16):
         for moment in (dtype, E4M3, E5M2):
             leaf = draw.leaf((2**16,), Mode(dtype, (moment, moment), (BF16, U16, E4M3)))
-            leaf = replace(leaf, mu=patterns(moment), nu=patterns(moment), param=patterns(BF16), master=patterns(U16))
+            changes = {"mu": draw.scaled(patterns(moment)), "nu": draw.scaled(patterns(moment))}
+            leaf = replace(leaf, **changes, param=patterns(BF16), master=patterns(U16))
             inputs = [draw.inputs(leaf, dtype) | {"gradient": patterns(dtype)}]
             for rate in (0, 1e-3):
                 args = inputs, numbers_of_step(3, rate=rate), np.uint32(9), False
@@ -425,22 +425,20 @@ def check_what_is_written(report: Report):
         given = jax.tree.map(jnp.array, leaves)
         poison(0xA5)
         args = inputs, numbers_of_step(1, apply=apply), np.uint32(1), True
-        kept, _ = apart(given, *args)
+        kept = apart(given, *args)
         unchanged = [
             np.array_equal(*pair)
             for pair in zip(*map(jax.tree.leaves, (jax.tree.map(as_bytes, given), before)), strict=True)
         ]
         report.expect("not donated, not written", all(unchanged), f"{apply=}: {unchanged}")
         addresses = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(given)]
-        updated, amaxes = in_place(given, *args)
-        compare(report, "donated or not", (updated, amaxes), (jax.device_get(kept), amaxes), f"{apply=}")
+        updated = in_place(given, *args)
+        compare(report, "donated or not", updated, jax.device_get(kept), f"{apply=}")
         if on_gpu():
             moved = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(updated)] != addresses
             report.expect("in place", not moved, f"{apply=}: a donated array was copied")
         same = [np.array_equal(as_bytes(a), b) for a, b in zip(*map(jax.tree.leaves, (updated, before)), strict=True)]
         report.expect("a skipped step writes nothing", all(same) if apply == 0 else not any(same), f"{apply=}: {same}")
-        if apply == 0:
-            report.bits("a skipped step writes nothing", amaxes, np.zeros(len(leaves), np.float32), "amaxes")
 
 
 def check_controls(report: Report):
@@ -452,8 +450,11 @@ def check_controls(report: Report):
     compare(report, "controls", got, by_oracle(leaves, inputs, numbers, 3, True), "as it should be")
 
     def control(name, position, array, leaves=leaves, inputs=inputs, numbers=numbers, seed=3, adam_w_mode=True):
-        wrong = getattr(by_oracle(leaves, inputs, numbers, seed, adam_w_mode)[0][position], array)
-        noticed = not np.array_equal(as_bytes(getattr(got[0][position], array)), as_bytes(wrong))
+        wrong = by_oracle(leaves, inputs, numbers, seed, adam_w_mode)[position]
+        pairs = zip(
+            *(map(as_bytes, jax.tree.leaves(getattr(leaf, array))) for leaf in (got[position], wrong)), strict=True
+        )
+        noticed = not all(np.array_equal(*pair) for pair in pairs)
         report.expect("controls: a wrong number is noticed", noticed, f"{name} does not change {array}")
 
     for name in ("rate", "b1", "one_minus_b1", "b2", "one_minus_b2", "weight_decay", "correction1", "correction2"):
@@ -463,6 +464,9 @@ def check_controls(report: Report):
     control("the mode", 0, "param", adam_w_mode=False)
     control("decays", 0, "param", leaves=[replace(leaf, decays=False) for leaf in leaves])
     control("the seed", 1, "nu", seed=4)
+    control(
+        "the scale", 0, "cast", inputs=[row | {"scale": np.nextafter(row["scale"], np.float32(9))} for row in inputs]
+    )
     control("the leaf's number", -1, "nu", leaves=[leaves[0], *leaves], inputs=[inputs[0], *inputs])
 
 
@@ -477,27 +481,32 @@ def check_over_2_to_31_elements(report: Report):
     @jax.jit
     def repeated(row, gradient):
         def repeat(x):
-            return jnp.broadcast_to(x, (rows, cols))
+            return jnp.broadcast_to(x, (rows, cols)) if x.ndim else x
 
         leaf = jax.tree.map(repeat, row)
-        return replace(leaf, values_t=jnp.zeros((cols, rows), E4M3)), repeat(gradient)
+        return replace(leaf, cast=replace(leaf.cast, values_t=jnp.zeros((cols, rows), E4M3))), repeat(gradient)
+
+    def arrays_of(leaf):
+        return [leaf.mu, leaf.nu, leaf.param, leaf.master, leaf.cast.values, leaf.cast.values_t]
 
     @jax.jit
     def consistent(leaf):
-        arrays = [getattr(leaf, name) for name in UPDATED]
+        arrays = arrays_of(leaf)
         bits = [x if x.dtype == U16 else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in arrays]
         return [jnp.all(x == x[0]) for x in bits[:5]] + [jnp.all(bits[5] == bits[4].T)]
 
     leaf, gradient = repeated(row, inputs["gradient"])
-    (updated,), amaxes = in_place([leaf], [inputs | {"gradient": gradient}], *args)
-    for name, same in zip(UPDATED, consistent(updated), strict=True):
+    (updated,) = in_place([leaf], [inputs | {"gradient": gradient}], *args)
+    names = ("mu", "nu", "param", "master", "values", "values_t")
+    for name, same in zip(names, consistent(updated), strict=True):
         report.expect("over 2**31 elements", bool(same), f"the periods of {name} differ")
     spoiled = replace(
         updated, mu=jax.lax.dynamic_update_slice(updated.mu, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
     )
     report.expect("over 2**31 elements", not consistent(spoiled)[0], "one wrong element is not noticed")
-    got = replace(jax.tree.map(lambda x: x[-1], updated), values_t=None)
-    compare(report, "over 2**31 elements", ([got], amaxes), by_oracle([row], [inputs], *args), "last row")
+    last = jax.tree.map(lambda x: x[-1] if x.ndim else x, updated)
+    last = replace(last, cast=replace(last.cast, values_t=None))
+    compare(report, "over 2**31 elements", [last], by_oracle([row], [inputs], *args), "last row")
 
 
 def check_graphs(report: Report):
@@ -516,7 +525,7 @@ def check_graphs(report: Report):
         args = inputs, numbers_of_step(step, apply=step != 3), np.uint32(step)
         results = [program(leaves, *args) for program, leaves in zip(programs, kept, strict=True)]
         compare(report, "CUDA graph", results[0], jax.device_get(results[1]), f"step {step}")
-        kept = [leaves for leaves, _ in results]
+        kept = results
 
 
 def check_refusals(report: Report):
@@ -524,12 +533,13 @@ def check_refusals(report: Report):
     if not on_gpu():
         return  # the reference takes anything
     x, one = jnp.ones((32, 64)), [11, (1, 5)]
+    one_scale = jnp.float32(1)
+    scalars = one_scale, one_scale  # of values: their scale and amax
     brain, weight, integer = x.astype(BF16), x.astype(E4M3), x.astype(jnp.int32)
 
-    def raw(layout, *arrays, shared=one, seed=None, aliased=True, result=None):
+    def raw(layout, *arrays, shared=one, seed=None, aliased=True):
         operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *arrays]
         results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[1:]]
-        results.append(result or jax.ShapeDtypeStruct((1,), F32))
         aliases = {4 + number: number for number in range(len(arrays) - 1)} if aliased else None
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
         return lambda: call(*operands, layout=np.array(layout, np.int32), adam_w_mode=True)
@@ -539,7 +549,10 @@ def check_refusals(report: Report):
         (raw([1], x, x, x, x, shared=[10, (1, 5)]), "scalars must have shape [11]"),
         (raw([1], x, x, x, x, shared=[11, (2, 5)]), "scales must have shape [1, 5]"),
         (raw([1], x, x, x, x, seed=jnp.int32(0)), "seed must be uint32"),
-        (raw([1], x, x, x, x, result=jax.ShapeDtypeStruct((2,), F32)), "amaxes must have shape [1]"),
+        (raw([5], x, x, x, x, weight, brain[0, 0], one_scale), "scale of leaf 0 must be a float32 scalar"),
+        (raw([5], x, x, x, x, weight, one_scale, x), "amax of leaf 0 must be a float32 scalar"),
+        (raw([1], x, weight, x, x), "mu of leaf 0 must come with a scale"),
+        (raw([33], x, x, x, x, one_scale), "nu of leaf 0 must come with a scale if it is FP8, and only then"),
         (raw([1], integer, x, x, x), "g of leaf 0 must be float32, bfloat16 or float16"),
         (raw([1], x, integer, x, x), "mu of leaf 0 must be"),
         (raw([1], x, x, integer, x), "nu of leaf 0 must be"),
@@ -551,11 +564,17 @@ def check_refusals(report: Report):
         (raw([3], x, x, x, brain, brain), "master of leaf 0 must be float32, float16 or"),
         (raw([3], x, x, x, x.astype(F16), x.astype(U16)), "bfloat16 param"),
         (raw([2], x, x, x, x), "master of leaf 0 must come with FP8 values"),
-        (raw([5], x, x, x, x, x), "values of leaf 0 must be float8_e4m3fn or float8_e5m2"),
+        (raw([5], x, x, x, x, x, *scalars), "values of leaf 0 must be float8_e4m3fn or float8_e5m2"),
         (raw([9], x, x, x, x, weight.T), "values_t of leaf 0 must come with values"),
-        (raw([13], x, x, x, x, weight, weight), "values_t of leaf 0 must have rank 2 and the transposed shape"),
-        (raw([13], x, x, x, x, weight, weight.T.astype(E5M2)), "values_t of leaf 0 must have the dtype of values"),
-        (raw([13], *[x[:, :40]] * 4, weight[:, :40], weight[:, :40].T), "divisible by 16"),
+        (
+            raw([13], x, x, x, x, weight, weight, *scalars),
+            "values_t of leaf 0 must have rank 2 and the transposed shape",
+        ),
+        (
+            raw([13], x, x, x, x, weight, weight.T.astype(E5M2), *scalars),
+            "values_t of leaf 0 must have the dtype of values",
+        ),
+        (raw([13], *[x[:, :40]] * 4, weight[:, :40], weight[:, :40].T, *scalars), "divisible by 16"),
     ]
     for call, fragment in cases:
         try:

@@ -13,6 +13,7 @@ import pytest
 import reference
 from reference import assert_same_bits
 
+from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.ops.adam import Coefficients, Leaf, adam, adam_leaf
@@ -66,6 +67,7 @@ STEPS = {
     "scaled": PLAIN | {"grad_scale": 1 / 3, "weight_decay": 0.01, "correction1": 3.7, "correction2": 367.0},
 }
 
+CAST = ("values", "values_t", "scale", "amax")
 STEP = jax.jit(adam, static_argnums=3)
 
 
@@ -101,22 +103,22 @@ def make_leaf(kind, seed) -> Leaf:
     else:
         kept = None if kind.master is None else jnp.asarray(master, kind.master)
     param = None if kind.param is None else jnp.asarray(master if kind.master is not F16 else kept, kind.param)
-    cast = {}
+    cast = scale = None
     if kind.cast is not None:
-        scale = reference.scale_from_amax(reference.amax(master), kind.cast)
-        cast = {"values": jnp.full(kind.shape, 7, kind.cast), "scale": jnp.float32(scale)}
-    if kind.orientations == 2:
-        cast["values_t"] = jnp.full(kind.shape[::-1], 7, kind.cast)
+        scale = jnp.float32(reference.scale_from_amax(reference.amax(master), kind.cast))
+        values_t = jnp.full(kind.shape[::-1], 7, kind.cast) if kind.orientations == 2 else None
+        cast = CachedWeight(jnp.full(kind.shape, 7, kind.cast), values_t, jnp.float32(9), jnp.float32(8))
     return Leaf(
         jnp.asarray(gradient, kind.gradient),
         mu,
         nu,
         param,
         kept,
-        mu_scale=mu_scale,
-        nu_scale=nu_scale,
+        cast,
+        scale,
+        mu_scale,
+        nu_scale,
         decays=kind.decays,
-        **cast,
     )
 
 
@@ -141,19 +143,19 @@ def moment_of(moment, squared=False) -> np.ndarray:
 
 
 def expect(leaf, step, seed, number, adam_w_mode, precision=np.float32):
-    """The updated leaf's arrays in NumPy by name, the amax, and the update."""
+    """The updated leaf's arrays in NumPy by name, and the update."""
     moments = moment_of(leaf.mu), moment_of(leaf.nu, squared=True)
     settings = {"decays": leaf.decays, "adam_w_mode": adam_w_mode, "precision": precision}
     results = reference.adam(leaf.gradient, master_of(leaf), *moments, step, **settings)
     m, v, p, update = (np.asarray(x, np.float32) for x in results)
     arrays = {"mu": store_first(m, leaf), "nu": store_second(v, leaf, seed, number)} | store_master(p, leaf)
-    amax = np.float32(0)
-    if leaf.values is not None:
+    if leaf.cast is not None:
         weight = arrays["master"] if leaf.param is None else arrays["param"]
-        arrays["values"], amax = reference.quantize(weight, leaf.values.dtype, leaf.scale)
-        if leaf.values_t is not None:
+        arrays["values"], arrays["amax"] = reference.quantize(weight, leaf.cast.values.dtype, leaf.scale)
+        arrays["scale"] = leaf.scale
+        if leaf.cast.values_t is not None:
             arrays["values_t"] = arrays["values"].T
-    return arrays, amax, update
+    return arrays, update
 
 
 def store_first(m, leaf) -> np.ndarray:
@@ -179,15 +181,17 @@ def store_master(p, leaf) -> dict[str, np.ndarray]:
 
 
 def array_of(leaf, name) -> np.ndarray:
-    array = getattr(leaf, name)
+    array = getattr(leaf.cast if name in CAST else leaf, name)
     return np.asarray(array.values if isinstance(array, Fp8Array) else array)
 
 
 def assert_updated(leaf, before, arrays):
     for name, expected in arrays.items():
         assert_same_bits(array_of(leaf, name), expected)
-    for name in ("param", "master", "values", "values_t"):
-        assert (getattr(leaf, name) is None) == (name not in arrays)
+    names = ("param", "master") if leaf.cast is None else ("param", "master", *CAST)
+    for name in names:
+        assert (getattr(leaf.cast if name in CAST else leaf, name) is None) == (name not in arrays)
+    assert (leaf.cast is None) == ("values" not in arrays)
     for name, scale in (("mu", before.mu_scale), ("nu", before.nu_scale)):
         moment = getattr(leaf, name)
         if isinstance(moment, Fp8Array):
@@ -198,11 +202,9 @@ def assert_updated(leaf, before, arrays):
 @pytest.mark.parametrize("step", STEPS)
 def test_bits(step, adam_w_mode):
     seed = 12345
-    updated, amaxes = STEP(LEAVES, coefficients(STEPS[step]), jnp.uint32(seed), adam_w_mode)
+    updated = STEP(LEAVES, coefficients(STEPS[step]), jnp.uint32(seed), adam_w_mode)
     for number, (after, before) in enumerate(zip(updated, LEAVES, strict=True)):
-        arrays, amax, _ = expect(before, STEPS[step], seed, number, adam_w_mode)
-        assert_updated(after, before, arrays)
-        assert_same_bits(amaxes[number], amax)
+        assert_updated(after, before, expect(before, STEPS[step], seed, number, adam_w_mode)[0])
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
@@ -211,12 +213,11 @@ def test_bits_outside_jit(adam_w_mode):
     for number, before in enumerate(LEAVES):
         if before.gradient.size > 100 and number != 8:
             continue  # every shape compiles anew; one matrix is enough, that of a param in FP8
-        after, amax, update = adam_leaf(before, coefficients(step), jnp.uint32(3), number, adam_w_mode)
-        arrays, expected_amax, expected_update = expect(before, step, 3, number, adam_w_mode)
+        after, update = adam_leaf(before, coefficients(step), jnp.uint32(3), number, adam_w_mode)
+        arrays, expected_update = expect(before, step, 3, number, adam_w_mode)
         assert_updated(after, before, arrays)
-        assert_same_bits(amax, expected_amax)
         assert_same_bits(update, expected_update)
-    updated, _ = adam(LEAVES[:2], coefficients(step), jnp.uint32(3), adam_w_mode)
+    updated = adam(LEAVES[:2], coefficients(step), jnp.uint32(3), adam_w_mode)
     for number in range(2):
         assert_updated(updated[number], LEAVES[number], expect(LEAVES[number], step, 3, number, adam_w_mode)[0])
 
@@ -225,8 +226,8 @@ def test_one_rounding_less_would_be_noticed():
     """The negative control: NumPy in float64, rounded to float32 at the end, is near and yet has other bits."""
     number = 5
     before, step = LEAVES[number], STEPS["scaled"]
-    updated, _ = STEP(LEAVES, coefficients(step), jnp.uint32(0), True)
-    arrays, _, _ = expect(before, step, 0, number, True, precision=np.float64)
+    updated = STEP(LEAVES, coefficients(step), jnp.uint32(0), True)
+    arrays, _ = expect(before, step, 0, number, True, precision=np.float64)
     reference.assert_close(updated[number].mu, arrays["mu"], "float32")
     for name in ("mu", "master"):
         with pytest.raises(AssertionError, match="elements differ"):
@@ -246,26 +247,20 @@ def test_every_kind_of_storage_is_there_with_every_kind_of_gradient():
 
 
 def test_a_step_that_is_not_applied_changes_nothing():
-    unchanged = [replace(leaf, mu_scale=_scale(leaf.mu), nu_scale=_scale(leaf.nu)) for leaf in LEAVES]
-    poisoned = [replace(leaf, gradient=leaf.gradient * jnp.nan) for leaf in unchanged]
-    updated, amaxes = STEP(poisoned, coefficients(PLAIN | {"apply": 0.0}), jnp.uint32(0), True)
-    assert not np.any(amaxes)
-    for after, before in zip(updated, unchanged, strict=True):
+    poisoned = [replace(leaf, gradient=leaf.gradient * jnp.nan) for leaf in LEAVES]
+    updated = STEP(poisoned, coefficients(PLAIN | {"apply": 0.0}), jnp.uint32(0), True)
+    for after, before in zip(updated, LEAVES, strict=True):
         after = replace(after, gradient=before.gradient)
         jax.tree.map(assert_same_bits, after, before)
-    updated, _ = STEP(poisoned, coefficients(PLAIN), jnp.uint32(0), True)
+    updated = STEP(poisoned, coefficients(PLAIN), jnp.uint32(0), True)
     assert np.isnan(np.asarray(updated[0].param))
-
-
-def _scale(moment):
-    return moment.scale if isinstance(moment, Fp8Array) else None
 
 
 def test_a_number_that_is_not_finite_stays_in_its_element():
     leaves = [leaf for leaf in LEAVES if leaf.gradient.size > 1]
     for bad in (np.inf, -np.inf, np.nan):
         poisoned = [replace(leaf, gradient=jnp.where(element_five(leaf), bad, leaf.gradient)) for leaf in leaves]
-        updated, _ = STEP(poisoned, coefficients(PLAIN), jnp.uint32(0), True)
+        updated = STEP(poisoned, coefficients(PLAIN), jnp.uint32(0), True)
         for after in updated:
             weight = array_of(after, "master" if after.param is None else "param").astype(np.float32).reshape(-1)
             assert list(np.flatnonzero(np.isnan(weight))) == [5]
@@ -280,6 +275,4 @@ def test_the_kernels_order_of_the_coefficients():
 
 
 def test_no_leaves():
-    updated, amaxes = adam([], coefficients(PLAIN), jnp.uint32(0), True)
-    assert updated == []
-    assert amaxes.shape == (0,)
+    assert adam([], coefficients(PLAIN), jnp.uint32(0), True) == []

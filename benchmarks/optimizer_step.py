@@ -145,9 +145,7 @@ def many_steps(variant: Variant, steps: int):
 
     def run(state, gradients, scales):
         def body(i, state):
-            fresh, _ = jax.lax.optimization_barrier(
-                (gradients, i)
-            )  # or what follows from them alone is computed once, before the loop
+            fresh, _ = jax.lax.optimization_barrier((gradients, i))  # or casts of them would leave the loop
             return step(state, fresh, scales)
 
         return jax.lax.fori_loop(0, steps, body, state)
@@ -244,8 +242,8 @@ def samples(params: Any) -> list[np.ndarray]:
 
 
 @jax.jit
-def is_cast_of(copies: CachedWeight, kernel: jax.Array) -> jax.Array:
-    fresh = cast(kernel, ScaleSource(copies.scale))
+def is_cast_of(copies: CachedWeight, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    fresh = cast(kernel, ScaleSource(scale))
     return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (copies, fresh)), strict=True)]))
 
 
@@ -254,12 +252,8 @@ def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
     params, _, casts = state
     still = sum(np.array_equal(old, new) for old, new in zip(before, samples(params), strict=True))
     infinite = sum(not bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params))
-    kernels = gemm_kernels(params)
-    expected = dict(zip(sorted(casts), scales, strict=True))
-    wrong = sum(
-        not bool(is_cast_of(casts[path], kernel) & (casts[path].scale == expected[path]))
-        for path, kernel in kernels.items()
-    )
+    kernels, expected = gemm_kernels(params), dict(zip(sorted(casts), scales, strict=True))
+    wrong = sum(not bool(is_cast_of(casts[path], kernels[path], scale)) for path, scale in expected.items())
     if still or infinite or wrong:
         raise ValueError(
             f"every parameter must have moved, be finite and be cast, but {still} stood still, {infinite} are not finite and "
@@ -321,10 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.variants:
         try:
             found = measure(name, shape, gradients, steps)
-        except (
-            jax.errors.JaxRuntimeError,
-            ValueError,
-        ) as error:  # a row that says so; the others are still worth having
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # the other rows are still worth having
             found = {"variant": name, "failed": str(error).splitlines()[0][:300]}
         gc.collect()
         print(f"{name}: {found.get('failed') or str(round(found['ms'], 2)) + ' ms a step'}", flush=True)

@@ -16,6 +16,7 @@ struct GemmState {
   static ffi::TypeId id;
 
   bool has_bias, has_c, fast_accumulation;
+  float alpha;
   GemmPlans plans;
 };
 
@@ -89,6 +90,7 @@ GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
       .has_bias = state.has_bias,
       .has_c = state.has_c,
       .fast_accumulation = state.fast_accumulation,
+      .alpha = state.alpha,
   };
 }
 
@@ -126,11 +128,12 @@ GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, f
   return buffers;
 }
 
-ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation) {
+ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha) {
   auto state = std::make_unique<GemmState>();
   state->has_bias = has_bias;
   state->has_c = has_c;
   state->fast_accumulation = fast_accumulation;
+  state->alpha = alpha;
   return ffi::ErrorOr<std::unique_ptr<GemmState>>(std::move(state));
 }
 
@@ -160,7 +163,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                        ffi::Ffi::BindInstantiate()
                            .Attr<bool>("has_bias")
                            .Attr<bool>("has_c")
-                           .Attr<bool>("fast_accumulation"),
+                           .Attr<bool>("fast_accumulation")
+                           .Attr<float>("alpha"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,

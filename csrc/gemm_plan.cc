@@ -136,11 +136,10 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
   }
   if (stream == nullptr) return "";
 
-  const float alpha = 1.0f;
   const float beta = problem.has_c ? 1.0f : 0.0f;
   const void* const addend = problem.has_c ? operands.c : operands.d;
   const Status status =
-      library().matmul(handle, description.operation, &alpha, operands.b, description.a, operands.a, description.b, &beta,
+      library().matmul(handle, description.operation, &problem.alpha, operands.b, description.a, operands.a, description.b, &beta,
                        addend, description.d, operands.d, description.d, &algorithm, operands.workspace, kWorkspaceBytes,
                        *stream);
   return failure_of("cublasLtMatmul", status);

@@ -19,11 +19,12 @@ constexpr int64_t kWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hop
 constexpr uintptr_t kMinAlignment = 16;        // of every matrix, or the tensor cores cannot load it
 constexpr uintptr_t kFullAlignment = 256;      // of XLA's own allocations; the heuristic has more to choose from
 
-// Row-major d[m, n] = (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n].
+// Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n].
 struct GemmProblem {
   int64_t m, n, k;
   cudaDataType_t a_type, b_type, d_type, bias_type;  // c has the type of d
   bool has_bias, has_c, fast_accumulation;
+  float alpha;
 };
 
 struct GemmOperands {
@@ -34,8 +35,8 @@ struct GemmOperands {
 // Empty when all went well, else what failed.
 using Failure = std::string;
 
-// What one call site has been told by the heuristic. Bias, c and accumulation are attributes of the call site, so they are not
-// part of the key.
+// What one call site has been told by the heuristic. Bias, c, accumulation and alpha are attributes of the call site, so they
+// are not part of the key.
 class GemmPlans {
  public:
   // Before the first launch: cuBLASLt's handle, and the algorithm for matrices aligned as XLA allocates them.

@@ -15,6 +15,7 @@ from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.quantize import quantize
+from jax_fp8.train.capture import capture_report
 from jax_fp8.train.explain import explain
 from jax_fp8.train.fused_adam import fused_adam, fused_adamw
 from jax_fp8.train.train_state import TrainState
@@ -42,6 +43,7 @@ __all__ = [
     "TrainState",
     "TransformerBlock",
     "apply_updates",
+    "capture_report",
     "cast_weights",
     "explain",
     "fused_adam",

@@ -16,7 +16,6 @@ import importlib.util
 import math
 import pathlib
 import re
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
@@ -24,6 +23,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jax_fp8.train.capture import Lowering
+from jax_fp8.train.hlo import Instruction, read_hlo, read_thunks
 
 TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
 
@@ -44,8 +46,6 @@ _COLLECTIVES = (
     "reduce-scatter",
     "collective-broadcast",
 )
-_FILLS = {"broadcast", "constant", "iota"}
-_BITS = re.compile(r"[a-z]+(\d+)")
 
 
 def missing_reason() -> str | None:
@@ -91,39 +91,6 @@ def shapes(tree, sharding: Sharding):
 
 
 @dataclass(frozen=True)
-class Array:
-    """One array of an HLO instruction's result: `bf16[4096,2048]`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        bits = _BITS.match(self.dtype)
-        return math.prod(self.shape) * (math.ceil(int(bits[1]) / 8) if bits else 1)
-
-    def __str__(self):
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One HLO instruction: what it computes from what, and where in the user's program it comes from."""
-
-    opcode: str
-    results: tuple[Array, ...]
-    operands: tuple[Array, ...]
-    target: str  # of a custom call, else ""
-    op_name: str  # the path of jax transformations and Flax modules that led here
-    computation: str  # the fusion, loop body or entry it stands in
-    sources: tuple[str, ...]  # the opcodes of the operands
-
-    def __str__(self):
-        operands = ", ".join(map(str, self.operands))
-        return f"{self.results[0]} = {self.target or self.opcode}({operands})  # {self.op_name or self.computation}"
-
-
-@dataclass(frozen=True)
 class Program:
     """What the compiler made of a function.
 
@@ -161,8 +128,7 @@ class Program:
     @property
     def copies(self) -> list[Instruction]:
         """Arrays that are read only to be written elsewhere, largest first; a copied constant is a fill."""
-        found = [i for i in self.instructions if i.opcode in ("copy", "copy-start") and not set(i.sources) <= _FILLS]
-        return sorted(found, key=lambda i: -i.results[0].bytes)
+        return sorted((i for i in self.instructions if i.copies), key=lambda i: -i.results[0].bytes)
 
     @property
     def collectives(self) -> list[Instruction]:
@@ -182,15 +148,11 @@ def compile(function, *arguments, **compiler_options) -> Program:
       arguments: trees of `jax.ShapeDtypeStruct` with shardings on `devices`; see `shapes`.
       compiler_options: in addition to the function's own.
     """
-    lowered = function.lower(*arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        # Triton GEMMs are chosen by timing, which needs a device; without them every GEMM that XLA makes is cuBLAS.
-        options = {"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder, **compiler_options}
-        compiled = lowered.compile(compiler_options=options)
-        thunks = _dumped_thunks(folder)
-    hlo = compiled.as_text()
+    # Triton GEMMs are chosen by timing, which needs a device; without them every GEMM that XLA makes is cuBLAS.
+    options = {"xla_gpu_enable_triton_gemm": False, **compiler_options}
+    compilation = Lowering(function.lower(*arguments)).compile(options)
+    hlo, thunks, memory = compilation.as_text(), compilation.listing(), compilation.memory_analysis()
     graphs, outside = read_thunks(thunks)
-    memory = compiled.memory_analysis()
     return Program(
         instructions=read_hlo(hlo),
         graphs=graphs,
@@ -199,78 +161,4 @@ def compile(function, *arguments, **compiler_options) -> Program:
         aliased_bytes=memory.alias_size_in_bytes,
         hlo=hlo,
         thunks=thunks,
-    )
-
-
-def _dumped_thunks(folder):
-    """The thunks after the passes that make CUDA graphs; if they changed nothing, XLA wrote only the one before."""
-    for pattern in ("*.thunk_sequence_after_thunk_passes.txt", "*.thunk_sequence.txt"):
-        paths = list(pathlib.Path(folder).glob(pattern))
-        if len(paths) == 1:
-            return paths[0].read_text()
-    found = sorted(path.name for path in pathlib.Path(folder).iterdir())
-    raise RuntimeError(f"one compilation must dump one thunk listing, got {found}; switch off jax's compilation cache")
-
-
-_THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")
-
-
-def read_thunks(text: str) -> tuple[int, Counter]:
-    """The number of CUDA graphs in XLA's thunk listing, and the kinds of thunks outside them.
-
-    One thunk a line; the thunks of a graph, and those of a loop's body or a branch, are indented below it.
-    """
-    graphs, outside, graph_indent = 0, Counter(), None
-    for line in text.splitlines():
-        match = _THUNK.match(line)
-        if not match:
-            continue
-        indent, kind = len(match["indent"]), match["kind"].removeprefix("k")
-        if graph_indent is not None and indent > graph_indent:
-            continue
-        graph_indent = None
-        if kind == "CommandBuffer":
-            graphs, graph_indent = graphs + 1, indent
-        else:
-            outside[kind] += 1
-    return graphs, outside
-
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?(?P<name>%[\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?(?P<name>%[\w.\-]+) = (?P<type>.+?) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$")
-_NAME = re.compile(r"%[\w.\-]+")
-_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
-_TARGET = re.compile(r'custom_call_target="([^"]+)"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-
-
-def read_hlo(text: str) -> tuple[Instruction, ...]:
-    """The instructions of an HLO module's text. It gives operands by name only, so their types are looked up."""
-    computation, found = "", []
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            computation = header["name"]
-        elif match := _INSTRUCTION.match(line):
-            found.append((computation, match))
-    arrays = {match["name"]: _arrays(match["type"]) for _, match in found}
-    opcodes = {match["name"]: match["opcode"] for _, match in found}
-    return tuple(_instruction(computation, match, arrays, opcodes) for computation, match in found)
-
-
-def _arrays(type_text):
-    return tuple(Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(type_text))
-
-
-def _instruction(computation, match, arrays, opcodes):
-    operands, _, attributes = match["rest"].partition(")")
-    names = [name for name in _NAME.findall(operands) if name in arrays]
-    target, op_name = _TARGET.search(attributes), _OP_NAME.search(attributes)
-    return Instruction(
-        opcode=match["opcode"],
-        results=arrays[match["name"]],
-        operands=tuple(array for name in names for array in arrays[name]),
-        target=target[1] if target else "",
-        op_name=op_name[1] if op_name else "",
-        computation=computation,
-        sources=tuple(opcodes[name] for name in names),
     )

@@ -92,9 +92,9 @@ def update_state(scale, amax_history, dtypes, margin=0, algorithm="max") -> tupl
     return scale, amax_history
 
 
-def matmul(a, b, a_scale=1.0, b_scale=1.0, bias=None, c=None) -> np.ndarray:
-    """`(a * a_scale) @ (b * b_scale).T + bias + c` in float64, of a (m, k) and b (n, k), Hopper's layout."""
-    product = dequantize(a, a_scale) @ dequantize(b, b_scale).T
+def matmul(a, b, a_scale=1.0, b_scale=1.0, bias=None, c=None, alpha=1.0) -> np.ndarray:
+    """`alpha (a * a_scale) @ (b * b_scale).T + bias + c` in float64, of a (m, k) and b (n, k), Hopper's layout."""
+    product = alpha * dequantize(a, a_scale) @ dequantize(b, b_scale).T
     for addend in (bias, c):
         if addend is not None:
             product = product + np.asarray(addend).astype(np.float64)

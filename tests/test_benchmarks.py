@@ -8,12 +8,14 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("gpt_step", "optimizer_step", "convergence", "kernel_profile", "plain_gpt", "tables", "text_data", "text")
+MODULES = ("gpt_step", "optimizer_step", "microbatches", "convergence")
+MODULES += ("kernel_profile", "plain_gpt", "tables", "text_data", "text")
 
 
 @pytest.fixture
@@ -111,6 +113,54 @@ def test_an_optimizer_that_does_nothing_has_no_time(benchmark):
         optimizer_step.check(before, (params, None, casts), scales)
     with pytest.raises(ValueError, match="0 stood still, 0 are not finite and 1 have other FP8 values"):
         optimizer_step.check(before, (moved, None, casts), scales)
+
+
+@pytest.mark.program
+def test_microbatches_runs_whole(benchmark, tmp_path):
+    microbatches = benchmark("microbatches")
+    assert microbatches.main(["--self-test", "--variants", "cached", "caller", "small", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "microbatches.json").read_text())
+    rows = [(row["variant"], row["microbatches"]) for row in found["tiny"]]
+    assert rows == [("cached", 1), ("cached", 8), ("caller", 8)]
+    assert all(row["waited_ms"] > row["host_ms"] > 0 < row["ms_a_microbatch"] for row in found["tiny"])
+    assert found[microbatches.LONG_RUN][0]["compiled_first"] == 2  # the warm start and the step
+    assert "| bf16 / delayed |" in (tmp_path / "microbatches.md").read_text()
+
+
+@pytest.mark.parametrize(("again", "compiled"), [(False, (1, 0)), (True, (1, 9))])
+def test_a_long_run_counts_compilations(benchmark, again, compiled):
+    import jax
+    import jax.numpy as jnp
+
+    once = jax.jit(lambda loss: loss - 1)
+
+    def step(state, batch):
+        loss = jax.jit(lambda loss: loss - 1)(state) if again else once(state)
+        return loss, {"loss": loss}
+
+    training = SimpleNamespace(tokens=np.zeros, new_state=lambda: jnp.float32(100), make_step=lambda count: step)
+    found = benchmark("microbatches").long_run(training, steps=10)
+    assert (found["compiled_first"], found["compiled_later"]) == compiled
+    assert ("failed" in found) == again
+
+
+def test_a_step_that_fails_or_learns_nothing_says_so(benchmark):
+    import jax
+    import jax.numpy as jnp
+
+    def fails(state):
+        raise jax.errors.JaxRuntimeError("no memory\nand more")
+
+    microbatches = benchmark("microbatches")
+    runs = {"uncached": fails, "cached": lambda x: (x + 1, {"loss": 1 / x}), "caller": lambda x: (x, {"loss": x - x})}
+    training = microbatches.Training(microbatches.SHAPES["tiny"])
+    state, found = microbatches.take_turns(training, jnp.float32(0.5), runs, rounds=2, steps=3)
+    assert float(state) == 0.5 + 1 + 2 * (1 + 1 + 4)  # the first step; in every round one untimed, one alone, a row
+    assert len(found["cached"].in_a_row) == 2 * 3
+    rows = [{"variant": name, "microbatches": 2, **times.to_json(2)} for name, times in found.items()]
+    for row, failed in zip(rows, ("no memory", "", "a step that trains"), strict=True):
+        assert row["failed"].startswith(failed) and bool(row["failed"]) == bool(failed)
+    assert microbatches.shape_table(rows).splitlines()[-1].split(" | ")[2:5] == ["-", "-", "-"]  # uncached, difference
 
 
 def test_different_models_are_not_compared(benchmark):

@@ -22,6 +22,7 @@ from jax_fp8.ops import kernels
 from jax_fp8.ops.amax import amax
 from jax_fp8.ops.gemm import WORKSPACE_BYTES
 from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
+from jax_fp8.train.capture import CaptureReport, Lowering
 from jax_fp8.train.explain import HEAD_SCOPE
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
 BATCH = (16, 129)
 GEMMS = 3 * 4 * CONFIG.num_layers  # fprop, dgrad and wgrad of qkv, attention output, MLP up, MLP down
+WEIGHTS = GEMMS // 3
 SMALLEST_KERNEL = CONFIG.hidden_size**2  # bytes, in FP8
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling()}
 
@@ -58,6 +60,28 @@ def train_step(
     tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32, sharding=h200.on_mesh(mesh, "data"))
     program = h200.compile(step, h200.shapes(state, h200.on_mesh(mesh)), tokens)
     return program, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def report_of(microbatches: int, cached: bool = False, piece: str = "step", remat: bool = False) -> CaptureReport:
+    """What a step, or one piece of it, becomes on one H200."""
+    recipe, tx, on = RECIPES["delayed"], fp8.fused_adamw(1e-3), h200.on_one_device()
+    loss_fn = fp8.next_token_loss(fp8.GPT(CONFIG, recipe=recipe))
+    step = fp8.make_train_step(
+        jax.checkpoint(loss_fn) if remat else loss_fn, tx, recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS
+    )
+    state = h200.shapes(abstract_state(recipe, tx, cached), on)
+    tokens = h200.shapes(jax.ShapeDtypeStruct(BATCH, jnp.int32), on)
+    if piece == "step":
+        lowered = step.lower(state, tokens)
+    else:
+        pending = h200.shapes(jax.eval_shape(step.start, state), on)
+        flag = h200.shapes(jax.ShapeDtypeStruct((), jnp.bool_), on)
+        lowered = Lowering(
+            step._apply.lower(state, pending)
+            if piece == "apply"
+            else step._accumulate.lower(state, pending, tokens, flag)
+        )
+    return fp8.capture_report(lowered.compile({"xla_gpu_enable_triton_gemm": False}))
 
 
 def unquantized_gemms(program: h200.Program) -> list[h200.Instruction]:
@@ -106,12 +130,10 @@ def checked(program: h200.Program) -> dict:
     }
 
 
-def promised(recipe_name: str, state_bytes: int, cached: bool = False) -> dict:
+def promised(recipe_name: str, state_bytes: int) -> dict:
     return {
         "gemm": GEMMS,
-        "quantize_transpose": GEMMS * 2 // 3
-        if cached
-        else GEMMS,  # a GEMM has three tensors, each cast once; weights by the optimizer
+        "quantize_transpose": GEMMS,  # a GEMM has three tensors, each cast once; a cached weight only where it is stale
         "amax": GEMMS if recipe_name == "current" else 0,
         "adam": 1,
         "gemms not in FP8": [],
@@ -128,7 +150,7 @@ def promised(recipe_name: str, state_bytes: int, cached: bool = False) -> dict:
 )
 def test_step_on_one_device(recipe_name, microbatches, cached):
     program, state_bytes = train_step(recipe_name, microbatches, cached=cached)
-    assert checked(program) == promised(recipe_name, state_bytes, cached)
+    assert checked(program) == promised(recipe_name, state_bytes)
     # The loop over microbatches included, with the options that make_train_step sets on a GPU.
     assert (program.graphs, dict(program.outside_graphs)) == (1, {})
     # Every GEMM asks for a workspace of its own; XLA gives them the same memory.
@@ -144,6 +166,47 @@ def test_weights_are_cast_once_for_all_microbatches(recipe_name, before, inside)
     entry = program.hlo[program.hlo.index("\nENTRY ") :]
     casts = 'custom_call_target="jax_fp8_quantize_transpose"'
     assert (entry.count(casts), program.hlo.count(casts) - entry.count(casts)) == (before, inside)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("remat", [False, True])
+def test_every_weight_is_cast_once_a_step(microbatches, remat):
+    report = report_of(microbatches, remat=remat)
+    assert (report.graphs, report.cuts, report.unknown_trips) == (1, {}, 0)
+    # A single microbatch has nobody to share a cast with: its recomputed forward casts again.
+    assert report.weight_casts == WEIGHTS * (2 if remat and microbatches == 1 else 1)
+    assert report.gemms == microbatches * (GEMMS + (WEIGHTS if remat else 0))
+    assert report.weight_copies == ()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_state_with_a_cache_casts_nothing(microbatches):
+    """Unless it is not the cache of its params: one conditional, for which nothing is copied."""
+    report = report_of(microbatches, cached=True)
+    assert (report.graphs, report.cuts, report.weight_casts) == (1, {}, 0)
+    [(keep, cast)] = report.conditionals
+    assert (keep.kernels, cast.weight_casts) == (0, WEIGHTS)
+    assert report.weight_copies == ()
+
+
+def test_a_microbatch_of_the_caller():
+    """One graph; one conditional that casts the weights and clears the sums, or does nothing."""
+    report = report_of(4, piece="accumulate")
+    assert (report.graphs, report.cuts, report.weight_casts, report.gemms) == (1, {}, 0, GEMMS)
+    [(keep, first)] = report.conditionals
+    assert (keep.kernels, first.weight_casts) == (0, WEIGHTS)
+    assert report.weight_copies == ()
+    report = report_of(4, piece="apply")
+    assert (report.graphs, report.cuts, report.weight_copies, report.all_copies_bytes) == (1, {}, (), 0)
+
+
+def test_gradients_are_added_up_without_a_copy():
+    """The sums of a loop's microbatches are updated where they lie, by the GEMMs themselves."""
+    program, _ = train_step("delayed", microbatches=4)
+    accumulating = [gemm for gemm in program.gemms if gemm.target == "jax_fp8_gemm" and len(gemm.operands) == 5]
+    wgrads = [gemm for gemm in accumulating if gemm.operands[4].dtype == gemm.results[0].dtype == "f32"]
+    assert len(wgrads) == WEIGHTS
+    assert big_copies(program) == []
 
 
 def test_step_on_four_devices_data_parallel():

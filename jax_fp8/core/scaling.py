@@ -11,6 +11,20 @@ from jax_fp8.core.recipe import Recipe
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class GradientSum:
+    """Where the gradients of a kernel add up over microbatches: `ref += weight * gradient`, by the GEMM that computes the gradient.
+
+    Args:
+      ref: of f32[k, n].
+      weight: static.
+    """
+
+    ref: jax.Ref
+    weight: float = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class GemmScaling:
     """The scaling of one GEMM.
 
@@ -22,6 +36,7 @@ class GemmScaling:
       amax_ref: a Ref of f32[..., 3] that collects amaxes by maximum while `value_and_grad` runs, else None.
       slot: this GEMM's row in a Ref shared by layers under `nn.scan`, else None.
       weight: the kernel where it has been cast already, else None.
+      gradient: where to add the kernel's gradient instead of returning it, else None.
     """
 
     recipe: Recipe = field(metadata={"static": True})
@@ -31,6 +46,7 @@ class GemmScaling:
     amax_ref: jax.Ref | None = None
     slot: jax.Array | None = None
     weight: CachedWeight | None = None
+    gradient: GradientSum | None = None
 
     def record(self, amaxes: jax.Array) -> None:
         """Raise the first recorded amaxes to f32[rows]; without a Ref, nothing. Recording twice is recording once."""

@@ -3,14 +3,19 @@
 Flax state leaves a module through its mutable collections, but a backward pass has no such door: elsewhere the amax of an output gradient
 travels as the cotangent of a parameter, and is summed under weight sharing, averaged over microbatches or clipped with the gradients.
 Here `value_and_grad` makes one `jax.Ref` per GEMM and puts a `Recorder` beside the GEMM's state. The layer and its `custom_vjp` backward
-write amaxes there by maximum, and they come back as what they are: staged state.
+write amaxes there by maximum, and they come back as what they are: staged state. Gradients that add up over microbatches leave by the same
+door: the GEMM adds to the sum in place, and no pass over memory is spent on it.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_fp8.core.scaling import GradientSum
 from jax_fp8.core.state import map_gemms, stage
 
 RECORDER = "recorder"
@@ -29,19 +34,24 @@ class _ByIdentity:
 class Recorder:
     """A GEMM's way out of a backward pass, beside its state in the collection while `value_and_grad` runs.
 
-    The Ref is static data of the pytree and is closed over wherever a transformation (`nn.scan`, `nn.remat`, `jit`) rebuilds the collection;
+    The Refs are static data of the pytree and are closed over wherever a transformation (`nn.scan`, `nn.remat`, `jit`) rebuilds the collection;
     only the slot is an array, one number per stacked layer, so that a scan over layers hands each layer its own.
     """
 
-    def __init__(self, target: _ByIdentity, from_current: bool, slot: jax.Array | None):
-        self.target, self.from_current, self.slot = target, from_current, slot
+    def __init__(self, amax: _ByIdentity, total: _ByIdentity | None, weight: float, from_current: bool, slot):
+        self._amax, self._total, self._weight = amax, total, weight
+        self.from_current, self.slot = from_current, slot
 
     @property
     def amax_ref(self) -> jax.Ref:
-        return self.target.ref
+        return self._amax.ref
+
+    @property
+    def gradient(self) -> GradientSum | None:
+        return None if self._total is None else GradientSum(self._total.ref, self._weight)
 
     def tree_flatten(self):
-        return (self.slot,), (self.target, self.from_current)
+        return (self.slot,), (self._amax, self._total, self._weight, self.from_current)
 
     @classmethod
     def tree_unflatten(cls, static, children):
@@ -60,45 +70,104 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       `variables["params"]`; `fp8_state` is `variables["fp8"]` with slot 0 of each history raised to the amaxes of this pass, to be
       finished by `update_state`, or {} where there is no state.
     """
-    return _value_and_grad(loss_fn, has_aux, from_current=False)
 
-
-def warm_start_value_and_grad(loss_fn: Callable) -> Callable:
-    """`value_and_grad` of a first pass, in which every tensor is scaled by its own amax because there is no history yet."""
-    return _value_and_grad(loss_fn, has_aux=False, from_current=True)
-
-
-def _value_and_grad(loss_fn, has_aux, from_current):
     def run(variables, *args, **kwargs):
-        if not isinstance(variables, Mapping) or "params" not in variables:
-            raise ValueError(
-                f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; pass {{"params": ..., "fp8": ...}}'
-            )
-        fp8_state = variables.get("fp8", {})
-        recorded = map_gemms(lambda gemm: _with_recorder(gemm, from_current), fp8_state)
-
-        def of_params(params):
-            replaced = {**variables, "params": params}
-            out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
-            return (out[0], _without_recorders(out[1])) if has_aux else out
-
-        value, grads = jax.value_and_grad(of_params, has_aux=has_aux)(variables["params"])
-        return value, grads, map_gemms(_staged, fp8_state, recorded)
+        recorded = map_gemms(_with_recorder, _fp8_state(variables))
+        value, grads = _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs)
+        return value, grads, _staged(variables, recorded)
 
     return run
 
 
-def _with_recorder(gemm, from_current):
+def warm_start_value_and_grad(loss_fn: Callable) -> Callable:
+    """`value_and_grad` of a first pass, in which every tensor is scaled by its own amax because there is no history yet."""
+
+    def run(variables, *args, **kwargs):
+        recorded = map_gemms(partial(_with_recorder, from_current=True), _fp8_state(variables))
+        value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
+        return value, grads, _staged(variables, recorded)
+
+    return run
+
+
+def accumulate_grads(loss_fn: Callable, weight: float) -> Callable:
+    """`value_and_grad` that adds the gradients to sums: `sums + weight * grads`.
+
+    The kernel of a GEMM with FP8 state is added up by the GEMM that computes its gradient, in place, unless its layer is stacked by `nn.scan`.
+
+    Returns:
+      A function of `(variables, sums, *args)` that returns `(loss, sums, fp8_state)`. `sums` matches `variables["params"]`, float32.
+    """
+
+    def run(variables, sums, *args, **kwargs):
+        recorded = map_gemms(partial(_with_recorder, weight=weight), _fp8_state(variables), sums)
+        value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
+        leaves = jax.tree.leaves(_added_up(sums, recorded))
+        sums = jax.tree.unflatten(jax.tree.structure(sums), leaves)
+        # The gradients of kernels that were added up are zeros: this adds what reached a kernel on another way, as a rule nothing.
+        sums = jax.tree.map(lambda total, g: total + np.float32(weight) * g.astype(jnp.float32), sums, grads)
+        return value, sums, _staged(variables, recorded)
+
+    return run
+
+
+def added_by_gemms(fp8_state: Mapping, sums: Mapping) -> Any:
+    """Which sums `accumulate_grads` leaves to a GEMM, and which to an addition after it: a tree like `sums` of bools."""
+    mask = jax.tree.map(lambda _: False, sums)
+    return jax.tree.unflatten(jax.tree.structure(sums), jax.tree.leaves(_marked(mask, fp8_state, sums)))
+
+
+def _marked(mask, fp8_state, sums):
+    if "amax_history" in fp8_state:
+        return {**mask, "kernel": True} if _adds_up(fp8_state, sums) else mask
+    return {**mask, **{name: _marked(mask[name], child, sums[name]) for name, child in fp8_state.items()}}
+
+
+def _adds_up(gemm, sums) -> bool:
+    """Whether the GEMM with this state can add up the gradients of its kernel: there is one, not stacked by `nn.scan`."""
+    return "kernel" in sums and gemm["scale"].ndim == 1
+
+
+def _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs):
+    def of_params(params):
+        replaced = {**variables, "params": params}
+        out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
+        return (out[0], _without_recorders(out[1])) if has_aux else out
+
+    return jax.value_and_grad(of_params, has_aux=has_aux)(variables["params"])
+
+
+def _fp8_state(variables) -> Mapping:
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise ValueError(
+            f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; pass {{"params": ..., "fp8": ...}}'
+        )
+    return variables.get("fp8", {})
+
+
+def _with_recorder(gemm, sums: Any = None, *, from_current=False, weight=1.0):
     stacked = gemm["scale"].shape[:-1]
     layers = gemm["scale"].size // 3
     ref = jax.new_ref(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32))
     slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
-    return {**gemm, RECORDER: Recorder(_ByIdentity(ref), from_current, slot)}
+    total = _ByIdentity(jax.new_ref(sums["kernel"])) if sums is not None and _adds_up(gemm, sums) else None
+    return {**gemm, RECORDER: Recorder(_ByIdentity(ref), total, weight, from_current, slot)}
 
 
-def _staged(gemm, recorded):
-    amaxes = recorded[RECORDER].amax_ref[...].reshape(gemm["scale"].shape)
-    return {**gemm, "amax_history": stage(gemm["amax_history"], amaxes)}
+def _staged(variables, recorded):
+    def stage_gemm(gemm, with_recorder):
+        amaxes = with_recorder[RECORDER].amax_ref[...].reshape(gemm["scale"].shape)
+        return {**gemm, "amax_history": stage(gemm["amax_history"], amaxes)}
+
+    return map_gemms(stage_gemm, _fp8_state(variables), recorded)
+
+
+def _added_up(sums, recorded):
+    """The sums with those of kernels read from where their GEMMs left them."""
+    if RECORDER not in recorded:
+        return {**sums, **{name: _added_up(sums[name], child) for name, child in recorded.items()}}
+    gradient = recorded[RECORDER].gradient
+    return sums if gradient is None else {**sums, "kernel": gradient.ref[...]}
 
 
 def _without_recorders(tree):

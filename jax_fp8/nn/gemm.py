@@ -77,6 +77,7 @@ def _with_delayed_state(module, layer, parameters, recipe):
         amax_ref=recorder and recorder.amax_ref,
         slot=recorder and recorder.slot,
         weight=_cached_weight(module, layer, parameters, recipe),
+        gradient=recorder and recorder.gradient,
     )
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return Gemm(parameters, scaling, history if staging else None)

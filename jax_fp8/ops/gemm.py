@@ -1,4 +1,4 @@
-"""FP8 matrix product: `d[m, n] = (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`, both operands contiguous along k.
+"""FP8 matrix product: `d[m, n] = alpha (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`, both operands contiguous along k.
 
 cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants. `accumulation="fast"` adds in the
 tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it goes. The reference multiplies exactly what the FP8
@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_fp8.core.formats import E5M2
@@ -27,6 +28,7 @@ def matmul(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     bias: jax.Array | None = None,
     c: jax.Array | None = None,
+    alpha: float = 1.0,
     accumulation: str = "fast",
 ) -> jax.Array:
     """Multiply `a` (m, k) by the transpose of `b` (n, k).
@@ -36,6 +38,7 @@ def matmul(
       dtype: of the result: bfloat16, float16 or float32.
       bias: (n,), added to every row.
       c: (m, n), added to the product: a residual, or an accumulator, updated in place when it is donated or dead.
+      alpha: multiplies the product, float32; a Python number.
       accumulation: "fast" or "split".
 
     Returns:
@@ -48,14 +51,14 @@ def matmul(
         operands, rule = [*operands, bias.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype)], f"{rule}, n"
     if c is not None:
         operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
-    settings = {"dtype": dtype, "has_bias": bias is not None, "has_c": c is not None}
+    settings = {"dtype": dtype, "has_bias": bias is not None, "has_c": c is not None, "alpha": np.float32(alpha)}
     kernel = partial(_kernel, **settings, fast_accumulation=accumulation == "fast")
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
     return d
 
 
-def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, fast_accumulation):
-    attributes = {"fast_accumulation": fast_accumulation}
+def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, alpha, fast_accumulation):
+    attributes = {"alpha": alpha, "fast_accumulation": fast_accumulation}
     shape = (a.shape[0], b.shape[0])
     axes = split_axes(split, "k")
     if axes:  # partial products: sum them in float32, then add once
@@ -72,14 +75,14 @@ def _call(a, b, a_scale, b_scale, shape, dtype, *addends, **attributes):
     return d
 
 
-def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c):
+def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, alpha):
     # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
     with jax.named_scope(REFERENCE_SCOPE):
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
         product = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     axes = split_axes(split, "k")
     product = lax.psum(product, axes) if axes else product
-    return (_add(product * (a_scale * b_scale), addends).astype(dtype),)
+    return (_add(product * (alpha * (a_scale * b_scale)), addends).astype(dtype),)
 
 
 def _add(product, addends):

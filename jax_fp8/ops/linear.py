@@ -13,6 +13,7 @@ are made of them, and own their gradient as `linear` does. A quantized value nev
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.quantize import ScaleSource, quantize_transpose, quantize_with_amax
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
+CAST_SCOPE = "cast_weights"  # every cast of a weight, wherever it happens
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +95,10 @@ def forward_gemm(
 def backward_gemm(
     dy: jax.Array, residual: GemmResidual, parameters_like: LinearParameters, scaling: GemmScaling, dtype
 ) -> tuple[jax.Array, LinearParameters]:
-    """dgrad and wgrad from `dy` (..., n): dx (..., k) in `dtype` and the gradients of kernel and bias; records the three amaxes."""
+    """dgrad and wgrad from `dy` (..., n): dx (..., k) in `dtype` and the gradients of kernel and bias; records the three amaxes.
+
+    Where `scaling.gradient` collects the kernel's gradients, this one is added there, and None is returned for it.
+    """
     rows = as_matrix(dy)
     if rows.shape[0] % 16:
         raise ValueError(
@@ -105,11 +110,9 @@ def backward_gemm(
     with jax.named_scope(f"{_leaf(scaling)}/dgrad"):
         dx = matmul(dy_fp8, residual.kernel, dtype=dtype, accumulation=_accumulation("dgrad", scaling))
     with jax.named_scope(f"{_leaf(scaling)}/wgrad"):
-        accumulation = _accumulation("wgrad", scaling)
-        dkernel = matmul(residual.x_transposed, dy_transposed, dtype=jnp.float32, accumulation=accumulation)
+        dkernel = _kernel_gradient(residual, dy_transposed, parameters_like.kernel.dtype, scaling)
     bias = parameters_like.bias
     dbias = None if bias is None else jnp.sum(rows, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    dkernel = _placed_like(dkernel.astype(parameters_like.kernel.dtype), residual.kernel.values)
     gradients = LinearParameters(dkernel, dbias)
     return dx.reshape(*dy.shape[:-1], dx.shape[-1]), gradients
 
@@ -140,10 +143,22 @@ def _linear_backward(dtype, residuals, cotangents):
 _linear.defvjp(_linear_forward, _linear_backward)
 
 
+def _kernel_gradient(residual, dy_transposed, dtype, scaling) -> Any:
+    product = partial(matmul, residual.x_transposed, dy_transposed, dtype=jnp.float32)
+    accumulation = _accumulation("wgrad", scaling)
+    if scaling.gradient is None:
+        return _placed_like(product(accumulation=accumulation).astype(dtype), residual.kernel.values)
+    total = scaling.gradient.ref[...]
+    added = product(c=total, alpha=scaling.gradient.weight, accumulation=accumulation)
+    scaling.gradient.ref[...] = _placed_like(added, total)
+    return None
+
+
 def _kernel_both_ways(kernel, scaling):
     """The kernel in FP8, its transpose and its amax: from the weight cache, or made here."""
     if scaling.weight is None:
-        return _quantize_both_ways(kernel, KERNEL, scaling)
+        with jax.named_scope(CAST_SCOPE):
+            return _quantize_both_ways(kernel, KERNEL, scaling)
     return scaling.weight.straight, scaling.weight.transposed, scaling.weight.amax
 
 

@@ -7,21 +7,26 @@
 Donated buffers keep their addresses from step to step, so the graph is recorded once; nothing waits for the host.
 """
 
+import dataclasses
+import warnings
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.core import Tracer
 
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.staging import value_and_grad, warm_start_value_and_grad
 from jax_fp8.core.state import count_nonfinite, keep_known_rows, map_gemms, update_state
+from jax_fp8.train.capture import Lowering
+from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.updates import InPlace, apply_updates, was_applied
-from jax_fp8.train.weight_cache import cast_requests, cast_weights, refresh
+from jax_fp8.train.weight_cache import cast_requests, check_flag, refresh, renewed
 
 # A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside: inside graphs they were slower and could hang.
 CUDA_GRAPH_OPTIONS = {
@@ -36,25 +41,78 @@ class TrainStep:
 
     The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over microbatches) and
     "nonfinite_amaxes" (int32, tensors whose amax was infinite or NaN and whose scale was therefore left alone).
+
+    The same step in pieces, for callers who drive the microbatches themselves:
+
+        pending = step.start(state)
+        for i in range(microbatches):
+            pending = step.accumulate_step(state, pending, next(data), is_first_microbatch=i == 0)
+        state, pending, metrics = step.apply_step(state, pending)
     """
 
-    def __init__(self, step: Callable, warm_start: Callable | None):
-        self._step, self._warm_start = step, warm_start
-        self._last_step_count = None
+    def __init__(self, programs: "_Programs", donate: bool, compiler_options: dict, warm_start: bool):
+        def jit(function, donated):
+            return jax.jit(function, donate_argnums=donated if donate else (), compiler_options=compiler_options)
+
+        self._step, self._start = jit(programs.step, 0), jax.jit(programs.start)
+        self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
+        self._warm = jit(programs.warm, 0) if warm_start else None
+        self._donate, self._last_step_count = donate, None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch)
         # Only a state this object did not return itself can be a fresh one; asking its step count would otherwise wait for the device.
-        if self._warm_start is not None and state.step is not self._last_step_count and int(state.step) == 0:
-            state = self._warm_start(state, batch)
+        if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
+            state = self._warm(state, batch)
         state, metrics = self._step(state, batch)
         self._last_step_count = state.step
         return state, metrics
 
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """Lower the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""
-        return self._step.lower(state, batch)
+    def start(self, state: TrainState) -> PendingStep:
+        """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8. It can be used for every step from now on."""
+        return self._start(state)
+
+    def accumulate_step(
+        self, state: TrainState, pending: PendingStep, microbatch: Any, is_first_microbatch: bool | jax.Array
+    ) -> PendingStep:
+        """Add the gradients of a microbatch.
+
+        The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to another state than this one: after an
+        optimizer step, or when params were overwritten. There is no warm start: the first step finds scales of 1 unless they were calibrated.
+
+        Args:
+          state: not donated, and not changed.
+          pending: from `start`, `accumulate_step` or `apply_step`; donated.
+          microbatch: as the loss takes it.
+          is_first_microbatch: bool, or bool[] on the device; one program serves both values.
+        """
+        check_flag(is_first_microbatch)
+        if not self._donate:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
+            warnings.warn(
+                f"accumulate_step copies what it adds to, {size / 2**20:,.1f} MiB a microbatch, because the step was made with donate=False; "
+                "leave donate=True",
+                stacklevel=2,
+            )
+        return self._accumulate(state, pending, microbatch, jnp.asarray(is_first_microbatch))
+
+    def apply_step(
+        self, state: TrainState, pending: PendingStep
+    ) -> tuple[TrainState, PendingStep, dict[str, jax.Array]]:
+        """The optimizer step after the last microbatch. Both arguments are donated.
+
+        Unless `pending` holds exactly the `microbatches` of this state that the step was made with, nothing changes and the loss is NaN: a mean of fewer,
+        or a second use of the same gradients, would be another step than the one that was asked for.
+
+        Returns:
+          The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32, how many there were).
+        """
+        return self._apply(state, pending)
+
+    def lower(self, state: TrainState, batch: Any) -> Lowering:
+        """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s."""
+        return Lowering(self._step.lower(state, batch))
 
     def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:
         """Trace the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""
@@ -67,6 +125,7 @@ def make_train_step(
     recipe: Recipe | None,
     microbatches: int = 1,
     *,
+    cache_weights: bool = True,
     warm_start: bool = True,
     donate: bool = True,
     in_place: bool = True,
@@ -80,6 +139,8 @@ def make_train_step(
       recipe: the recipe of the model's layers; None for plain bfloat16.
       microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their mean, amaxes
         their maximum, and the FP8 state moves once.
+      cache_weights: cast the weights once for all microbatches (delayed scaling); False casts them in every one, for the same numbers more slowly. A state
+        that carries them is read in any case.
       warm_start: before step 0, run the loss once with current scaling, so that the first step finds scales instead of ones.
       donate: update the state in place.
       in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the last transform that touches the
@@ -91,20 +152,85 @@ def make_train_step(
         raise ValueError(f"microbatches must be at least 1, got {microbatches}")
     if compiler_options is None:
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
-    jit = partial(jax.jit, donate_argnums=(0,) if donate else (), compiler_options=compiler_options)
-
     optimizer = optax.with_extra_args_support(tx)
+    programs = _Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place)
+    return TrainStep(programs, donate, compiler_options, warm_start and isinstance(recipe, DelayedScaling))
 
-    def step(state, batch):
-        _check_state(state, recipe)
-        variables = _with_weights_cast(state.variables, recipe) if microbatches > 1 else state.variables
-        loss, grads, staged = _accumulate(value_and_grad(loss_fn), variables, batch, microbatches)
+
+@dataclass(frozen=True)
+class _Programs:
+    """The functions behind a `TrainStep`, before they are jitted; fields as in `make_train_step`."""
+
+    loss_fn: Callable
+    optimizer: optax.GradientTransformationExtraArgs
+    recipe: Recipe | None
+    microbatches: int
+    cache_weights: bool
+    in_place: bool
+
+    def step(self, state, batch):
+        _check_state(state, self.recipe)
+        state = _with_its_cache(state, self.recipe)
+        if self.microbatches == 1:
+            loss, gradients, staged = value_and_grad(self.loss_fn)(state.variables, batch)
+        else:
+            pending = self._scan(state, batch)
+            loss, gradients, staged = pending.loss, pending.gradients, pending.fp8
+        return self._update(state, loss, gradients, staged)
+
+    def warm(self, state, batch):
+        _check_state(state, self.recipe)
+        gradient_fn, staged = warm_start_value_and_grad(self.loss_fn), state.fp8
+        if self.microbatches == 1:
+            _, _, staged = gradient_fn(state.variables, batch)
+        else:
+
+            def stage(fp8, microbatch):
+                return gradient_fn({**state.variables, "fp8": fp8}, microbatch)[2], None
+
+            staged, _ = lax.scan(stage, state.fp8, split(batch, self.microbatches))
+        return state.replace(fp8=keep_known_rows(state.fp8, update_state(staged, self.recipe)))
+
+    def start(self, state):
+        _check_state(state, self.recipe)
+        return begin(state, self.recipe, self.cache_weights)
+
+    def accumulate(self, state, pending, microbatch, is_first_microbatch):
+        pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
+        if not self.cache_weights or not pending.cache:
+            state = dataclasses.replace(state, cache={})  # whose it is, only the program that holds it alone could mend
+        return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
+
+    def apply(self, state, pending):
+        complete = is_complete(state, pending, self.microbatches)
+
+        def update(state):
+            return self._update(state, pending.loss, pending.gradients, pending.fp8)
+
+        def keep(state):
+            metrics = {"loss": jnp.float32(jnp.nan), "nonfinite_amaxes": jnp.int32(0)}
+            return state, metrics
+
+        new_state, metrics = lax.cond(complete, update, keep, state)
+        metrics["microbatches"] = pending.count
+        return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
+
+    def _scan(self, state, batch):
+        def body(pending, microbatch):
+            return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch), None
+
+        start = begin(state, self.recipe, cast=self.cache_weights and not state.cache)
+        return lax.scan(body, start, split(batch, self.microbatches))[0]
+
+    def _update(self, state, loss, gradients, staged):
+        """The end of a step: scales from the staged amaxes, params and the rest of the state from the gradients."""
         with jax.named_scope("fp8_state"):
-            fp8 = update_state(staged, recipe)
+            fp8 = update_state(staged, self.recipe)
             metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
         with jax.named_scope("optimizer"):
-            request = {"in_place": InPlace(cast_requests(state.cache, state.params, fp8))} if in_place else {}
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **request)
+            casts = cast_requests(state.cache, state.params, fp8)
+            request = {"in_place": InPlace(casts)} if self.in_place else {}
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
             params = apply_updates(state.params, updates)
         applied = was_applied(updates)
         if applied is not None:
@@ -112,49 +238,10 @@ def make_train_step(
         cache = refresh(state.cache, params, fp8, updates)
         return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics
 
-    def warm(state, batch):
-        _check_state(state, recipe)
-        _, _, staged = _accumulate(warm_start_value_and_grad(loss_fn), state.variables, batch, microbatches)
-        return state.replace(fp8=keep_known_rows(state.fp8, update_state(staged, recipe)))
 
-    return TrainStep(jit(step), jit(warm) if warm_start and isinstance(recipe, DelayedScaling) else None)
-
-
-def _with_weights_cast(variables, recipe):
-    """The weights in FP8 for all microbatches of a step, cast here unless the state carries them. Scales must be known: delayed scaling."""
-    if "fp8_cache" in variables or not isinstance(recipe, DelayedScaling):
-        return variables
-    return {**variables, "fp8_cache": cast_weights(variables, recipe)}
-
-
-def _accumulate(gradient_fn, variables, batch, microbatches):
-    """Mean loss and gradients over the microbatches, and the state with the maximum of their amaxes staged."""
-    if microbatches == 1:
-        return gradient_fn(variables, batch)
-
-    def add(carry, microbatch):
-        loss, grads, fp8 = carry
-        new_loss, new_grads, fp8 = gradient_fn({**variables, "fp8": fp8}, microbatch)
-        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, new_grads)
-        return (loss + new_loss, grads, fp8), None
-
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), variables["params"])
-    start = (jnp.float32(0), zeros, variables.get("fp8", {}))
-    (loss, grads, fp8), _ = jax.lax.scan(add, start, _split(batch, microbatches))
-    return loss / microbatches, jax.tree.map(lambda g: g / microbatches, grads), fp8
-
-
-def _split(batch, microbatches):
-    """(batch, ...) as (microbatches, batch / microbatches, ...), strided, so that a sharded batch dim stays where it is."""
-
-    def split(x):
-        if x.shape[0] % microbatches:
-            raise ValueError(
-                f"microbatches must divide the batch size, got {microbatches=} and a batch of {x.shape[0]}"
-            )
-        return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 0)
-
-    return jax.tree.map(split, batch)
+def _with_its_cache(state, recipe):
+    """The state with a cache of its own params: a state may be put together from parts."""
+    return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
 
 
 def _check_state(state, recipe):

@@ -5,42 +5,96 @@ that reads the cache stages what a layer that casts would. The weights are those
 gradients of biases, norms and embeddings) it may sum in another order in another program.
 
     params, scales ─cast_weights→ cache ─forward, backward→ gradients ─fused_adam→ params, and the cache for the next step
+
+The cache also carries the version of the params it was made from, a hash of samples of them. Whoever reads a cache compares versions first,
+on the device, and casts again where they differ: after an optimizer step, a checkpoint or an overwritten weight, no flag need be remembered.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
 
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.state import KERNEL, map_gemms
+from jax_fp8.ops.linear import CAST_SCOPE
 from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
 from jax_fp8.train.updates import NewParam, is_fp8
 
+VERSION = "params_version"
 
-def cast_weights(variables: Mapping, recipe: Recipe) -> dict:
-    """Cast the kernel of every GEMM with the scale that its state has now.
+
+def cast_weights(
+    variables: Mapping,
+    recipe: Recipe,
+    cache: Mapping | None = None,
+    is_first_microbatch: bool | jax.Array | None = None,
+) -> dict:
+    """The kernel of every GEMM in FP8, cast with the scale that its state has now, or kept from a cache that still holds.
+
+    With a cache it is one `lax.cond` over the whole of it. Call it inside the jitted function that takes the cache, and donate the cache there: then
+    keeping it costs nothing, while a cache that is not donated is copied.
 
     Args:
       variables: "params" and "fp8", as `model.init` returned them.
       recipe: the model's, a `DelayedScaling`.
+      cache: of an earlier microbatch, or None: cast.
+      is_first_microbatch: bool, or bool[] that may be traced: cast. Where it is False or None, a cache is kept while the params are those that it was made
+        from, and made again otherwise: their version tells. That is a hash of the first row and the first column of each kernel, so
+        it can miss a change of a few elements; the first microbatch of the next step does not.
 
     Returns:
-      The collection for `variables["fp8_cache"]`. It belongs to these params and scales: make it again when either changes.
+      The collection for `variables["fp8_cache"]`.
     """
-    fp8_state = variables.get("fp8", {})
-    if not isinstance(recipe, DelayedScaling) or not fp8_state:
-        raise ValueError(
-            f'cast_weights needs the DelayedScaling recipe and the collection "fp8" of its model, got recipe={recipe!r} and '
-            f"{sorted(variables)}; other recipes have no scales to cast with before the weights are read"
-        )
-    dtype = recipe.fp8_format.forward
+    _check_recipe(variables, recipe)
+    first = False if is_first_microbatch is None else is_first_microbatch
+    check_flag(first)
+    if cache is None:
+        return _cast_all(variables, recipe)
+    _check_cache(cache, variables, recipe)
+    _warn_of_copies(cache)
+    return lax.cond(first | is_stale(cache, variables), lambda _: _cast_all(variables, recipe), dict, dict(cache))
+
+
+def is_stale(cache: Mapping, variables: Mapping) -> jax.Array:
+    """Whether a cache was made from other params than these, bool[]."""
+    return cache[VERSION] != _version(variables["params"], cache)
+
+
+def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
+    """A cache that belongs to these variables: this one, as a rule."""
+    return cast_weights(variables, recipe, cache) if cache else {}
+
+
+def _cast_all(variables, recipe) -> dict:
+    params, dtype = variables["params"], recipe.fp8_format.forward
 
     def cast(gemm, params):
         return {"kernel": _cast(params["kernel"], gemm["scale"], dtype)}
 
-    return map_gemms(cast, fp8_state, variables["params"])
+    cache = map_gemms(cast, variables["fp8"], params)
+    return {**cache, VERSION: _version(params, cache)}
+
+
+def _version(params, cache) -> jax.Array:
+    """A hash, uint32[], of the kernels that have a cached copy: of their samples, each times an odd number of its place."""
+    samples = [_samples(_at(params, names)) for _, names in _kernels(params, cache)]
+    words = jnp.concatenate(samples)
+    place = jnp.arange(words.size, dtype=jnp.uint32)
+    return jnp.sum(words * (2 * place * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+
+
+def _samples(kernel) -> jax.Array:
+    """The bits of the first row and of the first column of (..., k, n): one element of every column and of every row."""
+    sampled = [kernel[..., 0, :].reshape(-1), kernel[..., :, 0].reshape(-1)]
+    bits = [lax.bitcast_convert_type(line, f"uint{8 * kernel.dtype.itemsize}") for line in sampled]
+    return jnp.concatenate(bits).astype(jnp.uint32)
 
 
 def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[str, tuple[CachedWeight, jax.Array]]:
@@ -65,6 +119,8 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
     paths = {names: path for path, names in _kernels(params, cache)}
 
     def renew(node, names) -> Any:
+        if names == (VERSION,):
+            return _version(params, cache)
         if not isinstance(node, CachedWeight):
             return {name: renew(child, (*names, name)) for name, child in node.items()}
         new = written.get(paths[names])
@@ -78,7 +134,8 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
 def _cast(kernel, scales, dtype) -> CachedWeight:  # (k, n), f32[3]
     if kernel.ndim > 2:  # stacked layers
         return jax.vmap(lambda one, its_scales: _cast(one, its_scales, dtype))(kernel, scales)
-    values, values_t, amax = quantize_transpose(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
+    with jax.named_scope(CAST_SCOPE):
+        values, values_t, amax = quantize_transpose(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
     return CachedWeight(values.values, values_t.values, values.scale, amax)
 
 
@@ -95,3 +152,49 @@ def _at(tree, names) -> Any:
     for name in names:
         tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
+
+
+def _check_recipe(variables, recipe):
+    if not isinstance(recipe, DelayedScaling) or not variables.get("fp8"):
+        raise ValueError(
+            f'cast_weights needs the DelayedScaling recipe and the collection "fp8" of its model, got recipe={recipe!r} and '
+            f"{sorted(variables)}; other recipes have no scales to cast with before the weights are read"
+        )
+
+
+def _check_cache(cache, variables, recipe):
+    expected = jax.eval_shape(lambda: _cast_all(variables, recipe))
+    wanted, arrived = (jax.tree_util.tree_leaves_with_path(tree) for tree in (expected, cache))
+    differences = set(map(_describe, arrived)) ^ set(map(_describe, wanted))
+    if differences:
+        raise ValueError(
+            f"cache must be what cast_weights made of this model with this recipe, but {len(differences)} of its arrays are missing, differ or do "
+            f"not belong to it, such as {min(differences)}; make it anew with cast_weights(variables, recipe)"
+        )
+
+
+def _describe(path_and_leaf) -> str:
+    path, leaf = path_and_leaf
+    return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
+
+
+def check_flag(flag: Any) -> None:
+    """Raise unless this is one truth value, traced or not."""
+    if isinstance(flag, bool | np.bool_) or (getattr(flag, "dtype", None) == jnp.bool_ and jnp.shape(flag) == ()):
+        return
+    arrived = f"{flag.dtype}{list(flag.shape)}" if hasattr(flag, "dtype") else f"{type(flag).__name__} {flag!r}"
+    raise ValueError(
+        f"is_first_microbatch must be a bool or an array bool[], got {arrived}; pass `i == 0` for microbatch i"
+    )
+
+
+def _warn_of_copies(cache):
+    """Outside jit nothing can be donated."""
+    leaves = jax.tree.leaves(cache)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        size = sum(leaf.nbytes for leaf in leaves)
+        warnings.warn(
+            f"cast_weights copies the cache it is given when it is called outside jit, {size / 2**20:,.1f} MiB a call; call it in a jitted function "
+            "that takes the cache with donate_argnums",
+            stacklevel=3,
+        )

@@ -14,7 +14,13 @@ from reference import assert_same_bits
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.core.staging import RECORDER, value_and_grad, warm_start_value_and_grad
+from jax_fp8.core.staging import (
+    RECORDER,
+    accumulate_grads,
+    added_by_gemms,
+    value_and_grad,
+    warm_start_value_and_grad,
+)
 from jax_fp8.core.state import initial_state
 from jax_fp8.ops.linear import LinearParameters, linear
 
@@ -42,11 +48,8 @@ def make_variables(*names, recipe=RECIPE) -> dict:
 def apply_gemm(kernel, gemm, x):
     """What a layer does: scale by its state, and record where it may."""
     recorder = gemm.get(RECORDER)
-    found = (
-        {"from_current": recorder.from_current, "amax_ref": recorder.amax_ref, "slot": recorder.slot}
-        if recorder
-        else {"from_current": False}
-    )
+    names = ("from_current", "amax_ref", "slot", "gradient")
+    found = {name: getattr(recorder, name) for name in names} if recorder else {"from_current": False}
     scaling = GemmScaling(RECIPE, "dense", scale=gemm["scale"], **found)
     y, amaxes = linear(x, LinearParameters(kernel, None), scaling)
     if scaling.slot is None:
@@ -265,3 +268,39 @@ def test_kernel_scales_come_from_the_kernel():
     variables = make_variables("dense")
     kernel_amax = reference.amax(variables["params"]["dense"]["kernel"])
     assert_same_bits(variables["fp8"]["dense"]["scale"][1], reference.scale_from_amax(kernel_amax, E4M3))
+
+
+def loss_of_two(variables, x, dy):
+    """A kernel that two GEMMs and the loss itself use, and one that one GEMM uses."""
+    y = dense(variables, dense(variables, x), "dense") + dense(variables, x, "other")
+    return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)) + jnp.sum(variables["params"]["dense"]["kernel"])
+
+
+def test_gradients_add_up_in_their_gemms():
+    variables = make_variables("dense", "other")
+    start = jax.tree.map(lambda p: jnp.full(p.shape, 3.0), variables["params"])
+    run = jax.jit(accumulate_grads(loss_of_two, 0.5))
+    sums, expected = start, start
+    for seed in (1, 2):
+        loss, sums, fp8_state = run(variables, sums, *inputs(seed))
+        wanted_loss, grads, wanted_state = jax.jit(value_and_grad(loss_of_two))(variables, *inputs(seed))
+        expected = jax.tree.map(lambda total, g: total + 0.5 * g, expected, grads)
+        assert float(loss) == float(wanted_loss)
+        jax.tree.map(assert_same_bits, fp8_state, wanted_state)
+    jax.tree.map(lambda ours, theirs: reference.assert_close(ours, theirs, "float32"), sums, expected)
+    for forgotten in (start, jax.tree.map(lambda total: 2 * total, expected)):
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.assert_close(sums["dense"]["kernel"], forgotten["dense"]["kernel"], "float32")
+
+
+def test_which_gradients_add_up_in_their_gemms():
+    variables = make_variables("dense", "other")
+    params = variables["params"] | {"norm": {"scale": jnp.ones(3)}}
+    params["other"]["bias"] = jnp.ones(3)
+    stacked = {"scale": jnp.ones((2, 3)), "amax_history": jnp.zeros((2, 3, 4))}
+    fp8_state = {"dense": variables["fp8"]["dense"], "other": stacked}
+    assert added_by_gemms(fp8_state, params) == {
+        "dense": {"kernel": True},
+        "other": {"kernel": False, "bias": False},
+        "norm": {"scale": False},
+    }

@@ -130,14 +130,15 @@ def amax(x):
     return jax.ffi.ffi_call("jax_fp8_amax", AMAX)(x)
 
 
-def gemm(a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, fast=True, in_place=True):
+def gemm(a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, fast=True, alpha=1, in_place=True):
     operands = (a, b, a_scale, b_scale, *addends)
     call = jax.ffi.ffi_call(
         "jax_fp8_gemm",
         (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), dtype), WORKSPACE),
         input_output_aliases={len(operands) - 1: 0} if has_c and in_place else None,
     )
-    return call(*operands, has_bias=has_bias, has_c=has_c, fast_accumulation=fast)[0]
+    flags = {"has_bias": has_bias, "has_c": has_c, "fast_accumulation": fast}
+    return call(*operands, **flags, alpha=np.float32(alpha))[0]
 
 
 def twice_over_poison(function, *args):
@@ -343,6 +344,20 @@ def check_gemm(report: Report):
                 check_gemm_once(report, random, shape, types, d_dtype, not has_c, has_c, fast)
 
 
+def check_gemm_alpha(report: Report):
+    """alpha multiplies the product and nothing else: with operands scaled by it the product has the same bits, c being added to either."""
+    random = np.random.default_rng(3)
+    a, b, a_scale, b_scale, c = gemm_inputs(random, 256, 128, 64, (E4M3, E5M2), jnp.float32, False, True)
+    for alpha in (0.25, 0.5, 4):  # powers of two: nothing is rounded on the way
+        for addends in ((), (c,)):
+            settings = {"dtype": jnp.float32, "has_c": bool(addends), "in_place": False}
+            got = gemm(a, b, a_scale, b_scale, *addends, **settings, alpha=alpha)
+            scaled = gemm(a, b, SCALAR(alpha) * a_scale, b_scale, *addends, **settings)
+            plain = gemm(a, b, a_scale, b_scale, *addends, **settings)
+            report.bits("gemm alpha", np.asarray(got), np.asarray(scaled), f"{alpha=} {len(addends)} addends")
+            report.expect("gemm alpha", not np.array_equal(got, plain), f"{alpha=} does nothing")
+
+
 def check_gemm_in_place(report: Report):
     """c donated and aliased is updated where it lies, and right, as c kept is."""
     random = np.random.default_rng(2)
@@ -378,7 +393,7 @@ def check_refusals(report: Report):
         return raw("jax_fp8_quantize_transpose", results, **GIVEN)
 
     def product(d=(32, 48), dtype=jnp.bfloat16, workspace=WORKSPACE, **flags):
-        flags = {"has_bias": False, "has_c": False, "fast_accumulation": True} | flags
+        flags = {"has_bias": False, "has_c": False, "fast_accumulation": True, "alpha": np.float32(1)} | flags
         return raw("jax_fp8_gemm", (jax.ShapeDtypeStruct(d, dtype), workspace), **flags)
 
     transposed = jax.ShapeDtypeStruct((64, 32), E5M2)
@@ -546,7 +561,8 @@ def show(report: Report):
     print(f"{len(report.failures)} failures")
 
 
-CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_in_place]
+CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_alpha]
+CHECKS += [check_gemm_in_place]
 CHECKS += [check_graphs, check_refusals]
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from train import test_microbatches as micro
 
 import jax_fp8 as fp8
 from jax_fp8.ops import kernels
@@ -107,3 +108,35 @@ def test_the_optimizer_writes_the_weights_that_a_cast_would(monkeypatch):
     assert apart[-1] < 0.8 * apart[0]
     other, _ = losses_with_the_cast(apart=False, steps=200, rate=1.0001e-3)  # the same bits are not a matter of course
     assert (other != apart).any()
+
+
+def test_microbatches_have_the_same_bits_however_they_are_run(monkeypatch):
+    """Gradients and FP8 state of three steps, each of four microbatches: scanned, with weights cast every time, with a cache in the state, unrolled, and
+    driven by the caller. Params stand still, so that what XLA might add up in another order in another program could not spread.
+    """
+    settings = {"tx": micro.STILL, "compiler_options": DETERMINISTIC}
+    expected = micro.scanned(4, **settings)
+    others = {
+        "uncached": micro.scanned(4, cache_weights=False, **settings),
+        "cache in the state": micro.scanned(4, cached=True, **settings),
+        "caller": micro.driven(4, **settings),
+        "caller, uncached": micro.driven(4, cache_weights=False, **settings),
+    }
+    monkeypatch.setattr(micro.train_step.lax, "scan", micro.unrolled_scan)
+    others["unrolled"] = micro.scanned(4, **settings)
+    different = {
+        f"{name}: {jax.tree_util.keystr(path)}"
+        for name, (losses, state) in others.items()
+        for path, same in jax.tree_util.tree_leaves_with_path(
+            jax.tree.map(
+                lambda a, b: bool(np.array_equal(a, b)),
+                (losses, micro.gradients_of(state), state.fp8),
+                (expected[0], micro.gradients_of(expected[1]), expected[1].fp8),
+            )
+        )
+        if not same
+    }
+    assert not different
+    assert all(np.any(g) for g in jax.tree.leaves(micro.gradients_of(expected[1])))
+    other, _ = micro.scanned(2, **settings)  # the same bits are not a matter of course
+    assert other != expected[0]

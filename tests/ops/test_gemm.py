@@ -92,6 +92,17 @@ def test_addends_of_integers_are_exact():
     assert_same_bits(actual, oracle(a, b, bias=bias, c=c).astype(np.float32))
 
 
+@pytest.mark.parametrize("alpha", [0.25, 1 / 3])
+def test_alpha_multiplies_the_product_only(alpha):
+    a, b, c = operand(0, (16, 32), E4M3, 0.5), operand(1, (16, 32), E5M2), normal(2, 16, 16)
+    actual = matmul(a, b, dtype=jnp.float32, c=c, alpha=alpha)
+    assert_close(actual, oracle(a, b, c=c, alpha=alpha), "gemm_float32")
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(actual, oracle(a, b, c=c), "gemm_float32")
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(actual, alpha * oracle(a, b, c=c), "gemm_float32")
+
+
 def test_a_donated_accumulator():
     a, b = integers(0, (16, 32), E4M3), integers(1, (16, 32), E4M3)
     accumulate = jax.jit(lambda c, a, b: matmul(a, b, dtype=jnp.float32, c=c, accumulation="split"), donate_argnums=0)

@@ -1,5 +1,8 @@
 """The weight cache: cached steps have the bits of steps that cast, whoever wrote the cache, and new params are never read from an old one."""
 
+import warnings
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,8 @@ import reference
 import jax_fp8 as fp8
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.core.state import map_gemms
+from jax_fp8.train.weight_cache import VERSION
 
 RECIPE = fp8.DelayedScaling(amax_history_len=3)
 BATCH = jax.random.normal(jax.random.key(2), (64, 32), jnp.bfloat16)
@@ -97,8 +102,8 @@ def test_the_cache_is_what_casting_gives():
     _, state = train(OPTIMIZERS["fused"], cached=True)
     assert_same_trees(state.cache, fp8.cast_weights(state.variables, RECIPE))
     kernels = [leaf for leaf in jax.tree.leaves(state.cache, is_leaf=lambda x: isinstance(x, CachedWeight))]
-    assert len(kernels) == KERNELS
-    assert all(isinstance(kernel, CachedWeight) for kernel in kernels)
+    assert sum(isinstance(kernel, CachedWeight) for kernel in kernels) == KERNELS
+    assert len(kernels) == KERNELS + 1  # and the version
 
 
 def test_the_cache_is_read():
@@ -107,7 +112,8 @@ def test_the_cache_is_read():
     other = start(CHAIN, cached=True, seed=1)
     step = fp8.make_train_step(loss_of(MODEL), CHAIN, RECIPE, donate=False, warm_start=False)
     right = step(state, BATCH)[1]["loss"]
-    wrong = step(state.replace(cache=other.cache), BATCH)[1]["loss"]
+    forged = {**other.cache, VERSION: state.cache[VERSION]}
+    wrong = step(state.replace(cache=forged), BATCH)[1]["loss"]
     assert float(right) != float(wrong)
 
 
@@ -185,12 +191,97 @@ def test_scale_and_amax_are_the_weights():
     reference.assert_same_bits(cached.values_t, cached.values.T)
 
 
+@partial(jax.jit, donate_argnums=1)
+def kept_or_cast(variables, cache, first=None):
+    return fp8.cast_weights(variables, RECIPE, cache, first)
+
+
+def other_scales(variables):
+    """The same params with scales that are not those they were cast with."""
+    return {**variables, "fp8": map_gemms(lambda gemm: {**gemm, "scale": 2 * gemm["scale"]}, variables["fp8"])}
+
+
+@pytest.mark.parametrize("first", [True, False, None])
+def test_the_flag(first):
+    variables = MODEL.init(jax.random.key(0), BATCH)
+    old, new = fp8.cast_weights(variables, RECIPE), fp8.cast_weights(other_scales(variables), RECIPE)
+    assert not np.array_equal(old["out"]["kernel"].values, new["out"]["kernel"].values)
+    given = jax.tree.map(jnp.array, old)
+    for flag in (first, first if first is None else jnp.bool_(first)):
+        result = kept_or_cast(other_scales(variables), given, flag)
+        assert_same_trees(result, new if first else old)  # a later change of scales does not touch what is kept
+        given = result
+
+
+def changed(variables, change):
+    return {**variables, "params": change(jax.tree.map(jnp.array, variables["params"]))}
+
+
+def with_row(params):
+    return params | {"out": params["out"] | {"kernel": params["out"]["kernel"].at[7].set(0.5)}}
+
+
+def with_column(params):
+    return params | {"out": params["out"] | {"kernel": params["out"]["kernel"].at[:, 7].multiply(1.0001)}}
+
+
+def stepped(params):
+    updates, _ = optax.sgd(1e-6).update(params, optax.sgd(1e-6).init(params))
+    return optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize("change", [stepped, with_row, with_column], ids=lambda change: change.__name__)
+def test_a_stale_cache_is_cast_again_whatever_the_flag(change):
+    variables = MODEL.init(jax.random.key(0), BATCH)
+    cache = fp8.cast_weights(variables, RECIPE)
+    overwritten = changed(variables, change)
+    expected = fp8.cast_weights(overwritten, RECIPE)
+    with pytest.raises(AssertionError):
+        assert_same_trees(cache, expected)
+    assert_same_trees(kept_or_cast(overwritten, cache, False), expected)
+
+
+def test_a_state_put_together_from_parts_reads_no_stale_weights():
+    tx = OPTIMIZERS["fused"]
+    step = fp8.make_train_step(loss_of(MODEL), tx, RECIPE, donate=False, warm_start=False)
+    ours, other = start(tx, cached=True), start(tx, cached=False, seed=1)
+    mixed = fp8.TrainState(other.step, other.params, other.fp8, other.opt_state, ours.cache)
+    (state, metrics), (expected, expected_metrics) = step(mixed, BATCH), step(other, BATCH)
+    assert float(metrics["loss"]) == float(expected_metrics["loss"])
+    assert_same_trees(state.params, expected.params)
+
+
+def test_outside_jit_the_cost_is_said():
+    variables = MODEL.init(jax.random.key(0), BATCH)
+    cache = fp8.cast_weights(variables, RECIPE)
+    with pytest.warns(
+        UserWarning, match=r"cast_weights copies the cache .* 0\.0 MiB a call; call it in a jitted function"
+    ):
+        fp8.cast_weights(variables, RECIPE, cache, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept_or_cast(variables, cache, False)
+
+
 def test_misuse():
     variables = MODEL.init(jax.random.key(0), BATCH)
     with pytest.raises(ValueError, match='needs the DelayedScaling recipe and the collection "fp8"'):
         fp8.cast_weights(variables, fp8.CurrentScaling())
     with pytest.raises(ValueError, match='needs the DelayedScaling recipe and the collection "fp8"'):
         fp8.cast_weights({"params": variables["params"]}, RECIPE)
+    cache = fp8.cast_weights(variables, RECIPE)
+    for flag in (1, "first", jnp.int32(1), jnp.ones((1,), bool)):
+        with pytest.raises(
+            ValueError, match=r"is_first_microbatch must be a bool or an array bool\[\], got .*; pass `i == 0`"
+        ):
+            fp8.cast_weights(variables, RECIPE, cache, flag)
+    e5m2 = jax.tree.map(lambda x: x.astype(fp8.E5M2) if x.dtype == fp8.E4M3 else x, cache)
+    wider = fp8.cast_weights(Model(features=48).init(jax.random.key(0), BATCH), RECIPE)
+    for wrong in ({}, e5m2, wider, {**cache, "extra": jnp.zeros(3)}):
+        with pytest.raises(
+            ValueError, match="cache must be what cast_weights made of this model with this recipe, but"
+        ):
+            fp8.cast_weights(variables, RECIPE, wrong, False)
     other = Model(features=48).init(jax.random.key(0), BATCH)
     with pytest.raises(ValueError, match="the weight cache must hold float8_e4m3fn of shape"):
         MODEL.apply({**variables, "fp8_cache": fp8.cast_weights(other, RECIPE)}, BATCH)

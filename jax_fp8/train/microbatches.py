@@ -1,0 +1,103 @@
+"""The microbatches of one optimizer step: what they share, and what they add up.
+
+    params, scales ─begin→ pending: weights in FP8, sums at zero
+    pending, microbatch ─add_microbatch→ pending            once for each
+    pending ─take→ loss and gradients (means), staged amaxes (maxima)
+
+`make_train_step` runs this as a scan within one program, or in pieces that the caller calls. The pieces do not trust the caller: sums and weights
+belong to one state, and a microbatch of another state starts anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.recipe import DelayedScaling
+from jax_fp8.core.staging import accumulate_grads, added_by_gemms
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.weight_cache import cast_weights, is_stale
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PendingStep:
+    """What the microbatches so far have left.
+
+    `step` int32[]: of the state they belong to. `count` int32[]: how many there were. `loss` f32[] and `gradients` (float32, like the params): their
+    shares of the mean over all microbatches. `fp8`: the state with the maximum of their amaxes staged. `cache`: the weights in FP8, or {}.
+    """
+
+    step: jax.Array
+    count: jax.Array
+    loss: jax.Array
+    gradients: Any
+    fp8: Any
+    cache: Any
+
+
+def begin(state: TrainState, recipe, cast: bool) -> PendingStep:
+    """No microbatch yet. With `cast`, the weights are cast here for all of them, where their scales are known: delayed scaling."""
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
+    cache = cast_weights(state.variables, recipe) if cast and isinstance(recipe, DelayedScaling) else {}
+    return PendingStep(state.step, jnp.int32(0), jnp.float32(0), zeros, state.fp8, cache)
+
+
+def add_microbatch(
+    loss_fn: Callable, microbatches: int, state: TrainState, pending: PendingStep, microbatch: Any
+) -> PendingStep:
+    """Run the loss of a microbatch forward and backward, and add its share."""
+    own = {"fp8": pending.fp8, "fp8_cache": pending.cache}
+    variables = state.variables | {name: collection for name, collection in own.items() if collection}
+    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches)
+    loss, gradients, fp8 = gradient_fn(variables, pending.gradients, microbatch)
+    total = pending.loss + loss.astype(jnp.float32) / microbatches
+    return PendingStep(pending.step, pending.count + 1, total, gradients, fp8, pending.cache)
+
+
+def begin_if_needed(
+    state: TrainState, recipe, pending: PendingStep, is_first_microbatch: bool | jax.Array
+) -> PendingStep:
+    """A fresh step at its first microbatch, and where `pending` belongs to another state.
+
+    What kernels read and add to as it lies goes through one conditional, whose other branch does nothing; the rest is a choice of what the computations
+    that take it read anyway.
+    """
+    fresh = is_first_microbatch | (pending.step != state.step)
+    if pending.cache:
+        fresh = fresh | is_stale(pending.cache, state.variables)
+    sums, tree = jax.tree.flatten(pending.gradients)
+    by_gemm = jax.tree.leaves(added_by_gemms(state.fp8, pending.gradients))
+
+    def clear(large):
+        cache = cast_weights(state.variables, recipe) if pending.cache else {}
+        return cache, [jnp.zeros_like(total) for total in large[1]]
+
+    large = pending.cache, [total for total, gemm in zip(sums, by_gemm, strict=True) if gemm]
+    cache, cleared = lax.cond(fresh, clear, lambda large: large, large)
+    remaining = iter(cleared)
+    sums = [next(remaining) if gemm else jnp.where(fresh, 0, total) for total, gemm in zip(sums, by_gemm, strict=True)]
+    count, loss = (jnp.where(fresh, jnp.zeros_like(x), x) for x in (pending.count, pending.loss))
+    fp8 = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), state.fp8, pending.fp8)
+    return PendingStep(state.step, count, loss, tree.unflatten(sums), fp8, cache)
+
+
+def is_complete(state: TrainState, pending: PendingStep, microbatches: int) -> jax.Array:
+    """Whether these are all microbatches of this state, bool[]."""
+    return (pending.count == microbatches) & (pending.step == state.step)
+
+
+def split(batch: Any, microbatches: int) -> Any:
+    """(batch, ...) as (microbatches, batch / microbatches, ...), strided, so that a sharded batch dim stays where it is."""
+
+    def split_leaf(x):
+        if x.shape[0] % microbatches:
+            raise ValueError(
+                f"microbatches must divide the batch size, got {microbatches=} and a batch of {x.shape[0]}"
+            )
+        return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(split_leaf, batch)

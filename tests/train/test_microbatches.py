@@ -1,0 +1,268 @@
+"""A step of several microbatches has the same bits however it is run: scanned, unrolled, in the caller's loop, with weights cast once or every time."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+
+import jax_fp8 as fp8
+from jax_fp8.train import train_step
+
+RECIPE = fp8.DelayedScaling(amax_history_len=4)
+BATCH = jax.random.normal(jax.random.key(2), (128, 32), jnp.bfloat16)
+RECORDED = optax.trace(0.0)  # keeps the gradients it was given
+ADAM = optax.chain(RECORDED, optax.clip_by_global_norm(0.5), fp8.fused_adamw(1e-2))
+STILL = optax.chain(RECORDED, optax.sgd(0.0))
+
+
+class Model(nn.Module):
+    """Three layers, the second used twice, and a kernel that a GEMM and the loss both use."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + fp8.LayerNormMLP(48, recipe=RECIPE, name="mlp")(x)
+        twice = fp8.Dense(32, recipe=RECIPE, name="twice")
+        return fp8.Dense(32, recipe=RECIPE, name="out")(nn.relu(twice(nn.relu(twice(x)))))
+
+
+MODEL = Model()
+
+
+def loss_fn(variables, batch):
+    penalty = jnp.sum(jnp.square(variables["params"]["out"]["kernel"]))
+    return jnp.mean(jnp.square(MODEL.apply(variables, batch).astype(jnp.float32))) + 1e-3 * penalty
+
+
+def start(tx=ADAM, cached=False):
+    variables = dict(MODEL.init(jax.random.key(0), BATCH))
+    if cached:
+        variables["fp8_cache"] = fp8.cast_weights(variables, RECIPE)
+    return fp8.TrainState.create(variables=variables, tx=tx)
+
+
+def make_step(microbatches, tx=ADAM, **settings):
+    return fp8.make_train_step(loss_fn, tx, RECIPE, microbatches, **{"warm_start": False} | settings)
+
+
+def scanned(microbatches, cached=False, steps=3, tx=ADAM, **settings):
+    step, state, losses = make_step(microbatches, tx=tx, **settings), start(tx, cached), []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def driven(microbatches, first=lambda i: i == 0, steps=3, tx=ADAM, **settings):
+    """By the caller; `first` says what it tells of microbatch i."""
+    step, state, losses = make_step(microbatches, tx=tx, **settings), start(tx), []
+    pending = step.start(state)
+    for _ in range(steps):
+        for i in range(microbatches):
+            pending = step.accumulate_step(state, pending, BATCH[i::microbatches], first(i))
+        state, pending, metrics = step.apply_step(state, pending)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def unrolled_scan(body, carry, xs):
+    for i in range(jax.tree.leaves(xs)[0].shape[0]):
+        carry, _ = body(carry, jax.tree.map(lambda x: x[i], xs))  # noqa: B023
+    return carry, None
+
+
+def gradients_of(state):
+    return state.opt_state[0].trace
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    for name in ("params", "fp8", "opt_state"):
+        jax.tree.map(reference.assert_same_bits, getattr(ours[1], name), getattr(theirs[1], name))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_every_way_has_the_same_bits(microbatches, monkeypatch):
+    expected = scanned(microbatches)
+    assert len(set(expected[0])) == 3  # it trains
+    assert all(np.any(g) for g in jax.tree.leaves(gradients_of(expected[1])))
+    assert_same(scanned(microbatches, cache_weights=False), expected)
+    assert_same(scanned(microbatches, cached=True), expected)
+    assert_same(driven(microbatches), expected)
+    assert_same(driven(microbatches, cache_weights=False), expected)
+    monkeypatch.setattr(train_step.lax, "scan", unrolled_scan)
+    assert_same(scanned(microbatches), expected)
+
+
+def test_one_microbatch_driven():
+    _, state = driven(1, steps=1)
+    _, expected = scanned(1, steps=1)
+    jax.tree.map(reference.assert_same_bits, state.fp8, expected.fp8)
+    for ours, theirs in zip(*map(jax.tree.leaves, (gradients_of(state), gradients_of(expected))), strict=True):
+        reference.assert_close(ours, theirs, "float32")
+
+
+def test_gradients_are_those_of_the_microbatches():
+    """Against the mean of one pass each, for the layer used twice and the kernel that the loss uses too."""
+    _, state = driven(4, steps=1)
+    passes = [jax.jit(fp8.value_and_grad(loss_fn))(start().variables, BATCH[i::4])[1] for i in range(4)]
+    means = jax.tree.map(lambda *g: np.mean(np.stack(g).astype(np.float64), axis=0), *passes)
+    jax.tree.map(lambda ours, mean: reference.assert_close(ours, mean, "float32"), gradients_of(state), means)
+    for wrong in (passes[0], jax.tree.map(lambda g: 2 * g, means)):  # one microbatch only, and everything twice
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.assert_close(gradients_of(state)["twice"]["kernel"], wrong["twice"]["kernel"], "float32")
+
+
+def test_repeated_steps_give_the_same_gradients():
+    """Buffers are used again and again; nothing of the step before may be left in them, or lost."""
+    step, state = make_step(4, tx=STILL), start(STILL)
+    scales = jax.device_get(state.fp8)
+    pending, found = step.start(state), []
+    for _ in range(3):
+        for i in range(4):
+            pending = step.accumulate_step(state, pending, BATCH[i::4], i == 0)
+        state, pending, _ = step.apply_step(state, pending)
+        found.append(jax.device_get(gradients_of(state)))
+        state = state.replace(fp8=jax.tree.map(jnp.array, scales))
+    assert all(np.any(g) for g in jax.tree.leaves(found[0]))
+    for later in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, later, found[0])
+
+
+def test_nothing_compiles_when_the_flag_changes():
+    step, state = make_step(2), start()
+    pending = step.start(state)
+    for _ in range(2):
+        for i in range(2):
+            flag = jnp.bool_(i == 0) if i else i == 0
+            pending = step.accumulate_step(state, pending, BATCH[i::2], flag)
+        state, pending, _ = step.apply_step(state, pending)
+    sizes = [program._cache_size() for program in (step._start, step._accumulate, step._apply)]
+    assert sizes == [1, 1, 1]
+
+
+def test_a_forgotten_flag_begins_anew():
+    """After an optimizer step the sums and weights belong to another state, whatever the caller says."""
+    assert_same(driven(2, first=lambda _: False), driven(2))
+
+
+def test_overwritten_params_begin_anew():
+    def run(overwrite):
+        step, state = make_step(2), start()
+        pending = step.start(state)
+        pending = step.accumulate_step(state, pending, BATCH[::2], True)
+        if overwrite:
+            state = state.replace(params=jax.tree.map(lambda p: 1.25 * p, state.params))
+        pending = step.accumulate_step(state, pending, BATCH[1::2], False)
+        return state, pending, step
+
+    _, untouched, _ = run(overwrite=False)
+    assert int(untouched.count) == 2
+    state, pending, step = run(overwrite=True)
+    assert int(pending.count) == 1  # the first belongs to other params
+    before = jax.device_get(state.params)
+    expected = fp8.cast_weights(state.variables, RECIPE)
+    jax.tree.map(reference.assert_same_bits, pending.cache, expected)
+    state, _, metrics = step.apply_step(state, pending)
+    assert np.isnan(metrics["loss"])
+    assert int(metrics["microbatches"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_step_takes_all_its_microbatches_or_none(count):
+    step, state = make_step(2), start()
+    before = jax.device_get(state)
+    pending = step.start(state)
+    for i in range(count):
+        pending = step.accumulate_step(state, pending, BATCH[::2], i == 0)
+    state, pending, metrics = step.apply_step(state, pending)
+    assert np.isnan(metrics["loss"])
+    assert int(metrics["microbatches"]) == count
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    for i in range(2):  # and it can go on
+        pending = step.accumulate_step(state, pending, BATCH[i::2], False)
+    state, _, metrics = step.apply_step(state, pending)
+    assert int(state.step) == 1
+    assert np.isfinite(metrics["loss"])
+
+
+def test_gradients_are_not_used_twice():
+    step, state = make_step(1), start()
+    pending = step.accumulate_step(state, step.start(state), BATCH, True)
+    state, pending, _ = step.apply_step(state, pending)
+    state, _, metrics = step.apply_step(state, pending)
+    assert (int(state.step), np.isnan(metrics["loss"])) == (1, True)
+
+
+def test_a_step_with_nonfinite_gradients_is_skipped():
+    tx = fp8.fused_adamw(1e-2, skip_nonfinite=True)
+    step, state = make_step(2, tx=tx), start(tx)
+    before = jax.device_get(state)
+    state, _ = step(state, BATCH.at[3, 4].set(jnp.nan))
+    for name in ("params", "fp8", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(state, name)), getattr(before, name))
+    state, _ = step(state, BATCH)
+    assert not np.array_equal(state.params["out"]["kernel"], before.params["out"]["kernel"])
+
+
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), None], ids=["current", "bf16"])
+def test_recipes_without_state(recipe):
+    module, tx = fp8.Dense(32, recipe=recipe), optax.chain(RECORDED, optax.sgd(0.1))
+
+    def loss(variables, batch):
+        return jnp.mean(jnp.square(module.apply(variables, batch).astype(jnp.float32)))
+
+    def state():
+        return fp8.TrainState.create(variables=module.init(jax.random.key(0), BATCH), tx=tx)
+
+    step = fp8.make_train_step(loss, tx, recipe, 4)
+    expected, _ = step(state(), BATCH)
+    ours = state()
+    pending = step.start(ours)
+    for i in range(4):
+        pending = step.accumulate_step(ours, pending, BATCH[i::4], i == 0)
+    ours, _, _ = step.apply_step(ours, pending)
+    jax.tree.map(reference.assert_same_bits, ours, expected)
+
+
+def test_a_rematerialised_layer_stages_once():
+    class Remat(nn.Module):
+        remat: bool
+
+        @nn.compact
+        def __call__(self, x):
+            block = nn.remat(fp8.LayerNormMLP) if self.remat else fp8.LayerNormMLP
+            return block(48, recipe=RECIPE, name="mlp")(x)
+
+    results = []
+    for remat in (True, False):
+        module = Remat(remat)
+
+        def loss(variables, batch, module=module):
+            return jnp.mean(jnp.square(module.apply(variables, batch).astype(jnp.float32)))
+
+        state = fp8.TrainState.create(variables=module.init(jax.random.key(0), BATCH), tx=STILL)
+        step = fp8.make_train_step(loss, STILL, RECIPE, 2, warm_start=False)
+        results.append(step(state, BATCH)[0])
+    with_remat, without = results
+    jax.tree.map(reference.assert_same_bits, with_remat.fp8, without.fp8)
+    jax.tree.map(lambda a, b: reference.assert_close(a, b, "float32"), gradients_of(with_remat), gradients_of(without))
+
+
+def test_misuse():
+    step, state = make_step(2), start()
+    pending = step.start(state)
+    for flag in (1, "yes", None, jnp.int32(1), jnp.ones((2,), bool)):
+        with pytest.raises(ValueError, match=r"is_first_microbatch must be a bool or an array bool\[\], got"):
+            step.accumulate_step(state, pending, BATCH[::2], flag)
+    kept = make_step(2, donate=False)
+    with pytest.warns(UserWarning, match=r"accumulate_step copies what it adds to, 0\.\d MiB a microbatch"):
+        kept.accumulate_step(state, pending, BATCH[::2], True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.accumulate_step(state, pending, BATCH[::2], True)

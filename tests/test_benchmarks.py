@@ -156,7 +156,7 @@ def test_a_step_that_fails_or_learns_nothing_says_so(benchmark):
     training = microbatches.Training(microbatches.SHAPES["tiny"])
     state, found = microbatches.take_turns(training, jnp.float32(0.5), runs, rounds=2, steps=3)
     assert float(state) == 0.5 + 1 + 2 * (1 + 1 + 4)  # the first step; in every round one untimed, one alone, a row
-    assert len(found["cached"].in_a_row) == 2 * 3
+    assert len(found["cached"].in_a_row) == 2 * (3 - 1)  # the last end of a row was not seen late like the others
     rows = [{"variant": name, "microbatches": 2, **times.to_json(2)} for name, times in found.items()]
     for row, failed in zip(rows, ("no memory", "", "a step that trains"), strict=True):
         assert row["failed"].startswith(failed) and bool(row["failed"]) == bool(failed)

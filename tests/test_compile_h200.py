@@ -168,8 +168,8 @@ def test_weights_are_cast_once_for_all_microbatches(recipe_name, before, inside)
     assert (entry.count(casts), program.hlo.count(casts) - entry.count(casts)) == (before, inside)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 8])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.program
+@pytest.mark.parametrize(("microbatches", "remat"), [(1, False), (1, True), (2, True), (8, False)])
 def test_every_weight_is_cast_once_a_step(microbatches, remat):
     report = report_of(microbatches, remat=remat)
     assert (report.graphs, report.cuts, report.unknown_trips) == (1, {}, 0)
@@ -179,6 +179,7 @@ def test_every_weight_is_cast_once_a_step(microbatches, remat):
     assert report.weight_copies == ()
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_state_with_a_cache_casts_nothing(microbatches):
     """Unless it is not the cache of its params: one conditional, for which nothing is copied."""
@@ -189,6 +190,7 @@ def test_a_state_with_a_cache_casts_nothing(microbatches):
     assert report.weight_copies == ()
 
 
+@pytest.mark.program
 def test_a_microbatch_of_the_caller():
     """One graph; one conditional that casts the weights and clears the sums, or does nothing."""
     report = report_of(4, piece="accumulate")

@@ -1,5 +1,6 @@
 """A step of several microbatches has the same bits however it is run: scanned, unrolled, in the caller's loop, with weights cast once or every time."""
 
+import gc
 import warnings
 
 import flax.linen as nn
@@ -85,7 +86,9 @@ def assert_same(ours, theirs):
         jax.tree.map(reference.assert_same_bits, getattr(ours[1], name), getattr(theirs[1], name))
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize(
+    "microbatches", [2, pytest.param(4, marks=pytest.mark.program), pytest.param(8, marks=pytest.mark.program)]
+)
 def test_every_way_has_the_same_bits(microbatches, monkeypatch):
     expected = scanned(microbatches)
     assert len(set(expected[0])) == 3  # it trains
@@ -266,3 +269,37 @@ def test_misuse():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step.accumulate_step(state, pending, BATCH[::2], True)
+
+
+def test_a_long_run_compiles_nothing_and_keeps_its_memory():
+    """2,000 steps of two microbatches, scanned, and as many driven by the caller."""
+    module, tx = fp8.Dense(32, recipe=RECIPE), fp8.fused_adamw(1e-3)
+    x = BATCH[:32]
+
+    def loss(variables, batch):
+        return jnp.mean(jnp.square((module.apply(variables, batch) - batch).astype(jnp.float32)))
+
+    def scan(step, state, pending):
+        state, metrics = step(state, x)
+        return state, pending, metrics
+
+    def drive(step, state, pending):
+        for i in range(2):
+            pending = step.accumulate_step(state, pending, x[i::2], i == 0)
+        return step.apply_step(state, pending)
+
+    for run in (scan, drive):
+        step = fp8.make_train_step(loss, tx, RECIPE, 2)
+        state = fp8.TrainState.create(variables=module.init(jax.random.key(0), x), tx=tx)
+        pending = step.start(state) if run is drive else None
+        gc.collect()
+        live, losses = [], []
+        for i in range(2000):
+            state, pending, metrics = run(step, state, pending)
+            if i % 500 in (9, 499):
+                losses.append(float(metrics["loss"]))
+                live.append(sum(array.nbytes for array in jax.live_arrays()))
+        assert losses[-1] < 0.5 * losses[0]
+        programs = (step._step, step._warm, step._start, step._accumulate, step._apply)
+        assert [program._cache_size() for program in programs] == ([1, 1, 0, 0, 0] if run is scan else [0, 0, 1, 1, 1])
+        assert live[-1] <= live[0], live

@@ -29,8 +29,10 @@ def initial_state(recipe: DelayedScaling, kernel_amax: jax.Array) -> dict[str, j
 
 def stage(amax_history: jax.Array, amaxes: jax.Array) -> jax.Array:
     """Raise slot 0 of the first rows of f32[..., 3, L] to the amaxes f32[..., rows] seen now; staging twice is staging once."""
-    rows = amaxes.shape[-1]
-    return amax_history.at[..., :rows, 0].max(amaxes)
+    missing = amax_history.shape[-2] - amaxes.shape[-1]
+    amaxes = jnp.pad(amaxes, [(0, 0)] * (amaxes.ndim - 1) + [(0, missing)])[..., None]  # an amax of 0 raises nothing
+    is_slot_0 = jnp.arange(amax_history.shape[-1]) == 0  # a choice, which the update fuses with, and no scatter, which is a kernel
+    return jnp.where(is_slot_0, jnp.maximum(amax_history, amaxes), amax_history)
 
 
 def map_gemms(fn: Callable, fp8_state: Mapping, *others: Mapping) -> dict:
@@ -67,18 +69,13 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
         raise ValueError(
             f"a collection with amax histories needs the DelayedScaling recipe it was made for, got recipe={recipe!r}"
         )
-    # All rows of all GEMMs are one matrix, so that a step pays a few kernels and not a few per layer.
     lengths = {gemm["amax_history"].shape[-1] for gemm in gemms}
     if lengths != {recipe.amax_history_len}:
         raise ValueError(
             f"every amax_history must have the recipe's amax_history_len={recipe.amax_history_len}, got lengths {sorted(lengths)}; "
             "pass the recipe that the model was made with"
         )
-    scales, histories = _update_rows(
-        jnp.concatenate([gemm["scale"].reshape(-1, 3) for gemm in gemms]),
-        jnp.concatenate([gemm["amax_history"].reshape(-1, 3, recipe.amax_history_len) for gemm in gemms]),
-        recipe,
-    )
+    scales, histories = _update_rows(_joined(gemms, "scale"), _joined(gemms, "amax_history"), recipe)
     ends = np.cumsum([gemm["scale"].size // 3 for gemm in gemms])[:-1]
     pieces = iter(zip(jnp.split(scales, ends), jnp.split(histories, ends), strict=True))
 
@@ -94,8 +91,10 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
 
 def count_nonfinite(fp8_state: Mapping) -> jax.Array:
     """How many tensors staged an amax that is infinite or NaN since the last update, int32."""
-    staged = [gemm["amax_history"][..., 0] for gemm in gemm_states(fp8_state)]
-    return sum((jnp.sum(~jnp.isfinite(amax), dtype=jnp.int32) for amax in staged), jnp.int32(0))
+    gemms = gemm_states(fp8_state)
+    if not gemms:
+        return jnp.int32(0)
+    return jnp.sum(~jnp.isfinite(_joined(gemms, "amax_history")[..., 0]), dtype=jnp.int32)
 
 
 def keep_known_rows(before: Mapping, after: Mapping) -> dict:
@@ -109,6 +108,11 @@ def keep_known_rows(before: Mapping, after: Mapping) -> dict:
         }
 
     return map_gemms(merge, before, after)
+
+
+def _joined(gemms, name) -> jax.Array:
+    """An array of all GEMMs, f32[gemms, 3] or f32[gemms, 3, L]: a step then pays a few kernels and not a few per layer, and not twice when it is asked for twice."""
+    return jnp.concatenate([gemm[name].reshape(-1, *gemm[name].shape[gemm["scale"].ndim - 1 :]) for gemm in gemms])
 
 
 def _update_rows(scale, history, recipe):  # f32[gemms, 3], f32[gemms, 3, L]

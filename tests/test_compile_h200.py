@@ -20,10 +20,10 @@ import jax_fp8 as fp8
 from jax_fp8.core.scale import current_scale
 from jax_fp8.ops import kernels
 from jax_fp8.ops.amax import amax
+from jax_fp8.ops.cross_entropy import HEAD_SCOPE, linear_cross_entropy
 from jax_fp8.ops.gemm import WORKSPACE_BYTES
 from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
 from jax_fp8.train.capture import CaptureReport, Lowering
-from jax_fp8.train.explain import HEAD_SCOPE
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or kernels.missing_reason()
@@ -222,6 +222,32 @@ def test_step_on_four_devices_data_parallel():
     # They stay outside the graphs and cut the step around them; what runs during a reduction is a graph of its own.
     assert set(program.outside_graphs) <= {"AllReduce", "AsyncStart", "AsyncDone"}
     assert program.graphs <= 1 + 2 * len(program.collectives)
+
+
+def plain_head_and_loss(x, weight, labels):
+    logits = jnp.einsum("bsh,vh->bsv", x, weight.astype(x.dtype)).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.parametrize("data", [1, 4])
+def test_the_loss_never_holds_all_logits(data):
+    """Nor their gradient. On several devices the gradient of the weight is reduced after the loop over chunks, once."""
+    batch, seq, hidden, vocab = 8 * data, 2048, 256, 50304
+    mesh = h200.mesh(data=data)
+    rows, whole = h200.on_mesh(mesh, "data"), h200.on_mesh(mesh)
+    arguments = (
+        jax.ShapeDtypeStruct((batch, seq, hidden), jnp.bfloat16, sharding=rows),
+        jax.ShapeDtypeStruct((vocab, hidden), jnp.float32, sharding=whole),
+        jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=rows),
+    )
+    logits_bytes = 2 * 8 * seq * vocab  # of one device, in bfloat16
+    ours, plain = (
+        h200.compile(jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=CUDA_GRAPH_OPTIONS), *arguments)
+        for loss in (linear_cross_entropy, plain_head_and_loss)
+    )
+    assert ours.temp_bytes < logits_bytes / 3 < 2 * logits_bytes < plain.temp_bytes
+    reduced = [instruction for instruction in ours.collectives if instruction.results[0].bytes > 4]
+    assert [instruction.in_entry for instruction in reduced] == [True] * (data > 1)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)

@@ -197,5 +197,5 @@ def test_readme_examples_run(number):
 
 
 def test_the_readme_has_its_examples():
-    assert len(README) == 3
+    assert len(README) == 4
     assert all(name in "".join(README) for name in ("fp8.Dense", "optax.chain", "fp8.make_train_step"))

@@ -31,7 +31,9 @@ def stage(amax_history: jax.Array, amaxes: jax.Array) -> jax.Array:
     """Raise slot 0 of the first rows of f32[..., 3, L] to the amaxes f32[..., rows] seen now; staging twice is staging once."""
     missing = amax_history.shape[-2] - amaxes.shape[-1]
     amaxes = jnp.pad(amaxes, [(0, 0)] * (amaxes.ndim - 1) + [(0, missing)])[..., None]  # an amax of 0 raises nothing
-    is_slot_0 = jnp.arange(amax_history.shape[-1]) == 0  # a choice, which the update fuses with, and no scatter, which is a kernel
+    is_slot_0 = (
+        jnp.arange(amax_history.shape[-1]) == 0
+    )  # a choice, which the update fuses with, and no scatter, which is a kernel
     return jnp.where(is_slot_0, jnp.maximum(amax_history, amaxes), amax_history)
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from flax.typing import Dtype
 
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.nn.block import TransformerBlock
+from jax_fp8.ops.cross_entropy import HEAD_SCOPE, cross_entropy, linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ PRESETS = {
 
 
 class GPT(nn.Module):
-    """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`.
+    """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss, without the logits of a whole batch.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and under delayed scaling
     `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`.
@@ -82,7 +82,9 @@ class GPT(nn.Module):
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, labels: jax.Array | None = None, *, mask: jax.Array | None = None, z_loss: float = 0.0
+    ) -> jax.Array:
         config = self.config
         if tokens.shape[-1] > config.max_seq_len:
             raise ValueError(
@@ -101,7 +103,9 @@ class GPT(nn.Module):
         x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
         if not config.tie_embeddings:
             embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)
-        with jax.named_scope("bfloat16_head"):
+        if labels is not None:
+            return linear_cross_entropy(x, embedding, labels, mask=mask, z_loss=z_loss)
+        with jax.named_scope(HEAD_SCOPE):
             return jnp.einsum("bsh,vh->bsv", x, embedding.astype(self.dtype))
 
     def _layer(self, index):
@@ -123,11 +127,24 @@ class GPT(nn.Module):
         )
 
 
-def next_token_loss(model: nn.Module) -> Callable[[dict, jax.Array], jax.Array]:
-    """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1): the mean cross-entropy of each next token, in nats, float32."""
+def next_token_loss(
+    model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0
+) -> Callable[[dict, jax.Array], jax.Array]:
+    """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1): the mean cross-entropy of each next token, in nats, float32.
+
+    Args:
+      model: a `GPT`, whose loss is computed without the logits of a whole batch, or another module that maps tokens to logits.
+      ignore_label: a next token that does not count, such as padding.
+      z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
+    """
 
     def loss_fn(variables, tokens):
-        logits = jnp.asarray(model.apply(variables, tokens[:, :-1]), jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        mask = None if ignore_label is None else labels != ignore_label
+        if mask is not None:  # what is ignored need not be a token
+            inputs, labels = (jnp.where(part == ignore_label, 0, part) for part in (inputs, labels))
+        if isinstance(model, GPT):
+            return jnp.asarray(model.apply(variables, inputs, labels, mask=mask, z_loss=z_loss))
+        return cross_entropy(jnp.asarray(model.apply(variables, inputs)), labels, mask=mask, z_loss=z_loss)
 
     return loss_fn

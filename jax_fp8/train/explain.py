@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from jax_fp8.ops import kernels
+from jax_fp8.ops.cross_entropy import HEAD_SCOPE
 from jax_fp8.ops.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.linear import PLAIN_SCOPE
-
-HEAD_SCOPE = "bfloat16_head"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """GPT: shapes, presets, causality, the loss, and learning in every recipe."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 
 import jax_fp8 as fp8
 
@@ -82,3 +84,33 @@ def test_loss_is_the_mean_cross_entropy_of_next_tokens():
     picked = np.take_along_axis(probability, np.asarray(TOKENS[:, 1:, None]), axis=-1)
     assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(-np.log(picked).mean(), rel=1e-4)
     assert optax.tree.norm(jax.grad(fp8.next_token_loss(model))(variables, TOKENS)) > 0.1
+
+
+class Head(nn.Module):
+    """Another module that maps tokens to logits: the GPT itself, seen from outside."""
+
+    model: fp8.GPT
+
+    def __call__(self, tokens):
+        return self.model(tokens)
+
+
+def test_the_loss_of_a_gpt_is_that_of_its_logits():
+    """Padding, the z-loss and gradients included; the GPT computes its loss by chunks, another module from logits."""
+    model = fp8.GPT(SMALL, recipe=None)
+    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
+    padded = TOKENS.at[:, 20:].set(-100)
+    settings = {"ignore_label": -100, "z_loss": 1e-2}
+
+    def value_and_grads(of, params):
+        return jax.jit(jax.value_and_grad(fp8.next_token_loss(of, **settings)))({"params": params}, padded)
+
+    loss, grads = value_and_grads(model, variables["params"])
+    expected, expected_grads = value_and_grads(Head(model), {"model": variables["params"]})
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) != pytest.approx(float(fp8.next_token_loss(model)(variables, TOKENS)), rel=1e-3)
+    theirs = expected_grads["params"]["model"]
+    for name in ("embedding", "positions"):
+        reference.assert_close(grads["params"][name], theirs[name], "bfloat16")
+    assert not np.any(grads["params"]["positions"][20:])  # what is padded teaches nothing
+    assert np.all(np.any(grads["params"]["positions"][:19], axis=-1))

@@ -1,0 +1,153 @@
+"""The loss by chunks against its formula in float64: value, gradients, masks, z-loss, and numbers that overflow naive code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
+
+BATCH, SEQ, HIDDEN, VOCAB = 4, 24, 32, 80
+
+
+def inputs(dtype=jnp.float32, size=1.0):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = (size * jax.random.normal(keys[0], (BATCH, SEQ, HIDDEN))).astype(dtype)
+    weight = jax.random.normal(keys[1], (VOCAB, HIDDEN))
+    return x, weight, jax.random.randint(keys[2], (BATCH, SEQ), 0, VOCAB)
+
+
+MASKS = {
+    "all": None,
+    "some": np.random.default_rng(0).random((BATCH, SEQ)) < 0.6,
+    "weights": np.random.default_rng(1).random((BATCH, SEQ)).astype(np.float32),
+}
+
+
+def oracle(x, weight, labels, mask=None, z_loss=0.0):
+    """Loss and gradients in float64."""
+    x, weight, labels = (np.asarray(array).astype(kind) for array, kind in ((x, "f8"), (weight, "f8"), (labels, int)))
+    share = np.ones(labels.shape) if mask is None else np.asarray(mask, np.float64)
+    share = share / share.sum()
+    logits = x @ weight.T
+    largest = logits.max(-1, keepdims=True)
+    lse = np.log(np.exp(logits - largest).sum(-1, keepdims=True)) + largest
+    chosen = np.take_along_axis(logits, labels[..., None], -1)
+    loss = ((lse - chosen + z_loss * lse**2)[..., 0] * share).sum()
+    slope = np.exp(logits - lse) * (1 + 2 * z_loss * lse) - np.eye(VOCAB)[labels]
+    slope = slope * share[..., None]
+    return loss, slope @ weight, np.einsum("bsv,bsh->vh", slope, x)
+
+
+def compute(*arguments, **settings):
+    """Loss and gradients, times 100: of order one."""
+
+    def scaled(x, weight, labels):
+        return 100 * linear_cross_entropy(x, weight, labels, **settings)
+
+    loss, grads = jax.jit(jax.value_and_grad(scaled, (0, 1)))(*arguments)
+    return loss / 100, *grads
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 24, None])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_against_float64(chunks, mask):
+    mask = None if mask is None else jnp.asarray(mask)
+    loss, dx, dweight = compute(*inputs(), mask=mask, chunks=chunks)
+    expected, expected_dx, expected_dweight = oracle(*inputs(), mask)
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    reference.assert_close(dx, 100 * expected_dx, "float32")
+    reference.assert_close(dweight, 100 * expected_dweight, "float32")
+    if mask is not None:  # what is masked matters
+        assert expected != pytest.approx(oracle(*inputs())[0], rel=1e-3)
+    for zero, real in ((dx, expected_dx), (dweight, expected_dweight)):
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.assert_close(jnp.zeros_like(zero), 100 * real, "float32")
+
+
+def test_z_loss():
+    loss, dx, dweight = compute(*inputs(), z_loss=0.1, chunks=2)
+    expected, expected_dx, expected_dweight = oracle(*inputs(), z_loss=0.1)
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    reference.assert_close(dx, 100 * expected_dx, "float32")
+    reference.assert_close(dweight, 100 * expected_dweight, "float32")
+    assert expected != pytest.approx(oracle(*inputs())[0], rel=0.1)
+
+
+def test_bfloat16():
+    """Logits are rounded as a head would round them; the gradient of a float32 weight is not."""
+    x, weight, labels = inputs(jnp.bfloat16, size=0.2)
+    loss, dx, dweight = compute(x, weight, labels, chunks=4)
+    rounded = weight.astype(jnp.bfloat16).astype(jnp.float32)
+    expected, expected_dx, expected_dweight = oracle(x, rounded, labels)
+    assert float(loss) == pytest.approx(expected, rel=1e-3)
+    assert (dx.dtype, dweight.dtype) == (jnp.bfloat16, jnp.float32)
+    reference.assert_close(dx, 100 * expected_dx, "bfloat16")
+    reference.assert_close(dweight, 100 * expected_dweight, "bfloat16")
+
+
+def test_logits_that_are_there_already():
+    x, weight, labels = inputs()
+    settings = {"mask": jnp.asarray(MASKS["some"]), "z_loss": 0.01}
+    apart = cross_entropy(jnp.einsum("bsh,vh->bsv", x, weight), labels, **settings)
+    assert float(apart) == pytest.approx(float(linear_cross_entropy(x, weight, labels, **settings)), rel=1e-6)
+
+
+def test_the_loss_alone_is_the_loss_of_the_gradient():
+    assert float(jax.jit(linear_cross_entropy)(*inputs())) == float(compute(*inputs())[0])
+
+
+def test_large_logits_do_not_overflow():
+    loss, dx, dweight = compute(*inputs(size=1e4), chunks=2)
+    expected, expected_dx, expected_dweight = oracle(*inputs(size=1e4))
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    reference.assert_close(dx, 100 * expected_dx, "bfloat16")
+    reference.assert_close(dweight, 100 * expected_dweight, "bfloat16")
+
+
+def test_nothing_to_count():
+    loss, dx, dweight = compute(*inputs(), mask=jnp.zeros((BATCH, SEQ), bool))
+    assert float(loss) == 0
+    assert not np.any(dx)
+    assert not np.any(dweight)
+
+
+def test_a_masked_token_has_no_influence():
+    x, weight, labels = inputs()
+    mask = jnp.ones((BATCH, SEQ), bool).at[1, 5].set(False)
+    loss, dx, _ = compute(x, weight, labels, mask=mask)
+    other, _, _ = compute(x.at[1, 5].add(3.0), weight, labels.at[1, 5].set(0), mask=mask)
+    assert float(loss) == float(other)
+    assert not np.any(dx[1, 5])
+    assert np.all(np.any(np.asarray(dx[0]), axis=-1))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_a_sharded_batch(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    x, weight, labels = inputs()
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("data",), ()))
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(array, place) for array, place in ((x, rows), (weight, whole), (labels, rows))]
+        found = compute(*sharded, chunks=3)
+    for ours, alone in zip(found, compute(x, weight, labels, chunks=3), strict=True):
+        reference.assert_close(ours, alone, "float32")
+
+
+def test_errors():
+    x, weight, labels = inputs()
+    with pytest.raises(ValueError, match=r"needs x \(batch, seq, hidden\), weight \(vocab, hidden\) and labels"):
+        linear_cross_entropy(x, weight.T, labels)
+    with pytest.raises(ValueError, match=r"needs x \(batch, seq, hidden\)"):
+        linear_cross_entropy(x, weight, labels[:, :-1])
+    with pytest.raises(ValueError, match="labels must be integers, got float32"):
+        linear_cross_entropy(x, weight, labels.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"mask must have the shape of labels \(4, 24\), got \(4,\)"):
+        linear_cross_entropy(x, weight, labels, mask=jnp.ones(4))
+    for chunks in (0, 5):
+        with pytest.raises(
+            ValueError, match=f"chunks must divide the sequence, got chunks={chunks} and a sequence of 24"
+        ):
+            linear_cross_entropy(x, weight, labels, chunks=chunks)

@@ -7,7 +7,8 @@ write amaxes there by maximum, and they come back as what they are: staged state
 door: the GEMM adds to the sum in place, and no pass over memory is spent on it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from jax_fp8.core.scaling import GradientSum
 from jax_fp8.core.state import map_gemms, stage
 
 RECORDER = "recorder"
+Path = tuple[str, ...]  # of a layer within its model, as in `nn.Module.path`
+_LISTING: ContextVar[dict[Path, None] | None] = ContextVar("listing", default=None)
 
 
 class _ByIdentity:
@@ -38,13 +41,13 @@ class Recorder:
     only the slot is an array, one number per stacked layer, so that a scan over layers hands each layer its own.
     """
 
-    def __init__(self, amax: _ByIdentity, total: _ByIdentity | None, weight: float, from_current: bool, slot):
+    def __init__(self, amax: _ByIdentity | None, total: _ByIdentity | None, weight: float, from_current: bool, slot):
         self._amax, self._total, self._weight = amax, total, weight
         self.from_current, self.slot = from_current, slot
 
     @property
-    def amax_ref(self) -> jax.Ref:
-        return self._amax.ref
+    def amax_ref(self) -> jax.Ref | None:
+        return None if self._amax is None else self._amax.ref
 
     @property
     def gradient(self) -> GradientSum | None:
@@ -90,10 +93,11 @@ def warm_start_value_and_grad(loss_fn: Callable) -> Callable:
     return run
 
 
-def accumulate_grads(loss_fn: Callable, weight: float) -> Callable:
+def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[Path] = ()) -> Callable:
     """`value_and_grad` that adds the gradients to sums: `sums + weight * grads`.
 
-    The kernel of a GEMM with FP8 state is added up by the GEMM that computes its gradient, in place, unless its layer is stacked by `nn.scan`.
+    The kernel of a GEMM with FP8 state, or one of `gemms` for recipes without state (see `list_gemms`), is added up by the GEMM that computes its gradient,
+    in place, unless its layer is stacked by `nn.scan`.
 
     Returns:
       A function of `(variables, sums, *args)` that returns `(loss, sums, fp8_state)`. `sums` matches `variables["params"]`, float32.
@@ -101,6 +105,8 @@ def accumulate_grads(loss_fn: Callable, weight: float) -> Callable:
 
     def run(variables, sums, *args, **kwargs):
         recorded = map_gemms(partial(_with_recorder, weight=weight), _fp8_state(variables), sums)
+        for path in gemms:
+            _put(recorded, path, _gradient_recorder(at_path(sums, path), weight))
         value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
         leaves = jax.tree.leaves(_added_up(sums, recorded))
         sums = jax.tree.unflatten(jax.tree.structure(sums), leaves)
@@ -109,6 +115,44 @@ def accumulate_grads(loss_fn: Callable, weight: float) -> Callable:
         return value, sums, _staged(variables, recorded)
 
     return run
+
+
+def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[Path]:
+    """The layers whose GEMMs run in FP8, by path, found by tracing the loss: recipes without state leave no other trace of them in the variables."""
+    found: dict[Path, None] = {}
+    token = _LISTING.set(found)
+    try:
+        jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
+    finally:
+        _LISTING.reset(token)
+    return list(found)
+
+
+def announce_gemm(path: Path) -> None:
+    """A layer says that it makes an FP8 GEMM, to whoever lists them."""
+    listing = _LISTING.get()
+    if listing is not None:
+        listing[path] = None
+
+
+def at_path(tree: Any, path: tuple) -> Any:
+    """The node of nested dicts that these names lead to, or None."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _put(tree, path, node):
+    for name in path:
+        tree = tree.setdefault(name, {})
+    tree.update(node)
+
+
+def _gradient_recorder(sums, weight):
+    """Of a layer without state: it has no amaxes to record. What is stacked by `nn.scan` adds up outside its GEMM."""
+    if "kernel" not in sums or sums["kernel"].ndim != 2:
+        return {}
+    return {RECORDER: Recorder(None, _ByIdentity(jax.new_ref(sums["kernel"])), weight, True, None)}
 
 
 def added_by_gemms(fp8_state: Mapping, sums: Mapping) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.core.staging import RECORDER
+from jax_fp8.core.staging import RECORDER, announce_gemm
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.ops.amax import amax_reference
 from jax_fp8.ops.linear import LinearParameters
@@ -51,11 +51,12 @@ def declare_gemm(module: nn.Module, in_features: int, features: int, recipe: Rec
     parameters = LinearParameters(kernel, bias)
     if recipe is None:
         return Gemm(parameters, None, None)
+    announce_gemm(module.path)
     if not isinstance(recipe, DelayedScaling):
-        scaling = GemmScaling(
-            recipe, layer, from_current=True, weight=_cached_weight(module, layer, parameters, recipe)
-        )
-        return Gemm(parameters, scaling, None)
+        recorder = module.get_variable("fp8", RECORDER)  # there while gradients are added up
+        weight = _cached_weight(module, layer, parameters, recipe)
+        gradient = recorder and recorder.gradient
+        return Gemm(parameters, GemmScaling(recipe, layer, from_current=True, weight=weight, gradient=gradient), None)
     return _with_delayed_state(module, layer, parameters, recipe)
 
 

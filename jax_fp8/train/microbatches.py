@@ -8,7 +8,7 @@
 belong to one state, and a microbatch of another state starts anew.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.recipe import DelayedScaling
-from jax_fp8.core.staging import accumulate_grads, added_by_gemms
+from jax_fp8.core.staging import Path, accumulate_grads, added_by_gemms
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_weights, is_stale
+from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
 
 
 @jax.tree_util.register_dataclass
@@ -39,20 +39,29 @@ class PendingStep:
     cache: Any
 
 
-def begin(state: TrainState, recipe, cast: bool) -> PendingStep:
-    """No microbatch yet. With `cast`, the weights are cast here for all of them, where their scales are known: delayed scaling."""
+def begin(state: TrainState, recipe, cast: bool, gemms: Collection[Path] = ()) -> PendingStep:
+    """No microbatch yet. With `cast`, the weights are cast here for all of them: where the state says what is cast, or `gemms` do."""
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
-    cache = cast_weights(state.variables, recipe) if cast and isinstance(recipe, DelayedScaling) else {}
+    cache = {}
+    if cast and isinstance(recipe, DelayedScaling):
+        cache = cast_weights(state.variables, recipe)
+    elif cast:
+        cache = cast_listed(state.params, recipe, gemms)
     return PendingStep(state.step, jnp.int32(0), jnp.float32(0), zeros, state.fp8, cache)
 
 
 def add_microbatch(
-    loss_fn: Callable, microbatches: int, state: TrainState, pending: PendingStep, microbatch: Any
+    loss_fn: Callable,
+    microbatches: int,
+    state: TrainState,
+    pending: PendingStep,
+    microbatch: Any,
+    gemms: Collection[Path] = (),
 ) -> PendingStep:
-    """Run the loss of a microbatch forward and backward, and add its share."""
+    """Run the loss of a microbatch forward and backward, and add its share; `gemms` as in `accumulate_grads`."""
     own = {"fp8": pending.fp8, "fp8_cache": pending.cache}
     variables = state.variables | {name: collection for name, collection in own.items() if collection}
-    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches)
+    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms)
     loss, gradients, fp8 = gradient_fn(variables, pending.gradients, microbatch)
     total = pending.loss + loss.astype(jnp.float32) / microbatches
     return PendingStep(pending.step, pending.count + 1, total, gradients, fp8, pending.cache)

@@ -19,8 +19,8 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
-from jax_fp8.core.staging import value_and_grad, warm_start_value_and_grad
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.staging import Path, list_gemms, value_and_grad, warm_start_value_and_grad
 from jax_fp8.core.state import count_nonfinite, keep_known_rows, map_gemms, update_state
 from jax_fp8.train.capture import Lowering
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
@@ -70,7 +70,10 @@ class TrainStep:
         return state, metrics
 
     def start(self, state: TrainState) -> PendingStep:
-        """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8. It can be used for every step from now on."""
+        """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8. It can be used for every step from now on.
+
+        Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which; a step as a whole casts them once.
+        """
         return self._start(state)
 
     def accumulate_step(
@@ -139,7 +142,7 @@ def make_train_step(
       recipe: the recipe of the model's layers; None for plain bfloat16.
       microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their mean, amaxes
         their maximum, and the FP8 state moves once.
-      cache_weights: cast the weights once for all microbatches (delayed scaling); False casts them in every one, for the same numbers more slowly. A state
+      cache_weights: cast the weights once for all microbatches; False casts them in every one, for the same numbers more slowly. A state
         that carries them is read in any case.
       warm_start: before step 0, run the loss once with current scaling, so that the first step finds scales instead of ones.
       donate: update the state in place.
@@ -216,11 +219,20 @@ class _Programs:
         return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
 
     def _scan(self, state, batch):
-        def body(pending, microbatch):
-            return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch), None
+        parts = split(batch, self.microbatches)
+        gemms = self._gemms(state, parts)
 
-        start = begin(state, self.recipe, cast=self.cache_weights and not state.cache)
-        return lax.scan(body, start, split(batch, self.microbatches))[0]
+        def body(pending, microbatch):
+            return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch, gemms), None
+
+        start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
+        return lax.scan(body, start, parts)[0]
+
+    def _gemms(self, state, parts) -> list[Path]:
+        """The layers in FP8 where the state does not say; a state with amax histories does."""
+        if not isinstance(self.recipe, CurrentScaling):
+            return []
+        return list_gemms(self.loss_fn, state.variables, jax.tree.map(lambda x: x[0], parts))
 
     def _update(self, state, loss, gradients, staged):
         """The end of a step: scales from the staged amaxes, params and the rest of the state from the gradients."""

@@ -11,7 +11,7 @@ on the device, and casts again where they differ: after an optimizer step, a che
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from jax.core import Tracer
 
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.staging import Path, at_path
 from jax_fp8.core.state import KERNEL, map_gemms
+from jax_fp8.ops.amax import amax
 from jax_fp8.ops.linear import CAST_SCOPE
 from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
 from jax_fp8.train.updates import NewParam, is_fp8
@@ -72,11 +74,22 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
     return cast_weights(variables, recipe, cache) if cache else {}
 
 
+def cast_listed(params: Mapping, recipe: Recipe, gemms: Collection[Path]) -> dict:
+    """`cast_weights` for a recipe without state: the kernels of these layers, each scaled by its own amax."""
+    cache: dict = {}
+    for path in gemms:
+        node = cache
+        for name in path:
+            node = node.setdefault(name, {})
+        node["kernel"] = _cast_by_amax(at_path(params, path)["kernel"], recipe)
+    return {**cache, VERSION: _version(params, cache)} if cache else {}
+
+
 def _cast_all(variables, recipe) -> dict:
-    params, dtype = variables["params"], recipe.fp8_format.forward
+    params = variables["params"]
 
     def cast(gemm, params):
-        return {"kernel": _cast(params["kernel"], gemm["scale"], dtype)}
+        return {"kernel": _cast(params["kernel"], recipe.fp8_format.forward, gemm["scale"])}
 
     cache = map_gemms(cast, variables["fp8"], params)
     return {**cache, VERSION: _version(params, cache)}
@@ -84,7 +97,7 @@ def _cast_all(variables, recipe) -> dict:
 
 def _version(params, cache) -> jax.Array:
     """A hash, uint32[], of the kernels that have a cached copy: of their samples, each times an odd number of its place."""
-    samples = [_samples(_at(params, names)) for _, names in _kernels(params, cache)]
+    samples = [_samples(at_path(params, names)) for _, names in _kernels(params, cache)]
     words = jnp.concatenate(samples)
     place = jnp.arange(words.size, dtype=jnp.uint32)
     return jnp.sum(words * (2 * place * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
@@ -103,9 +116,9 @@ def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[s
     Layers stacked by `nn.scan` have a scale each and are left to `refresh`.
     """
     return {
-        path: (_at(cache, names), _at(fp8_state, names[:-1])["scale"][KERNEL])
+        path: (at_path(cache, names), at_path(fp8_state, names[:-1])["scale"][KERNEL])
         for path, names in _kernels(params, cache)
-        if _at(params, names).ndim == 2
+        if at_path(params, names).ndim == 2
     }
 
 
@@ -126,32 +139,35 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
         new = written.get(paths[names])
         if new is not None and new.cast is not None:
             return new.cast
-        return _cast(_at(params, names), _at(fp8_state, names[:-1])["scale"], node.values.dtype)
+        return _cast(at_path(params, names), node.values.dtype, at_path(fp8_state, names[:-1])["scale"])
 
     return renew(cache, ())
 
 
-def _cast(kernel, scales, dtype) -> CachedWeight:  # (k, n), f32[3]
+def _cast(kernel, dtype, scales) -> CachedWeight:  # (k, n), f32[3]
     if kernel.ndim > 2:  # stacked layers
-        return jax.vmap(lambda one, its_scales: _cast(one, its_scales, dtype))(kernel, scales)
+        return jax.vmap(lambda one, its_scales: _cast(one, dtype, its_scales))(kernel, scales)
+    return _cast_from(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
+
+
+def _cast_by_amax(kernel, recipe) -> CachedWeight:
+    if kernel.ndim > 2:
+        return jax.vmap(lambda one: _cast_by_amax(one, recipe))(kernel)
+    return _cast_from(kernel, recipe.fp8_format.forward, ScaleSource.from_amax(amax(kernel), recipe))
+
+
+def _cast_from(kernel, dtype, source) -> CachedWeight:
     with jax.named_scope(CAST_SCOPE):
-        values, values_t, amax = quantize_transpose(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
-    return CachedWeight(values.values, values_t.values, values.scale, amax)
+        values, values_t, measured = quantize_transpose(kernel, dtype, source)
+    return CachedWeight(values.values, values_t.values, values.scale, measured)
 
 
 def _kernels(params, cache) -> Iterator[tuple[str, tuple]]:
     """Path and names of every param that has a cached copy."""
     for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8):
         names = tuple(getattr(key, "key", None) for key in path)
-        if isinstance(_at(cache, names), CachedWeight):
+        if isinstance(at_path(cache, names), CachedWeight):
             yield jax.tree_util.keystr(path), names
-
-
-def _at(tree, names) -> Any:
-    """The node of nested dicts that these names lead to, or None."""
-    for name in names:
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _check_recipe(variables, recipe):

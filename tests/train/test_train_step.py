@@ -224,6 +224,18 @@ def test_a_nonfinite_amax_is_counted_and_leaves_its_row():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.fp8))
 
 
+def test_microbatches_with_nonfinite_gradients_are_skipped():
+    tx = fp8.fused_adamw(1e-2, skip_nonfinite=True)
+    module, state = start(tx)
+    step = fp8.make_train_step(loss_of(module), tx, RECIPE, 2, warm_start=False)
+    before, batch = jax.device_get(state), batch_of()
+    state, _ = step(state, batch | {"x": batch["x"].at[3, 4].set(jnp.nan)})
+    for name in ("params", "fp8", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(state, name)), getattr(before, name))
+    state, _ = step(state, batch)
+    assert not np.array_equal(state.params["once"]["kernel"], before.params["once"]["kernel"])
+
+
 def test_data_parallel_equals_one_device():
     tx = optax.sgd(0.1)
     module, state = start(tx)

@@ -37,6 +37,9 @@ _FIELDS_SINCE_0_11 = (
     "max_blocks_per_multiprocessor",
 )
 
+# The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not, and what it slices out of a stack.
+COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
+
 _GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_gemm$")
 _COLLECTIVES = (
     "all-gather",

@@ -28,6 +28,7 @@ from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or kernels.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+in_place = pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 
 CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
 BATCH = (16, 129)
@@ -146,7 +147,13 @@ def promised(recipe_name: str, state_bytes: int) -> dict:
 
 @pytest.mark.parametrize(
     ("recipe_name", "microbatches", "cached"),
-    [("delayed", 1, False), ("current", 1, False), ("delayed", 2, False), ("delayed", 1, True), ("delayed", 2, True)],
+    [
+        ("delayed", 1, False),
+        ("current", 1, False),
+        ("delayed", 2, False),
+        pytest.param("delayed", 1, True, marks=in_place),
+        pytest.param("delayed", 2, True, marks=in_place),
+    ],
 )
 def test_step_on_one_device(recipe_name, microbatches, cached):
     program, state_bytes = train_step(recipe_name, microbatches, cached=cached)
@@ -181,7 +188,7 @@ def test_every_weight_is_cast_once_a_step(microbatches, remat):
     assert report.weight_copies == ()
 
 
-@pytest.mark.program
+@in_place
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_state_with_a_cache_casts_nothing(microbatches):
     """Unless it is not the cache of its params: one conditional, for which nothing is copied."""
@@ -192,7 +199,7 @@ def test_a_state_with_a_cache_casts_nothing(microbatches):
     assert report.weight_copies == ()
 
 
-@pytest.mark.program
+@in_place
 def test_a_microbatch_of_the_caller():
     """One graph; one conditional that casts the weights and clears the sums, or does nothing."""
     report = report_of(4, piece="accumulate")

@@ -67,6 +67,7 @@ def test_casts_are_counted_as_often_as_loops_run_them(scope, counted):
 
 
 @needs_kernels
+@pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 def test_a_cache_is_one_conditional_that_keeps_without_a_kernel():
     report = capture_report(lowered(refreshed, *refresh_arguments(), donate=2))
     assert report.conditionals == ((Branch(0, 0), Branch(2, 2)),)
@@ -98,7 +99,8 @@ def test_products_are_counted_as_often_as_loops_run_them():
 
     arguments = shape(*STACK, dtype=fp8.E4M3), shape(*WEIGHT), shape(dtype=jnp.float32)
     report = capture_report(lowered(layers, *arguments))
-    assert (report.gemms, report.weight_casts, report.weight_copies) == (LAYERS, 0, ())
+    assert (report.gemms, report.weight_casts) == (LAYERS, 0)
+    assert len(report.weight_copies) == h200.COPIES_IN_BRANCHES  # a slice of the stack, in the loop
 
 
 def loop(x):

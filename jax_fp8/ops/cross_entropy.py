@@ -77,40 +77,33 @@ def _shares(labels, mask) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _loss(chunks, z_loss, x, weight, labels, weights):
-    head = weight.astype(x.dtype)
-
-    def add(total, part):
-        x, labels, weights = part
-        loss, _ = _loss_of(_logits(x, head), labels, weights, z_loss)
-        return total + loss, None
-
-    return lax.scan(add, jnp.float32(0), _split(chunks, x, labels, weights))[0]
+    head, total = weight.astype(x.dtype), jnp.float32(0)
+    for x_part, labels_part, weights_part in _split(chunks, x, labels, weights):
+        loss, _ = _loss_of(_logits(x_part, head), labels_part, weights_part, z_loss)
+        total = total + loss
+    return total
 
 
 def _forward(chunks, z_loss, x, weight, labels, weights):
-    head = weight.astype(x.dtype)
-    start = jnp.float32(0), jnp.zeros_like(weight, jnp.float32)
+    head, total, dweight, dx = weight.astype(x.dtype), jnp.float32(0), jnp.zeros_like(weight, jnp.float32), []
     sharding = jax.typeof(weight).sharding
     placed = (
         {} if sharding.mesh.empty else {"out_sharding": sharding}
     )  # on an Explicit mesh a sum over shards must say where it goes
-
-    def add(carry, part):
-        total, dweight = carry
-        x, labels, weights = part
-        logits = _logits(x, head)
-        loss, lse = _loss_of(logits, labels, weights, z_loss)
-        chosen = labels[..., None] == jnp.arange(weight.shape[0], dtype=labels.dtype)
+    for x_part, labels_part, weights_part in _split(chunks, x, labels, weights):
+        if dx:  # one chunk after the other, or the compiler might hold the logits of several
+            x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))
+        logits = _logits(x_part, head)
+        loss, lse = _loss_of(logits, labels_part, weights_part, z_loss)
+        chosen = labels_part[..., None] == jnp.arange(weight.shape[0], dtype=labels.dtype)
         slope = jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - chosen
-        dlogits = (slope * weights[..., None]).astype(x.dtype)
+        dlogits = (slope * weights_part[..., None]).astype(x.dtype)
+        total = total + loss
         with jax.named_scope(HEAD_SCOPE):
-            dx = jnp.einsum("bsv,vh->bsh", dlogits, head)
-            dweight = dweight + jnp.einsum("bsv,bsh->vh", dlogits, x, preferred_element_type=jnp.float32, **placed)
-        return (total + loss, dweight), dx
-
-    (total, dweight), dx = lax.scan(add, start, _split(chunks, x, labels, weights))
-    dx = jnp.moveaxis(dx, 0, 1).reshape(x.shape)
-    return total, (dx, dweight, jnp.zeros((0,), weight.dtype))
+            dx.append(jnp.einsum("bsv,vh->bsh", dlogits, head))
+            product = jnp.einsum("bsv,bsh->vh", dlogits, x_part, preferred_element_type=jnp.float32, **placed)
+            dweight = dweight + product
+    return total, (jnp.concatenate(dx, axis=1), dweight, jnp.zeros((0,), weight.dtype))
 
 
 def _backward(chunks, z_loss, kept, dloss):
@@ -134,12 +127,8 @@ def _loss_of(logits, labels, weights, z_loss):
 
 
 def _split(chunks, *arrays):
-    """(batch, seq, ...) as (chunks, batch, seq / chunks, ...): a sharded batch stays where it is."""
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
-
-    return tuple(map(split, arrays))
+    """The parts of (batch, seq, ...) along the sequence, so that a sharded batch stays where it is."""
+    return zip(*(jnp.split(array, chunks, axis=1) for array in arrays), strict=True)
 
 
 def _number_of_chunks(tokens, seq) -> int:

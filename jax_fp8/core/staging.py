@@ -106,7 +106,7 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[Path] =
     def run(variables, sums, *args, **kwargs):
         recorded = map_gemms(partial(_with_recorder, weight=weight), _fp8_state(variables), sums)
         for path in gemms:
-            _put(recorded, path, _gradient_recorder(at_path(sums, path), weight))
+            put_at_path(recorded, path, _gradient_recorder(at_path(sums, path), weight))
         value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
         leaves = jax.tree.leaves(_added_up(sums, recorded))
         sums = jax.tree.unflatten(jax.tree.structure(sums), leaves)
@@ -142,7 +142,8 @@ def at_path(tree: Any, path: tuple) -> Any:
     return tree
 
 
-def _put(tree, path, node):
+def put_at_path(tree: dict, path: tuple, node: Mapping) -> None:
+    """Add what a node holds to the one that these names lead to, in a tree that is being made."""
     for name in path:
         tree = tree.setdefault(name, {})
     tree.update(node)

@@ -142,7 +142,7 @@ def next_token_loss(
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         mask = None if ignore_label is None else labels != ignore_label
         if mask is not None:  # what is ignored need not be a token
-            inputs, labels = (jnp.where(part == ignore_label, 0, part) for part in (inputs, labels))
+            inputs = jnp.where(inputs == ignore_label, 0, inputs)
         if isinstance(model, GPT):
             return jnp.asarray(model.apply(variables, inputs, labels, mask=mask, z_loss=z_loss))
         return cross_entropy(jnp.asarray(model.apply(variables, inputs)), labels, mask=mask, z_loss=z_loss)

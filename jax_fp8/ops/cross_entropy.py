@@ -37,7 +37,7 @@ def linear_cross_entropy(
     Args:
       x: (batch, seq, hidden); its dtype is that of the products and of the logits, all else is float32.
       weight: (vocab, hidden), in the params' dtype; its gradient is added up in float32.
-      labels: int (batch, seq), each in [0, vocab).
+      labels: int (batch, seq). One that counts and is not in [0, vocab) makes the loss NaN: it would be another token's otherwise.
       mask: (batch, seq), bool or weights that are not negative: which tokens count, and how much; None is all alike. Where it is 0 everywhere, the loss is 0.
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 2,048 tokens, at most 16 of them.
@@ -59,20 +59,22 @@ def linear_cross_entropy(
     if chunks < 1 or seq % chunks:
         raise ValueError(f"chunks must divide the sequence, got {chunks=} and a sequence of {seq}")
     with jax.named_scope("cross_entropy"):
-        return _loss(chunks, z_loss, x, weight, labels, _shares(labels, mask))
+        return _loss(chunks, z_loss, x, weight, *_labels_and_shares(labels, mask, weight.shape[0]))
 
 
 def cross_entropy(
     logits: jax.Array, labels: jax.Array, *, mask: jax.Array | None = None, z_loss: float = 0.0
 ) -> jax.Array:
     """The same loss of logits (batch, seq, vocab) that are there already."""
-    return _loss_of(logits.astype(jnp.float32), labels, _shares(labels, mask), z_loss)[0]
+    return _loss_of(logits.astype(jnp.float32), *_labels_and_shares(labels, mask, logits.shape[-1]), z_loss)[0]
 
 
-def _shares(labels, mask) -> jax.Array:
-    """What each token contributes to the mean, f32 (batch, seq)."""
+def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
+    """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq); NaN where one that counts is no token."""
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    return weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
+    is_token = (labels >= 0) & (labels < vocab)
+    weights = jnp.where(is_token | (weights == 0), weights, np.float32(np.nan))
+    return jnp.where(is_token, labels, 0), weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -86,10 +88,8 @@ def _loss(chunks, z_loss, x, weight, labels, weights):
 
 def _forward(chunks, z_loss, x, weight, labels, weights):
     head, total, dweight, dx = weight.astype(x.dtype), jnp.float32(0), jnp.zeros_like(weight, jnp.float32), []
-    sharding = jax.typeof(weight).sharding
-    placed = (
-        {} if sharding.mesh.empty else {"out_sharding": sharding}
-    )  # on an Explicit mesh a sum over shards must say where it goes
+    sharding = jax.typeof(weight).sharding  # on an Explicit mesh a sum over shards must say where it goes
+    placed = {} if sharding.mesh.empty else {"out_sharding": sharding}
     for x_part, labels_part, weights_part in _split(chunks, x, labels, weights):
         if dx:  # one chunk after the other, or the compiler might hold the logits of several
             x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))

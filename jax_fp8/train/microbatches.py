@@ -1,8 +1,8 @@
 """The microbatches of one optimizer step: what they share, and what they add up.
 
     params, scales ─begin→ pending: weights in FP8, sums at zero
-    pending, microbatch ─add_microbatch→ pending            once for each
-    pending ─take→ loss and gradients (means), staged amaxes (maxima)
+    pending, microbatch ─add_microbatch→ pending            once for each; in the end
+                                          its loss and gradients are means, its staged amaxes maxima
 
 `make_train_step` runs this as a scan within one program, or in pieces that the caller calls. The pieces do not trust the caller: sums and weights
 belong to one state, and a microbatch of another state starts anew.

@@ -200,8 +200,8 @@ class _Programs:
 
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
         pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
-        if not self.cache_weights or not pending.cache:
-            state = dataclasses.replace(state, cache={})  # whose it is, only the program that holds it alone could mend
+        # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
+        state = dataclasses.replace(state, cache={})
         return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
 
     def apply(self, state, pending):

@@ -22,7 +22,7 @@ from jax.core import Tracer
 
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.recipe import DelayedScaling, Recipe
-from jax_fp8.core.staging import Path, at_path
+from jax_fp8.core.staging import Path, at_path, put_at_path
 from jax_fp8.core.state import KERNEL, map_gemms
 from jax_fp8.ops.amax import amax
 from jax_fp8.ops.linear import CAST_SCOPE
@@ -78,10 +78,7 @@ def cast_listed(params: Mapping, recipe: Recipe, gemms: Collection[Path]) -> dic
     """`cast_weights` for a recipe without state: the kernels of these layers, each scaled by its own amax."""
     cache: dict = {}
     for path in gemms:
-        node = cache
-        for name in path:
-            node = node.setdefault(name, {})
-        node["kernel"] = _cast_by_amax(at_path(params, path)["kernel"], recipe)
+        put_at_path(cache, path, {"kernel": _cast_by_amax(at_path(params, path)["kernel"], recipe)})
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 

@@ -124,6 +124,18 @@ def test_a_masked_token_has_no_influence():
     assert np.all(np.any(np.asarray(dx[0]), axis=-1))
 
 
+@pytest.mark.parametrize("label", [-100, -1, VOCAB])
+def test_a_label_that_is_no_token(label):
+    """Silently it would be another token's; where it does not count, it does not matter."""
+    x, weight, labels = inputs()
+    wrong = labels.at[1, 5].set(label)
+    assert np.isnan(compute(x, weight, wrong, chunks=2)[0])
+    assert np.isnan(cross_entropy(jnp.einsum("bsh,vh->bsv", x, weight), wrong))
+    mask = jnp.ones((BATCH, SEQ), bool).at[1, 5].set(False)
+    for ours, expected in zip(compute(x, weight, wrong, mask=mask), compute(x, weight, labels, mask=mask), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_a_sharded_batch(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))

@@ -72,9 +72,9 @@ def cross_entropy(
 def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
     """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq); NaN where one that counts is no token."""
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
+    shares = weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
     is_token = (labels >= 0) & (labels < vocab)
-    weights = jnp.where(is_token | (weights == 0), weights, np.float32(np.nan))
-    return jnp.where(is_token, labels, 0), weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
+    return jnp.where(is_token, labels, 0), jnp.where(is_token | (weights == 0), shares, np.float32(np.nan))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

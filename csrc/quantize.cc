@@ -1,12 +1,7 @@
 #include "quantize.h"
 
 #include "ffi.h"
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ScaleOrigin, xla::ffi::StructMember<int32_t>("row"),
-                                      xla::ffi::StructMember<bool>("from_amax"),
-                                      xla::ffi::StructMember<int32_t>("margin"),
-                                      xla::ffi::StructMember<float>("amax_epsilon"),
-                                      xla::ffi::StructMember<bool>("power_2_scale"));
+#include "scale_origin_ffi.h"
 
 namespace jax_fp8 {
 namespace {
@@ -20,12 +15,8 @@ struct QuantizeBuffers {
 
 Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
   Checks checks(operation);
-  checks.rank("x", buffers.x, 2)
-      .dtype("x", buffers.x, {ffi::F32, ffi::BF16, ffi::F16})
-      .dtype("source", buffers.source, {ffi::F32})
-      .require(buffers.source.dimensions().size() <= 1, "source", buffers.source, "have rank 0 or 1")
-      .require(origin.row >= 0 && origin.row < static_cast<int64_t>(buffers.source.element_count()), "source",
-               buffers.source, "have an element " + std::to_string(origin.row))
+  checks.rank("x", buffers.x, 2).dtype("x", buffers.x, {ffi::F32, ffi::BF16, ffi::F16});
+  check_source(checks, buffers.source, origin)
       .dtype("the result values", buffers.values, {ffi::F8E4M3FN, ffi::F8E5M2})
       .shape("the result values", buffers.values, shape_of(buffers.x))
       .float32_scalar("the result amax", buffers.amax)

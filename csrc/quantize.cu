@@ -1,9 +1,8 @@
 // Three kernels: the cast of a flat array, the cast and transpose by tiles, and the same for shapes without 16-byte vectors.
-#include <cmath>
-
 #include "device/dispatch.cuh"
 #include "device/fp8.cuh"
 #include "device/reduce.cuh"
+#include "device/scale_input.cuh"
 #include "device/vector.cuh"
 #include "quantize.h"
 
@@ -11,22 +10,6 @@ namespace jax_fp8 {
 namespace {
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0; }
-
-struct ScaleInput {
-  const float* source;  // a scale, or an amax
-  float* used;          // where the scale goes
-  AmaxRule rule;
-  bool from_amax;
-};
-
-// The scale is a few instructions, and so every thread computes it; the first one of the grid also writes it down.
-// Call it, like multiplier_of, after the loads of x; `loaded` is what was read of the source before them.
-template <Fp8Type kFormat>
-__device__ inline float multiplier_from(float loaded, const ScaleInput& input) {
-  const float scale = input.from_amax ? scale_from_amax<kFormat>(loaded, input.rule) : loaded;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *input.used = scale;
-  return multiplier_of(scale);
-}
 
 // ---- flat ----------------------------------------------------------------------------------------------------------
 
@@ -179,16 +162,6 @@ __global__ void __launch_bounds__(kSmallThreads)
 
 int64_t tiles_along(int64_t size, int tile) { return (size + tile - 1) / tile; }
 
-ScaleInput scale_input(const QuantizeArguments& arguments) {
-  const ScaleOrigin& origin = arguments.origin;
-  return {
-      .source = arguments.source + origin.row,
-      .used = arguments.scale,
-      .rule = {std::ldexp(1.0f, origin.margin), origin.amax_epsilon, origin.power_2_scale},
-      .from_amax = origin.from_amax,
-  };
-}
-
 }  // namespace
 
 cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t stream) {
@@ -196,12 +169,13 @@ cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t str
   if (cleared != cudaSuccess) return cleared;
   const int64_t count = arguments.rows * arguments.cols;
   const bool aligned = is_aligned(arguments.x) && is_aligned(arguments.values);
+  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
   dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
     // An empty x has a scale all the same: one block writes it.
     const auto blocks = static_cast<unsigned>(count ? (count + kChunk<T> - 1) / kChunk<T> : 1);
     quantize_kernel<T, decltype(format)::value><<<blocks, kFlatThreads, 0, stream>>>(
-        static_cast<const T*>(arguments.x), scale_input(arguments), count, aligned, arguments.values, arguments.amax);
+        static_cast<const T*>(arguments.x), scale, count, aligned, arguments.values, arguments.amax);
   });
   return cudaGetLastError();
 }
@@ -213,6 +187,7 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
   if (cleared != cudaSuccess) return cleared;
   const bool vectorized = rows % 16 == 0 && cols % 16 == 0 && is_aligned(arguments.x) && is_aligned(arguments.values) &&
                           is_aligned(arguments.values_t);
+  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
   dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
     const auto kernel = vectorized ? quantize_transpose_kernel<T, decltype(format)::value>
@@ -221,8 +196,8 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
     const int64_t tiles_per_column = tiles_along(rows, vectorized ? kTileRows : kSmallTile);
     const auto tiles_per_row = static_cast<unsigned>(tiles_along(cols, vectorized ? kTileCols : kSmallTile));
     const auto blocks = static_cast<unsigned>(tiles_per_column * tiles_per_row);
-    kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(arguments.x), scale_input(arguments), rows, cols, tiles_per_row,
-                                           arguments.values, arguments.values_t, arguments.amax);
+    kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(arguments.x), scale, rows, cols, tiles_per_row, arguments.values,
+                                           arguments.values_t, arguments.amax);
   });
   return cudaGetLastError();
 }

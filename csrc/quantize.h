@@ -9,19 +9,10 @@
 #include <cstdint>
 
 #include "dtypes.h"
+#include "scale_origin.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_fp8 {
-
-// What the scale is made of: attributes of both operations. Reading one of several scales, or turning an amax into a scale, is
-// work of nanoseconds, for which a kernel of its own would cost microseconds.
-struct ScaleOrigin {
-  int32_t row;         // the element of the source
-  bool from_amax;      // whether it is the amax of x, to be scaled by the rest, or already the scale
-  int32_t margin;      // powers of two of headroom
-  float amax_epsilon;  // smallest amax
-  bool power_2_scale;  // rounded up to a power of two
-};
 
 struct QuantizeArguments {
   const void* x;  // [rows, cols]

@@ -22,7 +22,8 @@ from jax_fp8.ops import kernels
 from jax_fp8.ops.amax import amax
 from jax_fp8.ops.cross_entropy import HEAD_SCOPE, linear_cross_entropy
 from jax_fp8.ops.gemm import WORKSPACE_BYTES
-from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
+from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.ops.scale_source import ScaleSource
 from jax_fp8.train.capture import CaptureReport, Lowering
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 

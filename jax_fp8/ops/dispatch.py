@@ -60,6 +60,14 @@ def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
+def gathered(x: jax.Array, split: Split, *dims: str) -> jax.Array:
+    """All of an array whose first dims these are, where shards split any of them."""
+    for position, dim in enumerate(dims):
+        if split.get(dim):
+            x = lax.all_gather(x, split[dim], axis=position, tiled=True)
+    return x
+
+
 def split_axes(split: Split, *dims: str) -> tuple[str, ...]:
     """The mesh axes that split any of the dims, each once."""
     return tuple(dict.fromkeys(axis for dim in dims for axis in split.get(dim, ())))

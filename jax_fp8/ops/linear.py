@@ -24,7 +24,8 @@ from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.ops.amax import amax, as_matrix
 from jax_fp8.ops.gemm import matmul
-from jax_fp8.ops.quantize import ScaleSource, quantize_transpose, quantize_with_amax
+from jax_fp8.ops.quantize import quantize_transpose, quantize_with_amax
+from jax_fp8.ops.scale_source import ScaleSource
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
 CAST_SCOPE = "cast_weights"  # every cast of a weight, wherever it happens

@@ -26,7 +26,8 @@ from jax_fp8.core.staging import Path, at_path, put_at_path
 from jax_fp8.core.state import KERNEL, map_gemms
 from jax_fp8.ops.amax import amax
 from jax_fp8.ops.linear import CAST_SCOPE
-from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
+from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.ops.scale_source import ScaleSource
 from jax_fp8.train.updates import NewParam, is_fp8
 
 VERSION = "params_version"

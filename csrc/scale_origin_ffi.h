@@ -1,0 +1,22 @@
+// `ScaleOrigin` as XLA hands it over, and the checks of its source.
+#pragma once
+
+#include "ffi.h"
+#include "scale_origin.h"
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ScaleOrigin, xla::ffi::StructMember<int32_t>("row"),
+                                      xla::ffi::StructMember<bool>("from_amax"),
+                                      xla::ffi::StructMember<int32_t>("margin"),
+                                      xla::ffi::StructMember<float>("amax_epsilon"),
+                                      xla::ffi::StructMember<bool>("power_2_scale"));
+
+namespace jax_fp8 {
+
+inline Checks& check_source(Checks& checks, const ffi::AnyBuffer& source, const ScaleOrigin& origin) {
+  return checks.dtype("source", source, {ffi::F32})
+      .require(source.dimensions().size() <= 1, "source", source, "have rank 0 or 1")
+      .require(origin.row >= 0 && origin.row < static_cast<int64_t>(source.element_count()), "source", source,
+               "have an element " + std::to_string(origin.row));
+}
+
+}  // namespace jax_fp8

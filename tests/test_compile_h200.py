@@ -20,8 +20,9 @@ import jax_fp8 as fp8
 from jax_fp8.core.scale import current_scale
 from jax_fp8.ops import kernels
 from jax_fp8.ops.amax import amax
-from jax_fp8.ops.cross_entropy import HEAD_SCOPE, linear_cross_entropy
+from jax_fp8.ops.cross_entropy import linear_cross_entropy
 from jax_fp8.ops.gemm import WORKSPACE_BYTES
+from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.quantize import quantize_transpose
 from jax_fp8.ops.scale_source import ScaleSource
 from jax_fp8.train.capture import CaptureReport, Lowering
@@ -89,7 +90,7 @@ def report_of(microbatches: int, cached: bool = False, piece: str = "step", rema
 def unquantized_gemms(program: h200.Program) -> list[h200.Instruction]:
     """GEMMs of weights that are not in FP8. Those of attention are batched, and the head is meant to be in bfloat16."""
     wide = program.gemms_of("bf16", "f16", "f32")
-    return [gemm for gemm in wide if len(gemm.operands[0].shape) == 2 and HEAD_SCOPE not in gemm.op_name]
+    return [gemm for gemm in wide if len(gemm.operands[0].shape) == 2 and PLAIN_HEAD_SCOPE not in gemm.op_name]
 
 
 def big_copies(program: h200.Program) -> list[str]:

@@ -1,8 +1,8 @@
-"""A GPT: embeddings, a stack of Transformer layers, a final norm, and a head in bfloat16.
+"""A GPT: embeddings, a stack of Transformer layers, a final norm, and a head, in bfloat16 unless FP8 is asked for.
 
     tokens (batch, seq) → embedding + positions → layers → norm → logits (batch, seq, vocab)
 
-The head and the embedding stay out of FP8: they are where its noise costs most and, but for small models, its speed gains least.
+The head stays out of FP8 by default: it is where the noise costs most and, but for small models, speed gains least. `head_recipe` decides.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.nn.block import TransformerBlock
-from jax_fp8.ops.cross_entropy import HEAD_SCOPE, cross_entropy, linear_cross_entropy
+from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from jax_fp8.ops.head import compute_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +74,14 @@ class GPT(nn.Module):
     """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss, without the logits of a whole batch.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and under delayed scaling
-    `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`.
+    `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe=CurrentScaling()` computes the head in FP8 too.
     """
 
     config: GPTConfig
     recipe: Recipe | None = DelayedScaling()
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32
+    head_recipe: CurrentScaling | None = None
 
     @nn.compact
     def __call__(
@@ -104,9 +106,8 @@ class GPT(nn.Module):
         if not config.tie_embeddings:
             embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)
         if labels is not None:
-            return linear_cross_entropy(x, embedding, labels, mask=mask, z_loss=z_loss)
-        with jax.named_scope(HEAD_SCOPE):
-            return jnp.einsum("bsh,vh->bsv", x, embedding.astype(self.dtype))
+            return linear_cross_entropy(x, embedding, labels, mask=mask, z_loss=z_loss, recipe=self.head_recipe)
+        return compute_logits(x, embedding, self.head_recipe)
 
     def _layer(self, index):
         config = self.config

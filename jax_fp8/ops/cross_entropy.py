@@ -9,6 +9,8 @@ a factor as soon as the logits are, so the forward pass computes that of `x` and
 
     chunk of x ─· weightᵀ→ logits → loss, dlogits ─· weight→ dx
                                             └─────── · x, added up→ dweight
+
+The products are those of a head (ops/head.py), in the dtype of `x` or in FP8.
 """
 
 from functools import partial
@@ -18,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.ops.head import check_head, make_head
+
 CHUNK_TOKENS = 2048  # enough for GEMMs at full speed; with 50,304 tokens of vocabulary 206 MB of bfloat16 logits
 MAX_CHUNKS = 16
-HEAD_SCOPE = "bfloat16_head"
 
 
 def linear_cross_entropy(
@@ -31,6 +35,7 @@ def linear_cross_entropy(
     mask: jax.Array | None = None,
     z_loss: float = 0.0,
     chunks: int | None = None,
+    recipe: CurrentScaling | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of the labels under `softmax(x · weightᵀ)`, in nats.
 
@@ -41,6 +46,7 @@ def linear_cross_entropy(
       mask: (batch, seq), bool or weights that are not negative: which tokens count, and how much; None is all alike. Where it is 0 everywhere, the loss is 0.
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 2,048 tokens, at most 16 of them.
+      recipe: CurrentScaling computes the head in FP8; None in the dtype of `x`.
 
     Returns:
       f32[].
@@ -58,8 +64,9 @@ def linear_cross_entropy(
     chunks = _number_of_chunks(labels.size, seq) if chunks is None else chunks
     if chunks < 1 or seq % chunks:
         raise ValueError(f"chunks must divide the sequence, got {chunks=} and a sequence of {seq}")
+    check_head(labels.size // chunks, *weight.shape, recipe)
     with jax.named_scope("cross_entropy"):
-        return _loss(chunks, z_loss, x, weight, *_labels_and_shares(labels, mask, weight.shape[0]))
+        return _loss(chunks, z_loss, recipe, x, weight, *_labels_and_shares(labels, mask, weight.shape[0]))
 
 
 def cross_entropy(
@@ -77,36 +84,34 @@ def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
     return jnp.where(is_token, labels, 0), jnp.where(is_token | (weights == 0), shares, np.float32(np.nan))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(chunks, z_loss, x, weight, labels, weights):
-    head, total = weight.astype(x.dtype), jnp.float32(0)
-    for x_part, labels_part, weights_part in _split(chunks, x, labels, weights):
-        loss, _ = _loss_of(_logits(x_part, head), labels_part, weights_part, z_loss)
-        total = total + loss
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _loss(chunks, z_loss, recipe, x, weight, labels, shares):
+    head, total = make_head(x, weight, recipe), jnp.float32(0)
+    for x_part, labels_part, shares_part in _split(chunks, x, labels, shares):
+        total = total + _loss_of(_logits(head, head.operand(x_part)), labels_part, shares_part, z_loss)[0]
     return total
 
 
-def _forward(chunks, z_loss, x, weight, labels, weights):
-    head, total, dweight, dx = weight.astype(x.dtype), jnp.float32(0), jnp.zeros_like(weight, jnp.float32), []
-    sharding = jax.typeof(weight).sharding  # on an Explicit mesh a sum over shards must say where it goes
-    placed = {} if sharding.mesh.empty else {"out_sharding": sharding}
-    for x_part, labels_part, weights_part in _split(chunks, x, labels, weights):
+def _forward(chunks, z_loss, recipe, x, weight, labels, shares):
+    head, total = make_head(x, weight, recipe), jnp.float32(0)
+    dx, dweight = [], jnp.zeros_like(weight, jnp.float32)
+    for x_part, labels_part, shares_part in _split(chunks, x, labels, shares):
         if dx:  # one chunk after the other, or the compiler might hold the logits of several
             x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))
-        logits = _logits(x_part, head)
-        loss, lse = _loss_of(logits, labels_part, weights_part, z_loss)
+        operand = head.operand(x_part)
+        logits = _logits(head, operand)
+        loss, lse = _loss_of(logits, labels_part, shares_part, z_loss)
         chosen = labels_part[..., None] == jnp.arange(weight.shape[0], dtype=labels.dtype)
         slope = jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - chosen
-        dlogits = (slope * weights_part[..., None]).astype(x.dtype)
+        dlogits = (slope * shares_part[..., None]).astype(x.dtype)
+        bound = jnp.max(shares_part[..., None] * (1 + 2 * z_loss * jnp.abs(lse)))  # of |dlogits|
+        part, dweight = head.gradients(dlogits, operand, dweight, bound)
+        dx.append(part)
         total = total + loss
-        with jax.named_scope(HEAD_SCOPE):
-            dx.append(jnp.einsum("bsv,vh->bsh", dlogits, head))
-            product = jnp.einsum("bsv,bsh->vh", dlogits, x_part, preferred_element_type=jnp.float32, **placed)
-            dweight = dweight + product
     return total, (jnp.concatenate(dx, axis=1), dweight, jnp.zeros((0,), weight.dtype))
 
 
-def _backward(chunks, z_loss, kept, dloss):
+def _backward(chunks, z_loss, recipe, kept, dloss):
     dx, dweight, like = kept
     return (dloss * dx).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
 
@@ -114,16 +119,15 @@ def _backward(chunks, z_loss, kept, dloss):
 _loss.defvjp(_forward, _backward)
 
 
-def _logits(x, head) -> jax.Array:
+def _logits(head, operand) -> jax.Array:
     """Rounded to the dtype of `x`, as a head that returns logits would, and float32 from there on."""
-    with jax.named_scope(HEAD_SCOPE):
-        return jnp.einsum("bsh,vh->bsv", x, head).astype(jnp.float32)
+    return head.logits(operand).astype(jnp.float32)
 
 
-def _loss_of(logits, labels, weights, z_loss):
+def _loss_of(logits, labels, shares, z_loss):
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    return jnp.sum((lse - chosen + z_loss * jnp.square(lse)) * weights[..., None]), lse
+    return jnp.sum((lse - chosen + z_loss * jnp.square(lse)) * shares[..., None]), lse
 
 
 def _split(chunks, *arrays):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jax_fp8.ops import kernels
-from jax_fp8.ops.cross_entropy import HEAD_SCOPE
 from jax_fp8.ops.gemm import REFERENCE_SCOPE, TARGET
+from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.linear import PLAIN_SCOPE
 
 
@@ -117,7 +117,7 @@ def _dot(equation, path, count):
         return Gemm(
             path, m, n, k, dtypes, "xla", times, False, True, "a batched product of activations, such as attention"
         )
-    if HEAD_SCOPE in path:
+    if PLAIN_HEAD_SCOPE in path:
         return Gemm(path, m, n, k, dtypes, "xla", times, False, True, "the head is kept in bfloat16")
     reason = "the layer has recipe=None" if PLAIN_SCOPE in path else "not made by a jax_fp8 layer; use jax_fp8.Dense"
     return Gemm(path, m, n, k, dtypes, "xla", times, False, False, reason)

@@ -7,6 +7,7 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 
 BATCH, SEQ, HIDDEN, VOCAB = 4, 24, 32, 80
@@ -88,6 +89,23 @@ def test_bfloat16():
     reference.assert_close(dweight, 100 * expected_dweight, "bfloat16")
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_an_fp8_head(z_loss):
+    """Within FP8's noise of float64, chunk by chunk as in one."""
+    x, weight, labels = inputs(jnp.bfloat16, size=0.2)
+    loss, dx, dweight = compute(x, weight, labels, chunks=2, z_loss=z_loss, recipe=CurrentScaling())
+    expected, expected_dx, expected_dweight = oracle(x, weight, labels, z_loss=z_loss)
+    assert float(loss) == pytest.approx(expected, rel=5e-3)
+    reference.assert_close(dx, 100 * expected_dx, "linear_gradient")
+    reference.assert_close(dweight, 100 * expected_dweight, "linear_gradient")
+    whole = compute(x, weight, labels, chunks=1, z_loss=z_loss, recipe=CurrentScaling())
+    reference.assert_close(dx, whole[1], "bfloat16")
+    reference.assert_close(dweight, whole[2], "float8_e5m2")  # each chunk has a scale of its own
+    plain = compute(x, weight, labels, chunks=2, z_loss=z_loss)
+    with pytest.raises(AssertionError, match="relative error"):
+        reference.assert_close(dweight, plain[2], "bfloat16")  # it is FP8
+
+
 def test_logits_that_are_there_already():
     x, weight, labels = inputs()
     settings = {"mask": jnp.asarray(MASKS["some"]), "z_loss": 0.01}
@@ -158,6 +176,12 @@ def test_errors():
         linear_cross_entropy(x, weight, labels.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"mask must have the shape of labels \(4, 24\), got \(4,\)"):
         linear_cross_entropy(x, weight, labels, mask=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"the head needs CurrentScaling\(\) or None, got DelayedScaling"):
+        linear_cross_entropy(x, weight, labels, recipe=DelayedScaling())
+    with pytest.raises(ValueError, match="FP8 head needs tokens in a chunk divisible by 16, got 12; pad"):
+        linear_cross_entropy(x, weight, labels, recipe=CurrentScaling(), chunks=8)
+    with pytest.raises(ValueError, match="FP8 head needs vocabulary divisible by 16, got 72"):
+        linear_cross_entropy(x, weight[:72], labels, recipe=CurrentScaling())
     for chunks in (0, 5):
         with pytest.raises(
             ValueError, match=f"chunks must divide the sequence, got chunks={chunks} and a sequence of 24"

@@ -33,17 +33,17 @@ def test_three_products_of_a_layer():
         assert gemm.target == FP8_TARGET
 
 
-def test_a_gpt_has_nothing_left_behind_but_attention_and_head():
+@pytest.mark.parametrize("head_recipe", [None, fp8.CurrentScaling()], ids=["bf16", "fp8"])
+def test_a_gpt_has_nothing_left_behind_but_attention_and_head(head_recipe):
     config = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64)
-    model = fp8.GPT(config)
+    model = fp8.GPT(config, head_recipe=head_recipe)
     tokens = jnp.ones((2, 17), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])
     gemms = fp8.explain(fp8.value_and_grad(fp8.next_token_loss(model)), variables, tokens, strict=True)
-    assert sum(gemm.is_fp8 for gemm in gemms) == 3 * 4 * 2
-    assert {gemm.reason.split(",")[0] for gemm in gemms if not gemm.is_fp8} == {
-        "a batched product of activations",
-        "the head is kept in bfloat16",
-    }
+    assert sum(gemm.is_fp8 for gemm in gemms) == 3 * 4 * 2 + (3 if head_recipe else 0)
+    head = set() if head_recipe else {"the head is kept in bfloat16"}
+    reasons = {gemm.reason.split(",")[0] for gemm in gemms if not gemm.is_fp8}
+    assert reasons == {"a batched product of activations"} | head
     assert "layer_1/mlp/down" in str(gemms)
 
 

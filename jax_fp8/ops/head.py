@@ -1,0 +1,124 @@
+"""The three products of a language model's head, in the dtype of its input or in FP8.
+
+    logits[m, v] = x[m, h] · weight[v, h]ᵀ    dx[m, h] = dlogits[m, v] · weight    dweight[v, h] = dlogitsᵀ · x, added up in float32
+
+In FP8 the weight and the input are scaled by their own amaxes, measured once, so there is no state. The gradient of the logits needs no
+measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 below that.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.core.scaling import GemmScaling
+from jax_fp8.ops.amax import amax, as_matrix
+from jax_fp8.ops.gemm import matmul
+from jax_fp8.ops.linear import LinearParameters, linear
+from jax_fp8.ops.quantize import quantize_transpose
+from jax_fp8.ops.scale_source import ScaleSource
+
+PLAIN_HEAD_SCOPE = "bfloat16_head"
+
+
+@dataclass(frozen=True)
+class PlainHead:
+    """Products in one dtype; `weight` (vocab, hidden)."""
+
+    weight: jax.Array
+    sum_sharding: Any  # of the weight's gradient: on an Explicit mesh, a sum over shards must say where it goes
+
+    def operand(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """(batch, seq, vocab)."""
+        with jax.named_scope(PLAIN_HEAD_SCOPE):
+            return jnp.einsum("bsh,vh->bsv", x, self.weight)
+
+    def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array, bound: jax.Array):
+        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden) with that of the weight added."""
+        with jax.named_scope(PLAIN_HEAD_SCOPE):
+            dx = jnp.einsum("bsv,vh->bsh", dlogits, self.weight)
+            dweight = jnp.einsum(
+                "bsv,bsh->vh", dlogits, x, preferred_element_type=jnp.float32, out_sharding=self.sum_sharding
+            )
+        return dx, total + dweight
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Fp8Operand:
+    """A part of the input (batch, seq, hidden) as rows (m, hidden) in FP8, and transposed."""
+
+    rows: Fp8Array
+    transposed: Fp8Array
+    leading: tuple[int, ...] = field(metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class Fp8Head:
+    """Products in FP8 with results in `dtype`; the weight in both orientations, and where the input's scale comes from."""
+
+    weight: Fp8Array  # (vocab, hidden)
+    weight_transposed: Fp8Array  # (hidden, vocab)
+    source: ScaleSource
+    recipe: CurrentScaling
+    dtype: Any
+
+    def operand(self, x: jax.Array) -> Fp8Operand:
+        rows, transposed, _ = quantize_transpose(as_matrix(x), self.recipe.fp8_format.forward, self.source)
+        return Fp8Operand(rows, transposed, x.shape[:-1])
+
+    def logits(self, x: Fp8Operand) -> jax.Array:
+        """(batch, seq, vocab)."""
+        logits = matmul(x.rows, self.weight, dtype=self.dtype, accumulation=self._accumulation("fprop"))
+        return logits.reshape(*x.leading, -1)
+
+    def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array, bound: jax.Array):
+        """As `PlainHead.gradients`; no element of `dlogits` is larger than `bound` f32[]."""
+        backward = self.recipe.fp8_format.backward
+        dlogits_fp8, transposed, _ = quantize_transpose(as_matrix(dlogits), backward, scale_from_amax(bound, backward))
+        dx = matmul(dlogits_fp8, self.weight_transposed, dtype=self.dtype, accumulation=self._accumulation("dgrad"))
+        total = matmul(transposed, x.transposed, c=total, dtype=jnp.float32, accumulation=self._accumulation("wgrad"))
+        return dx.reshape(*x.leading, -1), total
+
+    def _accumulation(self, gemm):
+        return "split" if gemm in self.recipe.split_accumulator else "fast"
+
+
+def make_head(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> PlainHead | Fp8Head:
+    """The head of a `weight` (vocab, hidden), for all parts of `x` (batch, seq, hidden)."""
+    if recipe is None:
+        sharding = jax.typeof(weight).sharding
+        return PlainHead(weight.astype(x.dtype), None if sharding.mesh.empty else sharding)
+    source = ScaleSource.from_amax(amax(weight), recipe)
+    straight, transposed, _ = quantize_transpose(weight, recipe.fp8_format.forward, source)
+    return Fp8Head(straight, transposed, ScaleSource.from_amax(amax(x), recipe), recipe, x.dtype)
+
+
+def compute_logits(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> jax.Array:
+    """The logits (batch, seq, vocab) of `x` (batch, seq, hidden) and `weight` (vocab, hidden), differentiable."""
+    if recipe is None:
+        return make_head(x, weight, None).logits(x)
+    check_head(x.size // x.shape[-1], *weight.shape, recipe)
+    return linear(x, LinearParameters(weight.T, None), GemmScaling(recipe, "head", from_current=True), x.dtype)[0]
+
+
+def check_head(tokens: int, vocab: int, hidden: int, recipe: Any) -> None:
+    """Raise unless the head can be computed by this recipe, in parts of so many tokens."""
+    if recipe is None:
+        return
+    if not isinstance(recipe, CurrentScaling):
+        raise ValueError(
+            f"the head needs CurrentScaling() or None, got {recipe!r}; it keeps no amax history, whatever the layers do"
+        )
+    for name, size in (("tokens in a chunk", tokens), ("vocabulary", vocab), ("hidden size", hidden)):
+        if size % 16:
+            raise ValueError(
+                f"an FP8 head needs {name} divisible by 16, got {size}; pad, or leave the head in bfloat16 (recipe None)"
+            )

@@ -1,0 +1,81 @@
+"""The head's logits and gradients against float64, in bfloat16 and FP8; that FP8 GEMMs are called; the bound of what is quantized unmeasured."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.ops import dispatch
+from jax_fp8.ops.cross_entropy import linear_cross_entropy
+from jax_fp8.ops.head import compute_logits, make_head
+
+BATCH, SEQ, HIDDEN, VOCAB = 2, 16, 32, 80
+RECIPES = {"bfloat16": None, "linear": CurrentScaling()}  # by the tolerance that belongs to it
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (BATCH, SEQ, HIDDEN), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (VOCAB, HIDDEN))
+    return x, weight, jax.random.normal(keys[2], (BATCH, SEQ, VOCAB), jnp.bfloat16)
+
+
+def exact(array):
+    return np.asarray(array).astype(np.float64)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_logits_and_their_gradients(kind):
+    x, weight, dlogits = inputs()
+    logits, pullback = jax.vjp(lambda x, weight: compute_logits(x, weight, RECIPES[kind]), x, weight)
+    dx, dweight = pullback(dlogits)
+    gradient = kind.replace("linear", "linear_gradient")
+    reference.assert_close(logits, exact(x) @ exact(weight).T, kind)
+    reference.assert_close(dx, exact(dlogits) @ exact(weight), gradient)
+    reference.assert_close(dweight, np.einsum("bsv,bsh->vh", exact(dlogits), exact(x)), gradient)
+    with pytest.raises(AssertionError, match="relative error"):
+        reference.assert_close(logits, exact(x) @ exact(weight[::-1]).T, kind)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_products_of_a_part(kind):
+    """The same from the pieces that the loss uses, with the weight's gradient added to a total."""
+    x, weight, dlogits = inputs()
+    head, total = make_head(x, weight, RECIPES[kind]), 3 * jnp.ones((VOCAB, HIDDEN))
+    operand = head.operand(x)
+    reference.assert_same_bits(head.logits(operand), compute_logits(x, weight, RECIPES[kind]))
+    bound = jnp.max(jnp.abs(dlogits)).astype(jnp.float32)
+    dx, dweight = head.gradients(dlogits, operand, total, bound)
+    gradient = kind.replace("linear", "linear_gradient")
+    reference.assert_close(dx, exact(dlogits) @ exact(weight), gradient)
+    reference.assert_close(dweight - total, np.einsum("bsv,bsh->vh", exact(dlogits), exact(x)), gradient)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_no_gradient_of_a_logit_is_larger_than_its_bound(z_loss):
+    """Or it would be clipped: with logits as wrong as can be, the gradient of the weight is that of float64."""
+    x = jnp.eye(HIDDEN, dtype=jnp.bfloat16)[None, :SEQ] * 50
+    weight = jnp.pad(jnp.eye(HIDDEN), ((0, VOCAB - HIDDEN), (0, 0)))
+    labels = jnp.full((1, SEQ), VOCAB - 1)  # the likeliest token is never the label
+
+    def loss(weight, recipe):
+        return SEQ * linear_cross_entropy(x, weight, labels, z_loss=z_loss, recipe=recipe)
+
+    actual, expected = (jax.grad(loss)(weight, recipe) for recipe in (CurrentScaling(), None))
+    reference.assert_close(actual, expected, "float8_e5m2")
+    assert float(jnp.max(jnp.abs(expected))) > 40
+
+
+def test_the_custom_calls(monkeypatch):
+    """Three GEMMs a chunk, each operand cast once, the weight and the whole input measured once."""
+    jax.clear_caches()
+    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+    x, weight, _ = inputs()
+    labels = jnp.zeros((BATCH, SEQ), jnp.int32)
+    step = jax.jit(jax.grad(lambda *args: linear_cross_entropy(*args, recipe=CurrentScaling(), chunks=2), (0, 1)))
+    text = step.trace(x, weight, labels).lower(lowering_platforms=("cuda",)).as_text()
+    jax.clear_caches()
+    calls = {name: text.count(f"@jax_fp8_{name}(") for name in ("gemm", "quantize_transpose", "amax")}
+    assert calls == {"gemm": 3 * 2, "quantize_transpose": 1 + 2 * 2, "amax": 2}

@@ -231,8 +231,8 @@ def plain_head_and_loss(x, weight, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@pytest.mark.parametrize(("data", "held"), [(1, 0.5), (4, 1.1)])
-def test_the_loss_never_holds_all_logits(data, held):
+@pytest.mark.parametrize(("data", "held", "recipe"), [(1, 0.5, None), (1, 0.5, fp8.CurrentScaling()), (4, 1.1, None)])
+def test_the_loss_never_holds_all_logits(data, held, recipe):
     """Nor, on one device, their gradient. On several it does, so that the gradient of the weight is reduced once, not once a chunk."""
     batch, seq, hidden, vocab = 8 * data, 2048, 256, 50304
     mesh = h200.mesh(data=data)
@@ -245,9 +245,10 @@ def test_the_loss_never_holds_all_logits(data, held):
     logits_bytes = 2 * 8 * seq * vocab  # of one device, in bfloat16
     ours, plain = (
         h200.compile(jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=CUDA_GRAPH_OPTIONS), *arguments)
-        for loss in (linear_cross_entropy, plain_head_and_loss)
+        for loss in (partial(linear_cross_entropy, recipe=recipe), plain_head_and_loss)
     )
     assert ours.temp_bytes < held * logits_bytes < 2 * logits_bytes < plain.temp_bytes
+    assert not big_copies(ours)
     reduced = [instruction for instruction in ours.collectives if instruction.results[0].bytes > 4]
     assert len(reduced) == (data > 1)
 

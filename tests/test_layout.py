@@ -146,7 +146,12 @@ def mirror_gaps(root: pathlib.Path) -> list[str]:
     for excused in WITHOUT_OWN_TEST:
         if root == ROOT and pathlib.Path(excused) not in sources:
             broken.append(f"{excused}: is in WITHOUT_OWN_TEST and does not exist")
-    for room in ROOMS:
+    kernels = sorted(path.relative_to(root) for path in (root / "csrc").glob("*.cu"))
+    wanted |= {path: pathlib.Path("tests/csrc", f"test_{path.stem}.py") for path in kernels}
+    for kernel in kernels:
+        if not (root / wanted[kernel]).exists():
+            broken.append(f"{kernel}: needs {wanted[kernel]}, which runs it on the CPU")
+    for room in (*ROOMS, "csrc"):
         for test in sorted((root / "tests" / room).rglob("test_*.py")):
             if test.relative_to(root) not in wanted.values():
                 broken.append(f"{test.relative_to(root)}: has no source file that it mirrors")
@@ -226,6 +231,8 @@ PLANTED = [
     (private_names, {"tests/test_a.py": "import jax\njax._src.core.Tracer"}, "jax._src is not public"),
     (mirror_gaps, {"jax_fp8/core/a.py": ""}, "jax_fp8/core/a.py: needs either tests/core/test_a.py"),
     (mirror_gaps, {"tests/ops/test_a.py": ""}, "has no source file"),
+    (mirror_gaps, {"csrc/a.cu": ""}, "csrc/a.cu: needs tests/csrc/test_a.py"),
+    (mirror_gaps, {"tests/csrc/test_a.py": ""}, "has no source file"),
     (operation_names, {"csrc/a.cu": ""}, "must have its handler"),
     (operation_names, {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "csrc/a.h": ""}, "must have jax_fp8/ops/a.py"),
     (operation_names, {"csrc/module.cc": 'table["jax_fp8_b"] = handler'}, "target jax_fp8_b must begin"),

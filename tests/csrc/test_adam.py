@@ -1,0 +1,185 @@
+"""csrc/adam.cu on the CPU: every mode of `gpu/adam_check.py`, byte for byte against its oracle in NumPy."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from emulation import EmulationError, InPlace, compile_for_cpu
+from gpu import adam_check
+from gpu.adam_check import MOMENTS, WEIGHTS, Draw, Mode, assembled, bare, by_oracle, numbers_of_step
+from gpu.kernel_check import Report
+
+from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.fp8_array import Fp8Array
+
+ENTRY = """
+#include <vector>
+
+// Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers behind them.
+extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode, int64_t leaf_count,
+                    void* const* arrays, const int64_t* numbers) {
+  using namespace jax_fp8;
+  std::vector<AdamEntry> entries;
+  for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 9) {
+    const auto storage = [&](int number) { return static_cast<Storage>(numbers[number]); };
+    const auto scalar = [&](int number) { return static_cast<float*>(arrays[number]); };
+    const auto bytes = [&](int number) { return static_cast<uint8_t*>(arrays[number]); };
+    const AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7), numbers[0],
+                        numbers[1], storage(2), storage(3), storage(4), storage(5), storage(6), storage(7), numbers[8] != 0};
+    entries.push_back({leaf, {scalar(8), scalar(9), scalar(10)}});
+  }
+  return launch_adam({scalars, scales, seed, entries.data(), static_cast<int>(leaf_count), adam_w_mode != 0}, nullptr);
+}
+"""
+# In the order of Storage; uint16 is a remainder.
+STORAGES = ["none", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint16"]
+
+
+def storage(array) -> int:
+    return 0 if array is None else STORAGES.index(np.dtype(array.dtype).name)
+
+
+def values_and_scale(array):
+    return (array.values, array.scale) if isinstance(array, Fp8Array) else (array, None)
+
+
+def update(leaves, inputs, coefficients, seed, adam_w_mode, changes=()):
+    """What `adam_check.update` does, in the emulation."""
+    arrays, numbers, scales = [], [], []
+    for leaf in map(assembled, leaves, inputs):
+        (mu, mu_scale), (nu, nu_scale) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
+        cast = leaf.cast or CachedWeight(None, None, None, None)
+        changed = [
+            mu,
+            nu,
+            leaf.param,
+            leaf.master,
+            cast.values,
+            cast.values_t,
+            cast.amax,
+            cast.scale,
+            mu_scale,
+            nu_scale,
+        ]
+        arrays += [
+            np.asarray(leaf.gradient),
+            *(None if array is None else InPlace(np.asarray(array)) for array in changed),
+        ]
+        transposed = cast.values_t is not None
+        numbers.append([*(leaf.gradient.shape if transposed else (1, leaf.gradient.size)), storage(leaf.gradient)])
+        numbers[-1] += [*map(storage, (mu, nu, leaf.param, leaf.master, cast.values)), leaf.decays]
+        row = [leaf.scale, mu_scale, leaf.mu_scale, nu_scale, leaf.nu_scale]
+        scales.append([1 if scale is None else scale for scale in row])
+    scalars = np.array(list(vars(coefficients).values()), np.float32)
+    results = iter(
+        compile_for_cpu("adam.cu", ENTRY, changes).call(
+            *("adam", scalars, np.array(scales, np.float32), np.array(seed, np.uint32), adam_w_mode, len(leaves)),
+            *(arrays, np.array(numbers, np.int64)),
+        )
+    )
+    return [updated(leaf, results) for leaf in leaves]
+
+
+def updated(leaf, results):
+    """The leaf with what was changed in place, in the order of `update`."""
+
+    def take(old):
+        return None if old is None else next(results)
+
+    (mu, mu_scale), (nu, nu_scale) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
+    mu, nu, param, master = map(take, (mu, nu, leaf.param, leaf.master))
+    cast = leaf.cast
+    if cast is not None:
+        values, values_t, amax, scale = map(take, (cast.values, cast.values_t, cast.amax, cast.scale))
+        cast = CachedWeight(values, values_t, scale, amax)
+    mu_scale, nu_scale = take(mu_scale), take(nu_scale)
+    moments = {
+        "mu": mu if mu_scale is None else Fp8Array(mu, mu_scale),
+        "nu": nu if nu_scale is None else Fp8Array(nu, nu_scale),
+    }
+    return bare(replace(leaf, **moments, param=param, master=master, cast=cast))
+
+
+def check(leaves, inputs, coefficients, adam_w_mode=True, changes=()):
+    args = leaves, inputs, coefficients, np.uint32(0x9E3779B9), adam_w_mode
+    report = Report()
+    adam_check.compare(report, "emulated", update(*args, changes=changes), by_oracle(*args), "")
+    assert report.passed["emulated"]
+    assert not report.failures
+
+
+def draw_leaves(modes, shapes, seed=0):
+    draw = Draw(seed)
+    leaves = [draw.leaf(next(shapes), mode) for mode in modes]
+    return leaves, [draw.inputs(leaf, mode.gradient) for leaf, mode in zip(leaves, modes, strict=True)]
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_modes(adam_w_mode):
+    """Moments and weights of every kind, each pair once in the two halves together."""
+    gradients = itertools.cycle([adam_check.F32, adam_check.BF16, adam_check.F16])
+    pairs = list(itertools.product(MOMENTS, WEIGHTS))[int(adam_w_mode) :: 2]
+    modes = [Mode(next(gradients), *pair, decays=number % 7 != 0) for number, pair in enumerate(pairs)]
+    check(*draw_leaves(modes, itertools.cycle(adam_check.SMALL_SHAPES)), numbers_of_step(1), adam_w_mode)
+
+
+@pytest.mark.parametrize("mode", adam_check.SIX_MODES)
+def test_shapes(mode):
+    """Nothing, less than a vector, tails of a vector and of a chunk, parts of a tile and more than one."""
+    shapes = [(0,), (0, 16), (), (3,), (16385,), (16, 160), (144, 272)]
+    check(*draw_leaves([mode] * len(shapes), iter(shapes), seed=1), numbers_of_step(0))
+
+
+def test_more_leaves_than_a_launch_holds():
+    modes = [adam_check.SIX_MODES[0]] * 340 + [adam_check.SIX_MODES[5]] * 3
+    check(*draw_leaves(modes, itertools.cycle([(5,), (4,)]), seed=2), numbers_of_step(2))
+
+
+@pytest.mark.parametrize("number", range(len(WEIGHTS)))
+def test_special_values(number):
+    """Every special gradient with every special master; subnormal ones too."""
+    special = np.array(adam_check.ORDINARY + adam_check.TIES + adam_check.TINY, np.float32)
+    gradient, master = (grid.reshape(-1) for grid in np.meshgrid(special, special))
+    moments = MOMENTS[number % len(MOMENTS)]
+    weight = WEIGHTS[number]
+    draw = Draw(number)
+    leaf = draw.leaf(gradient.shape, Mode(adam_check.F32, moments, weight))
+    inputs = [draw.inputs(leaf, adam_check.F32) | {"gradient": gradient}]
+    if weight[1] == adam_check.U16:
+        high, low = np.divmod(master.view(np.uint32), 2**16)
+        leaf = replace(leaf, param=high.astype(np.uint16).view(adam_check.BF16), master=low.astype(np.uint16))
+    else:
+        with np.errstate(all="ignore"):
+            leaf = replace(leaf, **{"master" if weight[1] else "param": master.astype(weight[1] or weight[0])})
+    for rate, grad_scale in ((0, 1), (1e-3, 0.37)):
+        check([leaf], inputs, numbers_of_step(0, rate=rate, grad_scale=grad_scale))
+
+
+def test_a_step_that_is_not_applied_writes_nothing():
+    check(*draw_leaves(adam_check.SIX_MODES, itertools.cycle([(48, 32)])), numbers_of_step(1, apply=0))
+
+
+# The kernel that takes every leaf, and no other: a mistake is compiled sooner without them.
+ONE_KERNEL = (
+    ("adam.cu", "constexpr Kernel kKernels[] = {", "constexpr Kernel kKernels[] = {\n#if 0"),
+    ("adam.cu", "    kernel<Unknown>(),", "#endif\n    kernel<Unknown>(),"),
+)
+MISTAKES = {
+    "no barrier": (("adam.cu", "__syncthreads();", ""), "order of threads"),
+    "the swizzle is written only": (("device/tile.cuh", "chunk ^ (group >> 2)", "chunk"), "order of threads"),
+    "roots as they are approximated": (("device/adam.cuh", "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)", "root"), None),
+    "quotients as they are approximated": (("device/adam.cuh", "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)", "quotient"), None),
+    "one rounding less": (("device/adam.cuh", "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))", "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
+    "the number of a leaf within its launch": (("adam.cu", "table.number[slot]", "slot"), None),
+}  # fmt: skip
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    change, sentence = MISTAKES[mistake]
+    modes = [*adam_check.SIX_MODES, adam_check.SIX_MODES[1]]
+    leaves, inputs = draw_leaves(modes, iter([(33,), (144, 80), (16, 16), (48, 48), (32, 32), (4, 4), (48, 272)]))
+    with pytest.raises(EmulationError if sentence else AssertionError, match=sentence):
+        check(leaves, inputs, numbers_of_step(0), changes=(change, *ONE_KERNEL))

@@ -1,0 +1,181 @@
+"""csrc/quantize.cu on the CPU, bit for bit against NumPy."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from emulation import EmulationError, Input, Result, compile_for_cpu
+from reference import assert_same_bits
+
+ENTRY = """
+using namespace jax_fp8;
+
+static QuantizeArguments arguments_of(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
+                                      int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
+                                      uint8_t* values, uint8_t* values_t, float* amax, float* scale, int64_t rows,
+                                      int64_t cols) {
+  return {.x = x, .x_type = static_cast<SourceType>(x_type), .source = source,
+          .origin = {static_cast<int32_t>(row), from_amax != 0, static_cast<int32_t>(margin),
+                     static_cast<float>(amax_epsilon), power_2_scale != 0},
+          .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax, .scale = scale,
+          .rows = rows, .cols = cols};
+}
+
+extern "C" int quantize(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax, int64_t margin,
+                        double amax_epsilon, int64_t power_2_scale, int64_t format, int64_t rows, int64_t cols,
+                        uint8_t* values, float* amax, float* scale) {
+  return launch_quantize(arguments_of(x, x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format, values,
+                                      nullptr, amax, scale, rows, cols), nullptr);
+}
+
+extern "C" int quantize_transpose(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
+                                  int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format, int64_t rows,
+                                  int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale) {
+  return launch_quantize_transpose(arguments_of(x, x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format,
+                                                values, values_t, amax, scale, rows, cols), nullptr);
+}
+"""
+SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
+FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
+SCALAR = Result((), np.float32)
+
+# Whole tiles and chunks, tails of them, shapes without vectors, and nothing.
+SHAPES = [
+    (128, 64),
+    (144, 80),
+    (16, 16),
+    (272, 48),
+    (33, 65),
+    (1, 100),
+    (100, 1),
+    (48, 31),
+    (64, 520),
+    (0, 16),
+    (16, 0),
+]
+# Rules of a scale that comes from an amax: margin, amax_epsilon, power_2_scale.
+RULES = [(0, 0.0, False), (2, 0.0, False), (-3, 1e-3, True), (0, 0.7, True)]
+
+
+# Kernels for bfloat16 only: a mistake is compiled sooner without the others.
+ONE_SOURCE = tuple(
+    ("device/dispatch.cuh", f"case SourceType::k{name}: return launch({kind}{{}});", "")
+    for name, kind in (("Float32", "float"), ("Float16", "Float16"))
+)
+
+
+def run(entry, x, source, dtype, row=0, from_amax=False, rule=RULES[0], changes=(), offset=0):
+    """Values, with quantize_transpose also their transpose, amax and the scale that was used."""
+    rows, cols = x.shape
+    margin, amax_epsilon, power_2_scale = rule
+    results = [Result((rows, cols), dtype, offset)]
+    results += [Result((cols, rows), dtype, offset)] if entry == "quantize_transpose" else []
+    return compile_for_cpu("quantize.cu", ENTRY, changes).call(
+        entry,
+        *(Input(x, offset * x.dtype.itemsize), SOURCES.index(x.dtype), np.asarray(source, np.float32)),
+        *(row, from_amax, margin, amax_epsilon, power_2_scale, FORMATS.index(dtype), rows, cols),
+        *(*results, SCALAR, SCALAR),
+    )
+
+
+def check(entry, x, scale, dtype, got):
+    values, amax = reference.quantize(x, dtype, scale)
+    expected = [values, *([values.T] if entry == "quantize_transpose" else []), amax, np.float32(scale)]
+    for array, wanted in zip(got, expected, strict=True):
+        assert_same_bits(array, wanted)
+
+
+def random(shape, dtype):
+    """Sizes from far below to far above an FP8 format's; some special values; the largest last."""
+    rng = np.random.default_rng(shape[0] + shape[1])
+    x = (rng.normal(size=shape) * 2.0 ** rng.integers(-14, 10, size=shape)).astype(dtype)
+    special = np.array([np.nan, -np.nan, 0, -0.0, 448, -464, 465, 57344, -61440], np.float32).astype(dtype)
+    x.reshape(-1)[: special.size] = special[: x.size]
+    x.reshape(-1)[-1:] = -6e4
+    return x
+
+
+@pytest.mark.parametrize("entry", ["quantize", "quantize_transpose"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_shapes(entry, source, dtype):
+    for shape in SHAPES:
+        x = random(shape, source)
+        for scale in (1.0, 7.3e-3):
+            check(entry, x, scale, dtype, run(entry, x, scale, dtype))
+
+
+@pytest.mark.parametrize("entry", ["quantize", "quantize_transpose"])
+@pytest.mark.parametrize("offset", [1, 8])
+def test_arrays_that_are_not_aligned(entry, offset):
+    x = random((64, 256), ml_dtypes.bfloat16)
+    check(entry, x, 0.1, FORMATS[0], run(entry, x, 0.1, FORMATS[0], offset=offset))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("source", SOURCES[1:])
+def test_every_16_bit_pattern(dtype, source):
+    x = np.arange(2**16, dtype=np.uint16).view(source).reshape(256, 256)
+    for scale in (1.0, 2.0**-126, 3.0e38, 1 / 3):
+        check("quantize_transpose", x, scale, dtype, run("quantize_transpose", x, scale, dtype))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_random_bit_patterns_of_float32(dtype):
+    x = np.random.default_rng(0).integers(0, 2**32, (128, 512), dtype=np.uint32).view(np.float32)
+    for scale in (1.0, 1.1754945e-37, 123456.7):
+        check("quantize", x, scale, dtype, run("quantize", x, scale, dtype))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_scale_of_a_row(dtype):
+    x, scales = random((32, 16), np.float16), np.array([3.0, 0.1, 1e-3], np.float32)
+    for row, scale in enumerate(scales):
+        check("quantize_transpose", x, scale, dtype, run("quantize_transpose", x, scales, dtype, row=row))
+
+
+@pytest.mark.parametrize("entry", ["quantize", "quantize_transpose"])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_scale_that_an_amax_gives(entry, dtype):
+    x = random((16, 48), ml_dtypes.bfloat16)
+    for margin, amax_epsilon, power_2_scale in RULES:
+        for amax in (0.0, 1e-20, 0.3, 448.0, 1.0, np.inf, np.nan):
+            got = run(entry, x, amax, dtype, from_amax=True, rule=(margin, amax_epsilon, power_2_scale))
+            if margin == 0 and not np.isnan(amax):
+                scale = reference.current_scale(amax, dtype, amax_epsilon, power_2_scale)
+            else:
+                scale = reference.scale_from_amax(max(amax, np.float32(amax_epsilon)), dtype, margin)
+                scale = np.float32(2.0 ** np.ceil(np.log2(scale))) if power_2_scale else scale
+            check(entry, x, scale, dtype, got)
+
+
+# What is wrong then, and the mistake that the harness names; None where only the numbers are wrong.
+MISTAKES = {
+    "no barrier": (("quantize.cu", "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
+    "the swizzle is written only": (("quantize.cu", "(chunk ^ (column / kVectorWidth))", "chunk"), "order of threads"),
+    "bytes of a patch in another order": (("device/fp8.cuh", "low23, 0x7632", "low23, 0x6732"), None),
+    "one row too many": (("quantize.cu", "if (row < rows && col < cols)", "if (row <= rows && col < cols)"), "argument 0: byte"),
+    "one column too many": (("quantize.cu", "if (out_row < cols && out_col < rows) {", "if (out_row <= cols && out_col < rows) {"), "argument"),
+    "half of the transpose": (("quantize.cu", "pass < kTileCols * kChunksPerColumn", "pass < kTileCols / 2 * kChunksPerColumn"), "order of threads"),
+    "a tile too small": (("quantize.cu", "uint4 tile[kTileCols * kChunksPerColumn]", "uint4 tile[kTileCols * kChunksPerColumn - 1]"), "shared|index"),
+    "never aligned": (("quantize.cu", "rows % 16 == 0 && cols % 16 == 0", "true"), "not aligned|argument"),
+    "an approximate reciprocal": (("device/fp8.cuh", "return __frcp_rn(scale);", 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale)); return y;'), None),
+    "the halves exchanged": (("device/fp8.cuh", '"f"(second), "f"(first)', '"f"(first), "f"(second)'), None),
+}  # fmt: skip
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    change, sentence = MISTAKES[mistake]
+    shape = (136, 80) if mistake == "never aligned" else (144, 80)
+    x = random(shape, ml_dtypes.bfloat16)
+    with pytest.raises(EmulationError if sentence else AssertionError, match=sentence or "elements differ"):
+        for scale in (0.1, 0.3, 0.7, 1.1):
+            check(
+                "quantize_transpose",
+                x,
+                scale,
+                FORMATS[0],
+                run("quantize_transpose", x, scale, FORMATS[0], changes=(change, *ONE_SOURCE)),
+            )

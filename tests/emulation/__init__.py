@@ -1,0 +1,132 @@
+"""The CUDA kernels of csrc on a CPU: the same text, compiled by a C++ compiler, every thread of a block a fiber.
+
+A test names a source, writes the few lines of C++ that call its launch function, and calls them with NumPy arrays:
+
+    ENTRY = '''
+    extern "C" int amax(const void* x, int64_t x_type, int64_t count, float* amax) {
+      return jax_fp8::launch_amax({x, static_cast<jax_fp8::SourceType>(x_type), count, amax}, nullptr);
+    }
+    '''
+    kernels = compile_for_cpu("amax.cu", ENTRY)
+    (amax,) = kernels.call("amax", x, 1, x.size, Result((), np.float32))
+
+The parameters of an entry are pointers, int64_t and double; it returns a cudaError_t. A plain array is an input, which
+must not be written. `Result(shape, dtype)` is an array to be filled, `InPlace(array)` one to be changed; `call` returns
+these in order. A tuple or list of such is an array of pointers, `None` a null pointer.
+
+Every call runs three times, with the threads and blocks in another order and over another poison, and the results must
+be the same bits. So a missing barrier shows, and so does a byte that was not written. Sums of floats by `atomicAdd`
+depend on the order: give one of ORDERS at a time, and compare with a tolerance.
+
+What else is found, as an EmulationError with the thread and mostly the line: a barrier or warp operation that not all reach,
+a vector at an address that is not aligned, an access outside an array, an index outside a C++ array, a write outside
+shared memory, a launch beyond the device's limits. What is not: races that none of the orders shows, memory order,
+bank conflicts and speed. A kernel in which one block waits for another never ends, and there are no asynchronous copies.
+
+Numbers are the device's as far as single operations go. But nvcc joins a product and a sum that no intrinsic keeps
+apart (`a * b + c`) into one rounding, and this compiler does not; expf and its kin are the host's; NaNs are the device's
+only after intrinsics and conversions.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from emulation.compiler import CompilerError, build, gcc
+from emulation.memory import Guarded, InPlace, Input, Result
+
+__all__ = ["ORDERS", "CompilerError", "EmulationError", "InPlace", "Input", "Result", "compile_for_cpu"]
+
+# Threads and blocks first to last, last to first, and as a seed has it; each with the byte that memory starts as.
+ORDERS = {"forward": (0, 0xA5), "backward": (1, 0x5A), "random": (7, 0xFF)}
+
+
+class EmulationError(RuntimeError):
+    """A kernel did what no kernel may do."""
+
+
+@functools.cache
+def compile_for_cpu(source: str, entries: str, changes: tuple[tuple[str, str, str], ...] = ()) -> "Kernels":
+    """Compiles one source and its entries; skips the test where there is no C++ compiler.
+
+    Args:
+      source: a file of csrc, or the text of a source.
+      entries: the functions to call, as C++.
+      changes: (file of csrc, text, other text) to be replaced before: mistakes that a test must notice.
+    """
+    if gcc() is None:
+        pytest.skip("needs GCC 11 or newer: g++ on the path, or CXX")
+    library = ctypes.CDLL(str(build(source, entries, changes)))
+    for function in (library.emulation_map_stacks, library.emulation_fault):
+        function.restype = ctypes.c_void_p
+    library.emulation_failure.restype = ctypes.c_char_p
+    return Kernels(library)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A compiled source."""
+
+    library: ctypes.CDLL
+
+    def call(self, entry: str, *arguments, orders: Sequence[str] = tuple(ORDERS)) -> list[np.ndarray]:
+        """Runs an entry in every order; returns its results and what it changed in place."""
+        first, *others = [self._call_once(entry, arguments, *ORDERS[order]) for order in orders]
+        for order, other in zip(orders[1:], others, strict=True):
+            for number, (array, again) in enumerate(zip(first, other, strict=True)):
+                if array.tobytes() != again.tobytes():
+                    raise EmulationError(
+                        f"{entry}: result {number} must not depend on the order of threads nor on what memory held, got "
+                        f"{_differing(array, again)} bytes that differ between {orders[0]} and {order}"
+                    )
+        return first
+
+    def _call_once(self, entry, arguments, order, poison):
+        arrays, library = {}, self.library
+
+        def as_c(value, name):
+            if isinstance(value, tuple | list):
+                pointers = [as_c(element, f"{name}[{number}]").value for number, element in enumerate(value)]
+                return (ctypes.c_void_p * len(value))(*pointers)
+            if isinstance(value, np.ndarray):
+                value = Input(value)
+            if isinstance(value, Input | InPlace | Result):
+                arrays[name] = Guarded(value, at_end=order == 0, poison=poison)
+                return ctypes.c_void_p(arrays[name].address)
+            if value is None:
+                return ctypes.c_void_p()
+            return ctypes.c_double(value) if isinstance(value, float | np.floating) else ctypes.c_int64(int(value))
+
+        passed = [as_c(value, f"argument {number}") for number, value in enumerate(arguments)]
+        library.emulation_begin(ctypes.c_int64(order), ctypes.c_int64(poison), _stacks(library))
+        status = getattr(library, entry)(*passed)
+        failure, fault = library.emulation_failure().decode(), library.emulation_fault()
+        if fault is not None and arrays:
+            nearest = min(arrays, key=lambda name: arrays[name].distance(fault))
+            failure += f"; nearest is {nearest}: {arrays[nearest].describe(fault)}"
+        if failure:
+            raise EmulationError(f"{entry}: {failure}")
+        if status != 0:
+            raise EmulationError(f"{entry}: the launch must succeed, got CUDA error {status}")
+        for name, array in arrays.items():
+            if not array.is_intact():
+                raise EmulationError(f"{entry}: {name} was written before its begin or behind its end")
+        return [array.contents() for array in arrays.values() if not array.read_only]
+
+
+_STACKS = []
+
+
+def _stacks(library):
+    """The stacks of the threads, for all libraries."""
+    if not _STACKS:
+        _STACKS.append(ctypes.c_void_p(library.emulation_map_stacks()))
+    return _STACKS[0]
+
+
+def _differing(array, again):
+    return int(np.sum(np.frombuffer(array.tobytes(), np.uint8) != np.frombuffer(again.tobytes(), np.uint8)))

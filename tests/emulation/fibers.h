@@ -1,0 +1,67 @@
+// The threads of a block as fibers: what the header of CUDA is made of.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <source_location>
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 : uint3 {
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : uint3{x, y, z} {}
+  uint64_t count() const { return uint64_t{x} * y * z; }
+};
+
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+namespace emulation {
+
+using Place = std::source_location;
+
+constexpr int kLanes = 32;
+constexpr size_t kMostThreads = 1024;
+constexpr size_t kMostShared = 227 * 1024;
+
+// Writes down what went wrong, and with which thread; the launch ends here.
+[[noreturn]] void fail(const char* format, ...);
+bool failed();
+
+// Runs kernel(closure) in every thread of every block, one block after another: a kernel that waits for another block never ends.
+void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(const void* closure), const void* closure);
+
+void block_barrier(Place place);
+
+// Gives `value` to the lanes of the mask, and returns what each of them gave, when all have come to the same place.
+const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, Place place);
+
+// ---- memory --------------------------------------------------------------------------------------------------------------
+
+template <typename T>
+T* aligned(T* pointer, Place place) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignof(T) == 0) return pointer;
+  fail("%s:%u: the address %p is not aligned to %zu bytes", place.file_name(), place.line(), pointer, alignof(T));
+}
+
+void* dynamic_shared();
+
+// From here on every block finds the array poisoned, and must leave the bytes around it as they are.
+void poison_around(void* begin, size_t before, size_t array, size_t after, Place place);
+
+// An array in static shared memory, aligned as its declaration promises and no further. It comes to be when the first thread
+// arrives at the declaration.
+template <typename Array, size_t kWanted = 0>
+struct Shared {
+  static constexpr size_t kAlignment = alignof(Array) > kWanted ? alignof(Array) : kWanted;
+  static constexpr size_t kBefore = kAlignment < 16 ? 16 + kAlignment : kAlignment;
+  static constexpr size_t kAfter = 16;
+  alignas(kAlignment < 16 ? 16 : kAlignment) unsigned char bytes[kBefore + sizeof(Array) + kAfter];
+  Array& array = *reinterpret_cast<Array*>(bytes + kBefore);
+
+  explicit Shared(Place place = Place::current()) { poison_around(bytes, kBefore, sizeof(Array), kAfter, place); }
+};
+
+}  // namespace emulation

@@ -1,0 +1,70 @@
+"""What a C++ compiler cannot read in a CUDA source, said in C++; the number of every line stays as it is."""
+
+import re
+
+OPENING, CLOSING = "([{", ")]}"
+
+
+def rewrite(source: str, name: str) -> str:
+    """The text of a .cu, .cuh or .h file for `cuda_runtime_api.h` beside this file; `name` is for the compiler's messages."""
+    for rule in (_launches, _dynamic_shared, _static_shared, _instructions):
+        source = rule(source, name)
+    return f'#line 1 "{name}"\n{source}'
+
+
+def _launches(source, name):
+    """`kernel<<<grid, block>>>(x)`: two binary operators, so that nothing needs to know where `kernel` begins."""
+    return re.sub(r"<<<(.*?)>>>", r" ->* EmulatedLaunch(\1)", source, flags=re.DOTALL)
+
+
+_ALIGNMENT = r"(?:(?:alignas|__align__)\s*\(\s*(?P<alignment>[^()]+?)\s*\)\s*)?"
+_QUALIFIERS = rf"__shared__\s+{_ALIGNMENT}(?P<type>[^;=[]+?)\s*\b(?P<array>\w+)\s*"
+
+
+def _dynamic_shared(source, name):
+    return re.sub(
+        rf"extern\s+{_QUALIFIERS}\[\s*\]\s*;",
+        r"\g<type>* const \g<array> = reinterpret_cast<\g<type>*>(emulation::dynamic_shared());",
+        source,
+    )
+
+
+def _static_shared(source, name):
+    def declaration(match):
+        parts = match.groupdict()
+        alignment = f", {parts['alignment']}" if parts["alignment"] else ""
+        storage = f"static emulation::Shared<{parts['type']}{parts['dims'] or ''}{alignment}> {parts['array']}_storage;"
+        return f"{storage} auto& {parts['array']} = {parts['array']}_storage.array;"
+
+    source = re.sub(rf"{_QUALIFIERS}(?P<dims>(?:\[[^\]]*\]\s*)*);", declaration, source)
+    if re.search(r"^[^/]*__shared__", source, flags=re.MULTILINE):
+        raise ValueError(f"{name}: a __shared__ declaration must declare one array, without a value; split it")
+    return source
+
+
+def _instructions(source, name):
+    """`asm("add.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));` becomes `ptx::add_f32(c, a, b);`."""
+    result, at = [], 0
+    for match in re.finditer(r"\basm\b\s*(?:volatile\s*)?\(", source):
+        end = _closing(source, match.end() - 1)
+        text = source[match.end() : end]
+        operands = [text[m.end() : _closing(text, m.end() - 1)] for m in re.finditer(r'"[=+]?[a-z]+"\s*\(', text)]
+        instruction = "".join(re.findall(r'"([^"]*)"', re.split(r':\s*(?=")', text)[0]))
+        mnemonic, _, wanted = instruction.strip().rstrip(";").partition(" ")
+        if [part.strip() for part in wanted.split(",")] != [f"%{i}" for i in range(len(operands))]:
+            raise ValueError(f"{name}: asm must be one instruction of all its operands in order, got {instruction!r}")
+        lines = "\n" * text.count("\n")
+        function = re.sub(r"\W", "_", mnemonic)
+        result += [source[at : match.start()], f"ptx::{function}({', '.join(operands)}{lines})"]
+        at = end + 1
+    return "".join([*result, source[at:]])
+
+
+def _closing(text, start):
+    """Where the bracket that opens at `start` closes."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] in OPENING) - (text[at] in CLOSING)
+        if depth == 0:
+            return at
+    raise ValueError(f"a bracket must close, got {text[start : start + 60]!r}")

@@ -8,6 +8,7 @@
 #include "cublaslt.h"
 #include "gemm.h"
 #include "quantize.h"
+#include "update_state.h"
 #endif
 
 namespace py = pybind11;
@@ -28,6 +29,7 @@ py::dict targets() {
   table["jax_fp8_quantize_transpose"] = py::dict("execute"_a = capsule(quantize_transpose_handler));
   table["jax_fp8_amax"] = py::dict("execute"_a = capsule(amax_handler));
   table["jax_fp8_adam"] = py::dict("execute"_a = capsule(adam_handler));
+  table["jax_fp8_update_state"] = py::dict("execute"_a = capsule(update_state_handler));
   table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
                                    "initialize"_a = capsule(gemm_initialize_handler),
                                    "execute"_a = capsule(gemm_execute_handler));

@@ -7,7 +7,6 @@ from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.staging import value_and_grad
-from jax_fp8.core.state import update_state
 from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
@@ -15,6 +14,7 @@ from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.quantize import quantize
+from jax_fp8.ops.update_state import update_state
 from jax_fp8.train.capture import capture_report
 from jax_fp8.train.explain import explain
 from jax_fp8.train.fused_adam import fused_adam, fused_adamw

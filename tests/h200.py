@@ -128,6 +128,16 @@ class Program:
         """GEMMs whose two matrices have these dtypes, in HLO's names: "bf16", "f32", "f8e4m3fn", "f8e5m2"."""
         return [i for i in self.gemms if all(operand.dtype in dtypes for operand in i.operands[:2])]
 
+    def making(self, dtype: str, *shape: int) -> list[Instruction]:
+        """What computes or copies an array of this dtype whose last dims are these, custom calls aside."""
+        return [
+            i
+            for i in self.instructions
+            if i.launches
+            and i.opcode != "custom-call"
+            and any(result.dtype == dtype and result.shape[-len(shape) :] == shape for result in i.results)
+        ]
+
     @property
     def copies(self) -> list[Instruction]:
         """Arrays that are read only to be written elsewhere, largest first; a copied constant is a fill."""

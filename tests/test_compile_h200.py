@@ -69,9 +69,8 @@ def report_of(microbatches: int, cached: bool = False, piece: str = "step", rema
     """What a step, or one piece of it, becomes on one H200."""
     recipe, tx, on = RECIPES["delayed"], fp8.fused_adamw(1e-3), h200.on_one_device()
     loss_fn = fp8.next_token_loss(fp8.GPT(CONFIG, recipe=recipe))
-    step = fp8.make_train_step(
-        jax.checkpoint(loss_fn) if remat else loss_fn, tx, recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS
-    )
+    loss_fn = jax.checkpoint(loss_fn) if remat else loss_fn
+    step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS)
     state = h200.shapes(abstract_state(recipe, tx, cached), on)
     tokens = h200.shapes(jax.ShapeDtypeStruct(BATCH, jnp.int32), on)
     if piece == "step":
@@ -125,6 +124,8 @@ def checked(program: h200.Program) -> dict:
         "quantize_transpose": program.custom_calls["jax_fp8_quantize_transpose"],
         "amax": program.custom_calls["jax_fp8_amax"],
         "adam": program.custom_calls["jax_fp8_adam"],
+        "update_state": program.custom_calls["jax_fp8_update_state"],
+        "histories made apart": list(map(str, program.making("f32", 3, 16))),
         "gemms not in FP8": list(map(str, unquantized_gemms(program))),
         "scales made apart": scales_made_apart(program),
         "state in place": program.aliased_bytes,
@@ -139,6 +140,8 @@ def promised(recipe_name: str, state_bytes: int) -> dict:
         "quantize_transpose": GEMMS,  # a GEMM has three tensors, each cast once; a cached weight only where it is stale
         "amax": GEMMS if recipe_name == "current" else 0,
         "adam": 1,
+        "update_state": 1 if recipe_name == "delayed" else 0,
+        "histories made apart": [],
         "gemms not in FP8": [],
         "scales made apart": [],
         "state in place": state_bytes,

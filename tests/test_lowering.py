@@ -10,6 +10,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jax_fp8 as fp8
@@ -105,6 +106,23 @@ def test_gpt_loss_and_its_gradient(recipe):
     assert forward == expected(recipe, gemm=gemms, quantize=gemms, quantize_transpose=gemms, amax=2 * gemms)
     gradient = custom_calls(fp8.value_and_grad(loss), variables, tokens)
     assert gradient == expected(recipe, gemm=3 * gemms, quantize_transpose=3 * gemms, amax=3 * gemms)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_the_state_of_a_whole_model_is_one_call(recipe, microbatches):
+    config = fp8.GPTConfig.preset("tiny", vocab_size=256, num_layers=2, max_seq_len=33)
+    model, tx = fp8.GPT(config, recipe=recipe), optax.sgd(1e-3)
+    tokens = jax.ShapeDtypeStruct((2, 33), jnp.int32)
+
+    def create(tokens):
+        return fp8.TrainState.create(variables=model.init(jax.random.key(0), tokens), tx=tx)
+
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches)
+    traced = step.trace(jax.eval_shape(create, tokens), tokens)
+    for platform, calls in (("cuda", recipe == DELAYED), ("cpu", 0)):
+        found = count_custom_calls(traced.lower(lowering_platforms=(platform,)).as_text())
+        assert found["jax_fp8_update_state"] == calls
 
 
 def test_calls_through_inner_functions_are_counted():

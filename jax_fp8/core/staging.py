@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.scaling import GradientSum
-from jax_fp8.core.state import map_gemms, stage
+from jax_fp8.core.state import join_amaxes, map_gemms, stage_joined
 
 RECORDER = "recorder"
 Path = tuple[str, ...]  # of a layer within its model, as in `nn.Module.path`
@@ -74,33 +74,37 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       finished by `update_state`, or {} where there is no state.
     """
 
+    record = value_grads_and_amaxes(loss_fn, has_aux)
+
     def run(variables, *args, **kwargs):
-        recorded = map_gemms(_with_recorder, _fp8_state(variables))
-        value, grads = _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs)
-        return value, grads, _staged(variables, recorded)
+        value, grads, amaxes = record(variables, *args, **kwargs)
+        return value, grads, stage_joined(_fp8_state(variables), amaxes)
 
     return run
 
 
-def warm_start_value_and_grad(loss_fn: Callable) -> Callable:
-    """`value_and_grad` of a first pass, in which every tensor is scaled by its own amax because there is no history yet."""
+def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_current: bool = False) -> Callable:
+    """`value_and_grad` that hands back the amaxes of its pass alone, f32[rows], for `finish_step`: a step then stages none.
+
+    With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
+    """
 
     def run(variables, *args, **kwargs):
-        recorded = map_gemms(partial(_with_recorder, from_current=True), _fp8_state(variables))
-        value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
-        return value, grads, _staged(variables, recorded)
+        recorded = map_gemms(partial(_with_recorder, from_current=from_current), _fp8_state(variables))
+        value, grads = _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs)
+        return value, grads, _amaxes(variables, recorded)
 
     return run
 
 
 def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[Path] = ()) -> Callable:
-    """`value_and_grad` that adds the gradients to sums: `sums + weight * grads`.
+    """`value_grads_and_amaxes` that adds the gradients to sums: `sums + weight * grads`.
 
     The kernel of a GEMM with FP8 state, or one of `gemms` for recipes without state (see `list_gemms`), is added up by the GEMM that computes its gradient,
     in place, unless its layer is stacked by `nn.scan`.
 
     Returns:
-      A function of `(variables, sums, *args)` that returns `(loss, sums, fp8_state)`. `sums` matches `variables["params"]`, float32.
+      A function of `(variables, sums, *args)` that returns `(loss, sums, amaxes)`. `sums` matches `variables["params"]`, float32; `amaxes`: f32[rows].
     """
 
     def run(variables, sums, *args, **kwargs):
@@ -112,7 +116,7 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[Path] =
         sums = jax.tree.unflatten(jax.tree.structure(sums), leaves)
         # The gradients of kernels that were added up are zeros: this adds what reached a kernel on another way, as a rule nothing.
         sums = jax.tree.map(lambda total, g: total + np.float32(weight) * g.astype(jnp.float32), sums, grads)
-        return value, sums, _staged(variables, recorded)
+        return value, sums, _amaxes(variables, recorded)
 
     return run
 
@@ -199,12 +203,10 @@ def _with_recorder(gemm, sums: Any = None, *, from_current=False, weight=1.0):
     return {**gemm, RECORDER: Recorder(_ByIdentity(ref), total, weight, from_current, slot)}
 
 
-def _staged(variables, recorded):
-    def stage_gemm(gemm, with_recorder):
-        amaxes = with_recorder[RECORDER].amax_ref[...].reshape(gemm["scale"].shape)
-        return {**gemm, "amax_history": stage(gemm["amax_history"], amaxes)}
-
-    return map_gemms(stage_gemm, _fp8_state(variables), recorded)
+def _amaxes(variables, recorded) -> jax.Array:
+    found = []
+    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].amax_ref[...]), _fp8_state(variables), recorded)
+    return join_amaxes(found)
 
 
 def _added_up(sums, recorded):

@@ -2,7 +2,7 @@
 
     params, scales ─begin→ pending: weights in FP8, sums at zero
     pending, microbatch ─add_microbatch→ pending            once for each; in the end
-                                          its loss and gradients are means, its staged amaxes maxima
+                                          its loss and gradients are means, its amaxes maxima
 
 `make_train_step` runs this as a scan within one program, or in pieces that the caller calls. The pieces do not trust the caller: sums and weights
 belong to one state, and a microbatch of another state starts anew.
@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.staging import Path, accumulate_grads, added_by_gemms
+from jax_fp8.core.state import no_amaxes
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
 
@@ -28,14 +29,14 @@ class PendingStep:
     """What the microbatches so far have left.
 
     `step` int32[]: of the state they belong to. `count` int32[]: how many there were. `loss` f32[] and `gradients` (float32, like the params): their
-    shares of the mean over all microbatches. `fp8`: the state with the maximum of their amaxes staged. `cache`: the weights in FP8, or {}.
+    shares of the mean over all microbatches. `amaxes` f32[rows]: the maximum of theirs. `cache`: the weights in FP8, or {}.
     """
 
     step: jax.Array
     count: jax.Array
     loss: jax.Array
     gradients: Any
-    fp8: Any
+    amaxes: jax.Array
     cache: Any
 
 
@@ -47,7 +48,7 @@ def begin(state: TrainState, recipe, cast: bool, gemms: Collection[Path] = ()) -
         cache = cast_weights(state.variables, recipe)
     elif cast:
         cache = cast_listed(state.params, recipe, gemms)
-    return PendingStep(state.step, jnp.int32(0), jnp.float32(0), zeros, state.fp8, cache)
+    return PendingStep(state.step, jnp.int32(0), jnp.float32(0), zeros, no_amaxes(state.fp8), cache)
 
 
 def add_microbatch(
@@ -59,12 +60,12 @@ def add_microbatch(
     gemms: Collection[Path] = (),
 ) -> PendingStep:
     """Run the loss of a microbatch forward and backward, and add its share; `gemms` as in `accumulate_grads`."""
-    own = {"fp8": pending.fp8, "fp8_cache": pending.cache}
-    variables = state.variables | {name: collection for name, collection in own.items() if collection}
+    variables = state.variables | ({"fp8_cache": pending.cache} if pending.cache else {})
     gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms)
-    loss, gradients, fp8 = gradient_fn(variables, pending.gradients, microbatch)
+    loss, gradients, amaxes = gradient_fn(variables, pending.gradients, microbatch)
     total = pending.loss + loss.astype(jnp.float32) / microbatches
-    return PendingStep(pending.step, pending.count + 1, total, gradients, fp8, pending.cache)
+    amaxes = jnp.maximum(pending.amaxes, amaxes)
+    return PendingStep(pending.step, pending.count + 1, total, gradients, amaxes, pending.cache)
 
 
 def begin_if_needed(
@@ -89,9 +90,9 @@ def begin_if_needed(
     cache, cleared = lax.cond(fresh, clear, lambda large: large, large)
     remaining = iter(cleared)
     sums = [next(remaining) if gemm else jnp.where(fresh, 0, total) for total, gemm in zip(sums, by_gemm, strict=True)]
-    count, loss = (jnp.where(fresh, jnp.zeros_like(x), x) for x in (pending.count, pending.loss))
-    fp8 = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), state.fp8, pending.fp8)
-    return PendingStep(state.step, count, loss, tree.unflatten(sums), fp8, cache)
+    small = pending.count, pending.loss, pending.amaxes
+    count, loss, amaxes = (jnp.where(fresh, jnp.zeros_like(x), x) for x in small)
+    return PendingStep(state.step, count, loss, tree.unflatten(sums), amaxes, cache)
 
 
 def is_complete(state: TrainState, pending: PendingStep, microbatches: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """One optimizer step as one jitted program with donated state: on a GPU, one CUDA graph.
 
     weights → FP8, once
-    batch → microbatches ─scan→ gradients (mean, float32), staged amaxes (max) → update_state, once → fp8, scales
+    batch → microbatches ─scan→ gradients (mean, float32), amaxes (max) → finish_step, once, in place → fp8, scales
                                    └→ optimizer, in place → params, opt_state, and the weight cache cast with these scales
 
 Donated buffers keep their addresses from step to step, so the graph is recorded once; nothing waits for the host.
@@ -20,8 +20,9 @@ from jax import lax
 from jax.core import Tracer
 
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe, check_recipe
-from jax_fp8.core.staging import Path, list_gemms, value_and_grad, warm_start_value_and_grad
-from jax_fp8.core.state import count_nonfinite, keep_known_rows, map_gemms, update_state
+from jax_fp8.core.staging import Path, list_gemms, value_grads_and_amaxes
+from jax_fp8.core.state import gemm_states, keep_known_rows, no_amaxes
+from jax_fp8.ops.update_state import finish_step
 from jax_fp8.train.capture import Lowering
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.train_state import TrainState
@@ -175,24 +176,25 @@ class _Programs:
         _check_state(state, self.recipe)
         state = _with_its_cache(state, self.recipe)
         if self.microbatches == 1:
-            loss, gradients, staged = value_and_grad(self.loss_fn)(state.variables, batch)
+            loss, gradients, amaxes = value_grads_and_amaxes(self.loss_fn)(state.variables, batch)
         else:
             pending = self._scan(state, batch)
-            loss, gradients, staged = pending.loss, pending.gradients, pending.fp8
-        return self._update(state, loss, gradients, staged)
+            loss, gradients, amaxes = pending.loss, pending.gradients, pending.amaxes
+        return self._update(state, loss, gradients, amaxes)
 
     def warm(self, state, batch):
         _check_state(state, self.recipe)
-        gradient_fn, staged = warm_start_value_and_grad(self.loss_fn), state.fp8
+        record = value_grads_and_amaxes(self.loss_fn, from_current=True)
         if self.microbatches == 1:
-            _, _, staged = gradient_fn(state.variables, batch)
+            _, _, amaxes = record(state.variables, batch)
         else:
 
-            def stage(fp8, microbatch):
-                return gradient_fn({**state.variables, "fp8": fp8}, microbatch)[2], None
+            def largest(amaxes, microbatch):
+                return jnp.maximum(amaxes, record(state.variables, microbatch)[2]), None
 
-            staged, _ = lax.scan(stage, state.fp8, split(batch, self.microbatches))
-        return state.replace(fp8=keep_known_rows(state.fp8, update_state(staged, self.recipe)))
+            amaxes, _ = lax.scan(largest, no_amaxes(state.fp8), split(batch, self.microbatches))
+        fp8, _ = finish_step(state.fp8, amaxes, self.recipe)
+        return state.replace(fp8=keep_known_rows(state.fp8, fp8))
 
     def start(self, state):
         _check_state(state, self.recipe)
@@ -208,7 +210,7 @@ class _Programs:
         complete = is_complete(state, pending, self.microbatches)
 
         def update(state):
-            return self._update(state, pending.loss, pending.gradients, pending.fp8)
+            return self._update(state, pending.loss, pending.gradients, pending.amaxes)
 
         def keep(state):
             metrics = {"loss": jnp.float32(jnp.nan), "nonfinite_amaxes": jnp.int32(0)}
@@ -234,11 +236,11 @@ class _Programs:
             return []
         return list_gemms(self.loss_fn, state.variables, jax.tree.map(lambda x: x[0], parts))
 
-    def _update(self, state, loss, gradients, staged):
-        """The end of a step: scales from the staged amaxes, params and the rest of the state from the gradients."""
+    def _update(self, state, loss, gradients, amaxes):
+        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients."""
         with jax.named_scope("fp8_state"):
-            fp8 = update_state(staged, self.recipe)
-            metrics = {"loss": loss, "nonfinite_amaxes": count_nonfinite(staged)}
+            fp8, nonfinite = finish_step(state.fp8, amaxes, self.recipe)
+        metrics = {"loss": loss, "nonfinite_amaxes": nonfinite}
         with jax.named_scope("optimizer"):
             casts = cast_requests(state.cache, state.params, fp8)
             request = {"in_place": InPlace(casts)} if self.in_place else {}
@@ -257,7 +259,7 @@ def _with_its_cache(state, recipe):
 
 
 def _check_state(state, recipe):
-    has_state = bool(map_gemms(dict, state.fp8))
+    has_state = bool(gemm_states(state.fp8))
     if has_state and not isinstance(recipe, DelayedScaling):
         raise ValueError(
             f"the state holds amax histories, but recipe={recipe!r} has none; pass the recipe the model was made with"

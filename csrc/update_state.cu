@@ -1,0 +1,145 @@
+// A block takes one row, and asks for all of a usual history before it waits for any of it.
+#include "device/fp8.cuh"
+#include "update_state.h"
+
+namespace jax_fp8 {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kPerThread = 4;
+constexpr int kChunk = kThreads * kPerThread;
+
+// ---- the table: which leaves a launch updates, in its parameters ---------------------------------------------------------
+
+constexpr int kParameterBytes = 32764;  // of a kernel
+constexpr int kTableLeaves = 512;
+
+struct StateTable {
+  int64_t first_row[kTableLeaves];  // ascending
+  StateLeaf leaves[kTableLeaves];
+  int leaf_count;
+  const float* recorded;  // of the first row in the table
+  uint32_t* nonfinite;
+  ScalingRule rule;
+};
+static_assert(sizeof(StateTable) <= kParameterBytes, "the leaves of a launch travel in its parameters");
+
+__device__ inline int slot_of(const StateTable& table, int64_t row) {
+  int low = 0, high = table.leaf_count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (table.first_row[middle] <= row ? low : high) = middle;
+  }
+  return low;
+}
+
+// ---- the kernel ----------------------------------------------------------------------------------------------------------
+
+// NaN is larger than everything, as for the reference.
+__device__ inline float larger_of(float a, float b) { return a > b || a != a ? a : b; }
+
+// Every thread of the block must arrive.
+__device__ inline float largest_of_block(float largest) {
+  __shared__ float of_warp[kWarps];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    largest = larger_of(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) largest = larger_of(largest, of_warp[warp]);
+  return largest;
+}
+
+__device__ inline float scale_of(float amax, int64_t row, const ScalingRule& rule) {
+  const AmaxRule amax_rule{.headroom = rule.headroom, .amax_epsilon = 0.0f, .power_2_scale = false};
+  const Fp8Type format = row % kGemmRows == kGemmRows - 1 ? rule.backward : rule.forward;
+  return format == Fp8Type::kE4M3 ? scale_from_amax<Fp8Type::kE4M3>(amax, amax_rule)
+                                  : scale_from_amax<Fp8Type::kE5M2>(amax, amax_rule);
+}
+
+__global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_constant__ StateTable table) {
+  const float infinity = __int_as_float(0x7F800000);
+  const int slot = slot_of(table, blockIdx.x);
+  const StateLeaf& leaf = table.leaves[slot];
+  const int64_t row = blockIdx.x - table.first_row[slot];
+  float* const history = leaf.history + row * leaf.length;
+
+  // All threads read slot 0, and the first barrier stands between this and its being cleared.
+  const float staged = larger_of(history[0], table.recorded[blockIdx.x]);
+  const bool ran = staged > 0.0f && staged < infinity;
+  float largest = staged;
+  for (int64_t start = 0; start < leaf.length; start += kChunk) {
+    const int64_t place = start + threadIdx.x;
+    float moved[kPerThread];  // each one place to the left
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int64_t from = place + i * kThreads + 1;
+      moved[i] = from < leaf.length ? history[from] : staged;
+    }
+    __syncthreads();  // what a thread writes, its neighbour has read
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int64_t to = place + i * kThreads;
+      if (to < leaf.length && (ran || to == 0)) history[to] = to == 0 ? 0.0f : moved[i];
+      largest = larger_of(largest, moved[i]);
+    }
+  }
+  const float amax = table.rule.most_recent ? staged : largest_of_block(largest);
+  if (threadIdx.x != 0) return;
+  if (ran) {
+    leaf.scale[row] = scale_of(amax, row, table.rule);
+  } else if (!(fabsf(staged) < infinity)) {
+    atomicAdd(table.nonfinite, 1u);
+  }
+}
+
+// ---- launching -----------------------------------------------------------------------------------------------------------
+
+// Collects leaves, and launches them when the table is full.
+class Launcher {
+ public:
+  Launcher(const UpdateStateArguments& arguments, cudaStream_t stream) : stream_(stream) {
+    table_.leaf_count = 0;
+    table_.recorded = arguments.recorded;
+    table_.nonfinite = arguments.nonfinite;
+    table_.rule = arguments.rule;
+  }
+
+  cudaError_t add(const StateLeaf& leaf) {
+    const int slot = table_.leaf_count++;
+    table_.first_row[slot] = rows_;
+    table_.leaves[slot] = leaf;
+    rows_ += leaf.rows;
+    return table_.leaf_count == kTableLeaves ? launch() : cudaSuccess;
+  }
+
+  cudaError_t launch() {
+    if (rows_ == 0) return cudaSuccess;
+    update_state_kernel<<<static_cast<unsigned>(rows_), kThreads, 0, stream_>>>(table_);
+    table_.recorded += rows_;
+    table_.leaf_count = 0;
+    rows_ = 0;
+    return cudaGetLastError();
+  }
+
+ private:
+  cudaStream_t stream_;
+  int64_t rows_ = 0;
+  StateTable table_;
+};
+
+}  // namespace
+
+cudaError_t launch_update_state(const UpdateStateArguments& arguments, cudaStream_t stream) {
+  cudaError_t status = cudaMemsetAsync(arguments.nonfinite, 0, sizeof(uint32_t), stream);
+  Launcher launcher(arguments, stream);
+  for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
+    if (arguments.leaves[i].rows != 0) status = launcher.add(arguments.leaves[i]);
+  }
+  return status == cudaSuccess ? launcher.launch() : status;
+}
+
+}  // namespace jax_fp8

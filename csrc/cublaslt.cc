@@ -58,6 +58,11 @@ const Library& library() {
   return *opened.load();
 }
 
+std::string version_name() {
+  const size_t version = library().version();  // major * 10000 + minor * 100 + patch
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100);
+}
+
 Status handle_of_current_device(Handle* handle) {
   static std::mutex mutex;
   static std::map<int, Handle>& handles = *new std::map<int, Handle>();

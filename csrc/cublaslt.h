@@ -82,6 +82,9 @@ struct Library {
 
 const Library& library();
 
+// "13.1.0". The library must have been found.
+std::string version_name();
+
 // The handle of the current device, made on first use and kept for the life of the process: destroying it at exit would
 // race with the driver's own shutdown.
 Status handle_of_current_device(Handle* handle);

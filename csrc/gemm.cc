@@ -17,6 +17,7 @@ struct GemmState {
 
   bool has_bias, has_c, fast_accumulation;
   float alpha;
+  int candidate;
   GemmPlans plans;
 };
 
@@ -91,6 +92,7 @@ GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
       .has_c = state.has_c,
       .fast_accumulation = state.fast_accumulation,
       .alpha = state.alpha,
+      .candidate = state.candidate,
   };
 }
 
@@ -128,12 +130,19 @@ GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, f
   return buffers;
 }
 
-ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha) {
+ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha,
+                                                      int32_t candidate) {
+  if (candidate < 0 || candidate >= kMaxCandidates) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(kOperation) + ": candidate must be from 0 to " +
+                                                       std::to_string(kMaxCandidates - 1) + ", got " +
+                                                       std::to_string(candidate)));
+  }
   auto state = std::make_unique<GemmState>();
   state->has_bias = has_bias;
   state->has_c = has_c;
   state->fast_accumulation = fast_accumulation;
   state->alpha = alpha;
+  state->candidate = candidate;
   return ffi::ErrorOr<std::unique_ptr<GemmState>>(std::move(state));
 }
 
@@ -164,7 +173,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<bool>("has_bias")
                            .Attr<bool>("has_c")
                            .Attr<bool>("fast_accumulation")
-                           .Attr<float>("alpha"),
+                           .Attr<float>("alpha")
+                           .Attr<int32_t>("candidate"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,

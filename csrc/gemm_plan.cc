@@ -1,5 +1,7 @@
 #include "gemm_plan.h"
 
+#include <array>
+
 namespace jax_fp8 {
 namespace {
 
@@ -66,8 +68,9 @@ struct Preference {
   }
 };
 
-// The one place that picks an algorithm. It takes the heuristic's first choice; a table of measured choices would go here.
-Failure choose_algorithm(cublaslt::Handle handle, const Description& description, uintptr_t alignment,
+// The one place that picks an algorithm: the candidate of this rank among those that the heuristic offers. It sorts them by the
+// time it expects, and always in the same order for one version of cuBLASLt and one kind of GPU.
+Failure choose_algorithm(cublaslt::Handle handle, const Description& description, uintptr_t alignment, int candidate,
                          cublaslt::Algorithm* algorithm) {
   Preference preference;
   Status status = library().preference_create(&preference.handle);
@@ -81,16 +84,27 @@ Failure choose_algorithm(cublaslt::Handle handle, const Description& description
     status = library().preference_set(preference.handle, attribute, &alignment_bytes, sizeof(uint32_t));
   }
   if (status != cublaslt::kSuccess) return failure_of("cublasLtMatmulPreferenceSetAttribute", status);
-  cublaslt::HeuristicResult result{};
+  std::array<cublaslt::HeuristicResult, kMaxCandidates> results{};
+  const int requested = candidate == 0 ? 1 : kMaxCandidates;
   int found = 0;
   status = library().heuristic(handle, description.operation, description.a, description.b, description.d, description.d,
-                               preference.handle, 1, &result, &found);
-  if (status != cublaslt::kSuccess || found == 0) {
+                               preference.handle, requested, results.data(), &found);
+  if (status != cublaslt::kSuccess) found = 0;
+  int offered = 0;
+  for (int rank = 0; rank < found; ++rank) {
+    if (results[rank].state != cublaslt::kSuccess) {
+      status = results[rank].state;
+    } else if (offered++ == candidate) {
+      *algorithm = results[rank].algorithm;
+      return "";
+    }
+  }
+  if (offered == 0) {
     return std::string("cuBLASLt has no algorithm for this product (") + library().status_name(status) +
            "); FP8 needs a GPU of compute capability 8.9 or newer";
   }
-  *algorithm = result.algorithm;
-  return "";
+  return "candidate must be one of the " + std::to_string(offered) + " algorithms that cuBLASLt " + cublaslt::version_name() +
+         " offers for this product, got rank " + std::to_string(candidate) + "; tune again on this machine";
 }
 
 Failure current_handle(cublaslt::Handle* handle) {
@@ -123,13 +137,16 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cudaGetErrorString(error);
 
+  const int candidate = alignment == kFullAlignment ? problem.candidate : 0;
   const Key key{device, alignment, problem.m, problem.n, problem.k, problem.a_type, problem.b_type, problem.d_type};
   cublaslt::Algorithm algorithm;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = algorithms_.find(key);
     if (found == algorithms_.end()) {
-      if (Failure failure = choose_algorithm(handle, description, alignment, &algorithm); !failure.empty()) return failure;
+      if (Failure failure = choose_algorithm(handle, description, alignment, candidate, &algorithm); !failure.empty()) {
+        return failure;
+      }
       found = algorithms_.emplace(key, algorithm).first;
     }
     algorithm = found->second;

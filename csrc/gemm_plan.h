@@ -18,6 +18,7 @@ namespace jax_fp8 {
 constexpr int64_t kWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hopper
 constexpr uintptr_t kMinAlignment = 16;        // of every matrix, or the tensor cores cannot load it
 constexpr uintptr_t kFullAlignment = 256;      // of XLA's own allocations; the heuristic has more to choose from
+constexpr int kMaxCandidates = 16;             // how much of the heuristic's list a call site may choose from
 
 // Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n].
 struct GemmProblem {
@@ -25,6 +26,7 @@ struct GemmProblem {
   cudaDataType_t a_type, b_type, d_type, bias_type;  // c has the type of d
   bool has_bias, has_c, fast_accumulation;
   float alpha;
+  int candidate;  // rank in the heuristic's list of algorithms, best guess first
 };
 
 struct GemmOperands {
@@ -35,8 +37,8 @@ struct GemmOperands {
 // Empty when all went well, else what failed.
 using Failure = std::string;
 
-// What one call site has been told by the heuristic. Bias, c, accumulation and alpha are attributes of the call site, so they
-// are not part of the key.
+// What one call site has been told by the heuristic. Bias, c, accumulation, alpha and candidate are attributes of the call site,
+// so they are not part of the key.
 class GemmPlans {
  public:
   // Before the first launch: cuBLASLt's handle, and the algorithm for matrices aligned as XLA allocates them.
@@ -47,7 +49,8 @@ class GemmPlans {
   bool prepared() const;
 
   // Enqueues the product. The algorithm is a lookup; only a less aligned address makes it ask the heuristic again, which is
-  // host work and legal under CUDA graph capture.
+  // host work and legal under CUDA graph capture. Candidates are ranked for full alignment: with less, the list is another one,
+  // and its first is taken.
   Failure enqueue(const GemmProblem& problem, const GemmOperands& operands, cudaStream_t stream);
 
  private:

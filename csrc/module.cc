@@ -52,11 +52,9 @@ std::string architectures() { return JAX_FP8_ARCHITECTURES; }
 
 // (version, reason): one of them is empty.
 std::pair<std::string, std::string> cublaslt_version() {
-  const cublaslt::Library& library = cublaslt::library();
-  if (!library.missing.empty()) return {"", library.missing};
-  const size_t version = library.version();  // major * 10000 + minor * 100 + patch
-  return {std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100),
-          ""};
+  const std::string& missing = cublaslt::library().missing;
+  if (!missing.empty()) return {"", missing};
+  return {cublaslt::version_name(), ""};
 }
 
 #else

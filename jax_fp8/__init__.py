@@ -14,12 +14,14 @@ from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.quantize import quantize
+from jax_fp8.ops.tuned_gemms import GemmTable, tuned_gemms
 from jax_fp8.ops.update_state import update_state
 from jax_fp8.train.capture import capture_report
 from jax_fp8.train.explain import explain
 from jax_fp8.train.fused_adam import fused_adam, fused_adamw
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
+from jax_fp8.train.tune import tune
 from jax_fp8.train.updates import InPlace, apply_updates
 from jax_fp8.train.weight_cache import cast_weights
 
@@ -36,6 +38,7 @@ __all__ = [
     "Format",
     "Fp8Array",
     "GPTConfig",
+    "GemmTable",
     "InPlace",
     "LayerNormDense",
     "LayerNormMLP",
@@ -52,6 +55,8 @@ __all__ = [
     "matmul",
     "next_token_loss",
     "quantize",
+    "tune",
+    "tuned_gemms",
     "update_state",
     "value_and_grad",
 ]

@@ -1,4 +1,4 @@
-"""`python -m jax_fp8 doctor`: what was found on this machine, what is missing, and what to do about it.
+"""`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it; `tune` measures its GEMMs.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.
@@ -9,15 +9,25 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_fp8 import CurrentScaling, Dense, value_and_grad
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.core.staging import value_and_grad
+from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
+from jax_fp8.nn.dense import Dense
 from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops.tuned_gemms import HEADINGS, default_path, this_gpu
+from jax_fp8.train.fused_adam import fused_adamw
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.train_step import make_train_step
+from jax_fp8.train.tune import tune
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling()}
 
 
 class Finding(NamedTuple):
@@ -120,6 +130,32 @@ def find_training() -> Finding:
     return Finding("training", found, "expected less than 10 %: please report this with the lines above", broken=True)
 
 
+def tune_preset(preset: str, batch: int, sequence: int | None, microbatches: int, recipe: str, again: bool) -> int:
+    """Tune the GEMMs of a GPT's training step on one device, and print what was found. Returns the exit code."""
+    device, cublaslt = this_gpu()
+    config = GPTConfig.preset(preset)
+    length = sequence or config.max_seq_len
+    if batch < 1 or microbatches < 1 or batch % microbatches or not 1 <= length <= config.max_seq_len:
+        raise ValueError(
+            f"a batch of sequences of at most {config.max_seq_len} tokens must split into microbatches, "
+            f"got {batch=}, sequence={length}, {microbatches=}; change one of them"
+        )
+    model, tx = GPT(config, recipe=RECIPES[recipe]), fused_adamw(1e-4)
+    tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+
+    def create(tokens):
+        return TrainState.create(variables=model.init(jax.random.key(0), tokens[:, :-1]), tx=tx)
+
+    step = make_train_step(next_token_loss(model), tx, RECIPES[recipe], microbatches)
+    path = default_path(device, cublaslt)
+    print(
+        f"{preset}, {batch} x {length} tokens, {microbatches} microbatches, {device}, cuBLASLt {cublaslt}\n\n{HEADINGS}"
+    )
+    table = tune(step, jax.eval_shape(create, tokens), tokens, again=again, report=lambda line: print(line, flush=True))
+    print(f"\n{len(table.choices)} GEMMs are in {path}; use them by `with fp8.tuned_gemms(fp8.GemmTable.load()):`")
+    return 0
+
+
 class _Parser(argparse.ArgumentParser):
     """Complains in one sentence, without a page of usage."""
 
@@ -131,5 +167,18 @@ def main(argv: list[str]) -> int:
     parser = _Parser(prog="python -m jax_fp8", description="FP8 training of Transformers in JAX.")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("doctor", help="what was found on this machine, what is missing, and what to do about it")
-    parser.parse_args(argv)
-    return doctor()
+    tuner = commands.add_parser("tune", help="measure cuBLASLt's algorithms for the FP8 GEMMs of a GPT on this GPU")
+    tuner.add_argument("--preset", choices=PRESETS, required=True, help="the model")
+    tuner.add_argument("--batch", type=int, default=8, help="sequences that one GPU gets a step")
+    tuner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
+    tuner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
+    tuner.add_argument("--recipe", choices=RECIPES, default="delayed", help="of the FP8 layers")
+    tuner.add_argument("--again", action="store_true", help="measure also what is known")
+    options = vars(parser.parse_args(argv))
+    if options.pop("command") == "doctor":
+        return doctor()
+    try:
+        return tune_preset(**options)
+    except ValueError as error:
+        print(f"{tuner.prog}: {error}", file=sys.stderr)
+        return 1

@@ -1,4 +1,4 @@
-"""`python -m jax_fp8`: the diagnosis, its exit codes, and one sentence for what does not exist."""
+"""`python -m jax_fp8`: the diagnosis, the tuner, their exit codes, and one sentence for what does not exist."""
 
 import subprocess
 import sys
@@ -7,7 +7,9 @@ import jax
 import pytest
 
 from jax_fp8 import CurrentScaling, cli
-from jax_fp8.ops import kernels
+from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops.tuned_gemms import GemmTable
+from jax_fp8.train import tune
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,60 @@ def test_a_wrong_gradient_is_broken(monkeypatch):
     assert cli.find_training().broken
 
 
-@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"]])
+def test_tuning_without_a_gpu_is_one_sentence(capsys):
+    assert cli.main(["tune", "--preset", "gpt3-1.3b"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert "tuned on the GPU that will run them, got platform 'cpu'" in printed.err
+
+
+class FakeTuner:
+    """Knows every GEMM's best, without measuring."""
+
+    def __init__(self, problem, here):
+        self.problem = problem
+
+    def error(self, candidate):
+        return 0.5
+
+    def seconds(self, candidate):
+        return 1e-4 * (0.8 if candidate == 3 else 1)
+
+
+@pytest.fixture
+def on_a_gpu_of_ones_own(monkeypatch, tmp_path):
+    """A machine whose GEMMs need no measuring."""
+    jax.clear_caches()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+    monkeypatch.setattr(tune, "GemmBench", FakeTuner)
+    for module in (cli, tune):
+        monkeypatch.setattr(module, "this_gpu", lambda: ("NVIDIA H200", "13.1.0"))
+    yield tmp_path / "jax_fp8/gemm/NVIDIA_H200-cublaslt-13.1.0.json"
+    jax.clear_caches()
+
+
+def test_tuning_a_preset(on_a_gpu_of_ones_own, capsys):
+    for _ in range(2):  # the second finds all in the file, and shows it
+        assert cli.main(["tune", "--preset", "tiny", "--batch", "4", "--microbatches", "2"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("25.0%") == 12 and str(on_a_gpu_of_ones_own) in printed
+    problems = [problem for problem, _ in GemmTable.load(on_a_gpu_of_ones_own).choices]
+    width, tokens = 128, 2 * 128
+    assert len(problems) == 12  # fprop, dgrad and wgrad of qkv, attention output, MLP up, MLP down
+    assert {p.n for p in problems if p.m == tokens and p.has_bias} == {3 * width, width, 4 * width}
+    assert all(p.k == tokens and p.has_c for p in problems if p.dtype == "float32")
+
+
+def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsys):
+    for argv in (["--microbatches", "3"], ["--sequence", "129"], ["--batch", "0"]):
+        assert cli.main(["tune", "--preset", "tiny", *argv]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == "" and "must split into microbatches" in printed.err
+    assert not on_a_gpu_of_ones_own.exists()
+
+
+@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"]])
 def test_what_does_not_exist_is_one_sentence(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
@@ -87,4 +142,4 @@ def test_what_does_not_exist_is_one_sentence(argv, capsys):
 
 def test_the_package_is_a_command():
     finished = subprocess.run([sys.executable, "-m", "jax_fp8", "--help"], capture_output=True, text=True, check=True)
-    assert "doctor" in finished.stdout
+    assert "doctor" in finished.stdout and "tune" in finished.stdout

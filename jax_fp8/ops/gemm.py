@@ -2,7 +2,7 @@
 
 cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants. `accumulation="fast"` adds in the
 tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it goes. The reference multiplies exactly what the FP8
-values say and accumulates in float32.
+values say and accumulates in float32. Which of cuBLASLt's algorithms runs is told by `ops/tuned_gemms.py`.
 """
 
 from functools import partial
@@ -15,6 +15,7 @@ from jax import lax
 from jax_fp8.core.formats import E5M2
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.ops.dispatch import Split, dispatch, split_axes
+from jax_fp8.ops.tuned_gemms import GemmProblem, GemmTable, table_in_use
 
 TARGET = "jax_fp8_gemm"
 REFERENCE_SCOPE = "jax_fp8_gemm_reference"
@@ -28,6 +29,7 @@ def matmul(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     bias: jax.Array | None = None,
     c: jax.Array | None = None,
+    c_in_place: bool = True,
     alpha: float = 1.0,
     accumulation: str = "fast",
 ) -> jax.Array:
@@ -37,7 +39,8 @@ def matmul(
       a, b: FP8 matrices; E5M2 by E5M2 does not exist on the hardware and is refused.
       dtype: of the result: bfloat16, float16 or float32.
       bias: (n,), added to every row.
-      c: (m, n), added to the product: a residual, or an accumulator, updated in place when it is donated or dead.
+      c: (m, n), added to the product: an accumulator or a residual.
+      c_in_place: write the result over `c`, right for one that is donated or dead; else it is copied first. False for one that is used again.
       alpha: multiplies the product, float32; a Python number.
       accumulation: "fast" or "split".
 
@@ -52,26 +55,40 @@ def matmul(
     if c is not None:
         operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
     settings = {"dtype": dtype, "has_bias": bias is not None, "has_c": c is not None, "alpha": np.float32(alpha)}
-    kernel = partial(_kernel, **settings, fast_accumulation=accumulation == "fast")
+    # The table is read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
+    how = {"accumulation": accumulation, "c_in_place": c_in_place, "table": table_in_use()}
+    kernel = partial(_kernel, **settings, **how)
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
     return d
 
 
-def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, alpha, fast_accumulation):
-    attributes = {"alpha": alpha, "fast_accumulation": fast_accumulation}
-    shape = (a.shape[0], b.shape[0])
+def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, **how):
     axes = split_axes(split, "k")
     if axes:  # partial products: sum them in float32, then add once
-        d = _call(a, b, a_scale, b_scale, shape, jnp.float32, **attributes, has_bias=False, has_c=False)
+        d = _call(a, b, a_scale, b_scale, dtype=jnp.dtype(jnp.float32), has_bias=False, has_c=False, **how)
         return (_add(lax.psum(d, axes), addends).astype(dtype),)
-    return (_call(a, b, a_scale, b_scale, shape, dtype, *addends, **attributes, has_bias=has_bias, has_c=has_c),)
+    return (_call(a, b, a_scale, b_scale, *addends, dtype=dtype, has_bias=has_bias, has_c=has_c, **how),)
 
 
-def _call(a, b, a_scale, b_scale, shape, dtype, *addends, **attributes):
-    results = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    operands = (a, b, a_scale, b_scale, *addends)
-    in_place = {len(operands) - 1: 0} if attributes["has_c"] else None
-    d, _ = jax.ffi.ffi_call(TARGET, results, input_output_aliases=in_place)(*operands, **attributes)
+def _call(
+    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, table: GemmTable | None
+) -> jax.Array:
+    (m, k), n = a.shape, b.shape[0]
+    problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, accumulation)
+    operands = (a, b, *others)
+    call = jax.ffi.ffi_call(
+        TARGET,
+        (jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)),
+        input_output_aliases={len(operands) - 1: 0} if has_c and c_in_place else None,
+    )
+    d, _ = call(
+        *operands,
+        has_bias=has_bias,
+        has_c=has_c,
+        fast_accumulation=accumulation == "fast",
+        alpha=alpha,
+        candidate=np.int32(table.candidate(problem) if table is not None else 0),
+    )
     return d
 
 

@@ -52,7 +52,7 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
       strict: raise a ValueError that names the products that are not in FP8 though FP8 is meant for them: those of layers with
         recipe=None and those made outside jax_fp8. Attention scores and a head in bfloat16 are as they should be.
     """
-    gemms = Explanation(_gemms(jax.make_jaxpr(fn)(*args).jaxpr, scope="", count=1))
+    gemms = Explanation(_gemm(*product) for product in products(jax.make_jaxpr(fn)(*args).jaxpr))
     unquantized = [gemm for gemm in gemms if not gemm.is_fp8 and not gemm.by_design]
     if strict and unquantized:
         raise ValueError(
@@ -62,17 +62,21 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
     return gemms
 
 
-def _gemms(jaxpr, scope: str, count: int) -> Iterator[Gemm]:
+def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any, str, int]]:
+    """The equations of a jaxpr that multiply matrices as it would run on CUDA, with their scope and how often a call executes them."""
     for equation in jaxpr.eqns:
         path = _path(scope, str(equation.source_info.name_stack))
-        if equation.primitive.name == "ffi_call" and equation.params["target_name"] == TARGET:
-            yield _fp8_gemm(equation, path, count)
-        elif equation.primitive.name == "dot_general":
-            yield _dot(equation, path, count)
+        if is_fp8_gemm(equation) or equation.primitive.name == "dot_general":
+            yield equation, path, count
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
             for inner in _inner_jaxprs(equation):
-                yield from _gemms(inner, path, count * times)
+                yield from products(inner, path, count * times)
+
+
+def is_fp8_gemm(equation: Any) -> bool:
+    """Whether an equation of a jaxpr is the library's custom call."""
+    return equation.primitive.name == "ffi_call" and equation.params["target_name"] == TARGET
 
 
 def _path(scope, name_stack):
@@ -93,6 +97,10 @@ def _inner_jaxprs(equation):
 
 def _open(jaxpr):
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _gemm(equation, path, count):
+    return _fp8_gemm(equation, path, count) if is_fp8_gemm(equation) else _dot(equation, path, count)
 
 
 def _fp8_gemm(equation, path, count):

@@ -8,6 +8,8 @@ line per timing and per group of checks, and with exit code 1 when anything is w
 """
 
 import argparse
+import functools
+import itertools
 import json
 import statistics
 import sys
@@ -30,6 +32,8 @@ SHAPES = ((1, 1), (1, 16), (16, 1), (15, 17), (16, 16), (128, 128), (129, 127), 
 SHAPES += ((2048, 8192), (3, 65537), (65537, 3), (0, 16), (16, 0), (80, 48), (64, 16), (16, 4096), (4096, 16))
 GEMM_SHAPES = ((16, 16, 16), (32, 48, 64), (17, 32, 48), (1, 16, 16), (0, 16, 16))  # m, n, k
 GEMM_SHAPES += ((1000, 144, 272), (4096, 512, 1024), (208, 1040, 4112))
+CANDIDATE_SHAPES = ((16, 16, 16), (1024, 768, 512), (2048, 512, 4096))
+CANDIDATES = 16
 WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
 AMAX = SCALE = jax.ShapeDtypeStruct((), jnp.float32)
 SCALAR = np.float32
@@ -130,7 +134,9 @@ def amax(x):
     return jax.ffi.ffi_call("jax_fp8_amax", AMAX)(x)
 
 
-def gemm(a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, fast=True, alpha=1, in_place=True):
+def gemm(
+    a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, fast=True, alpha=1, in_place=True, candidate=0
+):
     operands = (a, b, a_scale, b_scale, *addends)
     call = jax.ffi.ffi_call(
         "jax_fp8_gemm",
@@ -138,7 +144,7 @@ def gemm(a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, f
         input_output_aliases={len(operands) - 1: 0} if has_c and in_place else None,
     )
     flags = {"has_bias": has_bias, "has_c": has_c, "fast_accumulation": fast}
-    return call(*operands, **flags, alpha=np.float32(alpha))[0]
+    return call(*operands, **flags, alpha=np.float32(alpha), candidate=np.int32(candidate))[0]
 
 
 def twice_over_poison(function, *args):
@@ -358,6 +364,33 @@ def check_gemm_alpha(report: Report):
             report.expect("gemm alpha", not np.array_equal(got, plain), f"{alpha=} does nothing")
 
 
+def check_gemm_candidates(report: Report):
+    """Every algorithm that cuBLASLt offers is right, run after run; a rank past the list is refused, and so are all after it."""
+    random = np.random.default_rng(6)
+    kinds = (((E4M3, E4M3), jnp.bfloat16, True, False, True), ((E4M3, E5M2), jnp.float32, False, True, False))
+    for shape, (types, d_dtype, has_bias, has_c, fast) in itertools.product(CANDIDATE_SHAPES, kinds):
+        inputs = gemm_inputs(random, *shape, types, d_dtype, has_bias, has_c)
+        settings = {"dtype": d_dtype, "has_bias": has_bias, "has_c": has_c, "fast": fast, "in_place": False}
+        offered = CANDIDATES
+        for candidate in range(CANDIDATES):
+            label = f"{shape} -> {jnp.dtype(d_dtype).name}, candidate {candidate}"
+            run = jax.jit(functools.partial(gemm, **settings, candidate=candidate))
+            try:
+                first, second = twice_over_poison(run, *inputs)
+            except jax.errors.JaxRuntimeError as error:
+                offered = min(offered, candidate)
+                wanted = f"candidate must be one of the {offered} algorithms that cuBLASLt"
+                told = wanted in str(error) and f"got rank {candidate}; tune again" in str(error)
+                report.expect("gemm candidates", told and candidate > 0, f"{label}: {str(error).splitlines()[0]}")
+                continue
+            report.bits("gemm candidates", first, second, label)
+            report.expect("gemm candidates", offered == CANDIDATES, f"{label} runs, though {offered} was past the list")
+            error, magnitude, rounded = gemm_errors(first, *inputs)
+            within = bool((error <= OUTPUT[d_dtype] * rounded + ACCUMULATION[fast] * magnitude).all())
+            report.expect("gemm candidates", within, f"{label} is wrong")
+        print(f"{shape} -> {jnp.dtype(d_dtype).name}: {offered} candidates", flush=True)
+
+
 def check_gemm_in_place(report: Report):
     """c donated and aliased is updated where it lies, and right, as c kept is."""
     random = np.random.default_rng(2)
@@ -394,6 +427,7 @@ def check_refusals(report: Report):
 
     def product(d=(32, 48), dtype=jnp.bfloat16, workspace=WORKSPACE, **flags):
         flags = {"has_bias": False, "has_c": False, "fast_accumulation": True, "alpha": np.float32(1)} | flags
+        flags = {"candidate": np.int32(0)} | flags
         return raw("jax_fp8_gemm", (jax.ShapeDtypeStruct(d, dtype), workspace), **flags)
 
     transposed = jax.ShapeDtypeStruct((64, 32), E5M2)
@@ -427,6 +461,8 @@ def check_refusals(report: Report):
         (product(has_bias=True), (a, b, one, one, jnp.ones(32, jnp.bfloat16)), "bias must have shape [48]"),
         (product(has_c=True), (a, b, one, one, jnp.ones((32, 48))), "c must be bfloat16"),
         (product(), (a, b, one, one, jnp.ones(48, jnp.bfloat16)), "5 arguments"),
+        (product(candidate=np.int32(CANDIDATES)), (a, b, one, one), "candidate must be from 0 to 15, got 16"),
+        (product(candidate=np.int32(-1)), (a, b, one, one), "candidate must be from 0 to 15, got -1"),
     ]
     for call, args, fragment in cases:
         try:
@@ -562,7 +598,7 @@ def show(report: Report):
 
 
 CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_alpha]
-CHECKS += [check_gemm_in_place]
+CHECKS += [check_gemm_in_place, check_gemm_candidates]
 CHECKS += [check_graphs, check_refusals]
 
 

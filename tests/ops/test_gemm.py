@@ -1,5 +1,6 @@
 """The FP8 product against a float64 oracle; exactly, where the numbers are small integers and every sum is one too."""
 
+import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +10,10 @@ from reference import assert_close, assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.ops import dispatch, kernels
 from jax_fp8.ops.gemm import matmul
 
+REASON = h200.missing_reason() or kernels.missing_reason()
 OPERANDS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 SHAPES = [(16, 16, 16), (1, 32, 48), (35, 64, 16)]  # m, k, n; m is free
 
@@ -108,6 +111,41 @@ def test_a_donated_accumulator():
     accumulate = jax.jit(lambda c, a, b: matmul(a, b, dtype=jnp.float32, c=c, accumulation="split"), donate_argnums=0)
     total = accumulate(accumulate(jnp.zeros((16, 16)), a, b), a, b)
     assert_same_bits(total, (2 * oracle(a, b)).astype(np.float32))
+
+
+@pytest.mark.parametrize("c_in_place", [True, False])
+def test_an_addend_that_stays(c_in_place, monkeypatch):
+    """A residual that is used again is written over only by request; the numbers are the same."""
+    a, b = integers(0, (16, 32), E4M3), integers(1, (16, 32), E4M3)
+    c = jnp.arange(256.0).reshape(16, 16)
+
+    def add_twice(a, b, c):
+        return matmul(a, b, dtype=jnp.float32, c=c, c_in_place=c_in_place) + c
+
+    assert_same_bits(jax.jit(add_twice)(a, b, c), oracle(a, b, c=2 * c).astype(np.float32))
+    jax.clear_caches()
+    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+    text = jax.jit(add_twice).trace(a, b, c).lower(lowering_platforms=("cuda",)).as_text()
+    jax.clear_caches()
+    assert "has_c = true" in text and ("output_operand_alias" in text) == c_in_place
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("c_in_place", [True, False])
+def test_an_addend_is_copied_where_it_should_stay_and_not_where_it_is_donated(c_in_place):
+    def add(a, b, c):
+        return matmul(Fp8Array(a, jnp.float32(1)), Fp8Array(b, jnp.float32(1)), c=c, c_in_place=c_in_place)
+
+    a, b = jax.ShapeDtypeStruct((256, 64), E4M3), jax.ShapeDtypeStruct((512, 64), E4M3)
+    c = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+    on = h200.on_one_device()
+    kept = h200.compile(jax.jit(add), *h200.shapes((a, b, c), on))
+    donated = h200.compile(jax.jit(add, donate_argnums=2), *h200.shapes((a, b, c), on))
+    # Each is free where it belongs, and a copy where the other does.
+    copied = kept if c_in_place else donated
+    assert [copy.results[0].bytes for copy in copied.copies] == [2 * 256 * 512]
+    assert len(kept.copies + donated.copies) == 1
+    assert kept.custom_calls["jax_fp8_gemm"] == donated.custom_calls["jax_fp8_gemm"] == 1
 
 
 def test_the_result_is_bfloat16_unless_asked():

@@ -1,0 +1,103 @@
+// csrc/gemm_plan.cc over a cuBLASLt that is made up: which algorithm a product takes, and what is said when there is none.
+//
+//     gemm_plan_check <candidate> <offered> <unsound> <address>
+//
+// The heuristic offers `offered` algorithms, that of rank `unsound` (-1: none) in vain; all operands lie at `address`. Prints a line for the
+// failure, and one for: how many were requested, which was run (for full alignment 100 + rank, else 200 + rank; -1 for none), how often the
+// heuristic was asked once prepared, and whether c and d were two addresses.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+
+#include "gemm_plan.h"
+
+extern "C" cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+extern "C" const char* cudaGetErrorString(cudaError_t) { return "an error"; }
+
+namespace jax_fp8::cublaslt {
+namespace {
+
+constexpr Status kNotSupported = 15;
+int offered, unsound, requested, asked, ran = -1;
+uint32_t alignment;
+bool apart;
+
+Library made_up() {
+  Library library{};
+  library.status_name = [](Status status) { return status == kSuccess ? "SUCCESS" : "NOT_SUPPORTED"; };
+  library.desc_create = [](MatmulDesc*, ComputeType, cudaDataType_t) { return kSuccess; };
+  library.desc_destroy = [](MatmulDesc) { return kSuccess; };
+  library.desc_set = [](MatmulDesc, MatmulAttribute, const void*, size_t) { return kSuccess; };
+  library.layout_create = [](MatrixLayout*, cudaDataType_t, uint64_t, uint64_t, int64_t) { return kSuccess; };
+  library.layout_destroy = [](MatrixLayout) { return kSuccess; };
+  library.preference_create = [](Preference*) { return kSuccess; };
+  library.preference_destroy = [](Preference) { return kSuccess; };
+  library.preference_set = [](Preference, PreferenceAttribute attribute, const void* value, size_t size) {
+    if (attribute == kMinAlignmentA) std::memcpy(&alignment, value, size);
+    return kSuccess;
+  };
+  library.heuristic = [](Handle, MatmulDesc, MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout, Preference, int wanted,
+                         HeuristicResult* results, int* found) {
+    ++asked;
+    requested = wanted;
+    *found = std::min(wanted, offered);
+    for (int rank = 0; rank < *found; ++rank) {
+      results[rank].algorithm.data[0] = (alignment == kFullAlignment ? 100 : 200) + rank;
+      results[rank].state = rank == unsound ? kNotSupported : kSuccess;
+    }
+    return *found > 0 ? kSuccess : kNotSupported;
+  };
+  library.matmul = [](Handle, MatmulDesc, const void*, const void*, MatrixLayout, const void*, MatrixLayout, const void*,
+                      const void* c, MatrixLayout, void* d, MatrixLayout, const Algorithm* algorithm, void*, size_t,
+                      cudaStream_t) {
+    ran = static_cast<int>(algorithm->data[0]);
+    apart = c != d;
+    return kSuccess;
+  };
+  return library;
+}
+
+}  // namespace
+
+const Library& library() {
+  static const Library library = made_up();
+  return library;
+}
+std::string version_name() { return "13.1.0"; }
+Status handle_of_current_device(Handle*) { return kSuccess; }
+
+}  // namespace jax_fp8::cublaslt
+
+int main(int, char** arguments) {
+  using namespace jax_fp8;
+  cublaslt::offered = std::atoi(arguments[2]);
+  cublaslt::unsound = std::atoi(arguments[3]);
+  void* const at = reinterpret_cast<void*>(std::atoll(arguments[4]));
+  void* const elsewhere = reinterpret_cast<void*>(std::atoll(arguments[4]) + (1 << 20));
+  const GemmProblem problem{.m = 16,
+                            .n = 16,
+                            .k = 16,
+                            .a_type = CUDA_R_8F_E4M3,
+                            .b_type = CUDA_R_8F_E4M3,
+                            .d_type = CUDA_R_32F,
+                            .bias_type = CUDA_R_16BF,
+                            .has_bias = false,
+                            .has_c = true,
+                            .fast_accumulation = true,
+                            .alpha = 1,
+                            .candidate = std::atoi(arguments[1])};
+  const GemmOperands operands{
+      .a = at, .b = at, .a_scale = at, .b_scale = at, .bias = nullptr, .c = elsewhere, .d = at, .workspace = at};
+  GemmPlans plans;
+  Failure failure = plans.prepare(problem, operands);
+  if (failure.empty()) {
+    cublaslt::asked = 0;
+    failure = plans.enqueue(problem, operands, nullptr);
+  }
+  std::cout << failure << "\n"
+            << cublaslt::requested << " " << cublaslt::ran << " " << cublaslt::asked << " " << cublaslt::apart << "\n";
+}

@@ -29,6 +29,8 @@ SOURCES := jax_fp8 tests examples benchmarks csrc
 comma := ,
 CUDA := $(if $(GPU),$(comma)cuda)
 TARGET := $(if $(GPU),CUDA,for the CPU)
+# Without a GPU the kernels are compiled for one architecture, the one that tests compile programs for: nothing runs them.
+ONE_ARCHITECTURE := $(if $(GPU),,--config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTURES=90a-real)
 BUILD_INPUTS := pyproject.toml $(wildcard csrc/*.* csrc/device/*.*)
 GPU_COMPILER := import jax; print(*("jax-cuda13-" + part + "==" + jax.__version__ for part in ("plugin", "pjrt")))
 NO_PYTHON := needs Python 3.11 or newer with venv and headers (on Debian or Ubuntu: python3-venv and python3-dev); \
@@ -55,7 +57,7 @@ clean:
 
 # The compiler for GPUs is only on the tests' path: where no GPU is, jax would complain about it in every other program.
 define run_tests
-	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n auto --maxprocesses 4 $(2)
+	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n auto --maxprocesses 4 --durations 15 --durations-min 10 $(2)
 
 endef
 
@@ -70,12 +72,12 @@ $(1)/.made:
 
 $(1)/.train: $(1)/.made $(BUILD_INPUTS)
 	@echo "installing jax_fp8 into $(1) (Python $(3), $(TARGET)): the first time takes minutes"
-	$(1)/bin/python -m pip install --quiet --editable ".[train$(CUDA)]" "$(JAX)"
+	$(1)/bin/python -m pip install --quiet --editable ".[train$(CUDA)]" "$(JAX)" $(ONE_ARCHITECTURE)
 	@touch $$@
 
 $(1)/.test: $(1)/.made $(BUILD_INPUTS)
 	@echo "installing jax_fp8 and what its tests need into $(1) (Python $(3), $(TARGET)): the first time takes minutes"
-	$(1)/bin/python -m pip install --quiet --editable ".[test$(CUDA)]" "$(JAX)"
+	$(1)/bin/python -m pip install --quiet --editable ".[test$(CUDA)]" "$(JAX)" $(ONE_ARCHITECTURE)
 	$(if $(GPU),,$(1)/bin/python -c '$(GPU_COMPILER)' | xargs $(1)/bin/python -m pip install --quiet --no-deps --upgrade --target $(1)/gpu-compiler)
 	@touch $(1)/.train $$@
 endef

@@ -1,6 +1,6 @@
 """One training step of a GPT: plain bfloat16, Flax's own FP8, and jax_fp8, side by side.
 
-    python benchmarks/gpt_step.py                              # both shapes, all variants: about 8 minutes on one H200
+    python benchmarks/gpt_step.py                              # both shapes, five variants: about 8 minutes on one H200
     python benchmarks/gpt_step.py --shapes 1.3b --variants bf16 delayed --profile
     python benchmarks/gpt_step.py --self-test                  # a tiny model on any machine; its times mean nothing
 
@@ -23,55 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import kernel_profile
-import optax
 import tables
-from plain_gpt import PlainGPT, make_plain_step, plain_loss
-
-import jax_fp8 as fp8
+from variants import COMMON_VARIANTS, SHAPES, VARIANTS, Shape, build, gemms_of
 
 HERE = pathlib.Path(__file__).resolve()
 MEMORY_FRACTION = "0.92"
 WARMUP_STEPS = 4
 PROFILED_STEPS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A GPT and the batch of one microbatch; a step of N microbatches trains on N times `batch_size` sequences."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    batch_size: int
-    seq_len: int = 2048
-    vocab_size: int = 50_304
-
-    def flops(self, num_params: int, tokens: int) -> float:
-        """Model FLOPs of forward and backward: 6 a parameter and token, and causal attention (half of the square)."""
-        return tokens * (6 * num_params + 6 * self.num_layers * self.hidden_size * self.seq_len)
-
-
-SHAPES = {
-    "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
-    "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
-    "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
-}
-
-PLAIN_DOTS = {"bf16": None, "flax_direct": nn.Fp8DirectDotGeneralOp}
-RECIPES = {"ours_bf16": None, "delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling()}
-VARIANTS = {
-    "bf16": "plain Flax, bfloat16",
-    "flax_direct": "plain Flax, `Fp8DirectDotGeneralOp`",
-    "ours_bf16": "jax_fp8, `recipe=None`",
-    "delayed": "jax_fp8, `DelayedScaling`",
-    "current": "jax_fp8, `CurrentScaling`",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,40 +50,17 @@ class Job:
 # --- in the fresh process -------------------------------------------------------------------------------------------
 
 
-def build(job: Job, tokens: jax.Array) -> tuple[Callable, object, int]:
-    """`(step, state, number of parameters)` of one variant; `step(state, tokens)` gives `(state, {"loss"})`."""
-    shape = job.shape
-    sizes = {
-        "vocab_size": shape.vocab_size,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "hidden_size": shape.hidden_size,
-        "max_seq_len": shape.seq_len,
-    }
-    plain = job.variant in PLAIN_DOTS
-    if plain:
-        model = PlainGPT(**sizes, dot_general_cls=PLAIN_DOTS[job.variant])
-        tx = optax.adamw(1e-4, weight_decay=0.1)
-    else:
-        model = fp8.GPT(fp8.GPTConfig(**sizes), recipe=RECIPES[job.variant])
-        tx = fp8.fused_adamw(1e-4, weight_decay=0.1)
-    variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
-    if plain:
-        state = (dict(variables), tx.init(variables["params"]))
-        return make_plain_step(plain_loss(model), tx, job.microbatches), state, num_params
-    state = fp8.TrainState.create(variables=variables, tx=tx)
-    recipe = RECIPES[job.variant]
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=job.microbatches)
-    return step, state, num_params
-
-
 def measure(job: Job) -> dict:
     """Run one job in this process."""
+    with gemms_of(job.variant):
+        return _measure(job)
+
+
+def _measure(job: Job) -> dict:
     shape = job.shape
     batch = shape.batch_size * job.microbatches
     tokens = jax.random.randint(jax.random.key(0), (batch, shape.seq_len + 1), 0, shape.vocab_size, jnp.int32)
-    step, state, num_params = build(job, tokens)
+    step, state, num_params = build(job.variant, shape, job.microbatches, tokens)
     hlo_text = step.lower(state, tokens).compile().as_text() if job.profile else ""
 
     losses = []
@@ -273,7 +212,7 @@ def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=COMMON_VARIANTS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "4096"])
     parser.add_argument("--layers", type=int, help="override the number of layers of every shape")
     parser.add_argument("--microbatches", type=int, default=1, help="of the shape's batch size each")

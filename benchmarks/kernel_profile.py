@@ -29,8 +29,9 @@ CATEGORIES = (FP8_GEMM, BF16_GEMM, ATTENTION, QUANTIZE, FUSIONS, LOSS, OPTIMIZER
 
 _COPY = re.compile(r"memcpy|memset|^(wrapped_)?copy", re.I)
 _ATTENTION = re.compile(r"sdpa|fmha|flash|attention", re.I)
-_OURS = re.compile(r"quantize|amax|fp8_cast", re.I)
-_OUR_ADAM = re.compile(r"adam", re.I)
+_OUR_NORMS = re.compile(r"jax_fp8::norm|Activated<|column_sums")  # with the cast in the same kernel; bias gradients
+_OUR_CASTS = re.compile(r"quantize|amax|fp8_cast", re.I)
+_OUR_OPTIMIZER = re.compile(r"adam|update_state", re.I)
 _GEMM = re.compile(r"gemm|nvjet|xmma|cutlass|cublas", re.I)
 # nvjet_sm90_<types>_<tile>...: three letters (tst) for one operand type, five (qqtst, qqsss) for FP8's A B C compute D.
 _FP8_GEMM = re.compile(r"e4m3|e5m2|f8|fp8|nvjet_(sm\d+_)?[a-z]{5}_", re.I)
@@ -176,9 +177,11 @@ def categorize(name: str, instruction: Instruction | None) -> str:
     if _GEMM.search(name):
         fp8 = _FP8_GEMM.search(name) or (instruction is not None and instruction.reads_fp8)
         return FP8_GEMM if fp8 else BF16_GEMM
-    if _OURS.search(name):
+    if _OUR_NORMS.search(name):
+        return FUSIONS
+    if _OUR_CASTS.search(name):
         return QUANTIZE
-    if _OUR_ADAM.search(name):
+    if _OUR_OPTIMIZER.search(name):
         return OPTIMIZER
     if instruction is not None:
         return _categorize_instruction(name, instruction)

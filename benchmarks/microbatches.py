@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tables
-from gpt_step import SHAPES, Shape
+from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS, TrainStep

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tables
-from gpt_step import SHAPES, Shape
 from jax.tree_util import keystr, tree_leaves_with_path
+from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
 from jax_fp8.core.cached_weight import CachedWeight

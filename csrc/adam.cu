@@ -3,6 +3,7 @@
 #include "device/adam.cuh"
 #include "device/reduce.cuh"
 #include "device/tile.cuh"
+#include "launch.h"
 
 namespace jax_fp8 {
 namespace {
@@ -195,8 +196,6 @@ const Kernel& kernel_of(const AdamLeaf& leaf) {
   while (!kernel->takes(leaf)) ++kernel;
   return *kernel;
 }
-
-int64_t divide_up(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 int64_t blocks_of(const AdamLeaf& leaf) {
   if (leaf.values_t == nullptr) return divide_up(leaf.rows * leaf.cols, kChunk);

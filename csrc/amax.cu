@@ -3,6 +3,7 @@
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "device/vector.cuh"
+#include "launch.h"
 
 namespace jax_fp8 {
 namespace {
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x,
     float elements[kVectorsPerThread<T>][kVectorWidth];
 #pragma unroll
     for (int v = 0; v < kVectorsPerThread<T>; ++v) {
-      load_vector(x + start + (v * kThreads + threadIdx.x) * kVectorWidth, elements[v]);
+      unpack(load_vector(x + start + (v * kThreads + threadIdx.x) * kVectorWidth), elements[v]);
     }
 #pragma unroll
     for (int v = 0; v < kVectorsPerThread<T>; ++v) thread_amax = amax_of(thread_amax, elements[v]);
@@ -39,10 +40,10 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x,
 cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream) {
   const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess || arguments.count == 0) return cleared;
-  const bool aligned = reinterpret_cast<uintptr_t>(arguments.x) % sizeof(uint4) == 0;
+  const bool aligned = are_aligned({arguments.x});
   dispatch(arguments.source, [&](auto element) {
     using T = decltype(element);
-    const auto blocks = static_cast<unsigned>((arguments.count + kChunk<T> - 1) / kChunk<T>);
+    const auto blocks = static_cast<unsigned>(divide_up(arguments.count, kChunk<T>));
     amax_kernel<T><<<blocks, kThreads, 0, stream>>>(static_cast<const T*>(arguments.x), arguments.count, aligned,
                                                     arguments.amax);
   });

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "dtypes.h"
+#include "launch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8 {
@@ -67,8 +68,6 @@ inline std::optional<Fp8Type> fp8_type(ffi::DataType dtype) {
     default: return std::nullopt;
   }
 }
-
-inline bool is_aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 class Checks {
  public:

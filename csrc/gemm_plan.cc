@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "launch.h"
+
 namespace jax_fp8 {
 namespace {
 
@@ -117,8 +119,6 @@ uint64_t bit_of_current_device() {
   int device = 0;
   return cudaGetDevice(&device) == cudaSuccess && device < 64 ? uint64_t{1} << device : 0;
 }
-
-bool is_aligned(const void* address, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
 uintptr_t alignment_of(const GemmOperands& operands) {
   const bool full = is_aligned(operands.a, kFullAlignment) && is_aligned(operands.b, kFullAlignment) &&

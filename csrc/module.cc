@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 
 #ifdef JAX_FP8_WITH_CUDA
+#include "activation.h"
 #include "adam.h"
 #include "amax.h"
 #include "cublaslt.h"
 #include "gemm.h"
+#include "norm.h"
 #include "quantize.h"
 #include "update_state.h"
 #endif
@@ -27,9 +29,17 @@ py::dict targets() {
   py::dict table;
   table["jax_fp8_quantize"] = py::dict("execute"_a = capsule(quantize_handler));
   table["jax_fp8_quantize_transpose"] = py::dict("execute"_a = capsule(quantize_transpose_handler));
+  table["jax_fp8_quantize_transpose_sums"] = py::dict("execute"_a = capsule(quantize_transpose_sums_handler));
+  table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));
+  table["jax_fp8_activation_amax"] = py::dict("execute"_a = capsule(activation_amax_handler));
+  table["jax_fp8_activation_backward_quantize"] = py::dict("execute"_a = capsule(activation_backward_quantize_handler));
+  table["jax_fp8_activation_backward_amax"] = py::dict("execute"_a = capsule(activation_backward_amax_handler));
   table["jax_fp8_amax"] = py::dict("execute"_a = capsule(amax_handler));
   table["jax_fp8_adam"] = py::dict("execute"_a = capsule(adam_handler));
   table["jax_fp8_update_state"] = py::dict("execute"_a = capsule(update_state_handler));
+  table["jax_fp8_norm_quantize"] = py::dict("execute"_a = capsule(norm_quantize_handler));
+  table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
+  table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
   table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
                                    "initialize"_a = capsule(gemm_initialize_handler),
                                    "execute"_a = capsule(gemm_execute_handler));

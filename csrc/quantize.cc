@@ -1,5 +1,6 @@
 #include "quantize.h"
 
+#include "column_sums_ffi.h"
 #include "ffi.h"
 #include "scale_origin_ffi.h"
 
@@ -8,6 +9,7 @@ namespace {
 
 constexpr char kQuantize[] = "jax_fp8_quantize";
 constexpr char kQuantizeTranspose[] = "jax_fp8_quantize_transpose";
+constexpr char kQuantizeTransposeSums[] = "jax_fp8_quantize_transpose_sums";
 
 struct QuantizeBuffers {
   ffi::AnyBuffer x, source, values, amax, scale;
@@ -35,6 +37,7 @@ QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleOrigin
       .values_t = nullptr,
       .amax = buffers.amax.typed_data<float>(),
       .scale = buffers.scale.typed_data<float>(),
+      .sums = {},
       .rows = buffers.x.dimensions()[0],
       .cols = buffers.x.dimensions()[1],
   };
@@ -48,19 +51,39 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source
   return launch_result(kQuantize, launch_quantize(arguments_of(buffers, origin), stream));
 }
 
+Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::AnyBuffer values_t, const ScaleOrigin& origin) {
+  Checks checks = check(operation, buffers, origin);
+  if (checks.passed()) {
+    checks.dtype("the result values_t", values_t, {buffers.values.element_type()})
+        .shape("the result values_t", values_t, {buffers.x.dimensions()[1], buffers.x.dimensions()[0]});
+  }
+  return checks;
+}
+
 ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source,
                               ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
                               ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
   const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
-  Checks checks = check(kQuantizeTranspose, buffers, origin);
-  if (checks.passed()) {
-    checks.dtype("the result values_t", *values_t, {values->element_type()})
-        .shape("the result values_t", *values_t, {x.dimensions()[1], x.dimensions()[0]});
-  }
+  const Checks checks = check_both(kQuantizeTranspose, buffers, *values_t, origin);
   if (!checks.passed()) return checks.error();
   QuantizeArguments arguments = arguments_of(buffers, origin);
   arguments.values_t = static_cast<uint8_t*>(values_t->untyped_data());
   return launch_result(kQuantizeTranspose, launch_quantize_transpose(arguments, stream));
+}
+
+ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source,
+                                   ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                                   ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
+                                   ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
+                                   ScaleOrigin origin) {
+  const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
+  Checks checks = check_both(kQuantizeTransposeSums, buffers, *values_t, origin);
+  if (checks.passed()) check_sums(checks, *sums, *partial_sums, x.dimensions()[0], x.dimensions()[1]);
+  if (!checks.passed()) return checks.error();
+  QuantizeArguments arguments = arguments_of(buffers, origin);
+  arguments.values_t = static_cast<uint8_t*>(values_t->untyped_data());
+  arguments.sums = {.result = sums->typed_data<float>(), .partial = partial_sums->typed_data<float>()};
+  return launch_result(kQuantizeTransposeSums, launch_quantize_transpose(arguments, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(plain, quantize,
@@ -86,9 +109,24 @@ XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose,
                            .Attrs<ScaleOrigin>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(summing, quantize_transpose_sums,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .Ret<ffi::AnyBuffer>()  // partial_sums
+                           .Attrs<ScaleOrigin>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 XLA_FFI_Handler* const quantize_handler = plain;
 XLA_FFI_Handler* const quantize_transpose_handler = transposing;
+XLA_FFI_Handler* const quantize_transpose_sums_handler = summing;
 
 }  // namespace jax_fp8

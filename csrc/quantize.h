@@ -1,13 +1,15 @@
 // values = saturate(x * (1 / scale)) in FP8, with amax = max|x| from the same pass, and the transpose too when it is asked for.
 //
 // Hopper's FP8 GEMM wants both operands contiguous along the contracting dim, so most tensors are needed in both
-// orientations. Reading the source once for values, transpose and amax is what makes the cast cheap.
+// orientations. Reading the source once for values, transpose and amax is what makes the cast cheap. The sums of its columns, the
+// gradient of a bias, come from the same read.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "column_sums.h"
 #include "dtypes.h"
 #include "scale_origin.h"
 #include "xla/ffi/api/c_api.h"
@@ -23,7 +25,8 @@ struct QuantizeArguments {
   uint8_t* values;    // [rows, cols]
   uint8_t* values_t;  // [cols, rows]; unused by launch_quantize
   float* amax;
-  float* scale;  // the one used: x ≈ values * scale
+  float* scale;     // the one used: x ≈ values * scale
+  ColumnSums sums;  // [cols], where they are wanted of launch_quantize_transpose
   int64_t rows;
   int64_t cols;
 };
@@ -33,5 +36,6 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
 
 extern XLA_FFI_Handler* const quantize_handler;
 extern XLA_FFI_Handler* const quantize_transpose_handler;
+extern XLA_FFI_Handler* const quantize_transpose_sums_handler;
 
 }  // namespace jax_fp8

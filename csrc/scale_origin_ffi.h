@@ -4,11 +4,14 @@
 #include "ffi.h"
 #include "scale_origin.h"
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ScaleOrigin, xla::ffi::StructMember<int32_t>("row"),
-                                      xla::ffi::StructMember<bool>("from_amax"),
-                                      xla::ffi::StructMember<int32_t>("margin"),
-                                      xla::ffi::StructMember<float>("amax_epsilon"),
-                                      xla::ffi::StructMember<bool>("power_2_scale"));
+// XLA decodes either all attributes of a call into one struct, or each by itself. So an operation with attributes of its own has a
+// struct of them, the origin last, and lists these after its own: under the same names everywhere.
+#define JAX_FP8_SCALE_ORIGIN_MEMBERS                                                        \
+  xla::ffi::StructMember<int32_t>("row"), xla::ffi::StructMember<bool>("from_amax"),        \
+      xla::ffi::StructMember<int32_t>("margin"), xla::ffi::StructMember<float>("amax_epsilon"), \
+      xla::ffi::StructMember<bool>("power_2_scale")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ScaleOrigin, JAX_FP8_SCALE_ORIGIN_MEMBERS);
 
 namespace jax_fp8 {
 

@@ -1,12 +1,13 @@
 // A block takes one row, and asks for all of a usual history before it waits for any of it.
 #include "device/fp8.cuh"
+#include "device/reduce.cuh"
 #include "update_state.h"
 
 namespace jax_fp8 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kPerThread = 4;
 constexpr int kChunk = kThreads * kPerThread;
 
@@ -43,10 +44,10 @@ __device__ inline float larger_of(float a, float b) { return a > b || a != a ? a
 __device__ inline float largest_of_block(float largest) {
   __shared__ float of_warp[kWarps];
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     largest = larger_of(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
   }
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = largest;
   __syncthreads();
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) largest = larger_of(largest, of_warp[warp]);

@@ -3,6 +3,7 @@
 The environment must be set before jax is imported, hence at the top of this file.
 """
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -40,3 +41,18 @@ def _device(request):
     else:
         with jax.default_device(gpus()[0]):
             yield
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A module of benchmarks/ by name, imported as the script imports it."""
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    path = list(sys.path)
+    yield importlib.import_module
+    sys.path[:] = path
+    for name in (
+        "text",
+        *(file.stem for file in folder.glob("*.py")),
+    ):  # `text` is an example's, which one of them imports
+        sys.modules.pop(name, None)

@@ -1,12 +1,16 @@
-// The amax of a tensor: max|x| over everything but NaN, one atomic per block.
-//
-// Non-negative floats order as their bits, so an integer maximum is exact, independent of the order of blocks, and needs
-// nothing but a zero to start from.
+// What the threads of a warp or a block find out together: the amax of a tensor, and sums in an order that never changes.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_fp8 {
+
+constexpr int kWarp = 32;
+
+// ---- amax: max|x| over everything but NaN, one atomic per block ------------------------------------------------------------
+//
+// Non-negative floats order as their bits, so an integer maximum is exact, independent of the order of blocks, and needs
+// nothing but a zero to start from.
 
 // fmaxf returns the other operand when one is NaN, so NaN never enters.
 __device__ inline float amax_of(float amax, float x) { return fmaxf(amax, fabsf(x)); }
@@ -21,15 +25,40 @@ __device__ inline float amax_of(float amax, const float (&x)[kCount]) {
 // Every thread of the block must arrive.
 template <int kThreads>
 __device__ inline void merge_amax(float thread_amax, float* amax) {
-  constexpr int kWarps = kThreads / 32;
-  static_assert(kThreads % 32 == 0 && kWarps <= 32, "one warp reduces the maxima of all warps");
+  constexpr int kWarps = kThreads / kWarp;
+  static_assert(kThreads % kWarp == 0 && kWarps <= kWarp, "one warp reduces the maxima of all warps");
   __shared__ uint32_t warp_amax[kWarps];
   const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(thread_amax));
-  if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = bits;
+  if (threadIdx.x % kWarp == 0) warp_amax[threadIdx.x / kWarp] = bits;
   __syncthreads();
-  if (threadIdx.x >= 32) return;
+  if (threadIdx.x >= kWarp) return;
   const uint32_t block_bits = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < kWarps ? warp_amax[threadIdx.x] : 0u);
   if (threadIdx.x == 0 && block_bits != 0) atomicMax(reinterpret_cast<unsigned int*>(amax), block_bits);
+}
+
+// ---- sums ----------------------------------------------------------------------------------------------------------------
+
+// Every lane gets the sum.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  return x;
+}
+
+// Every thread of the block gets the sums. Whoever calls this again must bring other scratch memory, or a barrier in between.
+template <int kCount>
+__device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWarp][kCount]) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = warp_sum(values[i]);
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scratch[warp][i] = values[i];
+  }
+  __syncthreads();
+  const bool filled = lane < static_cast<int>(blockDim.x) / kWarp;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = warp_sum(filled ? scratch[lane][i] : 0.0f);
 }
 
 }  // namespace jax_fp8

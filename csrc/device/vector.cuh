@@ -1,4 +1,4 @@
-// Loads: eight neighbouring elements as floats, with 16-byte instructions.
+// Vectors: eight neighbouring elements, loaded with 16-byte instructions, as floats and back.
 //
 // bfloat16 and float16 travel as their bits. That keeps CUDA's own headers for them, and everything those include, out of the build.
 #pragma once
@@ -27,7 +27,75 @@ __device__ inline float to_float(Float16 value) {
   return result;
 }
 
-// Two 16-bit values packed into one word, the first in the low half.
+// Eight neighbours as they lie in memory: half the registers of their floats where elements have 16 bits. A kernel with many loads
+// issues them all as such, and converts when they have arrived.
+template <typename T>
+struct Vector {
+  static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+  static constexpr int kWords = kVectorWidth / kPerWord;
+  uint32_t words[kWords];
+};
+
+template <typename T>
+__device__ inline Vector<T> filled_with(uint32_t word) {
+  Vector<T> vector;
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kWords; ++i) vector.words[i] = word;
+  return vector;
+}
+
+// -0 in every element: what changes no number it is added to, not even the sign of a zero.
+template <typename T>
+constexpr uint32_t kNegativeZeros = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+
+// ---- loads and stores, 16 bytes each -------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ inline uint4 four_words(const Vector<T>& vector, int at) {
+  return make_uint4(vector.words[at], vector.words[at + 1], vector.words[at + 2], vector.words[at + 3]);
+}
+
+template <typename T>
+__device__ inline void put_words(Vector<T>& vector, int at, uint4 four) {
+  vector.words[at] = four.x, vector.words[at + 1] = four.y, vector.words[at + 2] = four.z, vector.words[at + 3] = four.w;
+}
+
+template <typename T>
+__device__ inline Vector<T> load_vector(const T* source) {
+  Vector<T> vector;
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kWords; i += 4) put_words(vector, i, __ldg(reinterpret_cast<const uint4*>(source) + i / 4));
+  return vector;
+}
+
+// From memory that this kernel writes too: shared, or its own.
+template <typename T>
+__device__ inline Vector<T> read_vector(const T* source) {
+  Vector<T> vector;
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kWords; i += 4) put_words(vector, i, reinterpret_cast<const uint4*>(source)[i / 4]);
+  return vector;
+}
+
+// To shared memory.
+template <typename T>
+__device__ inline void write_vector(T* target, const Vector<T>& vector) {
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kWords; i += 4) reinterpret_cast<uint4*>(target)[i / 4] = four_words(vector, i);
+}
+
+// To global memory. The compiler makes four stores of an ordinary assignment where the words come from asm; the policy is the usual one.
+template <typename T>
+__device__ inline void store_vector(T* target, const Vector<T>& vector) {
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kWords; i += 4) __stcg(reinterpret_cast<uint4*>(target) + i / 4, four_words(vector, i));
+}
+
+// ---- to floats -----------------------------------------------------------------------------------------------------------
+
+// The elements of one word, the first in the low half.
+__device__ inline void unpack(uint32_t word, float* out, float) { out[0] = __uint_as_float(word); }
+
 __device__ inline void unpack(uint32_t word, float* out, BFloat16) {
   out[0] = __uint_as_float(word << 16);
   out[1] = __uint_as_float(word & 0xFFFF0000u);
@@ -38,20 +106,57 @@ __device__ inline void unpack(uint32_t word, float* out, Float16) {
   out[1] = to_float(Float16{static_cast<uint16_t>(word >> 16)});
 }
 
-template <typename T>
-__device__ inline void load_vector(const T* source, float (&out)[kVectorWidth]) {
-  const uint4 words = __ldg(reinterpret_cast<const uint4*>(source));
-  unpack(words.x, out + 0, T{});
-  unpack(words.y, out + 2, T{});
-  unpack(words.z, out + 4, T{});
-  unpack(words.w, out + 6, T{});
+// kCount elements from `first` on: all eight, or a multiple of what a word holds.
+template <typename T, int kCount>
+__device__ inline void unpack(const Vector<T>& vector, float (&out)[kCount], int first = 0) {
+  constexpr int kPerWord = Vector<T>::kPerWord;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kPerWord) unpack(vector.words[(first + i) / kPerWord], out + i, T{});
 }
 
-__device__ inline void load_vector(const float* source, float (&out)[kVectorWidth]) {
-  const float4 low = __ldg(reinterpret_cast<const float4*>(source));
-  const float4 high = __ldg(reinterpret_cast<const float4*>(source) + 1);
-  out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
-  out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
+// ---- and back, rounded to nearest even -----------------------------------------------------------------------------------
+
+__device__ inline uint32_t pack(float first, float second, BFloat16) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  return word;
+}
+
+__device__ inline uint32_t pack(float first, float second, Float16) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  return word;
+}
+
+template <typename T>
+__device__ inline uint32_t pack(const float* x, T) {
+  return pack(x[0], x[1], T{});
+}
+
+__device__ inline uint32_t pack(const float* x, float) { return __float_as_uint(x[0]); }
+
+template <typename T, int kCount>
+__device__ inline void pack(const float (&x)[kCount], Vector<T>& vector, int first = 0) {
+  constexpr int kPerWord = Vector<T>::kPerWord;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kPerWord) vector.words[(first + i) / kPerWord] = pack(x + i, T{});
+}
+
+template <typename T>
+__device__ inline T from_float(float x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return x;
+  } else {
+    return {static_cast<uint16_t>(pack(x, 0.0f, T{}))};
+  }
+}
+
+// What is left of floats that are stored in T.
+template <typename T>
+__device__ inline void round_all(float (&x)[kVectorWidth]) {
+  Vector<T> vector;
+  pack(x, vector);
+  unpack(vector, x);
 }
 
 }  // namespace jax_fp8

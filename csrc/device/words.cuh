@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../dtypes.h"
 #include "fp8.cuh"
@@ -52,18 +53,6 @@ __device__ inline void store_words(void* target, int64_t offset, int bytes, cons
 // Element i of 16-bit elements.
 __device__ inline uint16_t half_of(const uint32_t* words, int i) { return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)); }
 
-// Two floats as two 16-bit elements, the first in the low half.
-template <Storage kStorage>
-__device__ inline uint32_t pack_pair(float first, float second) {
-  uint32_t word;
-  if constexpr (kStorage == Storage::kBFloat16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-  }
-  return word;
-}
-
 // The hardware's NaN of bfloat16 is 0x7FFF; the reference keeps the sign and makes it quiet.
 __device__ inline uint32_t nan_pair(uint32_t word, float first, float second) {
   if (first != first) word = (word & 0xFFFF0000u) | (__float_as_uint(first) >> 16 & 0x8000u) | 0x7FC0u;
@@ -71,16 +60,16 @@ __device__ inline uint32_t nan_pair(uint32_t word, float first, float second) {
   return word;
 }
 
-template <Storage kStorage, int kCount>
+template <typename T, int kCount>
 __device__ inline void pack_halves(const float (&x)[kCount], uint32_t* words) {
   const auto second_of = [&](int i) { return i + 1 < kCount ? x[i + 1] : 0.0f; };
   bool numbers = true;
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
-    words[i / 2] = pack_pair<kStorage>(x[i], second_of(i));
+    words[i / 2] = pack(x[i], second_of(i), T{});
     numbers = numbers & (x[i] == x[i]) & (second_of(i) == second_of(i));
   }
-  if constexpr (kStorage == Storage::kBFloat16) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
     if (__builtin_expect(numbers, true)) return;
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) words[i / 2] = nan_pair(words[i / 2], x[i], second_of(i));
@@ -133,9 +122,9 @@ __device__ inline void pack_floats(Storage storage, const float (&x)[kCount], ui
 #pragma unroll
     for (int i = 0; i < kCount; ++i) words[i] = __float_as_uint(x[i]);
   } else if (storage == Storage::kBFloat16) {
-    pack_halves<Storage::kBFloat16>(x, words);
+    pack_halves<BFloat16>(x, words);
   } else {
-    pack_halves<Storage::kFloat16>(x, words);
+    pack_halves<Float16>(x, words);
   }
 }
 

@@ -74,7 +74,8 @@ class GPT(nn.Module):
     """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss, without the logits of a whole batch.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and under delayed scaling
-    `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe=CurrentScaling()` computes the head in FP8 too.
+    `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe=CurrentScaling()` computes the head in FP8 too;
+    `recompute` keeps less for the backward: see `TransformerBlock`.
     """
 
     config: GPTConfig
@@ -82,6 +83,7 @@ class GPT(nn.Module):
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32
     head_recipe: CurrentScaling | None = None
+    recompute: bool = False
 
     @nn.compact
     def __call__(
@@ -120,6 +122,7 @@ class GPT(nn.Module):
             rotary=config.positions == "rotary",
             use_bias=config.use_bias,
             recipe=self.recipe,
+            recompute=self.recompute,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=nn.initializers.normal(0.02),

@@ -27,6 +27,8 @@ class SelfAttention(nn.Module):
       rotary: rotary positions (https://arxiv.org/abs/2104.09864) on queries and keys.
       implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU.
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
+      residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
+      recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway; see `LayerNormDense` and `Dense`.
     """
 
     num_heads: int
@@ -43,6 +45,8 @@ class SelfAttention(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     out_init: Initializer | None = None
+    residual: bool = False
+    recompute: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
@@ -62,18 +66,30 @@ class SelfAttention(nn.Module):
             qkv = Dense(features, kernel_init=self.kernel_init, **settings, name="qkv")(x)
         else:
             project = LayerNormDense(
-                features, self.norm, epsilon=self.epsilon, kernel_init=self.kernel_init, **settings, name="qkv"
+                features,
+                self.norm,
+                epsilon=self.epsilon,
+                kernel_init=self.kernel_init,
+                return_input=self.residual,
+                recompute=self.recompute,
+                **settings,
+                name="qkv",
             )
-            qkv = project(x)
+            qkv, x = project(x) if self.residual else (project(x), x)
         heads = qkv.reshape(*x.shape[:-1], -1, head_dim)  # (batch, seq, heads + 2 kv_heads, head_dim)
         query, key, value = jnp.split(heads, (self.num_heads, self.num_heads + kv_heads), axis=-2)
         if self.rotary:
             query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
         attended = jax.nn.dot_product_attention(query, key, value, is_causal=self.causal, implementation=implementation)
-        return Dense(width, kernel_init=self.out_init or self.kernel_init, **settings, name="out")(
-            attended.reshape(x.shape)
+        out = Dense(
+            width,
+            kernel_init=self.out_init or self.kernel_init,
+            recompute=self.recompute and implementation == "cudnn",  # whose backward keeps its result; XLA's does not
+            **settings,
+            name="out",
         )
+        return out(attended.reshape(x.shape), x if self.residual else None)
 
 
 def rotate(x: jax.Array) -> jax.Array:

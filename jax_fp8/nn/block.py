@@ -16,7 +16,8 @@ class TransformerBlock(nn.Module):
     """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
     Variables: `attention/{qkv, out}` and `mlp/{norm, up, down}`. `residual_init` initializes the two kernels that write into the residual
-    stream; None is `kernel_init`. The other fields are those of `SelfAttention` and `LayerNormMLP`.
+    stream; None is `kernel_init`. `recompute` keeps less for the backward: of what a GEMM wants, norms, activations and casts are computed
+    again (see `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
     """
 
     num_heads: int
@@ -35,24 +36,40 @@ class TransformerBlock(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     residual_init: Initializer | None = None
+    recompute: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
         shared = {
             name: getattr(self, name)
-            for name in ("norm", "use_bias", "epsilon", "recipe", "dtype", "param_dtype", "kernel_init", "bias_init")
+            for name in (
+                "norm",
+                "use_bias",
+                "epsilon",
+                "recipe",
+                "dtype",
+                "param_dtype",
+                "kernel_init",
+                "bias_init",
+                "recompute",
+            )
         }
-        x = x.astype(self.dtype)
-        x = x + SelfAttention(
+        x = SelfAttention(
             self.num_heads,
             self.num_kv_heads,
             causal=self.causal,
             rotary=self.rotary,
             implementation=self.attention_implementation,
             out_init=self.residual_init,
+            residual=True,
             **shared,
             name="attention",
-        )(x)
-        return x + LayerNormMLP(
-            self.mlp_hidden_features, self.activation, down_init=self.residual_init, **shared, name="mlp"
+        )(x.astype(self.dtype))
+        return LayerNormMLP(
+            self.mlp_hidden_features,
+            self.activation,
+            down_init=self.residual_init,
+            residual=True,
+            **shared,
+            name="mlp",
         )(x)

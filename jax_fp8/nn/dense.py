@@ -1,5 +1,7 @@
 """Dense layers: a GEMM, alone or behind a norm."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,9 @@ class Dense(nn.Module):
 
     Variables: `params/kernel` (in, features), `params/bias` (features,), and under delayed scaling `fp8/scale` f32[3] and
     `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters.
+
+    Args:
+      recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8: less memory where `x` is kept anyway.
     """
 
     features: int
@@ -26,11 +31,13 @@ class Dense(nn.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
+    recompute: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., features)
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
         gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
-        y, amaxes = linear(x, gemm.parameters, gemm.scaling, self.dtype)
+        y, amaxes = linear(x, gemm.parameters, gemm.scaling, self.dtype, residual=residual, recompute=self.recompute)
         gemm.stage(amaxes)
         return y
 
@@ -51,7 +58,12 @@ class NormVariables(nn.Module):
 
 
 class LayerNormDense(nn.Module):
-    """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`."""
+    """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`.
+
+    Args:
+      return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's backward pass.
+      recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
+    """
 
     features: int
     norm: str = "layernorm"
@@ -62,11 +74,14 @@ class LayerNormDense(nn.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
+    return_input: bool = False
+    recompute: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., features)
+    def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
         gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
-        y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.scaling, self.epsilon, self.dtype)
+        options = {"return_input": self.return_input, "recompute": self.recompute}
+        y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.scaling, self.epsilon, self.dtype, **options)
         gemm.stage(amaxes)
         return y

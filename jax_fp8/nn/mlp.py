@@ -30,7 +30,12 @@ class LayerNormMLP(nn.Module):
     """`down(activation(up(norm(x))))` as one differentiable op, back to the width of `x`.
 
     Variables: `params/{norm, up, down}` and `fp8/{up, down}`. A gated activation ("swiglu", "geglu", "reglu") makes the kernel of `up`
-    (in, 2 * hidden_features), the gate in its first half. `down_init` is the initializer of the kernel of `down`; None is `kernel_init`.
+    (in, 2 * hidden_features), the gate in its first half.
+
+    Args:
+      down_init: initializer of the kernel of `down`; None is `kernel_init`.
+      residual: return `x + down(...)`, added by the last GEMM, and its gradient by the norm's backward.
+      recompute: normalize, activate and quantize again in the backward, instead of keeping both results in FP8.
     """
 
     hidden_features: int
@@ -44,6 +49,8 @@ class LayerNormMLP(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     down_init: Initializer | None = None
+    residual: bool = False
+    recompute: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., in)
@@ -55,9 +62,9 @@ class LayerNormMLP(nn.Module):
         down_init = self.down_init or self.kernel_init
         down = _GemmVariables(*shared, down_init, self.bias_init, name="down")(self.hidden_features, features)
         scalings = (up.scaling, down.scaling) if up.scaling and down.scaling else None
-        y, amaxes = norm_mlp(
-            x, norm, up.parameters, down.parameters, scalings, self.activation, self.epsilon, self.dtype
-        )
+        parameters = norm, up.parameters, down.parameters
+        options = {"residual": self.residual, "recompute": self.recompute}
+        y, amaxes = norm_mlp(x, *parameters, scalings, self.activation, self.epsilon, self.dtype, **options)
         if amaxes is not None:
             up.stage(amaxes[0])
             down.stage(amaxes[1])

@@ -1,6 +1,13 @@
-"""Activations of a Transformer MLP, plain and gated, computed in float32.
+"""Activations of a Transformer MLP, plain and gated, computed in float32, and the same followed by the cast to FP8.
 
 A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half, and returns `f(gate) * linear`, (..., n).
+
+What follows an activation, and what its gradient goes into, is a GEMM in FP8. So one kernel reads the input and writes the FP8 values in the
+orientations that are wanted, the amax and, of a gradient, the sums of its columns, the gradient of the bias; the activated tensor, rounded to
+the dtype of `x` before it is quantized, exists in registers only.
+
+    x, scale ─activate, round, quantize→ values, transposed, amax
+    dy, x, scale ─gradient of x, round, quantize→ values, transposed, amax, sums
 """
 
 import math
@@ -8,6 +15,25 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.ops.amax import amax_reference
+from jax_fp8.ops.dispatch import Split, dispatch, gathered, pmax, psum
+from jax_fp8.ops.quantize import (
+    check_orientations,
+    check_source_and_target,
+    column_sums_reference,
+    fp8_arrays,
+    matrix_results,
+    quantize_reference,
+    sums_results,
+    wanted,
+)
+from jax_fp8.ops.scale_source import SCALAR, ScaleSource
+
+TARGET = "jax_fp8_activation"
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
@@ -47,3 +73,199 @@ def activate_backward(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array
     """The gradient of `x`, recomputing the activation: nothing but its input is kept."""
     _, pullback = jax.vjp(partial(activate, activation=activation), x)
     return pullback(dy)[0]
+
+
+def activation_quantize(
+    x: jax.Array,
+    activation: str,
+    dtype: jax.typing.DTypeLike,
+    scale: jax.Array | ScaleSource,
+    *,
+    orientations: str = "both",
+) -> tuple[Fp8Array | None, Fp8Array | None, jax.Array]:
+    """`quantize(activate(x))` without the tensor in between.
+
+    Args:
+      x: (m, n), or (m, 2n) for a gated activation; float32, bfloat16 or float16.
+      activation: a name in PLAIN or GATED.
+      dtype: E4M3 or E5M2.
+      scale: f32[] or where it comes from.
+      orientations: "both", "straight" or "transposed".
+
+    Returns:
+      The activated tensor in FP8 (m, n), its transpose (n, m), each None where it is not wanted, and its amax f32[].
+    """
+    check_orientations(orientations)
+    source, gated = ScaleSource.of(scale), is_gated(activation)
+    check_source_and_target(x.dtype, dtype)
+    _check_input("activation_quantize", x, gated)
+    settings = {"activation": activation, "dtype": dtype, "scale_rule": source.rule, "orientations": orientations}
+    rule = f"{_dims(gated)}, {source.dims} -> {', '.join(wanted(orientations, 'm n', 'n m'))}, , "
+    kernel, reference = partial(_kernel, **settings), partial(_reference, **settings)
+    *matrices, amax, used = dispatch(rule, kernel, reference, _halves(x, gated), source.array)
+    return *fp8_arrays(orientations, matrices, used), amax
+
+
+def activation_amax(x: jax.Array, activation: str) -> jax.Array:
+    """The amax f32[] that `activation_quantize` returns, for a scale that must be known before."""
+    gated = is_gated(activation)
+    _check_input("activation_amax", x, gated)
+    kernel, reference = partial(_amax_kernel, activation), partial(_amax_reference, activation)
+    return dispatch(f"{_dims(gated)} -> ", kernel, reference, _halves(x, gated))[0]
+
+
+def activation_backward_quantize(
+    dy: jax.Array, x: jax.Array, activation: str, dtype: jax.typing.DTypeLike, scale: jax.Array | ScaleSource
+) -> tuple[Fp8Array, Fp8Array, jax.Array, jax.Array]:
+    """`quantize(activate_backward(dy, x))` without the tensor in between.
+
+    Args:
+      dy: (m, n), like the activated tensor.
+      x: (m, c), c being n, or 2n for a gated activation; of the dtype of `dy`: float32, bfloat16 or float16.
+      activation: a name in PLAIN or GATED.
+      dtype: E4M3 or E5M2.
+      scale: f32[] or where it comes from.
+
+    Returns:
+      The gradient of `x` in FP8 (m, c), its transpose (c, m), its amax f32[] and the sums of its columns f32[c].
+    """
+    source, gated = ScaleSource.of(scale), is_gated(activation)
+    check_source_and_target(x.dtype, dtype)
+    _check_input("activation_backward_quantize", x, gated)
+    _check_gradient("activation_backward_quantize", dy, x, gated)
+    settings = {"activation": activation, "dtype": dtype, "scale_rule": source.rule}
+    # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
+    results = "m h n, h n m, , , h n" if gated else "m n, n m, , , n"
+    rule = f"m n, {_dims(gated)}, {source.dims} -> {results}"
+    kernel, reference = partial(_backward_kernel, **settings), partial(_backward_reference, **settings)
+    values, transposed, amax, used, sums = dispatch(rule, kernel, reference, dy, _halves(x, gated), source.array)
+    if gated:
+        m, c = _spec(x)
+        values, transposed = _reshape(values, x.shape, m, c), _reshape(transposed, x.shape[::-1], c, m)
+        sums = _reshape(sums, x.shape[1:], c)
+    return Fp8Array(values, used), Fp8Array(transposed, used), amax, sums
+
+
+def activation_backward_amax(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array:
+    """The amax f32[] that `activation_backward_quantize` returns, for a scale that must be known before."""
+    gated = is_gated(activation)
+    _check_input("activation_backward_amax", x, gated)
+    _check_gradient("activation_backward_amax", dy, x, gated)
+    kernel, reference = partial(_backward_amax_kernel, activation), partial(_backward_amax_reference, activation)
+    return dispatch(f"m n, {_dims(gated)} -> ", kernel, reference, dy, _halves(x, gated))[0]
+
+
+def _check_input(operation, x, gated):
+    if x.ndim != 2 or (gated and x.shape[1] % 2):
+        shape = "(m, 2n), gate and linear" if gated else "(m, n)"
+        raise ValueError(f"{operation} needs x of shape {shape}, got {x.shape}; flatten the leading dims")
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{operation} needs float32, bfloat16 or float16, got {x.dtype}; cast first")
+
+
+def _check_gradient(operation, dy, x, gated):
+    shape = (x.shape[0], x.shape[1] // (2 if gated else 1))
+    if (dy.shape, dy.dtype) != (shape, x.dtype):
+        raise ValueError(
+            f"{operation} needs dy like the activated x, {x.dtype}{shape}, got {dy.dtype}{dy.shape}; reshape or cast it"
+        )
+
+
+# In dispatch rules a gated x is (m, 2, n), so that shards of its columns are the same columns of both halves.
+
+
+def _dims(gated):
+    return "m g n" if gated else "m n"
+
+
+def _halves(x, gated):
+    if not gated:
+        return x
+    m, n = _spec(x)
+    return _reshape(x, (x.shape[0], 2, x.shape[1] // 2), m, None, n)
+
+
+def _spec(x):
+    """The Explicit mesh axes that split each dim."""
+    return tuple(jax.typeof(x).sharding.spec) or (None,) * x.ndim
+
+
+def _reshape(x, shape, *spec):
+    """On an Explicit mesh, with these axes splitting the result: what splits gate and linear as one is not what splits each."""
+    if not any((*spec, *_spec(x))):
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
+
+
+def _joined(x, split):  # (m, n) or (m, g, n) -> (m, c), gate and linear whole
+    x = gathered(x, split, "", "g")
+    return x.reshape(x.shape[0], 2 * x.shape[2]) if x.ndim == 3 else x
+
+
+def _activated(x, activation, split):
+    # What a kernel rounds to the dtype of x, the compiler must not keep in float32 for what follows.
+    return lax.optimization_barrier(activate(_joined(x, split), activation))
+
+
+def _gradient(dy, x, activation, split):
+    return lax.optimization_barrier(activate_backward(dy, _joined(x, split), activation))
+
+
+def _kernel(x, array, split: Split, activation, dtype, scale_rule, orientations):
+    x = _joined(x, split)
+    m, n = x.shape[0], x.shape[1] // (2 if is_gated(activation) else 1)
+    results = (*matrix_results(orientations, (m, n), dtype), SCALAR, SCALAR)
+    call = jax.ffi.ffi_call(f"{TARGET}_quantize", results)
+    attributes = {"activation": activation, **scale_rule.attributes()}
+    *matrices, amax, scale = call(x, gathered(array, split, "r"), **attributes)
+    return *wanted(orientations, *matrices), pmax(amax, split, "m", "n"), scale
+
+
+def _reference(x, array, split: Split, activation, dtype, scale_rule, orientations):
+    y = _activated(x, activation, split)
+    scale = scale_rule.scale(array, dtype, split)
+    values = quantize_reference(y, dtype, scale)
+    return *wanted(orientations, values, values.T), pmax(amax_reference(y), split, "m", "n"), scale
+
+
+def _amax_kernel(activation, x, split: Split):
+    result = jax.ffi.ffi_call(f"{TARGET}_amax", SCALAR)(_joined(x, split), activation=activation)
+    return (pmax(result, split, "m", "n"),)
+
+
+def _amax_reference(activation, x, split: Split):
+    return (pmax(amax_reference(_activated(x, activation, split)), split, "m", "n"),)
+
+
+def _backward_kernel(dy, x, array, split: Split, activation, dtype, scale_rule):
+    x = _joined(x, split)
+    matrices = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype)
+    results = (*matrices, SCALAR, SCALAR, *sums_results(x.shape))
+    call = jax.ffi.ffi_call(f"{TARGET}_backward_quantize", results)
+    attributes = {"activation": activation, **scale_rule.attributes()}
+    values, transposed, amax, scale, sums, _ = call(dy, x, gathered(array, split, "r"), **attributes)
+    return _backward_results(values, transposed, amax, scale, sums, split, activation)
+
+
+def _backward_reference(dy, x, array, split: Split, activation, dtype, scale_rule):
+    dx = _gradient(dy, x, activation, split)
+    scale = scale_rule.scale(array, dtype, split)
+    values, amax, sums = quantize_reference(dx, dtype, scale), amax_reference(dx), column_sums_reference(dx)
+    return _backward_results(values, values.T, amax, scale, sums, split, activation)
+
+
+def _backward_results(values, transposed, amax, scale, sums, split, activation):
+    amax, sums = pmax(amax, split, "m", "n"), psum(sums, split, "m")
+    if is_gated(activation):
+        m, n = values.shape[0], values.shape[1] // 2
+        values, transposed, sums = values.reshape(m, 2, n), transposed.reshape(2, n, m), sums.reshape(2, n)
+    return values, transposed, amax, scale, sums
+
+
+def _backward_amax_kernel(activation, dy, x, split: Split):
+    result = jax.ffi.ffi_call(f"{TARGET}_backward_amax", SCALAR)(dy, _joined(x, split), activation=activation)
+    return (pmax(result, split, "m", "n"),)
+
+
+def _backward_amax_reference(activation, dy, x, split: Split):
+    return (pmax(amax_reference(_gradient(dy, x, activation, split)), split, "m", "n"),)

@@ -64,7 +64,7 @@ def linear_cross_entropy(
     chunks = _number_of_chunks(labels.size, seq) if chunks is None else chunks
     if chunks < 1 or seq % chunks:
         raise ValueError(f"chunks must divide the sequence, got {chunks=} and a sequence of {seq}")
-    check_head(labels.size // chunks, *weight.shape, recipe)
+    check_head(labels.size // chunks, weight.shape[0], weight.shape[1], recipe)
     with jax.named_scope("cross_entropy"):
         return _loss(chunks, z_loss, recipe, x, weight, *_labels_and_shares(labels, mask, weight.shape[0]))
 

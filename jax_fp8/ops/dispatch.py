@@ -60,6 +60,12 @@ def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
+def psum(x: jax.Array, split: Split, *dims: str) -> jax.Array:
+    """The sum over the shards that split any of the dims."""
+    axes = split_axes(split, *dims)
+    return lax.psum(x, axes) if axes else x
+
+
 def gathered(x: jax.Array, split: Split, *dims: str) -> jax.Array:
     """All of an array whose first dims these are, where shards split any of them."""
     for position, dim in enumerate(dims):

@@ -7,7 +7,7 @@ measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,25 @@ from jax_fp8.ops.scale_source import ScaleSource
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 
 
+class Head(Protocol):
+    """What a loss by chunks asks of a head."""
+
+    def operand(self, x: jax.Array) -> Any:
+        """A part of the input (batch, seq, hidden), as the products want it."""
+        ...
+
+    def logits(self, x: Any) -> jax.Array:
+        """(batch, seq, vocab) of an operand."""
+        ...
+
+    def gradients(self, dlogits: jax.Array, x: Any, total: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden) with that of the weight added.
+
+        No element of `dlogits` (batch, seq, vocab) is larger than `bound` f32[].
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class PlainHead:
     """Products in one dtype; `weight` (vocab, hidden)."""
@@ -36,12 +55,10 @@ class PlainHead:
         return x
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """(batch, seq, vocab)."""
         with jax.named_scope(PLAIN_HEAD_SCOPE):
             return jnp.einsum("bsh,vh->bsv", x, self.weight)
 
     def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array, bound: jax.Array):
-        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden) with that of the weight added."""
         with jax.named_scope(PLAIN_HEAD_SCOPE):
             dx = jnp.einsum("bsv,vh->bsh", dlogits, self.weight)
             dweight = jnp.einsum(
@@ -75,12 +92,10 @@ class Fp8Head:
         return Fp8Operand(rows, transposed, x.shape[:-1])
 
     def logits(self, x: Fp8Operand) -> jax.Array:
-        """(batch, seq, vocab)."""
         logits = matmul(x.rows, self.weight, dtype=self.dtype, accumulation=self._accumulation("fprop"))
         return logits.reshape(*x.leading, -1)
 
     def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array, bound: jax.Array):
-        """As `PlainHead.gradients`; no element of `dlogits` is larger than `bound` f32[]."""
         backward = self.recipe.fp8_format.backward
         dlogits_fp8, transposed, _ = quantize_transpose(as_matrix(dlogits), backward, scale_from_amax(bound, backward))
         dx = matmul(dlogits_fp8, self.weight_transposed, dtype=self.dtype, accumulation=self._accumulation("dgrad"))
@@ -91,21 +106,25 @@ class Fp8Head:
         return "split" if gemm in self.recipe.split_accumulator else "fast"
 
 
-def make_head(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> PlainHead | Fp8Head:
+def make_head(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> Head:
     """The head of a `weight` (vocab, hidden), for all parts of `x` (batch, seq, hidden)."""
     if recipe is None:
-        sharding = jax.typeof(weight).sharding
-        return PlainHead(weight.astype(x.dtype), None if sharding.mesh.empty else sharding)
+        return _plain_head(x, weight)
     source = ScaleSource.from_amax(amax(weight), recipe)
     straight, transposed, _ = quantize_transpose(weight, recipe.fp8_format.forward, source)
     return Fp8Head(straight, transposed, ScaleSource.from_amax(amax(x), recipe), recipe, x.dtype)
 
 
+def _plain_head(x, weight) -> PlainHead:
+    sharding = jax.typeof(weight).sharding
+    return PlainHead(weight.astype(x.dtype), None if sharding.mesh.empty else sharding)
+
+
 def compute_logits(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> jax.Array:
     """The logits (batch, seq, vocab) of `x` (batch, seq, hidden) and `weight` (vocab, hidden), differentiable."""
     if recipe is None:
-        return make_head(x, weight, None).logits(x)
-    check_head(x.size // x.shape[-1], *weight.shape, recipe)
+        return _plain_head(x, weight).logits(x)
+    check_head(x.size // x.shape[-1], weight.shape[0], weight.shape[1], recipe)
     return linear(x, LinearParameters(weight.T, None), GemmScaling(recipe, "head", from_current=True), x.dtype)[0]
 
 

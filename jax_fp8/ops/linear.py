@@ -5,18 +5,21 @@
     wgrad  dw[k, n] = xᵀ[k, m] · dyᵀ[n, m]ᵀ      float32
 
 Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes x and wᵀ, and keeps
-xᵀ and w for the backward, in FP8. The bfloat16 `x` is not kept.
+xᵀ and w for the backward, in FP8. The bfloat16 `x` is not kept. A residual is added by the GEMM itself, before the one rounding.
 
-`forward_gemm` and `backward_gemm` are these passes without the `custom_vjp`: the composite ops that put a norm or an activation in front
-are made of them, and own their gradient as `linear` does. A quantized value never crosses a differentiation boundary.
+`forward_gemm` and `backward_gemm` are these passes without the `custom_vjp`, from operands that are quantized already: the composite ops
+that put a norm or an activation in front quantize in the same pass over memory, and own their gradient as `linear` does. A quantized
+value never crosses a differentiation boundary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling
@@ -24,7 +27,7 @@ from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.ops.amax import amax, as_matrix
 from jax_fp8.ops.gemm import matmul
-from jax_fp8.ops.quantize import quantize_transpose, quantize_with_amax
+from jax_fp8.ops.quantize import quantize_transpose, quantize_transpose_sums, quantize_with_amax
 from jax_fp8.ops.scale_source import ScaleSource
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
@@ -42,16 +45,43 @@ class LinearParameters:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class GemmResidual:
-    """What the backward of one GEMM keeps: xᵀ (k, m) and the kernel (k, n) in FP8, and the amaxes f32[2] they were measured with."""
+class Quantized:
+    """An operand (m, k) of a GEMM in FP8: itself, its transpose (k, m) where the backward will want it, and its amax f32[]."""
 
-    x_transposed: Fp8Array
+    straight: Fp8Array
+    transposed: Fp8Array | None
+    amax: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GemmResidual:
+    """What the backward of one GEMM keeps: xᵀ (k, m), or None and its scale f32[] where x is quantized again, the kernel (k, n), and both amaxes f32[2]."""
+
+    x_transposed: Fp8Array | None
+    x_scale: jax.Array
     kernel: Fp8Array
     amaxes: jax.Array
 
+    def with_input(
+        self, requantize: Callable[..., Any], made_of: jax.Array, scaling: GemmScaling, after: jax.Array
+    ) -> "GemmResidual":
+        """With xᵀ, if it was not kept: `requantize(made_of, dtype, source)` gives it again, to the same bits, once `after` is there."""
+        if self.x_transposed is not None:
+            return self
+        made_of, _ = lax.optimization_barrier((made_of, after))  # or it might be made early, and kept after all
+        x_transposed = requantize(made_of, fp8_dtype(INPUT, scaling), ScaleSource.of(self.x_scale))
+        return replace(self, x_transposed=x_transposed)
+
 
 def linear(
-    x: jax.Array, parameters: LinearParameters, scaling: GemmScaling | None, dtype: jax.typing.DTypeLike = jnp.bfloat16
+    x: jax.Array,
+    parameters: LinearParameters,
+    scaling: GemmScaling | None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    residual: jax.Array | None = None,
+    recompute: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Multiply `x` (..., k) by the kernel and add the bias.
 
@@ -60,14 +90,20 @@ def linear(
       parameters: kernel and bias in the params' dtype.
       scaling: how to quantize, or None for a plain product in `dtype`.
       dtype: of the result.
+      residual: (..., n), added to the result.
+      recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8: less memory where something else keeps `x`.
 
     Returns:
       (..., n) in `dtype`, and the amaxes of input and kernel f32[2] (None without scaling).
     """
     x = x.astype(dtype)
     if scaling is None:
-        return plain_linear(x, parameters, dtype), None
-    return _linear(dtype, x, parameters, scaling)
+        y = plain_linear(x, parameters, dtype)
+        return y if residual is None else y + residual.astype(dtype), None
+    rows = None if residual is None else as_matrix(residual.astype(dtype))
+    out: Any = _linear(dtype, recompute, as_matrix(x), parameters, scaling, rows)
+    y, amaxes = out
+    return y.reshape(*x.shape[:-1], y.shape[-1]), amaxes
 
 
 def plain_linear(x: jax.Array, parameters: LinearParameters, dtype) -> jax.Array:
@@ -78,44 +114,81 @@ def plain_linear(x: jax.Array, parameters: LinearParameters, dtype) -> jax.Array
 
 
 def forward_gemm(
-    x: jax.Array, parameters: LinearParameters, scaling: GemmScaling, dtype, keep: bool
-) -> tuple[jax.Array, jax.Array, GemmResidual | None]:
-    """fprop of `x` (..., k): y (..., n), amaxes f32[2] of input and kernel, and with `keep` what the backward needs."""
-    quantize = _quantize_both_ways if keep else _quantize_one_way
-    x_fp8, x_transposed, x_amax = quantize(as_matrix(x), INPUT, scaling)
+    x: Quantized, parameters: LinearParameters, scaling: GemmScaling, dtype, residual: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, GemmResidual]:
+    """fprop: y (m, n) with bias and residual (m, n) added, amaxes f32[2] of input and kernel, and what the backward needs."""
     kernel, kernel_transposed, kernel_amax = _kernel_both_ways(parameters.kernel, scaling)
     with jax.named_scope(f"{_leaf(scaling)}/fprop"):
         y = matmul(
-            x_fp8, kernel_transposed, bias=parameters.bias, dtype=dtype, accumulation=_accumulation("fprop", scaling)
+            x.straight,
+            kernel_transposed,
+            bias=parameters.bias,
+            c=residual,
+            c_in_place=False,  # the backward of a norm keeps the residual stream
+            dtype=dtype,
+            accumulation=_accumulation("fprop", scaling),
         )
-    amaxes = jnp.stack([x_amax, kernel_amax])
-    residual = GemmResidual(x_transposed, kernel, amaxes) if keep else None
-    return y.reshape(*x.shape[:-1], y.shape[-1]), amaxes, residual
+    amaxes = jnp.stack([x.amax, kernel_amax])
+    return y, amaxes, GemmResidual(x.transposed, x.straight.scale, kernel, amaxes)
 
 
 def backward_gemm(
-    dy: jax.Array, residual: GemmResidual, parameters_like: LinearParameters, scaling: GemmScaling, dtype
+    dy: Quantized,
+    dbias: jax.Array | None,
+    residual: GemmResidual,
+    parameters_like: LinearParameters,
+    scaling: GemmScaling,
+    dtype,
 ) -> tuple[jax.Array, LinearParameters]:
-    """dgrad and wgrad from `dy` (..., n): dx (..., k) in `dtype` and the gradients of kernel and bias; records the three amaxes.
+    """dgrad and wgrad: dx (m, k) in `dtype` and the gradients of kernel and bias; records the three amaxes.
+
+    Args:
+      dbias: f32[n], the column sums of dy; unused without a bias.
 
     Where `scaling.gradient` collects the kernel's gradients, this one is added there, and None is returned for it.
     """
-    rows = as_matrix(dy)
-    if rows.shape[0] % 16:
-        raise ValueError(
-            f"{scaling.layer}: the weight gradient contracts over batch * sequence, which must be a multiple of 16, got {rows.shape[0]}; "
-            "change the batch or sequence size, pad, or use recipe=None"
-        )
-    dy_fp8, dy_transposed, dy_amax = _quantize_both_ways(rows, OUTPUT_GRADIENT, scaling)
-    scaling.record(jnp.append(residual.amaxes, dy_amax))
+    _check_rows(dy.straight.shape[0], scaling)
+    scaling.record(jnp.append(residual.amaxes, dy.amax))
     with jax.named_scope(f"{_leaf(scaling)}/dgrad"):
-        dx = matmul(dy_fp8, residual.kernel, dtype=dtype, accumulation=_accumulation("dgrad", scaling))
+        dx = matmul(dy.straight, residual.kernel, dtype=dtype, accumulation=_accumulation("dgrad", scaling))
     with jax.named_scope(f"{_leaf(scaling)}/wgrad"):
-        dkernel = _kernel_gradient(residual, dy_transposed, parameters_like.kernel.dtype, scaling)
+        dkernel = _kernel_gradient(residual, dy.transposed, parameters_like.kernel.dtype, scaling)
     bias = parameters_like.bias
-    dbias = None if bias is None else jnp.sum(rows, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    gradients = LinearParameters(dkernel, dbias)
-    return dx.reshape(*dy.shape[:-1], dx.shape[-1]), gradients
+    return dx, LinearParameters(dkernel, None if bias is None or dbias is None else dbias.astype(bias.dtype))
+
+
+def fp8_dtype(row: int, scaling: GemmScaling) -> Any:
+    """The FP8 dtype of one of a GEMM's three tensors: INPUT, KERNEL or OUTPUT_GRADIENT."""
+    fp8_format = scaling.recipe.fp8_format
+    return fp8_format.backward if row == OUTPUT_GRADIENT else fp8_format.forward
+
+
+def scale_source(row: int, scaling: GemmScaling, measure: Callable[[], jax.Array]) -> ScaleSource:
+    """Where the scale of a tensor comes from: the state, or the tensor's amax f32[], which `measure` finds."""
+    if scaling.from_current or isinstance(scaling.recipe, CurrentScaling):
+        return ScaleSource.from_amax(measure(), scaling.recipe)
+    assert scaling.scale is not None, "delayed scaling has scales"
+    return ScaleSource.row_of(scaling.scale, row)
+
+
+def quantize_input(x: jax.Array, scaling: GemmScaling, keep: bool) -> Quantized:
+    """An input (m, k), with `keep` in both orientations."""
+    dtype, source = fp8_dtype(INPUT, scaling), scale_source(INPUT, scaling, partial(amax, x))
+    if keep:
+        return Quantized(*quantize_transpose(x, dtype, source))
+    straight, measured = quantize_with_amax(x, dtype, source)
+    return Quantized(straight, None, measured)
+
+
+def quantize_gradient(
+    dy: jax.Array, parameters_like: LinearParameters, scaling: GemmScaling
+) -> tuple[Quantized, jax.Array | None]:
+    """An output gradient (m, n) in both orientations, and the bias gradient f32[n] from the same pass, where there is a bias."""
+    dtype, source = fp8_dtype(OUTPUT_GRADIENT, scaling), scale_source(OUTPUT_GRADIENT, scaling, partial(amax, dy))
+    if parameters_like.bias is None:
+        return Quantized(*quantize_transpose(dy, dtype, source)), None
+    straight, transposed, measured, sums = quantize_transpose_sums(dy, dtype, source)
+    return Quantized(straight, transposed, measured), sums
 
 
 def dtypes_of(parameters):
@@ -123,22 +196,26 @@ def dtypes_of(parameters):
     return jax.tree.map(lambda leaf: jnp.zeros((0,), leaf.dtype), parameters)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(dtype, x, parameters, scaling):
-    y, amaxes, _ = forward_gemm(x, parameters, scaling, dtype, keep=False)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(dtype, recompute, x, parameters, scaling, residual):
+    y, amaxes, _ = forward_gemm(quantize_input(x, scaling, keep=False), parameters, scaling, dtype, residual)
     return y, amaxes
 
 
-def _linear_forward(dtype, x, parameters, scaling):
-    y, amaxes, residual = forward_gemm(x, parameters, scaling, dtype, keep=True)
-    return (y, amaxes), (residual, dtypes_of(parameters), scaling)
+def _linear_forward(dtype, recompute, x, parameters, scaling, residual):
+    quantized = quantize_input(x, scaling, keep=not recompute)
+    y, amaxes, kept = forward_gemm(quantized, parameters, scaling, dtype, residual)
+    return (y, amaxes), (x if recompute else None, kept, dtypes_of(parameters), scaling, dtypes_of(residual))
 
 
-def _linear_backward(dtype, residuals, cotangents):
+def _linear_backward(dtype, recompute, residuals, cotangents):
+    x, kept, parameters_like, scaling, residual_like = residuals
     dy, _ = cotangents
-    residual, parameters_like, scaling = residuals
-    dx, gradients = backward_gemm(dy, residual, parameters_like, scaling, dtype)
-    return dx, gradients, None
+    kept = kept.with_input(lambda *how: quantize_transpose(*how)[1], x, scaling, after=dy)
+    dx, gradients = backward_gemm(
+        *quantize_gradient(dy, parameters_like, scaling), kept, parameters_like, scaling, dtype
+    )
+    return dx, gradients, None, None if residual_like is None else dy
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -159,31 +236,23 @@ def _kernel_both_ways(kernel, scaling):
     """The kernel in FP8, its transpose and its amax: from the weight cache, or made here."""
     if scaling.weight is None:
         with jax.named_scope(CAST_SCOPE):
-            return _quantize_both_ways(kernel, KERNEL, scaling)
+            source = scale_source(KERNEL, scaling, partial(amax, kernel))
+            return quantize_transpose(kernel, fp8_dtype(KERNEL, scaling), source)
     return scaling.weight.straight, scaling.weight.transposed, scaling.weight.amax
-
-
-def _quantize_both_ways(x, row, scaling):
-    return quantize_transpose(x, *_dtype_and_source(x, row, scaling))
-
-
-def _quantize_one_way(x, row, scaling):
-    quantized, measured = quantize_with_amax(x, *_dtype_and_source(x, row, scaling))
-    return quantized, None, measured
-
-
-def _dtype_and_source(x, row, scaling):
-    fp8_format = scaling.recipe.fp8_format
-    dtype = fp8_format.backward if row == OUTPUT_GRADIENT else fp8_format.forward
-    if scaling.from_current or isinstance(scaling.recipe, CurrentScaling):
-        return dtype, ScaleSource.from_amax(amax(x), scaling.recipe)
-    return dtype, ScaleSource.row_of(scaling.scale, row)
 
 
 def _placed_like(gradient, primal):
     """On an Explicit mesh, a cotangent has the sharding of its primal in its type; elsewhere there is nothing to do."""
     sharding = jax.typeof(primal).sharding
     return gradient if sharding.mesh.empty else jax.reshard(gradient, sharding)
+
+
+def _check_rows(rows, scaling):
+    if rows % 16:
+        raise ValueError(
+            f"{scaling.layer}: the weight gradient contracts over batch * sequence, which must be a multiple of 16, got {rows}; "
+            "change the batch or sequence size, pad, or use recipe=None"
+        )
 
 
 def _leaf(scaling):

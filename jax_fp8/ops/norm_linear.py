@@ -3,14 +3,29 @@
 Kept for the backward: `x` with its two statistics per row, and the FP8 residuals of the GEMM. The normalized activations are not kept.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops.linear import LinearParameters, backward_gemm, dtypes_of, forward_gemm, plain_linear
-from jax_fp8.ops.norm import NormParameters, normalize, normalize_backward
+from jax_fp8.core.state import INPUT
+from jax_fp8.ops.amax import as_matrix
+from jax_fp8.ops.linear import (
+    LinearParameters,
+    Quantized,
+    backward_gemm,
+    dtypes_of,
+    forward_gemm,
+    fp8_dtype,
+    plain_linear,
+    quantize_gradient,
+    scale_source,
+)
+from jax_fp8.ops.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 
 
 def norm_linear(
@@ -20,32 +35,78 @@ def norm_linear(
     scaling: GemmScaling | None,
     epsilon: float = 1e-6,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`linear(normalize(x))` for `x` (..., k): (..., n) in `dtype`, and the amaxes f32[2] (None without scaling)."""
+    *,
+    return_input: bool = False,
+    recompute: bool = False,
+) -> tuple[Any, jax.Array | None]:
+    """`linear(normalize(x))` for `x` (..., k).
+
+    Args:
+      return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's backward pass, and needs
+        no pass of its own.
+      recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
+
+    Returns:
+      (..., n) in `dtype`, or a pair of it and `x` in `dtype`; and the amaxes f32[2] (None without scaling).
+    """
     x = x.astype(dtype)
     if scaling is None:
-        return plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype), None
-    return _norm_linear(epsilon, dtype, x, norm, parameters, scaling)
+        y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype)
+        return ((y, x) if return_input else y), None
+    static = _Static(epsilon, dtype, return_input, recompute)
+    out: Any = _norm_linear(static, as_matrix(x), norm, parameters, scaling)
+    (y, rows), amaxes = out
+    y = y.reshape(*x.shape[:-1], y.shape[-1])
+    return ((y, rows.reshape(x.shape)) if return_input else y), amaxes
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm_linear(epsilon, dtype, x, norm, parameters, scaling):
-    normalized, _ = normalize(x, norm, epsilon, dtype)
-    y, amaxes, _ = forward_gemm(normalized, parameters, scaling, dtype, keep=False)
-    return y, amaxes
+def quantize_norm(
+    x: jax.Array, norm: NormParameters, epsilon: float, scaling: GemmScaling, keep: bool
+) -> tuple[Quantized, NormStatistics]:
+    """The normalized `x` (m, k) as the input of a GEMM, with `keep` in both orientations, and what the norm's backward needs."""
+    source = scale_source(INPUT, scaling, partial(norm_amax, x, norm, epsilon))
+    orientations = "both" if keep else "straight"
+    straight, transposed, measured, statistics = norm_quantize(
+        x, norm, epsilon, fp8_dtype(INPUT, scaling), source, orientations=orientations
+    )
+    assert straight is not None, "it was asked for"
+    return Quantized(straight, transposed, measured), statistics
 
 
-def _forward(epsilon, dtype, x, norm, parameters, scaling):
-    normalized, statistics = normalize(x, norm, epsilon, dtype)
-    y, amaxes, residual = forward_gemm(normalized, parameters, scaling, dtype, keep=True)
-    return (y, amaxes), (x, norm, statistics, residual, dtypes_of(parameters), scaling)
+def transpose_norm(norm: NormParameters, epsilon: float, x: jax.Array, dtype, source) -> Fp8Array | None:
+    """What `quantize_norm` did not keep."""
+    return norm_quantize(x, norm, epsilon, dtype, source, orientations="transposed")[1]
 
 
-def _backward(epsilon, dtype, residuals, cotangents):
-    x, norm, statistics, residual, parameters_like, scaling = residuals
-    dy, _ = cotangents
-    dnormalized, gradients = backward_gemm(dy, residual, parameters_like, scaling, dtype)
-    dx, dnorm = normalize_backward(dnormalized, x, norm, statistics)
+@dataclass(frozen=True)
+class _Static:
+    epsilon: float
+    dtype: jax.typing.DTypeLike
+    return_input: bool
+    recompute: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_linear(static, x, norm, parameters, scaling):
+    normalized, _ = quantize_norm(x, norm, static.epsilon, scaling, keep=False)
+    y, amaxes, _ = forward_gemm(normalized, parameters, scaling, static.dtype)
+    return (y, x if static.return_input else None), amaxes
+
+
+def _forward(static, x, norm, parameters, scaling):
+    normalized, statistics = quantize_norm(x, norm, static.epsilon, scaling, keep=not static.recompute)
+    y, amaxes, kept = forward_gemm(normalized, parameters, scaling, static.dtype)
+    out = (y, x if static.return_input else None), amaxes
+    return out, (x, norm, statistics, kept, dtypes_of(parameters), scaling)
+
+
+def _backward(static, residuals, cotangents):
+    x, norm, statistics, kept, parameters_like, scaling = residuals
+    (dy, dresidual), _ = cotangents
+    kept = kept.with_input(partial(transpose_norm, norm, static.epsilon), x, scaling, after=dy)
+    quantized, dbias = quantize_gradient(dy, parameters_like, scaling)
+    dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, scaling, static.dtype)
+    dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dresidual)
     return dx, dnorm, gradients, None
 
 

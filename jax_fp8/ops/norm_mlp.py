@@ -4,15 +4,36 @@ Kept for the backward: `x` with its statistics, the input of the activation, and
 nor the activated tensor is kept: each is used again only in FP8.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops.activation import activate, activate_backward
-from jax_fp8.ops.linear import LinearParameters, backward_gemm, dtypes_of, forward_gemm, plain_linear
-from jax_fp8.ops.norm import NormParameters, normalize, normalize_backward
+from jax_fp8.core.state import INPUT, OUTPUT_GRADIENT
+from jax_fp8.ops.activation import (
+    activate,
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_quantize,
+    activation_quantize,
+)
+from jax_fp8.ops.amax import as_matrix
+from jax_fp8.ops.linear import (
+    LinearParameters,
+    Quantized,
+    backward_gemm,
+    dtypes_of,
+    forward_gemm,
+    fp8_dtype,
+    plain_linear,
+    quantize_gradient,
+    scale_source,
+)
+from jax_fp8.ops.norm import NormParameters, norm_backward, normalize
+from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 
 
 def norm_mlp(
@@ -24,8 +45,15 @@ def norm_mlp(
     activation: str = "gelu",
     epsilon: float = 1e-6,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    residual: bool = False,
+    recompute: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """`linear(activate(linear(normalize(x))))` for `x` (..., k).
+
+    Args:
+      residual: add `x` to the result, in the last GEMM; its gradient is added in the norm's backward pass.
+      recompute: normalize, activate and quantize again in the backward instead of keeping both results, transposed, in FP8.
 
     Returns:
       (..., k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without scalings).
@@ -33,35 +61,76 @@ def norm_mlp(
     x = x.astype(dtype)
     if scalings is None:
         hidden = plain_linear(normalize(x, norm, epsilon, dtype)[0], up, dtype)
-        return plain_linear(activate(hidden, activation), down, dtype), None
-    return _norm_mlp(activation, epsilon, dtype, x, norm, up, down, scalings)
+        y = plain_linear(activate(hidden, activation), down, dtype)
+        return x + y if residual else y, None
+    static = _Static(activation, epsilon, dtype, residual, recompute)
+    out: Any = _norm_mlp(static, as_matrix(x), norm, up, down, scalings)
+    y, amaxes = out
+    return y.reshape(x.shape), amaxes
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm_mlp(activation, epsilon, dtype, x, norm, up, down, scalings):
-    return _run(activation, epsilon, dtype, x, norm, up, down, scalings, keep=False)[0]
+@dataclass(frozen=True)
+class _Static:
+    activation: str
+    epsilon: float
+    dtype: jax.typing.DTypeLike
+    residual: bool
+    recompute: bool
 
 
-def _run(activation, epsilon, dtype, x, norm, up, down, scalings, keep):
-    normalized, statistics = normalize(x, norm, epsilon, dtype)
-    hidden, up_amaxes, up_residual = forward_gemm(normalized, up, scalings[0], dtype, keep)
-    y, down_amaxes, down_residual = forward_gemm(activate(hidden, activation), down, scalings[1], dtype, keep)
-    return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_residual, down_residual)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_mlp(static, x, norm, up, down, scalings):
+    return _run(static, x, norm, up, down, scalings, keep=False)[0]
 
 
-def _forward(activation, epsilon, dtype, x, norm, up, down, scalings):
-    out, kept = _run(activation, epsilon, dtype, x, norm, up, down, scalings, keep=True)
+def _run(static, x, norm, up, down, scalings, keep):
+    normalized, statistics = quantize_norm(x, norm, static.epsilon, scalings[0], keep)
+    hidden, up_amaxes, up_kept = forward_gemm(normalized, up, scalings[0], static.dtype)
+    activated = _quantize_activated(hidden, static.activation, scalings[1], keep)
+    residual = x if static.residual else None
+    y, down_amaxes, down_kept = forward_gemm(activated, down, scalings[1], static.dtype, residual)
+    return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
+
+
+def _forward(static, x, norm, up, down, scalings):
+    out, kept = _run(static, x, norm, up, down, scalings, keep=not static.recompute)
     return out, (x, norm, *kept, dtypes_of(up), dtypes_of(down), scalings)
 
 
-def _backward(activation, epsilon, dtype, residuals, cotangents):
-    x, norm, statistics, hidden, up_residual, down_residual, up_like, down_like, scalings = residuals
+def _backward(static, residuals, cotangents):
+    x, norm, statistics, hidden, up_kept, down_kept, up_like, down_like, scalings = residuals
     dy, _ = cotangents
-    dactivated, ddown = backward_gemm(dy, down_residual, down_like, scalings[1], dtype)
-    dhidden = activate_backward(dactivated, hidden, activation)
-    dnormalized, dup = backward_gemm(dhidden, up_residual, up_like, scalings[0], dtype)
-    dx, dnorm = normalize_backward(dnormalized, x, norm, statistics)
+    down_kept = down_kept.with_input(partial(_transpose_activated, static.activation), hidden, scalings[1], after=dy)
+    quantized, dbias = quantize_gradient(dy, down_like, scalings[1])
+    dactivated, ddown = backward_gemm(quantized, dbias, down_kept, down_like, scalings[1], static.dtype)
+
+    up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, scalings[0], after=dactivated)
+    quantized, dbias = _quantize_hidden_gradient(dactivated, hidden, static.activation, scalings[0])
+    dnormalized, dup = backward_gemm(quantized, dbias, up_kept, up_like, scalings[0], static.dtype)
+    dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
     return dx, dnorm, dup, ddown, None
 
 
 _norm_mlp.defvjp(_forward, _backward)
+
+
+def _quantize_activated(hidden, activation, scaling, keep) -> Quantized:
+    source = scale_source(INPUT, scaling, partial(activation_amax, hidden, activation))
+    orientations = "both" if keep else "straight"
+    dtype = fp8_dtype(INPUT, scaling)
+    straight, transposed, measured = activation_quantize(hidden, activation, dtype, source, orientations=orientations)
+    assert straight is not None, "it was asked for"
+    return Quantized(straight, transposed, measured)
+
+
+def _transpose_activated(activation, hidden, dtype, source):
+    return activation_quantize(hidden, activation, dtype, source, orientations="transposed")[1]
+
+
+def _quantize_hidden_gradient(dactivated, hidden, activation, scaling):
+    """The gradient of the activation's input, as the output gradient of the GEMM up, with the bias gradient."""
+    measure = partial(activation_backward_amax, dactivated, hidden, activation)
+    source = scale_source(OUTPUT_GRADIENT, scaling, measure)
+    dtype = fp8_dtype(OUTPUT_GRADIENT, scaling)
+    straight, transposed, measured, sums = activation_backward_quantize(dactivated, hidden, activation, dtype, source)
+    return Quantized(straight, transposed, measured), sums

@@ -2,7 +2,7 @@
 
 Overflow and ±inf saturate to ±fp8_max; NaN becomes the one byte 0x7F. `amax` is max|x| over everything that is not NaN.
 Hopper's FP8 GEMM wants both operands contiguous along the contracting dim, so a tensor that feeds two GEMMs is needed in two orientations:
-`quantize_transpose` writes both from one read of `x`.
+`quantize_transpose` writes both from one read of `x`, and `quantize_transpose_sums` the sums of its columns as well, the gradient of a bias.
 
 The scale is a scalar, or is found by the kernel itself where a `ScaleSource` says.
 
@@ -21,10 +21,15 @@ from jax import lax
 from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.ops.amax import amax_reference, as_matrix
-from jax_fp8.ops.dispatch import Split, dispatch, gathered, pmax
+from jax_fp8.ops.dispatch import Split, dispatch, gathered, pmax, psum
 from jax_fp8.ops.scale_source import SCALAR, ScaleSource
 
 NAN_BYTE = np.uint8(0x7F)
+ROWS_PER_PARTIAL_SUM = 128  # csrc/column_sums.h says the same
+
+# What an op makes of a matrix: the matrix itself (m, n) in FP8, its transpose (n, m), or both.
+ORIENTATIONS = ("both", "straight", "transposed")
+NOTHING = (0, 0)  # the shape of an operand or a result that a kernel does without
 
 
 def quantize_reference(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array) -> jax.Array:
@@ -63,9 +68,7 @@ def quantize_transpose(
 ) -> tuple[Fp8Array, Fp8Array, jax.Array]:
     """Quantize a matrix (m, n) in both orientations: its (m, n), its transpose (n, m), and its amax f32[]."""
     source = ScaleSource.of(scale)
-    check_source_and_target(x.dtype, dtype)
-    if x.ndim != 2:
-        raise ValueError(f"quantize_transpose needs a matrix, got shape {x.shape}; flatten the leading dims")
+    _check_matrix("quantize_transpose", x, dtype)
     kernel, reference = (
         partial(_transpose_kernel, dtype, source.rule),
         partial(_transpose_reference, dtype, source.rule),
@@ -75,11 +78,68 @@ def quantize_transpose(
     return Fp8Array(values, used), Fp8Array(transposed, used), amax
 
 
+def quantize_transpose_sums(
+    x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array | ScaleSource
+) -> tuple[Fp8Array, Fp8Array, jax.Array, jax.Array]:
+    """`quantize_transpose` of a matrix (m, n), and the sums of its columns in float32, (n,)."""
+    source = ScaleSource.of(scale)
+    _check_matrix("quantize_transpose_sums", x, dtype)
+    kernel, reference = partial(_sums_kernel, dtype, source.rule), partial(_sums_reference, dtype, source.rule)
+    rule = f"m n, {source.dims} -> m n, n m, , , n"
+    values, transposed, amax, used, sums = dispatch(rule, kernel, reference, x, source.array)
+    return Fp8Array(values, used), Fp8Array(transposed, used), amax, sums
+
+
+def column_sums_reference(x: jax.Array) -> jax.Array:
+    """The sums of the columns of (m, n) in float32, (n,)."""
+    return jnp.sum(x, axis=0, dtype=jnp.float32)
+
+
+def sums_results(shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """What a kernel that sums the columns of a matrix returns: the sums, and before them those of every 128 rows, which it adds up."""
+    m, n = shape
+    return jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct(
+        (-(-m // ROWS_PER_PARTIAL_SUM), n), jnp.float32
+    )
+
+
+def _check_matrix(operation, x, dtype):
+    check_source_and_target(x.dtype, dtype)
+    if x.ndim != 2:
+        raise ValueError(f"{operation} needs a matrix, got shape {x.shape}; flatten the leading dims")
+
+
 def check_source_and_target(x_dtype: jax.typing.DTypeLike, dtype: jax.typing.DTypeLike) -> None:
     """Raise unless the kernels quantize from the one dtype to the other."""
     fp8_max(dtype)  # says what it must be
     if x_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x_dtype}; cast first")
+
+
+def check_orientations(orientations: str) -> None:
+    """Raise unless it is one of ORIENTATIONS."""
+    if orientations not in ORIENTATIONS:
+        raise ValueError(f"orientations must be one of {ORIENTATIONS}, got {orientations!r}")
+
+
+def wanted(orientations: str, straight, transposed) -> tuple:
+    """Those of the two that are wanted."""
+    return {"both": (straight, transposed), "straight": (straight,), "transposed": (transposed,)}[orientations]
+
+
+def matrix_results(
+    orientations: str, shape: tuple[int, int], dtype: jax.typing.DTypeLike
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """What a kernel returns for a matrix (m, n) and its transpose: NOTHING for the one that is not wanted."""
+    straight = NOTHING if orientations == "transposed" else shape
+    transposed = NOTHING if orientations == "straight" else shape[::-1]
+    return jax.ShapeDtypeStruct(straight, dtype), jax.ShapeDtypeStruct(transposed, dtype)
+
+
+def fp8_arrays(orientations: str, matrices, scale: jax.Array) -> tuple[Fp8Array | None, Fp8Array | None]:
+    """The `wanted` matrices in their places, None in that of the other."""
+    straight = None if orientations == "transposed" else Fp8Array(matrices[0], scale)
+    return straight, None if orientations == "straight" else Fp8Array(matrices[-1], scale)
 
 
 def _kernel(dtype, scale_rule, x, array, split: Split):  # (m, n), () or (r,) -> (m, n), (), ()
@@ -103,3 +163,14 @@ def _transpose_kernel(dtype, scale_rule, x, array, split: Split):  # (m, n), () 
 def _transpose_reference(dtype, scale_rule, x, array, split: Split):
     values, amax, scale = _reference(dtype, scale_rule, x, array, split)
     return values, values.T, amax, scale
+
+
+def _sums_kernel(dtype, scale_rule, x, array, split: Split):  # (m, n), () or (r,) -> (m, n), (n, m), (), (), (n,)
+    matrices = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype)
+    call = jax.ffi.ffi_call("jax_fp8_quantize_transpose_sums", (*matrices, SCALAR, SCALAR, *sums_results(x.shape)))
+    values, transposed, amax, scale, sums, _ = call(x, gathered(array, split, "r"), **scale_rule.attributes())
+    return values, transposed, pmax(amax, split, "m", "n"), scale, psum(sums, split, "m")
+
+
+def _sums_reference(dtype, scale_rule, x, array, split: Split):
+    return *_transpose_reference(dtype, scale_rule, x, array, split), psum(column_sums_reference(x), split, "m")

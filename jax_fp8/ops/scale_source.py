@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.recipe import CurrentScaling, Recipe
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.core.scale import current_scale
 from jax_fp8.ops.dispatch import Split, gathered
 
@@ -26,13 +26,14 @@ class ScaleRule:
 
     def attributes(self) -> dict:
         """The same in the kernels' words."""
-        current = isinstance(self.recipe, CurrentScaling)
+        current = self.recipe if isinstance(self.recipe, CurrentScaling) else None
+        delayed = self.recipe if isinstance(self.recipe, DelayedScaling) else None
         return {
             "row": np.int32(self.row),
             "from_amax": self.recipe is not None,
-            "margin": np.int32(0 if self.recipe is None or current else self.recipe.margin),
-            "amax_epsilon": np.float32(self.recipe.amax_epsilon if current else 0),
-            "power_2_scale": current and self.recipe.power_2_scale,
+            "margin": np.int32(delayed.margin if delayed else 0),
+            "amax_epsilon": np.float32(current.amax_epsilon if current else 0),
+            "power_2_scale": current is not None and current.power_2_scale,
         }
 
     def scale(self, array: jax.Array, dtype: jax.typing.DTypeLike, split: Split) -> jax.Array:

@@ -57,12 +57,12 @@ def test_an_array_that_is_not_aligned(dtype):
 MISTAKES = {
     "no barrier": (("device/reduce.cuh", "__syncthreads();", ""), "order of threads"),
     "a barrier for some": (
-        ("device/reduce.cuh", "__syncthreads();", "if (threadIdx.x >= 32) __syncthreads();"),
+        ("device/reduce.cuh", "__syncthreads();", "if (threadIdx.x >= kWarp) __syncthreads();"),
         "order of threads",
     ),
     "a mask of some": (("device/reduce.cuh", "0xFFFFFFFFu, __float", "0xFFFFu, __float"), "not in its own mask"),
     "one lane less": (
-        ("device/reduce.cuh", "if (threadIdx.x >= 32)", "if (threadIdx.x >= 31)"),
+        ("device/reduce.cuh", "if (threadIdx.x >= kWarp)", "if (threadIdx.x >= kWarp - 1)"),
         "deadlock.*have ended",
     ),
     "beyond the end": (("amax.cu", "i < end;", "i <= end;"), "argument 0: byte 196640"),

@@ -34,6 +34,14 @@ extern "C" int quantize_transpose(const void* x, int64_t x_type, const float* so
   return launch_quantize_transpose(arguments_of(x, x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format,
                                                 values, values_t, amax, scale, rows, cols), nullptr);
 }
+
+extern "C" int quantize_transpose_sums(const void* x, int64_t x_type, const float* source, int64_t format, int64_t rows,
+                                       int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* sums,
+                                       float* partial) {
+  QuantizeArguments arguments = arguments_of(x, x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale, rows, cols);
+  arguments.sums = {sums, partial};
+  return launch_quantize_transpose(arguments, nullptr);
+}
 """
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
@@ -149,16 +157,31 @@ def test_the_scale_that_an_amax_gives(entry, dtype):
             check(entry, x, scale, dtype, got)
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("shape", [*SHAPES, (1300, 80)], ids=str)
+def test_sums(shape, source):
+    """The sums of small integers are exact in any order, and depend on every one."""
+    rows, cols = shape
+    x = np.random.default_rng(rows).integers(-9, 10, shape).astype(source)
+    sums, partial = Result((cols,), np.float32), Result((-(-rows // 128), cols), np.float32)
+    results = [Result((rows, cols), FORMATS[0]), Result((cols, rows), FORMATS[0]), SCALAR, SCALAR, sums, partial]
+    kernels = compile_for_cpu("quantize.cu", ENTRY)
+    scale = np.float32([0.3])
+    got = kernels.call("quantize_transpose_sums", x, SOURCES.index(source), scale, 0, rows, cols, *results)
+    check("quantize_transpose", x, scale[0], FORMATS[0], got[:4])
+    assert_same_bits(got[4], x.astype(np.float32).sum(axis=0))
+
+
 # What is wrong then, and the mistake that the harness names; None where only the numbers are wrong.
 MISTAKES = {
-    "no barrier": (("quantize.cu", "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
-    "the swizzle is written only": (("quantize.cu", "(chunk ^ (column / kVectorWidth))", "chunk"), "order of threads"),
+    "no barrier": (("device/quantize_tile.cuh", "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
+    "the swizzle is written only": (("device/quantize_tile.cuh", "(chunk ^ (column / kVectorWidth))", "chunk"), "order of threads"),
     "bytes of a patch in another order": (("device/fp8.cuh", "low23, 0x7632", "low23, 0x6732"), None),
-    "one row too many": (("quantize.cu", "if (row < rows && col < cols)", "if (row <= rows && col < cols)"), "argument 0: byte"),
-    "one column too many": (("quantize.cu", "if (out_row < cols && out_col < rows) {", "if (out_row <= cols && out_col < rows) {"), "argument"),
-    "half of the transpose": (("quantize.cu", "pass < kTileCols * kChunksPerColumn", "pass < kTileCols / 2 * kChunksPerColumn"), "order of threads"),
-    "a tile too small": (("quantize.cu", "uint4 tile[kTileCols * kChunksPerColumn]", "uint4 tile[kTileCols * kChunksPerColumn - 1]"), "shared|index"),
-    "never aligned": (("quantize.cu", "rows % 16 == 0 && cols % 16 == 0", "true"), "not aligned|argument"),
+    "one row too many": (("device/quantize_tile.cuh", "if (row < rows && col < width)", "if (row <= rows && col < width)"), "argument 0: byte"),
+    "one column too many": (("device/quantize_tile.cuh", "if (out_row < width && out_col < rows) {", "if (out_row <= width && out_col < rows) {"), "argument"),
+    "half of the transpose": (("device/quantize_tile.cuh", "pass < kCols * kChunksPerColumn", "pass < kCols / 2 * kChunksPerColumn"), "order of threads"),
+    "a tile too small": (("device/quantize_tile.cuh", "uint4 tile[kParts][kCols * kChunksPerColumn]", "uint4 tile[kParts][kCols * kChunksPerColumn - 1]"), "shared|index"),
+    "never aligned": (("device/quantize_tile.cuh", "results.rows % 16 == 0 && results.width % 16 == 0", "true"), "not aligned|argument"),
     "an approximate reciprocal": (("device/fp8.cuh", "return __frcp_rn(scale);", 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale)); return y;'), None),
     "the halves exchanged": (("device/fp8.cuh", '"f"(second), "f"(first)', '"f"(first), "f"(second)'), None),
 }  # fmt: skip

@@ -38,6 +38,18 @@ def test_against_float64(recipe, heads, kv_heads, causal):
     reference.assert_close(module.apply({"params": params}, x), expected, "block" if recipe else "bfloat16")
 
 
+@pytest.mark.parametrize("norm", [None, "rmsnorm"])
+@pytest.mark.parametrize("recipe", [None, fp8.CurrentScaling()], ids=["bf16", "current"])
+def test_the_residual_is_the_input_as_it_came(recipe, norm):
+    x = 8 * jax.random.normal(jax.random.key(0), (2, 16, 64), jnp.bfloat16)
+    without, module = (fp8.SelfAttention(4, norm=norm, recipe=recipe, residual=residual) for residual in (False, True))
+    params = module.init(jax.random.key(1), x)
+    y, expected = module.apply(params, x), without.apply(params, x).astype(jnp.float32) + x.astype(jnp.float32)
+    reference.assert_close(y, expected, "bfloat16")
+    with pytest.raises(AssertionError, match="relative error"):
+        reference.assert_close(y, without.apply(params, x), "bfloat16")
+
+
 def test_causality():
     x = jax.random.normal(jax.random.key(0), (1, 16, 64), jnp.bfloat16)
     changed = x.at[:, 10:].set(0)

@@ -37,6 +37,20 @@ def test_fp8_block_is_the_bfloat16_block_within_fp8(options):
         reference.assert_close(actual, wanted, "block_gradient")
 
 
+@pytest.mark.parametrize("recipe", [fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling()])
+def test_recomputing_changes_no_bit(recipe):
+    """Neither of the result and the gradients nor of the state; what it saves is checked where memory can be counted."""
+    kept, recomputed = (fp8.TransformerBlock(4, 128, recipe=recipe, recompute=flag) for flag in (False, True))
+    variables = kept.init(jax.random.key(1), X)
+
+    def run(module):
+        return fp8.value_and_grad(lambda v: jnp.sum(jnp.sin(module.apply(v, X).astype(jnp.float32))))(variables)
+
+    actual, expected = run(recomputed), run(kept)
+    jax.tree.map(reference.assert_same_bits, actual, expected)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(expected[1]))
+
+
 def test_residual_stream_passes_through_when_both_branches_write_zero():
     zeros = jax.nn.initializers.zeros
     y, _ = fp8.TransformerBlock(4, 128, residual_init=zeros).init_with_output(jax.random.key(0), X)

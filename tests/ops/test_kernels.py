@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jax_fp8.ops import kernels
+from jax_fp8.ops.quantize import sums_results
 
 needs_kernels = pytest.mark.skipif(not kernels.built(), reason=str(kernels.missing_reason()))
 needs_compiler = pytest.mark.skipif(h200.missing_reason() is not None, reason=str(h200.missing_reason()))
@@ -67,7 +68,22 @@ def test_the_module_has_handlers_exactly_when_it_is_built():
 @needs_kernels
 def test_build_info_is_what_was_built():
     info = kernels.build_info()
-    names = ("quantize", "quantize_transpose", "amax", "adam", "gemm")
+    names = (
+        "quantize",
+        "quantize_transpose",
+        "quantize_transpose_sums",
+        "activation_quantize",
+        "activation_amax",
+        "activation_backward_quantize",
+        "activation_backward_amax",
+        "amax",
+        "adam",
+        "update_state",
+        "norm_quantize",
+        "norm_amax",
+        "norm_backward",
+        "gemm",
+    )
     assert info["targets"] == tuple(f"jax_fp8_{name}" for name in names)
     assert re.fullmatch(r"1[2-9]\.\d+", info["cuda_version"])
     assert (info["cublaslt_version"] is None) != (info["cublaslt_reason"] is None)
@@ -116,9 +132,29 @@ def calls():
     matrix, transpose = jax.ShapeDtypeStruct((64, 32), E4M3), jax.ShapeDtypeStruct((32, 64), E4M3)
     x = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
     product = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    gated = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    gradient = tuple(jax.ShapeDtypeStruct((64, 64), E4M3) for _ in range(2))
+    swiglu = {"activation": "swiglu"}
     return {
         "jax_fp8_quantize": ((matrix, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
         "jax_fp8_quantize_transpose": ((matrix, transpose, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
+        "jax_fp8_quantize_transpose_sums": (
+            (matrix, transpose, SCALAR, SCALAR, *sums_results((64, 32))),
+            (x, SCALES),
+            QUANTIZE_ATTRIBUTES,
+        ),
+        "jax_fp8_activation_quantize": (
+            (matrix, transpose, SCALAR, SCALAR),
+            (gated, SCALES),
+            QUANTIZE_ATTRIBUTES | swiglu,
+        ),
+        "jax_fp8_activation_backward_quantize": (
+            (*gradient, SCALAR, SCALAR, *sums_results((64, 64))),
+            (x, gated, SCALES),
+            QUANTIZE_ATTRIBUTES | swiglu,
+        ),
+        "jax_fp8_activation_amax": ((SCALAR,), (gated,), swiglu),
+        "jax_fp8_activation_backward_amax": ((SCALAR,), (x, gated), swiglu),
         "jax_fp8_amax": ((SCALAR,), (x,), {}),
         "jax_fp8_gemm": ((product, WORKSPACE), (matrix, matrix, SCALAR, SCALAR), GEMM_ATTRIBUTES),
     }

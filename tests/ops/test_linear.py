@@ -53,9 +53,10 @@ def current(**settings) -> GemmScaling:
     return GemmScaling(CurrentScaling(**settings), "mlp/up", from_current=True)
 
 
-def run(scaling, x=X, parameters=PARAMETERS, dy=DY, dtype=jnp.bfloat16):
+def run(scaling, x=X, parameters=PARAMETERS, dy=DY, dtype=jnp.bfloat16, **options):
     """y, the amaxes, and the gradients of x and of the parameters."""
-    (y, amaxes), pullback = jax.vjp(lambda x, parameters: linear(x, parameters, scaling, dtype), x, parameters)
+    fn = functools.partial(linear, scaling=scaling, dtype=dtype, **options)
+    (y, amaxes), pullback = jax.vjp(fn, x, parameters)
     return y, amaxes, *pullback((dy, amaxes if amaxes is None else jnp.zeros_like(amaxes)))
 
 
@@ -202,6 +203,25 @@ def test_the_backward_keeps_x_and_kernel_in_fp8_and_nothing_else():
     assert [(shape, dtype) for shape, dtype in residuals if dtype != E4M3] in ([], [((3,), jnp.float32)])  # the scales
     plain = kept(lambda x, parameters: linear(x, parameters, None), X, PARAMETERS)
     assert ((BATCH, SEQUENCE, K), jnp.bfloat16) in plain  # and this is how a bfloat16 x would be seen
+
+
+@pytest.mark.parametrize("scaling", [current(), delayed(scales())], ids=["current", "delayed"])
+def test_recomputing_keeps_x_itself_and_gives_the_same_bits(scaling):
+    jax.tree.map(assert_same_bits, run(scaling, recompute=True), run(scaling))
+    residuals = kept(lambda x, parameters: linear(x, parameters, scaling, recompute=True), X, PARAMETERS)
+    assert [shape for shape, dtype in residuals if dtype == E4M3] == [(K, N)]
+    assert [shape for shape, dtype in residuals if dtype == jnp.bfloat16] == [(BATCH * SEQUENCE, K)]
+
+
+@pytest.mark.parametrize("scaling", [current(), None], ids=["fp8", "plain"])
+def test_a_residual_is_added_before_the_rounding_and_its_gradient_is_that_of_the_result(scaling):
+    residual = 16 * array(4, BATCH, SEQUENCE, N)
+    (y, _), pullback = jax.vjp(lambda residual: linear(X, PARAMETERS, scaling, residual=residual), residual)
+    without = linear(X, PARAMETERS, scaling, jnp.float32)[0]
+    assert_close(y, without + residual.astype(jnp.float32), "gemm_bfloat16" if scaling else "bfloat16")
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(y, residual, "bfloat16")
+    assert_same_bits(pullback((DY, jax.tree.map(jnp.zeros_like, linear(X, PARAMETERS, scaling)[1])))[0], DY)
 
 
 @pytest.mark.parametrize("split_accumulator", [("dgrad", "wgrad"), (), ("fprop",)])

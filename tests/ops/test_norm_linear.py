@@ -13,12 +13,13 @@ from jax_fp8.core.formats import E4M3
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.ops.linear import LinearParameters, linear
-from jax_fp8.ops.norm import NormParameters, normalize, normalize_backward
+from jax_fp8.ops.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.norm_linear import norm_linear
 
 BATCH, SEQUENCE, K, N = 2, 24, 32, 48
 EPSILON = 1e-2
 CURRENT = GemmScaling(CurrentScaling(), "qkv", from_current=True)
+DELAYED = GemmScaling(DelayedScaling(), "qkv", from_current=False, scale=jnp.float32([0.01, 0.02, 1e-4]))
 
 
 def array(seed, *shape, dtype=np.float32, mean=0.0) -> jax.Array:
@@ -39,9 +40,9 @@ def norm(request):
     return request.param
 
 
-def run(norm, scaling, x=X, dy=DY, epsilon=EPSILON):
+def run(norm, scaling, x=X, dy=DY, epsilon=EPSILON, **options):
     """y, the amaxes, and the gradients of x, of the norm's parameters and of the GEMM's."""
-    (y, amaxes), pullback = jax.vjp(lambda *args: norm_linear(*args, scaling, epsilon), x, norm, PARAMETERS)
+    (y, amaxes), pullback = jax.vjp(lambda *args: norm_linear(*args, scaling, epsilon, **options), x, norm, PARAMETERS)
     return y, amaxes, *pullback((dy, amaxes if amaxes is None else jnp.zeros_like(amaxes)))
 
 
@@ -50,16 +51,15 @@ def expected(norm):
     return plain.result_and_gradients(fn, DY, X, norm, PARAMETERS)
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [CURRENT, GemmScaling(DelayedScaling(), "qkv", from_current=False, scale=jnp.float32([0.01, 0.02, 1e-4]))],
-    ids=["current", "delayed"],
-)
+@pytest.mark.parametrize("scaling", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_is_its_parts_to_the_bit(norm, scaling):
-    normalized, statistics = normalize(X, norm, EPSILON, jnp.bfloat16)
+    rows = X.reshape(-1, K)
+    normalized, _ = normalize(rows, norm, EPSILON, jnp.bfloat16)
+    *_, statistics = norm_quantize(rows, norm, EPSILON, E4M3, 1.0)  # the compiler's to the last bit, as the op's are
     (y, amaxes), pullback = jax.vjp(lambda x, parameters: linear(x, parameters, scaling), normalized, PARAMETERS)
-    dnormalized, gradients = pullback((DY, jnp.zeros_like(amaxes)))
-    parts = (y, amaxes, *normalize_backward(dnormalized, X, norm, statistics), gradients)
+    dnormalized, gradients = pullback((DY.reshape(-1, N), jnp.zeros_like(amaxes)))
+    dx, dnorm = norm_backward(dnormalized, rows, norm, statistics)
+    parts = (y.reshape(DY.shape), amaxes, dx.reshape(X.shape), dnorm, gradients)
     jax.tree.map(assert_same_bits, run(norm, scaling), parts)
     with pytest.raises(AssertionError):
         jax.tree.map(assert_same_bits, run(norm, scaling, epsilon=2 * EPSILON), parts)
@@ -119,10 +119,37 @@ def test_the_backward_keeps_x_but_not_the_normalized_tensor(norm):
         lambda *args: jax.vjp(lambda *args: norm_linear(*args, CURRENT), *args)[1], X, norm, PARAMETERS
     )
     kept = jax.tree.leaves(pullback)
-    assert [leaf.shape for leaf in kept if leaf.dtype == jnp.bfloat16 and leaf.size] == [X.shape]
+    assert [leaf.size for leaf in kept if leaf.dtype == jnp.bfloat16 and leaf.size] == [X.size]
     assert sorted(leaf.shape for leaf in kept if leaf.dtype == E4M3) == [(K, N), (K, BATCH * SEQUENCE)]
     largest_float32 = max(leaf.size for leaf in kept if leaf.dtype == jnp.float32)
     assert largest_float32 == BATCH * SEQUENCE  # a statistic per row, and no row
+
+
+@pytest.mark.parametrize("scaling", [CURRENT, DELAYED], ids=["current", "delayed"])
+def test_recomputing_gives_the_same_bits_and_keeps_less(norm, scaling):
+    jax.tree.map(assert_same_bits, run(norm, scaling, recompute=True), run(norm, scaling))
+    pullback = jax.eval_shape(
+        lambda *args: jax.vjp(lambda *args: norm_linear(*args, scaling, recompute=True), *args)[1], X, norm, PARAMETERS
+    )
+    assert [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.dtype == E4M3] == [(K, N)]
+
+
+@pytest.mark.parametrize("scaling", [CURRENT, None], ids=["fp8", "plain"])
+def test_the_gradient_of_the_returned_input_is_added(norm, scaling):
+    """As that of a residual branch: it reaches x whole, in the pass of the norm's backward."""
+    dresidual = array(6, BATCH, SEQUENCE, K, dtype=ml_dtypes.bfloat16)
+
+    def with_input(x, norm, parameters):
+        return norm_linear(x, norm, parameters, scaling, EPSILON, return_input=True)
+
+    ((y, x), amaxes), pullback = jax.vjp(with_input, X, norm, PARAMETERS)
+    dx, *gradients = pullback(((DY, dresidual), jax.tree.map(jnp.zeros_like, amaxes)))
+    expected_y, _, expected_dx, *expected_gradients = run(norm, scaling)
+    assert_same_bits(x, X)
+    jax.tree.map(assert_same_bits, (y, gradients), (expected_y, expected_gradients))
+    assert_close(dx, expected_dx.astype(jnp.float32) + dresidual.astype(jnp.float32), "bfloat16")
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(dx, expected_dx, "bfloat16")
 
 
 def test_rows_must_be_a_multiple_of_16_for_the_gradient(norm):

@@ -14,7 +14,7 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.ops.activation import activate, activate_backward, is_gated
 from jax_fp8.ops.linear import LinearParameters, linear
-from jax_fp8.ops.norm import NormParameters, normalize, normalize_backward
+from jax_fp8.ops.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.norm_mlp import norm_mlp
 
 BATCH, SEQUENCE, K, HIDDEN = 2, 24, 32, 64
@@ -40,33 +40,37 @@ def make_parameters(norm, activation):
     )
 
 
-def run(norm, up, activation, scalings=SCALINGS, x=X, dy=DY, dtype=jnp.bfloat16):
+def run(norm, up, activation, scalings=SCALINGS, x=X, dy=DY, dtype=jnp.bfloat16, **options):
     """y, the amaxes of both GEMMs, and the gradients of x, the norm's parameters, and both GEMMs'."""
 
     def mlp(x, norm, up, down):
-        return norm_mlp(x, norm, up, down, scalings, activation, EPSILON, dtype)
+        return norm_mlp(x, norm, up, down, scalings, activation, EPSILON, dtype, **options)
 
     (y, amaxes), pullback = jax.vjp(mlp, x, norm, up, DOWN)
     return y, amaxes, *pullback((dy.astype(dtype), jax.tree.map(jnp.zeros_like, amaxes)))
 
 
-def expected(norm, up, activation):
+def expected(norm, up, activation, residual=False):
     def mlp(x, norm, up, down):
-        return plain.linear(plain.activate(plain.linear(plain.normalize(x, norm, EPSILON), up), activation), down)
+        y = plain.linear(plain.activate(plain.linear(plain.normalize(x, norm, EPSILON), up), activation), down)
+        return x + y if residual else y
 
     return plain.result_and_gradients(mlp, DY, X, norm, up, DOWN)
 
 
 def parts(norm, up, activation, scalings):
     """The same from the separate operations."""
-    normalized, statistics = normalize(X, norm, EPSILON, jnp.bfloat16)
+    rows = X.reshape(-1, K)
+    normalized, _ = normalize(rows, norm, EPSILON, jnp.bfloat16)
+    *_, statistics = norm_quantize(rows, norm, EPSILON, E4M3, 1.0)  # the compiler's to the last bit, as the op's are
     (hidden, up_amaxes), up_pullback = jax.vjp(lambda x, up: linear(x, up, scalings[0]), normalized, up)
     (y, down_amaxes), down_pullback = jax.vjp(
         lambda x, down: linear(x, down, scalings[1]), activate(hidden, activation), DOWN
     )
-    dactivated, ddown = down_pullback((DY, jnp.zeros(2)))
+    dactivated, ddown = down_pullback((DY.reshape(-1, K), jnp.zeros(2)))
     dnormalized, dup = up_pullback((activate_backward(dactivated, hidden, activation), jnp.zeros(2)))
-    return y, (up_amaxes, down_amaxes), *normalize_backward(dnormalized, X, norm, statistics), dup, ddown
+    dx, dnorm = norm_backward(dnormalized, rows, norm, statistics)
+    return y.reshape(X.shape), (up_amaxes, down_amaxes), dx.reshape(X.shape), dnorm, dup, ddown
 
 
 @pytest.mark.parametrize(("norm", "activation"), CASES)
@@ -121,10 +125,12 @@ def test_a_wrong_activation_would_be_noticed():
 
 
 @pytest.mark.parametrize(("norm", "activation"), CASES)
-def test_without_scalings_it_is_plain(norm, activation):
+@pytest.mark.parametrize("residual", [False, True])
+def test_without_scalings_it_is_plain(norm, activation, residual):
     norm, up = make_parameters(norm, activation)
-    y, amaxes, *gradients = run(norm, up, activation, scalings=None, x=X.astype(jnp.float32), dtype=jnp.float32)
-    expected_y, expected_gradients = expected(norm, up, activation)
+    x = X.astype(jnp.float32)
+    y, amaxes, *gradients = run(norm, up, activation, None, x, dtype=jnp.float32, residual=residual)
+    expected_y, expected_gradients = expected(norm, up, activation, residual)
     assert amaxes is None
     assert_close(y, expected_y, "float32")
     for actual, of in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
@@ -143,13 +149,40 @@ def test_the_backward_keeps_neither_the_normalized_nor_the_activated_tensor():
         lambda *args: jax.vjp(lambda *args: norm_mlp(*args, SCALINGS, "swiglu"), *args)[1], X, norm, up, DOWN
     )
     kept = jax.tree.leaves(pullback)
-    hidden = (BATCH, SEQUENCE, 2 * HIDDEN)  # the input of the activation
-    assert sorted(leaf.shape for leaf in kept if leaf.dtype == jnp.bfloat16 and leaf.size) == sorted([X.shape, hidden])
+    hidden = BATCH * SEQUENCE * 2 * HIDDEN  # the input of the activation
+    assert sorted(leaf.size for leaf in kept if leaf.dtype == jnp.bfloat16) == [X.size, hidden]
     rows = BATCH * SEQUENCE
     assert sorted(leaf.shape for leaf in kept if leaf.dtype == E4M3) == sorted(
         [(K, rows), (K, 2 * HIDDEN), (HIDDEN, rows), (HIDDEN, K)]
     )
     assert max(leaf.size for leaf in kept if leaf.dtype == jnp.float32) == rows
+
+
+@pytest.mark.parametrize(("norm", "activation"), CASES)
+def test_recomputing_gives_the_same_bits_and_keeps_only_the_kernels_in_fp8(norm, activation):
+    norm, up = make_parameters(norm, activation)
+    jax.tree.map(assert_same_bits, run(norm, up, activation, recompute=True), run(norm, up, activation))
+    pullback = jax.eval_shape(
+        lambda *args: jax.vjp(lambda *args: norm_mlp(*args, SCALINGS, activation, recompute=True), *args)[1],
+        X,
+        norm,
+        up,
+        DOWN,
+    )
+    kept = sorted(leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.dtype == E4M3)
+    assert kept == sorted([up.kernel.shape, DOWN.kernel.shape])
+
+
+@pytest.mark.parametrize(("norm", "activation"), CASES)
+def test_the_residual_is_added_and_so_is_its_gradient(norm, activation):
+    norm, up = make_parameters(norm, activation)
+    y, amaxes, dx, *gradients = run(norm, up, activation, residual=True)
+    without_y, without_amaxes, without_dx, *without_gradients = run(norm, up, activation)
+    jax.tree.map(assert_same_bits, (amaxes, gradients), (without_amaxes, without_gradients))
+    for actual, without, added in ((y, without_y, X), (dx, without_dx, DY)):
+        assert_close(actual, without.astype(jnp.float32) + added.astype(jnp.float32), "bfloat16")
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_close(actual, without, "bfloat16")
 
 
 def test_errors():

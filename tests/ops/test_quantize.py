@@ -10,10 +10,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2, fp8_max
-from jax_fp8.ops.quantize import quantize, quantize_transpose, quantize_with_amax
+from jax_fp8.ops.quantize import (
+    NOTHING,
+    ORIENTATIONS,
+    fp8_arrays,
+    matrix_results,
+    quantize,
+    quantize_transpose,
+    quantize_transpose_sums,
+    quantize_with_amax,
+    wanted,
+)
 from jax_fp8.ops.scale_source import ScaleSource
 
 SCALES = [1.0, 0.0123, 3.7, 448.0, 1e30, 2.0**-126, 2.0**126]
@@ -127,6 +139,56 @@ def test_both_orientations(dtype, shape, transform):
     assert_same_bits(transposed.scale, quantized.scale)
 
 
+@pytest.mark.parametrize("orientations", ORIENTATIONS)
+def test_what_is_wanted_keeps_its_place(orientations):
+    matrix = jnp.arange(6, dtype=jnp.float32).reshape(2, 3).astype(E4M3)
+    results = matrix_results(orientations, matrix.shape, E5M2)
+    arrays = fp8_arrays(orientations, wanted(orientations, matrix, matrix.T), jnp.float32(2))
+    for form, result, array, expected in zip(
+        ("straight", "transposed"), results, arrays, (matrix, matrix.T), strict=True
+    ):
+        assert result.dtype == E5M2
+        if orientations in ("both", form):
+            assert result.shape == expected.shape
+            assert_same_bits(array.values, expected)
+            assert_same_bits(array.scale, np.float32(2))
+        else:
+            assert result.shape == NOTHING and array is None
+
+
+@pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("shape", [(300, 16), (5, 3), (0, 3), (3, 0)])
+@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+def test_sums_of_columns(shape, source, transform):
+    """In float32, whatever the dtype: a sum of 300 bfloat16 would be off by a percent."""
+    x = (normal(*shape).astype(np.float32) + 1).astype(source)
+    *quantized, sums = transform(lambda x: quantize_transpose_sums(x, E4M3, 0.3))(jnp.asarray(x))
+    for actual, expected in zip(
+        jax.tree.leaves(quantized), jax.tree.leaves(quantize_transpose(jnp.asarray(x), E4M3, 0.3)), strict=True
+    ):
+        assert_same_bits(actual, expected)
+    assert (sums.shape, sums.dtype) == (shape[1:], np.float32)
+    if x.size:
+        reference.assert_close(sums, x.astype(np.float64).sum(axis=0), "float32")
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.assert_close(
+                np.sum(x[:-1].astype(np.float64), axis=0), x.astype(np.float64).sum(axis=0), "float32"
+            )
+    else:
+        assert not np.asarray(sums).any()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
+def test_sums_are_over_all_shards(spec, axis_type):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    x = np.random.default_rng(0).integers(-3, 4, (32, 16)).astype(ml_dtypes.bfloat16)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        sums = jax.jit(lambda x: quantize_transpose_sums(x, E4M3, 0.3)[3])(placed)
+    assert_same_bits(sums, x.astype(np.float32).sum(axis=0))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -161,6 +223,10 @@ def test_both_orientations(dtype, shape, transform):
         (
             lambda: quantize_transpose(jnp.ones(2), E4M3, 1.0),
             r"quantize_transpose needs a matrix, got shape \(2,\); flatten",
+        ),
+        (
+            lambda: quantize_transpose_sums(jnp.ones(2), E4M3, 1.0),
+            r"quantize_transpose_sums needs a matrix, got shape \(2,\)",
         ),
         (
             lambda: quantize_transpose(jnp.ones((2, 2, 2)), E4M3, 1.0),

@@ -1,0 +1,93 @@
+"""The models that the benchmarks compare: shapes, variants of one GPT, and how a training step of each is made."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import optax
+from plain_gpt import PlainGPT, make_plain_step, plain_loss
+
+import jax_fp8 as fp8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A GPT and the batch of one microbatch; a step of N microbatches trains on N times `batch_size` sequences."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    batch_size: int
+    seq_len: int = 2048
+    vocab_size: int = 50_304
+
+    def flops(self, num_params: int, tokens: int) -> float:
+        """Model FLOPs of forward and backward: 6 a parameter and token, and causal attention (half of the square)."""
+        return tokens * (6 * num_params + 6 * self.num_layers * self.hidden_size * self.seq_len)
+
+
+SHAPES = {
+    "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
+    "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
+    "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
+}
+
+PLAIN_DOTS = {"bf16": None, "flax_direct": nn.Fp8DirectDotGeneralOp}
+FAST = {"split_accumulator": ()}  # fast accumulation in all GEMMs, as Transformer Engine's in JAX
+MODELS = {
+    "ours_bf16": {"recipe": None},
+    "delayed": {"recipe": fp8.DelayedScaling()},
+    "current": {"recipe": fp8.CurrentScaling()},
+    "delayed_fast": {"recipe": fp8.DelayedScaling(**FAST)},
+    "current_fast": {"recipe": fp8.CurrentScaling(**FAST)},
+    "delayed_fast_tuned": {"recipe": fp8.DelayedScaling(**FAST)},
+    "delayed_fast_head": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling(**FAST)},
+    "delayed_recompute": {"recipe": fp8.DelayedScaling(), "recompute": True},
+}
+VARIANTS = {
+    "bf16": "plain Flax, bfloat16",
+    "flax_direct": "plain Flax, `Fp8DirectDotGeneralOp`",
+    "ours_bf16": "jax_fp8, `recipe=None`",
+    "delayed": "jax_fp8, `DelayedScaling`",
+    "current": "jax_fp8, `CurrentScaling`",
+    "delayed_fast": "jax_fp8, `DelayedScaling`, fast accumulation",
+    "current_fast": "jax_fp8, `CurrentScaling`, fast accumulation",
+    "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
+    "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
+    "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
+}
+TUNED = ("delayed_fast_tuned",)
+COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
+
+
+def gemms_of(variant: str) -> contextlib.AbstractContextManager:
+    """The context in which a variant is traced: with this machine's table of tuned GEMMs, which must be there, or cuBLASLt's own choices."""
+    return fp8.tuned_gemms(fp8.GemmTable.load() if variant in TUNED else None)
+
+
+def build(variant: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tuple[Callable, object, int]:
+    """`(step, state, number of parameters)` of one variant; `step(state, tokens)` gives `(state, {"loss"})`."""
+    sizes = {
+        "vocab_size": shape.vocab_size,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "hidden_size": shape.hidden_size,
+        "max_seq_len": shape.seq_len,
+    }
+    plain = variant in PLAIN_DOTS
+    if plain:
+        model = PlainGPT(**sizes, dot_general_cls=PLAIN_DOTS[variant])
+        tx = optax.adamw(1e-4, weight_decay=0.1)
+    else:
+        model = fp8.GPT(fp8.GPTConfig(**sizes), **MODELS[variant])
+        tx = fp8.fused_adamw(1e-4, weight_decay=0.1)
+    variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+    if plain:
+        state = (dict(variables), tx.init(variables["params"]))
+        return make_plain_step(plain_loss(model), tx, microbatches), state, num_params
+    state = fp8.TrainState.create(variables=variables, tx=tx)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, MODELS[variant]["recipe"], microbatches=microbatches)
+    return step, state, num_params

@@ -1,0 +1,198 @@
+#include "activation.h"
+
+#include <string_view>
+
+#include "column_sums_ffi.h"
+#include "ffi.h"
+#include "scale_origin_ffi.h"
+
+namespace jax_fp8 {
+
+struct ActivationAttributes {
+  std::string_view activation;
+  ScaleOrigin origin;
+};
+
+}  // namespace jax_fp8
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ActivationAttributes, xla::ffi::StructMember<std::string_view>("activation"),
+                                      JAX_FP8_SCALE_ORIGIN_MEMBERS);
+
+namespace jax_fp8 {
+namespace {
+
+constexpr char kQuantize[] = "jax_fp8_activation_quantize";
+constexpr char kAmax[] = "jax_fp8_activation_amax";
+constexpr char kBackwardQuantize[] = "jax_fp8_activation_backward_quantize";
+constexpr char kBackwardAmax[] = "jax_fp8_activation_backward_amax";
+
+struct Named {
+  std::string_view name;
+  Activation activation;
+  bool gated;
+};
+
+constexpr Named kActivations[] = {
+    {"gelu", Activation::kGelu, false},     {"gelu_exact", Activation::kGeluExact, false},
+    {"silu", Activation::kSilu, false},     {"relu", Activation::kRelu, false},
+    {"squared_relu", Activation::kSquaredRelu, false},
+    {"swiglu", Activation::kSilu, true},    {"geglu", Activation::kGelu, true},
+    {"reglu", Activation::kRelu, true},
+};
+
+// The inputs where they are valid, or the sentence that says why not. Without `dy` it is the activation itself.
+struct Inputs {
+  Checks checks;
+  ActivationInputs value;
+};
+
+Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuffer& x, const ffi::AnyBuffer* dy) {
+  Inputs inputs{Checks(operation), {}};
+  const Named* found = nullptr;
+  for (const Named& named : kActivations) found = named.name == name ? &named : found;
+  inputs.checks.require(found, "x", x, "go with a known activation, not \"" + std::string(name) + "\"")
+      .rank("x", x, 2)
+      .dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
+  if (!inputs.checks.passed()) return inputs;
+  const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], parts = found->gated ? 2 : 1;
+  inputs.checks.require(cols % parts == 0, "x", x, "have an even number of columns, gate and linear");
+  if (dy) inputs.checks.dtype("dy", *dy, {x.element_type()}).shape("dy", *dy, {rows, cols / parts});
+  inputs.value = {
+      .dy = dy ? dy->untyped_data() : nullptr,
+      .x = x.untyped_data(),
+      .type = *source_type(x.element_type()),
+      .activation = found->activation,
+      .gated = found->gated,
+      .rows = rows,
+      .width = cols / parts,
+  };
+  return inputs;
+}
+
+struct Results {
+  ffi::AnyBuffer source, values, values_t, amax, scale;
+};
+
+// `cols`: of what is quantized. Of values and values_t one may have shape [0, 0]: it is not wanted.
+Checks& check(Checks& checks, const Results& results, int64_t rows, int64_t cols, const ScaleOrigin& origin) {
+  const auto wanted = [](const ffi::AnyBuffer& buffer) { return shape_of(buffer) != std::vector<int64_t>{0, 0}; };
+  check_source(checks, results.source, origin).dtype("the result values", results.values, {ffi::F8E4M3FN, ffi::F8E5M2});
+  if (wanted(results.values)) checks.shape("the result values", results.values, {rows, cols});
+  checks.dtype("the result values_t", results.values_t, {results.values.element_type()});
+  if (wanted(results.values_t)) checks.shape("the result values_t", results.values_t, {cols, rows});
+  return checks.float32_scalar("the result amax", results.amax).float32_scalar("the result scale", results.scale);
+}
+
+ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& results, const ScaleOrigin& origin) {
+  const auto bytes_of = [](const ffi::AnyBuffer& buffer) {
+    return buffer.element_count() ? static_cast<uint8_t*>(buffer.untyped_data()) : nullptr;
+  };
+  return {
+      .inputs = inputs,
+      .source = results.source.typed_data<float>(),
+      .origin = origin,
+      .format = *fp8_type(results.values.element_type()),
+      .values = bytes_of(results.values),
+      .values_t = bytes_of(results.values_t),
+      .amax = results.amax.typed_data<float>(),
+      .scale = results.scale.typed_data<float>(),
+      .sums = {},
+  };
+}
+
+ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> values,
+                    ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
+                    ffi::Result<ffi::AnyBuffer> scale, ActivationAttributes attributes) {
+  const auto& [activation, origin] = attributes;
+  Inputs inputs = inputs_of(kQuantize, activation, x, nullptr);
+  const Results results{source, *values, *values_t, *amax, *scale};
+  if (inputs.checks.passed()) check(inputs.checks, results, inputs.value.rows, inputs.value.width, origin);
+  if (!inputs.checks.passed()) return inputs.checks.error();
+  return launch_result(kQuantize, launch_activation_quantize(arguments_of(inputs.value, results, origin), stream));
+}
+
+ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer source,
+                             ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                             ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
+                             ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
+                             ActivationAttributes attributes) {
+  const auto& [activation, origin] = attributes;
+  Inputs inputs = inputs_of(kBackwardQuantize, activation, x, &dy);
+  const Results results{source, *values, *values_t, *amax, *scale};
+  if (inputs.checks.passed()) {
+    const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
+    check_sums(check(inputs.checks, results, rows, cols, origin), *sums, *partial_sums, rows, cols);
+  }
+  if (!inputs.checks.passed()) return inputs.checks.error();
+  ActivationArguments arguments = arguments_of(inputs.value, results, origin);
+  arguments.sums = {.result = sums->typed_data<float>(), .partial = partial_sums->typed_data<float>()};
+  return launch_result(kBackwardQuantize, launch_activation_backward_quantize(arguments, stream));
+}
+
+ffi::Error amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result, std::string_view activation) {
+  Inputs inputs = inputs_of(kAmax, activation, x, nullptr);
+  inputs.checks.float32_scalar("the result", *result);
+  if (!inputs.checks.passed()) return inputs.checks.error();
+  return launch_result(kAmax, launch_activation_amax(inputs.value, result->typed_data<float>(), stream));
+}
+
+ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result,
+                         std::string_view activation) {
+  Inputs inputs = inputs_of(kBackwardAmax, activation, x, &dy);
+  inputs.checks.float32_scalar("the result", *result);
+  if (!inputs.checks.passed()) return inputs.checks.error();
+  return launch_result(kBackwardAmax, launch_activation_backward_amax(inputs.value, result->typed_data<float>(), stream));
+}
+
+XLA_FFI_DEFINE_HANDLER(quantizing, quantize,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Attrs<ActivationAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // dy
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // source
+                           .Ret<ffi::AnyBuffer>()  // values
+                           .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // amax
+                           .Ret<ffi::AnyBuffer>()  // scale
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .Ret<ffi::AnyBuffer>()  // partial_sums
+                           .Attrs<ActivationAttributes>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(measuring, amax,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("activation"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(backward_measuring, backward_amax,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()  // dy
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("activation"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+XLA_FFI_Handler* const activation_quantize_handler = quantizing;
+XLA_FFI_Handler* const activation_backward_quantize_handler = backward_quantizing;
+XLA_FFI_Handler* const activation_amax_handler = measuring;
+XLA_FFI_Handler* const activation_backward_amax_handler = backward_measuring;
+
+}  // namespace jax_fp8

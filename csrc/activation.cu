@@ -1,0 +1,233 @@
+// What the cast and transpose by tiles, device/quantize_tile.cuh, makes of an activation and of its gradient.
+#include "activation.h"
+#include "device/activation.cuh"
+#include "device/dispatch.cuh"
+#include "device/quantize_tile.cuh"
+#include "launch.h"
+
+namespace jax_fp8 {
+namespace {
+
+// ---- the rule of each, element by element: inputs in, parts out -------------------------------------------------------------
+
+struct Forward {
+  static constexpr bool kGated = false, kSums = false;
+  static constexpr int kInputs = 1, kParts = 1;  // x -> y
+
+  template <typename Function>
+  __device__ static void apply(Function function, const float (&in)[1], float (&out)[1]) {
+    out[0] = function.value(in[0]);
+  }
+};
+
+struct GatedForward {
+  static constexpr bool kGated = true, kSums = false;
+  static constexpr int kInputs = 2, kParts = 1;  // gate, linear -> y
+
+  template <typename Function>
+  __device__ static void apply(Function function, const float (&in)[2], float (&out)[1]) {
+    out[0] = function.value(in[0]) * in[1];
+  }
+};
+
+struct Backward {
+  static constexpr bool kGated = false, kSums = true;
+  static constexpr int kInputs = 2, kParts = 1;  // x, dy -> dx
+
+  template <typename Function>
+  __device__ static void apply(Function function, const float (&in)[2], float (&out)[1]) {
+    out[0] = function.gradient(in[1], in[0]);
+  }
+};
+
+struct GatedBackward {
+  static constexpr bool kGated = true, kSums = true;
+  static constexpr int kInputs = 3, kParts = 2;  // gate, linear, dy -> dgate, dlinear
+
+  template <typename Function>
+  __device__ static void apply(Function function, const float (&in)[3], float (&out)[2]) {
+    out[0] = function.gradient(in[2] * in[1], in[0]);
+    out[1] = in[2] * function.value(in[0]);
+  }
+};
+
+// ---- the producer of each ---------------------------------------------------------------------------------------------------
+
+template <typename T, typename Rule>
+struct Activated {
+  using Element = T;
+  static constexpr int kInputs = Rule::kInputs;
+  static constexpr int kParts = Rule::kParts;
+  static constexpr bool kSums = Rule::kSums;
+  static constexpr int kHalves = Rule::kGated ? 2 : 1;
+  // A thread has 32 elements of each input in registers: 80 KB or more in flight on a multiprocessor.
+  static constexpr int kLoaded = kInputs * sizeof(T);
+  static constexpr int kBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
+
+  const T* x;   // [rows, kHalves * width]
+  const T* dy;  // [rows, width]
+  Activation activation;
+
+  // The halves of x, then dy.
+  __device__ const T* address(int input, int64_t row, int64_t col, int64_t width) const {
+    return input < kHalves ? x + (row * kHalves + input) * width + col : dy + row * width + col;
+  }
+
+  __device__ void load(int64_t row, int64_t col, int64_t width, Vector<T> (&loaded)[kInputs]) const {
+#pragma unroll
+    for (int input = 0; input < kInputs; ++input) loaded[input] = load_vector(address(input, row, col, width));
+  }
+
+  template <int kRows>
+  __device__ void make(const Vector<T> (&loaded)[kRows][kInputs], Vector<T> (&made)[kRows][kParts]) const {
+    with_activation<T, Rule::kGated>(activation, [&](auto function) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) make_vectors(function, loaded[r], made[r]);
+    });
+  }
+
+  template <typename Function>
+  __device__ static void make_vectors(Function function, const Vector<T> (&loaded)[kInputs], Vector<T> (&made)[kParts]) {
+    float in[kInputs][kVectorWidth], out[kParts][kVectorWidth];
+#pragma unroll
+    for (int input = 0; input < kInputs; ++input) unpack(loaded[input], in[input]);
+#pragma unroll
+    for (int i = 0; i < kVectorWidth; ++i) {
+      float element_in[kInputs], element_out[kParts];
+#pragma unroll
+      for (int input = 0; input < kInputs; ++input) element_in[input] = in[input][i];
+      Rule::apply(function, element_in, element_out);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) out[part][i] = element_out[part];
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) pack(out[part], made[part]);
+  }
+
+  __device__ void element(int64_t row, int64_t col, int64_t width, float (&made)[kParts]) const {
+    float in[kInputs];
+#pragma unroll
+    for (int input = 0; input < kInputs; ++input) in[input] = to_float(*address(input, row, col, width));
+    with_activation<T, Rule::kGated>(activation, [&](auto function) { Rule::apply(function, in, made); });
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) made[part] = to_float(from_float<T>(made[part]));
+  }
+};
+
+// ---- the amax alone: the same tiles, nothing written ---------------------------------------------------------------------------
+
+template <typename Producer>
+__global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
+    amax_tile_kernel(Producer producer, int64_t rows, int64_t width, unsigned tiles_per_row, float* amax) {
+  using namespace quantize_tile;
+  const int64_t row = int64_t{blockIdx.x / tiles_per_row} * kRows + threadIdx.x / kGroups * kRowsPerPatch;
+  const int64_t col = int64_t{blockIdx.x % tiles_per_row} * kCols + threadIdx.x % kGroups * kVectorWidth;
+  float thread_amax = 0.0f;
+  if (row < rows && col < width) {
+    Vector<typename Producer::Element> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][Producer::kParts];
+#pragma unroll
+    for (int r = 0; r < kRowsPerPatch; ++r) producer.load(row + r, col, width, loaded[r]);
+    producer.make(loaded, made);
+#pragma unroll
+    for (int r = 0; r < kRowsPerPatch; ++r) {
+#pragma unroll
+      for (int part = 0; part < Producer::kParts; ++part) {
+        float elements[kVectorWidth];
+        unpack(made[r][part], elements);
+        thread_amax = amax_of(thread_amax, elements);
+      }
+    }
+  }
+  merge_amax<kThreads>(thread_amax, amax);
+}
+
+template <typename Producer>
+__global__ void __launch_bounds__(quantize_tile::kThreads)
+    amax_any_kernel(Producer producer, int64_t rows, int64_t width, unsigned tiles_per_row, float* amax) {
+  using namespace quantize_tile;
+  const int64_t tile_row = int64_t{blockIdx.x / tiles_per_row} * kRows;
+  const int64_t col = int64_t{blockIdx.x % tiles_per_row} * kAnyCols + threadIdx.x % kAnyCols;
+  float thread_amax = 0.0f;
+  for (int r = threadIdx.x / kAnyCols; r < kRows && tile_row + r < rows && col < width; r += kAnyRowsAtOnce) {
+    float elements[Producer::kParts];
+    producer.element(tile_row + r, col, width, elements);
+    thread_amax = amax_of(thread_amax, elements);
+  }
+  merge_amax<kThreads>(thread_amax, amax);
+}
+
+// ---- launching -----------------------------------------------------------------------------------------------------------------
+
+// Calls launch(producer) with what makes the elements of these inputs.
+template <typename T, typename Plain, typename Gated, typename Launch>
+void with_producer(const ActivationInputs& inputs, Launch launch) {
+  const T* x = static_cast<const T*>(inputs.x);
+  const T* dy = static_cast<const T*>(inputs.dy);
+  if (inputs.gated) {
+    launch(Activated<T, Gated>{x, dy, inputs.activation});
+  } else {
+    launch(Activated<T, Plain>{x, dy, inputs.activation});
+  }
+}
+
+template <typename Plain, typename Gated>
+cudaError_t launch_quantize_activated(const ActivationArguments& arguments, cudaStream_t stream) {
+  const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
+  if (cleared != cudaSuccess) return cleared;
+  const ActivationInputs& inputs = arguments.inputs;
+  const bool aligned = are_aligned({inputs.x, inputs.dy, arguments.values, arguments.values_t});
+  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
+  const TiledResults results{
+      .values = arguments.values,
+      .values_t = arguments.values_t,
+      .amax = arguments.amax,
+      .sums = arguments.sums,
+      .rows = inputs.rows,
+      .width = inputs.width,
+  };
+  dispatch(inputs.type, arguments.format, [&](auto element, auto format) {
+    with_producer<decltype(element), Plain, Gated>(inputs, [&](auto producer) {
+      launch_quantize_tiles<decltype(format)::value>(producer, scale, results, aligned, stream);
+    });
+  });
+  return cudaGetLastError();
+}
+
+template <typename Plain, typename Gated>
+cudaError_t launch_amax_of_activated(const ActivationInputs& inputs, float* amax, cudaStream_t stream) {
+  const cudaError_t cleared = cudaMemsetAsync(amax, 0, sizeof(float), stream);
+  if (cleared != cudaSuccess || inputs.rows * inputs.width == 0) return cleared;
+  const bool aligned = are_aligned({inputs.x, inputs.dy});
+  dispatch(inputs.type, [&](auto element) {
+    with_producer<decltype(element), Plain, Gated>(inputs, [&](auto producer) {
+      using Producer = decltype(producer);
+      const bool vectorized = aligned && inputs.rows % 16 == 0 && inputs.width % 16 == 0;
+      const auto kernel = vectorized ? amax_tile_kernel<Producer> : amax_any_kernel<Producer>;
+      const int64_t tiles_per_row = divide_up(inputs.width, vectorized ? quantize_tile::kCols : quantize_tile::kAnyCols);
+      const int64_t tiles = divide_up(inputs.rows, quantize_tile::kRows) * tiles_per_row;
+      kernel<<<static_cast<unsigned>(tiles), quantize_tile::kThreads, 0, stream>>>(
+          producer, inputs.rows, inputs.width, static_cast<unsigned>(tiles_per_row), amax);
+    });
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_activation_quantize(const ActivationArguments& arguments, cudaStream_t stream) {
+  return launch_quantize_activated<Forward, GatedForward>(arguments, stream);
+}
+
+cudaError_t launch_activation_backward_quantize(const ActivationArguments& arguments, cudaStream_t stream) {
+  return launch_quantize_activated<Backward, GatedBackward>(arguments, stream);
+}
+
+cudaError_t launch_activation_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream) {
+  return launch_amax_of_activated<Forward, GatedForward>(inputs, amax, stream);
+}
+
+cudaError_t launch_activation_backward_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream) {
+  return launch_amax_of_activated<Backward, GatedBackward>(inputs, amax, stream);
+}
+
+}  // namespace jax_fp8

@@ -1,0 +1,55 @@
+// An activation or its gradient, rounded to the dtype of its input, then quantized as in quantize.h: one read of the inputs for values,
+// transpose, amax and, of a gradient, the sums of the columns. The activated tensor itself is never written.
+//
+// A gated activation takes the gate from the left half of x and gives f(gate) * linear, half as wide; its gradient is as wide as x.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "column_sums.h"
+#include "dtypes.h"
+#include "scale_origin.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+enum class Activation { kGelu, kGeluExact, kSilu, kRelu, kSquaredRelu };
+
+struct ActivationInputs {
+  const void* dy;  // [rows, width]; null for the activation itself
+  const void* x;   // [rows, width], or [rows, 2 * width] of gate and linear
+  SourceType type;
+  Activation activation;
+  bool gated;
+  int64_t rows;
+  int64_t width;
+};
+
+// Of y [rows, width], or of dx, which is like x. values or values_t may be null: then they are not written.
+struct ActivationArguments {
+  ActivationInputs inputs;
+  const float* source;  // [] or [scales]
+  ScaleOrigin origin;
+  Fp8Type format;
+  uint8_t* values;
+  uint8_t* values_t;
+  float* amax;
+  float* scale;     // the one used
+  ColumnSums sums;  // of dx
+};
+
+cudaError_t launch_activation_quantize(const ActivationArguments& arguments, cudaStream_t stream);
+cudaError_t launch_activation_backward_quantize(const ActivationArguments& arguments, cudaStream_t stream);
+
+// The amax alone, which current scaling wants first.
+cudaError_t launch_activation_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream);
+cudaError_t launch_activation_backward_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream);
+
+extern XLA_FFI_Handler* const activation_quantize_handler;
+extern XLA_FFI_Handler* const activation_backward_quantize_handler;
+extern XLA_FFI_Handler* const activation_amax_handler;
+extern XLA_FFI_Handler* const activation_backward_amax_handler;
+
+}  // namespace jax_fp8

@@ -1,0 +1,131 @@
+// Activations and their gradients, in float32. What is rounded to 16 bits afterwards uses the hardware's exponential and reciprocal,
+// whose errors, some 2**-22, almost always vanish in that rounding; T says what it is rounded to.
+#pragma once
+
+#include <cstdint>
+
+#include "../activation.h"
+
+namespace jax_fp8 {
+
+__device__ inline float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ inline float reciprocal_approximate(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+template <typename T>
+__device__ inline float power_of_2(float x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return exp2f(x);
+  } else {
+    return exp2_approximate(x);
+  }
+}
+
+constexpr float kLog2E = 1.4426950409f;  // exp(x) = 2**(log2(e) x)
+
+// s = sigmoid(z) = 1 / (1 + exp(-z)), from log2(e) z: the factor is often part of another.
+template <typename T>
+struct Sigmoid {
+  float exponential;
+  float value;
+
+  __device__ explicit Sigmoid(float scaled) : exponential(power_of_2<T>(-scaled)) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      value = __frcp_rn(1.0f + exponential);
+    } else {
+      value = reciprocal_approximate(1.0f + exponential);
+    }
+  }
+
+  // s (1 - s), as s² exp(-z): where 1 - s is small it would be mostly the error of s. The bound is for exp(-z) = infinity, s = 0.
+  __device__ float slope() const { return (value * value) * fminf(exponential, 0x1p126f); }
+};
+
+// Each has value(x) and gradient(dy, x) = dy f'(x). In f' x is multiplied by s (1 - s) or by the density of the normal distribution,
+// which vanish before x or its square overflow, so that f' is finite for every finite x.
+
+// x s, s = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x³).
+template <typename T>
+struct Gelu {
+  static constexpr float kLinear = 1.5957691216f;  // 2 sqrt(2 / pi)
+  static constexpr float kCubic = 0.0713548163f;   // 2 sqrt(2 / pi) 0.044715
+
+  __device__ static Sigmoid<T> sigmoid(float x) {
+    return Sigmoid<T>(x * (kLog2E * kLinear + kLog2E * kCubic * (x * x)));
+  }
+
+  __device__ static float value(float x) { return x * sigmoid(x).value; }
+
+  // f' = s + x s (1 - s) (2u)', (2u)' = kLinear + 3 kCubic x². Beyond |x| = 20, s is 0 or 1, and the bound keeps (2u)' finite.
+  __device__ static float gradient(float dy, float x) {
+    const Sigmoid<T> s = sigmoid(x);
+    const float slope = s.slope() * (kLinear + 3.0f * kCubic * fminf(x * x, 400.0f));
+    return dy * (s.value + x * slope);
+  }
+};
+
+// x Phi(x), the distribution function of the normal distribution.
+template <typename T>
+struct GeluExact {
+  // erfc keeps its relative precision where Phi is small, 1 + erf would not.
+  __device__ static float distribution(float x) { return 0.5f * erfcf(-0.7071067812f * x); }
+
+  __device__ static float value(float x) { return x * distribution(x); }
+
+  // f' = Phi + x phi, with the density phi = exp(-x²/2) / sqrt(2 pi).
+  __device__ static float gradient(float dy, float x) {
+    const float density = 0.3989422804f * power_of_2<T>(-0.5f * kLog2E * (x * x));
+    return dy * (distribution(x) + x * density);
+  }
+};
+
+// x s, s = sigmoid(x).
+template <typename T>
+struct Silu {
+  __device__ static float value(float x) { return x * Sigmoid<T>(kLog2E * x).value; }
+
+  // f' = s + x s (1 - s).
+  __device__ static float gradient(float dy, float x) {
+    const Sigmoid<T> s(kLog2E * x);
+    return dy * (s.value + x * s.slope());
+  }
+};
+
+// The maximum of x and 0, of a NaN itself. What does not pass has the gradient 0, whatever dy.
+template <typename T>
+struct Relu {
+  __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x; }
+  __device__ static float gradient(float dy, float x) { return x > 0.0f ? dy : 0.0f; }
+};
+
+template <typename T>
+struct SquaredRelu {
+  __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x * x; }
+  __device__ static float gradient(float dy, float x) { return x > 0.0f ? dy * (2.0f * x) : 0.0f; }
+};
+
+// Calls with(Function{}), a branch that all threads take alike. Only three of the activations exist as gates.
+template <typename T, bool kGated, typename With>
+__device__ inline void with_activation(Activation activation, With with) {
+  switch (activation) {
+    case Activation::kGelu: return with(Gelu<T>{});
+    case Activation::kSilu: return with(Silu<T>{});
+    case Activation::kRelu: return with(Relu<T>{});
+    case Activation::kGeluExact:
+      if constexpr (!kGated) with(GeluExact<T>{});
+      return;
+    case Activation::kSquaredRelu:
+      if constexpr (!kGated) with(SquaredRelu<T>{});
+      return;
+  }
+}
+
+}  // namespace jax_fp8

@@ -1,0 +1,254 @@
+// The cast and transpose of a matrix by tiles, from whatever makes the matrix: one read of its sources writes the FP8 values, their
+// transpose, the amax and the sums of the columns.
+//
+// A producer makes the elements, already rounded to T, out of kInputs loads, for kParts matrices side by side:
+//
+//     using Element = T;
+//     static constexpr int kInputs, kParts;
+//     static constexpr int kBlocks;            // per multiprocessor, which the registers of the tile kernel must allow
+//     static constexpr bool kSums;             // whether the sums of columns are wanted
+//     load(row, col, width, loaded)            // a vector of each input
+//     make(loaded, made)                       // the vectors of a patch of rows
+//     element(row, col, width, made)           // one element of each part
+//
+// `width` is the columns of one part; with two parts the result has 2 * width.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../launch.h"
+#include "column_sums.cuh"
+#include "fp8.cuh"
+#include "reduce.cuh"
+#include "scale_input.cuh"
+#include "vector.cuh"
+
+namespace jax_fp8 {
+
+// What is not wanted is null.
+struct TiledResults {
+  uint8_t* values;    // [rows, parts * width]
+  uint8_t* values_t;  // [parts * width, rows]
+  float* amax;        // zero to start with
+  ColumnSums sums;    // [parts * width], where the producer sums
+  int64_t rows;
+  int64_t width;
+  unsigned tiles_per_row;
+};
+
+// ---- tiles of 128 rows x 64 columns: rows and width are multiples of 16, pointers of 16 bytes ----------------------------
+//
+// Every access to memory is a full 16-byte instruction over whole 32-byte sectors: rows of a source in 128 bytes or more, rows of
+// values in 64, rows of values_t in 128.
+
+namespace quantize_tile {
+
+constexpr int kRows = 128;
+constexpr int kCols = 64;
+constexpr int kThreads = 256;                            // one patch of 4 rows x 8 columns each
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kRowsPerPatch = 4;                         // four bytes of a column make one word of the transpose
+constexpr int kGroups = kCols / kVectorWidth;            // 8 groups of 8 columns
+constexpr int kWordsPerColumn = kRows / kRowsPerPatch;   // 32, one per bank
+constexpr int kChunksPerColumn = kRows / sizeof(uint4);  // 8 chunks of 16 rows
+static_assert(kGroups * kWordsPerColumn == kThreads);
+static_assert(kRows == kRowsPerPartialSum);
+
+// A column of a tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the 4 words of one chunk in each of 8
+// groups of columns; so chunk i of a column of group g lives at i ^ g, and the 32 writes meet 32 banks. Eight threads that read the
+// 8 chunks of one column meet all banks as well.
+__device__ inline void put_patch(uint4* tile, int patch, int group, const uint32_t (&left)[4], const uint32_t (&right)[4]) {
+  uint32_t columns[2][4];
+  transpose_bytes(left, columns[0]);
+  transpose_bytes(right, columns[1]);
+  uint32_t* words = reinterpret_cast<uint32_t*>(tile) + group * kVectorWidth * kWordsPerColumn + (patch ^ (group << 2));
+#pragma unroll
+  for (int c = 0; c < kVectorWidth; ++c) words[c * kWordsPerColumn] = columns[c / 4][c % 4];
+}
+
+__device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows, int64_t width,
+                                       uint8_t* values_t) {
+#pragma unroll
+  for (int pass = 0; pass < kCols * kChunksPerColumn / kThreads; ++pass) {
+    const int item = pass * kThreads + threadIdx.x;
+    const int column = item / kChunksPerColumn;
+    const int chunk = item % kChunksPerColumn;
+    const int64_t out_row = tile_col + column;
+    const int64_t out_col = tile_row + chunk * static_cast<int>(sizeof(uint4));
+    if (out_row < width && out_col < rows) {
+      const uint4 bytes = tile[column * kChunksPerColumn + (chunk ^ (column / kVectorWidth))];
+      *reinterpret_cast<uint4*>(values_t + out_row * rows + out_col) = bytes;
+    }
+  }
+}
+
+// The four patches that a warp has of each group of columns, added up into its row of `sums`. Every thread of the warp must arrive.
+__device__ inline void put_sums(float (*sums)[kCols], int group, float (&patch_sums)[kVectorWidth]) {
+#pragma unroll
+  for (int c = 0; c < kVectorWidth; ++c) {
+    patch_sums[c] += __shfl_xor_sync(0xFFFFFFFFu, patch_sums[c], 8);
+    patch_sums[c] += __shfl_xor_sync(0xFFFFFFFFu, patch_sums[c], 16);
+  }
+  if (threadIdx.x % kWarp >= kGroups) return;
+#pragma unroll
+  for (int c = 0; c < kVectorWidth; ++c) sums[threadIdx.x / kWarp][group * kVectorWidth + c] = patch_sums[c];
+}
+
+}  // namespace quantize_tile
+
+template <Fp8Type kFormat, typename Producer>
+__global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
+    quantize_tile_kernel(Producer producer, ScaleInput scale, TiledResults results) {
+  using namespace quantize_tile;
+  using T = typename Producer::Element;
+  constexpr int kParts = Producer::kParts;
+  __shared__ uint4 tile[kParts][kCols * kChunksPerColumn];
+  __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kWarps : 1][kCols];
+  const float loaded_scale = __ldg(scale.source);
+  const int64_t rows = results.rows, width = results.width;
+  const int64_t tile_row = int64_t{blockIdx.x / results.tiles_per_row} * kRows;
+  const int64_t tile_col = int64_t{blockIdx.x % results.tiles_per_row} * kCols;
+
+  const int group = threadIdx.x % kGroups;
+  const int patch = threadIdx.x / kGroups;
+  const int64_t row = tile_row + patch * kRowsPerPatch;
+  const int64_t col = tile_col + group * kVectorWidth;
+  float thread_amax = 0.0f;
+  float patch_sums[kParts][kVectorWidth] = {};
+  if (row < rows && col < width) {
+    Vector<T> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][kParts];
+#pragma unroll
+    for (int r = 0; r < kRowsPerPatch; ++r) producer.load(row + r, col, width, loaded[r]);
+    const float multiplier = multiplier_from<kFormat>(loaded_scale, scale);
+    producer.make(loaded, made);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t left[kRowsPerPatch], right[kRowsPerPatch];
+#pragma unroll
+      for (int r = 0; r < kRowsPerPatch; ++r) {
+        float elements[kVectorWidth];
+        unpack(made[r][part], elements);
+        thread_amax = amax_of(thread_amax, elements);
+        left[r] = quantize_four<kFormat>(elements, multiplier);
+        right[r] = quantize_four<kFormat>(elements + 4, multiplier);
+        if constexpr (Producer::kSums) {
+#pragma unroll
+          for (int c = 0; c < kVectorWidth; ++c) patch_sums[part][c] += elements[c];
+        }
+      }
+      if (results.values) {
+        uint8_t* target = results.values + (row * kParts + part) * width + col;
+#pragma unroll
+        for (int r = 0; r < kRowsPerPatch; ++r) *reinterpret_cast<uint2*>(target + r * kParts * width) = {left[r], right[r]};
+      }
+      if (results.values_t) put_patch(tile[part], patch, group, left, right);
+    }
+  }
+  if constexpr (Producer::kSums) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) put_sums(sums[part], group, patch_sums[part]);
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int part = 0; part < kParts && results.values_t; ++part) {
+    store_transpose(tile[part], tile_row, tile_col, rows, width, results.values_t + part * width * rows);
+  }
+  if constexpr (Producer::kSums) {
+    const int part = threadIdx.x / kCols, column = threadIdx.x % kCols;
+    if (part < kParts && tile_col + column < width) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) sum += sums[part][warp][column];
+      results.sums.partial[(tile_row / kRows * kParts + part) * width + tile_col + column] = sum;
+    }
+  }
+  merge_amax<kThreads>(thread_amax, results.amax);
+}
+
+// ---- tiles of 128 rows x 32 columns, one element at a time: any shape ----------------------------------------------------
+
+namespace quantize_tile {
+
+constexpr int kAnyCols = 32;
+constexpr int kAnyRowsAtOnce = kThreads / kAnyCols;  // one per warp
+
+}  // namespace quantize_tile
+
+template <Fp8Type kFormat, typename Producer>
+__global__ void __launch_bounds__(quantize_tile::kThreads)
+    quantize_any_kernel(Producer producer, ScaleInput scale, TiledResults results) {
+  using namespace quantize_tile;
+  constexpr int kParts = Producer::kParts;
+  __shared__ uint8_t tile[kParts][kRows][kAnyCols + 4];  // the padding moves each row to the next bank
+  __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kAnyRowsAtOnce : 1][kAnyCols];
+  const float multiplier = multiplier_from<kFormat>(__ldg(scale.source), scale);
+  const int64_t rows = results.rows, width = results.width;
+  const int64_t tile_row = int64_t{blockIdx.x / results.tiles_per_row} * kRows;
+  const int64_t tile_col = int64_t{blockIdx.x % results.tiles_per_row} * kAnyCols;
+  const int lane = threadIdx.x % kAnyCols;
+  const int warp = threadIdx.x / kAnyCols;
+  const int64_t col = tile_col + lane;
+  float thread_amax = 0.0f;
+  float thread_sums[kParts] = {};
+  for (int r = warp; r < kRows && tile_row + r < rows && col < width; r += kAnyRowsAtOnce) {
+    float elements[kParts];
+    producer.element(tile_row + r, col, width, elements);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const uint8_t value = quantize_one<kFormat>(elements[part], multiplier);
+      thread_amax = amax_of(thread_amax, elements[part]);
+      thread_sums[part] += elements[part];
+      tile[part][r][lane] = value;
+      if (results.values) results.values[((tile_row + r) * kParts + part) * width + col] = value;
+    }
+  }
+  if constexpr (Producer::kSums) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) sums[part][warp][lane] = thread_sums[part];
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int part = 0; part < kParts && results.values_t; ++part) {
+    for (int item = threadIdx.x; item < kAnyCols * kRows; item += kThreads) {
+      const int c = item / kRows, r = item % kRows;
+      const int64_t out_row = tile_col + c, out_col = tile_row + r;
+      if (out_row < width && out_col < rows) results.values_t[(part * width + out_row) * rows + out_col] = tile[part][r][c];
+    }
+  }
+  if constexpr (Producer::kSums) {
+    if (warp < kParts && col < width && tile_row < rows) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kAnyRowsAtOnce; ++w) sum += sums[warp][w][lane];
+      results.sums.partial[(tile_row / kRows * kParts + warp) * width + col] = sum;
+    }
+  }
+  merge_amax<kThreads>(thread_amax, results.amax);
+}
+
+// ---- launching -------------------------------------------------------------------------------------------------------------
+
+// `aligned`: all pointers are.
+template <Fp8Type kFormat, typename Producer>
+void launch_quantize_tiles(const Producer& producer, const ScaleInput& scale, TiledResults results, bool aligned,
+                           cudaStream_t stream) {
+  using namespace quantize_tile;
+  const bool vectorized = aligned && results.rows % 16 == 0 && results.width % 16 == 0 && results.rows * results.width != 0;
+  const auto kernel = vectorized ? quantize_tile_kernel<kFormat, Producer> : quantize_any_kernel<kFormat, Producer>;
+  // An empty matrix has a scale all the same: one block writes it.
+  const int64_t tiles_per_column = std::max<int64_t>(1, divide_up(results.rows, kRows));
+  const int64_t tiles_per_row = std::max<int64_t>(1, divide_up(results.width, vectorized ? kCols : kAnyCols));
+  results.tiles_per_row = static_cast<unsigned>(tiles_per_row);
+  kernel<<<static_cast<unsigned>(tiles_per_column * tiles_per_row), kThreads, 0, stream>>>(producer, scale, results);
+  const int64_t cols = Producer::kParts * results.width;
+  if (Producer::kSums && cols != 0) {
+    launch_column_sums(results.sums, ColumnSums{}, divide_up(results.rows, kRows), cols, stream);
+  }
+}
+
+}  // namespace jax_fp8

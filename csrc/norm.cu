@@ -1,0 +1,183 @@
+// Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm.cuh and
+// device/norm_backward.cuh.
+#include "norm.h"
+
+#include <algorithm>
+
+#include "device/column_sums.cuh"
+#include "device/dispatch.cuh"
+#include "device/norm.cuh"
+#include "device/norm_backward.cuh"
+#include "launch.h"
+
+namespace jax_fp8 {
+namespace {
+
+// The most shared memory that a block can ask for.
+cudaError_t find_shared_bytes(int& bytes) {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
+// A kernel may always ask for all of it: a launch that a CUDA graph has captured is instantiated later, and in between another
+// shape may have been launched that needs less.
+template <typename Kernel>
+cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------------
+
+// What shared memory does not hold of a row is read again, from L2.
+template <typename T, Fp8Type kFormat, int kThreads>
+cudaError_t launch_rows(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream) {
+  constexpr int kColumnBytes = norm::kBlockRows * sizeof(T);
+  constexpr int kSlices = kThreads / kWarp * norm::kSliceBytes;
+  constexpr int kStatic = 1024;  // more than the kernel's own arrays
+  int available = 0;
+  cudaError_t status = find_shared_bytes(available);
+  if (status != cudaSuccess) return status;
+  const int fitting = (available - kStatic - kSlices) / kColumnBytes / norm::kSliceCols * norm::kSliceCols;
+  const int held = std::min(static_cast<int>(input.cols), fitting);
+  const int bytes = held * kColumnBytes + kSlices;
+  const auto kernel = norm::rows_kernel<T, kFormat, kThreads>;
+  status = allow_shared_bytes(kernel, available - kStatic);
+  // All that a multiprocessor has, for as many blocks as fit.
+  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  if (status != cudaSuccess) return status;
+  const auto blocks = static_cast<unsigned>(input.rows / norm::kBlockRows);
+  kernel<<<blocks, kThreads, bytes, stream>>>(input, scale, held, results);
+  return cudaGetLastError();
+}
+
+template <typename T, Fp8Type kFormat>
+cudaError_t launch_any(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream) {
+  // Without rows there is a scale all the same: one block writes it.
+  const auto blocks = static_cast<unsigned>(std::max<int64_t>(divide_up(input.rows, norm::kAnyRows), 1));
+  const auto kernel = norm::any_kernel<T, kFormat>;
+  kernel<<<blocks, norm::kAnyThreads, 0, stream>>>(input, scale, results);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(const NormArguments& arguments, const ScaleInput& scale, Fp8Type format, const NormResults& results,
+                   cudaStream_t stream) {
+  cudaError_t status = cudaMemsetAsync(results.amax, 0, sizeof(float), stream);
+  if (status != cudaSuccess) return status;
+  const bool vectorized = arguments.rows > 0 && arguments.rows % norm::kBlockRows == 0 && arguments.cols % 16 == 0 &&
+                          arguments.cols <= norm::kMaxCols &&
+                          are_aligned({arguments.x, arguments.norm_scale, arguments.norm_bias, results.values, results.values_t});
+  dispatch(arguments.x_type, format, [&](auto element, auto fp8) {
+    using T = decltype(element);
+    constexpr Fp8Type kFormat = decltype(fp8)::value;
+    const norm::Rows<T> input{static_cast<const T*>(arguments.x), arguments.norm_scale, arguments.norm_bias,
+                              arguments.epsilon, arguments.rows, arguments.cols};
+    const bool is_short = arguments.cols * static_cast<int64_t>(sizeof(T)) <= norm::kShortRowBytes;
+    const auto launch_kernel = !vectorized ? launch_any<T, kFormat>
+                               : is_short  ? launch_rows<T, kFormat, norm::kFewThreads>
+                                           : launch_rows<T, kFormat, norm::kManyThreads>;
+    status = launch_kernel(input, scale, results, stream);
+  });
+  return status;
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------------
+
+// How a block divides a row: the fewest passes, then the fewest warps.
+struct Division {
+  int passes, threads, shared_bytes;
+};
+
+Division division_of(int64_t cols) {
+  const int64_t vectors = cols / kVectorWidth;
+  const int64_t passes = divide_up(vectors, norm_backward::kManyThreads);
+  const int64_t threads = divide_up(divide_up(vectors, passes), kWarp) * kWarp;
+  const int64_t bytes = 4 * passes * threads * static_cast<int64_t>(sizeof(float4));
+  return {static_cast<int>(passes), static_cast<int>(threads), static_cast<int>(bytes)};
+}
+
+constexpr int kBackwardStatic = 4096;  // more than the kernels' own arrays
+
+bool is_vectorized(const NormBackwardArguments& arguments, int available) {
+  return arguments.cols % kVectorWidth == 0 && arguments.cols <= norm_backward::kMaxCols &&
+         division_of(arguments.cols).shared_bytes + kBackwardStatic <= available &&
+         are_aligned({arguments.dy, arguments.x, arguments.residual, arguments.norm_scale, arguments.dx,
+                      arguments.dscale_partials, arguments.dbias_partials});
+}
+
+template <typename T, int kThreads>
+cudaError_t launch_backward_rows(const norm_backward::Gradients<T>& gradients, int available, int64_t blocks,
+                                 cudaStream_t stream) {
+  const Division division = division_of(gradients.cols);
+  const auto kernel = norm_backward::rows_kernel<T, kThreads>;
+  const cudaError_t allowed = allow_shared_bytes(kernel, available - kBackwardStatic);
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<static_cast<unsigned>(blocks), division.threads, division.shared_bytes, stream>>>(gradients, division.passes);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch_backward_any(const norm_backward::Gradients<T>& gradients, int, int64_t blocks, cudaStream_t stream) {
+  const auto kernel = norm_backward::any_kernel<T>;
+  kernel<<<static_cast<unsigned>(blocks), norm_backward::kAnyThreads, 0, stream>>>(gradients);
+  return cudaGetLastError();
+}
+
+// `blocks` is the number of partial sums that were written.
+template <typename T>
+cudaError_t launch_gradients(const NormBackwardArguments& arguments, int available, int64_t& blocks, cudaStream_t stream) {
+  const norm_backward::Gradients<T> gradients{
+      .dy = static_cast<const T*>(arguments.dy),
+      .x = static_cast<const T*>(arguments.x),
+      .residual = static_cast<const T*>(arguments.residual),
+      .norm_scale = arguments.norm_scale,
+      .mean = arguments.mean,
+      .rstd = arguments.rstd,
+      .dx = static_cast<T*>(arguments.dx),
+      .dscale = arguments.dscale_partials,
+      .dbias = arguments.dbias_partials,
+      .rows = arguments.rows,
+      .cols = arguments.cols,
+  };
+  const auto launch_kernel = [&](auto kernel, int64_t rows_per_block) {
+    blocks = std::min(arguments.partials, divide_up(arguments.rows, rows_per_block));
+    return kernel(gradients, available, blocks, stream);
+  };
+  constexpr int kFew = norm_backward::kFewThreads, kMany = norm_backward::kManyThreads;
+  if (!is_vectorized(arguments, available)) return launch_kernel(launch_backward_any<T>, 1);
+  if (arguments.cols <= kFew * kVectorWidth) {
+    return launch_kernel(launch_backward_rows<T, kFew>, norm_backward::kBlockRows<T, kFew>);
+  }
+  return launch_kernel(launch_backward_rows<T, kMany>, norm_backward::kBlockRows<T, kMany>);
+}
+
+}  // namespace
+
+cudaError_t launch_norm_quantize(const NormQuantizeArguments& arguments, cudaStream_t stream) {
+  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
+  return launch(arguments.norm, scale, arguments.format, arguments.results, stream);
+}
+
+cudaError_t launch_norm_amax(const NormArguments& arguments, float* amax, cudaStream_t stream) {
+  const NormResults results{.values = nullptr, .values_t = nullptr, .amax = amax, .mean = nullptr, .rstd = nullptr};
+  return launch(arguments, ScaleInput{}, Fp8Type::kE4M3, results, stream);
+}
+
+cudaError_t launch_norm_backward(const NormBackwardArguments& arguments, cudaStream_t stream) {
+  int available = 0;
+  cudaError_t status = find_shared_bytes(available);
+  if (status != cudaSuccess) return status;
+  int64_t blocks = 0;  // without rows, the sums are those of nothing
+  if (arguments.rows > 0) {
+    dispatch(arguments.type, [&](auto element) {
+      status = launch_gradients<decltype(element)>(arguments, available, blocks, stream);
+    });
+  }
+  if (status != cudaSuccess) return status;
+  launch_column_sums({arguments.dscale, arguments.dscale_partials}, {arguments.dbias, arguments.dbias_partials}, blocks,
+                     arguments.cols, stream);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_fp8

@@ -1,0 +1,72 @@
+// LayerNorm and RMSNorm with the cast to FP8 in the same pass, and their backward with the sum of gradients of a residual stream.
+//
+//     layernorm: y = (x - mean) * rstd * scale + bias        rmsnorm: y = x * rstd * scale
+//
+// y is rounded to the dtype of x, as if it had been stored, and then quantized. Rows are read from memory once.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "dtypes.h"
+#include "scale_origin.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+struct NormArguments {
+  const void* x;  // [rows, cols]
+  SourceType x_type;
+  const float* norm_scale;  // [cols]
+  const float* norm_bias;   // [cols]; nullptr: RMSNorm
+  float epsilon;
+  int64_t rows;
+  int64_t cols;  // at least 1
+};
+
+// What is nullptr is not wanted.
+struct NormResults {
+  uint8_t* values;    // [rows, cols]
+  uint8_t* values_t;  // [cols, rows]
+  float* amax;
+  float* mean;  // [rows, 1]
+  float* rstd;  // [rows, 1]
+};
+
+struct NormQuantizeArguments {
+  NormArguments norm;
+  const float* source;  // [] or [scales]
+  ScaleOrigin origin;
+  Fp8Type format;
+  float* scale;  // the one used: y ≈ values * scale
+  NormResults results;
+};
+
+struct NormBackwardArguments {
+  const void* dy;        // [rows, cols]
+  const void* x;         // [rows, cols]
+  const void* residual;  // [rows, cols]: added to dx; or nullptr
+  SourceType type;       // of all three and of dx
+  const float* norm_scale;  // [cols]
+  const float* mean;        // [rows, 1]; nullptr: RMSNorm
+  const float* rstd;        // [rows, 1]
+  void* dx;                 // [rows, cols]
+  float* dscale;            // [cols]
+  float* dbias;             // [cols]; nullptr: RMSNorm
+  float* dscale_partials;   // [partials, cols]: sums over the rows of one block each
+  float* dbias_partials;    // [partials, cols]; nullptr: RMSNorm
+  int64_t partials;         // at least 1
+  int64_t rows;
+  int64_t cols;  // at least 1
+};
+
+cudaError_t launch_norm_quantize(const NormQuantizeArguments& arguments, cudaStream_t stream);
+cudaError_t launch_norm_amax(const NormArguments& arguments, float* amax, cudaStream_t stream);
+cudaError_t launch_norm_backward(const NormBackwardArguments& arguments, cudaStream_t stream);
+
+extern XLA_FFI_Handler* const norm_quantize_handler;
+extern XLA_FFI_Handler* const norm_amax_handler;
+extern XLA_FFI_Handler* const norm_backward_handler;
+
+}  // namespace jax_fp8

@@ -1,0 +1,265 @@
+"""csrc/activation.cu on the CPU: its functions against float64, its kernels against NumPy.
+
+What the ReLUs make is exact, and compared bit for bit. The others use approximations, which rounding to 16 bits and then to 8 mostly hides:
+compared with float64 rounded the same way, few values may differ, and those by one step of FP8.
+"""
+
+import ml_dtypes
+import numpy as np
+import plain
+import pytest
+import reference
+from emulation import EmulationError, Input, Result, compile_for_cpu
+from reference import assert_same_bits
+
+ENTRY = """
+using namespace jax_fp8;
+
+static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
+                                  int64_t width) {
+  return {dy, x, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows, width};
+}
+
+extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows, int64_t width,
+                        const float* source, int64_t row, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
+                        float* scale, float* partial, float* sums) {
+  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width), .source = source,
+                                .origin = {static_cast<int32_t>(row), false, 0, 0.0f, false},
+                                .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax,
+                                .scale = scale, .sums = {sums, partial}};
+  return dy ? launch_activation_backward_quantize(arguments, nullptr) : launch_activation_quantize(arguments, nullptr);
+}
+
+extern "C" int amax(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows, int64_t width,
+                    float* amax) {
+  const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
+  return dy ? launch_activation_backward_amax(inputs, amax, nullptr) : launch_activation_amax(inputs, amax, nullptr);
+}
+"""
+
+# A kernel that calls the functions alone: f(x) and f'(x), not rounded.
+FUNCTIONS = """
+#include "device/activation.cuh"
+#include "device/vector.cuh"
+
+namespace jax_fp8 {
+
+template <typename T>
+__global__ void functions_kernel(Activation activation, const float* x, int64_t count, float* y, float* slope) {
+  const int64_t i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= count) return;
+  with_activation<T, false>(activation, [&](auto function) {
+    y[i] = function.value(x[i]);
+    slope[i] = function.gradient(1.0f, x[i]);
+  });
+}
+
+}  // namespace jax_fp8
+"""
+FUNCTIONS_ENTRY = """
+using namespace jax_fp8;
+
+extern "C" int functions(int64_t in_16_bits, int64_t activation, const float* x, int64_t count, float* y, float* slope) {
+  const auto kernel = in_16_bits ? functions_kernel<BFloat16> : functions_kernel<float>;
+  kernel<<<(count + 255) / 256, 256, 0, nullptr>>>(static_cast<Activation>(activation), x, count, y, slope);
+  return cudaGetLastError();
+}
+"""
+
+PLAIN = list(plain.ACTIVATIONS)  # in the order of Activation
+ALL = [*plain.ACTIVATIONS, *plain.GATES]
+EXACT = ("relu", "squared_relu", "reglu")
+SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
+FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
+SCALAR = Result((), np.float32)
+SCALE = np.float32(0.07)
+VALUE_ERROR = 3e-7  # of f(x), as a share of x
+
+# Rows and columns of y: whole tiles, tails of them, shapes without vectors, and nothing.
+SHAPES = [(128, 64), (144, 80), (272, 16), (33, 65), (1, 100), (131, 1), (0, 16), (16, 0)]
+
+
+def functions(activation, x, in_16_bits):
+    kernels = compile_for_cpu(FUNCTIONS, FUNCTIONS_ENTRY)
+    like = Result(x.shape, np.float32)
+    return kernels.call("functions", in_16_bits, PLAIN.index(activation), x, x.size, like, like, orders=("forward",))
+
+
+def every_bfloat16() -> np.ndarray:
+    return np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+@pytest.mark.parametrize("in_16_bits", [True, False])
+@pytest.mark.parametrize("activation", PLAIN)
+def test_functions(activation, in_16_bits):
+    """Over every bfloat16: within some 2**-22 of float64, and far from zero what the function tends to, never NaN."""
+    x = every_bfloat16()
+    y, slope = functions(activation, x, in_16_bits)
+    near, size = np.abs(x) <= 30, np.abs(x[np.abs(x) <= 30])
+    ones = np.ones(near.sum())
+    exact_y, (exact_slope,) = plain.result_and_gradients(lambda x: plain.activate(x, activation), ones, x[near])
+    error = np.abs(y[near] - exact_y)
+    assert np.all(error <= VALUE_ERROR * size + 1e-37)  # what the hardware flushes to zero
+    in_the_tail = np.abs(exact_y) > 1e-9 * size  # further out float64's own 1 + tanh has lost its digits
+    assert np.all((error <= 5e-6 * np.abs(exact_y) + 1e-37)[in_the_tail])
+    assert np.all(np.abs(slope[near] - exact_slope) <= 3e-7 * np.maximum(1, np.abs(exact_slope)))
+    far = (np.abs(x) > 30) & np.isfinite(x)
+    positive = np.maximum(x[far], 0)
+    with np.errstate(over="ignore"):
+        limits = (positive**2, 2 * positive) if activation == "squared_relu" else (positive, positive > 0)
+    for got, limit in zip((y[far], slope[far]), limits, strict=True):
+        np.testing.assert_allclose(got, limit, rtol=3e-7, atol=1e-11)
+    assert np.isnan(y[np.isnan(x)]).all()
+
+
+def test_a_slightly_wrong_function_is_noticed():
+    """Negative control of the bounds: the two GELUs are a thousandth apart."""
+    x = np.linspace(-4, 4, 256, dtype=np.float32)
+    exact, _ = plain.result_and_gradients(lambda x: plain.activate(x, "gelu_exact"), x, x)
+    y, _ = functions("gelu", x, True)
+    assert np.max(np.abs(y - exact) / np.abs(x)) > 100 * VALUE_ERROR
+
+
+def inputs(activation, shape, dtype, backward, seed=0):
+    rng = np.random.default_rng(seed + sum(shape))
+    rows, width = shape
+    x = rng.normal(size=(rows, width * (2 if activation in plain.GATES else 1)), scale=2).astype(dtype)
+    if x.size:
+        x.flat[rng.integers(x.size)] = 0
+        x.flat[-1] = 7  # the last one decides the amax of the activation
+    return (rng.normal(size=shape).astype(dtype) if backward else None), x
+
+
+def expected(activation, dy, x):
+    """y, or dx, from float64, rounded to the dtype of x."""
+    output_gradient = (
+        np.zeros((x.shape[0], x.shape[1] // (2 if activation in plain.GATES else 1))) if dy is None else dy
+    )
+    y, (dx,) = plain.result_and_gradients(lambda x: plain.activate(x, activation), output_gradient, x)
+    return (y if dy is None else dx).astype(np.float32).astype(x.dtype)
+
+
+def run(activation, dy, x, dtype, scale=SCALE, orientations="both", changes=(), offset=0):
+    """Values, their transpose, amax, scale and, of a backward, sums; what is not wanted is None."""
+    gated = activation in plain.GATES
+    function = PLAIN.index(plain.GATES.get(activation, activation))
+    rows, cols = x.shape[0], x.shape[1] // (2 if gated and dy is None else 1)
+    sums = [] if dy is None else [Result((-(-rows // 128), cols), np.float32), Result((cols,), np.float32)]
+    wanted = {"values": orientations != "transposed", "values_t": orientations != "straight"}
+    results = [Result((rows, cols), dtype, offset) if wanted["values"] else None]
+    results += [Result((cols, rows), dtype, offset) if wanted["values_t"] else None, SCALAR, SCALAR]
+    of = (SOURCES.index(x.dtype), function, gated, rows, x.shape[1] // (2 if gated else 1))
+    arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize)]
+    kernels = compile_for_cpu("activation.cu", ENTRY, changes)
+    source = np.array([9, scale], np.float32)
+    got = kernels.call("quantize", *arrays, *of, source, 1, FORMATS.index(dtype), *results, *(sums or [None, None]))
+    (measured,) = kernels.call("amax", *arrays, *of, SCALAR)
+    values = got.pop(0) if wanted["values"] else None
+    values_t = got.pop(0) if wanted["values_t"] else None
+    assert_same_bits(measured, got[0])
+    return values, values_t, got[0], got[1], got[-1] if sums else None
+
+
+def check(activation, dy, x, dtype, got, scale=SCALE):
+    values, values_t, amax, used, sums = got
+    made = expected(activation, dy, x)
+    wanted, wanted_amax = reference.quantize(made, dtype, scale)
+    assert_same_bits(used, scale)
+    if values is not None and values_t is not None:
+        assert_same_bits(values_t, values.T)
+    shown = values if values is not None else values_t.T
+    if activation in EXACT:
+        assert_same_bits(without_signs_of_zeros(shown), without_signs_of_zeros(wanted))
+        assert_same_bits(amax, wanted_amax)
+    else:
+        assert_few_differ(shown, wanted)
+        np.testing.assert_allclose(amax, wanted_amax, rtol=1e-6 if x.dtype == np.float32 else 2.0**-8)
+    if sums is not None and made.size:
+        reference.assert_close(
+            sums, made.astype(np.float64).sum(axis=0), "float32" if activation in EXACT else "float16"
+        )
+
+
+def without_signs_of_zeros(values) -> np.ndarray:
+    """Float64's chain of operations ends with other signs of zeros than that of the kernel."""
+    return np.where(values == 0, np.zeros((), values.dtype), values)
+
+
+def assert_few_differ(actual, wanted, share=0.005):
+    """FP8 values equal, but for a few that lie one step beside."""
+    steps = [
+        np.where(v.view(np.uint8) < 128, v.view(np.uint8).astype(int), 128 - v.view(np.uint8)) for v in (actual, wanted)
+    ]
+    distance = np.abs(steps[0] - steps[1])
+    assert distance.max(initial=0) <= 1
+    assert np.sum(distance) <= share * distance.size + 1
+
+
+@pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ALL)
+def test_every_activation(activation, backward, dtype):
+    for shape, format_ in (((144, 80), FORMATS[0]), ((33, 65), FORMATS[1])):
+        dy, x = inputs(activation, shape, dtype, backward)
+        check(activation, dy, x, format_, run(activation, dy, x, format_))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, activation, backward):
+    dy, x = inputs(activation, shape, ml_dtypes.bfloat16, backward)
+    for offset in (0, 1):  # with and without vectors
+        got = run(activation, dy, x, FORMATS[0], offset=offset)
+        check(activation, dy, x, FORMATS[0], got)
+        if not x.size:
+            assert_same_bits(got[2], np.float32(0))
+            assert backward is False or not got[4].any()
+
+
+@pytest.mark.parametrize("shape", [(144, 80), (33, 65)], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("orientations", ["straight", "transposed"])
+def test_one_orientation(orientations, activation, shape):
+    _, x = inputs(activation, shape, ml_dtypes.bfloat16, False)
+    both = run(activation, None, x, FORMATS[0])
+    one = run(activation, None, x, FORMATS[0], orientations=orientations)
+    kept, dropped = (0, 1) if orientations == "straight" else (1, 0)
+    assert one[dropped] is None
+    assert_same_bits(one[kept], both[kept])
+    assert_same_bits(one[2], both[2])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (3, 5)], ids=str)
+def test_special_values(shape):
+    """NaN stays NaN and is in no amax; infinities saturate; what a ReLU stops has the gradient 0 even of an infinite dy."""
+    x = np.zeros(shape, ml_dtypes.bfloat16)
+    x.flat[:4] = [np.nan, np.inf, -np.inf, 2]
+    dy = np.full(shape, np.inf, x.dtype)
+    values, _, amax, *_ = run("relu", None, x, FORMATS[0])
+    wanted = np.zeros(shape, np.float32)
+    wanted.flat[:4] = [np.nan, np.inf, 0, 2]
+    assert_same_bits(values, reference.quantize(wanted, FORMATS[0], SCALE)[0])
+    assert amax == np.inf
+    wanted.flat[:4] = [0, np.inf, 0, np.inf]
+    assert_same_bits(run("relu", dy, x, FORMATS[0])[0], reference.quantize(wanted, FORMATS[0], SCALE)[0])
+    values, _, amax, *_ = run("silu", None, x, FORMATS[0])
+    assert_same_bits(values.ravel()[:2].view(np.uint8), np.array([0x7F, 0x7E], np.uint8))
+    assert amax == np.inf
+
+
+MISTAKES = {
+    "halves exchanged": ("activation.cu", "(row * kHalves + input) * width", "(row * kHalves + 1 - input) * width"),
+    "a gradient at another place": ("device/quantize_tile.cuh", "(row * kParts + part) * width + col", "row * kParts * width + col"),
+    "packed as another dtype": ("device/vector.cuh", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"),
+    "one warp's sums left out": ("device/quantize_tile.cuh", "for (int warp = 0; warp < kWarps", "for (int warp = 1; warp < kWarps"),
+    "another slope": ("activation.cu", "in[2] * in[1], in[0]", "in[2] * in[1], in[1]"),
+}  # fmt: skip
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    dy, x = inputs("reglu", (144, 80), ml_dtypes.bfloat16, True)
+    with pytest.raises((AssertionError, EmulationError)):
+        check("reglu", dy, x, FORMATS[0], run("reglu", dy, x, FORMATS[0], changes=(MISTAKES[mistake],)))

@@ -1,0 +1,476 @@
+"""The activation kernels on a GPU: bit for bit where the arithmetic is exact, else against float64 rounded the same way; and then speed.
+
+    python tests/gpu/activation_check.py --output activation_check.json      # about three minutes on an H200
+    python tests/gpu/activation_check.py --self-test                         # the references, with small arrays, on a CPU
+
+Every program runs twice, over memory filled with two different patterns before. What the ReLUs make is exact, signs of zeros included. Of the
+others nearly all FP8 values must be those of float64, and the rest one step beside: the kernels' float32 is off by some 2**-22, which shows
+where it decides a rounding. Ends with a table of timings, one line per group of checks, and exit code 1 when anything is wrong.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import plain
+from gpu.kernel_check import (
+    AMAX,
+    E4M3,
+    E5M2,
+    GIVEN,
+    IN_A_GRAPH,
+    SOURCES,
+    Report,
+    oracle_amax,
+    oracle_quantize,
+    seconds_per_call,
+    twice_over_poison,
+)
+
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.scale import current_scale
+from jax_fp8.ops import kernels
+from jax_fp8.ops.activation import (
+    TARGET,
+    activate,
+    activate_backward,
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_quantize,
+    activation_quantize,
+)
+from jax_fp8.ops.quantize import quantize_transpose, quantize_transpose_sums, sums_results
+from jax_fp8.ops.scale_source import ScaleSource
+
+ALL = (*plain.ACTIVATIONS, *plain.GATES)
+EXACT = ("relu", "squared_relu", "reglu")
+SCALE = np.float32(0.07)
+SHARE_EQUAL = {"bfloat16": 0.999, "float16": 0.997, "float32": 0.9995}  # of FP8 values, with the float64 ones
+SHAPES = ((128, 64), (1024, 2048), (144, 272), (16, 16), (80, 4112), (129, 127), (1, 1), (3, 4099), (4099, 3))
+SMALL_SHAPES = ((144, 80), (33, 65))
+EMPTY = ((0, 16), (16, 0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor to be made and quantized: y of x, or with `backward` dx of (dy, x); `shape` is that of y."""
+
+    activation: str
+    backward: bool
+    shape: tuple[int, int]
+    source: np.dtype
+    dtype: type
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in plain.GATES
+
+    def inputs(self, seed=0) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.default_rng(seed)
+        rows, width = self.shape
+        x = 2 * random.standard_normal((rows, width * (2 if self.gated else 1)), dtype=np.float32)
+        return random.standard_normal(self.shape, dtype=np.float32).astype(self.source), x.astype(self.source)
+
+    def fused(self, dy, x, scale):
+        """Values, transpose, amax, and the sums of a gradient."""
+        if self.backward:
+            return activation_backward_quantize(dy, x, self.activation, self.dtype, scale)
+        return *activation_quantize(x, self.activation, self.dtype, scale), None
+
+    def amax(self, dy, x):
+        return (
+            activation_backward_amax(dy, x, self.activation) if self.backward else activation_amax(x, self.activation)
+        )
+
+    def everything(self, dy, x, scale):
+        """Values, transpose, amax, scale; the amax measured alone; and the sums of a gradient."""
+        values, transposed, amax, sums = self.fused(dy, x, scale)
+        return values.values, transposed.values, amax, values.scale, self.amax(dy, x), sums
+
+    def __str__(self):
+        direction = "gradient of " if self.backward else ""
+        return f"{direction}{self.activation} {np.dtype(self.source)}{list(self.shape)} in {np.dtype(self.dtype)}"
+
+
+# ---- the oracles -----------------------------------------------------------------------------------------------------
+
+
+def exact(case: Case, dy, x) -> np.ndarray:
+    """What the ReLUs make, operation by operation in NumPy float32, rounded to the dtype of x."""
+
+    def relu(x):
+        return np.where(x <= 0, np.float32(0), x)
+
+    dy, x = dy.astype(np.float32), x.astype(np.float32)
+    with np.errstate(all="ignore"):
+        if case.activation == "reglu":
+            gate, linear = np.split(x, 2, axis=1)
+            gradient = np.concatenate([np.where(gate > 0, dy * linear, np.float32(0)), dy * relu(gate)], axis=1)
+            made = gradient if case.backward else relu(gate) * linear
+        elif case.activation == "relu":
+            made = np.where(x > 0, dy, np.float32(0)) if case.backward else relu(x)
+        else:
+            made = (
+                np.where(x > 0, dy * (2 * x), np.float32(0))
+                if case.backward
+                else np.where(x <= 0, np.float32(0), x * x)
+            )
+        return made.astype(case.source)
+
+
+def in_float64(case: Case, dy, x) -> np.ndarray:
+    """By the textbook's formula and its derivative, rounded to the dtype of x."""
+    y, (dx,) = plain.result_and_gradients(lambda x: plain.activate(x, case.activation), dy, x)
+    return (dx if case.backward else y).astype(np.float32).astype(case.source)
+
+
+def steps_between(values, wanted) -> np.ndarray:
+    """How many FP8 values lie between two, where neither is NaN."""
+
+    def order(values):
+        byte = values.view(np.uint8).astype(np.int32)
+        return np.where(byte < 128, byte, 128 - byte)
+
+    numbers = ~np.isnan(values.astype(np.float32)) & ~np.isnan(wanted.astype(np.float32))
+    return np.where(numbers, np.abs(order(values) - order(wanted)), 0)
+
+
+# ---- correctness -----------------------------------------------------------------------------------------------------
+
+
+def check_case(report: Report, case: Case, on_gpu: bool, inputs=None):
+    dy, x = inputs or case.inputs()
+    runs = twice_over_poison(jax.jit(case.everything), dy, x, SCALE)
+    for first, second in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
+        report.bits("deterministic", first, second, str(case))
+    values, transposed, amax, scale, alone, sums = runs[0]
+    made = exact(case, dy, x) if case.activation in EXACT else in_float64(case, dy, x)
+    wanted = oracle_quantize(made, SCALE, case.dtype)
+    report.bits("transpose", transposed, values.T, str(case))
+    report.bits("scale", scale, SCALE, str(case))
+    report.bits("amax alone", alone, amax, str(case))
+    if case.activation in EXACT:
+        group = "exact"
+        report.bits(group, values if on_gpu else np.abs(values), wanted if on_gpu else np.abs(wanted), str(case))
+        report.bits(group, amax, oracle_amax(made), f"amax of {case}")
+    elif made.size:
+        group = "float64 rounded the same way"
+        steps, share = steps_between(values, wanted), SHARE_EQUAL[np.dtype(case.source).name]
+        allowed = max((1 - share) * steps.size, 2)
+        holds = steps.max() <= 1 and np.count_nonzero(steps) <= allowed
+        report.expect(
+            group, bool(holds), f"{case}: {np.count_nonzero(steps)} of {steps.size} differ, up to {steps.max()}"
+        )
+        largest = oracle_amax(made)
+        close = abs(amax - largest) <= largest * (1e-6 if case.source == np.float32 else 2.0**-7) or amax == largest
+        report.expect(group, bool(close), f"amax of {case}: {amax} instead of {largest}")
+    if sums is not None and np.isfinite(made.astype(np.float32)).all():
+        numbers = made.astype(np.float64)
+        error = np.abs(sums - numbers.sum(axis=0))
+        bound = (1e-6 if case.activation in EXACT else 1e-4) * np.abs(numbers).sum(axis=0) + 1e-30
+        report.expect(
+            "sums", bool((error <= bound).all()), f"{case}: off by up to {np.max(error / bound, initial=0):.2g} bounds"
+        )
+
+
+def check_shapes(report: Report, on_gpu: bool):
+    pairs = list(zip(SOURCES, (E4M3, E5M2, E4M3), strict=True))
+    for shape in SHAPES if on_gpu else SMALL_SHAPES:
+        for activation, backward in itertools.product(ALL, (False, True)):
+            for source, dtype in pairs if on_gpu else pairs[:1]:
+                check_case(report, Case(activation, backward, shape, source, dtype), on_gpu)
+
+
+def check_formats(report: Report, on_gpu: bool):
+    pairs = list(itertools.product(SOURCES, (E4M3, E5M2)))
+    for activation, backward in itertools.product(ALL, (False, True)):
+        for source, dtype in pairs if on_gpu else pairs[3:5]:
+            check_case(report, Case(activation, backward, (256, 192), source, dtype), on_gpu)
+
+
+def check_another_function(report: Report, on_gpu: bool):
+    """Negative control: the two GELUs, a thousandth apart, are told apart by the share of equal values."""
+    case = Case("gelu", False, (256, 192), ml_dtypes.bfloat16, E4M3)
+    dy, x = case.inputs()
+    values = np.asarray(jax.jit(case.everything)(dy, x, SCALE)[0])
+    other = in_float64(Case("gelu_exact", False, (256, 192), ml_dtypes.bfloat16, E4M3), dy, x)
+    different = np.count_nonzero(steps_between(values, oracle_quantize(other, SCALE, E4M3)))
+    report.expect("another function is noticed", different > 2 * (1 - SHARE_EQUAL["bfloat16"]) * x.size, f"{different}")
+
+
+def check_every_bfloat16(report: Report, on_gpu: bool):
+    """As x, beside dy and linear of one: NaN for NaN only, finite for finite, bit for bit where exact."""
+    x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
+    if not on_gpu:  # XLA's CPU compiler flushes subnormal numbers
+        x = np.where(np.abs(x.astype(np.float32)) < 2.0**-126, np.zeros((), x.dtype), x)
+    one = np.ones_like(x)
+    for activation, backward in itertools.product(ALL, (False, True)):
+        case = Case(activation, backward, x.shape, ml_dtypes.bfloat16, E4M3)
+        inputs = one, np.concatenate([x, one], axis=1) if case.gated else x
+        if activation in EXACT:
+            check_case(report, case, on_gpu, inputs)
+            continue
+        values = np.asarray(jax.jit(case.everything)(*inputs, SCALE)[0])[:, :256]
+        finite = np.isfinite(x.astype(np.float32)) & (np.abs(x.astype(np.float32)) < 1e12)
+        got = np.isnan(values.astype(np.float32))
+        report.expect("no NaN from numbers", not got[finite].any(), f"{case}: {np.count_nonzero(got[finite])}")
+        report.expect("NaN stays NaN", bool(got[np.isnan(x.astype(np.float32))].all()), str(case))
+
+
+def check_infinities(report: Report, on_gpu: bool):
+    """Gradients that a ReLU stops are zero, even infinite ones."""
+    for shape in ((16, 16), (3, 5)):
+        case = Case("relu", True, shape, ml_dtypes.bfloat16, E4M3)
+        x, dy = np.zeros(shape, case.source), np.full(shape, np.inf, case.source)
+        x.flat[:4] = [np.nan, np.inf, -np.inf, 2]
+        check_case(report, case, on_gpu, (dy, x))
+        check_case(report, Case("relu", False, shape, ml_dtypes.bfloat16, E4M3), on_gpu, (dy, x))
+
+
+def check_orientations_and_scales(report: Report, on_gpu: bool):
+    for activation, shape in itertools.product(("gelu", "swiglu"), ((256, 192), (33, 65))):
+        dy, x = Case(activation, False, shape, ml_dtypes.bfloat16, E4M3).inputs()
+        run = jax.jit(
+            lambda x, scale, activation=activation: [
+                activation_quantize(x, activation, E4M3, scale, orientations=which)
+                for which in ("both", "straight", "transposed")
+            ]
+        )
+        for both, straight, transposed in twice_over_poison(run, x, SCALE):
+            for got, wanted in ((straight[0], both[0]), (transposed[1], both[1])):
+                report.bits("orientations", got.values, wanted.values, activation)
+            for one in (straight, transposed):
+                report.bits("orientations", one[2], both[2], f"amax of {activation}")
+        rows = ScaleSource.row_of(jnp.float32([1, SCALE, 3]), 1)
+        largest = activation_backward_amax(dy, x, activation)
+        from_amax = ScaleSource.from_amax(largest, CurrentScaling())
+        for source, scale in ((rows, SCALE), (from_amax, current_scale(largest, E4M3, CurrentScaling()))):
+            got = activation_backward_quantize(dy, x, activation, E4M3, source)
+            given = activation_backward_quantize(dy, x, activation, E4M3, scale)
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(given), strict=True):
+                report.bits("sources of the scale", one, other, activation)
+
+
+def check_empty(report: Report, on_gpu: bool):
+    for activation, shape in itertools.product(("gelu", "swiglu"), EMPTY):
+        case = Case(activation, True, shape, ml_dtypes.bfloat16, E4M3)
+        dy, x = case.inputs()
+        for *_, amax, scale, alone, sums in twice_over_poison(jax.jit(case.everything), dy, x, SCALE):
+            for got, wanted in ((amax, 0), (scale, SCALE), (alone, 0), (sums, np.zeros(x.shape[1]))):
+                report.bits("empty", got, np.float32(wanted), str(case))
+
+
+def check_sums_of_a_cast(report: Report, on_gpu: bool):
+    random = np.random.default_rng(0)
+    for shape, source in itertools.product((*SMALL_SHAPES, *SHAPES[: 8 if on_gpu else 0], *EMPTY), SOURCES):
+        x = random.integers(-9, 10, shape).astype(source)  # their sums are exact
+        run = jax.jit(lambda x: (quantize_transpose_sums(x, E4M3, SCALE), quantize_transpose(x, E4M3, SCALE)))
+        for (*quantized, sums), plainly in twice_over_poison(run, x):
+            for one, other in zip(jax.tree.leaves(quantized), jax.tree.leaves(plainly), strict=True):
+                report.bits("cast with sums", one, other, f"{source}{shape}")
+            report.bits("cast with sums", sums, x.astype(np.float32).sum(axis=0), f"sums {source}{shape}")
+
+
+def check_graphs(report: Report, on_gpu: bool):
+    for activation in ("gelu", "geglu"):
+        case = Case(activation, True, (512, 384), ml_dtypes.bfloat16, E5M2)
+        captured = jax.jit(case.everything, compiler_options=IN_A_GRAPH if on_gpu else None)
+        plainly = jax.jit(case.everything, compiler_options={"xla_gpu_enable_command_buffer": ""} if on_gpu else None)
+        for seed in range(4):
+            dy, x = case.inputs(seed)
+            for one, other in zip(captured(dy, x, SCALE), plainly(dy, x, SCALE), strict=True):
+                report.bits("CUDA graph", one, other, f"{case}, run {seed}")
+
+
+def check_beyond_2_to_31_elements(report: Report, on_gpu: bool):
+    """The last rows and the last columns, and an amax in the last place of all."""
+    rows, width = (2**17 + 144, 2**14) if on_gpu else (272, 64)
+    x = jax.jit(lambda key: jax.random.normal(key, (rows, width), jnp.bfloat16).at[-1, -1].set(99))(jax.random.key(0))
+    values, transposed, amax = jax.jit(lambda x: activation_quantize(x, "relu", E4M3, SCALE))(x)
+    report.bits("beyond 2**31 elements", amax, np.float32(99), "amax")
+    tail = np.asarray(x[-256:])
+    wanted = oracle_quantize(exact(Case("relu", False, tail.shape, tail.dtype, E4M3), tail, tail), SCALE, E4M3)
+    report.bits("beyond 2**31 elements", values.values[-256:], wanted, "last rows")
+    report.bits("beyond 2**31 elements", transposed.values[:, -256:], wanted.T, "last columns of the transpose")
+    del values, transposed
+    gradient, _, amax, sums = jax.jit(lambda x: activation_backward_quantize(x, x, "relu", E4M3, SCALE))(x)
+    report.bits("beyond 2**31 elements", gradient.values[-256:], wanted, "last rows of a gradient")
+    exact_sums = jnp.sum(jnp.maximum(x, 0), axis=0, dtype=jnp.float32)
+    close = jnp.abs(sums - exact_sums) <= 1e-5 * exact_sums
+    report.expect("beyond 2**31 elements", bool(close.all()), "sums")
+
+
+def check_refusals(report: Report, on_gpu: bool):
+    """Calls of the kernels that break their contract raise, and the message names operation and argument."""
+    if not on_gpu:
+        return
+    x, dy = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((32, 32), jnp.bfloat16)
+    wide, tall, sums = (
+        jax.ShapeDtypeStruct((32, 64), E4M3),
+        jax.ShapeDtypeStruct((64, 32), E4M3),
+        sums_results((32, 64)),
+    )
+    narrow, square = jax.ShapeDtypeStruct((32, 32), E4M3), jax.ShapeDtypeStruct((32, 32), E5M2)
+
+    def call(operation, results, *args, activation="swiglu", **how):
+        attributes = (GIVEN if "quantize" in operation else {}) | {"activation": activation} | how
+        return jax.ffi.ffi_call(f"{TARGET}_{operation}", results)(*args, **attributes)
+
+    one, row = SCALE, {"row": np.int32(1)}
+    cases = [
+        (lambda: call("quantize", (narrow, narrow, AMAX, AMAX), x, one, activation="tanh"), "known activation"),
+        (lambda: call("quantize", (narrow, narrow, AMAX, AMAX), x[:, :63], one), "even number of columns"),
+        (lambda: call("quantize", (wide, tall, AMAX, AMAX), x, one), "values must have shape [32, 32]"),
+        (lambda: call("quantize", (narrow, square, AMAX, AMAX), x, one), "values_t must be float8_e4m3fn"),
+        (lambda: call("quantize", (narrow, narrow, AMAX, AMAX), x, one, **row), "source must have an element 1"),
+        (lambda: call("backward_quantize", (wide, tall, AMAX, AMAX, *sums), x, x, one), "dy must have shape [32, 32]"),
+        (
+            lambda: call("backward_quantize", (wide, tall, AMAX, AMAX, *sums), dy.astype(jnp.float32), x, one),
+            "dy must be bfloat16",
+        ),
+        (
+            lambda: call("backward_quantize", (wide, tall, AMAX, AMAX, *sums[::-1]), dy, x, one),
+            "sums must have shape [64]",
+        ),
+        (lambda: call("amax", AMAX, x.astype(jnp.int32)), "x must be"),
+        (lambda: call("backward_amax", AMAX, x, x), "dy must have shape [32, 32]"),
+    ]
+    for function, fragment in cases:
+        try:
+            jax.block_until_ready(jax.jit(function)())
+            report.expect("refusals", False, f"nothing was raised where {fragment!r} was due")
+        except jax.errors.JaxRuntimeError as error:
+            report.expect(
+                "refusals", fragment in str(error) and TARGET in str(error), f"{fragment!r} is not in: {error}"
+            )
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def copy_seconds(bytes_moved: int) -> float:
+    """A copy that reads half of these bytes and writes the other half."""
+    count = bytes_moved // 2 // 4
+    return seconds_per_call(
+        lambda x: x ^ jnp.uint32(1), [(jax.random.bits(jax.random.key(i), (count,), jnp.uint32),) for i in range(4)]
+    )
+
+
+def separately(activation: str, backward: bool):
+    """The same results from XLA's activation, the cast alone and XLA's sums."""
+
+    def forward(dy, x):
+        return quantize_transpose(activate(x, activation), E4M3, SCALE)
+
+    def gradient(dy, x):
+        dx = activate_backward(dy, x, activation)
+        return quantize_transpose(dx, E5M2, SCALE), jnp.sum(dx, axis=0, dtype=jnp.float32)
+
+    return gradient if backward else forward
+
+
+def time_everything(report: Report):
+    shape = (16384, 8192)
+    for activation, backward in itertools.product(
+        ("gelu", "squared_relu", "gelu_exact", "swiglu", "geglu"), (False, True)
+    ):
+        gated = activation in plain.GATES
+        case = Case(activation, backward, shape, jnp.bfloat16, E5M2 if backward else E4M3)
+        wide = (shape[0], shape[1] * (2 if gated else 1))
+        keys = [jax.random.split(jax.random.key(i)) for i in range(3)]
+        batches = [
+            (jax.random.normal(a, shape, jnp.bfloat16), jax.random.normal(b, wide, jnp.bfloat16)) for a, b in keys
+        ]
+        made, read = np.prod(wide if backward else shape), np.prod(wide) + (np.prod(shape) if backward else 0)
+        sizes = {"values, transpose": 2 * int(read) + 2 * int(made), "amax alone": 2 * int(read)}
+        copies = {name: copy_seconds(size) for name, size in sizes.items()}
+        calls = {
+            "values, transpose": lambda dy, x, case=case: case.fused(dy, x, SCALE),
+            "amax alone": lambda dy, x, case=case: case.amax(dy, x),
+        }
+        for name, call in calls.items():
+            row = {
+                "what": f"{'gradient of ' if backward else ''}{activation}: {name}",
+                "shape": f"bfloat16{list(wide)}",
+            }
+            seconds = seconds_per_call(call, batches)
+            row |= {"us": seconds * 1e6, "GB/s": sizes[name] / seconds / 1e9, "share of copy": copies[name] / seconds}
+            if name == "values, transpose":
+                row["separate us"] = seconds_per_call(separately(activation, backward), batches) * 1e6
+            report.timings.append(row)
+    x = [(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),) for i in range(3)]
+    size, copy = 4 * int(np.prod(shape)), copy_seconds(4 * int(np.prod(shape)))
+    for name, call in (
+        ("quantize_transpose", quantize_transpose),
+        ("quantize_transpose_sums", quantize_transpose_sums),
+    ):
+        seconds = seconds_per_call(lambda x, call=call: call(x, E4M3, SCALE), x)
+        row = {"what": name, "shape": f"bfloat16{list(shape)}", "us": seconds * 1e6, "GB/s": size / seconds / 1e9}
+        report.timings.append(row | {"share of copy": copy / seconds})
+
+
+CHECKS = [check_formats, check_shapes, check_another_function, check_every_bfloat16, check_infinities]
+CHECKS += [
+    check_orientations_and_scales,
+    check_empty,
+    check_sums_of_a_cast,
+    check_graphs,
+    check_beyond_2_to_31_elements,
+]
+
+
+def show(report: Report):
+    for row in report.timings:
+        figures = "  ".join(
+            f"{row[key]:9.2f} {key}" for key in ("us", "separate us", "GB/s", "share of copy") if key in row
+        )
+        print(f"{row['what']:44} {row['shape']:24} {figures}")
+    for group, count in report.passed.items():
+        print(f"ok {count:6} {group}")
+    for failure in report.failures[:20]:
+        print("FAILED", failure)
+    print(f"{len(report.failures)} failures")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--skip-timing", action="store_true")
+    parser.add_argument("--self-test", action="store_true")
+    options = parser.parse_args()
+    on_gpu = not options.self_test
+    if on_gpu and (jax.default_backend() != "gpu" or not kernels.built()):
+        print(f"activation_check needs a GPU and the kernels, got {jax.devices()}; {kernels.missing_reason() or ''}")
+        return 2
+    device = jax.devices()[0]
+    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
+    report = Report()
+    for check in CHECKS:
+        start = time.perf_counter()
+        check(report, on_gpu)
+        print(
+            f"{check.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
+        )
+    if on_gpu and not options.skip_timing:
+        time_everything(report)
+    show(report)
+    if options.output:
+        result = {"device": device.device_kind, "jax": jax.__version__, "build": kernels.build_info()}
+        result |= {"passed": report.passed, "failures": report.failures, "timings": report.timings}
+        options.output.write_text(json.dumps(result, indent=1))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What a layer keeps for its backward, in bytes a token, from the scratch memory of models compiled for an H200 with no GPU.
+
+Attention is XLA's own here; the sizes are such that gradients and weights, which do not grow with tokens, hardly count.
+"""
+
+import flax.linen as nn
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.ops import kernels
+from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+
+REASON = h200.missing_reason() or kernels.missing_reason()
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.program]
+
+WIDTH, SEQUENCE, BATCH = 256, 128, 256
+RECIPE = fp8.DelayedScaling(amax_history_len=2)
+
+
+class Stack(nn.Module):
+    layers: int
+    recompute: bool
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.layers):
+            x = fp8.TransformerBlock(2, 4 * WIDTH, recipe=RECIPE, recompute=self.recompute)(x)
+        return x
+
+
+def scratch_bytes(layers, recompute) -> int:
+    """Of a gradient whose weights are in FP8 already."""
+    model, x = Stack(layers, recompute), jax.ShapeDtypeStruct((BATCH, SEQUENCE, WIDTH), jnp.bfloat16)
+    variables = dict(jax.eval_shape(model.init, jax.random.key(0), x))
+    variables["fp8_cache"] = jax.eval_shape(lambda v: fp8.cast_weights(v, RECIPE), variables)
+
+    def gradient(variables, x):
+        return fp8.value_and_grad(lambda v: jnp.sum(model.apply(v, x).astype(jnp.float32)))(variables)
+
+    on = h200.on_one_device()
+    step = jax.jit(gradient, compiler_options=CUDA_GRAPH_OPTIONS)
+    return h200.compile(step, h200.shapes(variables, on), h200.shapes(x, on)).temp_bytes
+
+
+def kept_by_a_layer(recompute) -> float:
+    """In numbers of its width, a byte each, for a token."""
+    one, two = (scratch_bytes(layers, recompute) for layers in (1, 2))
+    return (two - one) / (BATCH * SEQUENCE * WIDTH)
+
+
+def test_recomputing_keeps_six_bytes_fewer_for_each_feature():
+    """One for the input of qkv, one for that of the MLP and four for its hidden tensor."""
+    kept, recomputed = kept_by_a_layer(recompute=False), kept_by_a_layer(recompute=True)
+    assert kept - recomputed == pytest.approx(6, abs=0.1)
+    assert recomputed > 20

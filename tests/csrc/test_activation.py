@@ -12,6 +12,8 @@ import reference
 from emulation import EmulationError, Input, Result, compile_for_cpu
 from reference import assert_same_bits
 
+pytestmark = pytest.mark.program  # the kernels know nothing of Python
+
 ENTRY = """
 using namespace jax_fp8;
 
@@ -257,7 +259,6 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
     dy, x = inputs("reglu", (144, 80), ml_dtypes.bfloat16, True)

@@ -13,6 +13,8 @@ from gpu.kernel_check import Report
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.fp8_array import Fp8Array
 
+pytestmark = pytest.mark.program  # the kernels know nothing of Python
+
 ENTRY = """
 #include <vector>
 
@@ -175,7 +177,6 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
     change, sentence = MISTAKES[mistake]

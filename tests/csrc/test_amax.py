@@ -7,6 +7,8 @@ import reference
 from emulation import EmulationError, Input, Result, compile_for_cpu
 from reference import assert_same_bits
 
+pytestmark = pytest.mark.program  # the kernels know nothing of Python
+
 ENTRY = """
 extern "C" int amax(const void* x, int64_t x_type, int64_t count, float* amax) {
   return jax_fp8::launch_amax({x, static_cast<jax_fp8::SourceType>(x_type), count, amax}, nullptr);
@@ -76,7 +78,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
     change, sentence = MISTAKES[mistake]

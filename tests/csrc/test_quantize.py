@@ -7,6 +7,8 @@ import reference
 from emulation import EmulationError, Input, Result, compile_for_cpu
 from reference import assert_same_bits
 
+pytestmark = pytest.mark.program  # the kernels know nothing of Python
+
 ENTRY = """
 using namespace jax_fp8;
 
@@ -187,7 +189,6 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
     change, sentence = MISTAKES[mistake]

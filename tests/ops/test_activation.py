@@ -144,6 +144,7 @@ def test_not_rounding_in_between_would_be_noticed():
         assert_same_bits(activation_quantize(x, "silu", E4M3, SCALE)[0].values, exact[0])
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("activation", ALL)

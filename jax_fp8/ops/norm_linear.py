@@ -1,6 +1,7 @@
 """norm → quantize → GEMM as one differentiable op.
 
-Kept for the backward: `x` with its two statistics per row, and the FP8 residuals of the GEMM. The normalized activations are not kept.
+Kept for the backward: `x` with its two statistics per row, and the FP8 residuals of the GEMM. The normalized activations are not kept,
+and with `recompute` neither are their FP8 values.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """norm → GEMM → activation → quantize → GEMM as one differentiable op: a Transformer's MLP.
 
 Kept for the backward: `x` with its statistics, the input of the activation, and the FP8 residuals of both GEMMs. Neither the normalized
-nor the activated tensor is kept: each is used again only in FP8.
+nor the activated tensor is kept: each is used again only in FP8, which `recompute` makes again instead of keeping.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,7 @@
 #include "activation.h"
 #include "adam.h"
 #include "amax.h"
+#include "cross_entropy.h"
 #include "cublaslt.h"
 #include "gemm.h"
 #include "norm.h"
@@ -40,6 +41,7 @@ py::dict targets() {
   table["jax_fp8_norm_quantize"] = py::dict("execute"_a = capsule(norm_quantize_handler));
   table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
   table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
+  table["jax_fp8_cross_entropy"] = py::dict("execute"_a = capsule(cross_entropy_handler));
   table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
                                    "initialize"_a = capsule(gemm_initialize_handler),
                                    "execute"_a = capsule(gemm_execute_handler));

@@ -97,16 +97,18 @@ def _loss(chunks, z_loss, recipe, x, weight, labels, shares):
 
 def _forward(chunks, z_loss, recipe, x, weight, labels, shares):
     head, total = make_head(x, weight, recipe), jnp.float32(0)
-    dx, dweight = [], jnp.zeros_like(weight, jnp.float32)
+    dx, dweight = [], None
     for x_part, labels_part, shares_part in _split(chunks, x, labels, shares):
         if dx:  # one chunk after the other, or the compiler might hold the logits of several
-            x_part, dx[-1], dweight = lax.optimization_barrier((x_part, dx[-1], dweight))
+            x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))
         operand = head.operand(x_part)
         dlogits, loss, lse = cross_entropy_gradient(head.logits(operand), labels_part, shares_part, z_loss)
         bound = jnp.max(shares_part * (1 + 2 * z_loss * jnp.abs(lse)))  # of |dlogits|
         part, dweight = head.gradients(dlogits, operand, dweight, bound)
         dx.append(part)
         total = total + jnp.sum(loss)
+    sharding = jax.typeof(weight).sharding
+    dweight = dweight if sharding.mesh.empty else jax.reshard(dweight, sharding)
     return total, (jnp.concatenate(dx, axis=1), dweight, jnp.zeros((0,), weight.dtype))
 
 

@@ -148,7 +148,8 @@ def cross_entropy_gradient(
     _check_logits(logits, labels, shares)
     kernel, reference = partial(_kernel, z_loss), partial(_reference, z_loss)
     rule = "b s v, b s, b s -> b s v, b s, b s"
-    return dispatch(rule, kernel, reference, logits, labels.astype(jnp.int32), shares)
+    gradient, loss, lse = dispatch(rule, kernel, reference, logits, labels.astype(jnp.int32), shares)
+    return gradient, loss, lse
 
 
 def _check_logits(logits, labels, shares):

@@ -62,7 +62,8 @@ class PlainHead:
 
     def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array | None, bound: jax.Array):
         with jax.named_scope(PLAIN_HEAD_SCOPE):
-            return jnp.einsum("bsv,vh->bsh", dlogits, self.weight), weight_gradient(dlogits, x, total)
+            total, dlogits = weight_gradient(dlogits, x, total)
+            return jnp.einsum("bsv,vh->bsh", dlogits, self.weight), total
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,7 @@ of a GPT's head are then 3.3 GB. This one is cuBLASLt's, which adds to what is t
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8.ops.dispatch import Split, dispatch, psum, split_axes
 from jax_fp8.ops.gemm import WORKSPACE_BYTES
@@ -13,7 +14,7 @@ from jax_fp8.ops.gemm import WORKSPACE_BYTES
 TARGET = "jax_fp8_weight_gradient"
 
 
-def weight_gradient(dy: jax.Array, x: jax.Array, total: jax.Array | None = None) -> jax.Array:
+def weight_gradient(dy: jax.Array, x: jax.Array, total: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The gradient of a weight (n, k) whose product with `x` is `y`.
 
     Args:
@@ -22,7 +23,7 @@ def weight_gradient(dy: jax.Array, x: jax.Array, total: jax.Array | None = None)
       total: f32 (n, k), what it is added to. The result is written over it where it is donated or dead; None is zero.
 
     Returns:
-      f32 (n, k).
+      f32 (n, k), and `dy` again: what uses that comes afterwards, so that no scheduler keeps the `dy` of many parts for later.
     """
     if dy.ndim != 3 or x.ndim != 3 or dy.shape[:2] != x.shape[:2] or dy.dtype != x.dtype:
         raise ValueError(
@@ -33,8 +34,8 @@ def weight_gradient(dy: jax.Array, x: jax.Array, total: jax.Array | None = None)
     if total is not None and (total.shape, total.dtype) != (shape, jnp.float32):
         raise ValueError(f"total must be float32{shape}, got {total.dtype}{total.shape}; cast or transpose it")
     operands, rule = ([], "") if total is None else ([total], ", n k")
-    (gradient,) = dispatch(f"b s n, b s k{rule} -> n k", _kernel, _reference, dy, x, *operands)
-    return gradient
+    gradient, dy = dispatch(f"b s n, b s k{rule} -> n k, b s n", _kernel, _reference, dy, x, *operands)
+    return gradient, dy
 
 
 def _kernel(dy, x, *total, split: Split):
@@ -49,9 +50,9 @@ def _kernel(dy, x, *total, split: Split):
         (gradient, jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)),
         input_output_aliases={2: 0} if total else None,
     )
-    return (call(dy.reshape(rows, -1), x.reshape(rows, -1), *total)[0],)
+    return lax.optimization_barrier((call(dy.reshape(rows, -1), x.reshape(rows, -1), *total)[0], dy))
 
 
 def _reference(dy, x, *total, split: Split):
     product = psum(jnp.einsum("bsn,bsk->nk", dy, x, preferred_element_type=jnp.float32), split, "b", "s")
-    return (total[0] + product if total else product,)
+    return total[0] + product if total else product, dy

@@ -24,9 +24,16 @@ class Description {
  public:
   Description(const GemmProblem& problem, const GemmOperands& operands) {
     keep(library().desc_create(&operation, cublaslt::kCompute32F, CUDA_R_32F));
+    keep(library().layout_create(&d, problem.d_type, problem.n, problem.m, problem.n));
+    if (problem.contracting_first) {
+      keep(library().layout_create(&a, problem.b_type, problem.n, problem.k, problem.n));
+      keep(library().layout_create(&b, problem.a_type, problem.m, problem.k, problem.m));
+      set(cublaslt::kTransA, cublaslt::kNotTransposed);
+      set(cublaslt::kTransB, cublaslt::kTransposed);
+      return;
+    }
     keep(library().layout_create(&a, problem.b_type, problem.k, problem.n, problem.k));
     keep(library().layout_create(&b, problem.a_type, problem.k, problem.m, problem.k));
-    keep(library().layout_create(&d, problem.d_type, problem.n, problem.m, problem.n));
     set(cublaslt::kTransA, cublaslt::kTransposed);
     set(cublaslt::kTransB, cublaslt::kNotTransposed);
     set(cublaslt::kFastAccumulation, static_cast<int8_t>(problem.fast_accumulation));

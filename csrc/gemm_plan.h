@@ -20,13 +20,15 @@ constexpr uintptr_t kMinAlignment = 16;        // of every matrix, or the tensor
 constexpr uintptr_t kFullAlignment = 256;      // of XLA's own allocations; the heuristic has more to choose from
 constexpr int kMaxCandidates = 16;             // how much of the heuristic's list a call site may choose from
 
-// Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n].
+// Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n], of FP8 operands; or, contracting the first
+// dims, d[m, n] = alpha a[k, m]ᵀ · b[k, n] + c[m, n] of 16-bit operands.
 struct GemmProblem {
   int64_t m, n, k;
   cudaDataType_t a_type, b_type, d_type, bias_type;  // c has the type of d
   bool has_bias, has_c, fast_accumulation;
   float alpha;
   int candidate;  // rank in the heuristic's list of algorithms, best guess first
+  bool contracting_first = false;
 };
 
 struct GemmOperands {

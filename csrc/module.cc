@@ -6,11 +6,13 @@
 #include "activation.h"
 #include "adam.h"
 #include "amax.h"
+#include "cross_entropy.h"
 #include "cublaslt.h"
 #include "gemm.h"
 #include "norm.h"
 #include "quantize.h"
 #include "update_state.h"
+#include "weight_gradient.h"
 #endif
 
 namespace py = pybind11;
@@ -40,9 +42,13 @@ py::dict targets() {
   table["jax_fp8_norm_quantize"] = py::dict("execute"_a = capsule(norm_quantize_handler));
   table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
   table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
+  table["jax_fp8_cross_entropy"] = py::dict("execute"_a = capsule(cross_entropy_handler));
   table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
                                    "initialize"_a = capsule(gemm_initialize_handler),
                                    "execute"_a = capsule(gemm_execute_handler));
+  table["jax_fp8_weight_gradient"] = py::dict("instantiate"_a = capsule(weight_gradient_instantiate_handler),
+                                              "initialize"_a = capsule(weight_gradient_initialize_handler),
+                                              "execute"_a = capsule(weight_gradient_execute_handler));
   return table;
 }
 
@@ -53,6 +59,9 @@ py::dict types() {
   table["jax_fp8_gemm_state"] =
       py::dict("type_id"_a = py::capsule(gemm_state_type_id()),
                "type_info"_a = py::capsule(const_cast<XLA_FFI_TypeInfo*>(gemm_state_type_info())));
+  table["jax_fp8_weight_gradient_state"] =
+      py::dict("type_id"_a = py::capsule(weight_gradient_state_type_id()),
+               "type_info"_a = py::capsule(const_cast<XLA_FFI_TypeInfo*>(weight_gradient_state_type_info())));
   return table;
 }
 

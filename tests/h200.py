@@ -40,7 +40,7 @@ _FIELDS_SINCE_0_11 = (
 # The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not, and what it slices out of a stack.
 COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
 
-_GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_gemm$")
+_GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_(gemm|weight_gradient)$")
 _COLLECTIVES = (
     "all-gather",
     "all-reduce",

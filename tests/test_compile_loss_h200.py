@@ -16,6 +16,9 @@ from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 REASON = h200.missing_reason() or kernels.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
+# As on a device, where every GEMM of XLA's is a fusion of its own until it is timed: nothing is added to its result in place.
+TRITON_GEMMS = {"xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": 0}
+
 
 def plain_head_and_loss(x, weight, labels):
     logits = jnp.einsum("bsh,vh->bsv", x, weight.astype(x.dtype)).astype(jnp.float32)
@@ -40,5 +43,39 @@ def test_the_loss_never_holds_all_logits(data, held, recipe):
     )
     assert ours.temp_bytes < held * logits_bytes < 2 * logits_bytes < plain.temp_bytes
     assert not [copy for copy in ours.copies if copy.results[0].bytes >= hidden * vocab]
+    assert ours.custom_calls["jax_fp8_cross_entropy"] == min(8 * data, 16)  # chunks
+    assert ours.graphs == 1 or data > 1
     reduced = [instruction for instruction in ours.collectives if instruction.results[0].bytes > 4]
     assert len(reduced) == (data > 1)
+
+
+def gradients(mesh, weight_spec, batch=8, seq=2048, hidden=256, vocab=50304, data=None, **options):
+    """The program of loss and gradients in bfloat16."""
+    arguments = (
+        jax.ShapeDtypeStruct((batch, seq, hidden), jnp.bfloat16, sharding=h200.on_mesh(mesh, data)),
+        jax.ShapeDtypeStruct((vocab, hidden), jnp.float32, sharding=h200.on_mesh(mesh, *weight_spec)),
+        jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=h200.on_mesh(mesh, data)),
+    )
+    step = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)), compiler_options=CUDA_GRAPH_OPTIONS)
+    return h200.compile(step, *arguments, **options)
+
+
+@pytest.mark.parametrize("options", [{}, TRITON_GEMMS], ids=["cublas", "triton"])
+def test_what_is_made_of_logits_and_of_the_weights_gradient(options):
+    """Logits by GEMMs alone, their gradient over them; the weight's gradient by eight calls that add in place."""
+    program = gradients(h200.mesh(data=1), (), **options)
+    calls = [i.target for i in program.instructions if i.target in ("jax_fp8_cross_entropy", "jax_fp8_weight_gradient")]
+    assert calls == 8 * ["jax_fp8_cross_entropy", "jax_fp8_weight_gradient"]  # in this order they run
+    assert not [copy for copy in program.copies if copy.results[0].bytes > 2**20]
+    logits_bytes = 2 * 2048 * 50304
+    assert logits_bytes < program.temp_bytes < 1.5 * logits_bytes
+    assert not program.making("f32", 50304, 256) and not program.making("bf16", 8, 256, 50304)
+    assert [i for i in program.making("bf16", 50304, 256)]  # the weight is cast: what is looked for would be found
+
+
+def test_a_split_vocabulary_is_not_gathered():
+    """Then the loss is XLA's: maxima and sums over devices, and the logits stay where they are."""
+    program = gradients(h200.mesh(tensor=2), ("tensor",))
+    assert "jax_fp8_cross_entropy" not in program.custom_calls
+    assert not [i for i in program.all_gathers if i.results[0].bytes >= 2 * 2048 * 50304]
+    assert program.collectives

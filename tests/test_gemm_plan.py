@@ -38,7 +38,7 @@ def ask(program, candidate, offered, unsound=-1, address=ALIGNED):
     """The failure, and how many algorithms were requested, which ran, questions after preparing, and whether c was not d."""
     arguments = [str(number) for number in (candidate, offered, unsound, address)]
     finished = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
-    failure, numbers = finished.stdout.splitlines()
+    failure, numbers, _ = finished.stdout.splitlines()
     return failure, *map(int, numbers.split())
 
 
@@ -69,3 +69,14 @@ def test_a_product_without_algorithms_is_refused(program, candidate, offered, un
 
 def test_less_aligned_operands_take_the_first_of_their_own_list(program):
     assert ask(program, 3, 7, address=LESS_ALIGNED) == ("", 1, 200, 1, True)
+
+
+def test_operands_are_described_as_they_lie(program):
+    """cuBLASLt is column-major: d (16, 32) is its (32, 16), and its A is our b. FP8 is contiguous along k = 48, 16 bits are not."""
+    for option, described in (
+        ([], "1 0 2  32 16 32  48 32 48  48 16 48"),
+        (["first"], "0 1 0  32 16 32  32 48 32  16 48 16"),
+    ):
+        arguments = [program, "0", "1", "-1", str(ALIGNED), *option]
+        finished = subprocess.run(arguments, capture_output=True, text=True, check=True)
+        assert finished.stdout.splitlines()[2].split() == described.split()

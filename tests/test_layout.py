@@ -37,6 +37,7 @@ WITHOUT_OWN_TEST: dict[str, str] = {
 LONG_FILES: dict[str, str] = {
     "tests/gpu/activation_check.py": "one file, to be carried to a device and run there alone",
     "tests/gpu/adam_check.py": "one file, to be carried to a device and run there alone",
+    "tests/gpu/cross_entropy_check.py": "one file, to be carried to a device and run there alone",
     "tests/gpu/kernel_check.py": "one file, to be carried to a device and run there alone",
     "tests/gpu/norm_check.py": "one file, to be carried to a device and run there alone",
 }

@@ -111,9 +111,10 @@ def test_gpt_loss_and_its_gradient(recipe):
     assert forward == of_layers(gemm=6, **before, quantize=1, quantize_transpose=4, amax=1 + 4)
     gradient = custom_calls(fp8.value_and_grad(loss), variables, tokens)
     after = {"norm_backward": 2, "activation_backward_quantize": 1, "activation_backward_amax": 1}
-    assert gradient == of_layers(
+    layers = of_layers(
         gemm=6 + 8, **before, **after, quantize_transpose=1 + 4, quantize_transpose_sums=3, amax=1 + 4 + 3
     )
+    assert gradient == layers + expected(recipe, cross_entropy=1, weight_gradient=1)  # a loss of one chunk
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -5,31 +5,15 @@
 #include <cstdint>
 
 #include "../activation.h"
+#include "exponential.cuh"
 
 namespace jax_fp8 {
-
-__device__ inline float exp2_approximate(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 __device__ inline float reciprocal_approximate(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
-
-template <typename T>
-__device__ inline float power_of_2(float x) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return exp2f(x);
-  } else {
-    return exp2_approximate(x);
-  }
-}
-
-constexpr float kLog2E = 1.4426950409f;  // exp(x) = 2**(log2(e) x)
 
 // s = sigmoid(z) = 1 / (1 + exp(-z)), from log2(e) z: the factor is often part of another.
 template <typename T>

@@ -1,4 +1,4 @@
-// What the threads of a warp or a block find out together: the amax of a tensor, and sums in an order that never changes.
+// What the threads of a warp or a block find out together: the amax of a tensor, a maximum, and sums in an order that never changes.
 #pragma once
 
 #include <cstdint>
@@ -59,6 +59,24 @@ __device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWar
   const bool filled = lane < static_cast<int>(blockDim.x) / kWarp;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = warp_sum(filled ? scratch[lane][i] : 0.0f);
+}
+
+// ---- a maximum -----------------------------------------------------------------------------------------------------------
+
+// Every thread of the block gets it; NaN is left out. Scratch memory as above.
+__device__ inline float block_max(float x, float (&scratch)[kWarp]) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const auto warp_max = [](float largest) {
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+    }
+    return largest;
+  };
+  x = warp_max(x);
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  return warp_max(lane < static_cast<int>(blockDim.x) / kWarp ? scratch[lane] : x);
 }
 
 }  // namespace jax_fp8

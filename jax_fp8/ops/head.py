@@ -21,6 +21,7 @@ from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 from jax_fp8.ops.quantize import quantize_transpose
 from jax_fp8.ops.scale_source import ScaleSource
+from jax_fp8.ops.weight_gradient import weight_gradient
 
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 
@@ -36,8 +37,10 @@ class Head(Protocol):
         """(batch, seq, vocab) of an operand."""
         ...
 
-    def gradients(self, dlogits: jax.Array, x: Any, total: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden) with that of the weight added.
+    def gradients(
+        self, dlogits: jax.Array, x: Any, total: jax.Array | None, bound: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden), or zero, with that of the weight added.
 
         No element of `dlogits` (batch, seq, vocab) is larger than `bound` f32[].
         """
@@ -49,7 +52,6 @@ class PlainHead:
     """Products in one dtype; `weight` (vocab, hidden)."""
 
     weight: jax.Array
-    sum_sharding: Any  # of the weight's gradient: on an Explicit mesh, a sum over shards must say where it goes
 
     def operand(self, x: jax.Array) -> jax.Array:
         return x
@@ -58,13 +60,10 @@ class PlainHead:
         with jax.named_scope(PLAIN_HEAD_SCOPE):
             return jnp.einsum("bsh,vh->bsv", x, self.weight)
 
-    def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array, bound: jax.Array):
+    def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array | None, bound: jax.Array):
         with jax.named_scope(PLAIN_HEAD_SCOPE):
-            dx = jnp.einsum("bsv,vh->bsh", dlogits, self.weight)
-            dweight = jnp.einsum(
-                "bsv,bsh->vh", dlogits, x, preferred_element_type=jnp.float32, out_sharding=self.sum_sharding
-            )
-        return dx, total + dweight
+            total, dlogits = weight_gradient(dlogits, x, total)
+            return jnp.einsum("bsv,vh->bsh", dlogits, self.weight), total
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +94,7 @@ class Fp8Head:
         logits = matmul(x.rows, self.weight, dtype=self.dtype, accumulation=self._accumulation("fprop"))
         return logits.reshape(*x.leading, -1)
 
-    def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array, bound: jax.Array):
+    def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array | None, bound: jax.Array):
         backward = self.recipe.fp8_format.backward
         dlogits_fp8, transposed, _ = quantize_transpose(as_matrix(dlogits), backward, scale_from_amax(bound, backward))
         dx = matmul(dlogits_fp8, self.weight_transposed, dtype=self.dtype, accumulation=self._accumulation("dgrad"))
@@ -109,21 +108,16 @@ class Fp8Head:
 def make_head(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> Head:
     """The head of a `weight` (vocab, hidden), for all parts of `x` (batch, seq, hidden)."""
     if recipe is None:
-        return _plain_head(x, weight)
+        return PlainHead(weight.astype(x.dtype))
     source = ScaleSource.from_amax(amax(weight), recipe)
     straight, transposed, _ = quantize_transpose(weight, recipe.fp8_format.forward, source)
     return Fp8Head(straight, transposed, ScaleSource.from_amax(amax(x), recipe), recipe, x.dtype)
 
 
-def _plain_head(x, weight) -> PlainHead:
-    sharding = jax.typeof(weight).sharding
-    return PlainHead(weight.astype(x.dtype), None if sharding.mesh.empty else sharding)
-
-
 def compute_logits(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> jax.Array:
     """The logits (batch, seq, vocab) of `x` (batch, seq, hidden) and `weight` (vocab, hidden), differentiable."""
     if recipe is None:
-        return _plain_head(x, weight).logits(x)
+        return PlainHead(weight.astype(x.dtype)).logits(x)
     check_head(x.size // x.shape[-1], weight.shape[0], weight.shape[1], recipe)
     return linear(x, LinearParameters(weight.T, None), GemmScaling(recipe, "head", from_current=True), x.dtype)[0]
 

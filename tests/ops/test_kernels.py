@@ -82,7 +82,9 @@ def test_build_info_is_what_was_built():
         "norm_quantize",
         "norm_amax",
         "norm_backward",
+        "cross_entropy",
         "gemm",
+        "weight_gradient",
     )
     assert info["targets"] == tuple(f"jax_fp8_{name}" for name in names)
     assert re.fullmatch(r"1[2-9]\.\d+", info["cuda_version"])
@@ -135,6 +137,8 @@ def calls():
     gated = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     gradient = tuple(jax.ShapeDtypeStruct((64, 64), E4M3) for _ in range(2))
     swiglu = {"activation": "swiglu"}
+    labels, row = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    of_weight = jax.ShapeDtypeStruct((32, 64), jnp.float32)
     return {
         "jax_fp8_quantize": ((matrix, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
         "jax_fp8_quantize_transpose": ((matrix, transpose, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
@@ -156,7 +160,9 @@ def calls():
         "jax_fp8_activation_amax": ((SCALAR,), (gated,), swiglu),
         "jax_fp8_activation_backward_amax": ((SCALAR,), (x, gated), swiglu),
         "jax_fp8_amax": ((SCALAR,), (x,), {}),
+        "jax_fp8_cross_entropy": ((x, row, row), (x, labels, row), {"z_loss": np.float32(0.1)}),
         "jax_fp8_gemm": ((product, WORKSPACE), (matrix, matrix, SCALAR, SCALAR), GEMM_ATTRIBUTES),
+        "jax_fp8_weight_gradient": ((of_weight, WORKSPACE), (x, product), {}),
     }
 
 

@@ -1,0 +1,73 @@
+// Launching: which kernel, and how much of a row shared memory holds. The kernels are device/cross_entropy.cuh.
+#include "cross_entropy.h"
+
+#include <algorithm>
+
+#include "device/cross_entropy.cuh"
+#include "device/dispatch.cuh"
+#include "launch.h"
+
+namespace jax_fp8 {
+namespace {
+
+// As much as each of kBlocks blocks on a multiprocessor can have. CUDA keeps 1 KB a block for itself, and of what a multiprocessor has,
+// one block alone may ask for all but that.
+cudaError_t find_shared_bytes(int& bytes) {
+  constexpr int kReserved = 1024, kStatic = 512;  // more than the kernel's own arrays
+  static_assert(sizeof(cross_entropy::Scratch) <= kStatic);
+  int device = 0, most = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  bytes = (most + kReserved) / cross_entropy::kBlocks - kReserved - kStatic;
+  return status;
+}
+
+template <typename T>
+cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, unsigned blocks, cudaStream_t stream) {
+  constexpr int kVectorBytes = kVectorWidth * sizeof(T);
+  int available = 0;
+  cudaError_t status = find_shared_bytes(available);
+  if (status != cudaSuccess) return status;
+  const int held = std::min(static_cast<int>(rows.vocab), available / kVectorBytes * kVectorWidth);
+  const auto kernel = cross_entropy::rows_kernel<T>;
+  // Always all of it: a launch that a CUDA graph has captured is instantiated later, and in between another vocabulary may have been
+  // launched that needs less.
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
+  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  if (status != cudaSuccess) return status;
+  kernel<<<blocks, cross_entropy::kThreads, held * static_cast<int>(sizeof(T)), stream>>>(rows, held);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch_any(const cross_entropy::Rows<T>& rows, unsigned blocks, cudaStream_t stream) {
+  cross_entropy::any_kernel<T><<<blocks, cross_entropy::kThreads, 0, stream>>>(rows);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_cross_entropy(const CrossEntropyArguments& arguments, cudaStream_t stream) {
+  if (arguments.rows == 0) return cudaSuccess;
+  const bool vectorized = arguments.vocab % kVectorWidth == 0 && arguments.vocab <= cross_entropy::kMaxVectorizedVocab &&
+                          are_aligned({arguments.logits, arguments.gradient});
+  cudaError_t status = cudaSuccess;
+  dispatch(arguments.type, [&](auto element) {
+    using T = decltype(element);
+    const cross_entropy::Rows<T> rows{
+        .logits = static_cast<const T*>(arguments.logits),
+        .labels = arguments.labels,
+        .shares = arguments.shares,
+        .z_loss = arguments.z_loss,
+        .gradient = static_cast<T*>(arguments.gradient),
+        .loss = arguments.loss,
+        .lse = arguments.lse,
+        .vocab = arguments.vocab,
+    };
+    const auto launch = vectorized ? launch_rows<T> : launch_any<T>;
+    status = launch(rows, static_cast<unsigned>(arguments.rows), stream);
+  });
+  return status;
+}
+
+}  // namespace jax_fp8

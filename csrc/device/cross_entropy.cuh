@@ -1,0 +1,222 @@
+// Two kernels, a block for each row: rows of whole vectors, kept in shared memory as they come, and one for any vocabulary.
+//
+// A thread measures its elements while they are in registers, and rescales what it has added up whenever a batch of loads brings a larger
+// one. After two reductions over the block, every thread turns the elements that it has kept itself into their gradient. All of a row is
+// measured before any of it is overwritten, and what did not fit into shared memory is read again by the thread that will overwrite it.
+//
+// Two blocks share a multiprocessor, so that one loads while the other computes and stores:
+//
+//     16-bit, vocab = 50,304: 2 x 100,608 bytes of logits; 2 x 512 threads with 128 bytes of loads in flight each, 128 KB together.
+//     For an element some 16 instructions and two exponentials: half of the time in which memory delivers it and takes it back.
+//
+// Of 16-bit logits, exp has an error of 2**-22 + |logit - largest| 2**-23, relative: far less than the rounding of the gradient.
+#pragma once
+
+#include <cstdint>
+
+#include "exponential.cuh"
+#include "reduce.cuh"
+#include "vector.cuh"
+
+namespace jax_fp8::cross_entropy {
+
+constexpr int kThreads = 512;
+constexpr int kBlocks = 2;  // on a multiprocessor
+constexpr int64_t kMaxVectorizedVocab = 1 << 24;
+
+// Vectors that a thread loads before it needs the first: 128 bytes.
+template <typename T>
+constexpr int kDepth = 16 / sizeof(T);
+
+template <typename T>
+struct Rows {
+  const T* logits;  // read with ordinary loads: the gradient may lie there
+  const int32_t* labels;
+  const float* shares;
+  float z_loss;
+  T* gradient;
+  float* loss;
+  float* lse;
+  int64_t vocab;
+};
+
+template <typename T>
+__device__ inline float exponential(float x) {
+  return power_of_2<T>(__fmul_rn(kLog2E, x));
+}
+
+// What a thread knows of its elements: sum exp(x - largest). `largest` stays finite, so that it can be subtracted from infinity.
+struct Measured {
+  static constexpr float kLimit = 0x1.fffffep127f;
+  float largest = -kLimit;
+  float sum = 0.0f;
+
+  template <typename T>
+  __device__ void raise(float wanted) {
+    const float raised = fminf(fmaxf(wanted, largest), kLimit);
+    sum = __fmul_rn(sum, exponential<T>(__fsub_rn(largest, raised)));
+    largest = raised;
+  }
+
+  template <typename T>
+  __device__ void add(float x) {
+    sum = __fadd_rn(sum, exponential<T>(__fsub_rn(x, largest)));
+  }
+};
+
+struct Scratch {
+  float maxima[kWarp];
+  float sums[kWarp][1];
+};
+
+// Of the row, from what all threads have measured; every thread gets it. A NaN is in the sum.
+template <typename T>
+__device__ inline Measured merge(Measured measured, Scratch& scratch) {
+  measured.raise<T>(block_max(measured.largest, scratch.maxima));
+  float sum[1] = {measured.sum};
+  block_sums(sum, scratch.sums);
+  measured.sum = sum[0];
+  return measured;
+}
+
+// What a row's label says.
+struct Label {
+  int label;
+  bool is_token;
+  float share;
+
+  template <typename T>
+  __device__ Label(const Rows<T>& rows, int64_t row) {
+    label = __ldg(rows.labels + row);
+    is_token = label >= 0 && label < rows.vocab;
+    share = is_token ? __ldg(rows.shares + row) : __uint_as_float(0x7FFFFFFFu);
+  }
+
+  // To be called before the block's last barrier, and kept: the gradient may overwrite it afterwards.
+  template <typename T>
+  __device__ float chosen(const T* logits) const {
+    return is_token ? to_float(logits[label]) : 0.0f;
+  }
+};
+
+// The loss and the gradient of a row. Logits are compared with the largest, not with lse: where that is large, its last bit is not small.
+struct Result {
+  float largest, log_sum, lse;
+  float factor;  // share (1 + 2 z_loss lse) / sum
+
+  __device__ Result(Measured row, float z_loss, float share) {
+    largest = row.largest;
+    log_sum = logf(row.sum);
+    lse = __fadd_rn(largest, log_sum);
+    factor = __fmul_rn(share, __fdiv_rn(__fmaf_rn(2.0f * z_loss, lse, 1.0f), row.sum));
+  }
+
+  // share (1 + 2 z_loss lse) softmax
+  template <typename T>
+  __device__ float slope(float x) const {
+    return __fmul_rn(exponential<T>(__fsub_rn(x, largest)), factor);
+  }
+
+  template <typename T>
+  __device__ void write(const Rows<T>& rows, int64_t row, float chosen, float share) const {
+    const float loss = __fadd_rn(__fsub_rn(largest, chosen), log_sum);
+    rows.loss[row] = __fmul_rn(share, __fmaf_rn(rows.z_loss, __fmul_rn(lse, lse), loss));
+    rows.lse[row] = lse;
+  }
+};
+
+// ---- rows of whole vectors: pointers of 16 bytes ---------------------------------------------------------------------------------
+
+// A thread has vectors kThreads apart; the first `held` columns are left at `kept`.
+template <typename T>
+__device__ inline Measured measure(const T* logits, int vocab, T* kept, int held) {
+  constexpr int kStride = kThreads * kVectorWidth;
+  Measured measured;
+  for (int start = static_cast<int>(threadIdx.x) * kVectorWidth; start < vocab; start += kStride * kDepth<T>) {
+    Vector<T> loaded[kDepth<T>];
+#pragma unroll
+    for (int i = 0; i < kDepth<T>; ++i) {
+      if (start + i * kStride < vocab) loaded[i] = read_vector(logits + start + i * kStride);
+    }
+    float largest = measured.largest;
+#pragma unroll
+    for (int i = 0; i < kDepth<T>; ++i) {
+      const int col = start + i * kStride;
+      if (col >= vocab) break;
+      if (col < held) write_vector(kept + col, loaded[i]);
+      float x[kVectorWidth];
+      unpack(loaded[i], x);
+#pragma unroll
+      for (int j = 0; j < kVectorWidth; ++j) largest = fmaxf(largest, x[j]);
+    }
+    measured.raise<T>(largest);
+#pragma unroll
+    for (int i = 0; i < kDepth<T>; ++i) {
+      if (start + i * kStride >= vocab) break;
+      float x[kVectorWidth];
+      unpack(loaded[i], x);
+#pragma unroll
+      for (int j = 0; j < kVectorWidth; ++j) measured.add<T>(x[j]);
+    }
+  }
+  return measured;
+}
+
+// Dynamic shared memory: the first `held` elements of the row, a multiple of a vector.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, int held) {
+  extern __shared__ uint4 shared[];
+  __shared__ Scratch scratch;
+  T* const kept = reinterpret_cast<T*>(shared);
+  const int64_t row = blockIdx.x;
+  const int vocab = static_cast<int>(rows.vocab);
+  const T* const logits = rows.logits + row * vocab;
+  T* const gradient = rows.gradient + row * vocab;
+  const Label label(rows, row);
+  const Measured measured = measure(logits, vocab, kept, held);
+  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;
+  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);
+  if (threadIdx.x == 0) result.write(rows, row, chosen, label.share);
+
+#pragma unroll 2
+  for (int col = static_cast<int>(threadIdx.x) * kVectorWidth; col < vocab; col += kThreads * kVectorWidth) {
+    Vector<T> vector = col < held ? read_vector(kept + col) : read_vector(logits + col);
+    float x[kVectorWidth];
+    unpack(vector, x);
+#pragma unroll
+    for (int j = 0; j < kVectorWidth; ++j) x[j] = result.slope<T>(x[j]);
+    const unsigned place = static_cast<unsigned>(label.label) - static_cast<unsigned>(col);
+    if (place < kVectorWidth) {
+#pragma unroll
+      for (unsigned j = 0; j < kVectorWidth; ++j) x[j] = __fsub_rn(x[j], j == place ? label.share : 0.0f);
+    }
+    pack(x, vector);
+    store_vector(gradient + col, vector);
+  }
+}
+
+// ---- one element at a time: any vocabulary ---------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) any_kernel(Rows<T> rows) {
+  __shared__ Scratch scratch;
+  const int64_t row = blockIdx.x;
+  const T* const logits = rows.logits + row * rows.vocab;
+  T* const gradient = rows.gradient + row * rows.vocab;
+  const Label label(rows, row);
+  float largest = -Measured::kLimit;
+  for (int64_t col = threadIdx.x; col < rows.vocab; col += kThreads) largest = fmaxf(largest, to_float(logits[col]));
+  Measured measured;
+  measured.raise<T>(largest);
+  for (int64_t col = threadIdx.x; col < rows.vocab; col += kThreads) measured.add<T>(to_float(logits[col]));
+  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;
+  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);
+  if (threadIdx.x == 0) result.write(rows, row, chosen, label.share);
+
+  for (int64_t col = threadIdx.x; col < rows.vocab; col += kThreads) {
+    const float x = result.slope<T>(to_float(logits[col]));
+    gradient[col] = from_float<T>(__fsub_rn(x, col == label.label ? label.share : 0.0f));
+  }
+}
+
+}  // namespace jax_fp8::cross_entropy

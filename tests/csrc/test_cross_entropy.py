@@ -1,0 +1,192 @@
+"""csrc/cross_entropy.cu on the CPU, in place and not, against float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulation import EmulationError, InPlace, Input, Result, compile_for_cpu
+from reference import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.program  # the kernels know nothing of Python
+
+ENTRY = """
+using namespace jax_fp8;
+
+extern "C" int cross_entropy(void* logits, int64_t type, const int32_t* labels, const float* shares, double z_loss,
+                             void* gradient, float* loss, float* lse, int64_t rows, int64_t vocab) {
+  return launch_cross_entropy({logits, static_cast<SourceType>(type), labels, shares, static_cast<float>(z_loss),
+                               gradient ? gradient : logits, loss, lse, rows, vocab}, nullptr);
+}
+"""
+SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
+Z_LOSS = 0.03
+
+# Shared memory for 64 elements of a row: the others are read again.
+LITTLE_SHARED = (("cross_entropy.cu", "available / kVectorBytes * kVectorWidth", "64"),)
+
+
+def array(seed, *shape, dtype=np.float32, size=2.0):
+    return (size * np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+
+
+def inputs(rows, vocab, dtype, size=2.0):
+    random = np.random.default_rng(5)
+    shares = random.random(rows).astype(np.float32)
+    return array(1, rows, vocab, dtype=dtype, size=size), random.integers(0, vocab, rows).astype(np.int32), shares
+
+
+def run(logits, labels, shares, z_loss=Z_LOSS, in_place=True, offset=0, changes=()):
+    """Gradient, loss, lse."""
+    rows, vocab = logits.shape
+    row = Result((rows,), np.float32)
+    to = (InPlace(logits), None) if in_place else (Input(logits, offset), Result(logits.shape, logits.dtype, offset))
+    return compile_for_cpu("cross_entropy.cu", ENTRY, changes).call(
+        "cross_entropy",
+        *(to[0], SOURCES.index(logits.dtype), labels, shares, float(z_loss), to[1], row, row, rows, vocab),
+    )
+
+
+def expected(logits, labels, shares, z_loss=Z_LOSS):
+    """The same by the formulas, in float64."""
+    x, z_loss = logits.astype(np.float64), np.float64(np.float32(z_loss))
+    largest = x.max(axis=1, keepdims=True)
+    lse = np.log(np.exp(x - largest).sum(axis=1, keepdims=True)) + largest
+    chosen = np.take_along_axis(x, labels[:, None], axis=1)
+    onehot = np.arange(x.shape[1]) == labels[:, None]
+    share = shares[:, None].astype(np.float64)
+    gradient = share * (np.exp(x - lse) * (1 + 2 * z_loss * lse) - onehot)
+    return gradient, (share * (lse - chosen + z_loss * lse**2))[:, 0], lse[:, 0]
+
+
+def check(logits, labels, shares, got, z_loss=Z_LOSS):
+    gradient, loss, lse = expected(logits, labels, shares, z_loss)
+    np.testing.assert_allclose(got[2], lse, rtol=5e-7, atol=5e-7)
+    np.testing.assert_allclose(got[1], loss, rtol=2e-6, atol=2e-6)
+    for row, wanted in zip(got[0], gradient, strict=True):
+        assert_close(row, wanted, np.dtype(logits.dtype).name)
+    if logits.dtype == np.float32:
+        np.testing.assert_allclose(got[0], gradient, rtol=5e-6, atol=1e-7 * shares.max(initial=0))
+    else:  # rounded once: the same bits but next to a tie, or where the label's terms cancel
+        same = np.mean(got[0] == gradient.astype(logits.dtype)) if gradient.size else 1
+        assert same > 0.99, f"{same:.4f} of the gradient are rounded as float64 would be"
+
+
+# Fewer vectors than threads, more, more than a batch of loads; then vocabularies without vectors.
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", [(5, 16), (3, 4104), (2, 33000), (4, 1), (3, 77), (2, 1543)])
+def test_against_float64(shape, source, in_place):
+    arguments = inputs(*shape, source)
+    check(*arguments, run(*arguments, in_place=in_place))
+
+
+@pytest.mark.parametrize("source", SOURCES[:2])
+def test_what_shared_memory_does_not_hold(source):
+    arguments = inputs(3, 4200, source)
+    held = run(*arguments)
+    check(*arguments, run(*arguments, changes=LITTLE_SHARED))
+    for ours, other in zip(held, run(*arguments, changes=LITTLE_SHARED), strict=True):
+        assert_same_bits(ours, other)
+
+
+def test_a_row_that_is_longer_than_shared_memory():
+    arguments = inputs(1, 70000, np.float32)
+    check(*arguments, run(*arguments))
+
+
+def test_large_logits():
+    """A naive exponential overflows from 89 on; here a maximum rises from batch to batch, and from thread to thread."""
+    for source in SOURCES:
+        logits, labels, shares = inputs(2, 4104, source)
+        logits = (logits.astype(np.float32) + np.linspace(-3e4, 3e4, 4104)).astype(source)
+        check(logits, labels, shares, run(logits, labels, shares, z_loss=1e-6), z_loss=1e-6)
+
+
+def test_no_rows_and_arrays_that_are_not_aligned():
+    gradient, loss, lse = run(*inputs(0, 16, np.float32))
+    assert (gradient.shape, loss.shape, lse.shape) == ((0, 16), (0,), (0,))
+    for offset in (2, 8):
+        arguments = inputs(2, 48, ml_dtypes.bfloat16)
+        check(*arguments, run(*arguments, in_place=False, offset=offset))
+
+
+@pytest.mark.parametrize("shape", [(6, 48), (6, 7)])
+def test_a_share_of_zero(shape):
+    logits, labels, shares = inputs(*shape, ml_dtypes.bfloat16)
+    shares[[0, 3]] = 0
+    gradient, loss, _ = run(logits, labels, shares)
+    assert not gradient[[0, 3]].any() and not loss[[0, 3]].any()
+    assert gradient[[1, 2, 4, 5]].astype(bool).any(axis=1).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 48), (8, 7)])
+def test_rows_that_are_not_finite_spoil_no_other(shape):
+    logits, labels, shares = inputs(*shape, ml_dtypes.bfloat16)
+    clean = run(logits, labels, shares)
+    logits[1, 3], logits[2, 3], logits[3, :], logits[4, 3] = np.nan, np.inf, -np.inf, -np.inf
+    labels[5], labels[6], labels[7] = -1, shape[1], np.iinfo(np.int32).min
+    labels[1:5] = 1
+    gradient, loss, lse = run(logits, labels, shares)
+    for ours, other in zip((gradient, loss, lse), clean, strict=True):
+        assert_same_bits(ours[0], other[0])
+    assert list(lse[1:4]) == pytest.approx([np.nan, np.inf, -np.inf], nan_ok=True)
+    assert np.isfinite(lse[4:]).all() and np.isfinite(loss[4])
+    assert np.isnan(loss[5:]).all() and np.isnan(gradient[[1, 3, 5, 6, 7]].astype(np.float32)).all()
+    infinite = gradient[2].astype(np.float32)  # its softmax is 0 of all but the infinite one, infinity less infinity
+    assert np.isnan(infinite[3])
+    assert gradient[4, 3] == 0 and np.isfinite(gradient[4].astype(np.float32)).all()
+
+
+def test_another_formula_would_be_noticed():
+    arguments = inputs(3, 48, ml_dtypes.bfloat16)
+    gradient, loss, lse = run(*arguments)
+    for wrong in (
+        (gradient * 0, loss, lse),
+        (gradient, loss * 0, lse),
+        (gradient, loss, loss),
+        run(*arguments, z_loss=0),
+    ):
+        with pytest.raises(AssertionError):
+            check(*arguments, wrong)
+
+
+# What is wrong then, and what notices it.
+HEADER, REDUCE = "device/cross_entropy.cuh", "device/reduce.cuh"
+CHOSEN = "  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;\n"
+RESULT = "  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);\n"
+MISTAKES = {
+    "no label": (HEADER, "j == place ? label.share : 0.0f", "0.0f"),
+    "the label of the vector before": (HEADER, "static_cast<unsigned>(col);", "static_cast<unsigned>(col) - 8;"),
+    "no factor of the z-loss": (HEADER, "__fmaf_rn(2.0f * z_loss, lse, 1.0f)", "1.0f"),
+    "no share": (HEADER, "factor = __fmul_rn(share, ", "factor = __fmul_rn(1.0f, "),
+    "not rescaled": (HEADER, "sum = __fmul_rn(sum, exponential<T>(__fsub_rn(largest, raised)));", ""),
+    "not rescaled with the block": (HEADER, "measured.raise<T>(block_max", "(void)(block_max"),
+    "the label's logit after it is overwritten": (HEADER, CHOSEN + RESULT, RESULT + CHOSEN),
+    "no barrier in the maximum": (REDUCE, "  __syncthreads();\n  return warp_max", "  return warp_max"),
+    "no barrier in the sum": (REDUCE, "  __syncthreads();\n  const bool filled", "  const bool filled"),
+    "more kept than there is room for": (HEADER, "if (col < held) write_vector", "write_vector"),
+    "nothing kept": (HEADER, "if (col < held) write_vector", "if (col < 0) write_vector"),
+    "a vector too few": (HEADER, "col < vocab; col += kThreads", "col < vocab - kVectorWidth; col += kThreads"),
+    "one row for all": (HEADER, "rows.logits + row * vocab", "rows.logits"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    arguments = inputs(2, 4200, ml_dtypes.bfloat16)
+    changes = (MISTAKES[mistake], *(LITTLE_SHARED if "room" in mistake else ()))
+    with pytest.raises((EmulationError, AssertionError)):
+        check(*arguments, run(*arguments, changes=changes))
+
+
+ANY_MISTAKES = {
+    "no label": (HEADER, "col == label.label ? label.share : 0.0f", "0.0f"),
+    "the label's logit after it is overwritten": (HEADER, CHOSEN + RESULT, RESULT + CHOSEN),
+    "an element too few": (HEADER, "col < rows.vocab; col += kThreads", "col < rows.vocab - 1; col += kThreads"),
+}
+
+
+@pytest.mark.parametrize("mistake", ANY_MISTAKES)
+def test_a_mistake_with_any_vocabulary_is_noticed(mistake):
+    arguments = inputs(2, 777, ml_dtypes.bfloat16)
+    with pytest.raises((EmulationError, AssertionError)):
+        check(*arguments, run(*arguments, changes=(ANY_MISTAKES[mistake],)))

@@ -1,0 +1,99 @@
+"""The gradient of a weight against float64: alone, added to a total, of shards; and where the custom call runs, in place."""
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops.weight_gradient import TARGET, weight_gradient
+
+BATCH, SEQ, N, K = 4, 6, 48, 32
+REASON = h200.missing_reason() or kernels.missing_reason()
+
+
+def of_weight(*arguments):
+    """The gradient alone."""
+    return weight_gradient(*arguments)[0]
+
+
+def inputs(dtype=jnp.bfloat16, n=N):
+    keys = jax.random.split(jax.random.key(0), 3)
+    dy, x = (jax.random.normal(key, (BATCH, SEQ, dim)).astype(dtype) for key, dim in zip(keys, (n, K), strict=False))
+    return dy, x, jax.random.normal(keys[2], (n, K))
+
+
+def expected(dy, x, total=None):
+    dy, x = (np.asarray(array).astype(np.float64).reshape(BATCH * SEQ, -1) for array in (dy, x))
+    return dy.T @ x + (0 if total is None else np.asarray(total, np.float64))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_against_float64(dtype):
+    dy, x, total = inputs(dtype)
+    alone, added = jax.jit(of_weight)(dy, x), jax.jit(of_weight)(dy, x, total)
+    assert alone.dtype == added.dtype == jnp.float32
+    np.testing.assert_array_equal(jax.jit(weight_gradient)(dy, x)[1], dy)
+    reference.assert_close(alone, expected(dy, x), "float32")
+    reference.assert_close(added, expected(dy, x, total), "float32")
+    for wrong in (alone, added - alone):
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.assert_close(wrong, expected(dy, x, total), "float32")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("splits", [("data", None), (None, "data"), (None, None)])
+def test_shards_of_batch_and_sequence(splits, axis_type):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    dy, x, total = inputs()
+    tokens, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((*splits, None), ()))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(dy, tokens), jax.device_put(x, tokens), jax.device_put(total, whole)
+        got = jax.jit(of_weight)(*placed)
+    reference.assert_close(got, expected(dy, x, total), "float32")
+
+
+def calls(monkeypatch, *arrays) -> str:
+    """The lines of the custom calls in the program for a GPU."""
+    jax.clear_caches()
+    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+    text = jax.jit(of_weight).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    jax.clear_caches()
+    return "\n".join(line for line in text.splitlines() if f"@{TARGET}(" in line)
+
+
+def test_the_custom_call(monkeypatch):
+    """One, of operands as they lie, over the total; none for float32, or where rows are not made of 16 bytes."""
+    dy, x, total = inputs()
+    line = calls(monkeypatch, dy, x, total)
+    assert line.count(TARGET) == 1 and "output_operand_alias" in line
+    assert "tensor<24x48xbf16>, tensor<24x32xbf16>, tensor<48x32xf32>" in line
+    alone = calls(monkeypatch, dy, x)
+    assert alone.count(TARGET) == 1 and "output_operand_alias" not in alone
+    assert not calls(monkeypatch, *inputs(jnp.float32))
+    assert not calls(monkeypatch, *inputs(n=44))
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("total", [True, False])
+def test_the_gpu_compiler_adds_in_place(total):
+    arrays = h200.shapes(inputs()[: 2 + total], h200.on_one_device())
+    step = jax.jit(of_weight, donate_argnums=2 if total else ())
+    program = h200.compile(step, *arrays, xla_gpu_graph_min_graph_size=1)
+    assert program.custom_calls == {TARGET: 1} and program.graphs == 1 and not program.copies
+    assert program.aliased_bytes == (4 * N * K if total else 0)
+
+
+def test_errors():
+    dy, x, total = inputs()
+    with pytest.raises(ValueError, match=r"weight_gradient needs dy \(batch, seq, n\) and x \(batch, seq, k\)"):
+        weight_gradient(dy, x[:, 1:])
+    with pytest.raises(ValueError, match="of one dtype, got bfloat16"):
+        weight_gradient(dy, x.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"total must be float32\(48, 32\), got float32\(32, 48\); cast or transpose"):
+        weight_gradient(dy, x, total.T)
+    with pytest.raises(ValueError, match=r"total must be float32\(48, 32\), got bfloat16"):
+        weight_gradient(dy, x, total.astype(jnp.bfloat16))

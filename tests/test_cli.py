@@ -8,7 +8,7 @@ import pytest
 
 from jax_fp8 import CurrentScaling, cli
 from jax_fp8.models.gpt import GPTConfig
-from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops import kernels
 from jax_fp8.ops.tuned_gemms import GemmTable
 from jax_fp8.train import tune
 
@@ -100,16 +100,13 @@ class FakeTuner:
 
 
 @pytest.fixture
-def on_a_gpu_of_ones_own(monkeypatch, tmp_path):
+def on_a_gpu_of_ones_own(monkeypatch, with_kernels, tmp_path):
     """A machine whose GEMMs need no measuring."""
-    jax.clear_caches()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     monkeypatch.setattr(tune, "GemmBench", FakeTuner)
     for module in (cli, tune):
         monkeypatch.setattr(module, "this_gpu", lambda: ("NVIDIA H200", "13.1.0"))
     yield tmp_path / "jax_fp8/gemm/NVIDIA_H200-cublaslt-13.1.0.json"
-    jax.clear_caches()
 
 
 def test_tuning_a_preset(on_a_gpu_of_ones_own, capsys):

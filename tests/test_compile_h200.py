@@ -29,7 +29,7 @@ from jax_fp8.train.capture import CaptureReport, Lowering
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or kernels.missing_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.program]
 in_place = pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 
 CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
@@ -186,7 +186,6 @@ def test_weights_are_cast_once_for_all_microbatches(recipe_name):
     assert big_copies(program) == []
 
 
-@pytest.mark.program
 @pytest.mark.parametrize(("microbatches", "remat"), [(1, False), (1, True), (2, True), (8, False)])
 def test_every_weight_is_cast_once_a_step(microbatches, remat):
     report = report_of(microbatches, remat=remat)

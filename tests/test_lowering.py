@@ -15,18 +15,11 @@ import optax
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.ops import dispatch
 
 DELAYED, CURRENT = fp8.DelayedScaling(amax_history_len=4), fp8.CurrentScaling()
 
 
-@pytest.fixture(autouse=True)
-def _kernels_are_there(monkeypatch):
-    """Lower as on a machine with kernels; what was traced otherwise must not be remembered, in either direction."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
-    yield
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("with_kernels")
 
 
 def custom_calls(function, *args, platform: str = "cuda") -> Counter:

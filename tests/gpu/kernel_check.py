@@ -7,14 +7,11 @@ twice, over memory filled with two different patterns before, so that a byte tha
 line per timing and per group of checks, and with exit code 1 when anything is wrong.
 """
 
-import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -22,7 +19,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_fp8.ops import kernels
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gpu.report import Report, Script, run_script
+
 from jax_fp8.ops.quantize import sums_results
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -62,33 +62,6 @@ IN_A_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
 }
-
-
-class Report:
-    """Counts what was compared, keeps what went wrong."""
-
-    def __init__(self):
-        self.passed, self.failures, self.worst, self.timings = defaultdict(int), [], {}, []
-
-    def expect(self, group: str, holds: bool, what: str):
-        if holds:
-            self.passed[group] += 1
-        else:
-            self.failures.append(f"{group}: {what}")
-            print("FAILED", self.failures[-1], flush=True)
-
-    def bits(self, group: str, got, wanted, what: str):
-        got, wanted = as_bytes(got), as_bytes(wanted)
-        if got.shape != wanted.shape:
-            self.expect(group, False, f"{what}: {got.size} bytes instead of {wanted.size}")
-            return
-        wrong = np.flatnonzero(got != wanted)
-        first = f", byte {wrong[0]} is {got[wrong[0]]} instead of {wanted[wrong[0]]}" if wrong.size else ""
-        self.expect(group, not wrong.size, f"{what}: {wrong.size} of {wanted.size} bytes differ{first}")
-
-
-def as_bytes(array) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
 
 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
@@ -669,61 +642,13 @@ def time_gemm(report: Report):
                 )
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-
-def show(report: Report):
-    for row in report.timings:
-        figures = "  ".join(
-            f"{row[key]:9.2f} {key}" for key in ("us", "TB/s", "TFLOP/s", "share of copy") if key in row
-        )
-        print(f"{row['what']:20} {row['shape']:24} {figures}")
-    print(
-        "worst GEMM error beyond rounding, as a share of sum|a||b|:",
-        {mode: f"{share:.1e}" for mode, share in report.worst.items()},
-    )
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    for failure in report.failures[:20]:
-        print("FAILED", failure)
-    print(f"{len(report.failures)} failures")
-
-
 CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_alpha]
 CHECKS += [check_gemm_in_place, check_gemm_candidates, check_gemm_columns, check_side_by_side]
 CHECKS += [check_graphs, check_refusals]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--skip-timing", action="store_true")
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu" or not kernels.built():
-        print(f"kernel_check needs a GPU and the kernels, got {jax.devices()}; {kernels.missing_reason() or ''}")
-        return 2
-    device = jax.devices()[0]
-    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
-    report = Report()
-    for step in CHECKS + ([] if options.skip_timing else [time_memory_bound, time_gemm]):
-        start = time.perf_counter()
-        step(report)
-        print(
-            f"{step.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
-        )
-    show(report)
-    if options.output:
-        result = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "build": kernels.build_info(),
-            "passed": report.passed,
-            "failures": report.failures,
-            "worst_gemm_error": report.worst,
-            "timings": report.timings,
-        }
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+def main(arguments: list[str] | None = None) -> int:
+    return run_script(Script(__file__, __doc__, CHECKS, [time_memory_bound, time_gemm]), arguments)
 
 
 if __name__ == "__main__":

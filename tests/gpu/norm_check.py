@@ -8,10 +8,7 @@ byte for byte. Every program runs twice, over memory filled with two different p
 line per timing and per group of checks, and with exit code 1 when anything is wrong.
 """
 
-import argparse
-import json
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,17 +23,15 @@ from gpu.kernel_check import (
     E5M2,
     IN_A_GRAPH,
     SOURCES,
-    Report,
-    as_bytes,
     oracle_amax,
     oracle_quantize,
     oracle_scale,
     seconds_per_call,
     twice_over_poison,
 )
+from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops import kernels
 from jax_fp8.ops.norm import (
     NormParameters,
     NormStatistics,
@@ -64,10 +59,6 @@ STATISTICS = 1e-6  # relative: of a mean, of the deviation
 SAME = 0.99  # the least share of elements that float32 and float64 round the same way
 SUMS = 1e-5  # norm of the error of dscale and dbias, relative
 GRADIENT = {jnp.float32: 1e-5, jnp.bfloat16: 3e-3, jnp.float16: 4e-4}  # of dx: one rounding
-
-
-def on_gpu() -> bool:
-    return next(iter(jnp.zeros(()).devices())).platform == "gpu"
 
 
 def draw(seed, shape, dtype, mean=0.5) -> np.ndarray:
@@ -433,46 +424,13 @@ def only_transposed(quantize, x, norm, scale):
     return quantize(x, norm, scale=scale, orientations="transposed")
 
 
-def show(report: Report):
-    for row in report.timings:
-        figures = "  ".join(f"{row[key]:9.2f} {key}" for key in ("us", "GB/s", "share of copy"))
-        print(f"{row['what']:34} {row['shape']:22} {figures}")
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    for failure in report.failures[:20]:
-        print("FAILED", failure)
-    print(f"{len(report.failures)} failures")
-
-
 CHECKS = [check_quantize, check_forward_controls, check_special_values, check_current_scaling, check_backward]
 CHECKS += [check_backward_controls, check_many_elements, check_graphs, check_refusals]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--self-test", action="store_true", help="run on a CPU: the reference and few, small arrays")
-    parser.add_argument("--skip-timing", action="store_true")
-    options = parser.parse_args(arguments)
-    if not options.self_test and not (on_gpu() and "jax_fp8_norm_backward" in kernels.TARGETS):
-        print(
-            f"norm_check needs a GPU and the kernels, got {jax.devices()}; {kernels.missing_reason() or 'rebuild them'}"
-        )
-        return 2
-    device, report = jax.devices()[0], Report()
-    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
-    for step in CHECKS + ([] if options.skip_timing or options.self_test else [time_norms]):
-        start = time.perf_counter()
-        step(report)
-        print(
-            f"{step.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
-        )
-    show(report)
-    if options.output:
-        result = {"device": device.device_kind, "jax": jax.__version__, "build": kernels.build_info()}
-        result |= {"passed": report.passed, "failures": report.failures, "timings": report.timings}
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+    script = Script(__file__, __doc__, CHECKS, [time_norms], target="jax_fp8_norm_backward", self_test=True)
+    return run_script(script, arguments)
 
 
 if __name__ == "__main__":

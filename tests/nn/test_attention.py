@@ -10,7 +10,6 @@ import reference
 
 import jax_fp8 as fp8
 from jax_fp8.nn.attention import rotate
-from jax_fp8.ops import dispatch
 
 
 def attention(params, x, heads, kv_heads, causal):
@@ -42,16 +41,13 @@ def test_against_float64(recipe, heads, kv_heads, causal):
 
 
 @pytest.mark.parametrize("norm", [None, "layernorm"])
-def test_queries_keys_and_values_are_made_apart_and_their_gradients_cast_together(norm, monkeypatch):
+def test_queries_keys_and_values_are_made_apart_and_their_gradients_cast_together(norm, with_kernels):
     """No array of all their columns is cut, and none is put together."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     module = fp8.SelfAttention(4, 2, norm=norm)
     x = jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
     variables = jax.eval_shape(module.init, jax.random.key(0), x)
     gradient = jax.jit(jax.grad(lambda variables, x: module.apply(variables, x).astype(jnp.float32).sum(), argnums=1))
     text = gradient.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     assert sorted(re.findall(r"first_column = (\d+)", text))[-2:] == [
         "64",
         "96",

@@ -15,7 +15,6 @@ from jax_fp8.core.formats import E4M3, E5M2, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 
@@ -261,12 +260,9 @@ def test_errors_of_parts(options, message):
 
 
 @pytest.mark.parametrize("split_accumulator", [("dgrad", "wgrad"), (), ("fprop",)])
-def test_only_the_named_gemms_split_their_accumulator(split_accumulator, monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+def test_only_the_named_gemms_split_their_accumulator(split_accumulator, with_kernels):
     step = jax.jit(functools.partial(run, current(split_accumulator=split_accumulator)))
     text = step.trace().lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     fast = {}
     for line in text.splitlines():
         if "@jax_fp8_gemm" in line:

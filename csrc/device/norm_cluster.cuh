@@ -40,7 +40,7 @@ template <typename T>
 constexpr int kClusterCols = kLaneVectors<T> * kWarp * kVectorWidth;
 
 // Where a block's columns begin: each of the 1 << log2_blocks has as many as another, give or take 16.
-__device__ inline int first_col_of(int block, int cols, int log2_blocks) { return ((cols / 16 * block) >> log2_blocks) * 16; }
+__device__ inline int first_col_of(int block, int cols, int log2_blocks) { return ((cols >> 4) * block >> log2_blocks) * 16; }
 
 // What a block knows of its part of a row.
 struct alignas(8) Part {
@@ -115,13 +115,13 @@ template <typename T>
 using Parameters = float4[2][2][kClusterCols<T> / kVectorWidth];
 
 template <typename T>
-__device__ inline void keep_parameters(const float* norm_scale, const float* norm_bias, int block_cols, Parameters<T>& kept) {
+__device__ inline void keep_parameters(const Rows<T>& input, int first_col, int block_cols, Parameters<T>& kept) {
   constexpr int kFours = kClusterCols<T> / 4;
-  const int which = static_cast<int>(threadIdx.x) / kFours, four = static_cast<int>(threadIdx.x) % kFours;
+  const int which = static_cast<int>(threadIdx.x / kFours), four = static_cast<int>(threadIdx.x % kFours);
   if (which >= 2 || four * 4 >= block_cols) return;
-  const float* source = which == 0 ? norm_scale : norm_bias;
+  const float* source = which == 0 ? input.norm_scale : input.norm_bias;
   const float4 none = make_float4(kNoBias, kNoBias, kNoBias, kNoBias);
-  kept[which][four % 2][four / 2] = source != nullptr ? __ldg(reinterpret_cast<const float4*>(source) + four) : none;
+  kept[which][four & 1][four >> 1] = source != nullptr ? __ldg(reinterpret_cast<const float4*>(source + first_col) + four) : none;
 }
 
 template <typename T>
@@ -137,7 +137,7 @@ __device__ inline void read_parameter(const Parameters<T>& kept, int which, int 
 __device__ inline void publish(const Part& part, Part& slot, int log2_blocks) {
 #pragma unroll
   for (int k = 0; k < kLaneParts; ++k) {
-    const int block = static_cast<int>(threadIdx.x) % kLanesPerSum + k * kLanesPerSum;
+    const int block = static_cast<int>(threadIdx.x % kLanesPerSum) + k * kLanesPerSum;
     if (block >> log2_blocks == 0) *in_block(&slot, block) = part;
   }
 }
@@ -149,7 +149,7 @@ __device__ inline Statistics combine(const Part (*parts)[kClusterRows], int row,
   float sum = 0.0f, squares = 0.0f;
 #pragma unroll
   for (int k = 0; k < kLaneParts; ++k) {
-    const int block = static_cast<int>(threadIdx.x) % kLanesPerSum + k * kLanesPerSum;
+    const int block = static_cast<int>(threadIdx.x % kLanesPerSum) + k * kLanesPerSum;
     if (block >> log2_blocks != 0) continue;
     part[k] = parts[block][row];
     count[k] = static_cast<float>(first_col_of(block + 1, cols, log2_blocks) - first_col_of(block, cols, log2_blocks));
@@ -167,7 +167,7 @@ __device__ inline Statistics combine(const Part (*parts)[kClusterRows], int row,
 // Word w of a column has the rows of warp w. Column c of the block is 8 words, which live at (8 * c + w) ^ (c / 8 % 32): so the
 // words that the 32 lanes of a warp write at once, 8 columns apart, meet 32 banks.
 __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)[4], const uint32_t (&right)[4]) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
   uint32_t columns[2][4];
   transpose_bytes(left, columns[0]);
   transpose_bytes(right, columns[1]);
@@ -180,7 +180,7 @@ __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)
 template <typename T>
 __device__ inline void store_columns(const uint32_t* tile, int cols, int64_t rows, int64_t first_row, uint8_t* values_t) {
   constexpr int kPassCols = kClusterThreads / 2, kPassGroups = kPassCols / kVectorWidth;
-  const int first = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2;
+  const int first = static_cast<int>(threadIdx.x / 2), half = static_cast<int>(threadIdx.x % 2);
   const int word = (first * kColumnWords + half * 4) ^ (first / kVectorWidth);  // in the first pass
   const int64_t out_col = first_row + half * 16;
 #pragma unroll
@@ -205,18 +205,18 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
   __shared__ uint32_t tile[kCasts ? kClusterCols<T> * kColumnWords : 1];
   arrive_at_cluster_with_nothing();
   const float loaded = kCasts ? __ldg(scale.source) : 0.0f;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
   const int cols = static_cast<int>(input.cols);
   const int block = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);
   const int first_col = first_col_of(block, cols, log2_blocks);
   const int block_cols = first_col_of(block + 1, cols, log2_blocks) - first_col;
   const int64_t first_row = int64_t{blockIdx.x >> log2_blocks} * kClusterRows, row = first_row + warp * kWarpRows;
   const bool has_rows = row < input.rows;  // of the last 32, only 16 may be there
-  Patch<T> patch{.col = lane * kVectorWidth, .end = has_rows ? block_cols : 0};
+  Patch<T> patch;
+  patch.col = lane * kVectorWidth, patch.end = has_rows ? block_cols : 0;
   load(input.x + row * cols + first_col, cols, patch);
-  const bool is_layernorm = input.norm_bias != nullptr;
-  keep_parameters<T>(input.norm_scale + first_col, is_layernorm ? input.norm_bias + first_col : nullptr, block_cols, parameters);
-  const Part part = measure(patch, block_cols, is_layernorm);
+  keep_parameters<T>(input, first_col, block_cols, parameters);
+  const Part part = measure(patch, block_cols, input.norm_bias != nullptr);
 
   const int own_row = warp * kWarpRows + lane / kLanesPerSum;
   wait_for_cluster();  // until every block has begun

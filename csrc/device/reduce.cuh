@@ -50,9 +50,8 @@ __device__ inline float warp_sum(float x) {
 constexpr int kLanesPerSum = kWarp / 4;
 
 __device__ inline float four_warp_sums(const float (&x)[4]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto halve = [&](float low, float high, int distance) {
-    const bool is_high = (lane & distance) != 0;
+  const auto halve = [](float low, float high, int distance) {
+    const bool is_high = (threadIdx.x & distance) != 0;
     return __fadd_rn(is_high ? high : low, __shfl_xor_sync(0xFFFFFFFFu, is_high ? low : high, distance));
   };
   const float first = halve(x[0], x[2], 16), second = halve(x[1], x[3], 16);

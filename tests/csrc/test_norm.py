@@ -294,7 +294,7 @@ MISTAKES = {
     "no barrier before the statistics are read": (CLUSTER, "  __syncwarp();", ""),
     "no barrier before the columns are read": (CLUSTER, "    __syncthreads();\n", ""),
     "another swizzle where columns are written": (CLUSTER, "+ warp) ^ lane]", "+ warp) ^ lane / 2]"),
-    "halves of parameters": (CLUSTER, "kept[which][four % 2]", "kept[which][1 - four % 2]"),
+    "halves of parameters": (CLUSTER, "kept[which][four & 1]", "kept[which][~four & 1]"),
     "values that are not rounded": (CLUSTER, "round_all<T>(x);", ""),
     "an amax that is not rounded": (CLUSTER, "to_float(from_float<T>(thread_amax))", "thread_amax"),
     "rows: no barrier before the patches": (ROWS, "  __syncthreads();\n\n  // Column c", "\n\n  // Column c"),

@@ -194,10 +194,6 @@ def relative(got, wanted) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), 1e-30))
 
 
-def of_weight(*arguments):
-    return weight_gradient(*arguments)[0]
-
-
 def check_weight_gradient(report: Report):
     for number, (tokens, n, k) in enumerate(PRODUCTS if on_gpu() else SMALL_PRODUCTS):
         for dtype in (jnp.bfloat16, jnp.float16):
@@ -210,14 +206,14 @@ def check_weight_gradient(report: Report):
             product = dy[0].astype(np.float64).T @ x[0].astype(np.float64)
             label = f"{jnp.dtype(dtype).name} ({tokens}, {n})ᵀ · ({tokens}, {k})"
             for addend, wanted in (((), product), ((total,), product + total)):
-                first, second = twice_over_poison(jax.jit(of_weight), dy, x, *addend)
+                first, second = twice_over_poison(jax.jit(weight_gradient), dy, x, *addend)
                 report.bits("weight gradient is deterministic", first, second, label)
                 error = relative(first, wanted)
                 report.expect("weight gradient", error < SUMS, f"{label} + {len(addend)} addends: {error:.1e}")
             for what, wrong in {"no total": product, "another total": product + total[::-1], "zero": 0 * total}.items():
                 noticed = relative(wrong, product + total) > 10 * SUMS
                 report.expect("weight gradient: controls", noticed, f"{label}: {what} is not noticed")
-            in_place = jax.jit(of_weight, donate_argnums=2)(dy, x, jnp.array(total))
+            in_place = jax.jit(weight_gradient, donate_argnums=2)(dy, x, jnp.array(total))
             report.bits("weight gradient in place", in_place, first, label)
 
 
@@ -249,7 +245,7 @@ def check_graphs(report: Report):
 
     def chain(logits, labels, shares, x, total):
         gradient, loss, lse = cross_entropy_gradient(logits, labels, shares, Z_LOSS)
-        return gradient, loss, lse, of_weight(gradient, x, total)
+        return gradient, loss, lse, weight_gradient(gradient, x, total)
 
     captured = jax.jit(chain, compiler_options=IN_A_GRAPH)
     plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
@@ -363,7 +359,7 @@ def time_weight_gradients(report: Report):
         product = jnp.einsum("bsn,bsk->nk", dy, x, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(total + product)
 
-    for what, function in (("weight_gradient", lambda total, dy, x: of_weight(dy, x, total)), ("  XLA's", plain)):
+    for what, function in (("weight_gradient", lambda total, dy, x: weight_gradient(dy, x, total)), ("  XLA's", plain)):
         seconds = seconds_in_place(function, batches)
         row = {"what": what, "shape": f"({tokens}, {n})ᵀ · ({tokens}, {k})", "us": seconds * 1e6}
         report.timings.append(row | {"TFLOP/s": 2 * tokens * n * k / seconds / 1e12})

@@ -21,7 +21,7 @@ from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 from jax_fp8.ops.quantize import quantize_transpose
 from jax_fp8.ops.scale_source import ScaleSource
-from jax_fp8.ops.weight_gradient import weight_gradient
+from jax_fp8.ops.weight_gradient import after, weight_gradient
 
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 
@@ -62,7 +62,7 @@ class PlainHead:
 
     def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array | None, bound: jax.Array):
         with jax.named_scope(PLAIN_HEAD_SCOPE):
-            total, dlogits = weight_gradient(dlogits, x, total)
+            total, dlogits = after(weight_gradient(dlogits, x, total), dlogits)
             return jnp.einsum("bsv,vh->bsh", dlogits, self.weight), total
 
 
@@ -97,8 +97,10 @@ class Fp8Head:
     def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array | None, bound: jax.Array):
         backward = self.recipe.fp8_format.backward
         dlogits_fp8, transposed, _ = quantize_transpose(as_matrix(dlogits), backward, scale_from_amax(bound, backward))
-        dx = matmul(dlogits_fp8, self.weight_transposed, dtype=self.dtype, accumulation=self._accumulation("dgrad"))
         total = matmul(transposed, x.transposed, c=total, dtype=jnp.float32, accumulation=self._accumulation("wgrad"))
+        total, values = after(total, dlogits_fp8.values)
+        dlogits_fp8 = Fp8Array(values, dlogits_fp8.scale)
+        dx = matmul(dlogits_fp8, self.weight_transposed, dtype=self.dtype, accumulation=self._accumulation("dgrad"))
         return dx.reshape(*x.leading, -1), total
 
     def _accumulation(self, gemm):

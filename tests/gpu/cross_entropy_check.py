@@ -7,10 +7,7 @@ Every program runs twice, over memory filled with two different patterns before,
 and per group of checks, and with exit code 1 when anything is wrong.
 """
 
-import argparse
-import json
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +17,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu.kernel_check import IN_A_GRAPH, SOURCES, WORKSPACE, Report, as_bytes, seconds_per_call, twice_over_poison
+from gpu.kernel_check import IN_A_GRAPH, SOURCES, WORKSPACE, seconds_per_call, twice_over_poison
+from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
-from jax_fp8.ops import kernels
 from jax_fp8.ops.cross_entropy import cross_entropy_gradient, linear_cross_entropy
 from jax_fp8.ops.weight_gradient import weight_gradient
 
@@ -41,10 +38,6 @@ SAME = 0.99  # the least share of elements that float32 and float64 round the sa
 GRADIENT = {jnp.float32: 3e-6, jnp.bfloat16: 3e-3, jnp.float16: 6e-4}  # norm of a row's error, relative: one rounding
 CANCELLED = 3e-7  # and as a share of what a token counts: of its label, 1 is subtracted
 SUMS = 1e-5  # of products of 16-bit numbers, added up in float32
-
-
-def on_gpu() -> bool:
-    return next(iter(jnp.zeros(()).devices())).platform == "gpu"
 
 
 def draw(seed, shape, dtype, size=2.0) -> np.ndarray:
@@ -194,10 +187,6 @@ def relative(got, wanted) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), 1e-30))
 
 
-def of_weight(*arguments):
-    return weight_gradient(*arguments)[0]
-
-
 def check_weight_gradient(report: Report):
     for number, (tokens, n, k) in enumerate(PRODUCTS if on_gpu() else SMALL_PRODUCTS):
         for dtype in (jnp.bfloat16, jnp.float16):
@@ -210,14 +199,14 @@ def check_weight_gradient(report: Report):
             product = dy[0].astype(np.float64).T @ x[0].astype(np.float64)
             label = f"{jnp.dtype(dtype).name} ({tokens}, {n})ᵀ · ({tokens}, {k})"
             for addend, wanted in (((), product), ((total,), product + total)):
-                first, second = twice_over_poison(jax.jit(of_weight), dy, x, *addend)
+                first, second = twice_over_poison(jax.jit(weight_gradient), dy, x, *addend)
                 report.bits("weight gradient is deterministic", first, second, label)
                 error = relative(first, wanted)
                 report.expect("weight gradient", error < SUMS, f"{label} + {len(addend)} addends: {error:.1e}")
             for what, wrong in {"no total": product, "another total": product + total[::-1], "zero": 0 * total}.items():
                 noticed = relative(wrong, product + total) > 10 * SUMS
                 report.expect("weight gradient: controls", noticed, f"{label}: {what} is not noticed")
-            in_place = jax.jit(of_weight, donate_argnums=2)(dy, x, jnp.array(total))
+            in_place = jax.jit(weight_gradient, donate_argnums=2)(dy, x, jnp.array(total))
             report.bits("weight gradient in place", in_place, first, label)
 
 
@@ -249,7 +238,7 @@ def check_graphs(report: Report):
 
     def chain(logits, labels, shares, x, total):
         gradient, loss, lse = cross_entropy_gradient(logits, labels, shares, Z_LOSS)
-        return gradient, loss, lse, of_weight(gradient, x, total)
+        return gradient, loss, lse, weight_gradient(gradient, x, total)
 
     captured = jax.jit(chain, compiler_options=IN_A_GRAPH)
     plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
@@ -363,21 +352,10 @@ def time_weight_gradients(report: Report):
         product = jnp.einsum("bsn,bsk->nk", dy, x, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(total + product)
 
-    for what, function in (("weight_gradient", lambda total, dy, x: of_weight(dy, x, total)), ("  XLA's", plain)):
+    for what, function in (("weight_gradient", lambda total, dy, x: weight_gradient(dy, x, total)), ("  XLA's", plain)):
         seconds = seconds_in_place(function, batches)
         row = {"what": what, "shape": f"({tokens}, {n})ᵀ · ({tokens}, {k})", "us": seconds * 1e6}
         report.timings.append(row | {"TFLOP/s": 2 * tokens * n * k / seconds / 1e12})
-
-
-def show(report: Report):
-    for row in report.timings:
-        figures = "  ".join(f"{value:9.2f} {key}" for key, value in row.items() if key not in ("what", "shape"))
-        print(f"{row['what']:24} {row['shape']:30} {figures}")
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    for failure in report.failures[:20]:
-        print("FAILED", failure)
-    print(f"{len(report.failures)} failures")
 
 
 CHECKS = [check_rows, check_large_logits, check_controls, check_special_values, check_weight_gradient, check_head]
@@ -386,28 +364,8 @@ TIMINGS = [time_losses, time_weight_gradients]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--self-test", action="store_true", help="run on a CPU: the reference and few, small arrays")
-    parser.add_argument("--skip-timing", action="store_true")
-    options = parser.parse_args(arguments)
-    if not options.self_test and not (on_gpu() and "jax_fp8_cross_entropy" in kernels.TARGETS):
-        reason = kernels.missing_reason() or "rebuild them"
-        print(f"cross_entropy_check needs a GPU and the kernels, got {jax.devices()}; {reason}")
-        return 2
-    device, report = jax.devices()[0], Report()
-    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
-    for step in CHECKS + ([] if options.skip_timing or options.self_test else TIMINGS):
-        start = time.perf_counter()
-        step(report)
-        took = time.perf_counter() - start
-        print(f"{step.__name__}: {took:.1f} s, {len(report.failures)} failures so far", flush=True)
-    show(report)
-    if options.output:
-        result = {"device": device.device_kind, "jax": jax.__version__, "build": kernels.build_info()}
-        result |= {"passed": report.passed, "failures": report.failures, "timings": report.timings}
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+    script = Script(__file__, __doc__, CHECKS, TIMINGS, target="jax_fp8_cross_entropy", self_test=True)
+    return run_script(script, arguments)
 
 
 if __name__ == "__main__":

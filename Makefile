@@ -3,9 +3,9 @@
 # make lint     ruff and pyright
 # make clean    remove environments and built files; runs/ stays
 #
+# With --jobs 2, what one environment needs is downloaded while the kernels are compiled for the other; they are compiled once.
 # PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes to examples/train_gpt.py.
 
-.NOTPARALLEL:
 .PHONY: train test lint clean
 
 # An interpreter is usable if it is 3.11 or newer and can make an environment and compile an extension.
@@ -19,7 +19,7 @@ find_python = $(shell for python in $(1); do "$$python" -c '$(USABLE)' 2>/dev/nu
 find_version = $(shell for python in python$(1) "$$HOME"/.pyenv/versions/$(1).*/bin/python; do \
     WANTED=$(1) "$$python" -c '$(USABLE)' 2>/dev/null && break; done)
 
-PYTHON := $(if $(filter undefined,$(origin PYTHON)),$(call find_python,python3.12 python3.13 python3.11 python3),$(PYTHON))
+PYTHON := $(if $(filter undefined,$(origin PYTHON)),$(call find_python,python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python python3.13 python3.11 python3),$(PYTHON))
 VERSION := $(if $(PYTHON),$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 OTHERS := $(foreach version,$(filter-out $(VERSION),3.11 3.12),$(if $(call find_version,$(version)),$(version)))
 COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
@@ -31,6 +31,12 @@ CUDA := $(if $(GPU),$(comma)cuda)
 TARGET := $(if $(GPU),CUDA,for the CPU)
 # Without a GPU the kernels are compiled for one architecture, the one that tests compile programs for: nothing runs them.
 ONE_ARCHITECTURE := $(if $(GPU),,--config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTURES=90a-real)
+# What `pip install ".[test]"` would install, without the project itself.
+REQUIREMENTS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    names = sum(map(project["optional-dependencies"].get, ("train", "test"$(if $(GPU),$(comma) "cuda"))), project["dependencies"]); \
+    print(*(name for name in names if not name.startswith("jax_fp8")), sep="\n")
+# Python compiles what is imported, a small part of what is installed. (To pip this says: do not compile.)
+export PIP_NO_COMPILE := no
 BUILD_INPUTS := pyproject.toml $(wildcard csrc/*.* csrc/device/*.*)
 GPU_COMPILER := import jax; print(*("jax-cuda13-" + part + "==" + jax.__version__ for part in ("plugin", "pjrt")))
 NO_PYTHON := needs Python 3.11 or newer with venv and headers (on Debian or Ubuntu: python3-venv and python3-dev); \
@@ -61,8 +67,9 @@ define run_tests
 
 endef
 
-# One environment: $(1) its folder, $(2) the interpreter, $(3) its version. What it holds is installed again when the C++ code or
-# pyproject.toml changes; Python sources are used in place. What is there for tests is enough for training.
+# One environment: $(1) its folder, $(2) the interpreter, $(3) its version, $(4) empty for the first. What it holds is installed again
+# when the C++ code or pyproject.toml changes; Python sources are used in place. What is there for tests is enough for training.
+# The first compiles the kernels before it downloads what tests need, the others download before they link the first one's kernels.
 define environment
 $(1)/.made:
 	$$(if $(2),,$$(error $(NO_PYTHON)))
@@ -75,12 +82,24 @@ $(1)/.train: $(1)/.made $(BUILD_INPUTS)
 	$(1)/bin/python -m pip install --quiet --editable ".[train$(CUDA)]" "$(JAX)" $(ONE_ARCHITECTURE)
 	@touch $$@
 
-$(1)/.test: $(1)/.made $(BUILD_INPUTS)
-	@echo "installing jax_fp8 and what its tests need into $(1) (Python $(3), $(TARGET)): the first time takes minutes"
-	$(1)/bin/python -m pip install --quiet --editable ".[test$(CUDA)]" "$(JAX)" $(ONE_ARCHITECTURE)
-	$(if $(GPU),,$(1)/bin/python -c '$(GPU_COMPILER)' | xargs $(1)/bin/python -m pip install --quiet --no-deps --upgrade --target $(1)/gpu-compiler)
+$(1)/.extension: $(1)/.made $(BUILD_INPUTS) $(if $(4),.venv/.extension | $(1)/.packages)
+	@echo "installing jax_fp8 into $(1) (Python $(3), $(TARGET)): the first time takes minutes"
+	$(1)/bin/python -m pip install --quiet --no-deps --editable . $(ONE_ARCHITECTURE) $(if $(4),$(call same_library,$(VERSION)))
+	@touch $$@
+
+$(1)/.packages: $(1)/.made pyproject.toml $(if $(4),,| $(1)/.extension)
+	@echo "installing what tests need into $(1) (Python $(3))"
+	$(1)/bin/python -c '$(REQUIREMENTS)' > $(1)/requirements.txt
+	$(1)/bin/python -m pip install --quiet --requirement $(1)/requirements.txt "$(JAX)"
+	$(if $(4)$(GPU),,$(1)/bin/python -c '$(GPU_COMPILER)' | xargs $(1)/bin/python -m pip install --quiet --no-deps --upgrade --target $(1)/gpu-compiler)
+	@touch $$@
+
+$(1)/.test: $(1)/.extension $(1)/.packages
 	@touch $(1)/.train $$@
 endef
 
+# The library that the build under Python $(1) left, where that had a compiler for it.
+same_library = $$$$(ls -d "$$$$PWD"/build/cp$(subst .,,$(1))-*/libjax_fp8.a 2>/dev/null | sed 's/^/--config-settings=cmake.define.JAX_FP8_LIBRARY=/')
+
 $(eval $(call environment,.venv,$(PYTHON),$(VERSION)))
-$(foreach version,$(OTHERS),$(eval $(call environment,.venv-$(version),$(call find_version,$(version)),$(version))))
+$(foreach version,$(OTHERS),$(eval $(call environment,.venv-$(version),$(call find_version,$(version)),$(version),other)))

@@ -5,7 +5,7 @@ optimized HLO of the same program says what they are: the trace event's `hlo_op`
 the instruction, whose result type shows FP8 outputs and whose `op_name` shows the JAX scope it came from. So
 
     trace event ─name→ library kernel (GEMM, attention, ours, copy)
-                └hlo_op→ instruction ─result type, op_name→ quantize | optimizer | loss | norms and other fusions
+                └hlo_op→ instruction ─result type, op_names→ quantize | optimizer | loss | norms, activations | other fusions
 
 Traced steps run without CUDA graphs (XLA turns command buffers off under the profiler), so every kernel is seen; gaps
 between them are wider than in a timed step, which is why the tables count kernel time and give the idle time apart.
@@ -24,12 +24,13 @@ import tables
 
 FP8_GEMM, BF16_GEMM, ATTENTION = "FP8 GEMM", "bf16 GEMM", "attention"
 QUANTIZE, OPTIMIZER, LOSS = "quantize, transpose, amax", "optimizer, state", "loss"
-FUSIONS, COPIES, OTHER = "norms, activations, other fusions", "copies, memsets", "other"
-CATEGORIES = (FP8_GEMM, BF16_GEMM, ATTENTION, QUANTIZE, FUSIONS, LOSS, OPTIMIZER, COPIES, OTHER)
+NORMS, FUSIONS, COPIES, OTHER = "norms, activations", "other fusions", "copies, memsets", "other"
+CATEGORIES = (FP8_GEMM, BF16_GEMM, ATTENTION, QUANTIZE, NORMS, FUSIONS, LOSS, OPTIMIZER, COPIES, OTHER)
 
 _COPY = re.compile(r"memcpy|memset|^(wrapped_)?copy", re.I)
-_ATTENTION = re.compile(r"sdpa|fmha|flash|attention", re.I)
+_ATTENTION = re.compile(r"sdpa|fmha|flash|attention|compute_dot_do_o|convert_dq", re.I)
 _OUR_NORMS = re.compile(r"jax_fp8::norm|Activated<|column_sums")  # with the cast in the same kernel; bias gradients
+_OUR_LOSS = re.compile(r"cross_entropy", re.I)
 _OUR_CASTS = re.compile(r"quantize|amax|fp8_cast", re.I)
 _OUR_OPTIMIZER = re.compile(r"adam|update_state", re.I)
 _GEMM = re.compile(r"gemm|nvjet|xmma|cutlass|cublas", re.I)
@@ -39,6 +40,9 @@ _FUSION = re.compile(r"fusion|^wrapped_|^(loop|input|reduce|transpose|triton|con
 _QUANTIZE_SCOPE = re.compile(r"fp8|quantize|amax")
 _OPTIMIZER_SCOPE = re.compile(r"optimizer|adam")
 _LOSS_SCOPE = re.compile(r"loss|cross_entropy|jvp\(\)")  # the loss is what the gradient holds outside the model
+_NORM_SCOPE = re.compile(
+    r"norm(/|\s|$)|rsqrt|gelu|silu|relu|tanh|logistic|\berf"
+)  # names of layers, and what only these compute
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?[\])}]) [\w\-]+\(.*$")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
@@ -47,10 +51,11 @@ _COMPUTATION = re.compile(r"^\s*%?([\w.\-]+) \((.*)\) -> ")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """What the optimized HLO says about one kernel: result type, JAX scope, and whether it reads FP8 operands."""
+    """What the optimized HLO says about one kernel: result type, JAX scope, the scopes of what is fused into it, and whether it reads FP8."""
 
     result: str
     op_name: str
+    fused: str = ""
     reads_fp8: bool = False
 
 
@@ -177,8 +182,10 @@ def categorize(name: str, instruction: Instruction | None) -> str:
     if _GEMM.search(name):
         fp8 = _FP8_GEMM.search(name) or (instruction is not None and instruction.reads_fp8)
         return FP8_GEMM if fp8 else BF16_GEMM
+    if _OUR_LOSS.search(name):
+        return LOSS
     if _OUR_NORMS.search(name):
-        return FUSIONS
+        return NORMS
     if _OUR_CASTS.search(name):
         return QUANTIZE
     if _OUR_OPTIMIZER.search(name):
@@ -200,7 +207,7 @@ def _categorize_instruction(name: str, instruction: Instruction) -> str:
         return LOSS
     if _COPY.search(name):
         return COPIES
-    return FUSIONS
+    return NORMS if _NORM_SCOPE.search(f"{scope} {instruction.fused.lower()}") else FUSIONS
 
 
 def _outside_gradient(scope: str) -> bool:
@@ -220,17 +227,31 @@ def _key(name: str) -> str:
 
 def read_hlo(text: str) -> dict[str, Instruction]:
     """Every instruction of an optimized HLO module, by its kernel's name."""
-    signatures = {m.group(1): m.group(2) for line in text.splitlines() if (m := _COMPUTATION.match(line))}
+    computations = _computations(text)
     instructions = {}
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):
             op_name, called = _OP_NAME.search(line), _CALLED.search(line)
+            signature, fused = computations.get(called.group(1), ("", "")) if called else ("", "")
             instructions[_key(match.group(1))] = Instruction(
                 result=match.group(2),
                 op_name=op_name.group(1) if op_name else "",
-                reads_fp8="f8e" in signatures.get(called.group(1), "") if called else False,
+                fused=fused,
+                reads_fp8="f8e" in signature,
             )
     return instructions
+
+
+def _computations(text):
+    """Of each computation its parameters, and the scopes of its instructions in one text."""
+    found, name = {}, ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            name = match.group(1)
+            found[name] = (match.group(2), "")
+        elif name and (op_name := _OP_NAME.search(line)):
+            found[name] = (found[name][0], f"{found[name][1]} {op_name.group(1)}")
+    return found
 
 
 def merged(profiles: dict[str, dict]) -> str:

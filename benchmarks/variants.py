@@ -44,6 +44,7 @@ MODELS = {
     "current_fast": {"recipe": fp8.CurrentScaling(**FAST)},
     "delayed_fast_tuned": {"recipe": fp8.DelayedScaling(**FAST)},
     "delayed_fast_head": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling(**FAST)},
+    "delayed_fast_head_tuned": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling(**FAST)},
     "delayed_recompute": {"recipe": fp8.DelayedScaling(), "recompute": True},
 }
 VARIANTS = {
@@ -56,9 +57,10 @@ VARIANTS = {
     "current_fast": "jax_fp8, `CurrentScaling`, fast accumulation",
     "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
     "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
+    "delayed_fast_head_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs",
     "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
 }
-TUNED = ("delayed_fast_tuned",)
+TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned")
 COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
 
 

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x,
 }  // namespace
 
 cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream) {
-  const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
+  const cudaError_t cleared = arguments.further ? cudaSuccess : cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess || arguments.count == 0) return cleared;
   const bool aligned = are_aligned({arguments.x});
   dispatch(arguments.source, [&](auto element) {

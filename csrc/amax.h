@@ -1,4 +1,5 @@
-// amax = max|x| over everything but NaN; 0 for an empty tensor. Current scaling asks for it before it quantizes.
+// amax = max|x| over everything but NaN; 0 for an empty tensor. Current scaling asks for it before it quantizes. Of several tensors, one after
+// the other, it is the largest of all.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +16,7 @@ struct AmaxArguments {
   SourceType source;
   int64_t count;
   float* amax;
+  bool further;  // than a first: the amax is of that one already
 };
 
 cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream);

@@ -17,6 +17,7 @@ struct GemmState {
 
   bool has_bias, has_c, fast_accumulation;
   float alpha;
+  int64_t first_column;
   int candidate;
   GemmPlans plans;
 };
@@ -27,6 +28,7 @@ struct GemmBuffers {
   ffi::AnyBuffer a, b, a_scale, b_scale;
   std::optional<ffi::AnyBuffer> bias, c;
   ffi::AnyBuffer d, workspace;
+  int64_t first_column;  // of d among the rows of b and the elements of bias, which may have more
 };
 
 cudaDataType_t cuda_type(ffi::DataType dtype) {
@@ -49,21 +51,27 @@ ffi::Error check_shapes(const GemmBuffers& buffers) {
       .rank("b", buffers.b, 2)
       .dtype("b", buffers.b, {ffi::F8E4M3FN, ffi::F8E5M2});
   if (!checks.passed()) return checks.error();
-  const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1], n = buffers.b.dimensions()[0];
+  const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1];
+  checks.rank("the result d", buffers.d, 2);
+  if (!checks.passed()) return checks.error();
+  const int64_t n = buffers.d.dimensions()[1], all = buffers.b.dimensions()[0];
   const ffi::DataType d_dtype = buffers.d.element_type();
   checks
       .require(!(buffers.a.element_type() == ffi::F8E5M2 && buffers.b.element_type() == ffi::F8E5M2), "b", buffers.b,
                "be float8_e4m3fn when a is float8_e5m2 (the tensor cores do not multiply float8_e5m2 by float8_e5m2)")
       .require(k > 0 && k % 16 == 0, "a", buffers.a, "have a contracting (last) dim that is a positive multiple of 16")
-      .shape("b", buffers.b, {n, k})
-      .require(n % 16 == 0, "b", buffers.b, "have a first dim that is a multiple of 16")
+      .shape("b", buffers.b, {all, k})
+      .require(n % 16 == 0, "the result d", buffers.d, "have a last dim that is a multiple of 16")
+      .require(buffers.first_column >= 0 && buffers.first_column % 16 == 0 && buffers.first_column + n <= all, "b", buffers.b,
+               "have rows for the columns of d, " + std::to_string(n) + " from a multiple of 16 on, here " +
+                   std::to_string(buffers.first_column))
       .float32_scalar("a_scale", buffers.a_scale)
       .float32_scalar("b_scale", buffers.b_scale)
       .dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32})
       .shape("the result d", buffers.d, {m, n})
       .dtype("the result workspace", buffers.workspace, {ffi::U8})
       .shape("the result workspace", buffers.workspace, {kWorkspaceBytes});
-  if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {n});
+  if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {all});
   if (buffers.c) checks.dtype("c", *buffers.c, {d_dtype}).shape("c", *buffers.c, {m, n});
   return checks.error();
 }
@@ -82,7 +90,7 @@ ffi::Error check_addresses(const GemmBuffers& buffers) {
 GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
   return {
       .m = buffers.a.dimensions()[0],
-      .n = buffers.b.dimensions()[0],
+      .n = buffers.d.dimensions()[1],
       .k = buffers.a.dimensions()[1],
       .a_type = cuda_type(buffers.a.element_type()),
       .b_type = cuda_type(buffers.b.element_type()),
@@ -96,13 +104,21 @@ GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
   };
 }
 
+// Before the first launch XLA may have no address to give; then there is none to go on from.
+const void* skipping(const ffi::AnyBuffer& buffer, int64_t bytes) {
+  const auto* start = static_cast<const uint8_t*>(buffer.untyped_data());
+  return start == nullptr ? nullptr : start + bytes;
+}
+
 GemmOperands operands_of(const GemmBuffers& buffers) {
+  const int64_t k = buffers.a.dimensions()[1];
+  constexpr int64_t kBiasBytes = 2;  // bfloat16 or float16
   return {
       .a = buffers.a.untyped_data(),
-      .b = buffers.b.untyped_data(),
+      .b = skipping(buffers.b, buffers.first_column * k),
       .a_scale = buffers.a_scale.untyped_data(),
       .b_scale = buffers.b_scale.untyped_data(),
-      .bias = buffers.bias ? buffers.bias->untyped_data() : nullptr,
+      .bias = buffers.bias ? skipping(*buffers.bias, buffers.first_column * kBiasBytes) : nullptr,
       .c = buffers.c ? buffers.c->untyped_data() : nullptr,
       .d = buffers.d.untyped_data(),
       .workspace = buffers.workspace.untyped_data(),
@@ -124,14 +140,14 @@ ffi::Error check_count(const GemmState& state, size_t addends) {
 
 GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
                    ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::AnyBuffer d, ffi::AnyBuffer workspace) {
-  GemmBuffers buffers{a, b, a_scale, b_scale, std::nullopt, std::nullopt, d, workspace};
+  GemmBuffers buffers{a, b, a_scale, b_scale, std::nullopt, std::nullopt, d, workspace, state.first_column};
   if (state.has_bias) buffers.bias = *addends.get<ffi::AnyBuffer>(0);
   if (state.has_c) buffers.c = *addends.get<ffi::AnyBuffer>(state.has_bias ? 1 : 0);
   return buffers;
 }
 
 ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha,
-                                                      int32_t candidate) {
+                                                     int64_t first_column, int32_t candidate) {
   if (candidate < 0 || candidate >= kMaxCandidates) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(kOperation) + ": candidate must be from 0 to " +
                                                        std::to_string(kMaxCandidates - 1) + ", got " +
@@ -142,6 +158,7 @@ ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, 
   state->has_c = has_c;
   state->fast_accumulation = fast_accumulation;
   state->alpha = alpha;
+  state->first_column = first_column;
   state->candidate = candidate;
   return ffi::ErrorOr<std::unique_ptr<GemmState>>(std::move(state));
 }
@@ -174,6 +191,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<bool>("has_c")
                            .Attr<bool>("fast_accumulation")
                            .Attr<float>("alpha")
+                           .Attr<int64_t>("first_column")
                            .Attr<int32_t>("candidate"),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -1,5 +1,5 @@
-// Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm.cuh and
-// device/norm_backward.cuh.
+// Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm_cluster.cuh, device/norm.cuh
+// and device/norm_backward.cuh.
 #include "norm.h"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include "device/dispatch.cuh"
 #include "device/norm.cuh"
 #include "device/norm_backward.cuh"
+#include "device/norm_cluster.cuh"
 #include "launch.h"
 
 namespace jax_fp8 {
@@ -30,11 +31,46 @@ cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
 
 // ---- forward -------------------------------------------------------------------------------------------------------------
 
+// Launches clusters, if the device has them: `launched` says so.
+template <typename T, Fp8Type kFormat, bool kCasts>
+cudaError_t try_clusters(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream,
+                         bool& launched) {
+  if (input.cols > norm::kClusterCols<T> * norm::kMaxClusterBlocks) return cudaSuccess;
+  const auto kernel = norm::cluster_kernel<T, kFormat, kCasts>;
+  // A new device may still run what was compiled for an old one.
+  cudaFuncAttributes compiled;
+  cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
+  if (status != cudaSuccess || compiled.ptxVersion < 90) return status;
+  int log2_blocks = 0;
+  while (input.cols > norm::kClusterCols<T> << log2_blocks) ++log2_blocks;
+
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 1u << log2_blocks, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(divide_up(input.rows, norm::kClusterRows) << log2_blocks));
+  config.blockDim = dim3(norm::kClusterThreads);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, norm::kClusterCarveout);
+  if (status == cudaSuccess && log2_blocks > 3) {  // not every device, or part of one, has so many multiprocessors side by side
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    int at_once = 0;
+    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&at_once, kernel, &config);
+    if (status == cudaSuccess && at_once == 0) return cudaSuccess;
+  }
+  if (status != cudaSuccess) return status;
+  launched = true;
+  return cudaLaunchKernelEx(&config, kernel, input, scale, log2_blocks, results);
+}
+
 // What shared memory does not hold of a row is read again, from L2.
-template <typename T, Fp8Type kFormat, int kThreads>
+template <typename T, Fp8Type kFormat>
 cudaError_t launch_rows(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream) {
   constexpr int kColumnBytes = norm::kBlockRows * sizeof(T);
-  constexpr int kSlices = kThreads / kWarp * norm::kSliceBytes;
+  constexpr int kSlices = norm::kRowsThreads / kWarp * norm::kSliceBytes;
   constexpr int kStatic = 1024;  // more than the kernel's own arrays
   int available = 0;
   cudaError_t status = find_shared_bytes(available);
@@ -42,13 +78,13 @@ cudaError_t launch_rows(const norm::Rows<T>& input, const ScaleInput& scale, con
   const int fitting = (available - kStatic - kSlices) / kColumnBytes / norm::kSliceCols * norm::kSliceCols;
   const int held = std::min(static_cast<int>(input.cols), fitting);
   const int bytes = held * kColumnBytes + kSlices;
-  const auto kernel = norm::rows_kernel<T, kFormat, kThreads>;
+  const auto kernel = norm::rows_kernel<T, kFormat>;
   status = allow_shared_bytes(kernel, available - kStatic);
   // All that a multiprocessor has, for as many blocks as fit.
   if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(input.rows / norm::kBlockRows);
-  kernel<<<blocks, kThreads, bytes, stream>>>(input, scale, held, results);
+  kernel<<<blocks, norm::kRowsThreads, bytes, stream>>>(input, scale, held, results);
   return cudaGetLastError();
 }
 
@@ -73,10 +109,14 @@ cudaError_t launch(const NormArguments& arguments, const ScaleInput& scale, Fp8T
     constexpr Fp8Type kFormat = decltype(fp8)::value;
     const norm::Rows<T> input{static_cast<const T*>(arguments.x), arguments.norm_scale, arguments.norm_bias,
                               arguments.epsilon, arguments.rows, arguments.cols};
-    const bool is_short = arguments.cols * static_cast<int64_t>(sizeof(T)) <= norm::kShortRowBytes;
-    const auto launch_kernel = !vectorized ? launch_any<T, kFormat>
-                               : is_short  ? launch_rows<T, kFormat, norm::kFewThreads>
-                                           : launch_rows<T, kFormat, norm::kManyThreads>;
+    bool launched = false;
+    if (vectorized) {
+      const auto launch_clusters =
+          norm::quantizes(scale) ? try_clusters<T, kFormat, true> : try_clusters<T, Fp8Type::kE4M3, false>;
+      status = launch_clusters(input, scale, results, stream, launched);
+    }
+    if (status != cudaSuccess || launched) return;
+    const auto launch_kernel = vectorized ? launch_rows<T, kFormat> : launch_any<T, kFormat>;
     status = launch_kernel(input, scale, results, stream);
   });
   return status;

@@ -12,24 +12,53 @@ constexpr char kQuantizeTranspose[] = "jax_fp8_quantize_transpose";
 constexpr char kQuantizeTransposeSums[] = "jax_fp8_quantize_transpose_sums";
 
 struct QuantizeBuffers {
-  ffi::AnyBuffer x, source, values, amax, scale;
+  std::vector<ffi::AnyBuffer> x;  // matrices side by side, at least one
+  ffi::AnyBuffer source, values, amax, scale;
 };
+
+// The first matrix comes before the source of the scale, further ones after it.
+std::vector<ffi::AnyBuffer> matrices_of(ffi::AnyBuffer first, ffi::RemainingArgs further) {
+  std::vector<ffi::AnyBuffer> matrices{first};
+  for (size_t i = 0; i < further.size(); ++i) matrices.push_back(*further.get<ffi::AnyBuffer>(i));
+  return matrices;
+}
 
 Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
   Checks checks(operation);
-  checks.rank("x", buffers.x, 2).dtype("x", buffers.x, {ffi::F32, ffi::BF16, ffi::F16});
+  checks.require(buffers.x.size() <= kMaxMatrices, "x", buffers.x[0],
+                 "come in at most " + std::to_string(kMaxMatrices) + " matrices side by side");
+  int64_t cols = 0;
+  for (const ffi::AnyBuffer& x : buffers.x) {
+    checks.rank("x", x, 2).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
+    if (!checks.passed()) return checks;
+    cols += x.dimensions()[1];
+    checks.dtype("x", x, {buffers.x[0].element_type()}).shape("x", x, {buffers.x[0].dimensions()[0], x.dimensions()[1]});
+  }
   check_source(checks, buffers.source, origin)
       .dtype("the result values", buffers.values, {ffi::F8E4M3FN, ffi::F8E5M2})
-      .shape("the result values", buffers.values, shape_of(buffers.x))
+      .shape("the result values", buffers.values, {buffers.x[0].dimensions()[0], cols})
       .float32_scalar("the result amax", buffers.amax)
       .float32_scalar("the result scale", buffers.scale);
   return checks;
 }
 
+Matrices side_by_side(const std::vector<ffi::AnyBuffer>& buffers) {
+  Matrices matrices{};
+  int64_t end = 0;
+  for (size_t i = 0; i < kMaxMatrices; ++i) {
+    if (i < buffers.size()) {
+      matrices.x[i] = buffers[i].untyped_data();
+      end += buffers[i].dimensions()[1];
+    }
+    matrices.ends[i] = end;
+  }
+  return matrices;
+}
+
 QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
   return {
-      .x = buffers.x.untyped_data(),
-      .x_type = *source_type(buffers.x.element_type()),
+      .x = side_by_side(buffers.x),
+      .x_type = *source_type(buffers.x[0].element_type()),
       .source = buffers.source.typed_data<float>(),
       .origin = origin,
       .format = *fp8_type(buffers.values.element_type()),
@@ -38,14 +67,14 @@ QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleOrigin
       .amax = buffers.amax.typed_data<float>(),
       .scale = buffers.scale.typed_data<float>(),
       .sums = {},
-      .rows = buffers.x.dimensions()[0],
-      .cols = buffers.x.dimensions()[1],
+      .rows = buffers.values.dimensions()[0],
+      .cols = buffers.values.dimensions()[1],
   };
 }
 
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> values,
                     ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
-  const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
+  const QuantizeBuffers buffers{{x}, source, *values, *amax, *scale};
   const Checks checks = check(kQuantize, buffers, origin);
   if (!checks.passed()) return checks.error();
   return launch_result(kQuantize, launch_quantize(arguments_of(buffers, origin), stream));
@@ -55,15 +84,15 @@ Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::An
   Checks checks = check(operation, buffers, origin);
   if (checks.passed()) {
     checks.dtype("the result values_t", values_t, {buffers.values.element_type()})
-        .shape("the result values_t", values_t, {buffers.x.dimensions()[1], buffers.x.dimensions()[0]});
+        .shape("the result values_t", values_t, {buffers.values.dimensions()[1], buffers.values.dimensions()[0]});
   }
   return checks;
 }
 
-ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source,
+ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::RemainingArgs further,
                               ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
                               ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
-  const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
+  const QuantizeBuffers buffers{matrices_of(x, further), source, *values, *amax, *scale};
   const Checks checks = check_both(kQuantizeTranspose, buffers, *values_t, origin);
   if (!checks.passed()) return checks.error();
   QuantizeArguments arguments = arguments_of(buffers, origin);
@@ -71,14 +100,14 @@ ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   return launch_result(kQuantizeTranspose, launch_quantize_transpose(arguments, stream));
 }
 
-ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source,
+ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::RemainingArgs further,
                                    ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
                                    ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
                                    ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
                                    ScaleOrigin origin) {
-  const QuantizeBuffers buffers{x, source, *values, *amax, *scale};
+  const QuantizeBuffers buffers{matrices_of(x, further), source, *values, *amax, *scale};
   Checks checks = check_both(kQuantizeTransposeSums, buffers, *values_t, origin);
-  if (checks.passed()) check_sums(checks, *sums, *partial_sums, x.dimensions()[0], x.dimensions()[1]);
+  if (checks.passed()) check_sums(checks, *sums, *partial_sums, values->dimensions()[0], values->dimensions()[1]);
   if (!checks.passed()) return checks.error();
   QuantizeArguments arguments = arguments_of(buffers, origin);
   arguments.values_t = static_cast<uint8_t*>(values_t->untyped_data());
@@ -102,6 +131,7 @@ XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // source
+                           .RemainingArgs()        // further matrices
                            .Ret<ffi::AnyBuffer>()  // values
                            .Ret<ffi::AnyBuffer>()  // values_t
                            .Ret<ffi::AnyBuffer>()  // amax
@@ -114,6 +144,7 @@ XLA_FFI_DEFINE_HANDLER(summing, quantize_transpose_sums,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // source
+                           .RemainingArgs()        // further matrices
                            .Ret<ffi::AnyBuffer>()  // values
                            .Ret<ffi::AnyBuffer>()  // values_t
                            .Ret<ffi::AnyBuffer>()  // amax

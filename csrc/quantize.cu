@@ -64,11 +64,19 @@ struct AsItIs {
   static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;  // 80 KB of x in flight on a multiprocessor, or 128 KB of float32
   static constexpr bool kSums = kSummed;
 
-  const T* x;  // [rows, width]
+  Matrices matrices;
 
-  __device__ void load(int64_t row, int64_t col, int64_t width, Vector<T> (&loaded)[1]) const {
-    loaded[0] = load_vector(x + row * width + col);
+  __device__ const T* at(int64_t row, int64_t col) const {
+    const void* x = matrices.x[0];
+    int64_t start = 0, end = matrices.ends[0];
+#pragma unroll
+    for (int i = 1; i < kMaxMatrices; ++i) {
+      if (col >= matrices.ends[i - 1]) x = matrices.x[i], start = matrices.ends[i - 1], end = matrices.ends[i];
+    }
+    return static_cast<const T*>(x) + row * (end - start) + (col - start);
   }
+
+  __device__ void load(int64_t row, int64_t col, int64_t, Vector<T> (&loaded)[1]) const { loaded[0] = load_vector(at(row, col)); }
 
   template <int kRows>
   __device__ void make(const Vector<T> (&loaded)[kRows][1], Vector<T> (&made)[kRows][1]) const {
@@ -76,10 +84,16 @@ struct AsItIs {
     for (int r = 0; r < kRows; ++r) made[r][0] = loaded[r][0];
   }
 
-  __device__ void element(int64_t row, int64_t col, int64_t width, float (&made)[1]) const {
-    made[0] = to_float(x[row * width + col]);
-  }
+  __device__ void element(int64_t row, int64_t col, int64_t, float (&made)[1]) const { made[0] = to_float(*at(row, col)); }
 };
+
+// Whether no vector of any of them is cut, or starts between two multiples of 16 bytes.
+bool are_vectorized(const Matrices& matrices) {
+  for (int i = 0; i < kMaxMatrices; ++i) {
+    if (!are_aligned({matrices.x[i]}) || matrices.ends[i] % 16 != 0) return false;
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -87,14 +101,14 @@ cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t str
   const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
   const int64_t count = arguments.rows * arguments.cols;
-  const bool aligned = are_aligned({arguments.x, arguments.values});
+  const bool aligned = are_aligned({arguments.x.x[0], arguments.values});
   const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
   dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
     // An empty x has a scale all the same: one block writes it.
     const auto blocks = static_cast<unsigned>(count ? divide_up(count, kChunk<T>) : 1);
     quantize_kernel<T, decltype(format)::value><<<blocks, kFlatThreads, 0, stream>>>(
-        static_cast<const T*>(arguments.x), scale, count, aligned, arguments.values, arguments.amax);
+        static_cast<const T*>(arguments.x.x[0]), scale, count, aligned, arguments.values, arguments.amax);
   });
   return cudaGetLastError();
 }
@@ -102,7 +116,7 @@ cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t str
 cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaStream_t stream) {
   const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
-  const bool aligned = are_aligned({arguments.x, arguments.values, arguments.values_t});
+  const bool aligned = are_vectorized(arguments.x) && are_aligned({arguments.values, arguments.values_t});
   const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
   const TiledResults results{
       .values = arguments.values,
@@ -114,11 +128,10 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
   };
   dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
-    const T* x = static_cast<const T*>(arguments.x);
     const auto launch = [&](auto producer) {
       launch_quantize_tiles<decltype(format)::value>(producer, scale, results, aligned, stream);
     };
-    arguments.sums.result ? launch(AsItIs<T, true>{x}) : launch(AsItIs<T, false>{x});
+    arguments.sums.result ? launch(AsItIs<T, true>{arguments.x}) : launch(AsItIs<T, false>{arguments.x});
   });
   return cudaGetLastError();
 }

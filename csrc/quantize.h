@@ -16,8 +16,16 @@
 
 namespace jax_fp8 {
 
+constexpr int kMaxMatrices = 3;  // queries, keys and values
+
+// Matrices of as many rows, side by side: cast as one, without being put together first.
+struct Matrices {
+  const void* x[kMaxMatrices];     // [rows, ends[i] - ends[i - 1]]; null past the last
+  int64_t ends[kMaxMatrices];      // the column after the last of each; past the last, all columns
+};
+
 struct QuantizeArguments {
-  const void* x;  // [rows, cols]
+  Matrices x;  // [rows, cols] together; launch_quantize takes one
   SourceType x_type;
   const float* source;  // [] or [scales]
   ScaleOrigin origin;

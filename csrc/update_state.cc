@@ -33,7 +33,8 @@ class LeafReader {
   StateLeaf read() {
     const auto scale = operands_.get<ffi::AnyBuffer>(next_), history = operands_.get<ffi::AnyBuffer>(next_ + 1);
     auto new_scale = results_.get<ffi::AnyBuffer>(next_), new_history = results_.get<ffi::AnyBuffer>(next_ + 1);
-    const auto name = [&](const char* array) { return array + (" of leaf " + std::to_string(next_ / 2)); };
+    const std::string of_leaf = " of leaf " + std::to_string(next_ / 2);
+    const auto name = [&](const char* array) { return array + of_leaf; };
     next_ += 2;
     if (!checks_.passed() || !scale.has_value() || !history.has_value() || !new_scale.has_value() ||
         !new_history.has_value()) {

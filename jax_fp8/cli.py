@@ -5,6 +5,7 @@ device that a training run would use, and compares it with bfloat16's.
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import platform
 import shutil
@@ -130,7 +131,16 @@ def find_training() -> Finding:
     return Finding("training", found, "expected less than 10 %: please report this with the lines above", broken=True)
 
 
-def tune_preset(preset: str, batch: int, sequence: int | None, microbatches: int, recipe: str, again: bool) -> int:
+def tune_preset(
+    preset: str,
+    batch: int = 8,
+    sequence: int | None = None,
+    microbatches: int = 1,
+    recipe: str = "delayed",
+    fast: bool = False,
+    fp8_head: bool = False,
+    again: bool = False,
+) -> int:
     """Tune the GEMMs of a GPT's training step on one device, and print what was found. Returns the exit code."""
     device, cublaslt = this_gpu()
     config = GPTConfig.preset(preset)
@@ -140,13 +150,16 @@ def tune_preset(preset: str, batch: int, sequence: int | None, microbatches: int
             f"a batch of sequences of at most {config.max_seq_len} tokens must split into microbatches, "
             f"got {batch=}, sequence={length}, {microbatches=}; change one of them"
         )
-    model, tx = GPT(config, recipe=RECIPES[recipe]), fused_adamw(1e-4)
+    accumulation = {"split_accumulator": ()} if fast else {}
+    chosen = dataclasses.replace(RECIPES[recipe], **accumulation)
+    head = CurrentScaling(**accumulation) if fp8_head else None
+    model, tx = GPT(config, recipe=chosen, head_recipe=head), fused_adamw(1e-4)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
 
     def create(tokens):
         return TrainState.create(variables=model.init(jax.random.key(0), tokens[:, :-1]), tx=tx)
 
-    step = make_train_step(next_token_loss(model), tx, RECIPES[recipe], microbatches)
+    step = make_train_step(next_token_loss(model), tx, chosen, microbatches)
     path = default_path(device, cublaslt)
     print(
         f"{preset}, {batch} x {length} tokens, {microbatches} microbatches, {device}, cuBLASLt {cublaslt}\n\n{HEADINGS}"
@@ -173,6 +186,10 @@ def main(argv: list[str]) -> int:
     tuner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
     tuner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
     tuner.add_argument("--recipe", choices=RECIPES, default="delayed", help="of the FP8 layers")
+    tuner.add_argument(
+        "--fast", action="store_true", help="fast accumulation in all GEMMs: a recipe with split_accumulator=()"
+    )
+    tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=CurrentScaling())")
     tuner.add_argument("--again", action="store_true", help="measure also what is known")
     options = vars(parser.parse_args(argv))
     if options.pop("command") == "doctor":

@@ -5,6 +5,7 @@ The environment must be set before jax is imported, hence at the top of this fil
 
 import importlib
 import importlib.util
+import itertools
 import os
 import pathlib
 import sys
@@ -25,6 +26,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `i
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jax_fp8.ops import dispatch  # noqa: E402
+
 
 def gpus() -> list:
     """The GPUs of this process; none where jax was told to use the CPU only."""
@@ -41,6 +44,23 @@ def _device(request):
     else:
         with jax.default_device(gpus()[0]):
             yield
+
+
+_TRACED = jax.make_user_context(default_value=0)
+_NUMBERS = itertools.count(1)
+
+
+@pytest.fixture
+def traced_anew():
+    """Nothing that was traced before the test is taken for what it traces, nor the other way round: what it replaces counts."""
+    with _TRACED(next(_NUMBERS)):
+        yield
+
+
+@pytest.fixture
+def with_kernels(monkeypatch, traced_anew):
+    """Trace as on a machine with kernels."""
+    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jax_fp8 import CurrentScaling, cli
-from jax_fp8.ops import dispatch, kernels
+from jax_fp8.models.gpt import GPTConfig
+from jax_fp8.ops import kernels
 from jax_fp8.ops.tuned_gemms import GemmTable
 from jax_fp8.train import tune
 
@@ -99,16 +100,13 @@ class FakeTuner:
 
 
 @pytest.fixture
-def on_a_gpu_of_ones_own(monkeypatch, tmp_path):
+def on_a_gpu_of_ones_own(monkeypatch, with_kernels, tmp_path):
     """A machine whose GEMMs need no measuring."""
-    jax.clear_caches()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     monkeypatch.setattr(tune, "GemmBench", FakeTuner)
     for module in (cli, tune):
         monkeypatch.setattr(module, "this_gpu", lambda: ("NVIDIA H200", "13.1.0"))
     yield tmp_path / "jax_fp8/gemm/NVIDIA_H200-cublaslt-13.1.0.json"
-    jax.clear_caches()
 
 
 def test_tuning_a_preset(on_a_gpu_of_ones_own, capsys):
@@ -119,8 +117,21 @@ def test_tuning_a_preset(on_a_gpu_of_ones_own, capsys):
     problems = [problem for problem, _ in GemmTable.load(on_a_gpu_of_ones_own).choices]
     width, tokens = 128, 2 * 128
     assert len(problems) == 12  # fprop, dgrad and wgrad of qkv, attention output, MLP up, MLP down
-    assert {p.n for p in problems if p.m == tokens and p.has_bias} == {3 * width, width, 4 * width}
+    assert {p.n for p in problems if p.m == tokens and p.has_bias} == {
+        width,
+        4 * width,
+    }  # queries, keys and values apart
     assert all(p.k == tokens and p.has_c for p in problems if p.dtype == "float32")
+    assert {p.accumulation for p in problems if p.has_bias} == {"fast"}
+    assert {p.accumulation for p in problems if not p.has_bias} == {"split"}
+
+
+def test_tuning_what_else_a_step_may_be_made_of(on_a_gpu_of_ones_own, capsys):
+    assert cli.main(["tune", "--preset", "tiny", "--fast", "--fp8-head"]) == 0
+    problems = [problem for problem, _ in GemmTable.load(on_a_gpu_of_ones_own).choices]
+    vocabulary = GPTConfig.preset("tiny").vocab_size
+    assert {p.accumulation for p in problems} == {"fast"}
+    assert sum(vocabulary in (p.m, p.n, p.k) for p in problems) == 3
 
 
 def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsys):

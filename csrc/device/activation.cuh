@@ -56,18 +56,48 @@ struct Gelu {
   }
 };
 
-// x Phi(x), the distribution function of the normal distribution.
+// Phi(x) = erfc(-x / sqrt(2)) / 2, the distribution function of the normal distribution, and its density exp(-x²/2) / sqrt(2 pi).
+template <typename T>
+struct Normal {
+  float distribution;
+  float density;
+
+  __device__ explicit Normal(float x) {
+    const float exponential = power_of_2<T>(-0.5f * kLog2E * (x * x));
+    density = 0.3989422804f * exponential;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      distribution = 0.5f * erfcf(-0.7071067812f * x);
+    } else {  // erfcf costs 50 instructions, this 18, with the exponential that a gradient needs anyway
+      const float tail = exponential * scaled_tail(fabsf(x));
+      distribution = x > 0.0f ? 1.0f - tail : tail;  // the tail keeps its relative precision, 1 + erf would not
+    }
+  }
+
+  // Phi(-x) exp(x²/2) for x >= 0, as a polynomial in k = 1 / (1 + 0.4 x), fitted by least squares that were reweighted until the largest
+  // error was smallest: 4e-8 of Phi, 7e-7 of what is far in the tail.
+  __device__ static float scaled_tail(float x) {
+    const float k = reciprocal_approximate(1.0f + 0.4f * x);
+    float sum = -0.0350222997f;
+    sum = sum * k + 0.179515719f;
+    sum = sum * k - 0.332965612f;
+    sum = sum * k + 0.208161503f;
+    sum = sum * k + 0.0142465103f;
+    sum = sum * k + 0.148447156f;
+    sum = sum * k + 0.157966316f;
+    sum = sum * k + 0.159650743f;
+    return sum * k;
+  }
+};
+
+// x Phi(x).
 template <typename T>
 struct GeluExact {
-  // erfc keeps its relative precision where Phi is small, 1 + erf would not.
-  __device__ static float distribution(float x) { return 0.5f * erfcf(-0.7071067812f * x); }
+  __device__ static float value(float x) { return x * Normal<T>(x).distribution; }
 
-  __device__ static float value(float x) { return x * distribution(x); }
-
-  // f' = Phi + x phi, with the density phi = exp(-x²/2) / sqrt(2 pi).
+  // f' = Phi + x phi.
   __device__ static float gradient(float dy, float x) {
-    const float density = 0.3989422804f * power_of_2<T>(-0.5f * kLog2E * (x * x));
-    return dy * (distribution(x) + x * density);
+    const Normal<T> normal(x);
+    return dy * (normal.distribution + x * normal.density);
   }
 };
 

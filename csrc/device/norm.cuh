@@ -1,12 +1,11 @@
-// Two kernels: blocks of 16 rows where rows and columns are multiples of 16, and one for any shape.
+// Two kernels: blocks of 16 rows where rows and columns are multiples of 16, and one for any shape. The usual shapes are not theirs but
+// those of norm_cluster.cuh; what is left are rows too wide for it, and devices without clusters.
 //
 // A block needs whole rows before it can quantize any of their elements. So it keeps them in shared memory, as they come, while it
 // computes their mean and variance, and global memory is read once. The rows of a transpose are written in runs of the block's 16
-// bytes: half a sector, which L2 joins with the other half from the neighbouring block. More rows would make whole sectors, and leave
-// room for one block where three share a multiprocessor: some load while others compute and store.
+// bytes: half a sector, which L2 joins with the other half from the neighbouring block.
 //
-//     16-bit, n = 2048: 64 KB of x and 8 KB of transpose; 3 blocks of 256 threads with 32 KB of loads in flight each
-//             n = 4096: 128 KB and 16 KB; 1 block of 512 threads with 64 KB of loads in flight
+//     16-bit, n = 4096: 128 KB of x and 16 KB of transpose; 1 block of 512 threads with 64 KB of loads in flight
 #pragma once
 
 #include <cstdint>
@@ -55,7 +54,7 @@ __device__ inline void keep_statistics(float mean, float rstd, int64_t row, cons
 }
 
 // Otherwise only the amax is wanted.
-__device__ inline bool quantizes(const ScaleInput& scale) { return scale.used != nullptr; }
+__host__ __device__ inline bool quantizes(const ScaleInput& scale) { return scale.used != nullptr; }
 
 // ---- blocks of 16 rows: rows and cols are multiples of 16, pointers of 16 bytes --------------------------------------------------
 
@@ -65,9 +64,7 @@ constexpr int kPatches = kBlockRows / kPatchRows;         // one above the other
 constexpr int kGroups = kWarp / kPatches;                 // of 8 columns, side by side
 constexpr int kSliceCols = kGroups * kVectorWidth;        // 64: what a warp quantizes at once
 constexpr int kSliceBytes = kBlockRows * kSliceCols;      // of its transpose
-constexpr int kFewThreads = 256;                          // where several blocks fit on a multiprocessor
-constexpr int kManyThreads = 512;                         // where one does
-constexpr int kShortRowBytes = 3072 * 2;                  // of which several fit
+constexpr int kRowsThreads = 512;
 constexpr int64_t kMaxCols = 1 << 24;
 static_assert(kBlockRows == sizeof(uint4), "a run of the transpose is one store");
 
@@ -129,10 +126,10 @@ __device__ inline void load_bias(const float* norm_bias, int col, float (&out)[k
 }
 
 // Dynamic shared memory: x as [16][held], then for each warp the transpose of a slice.
-template <typename T, Fp8Type kFormat, int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
+template <typename T, Fp8Type kFormat>
+__global__ void __launch_bounds__(kRowsThreads, 1)
     rows_kernel(Rows<T> input, ScaleInput scale, int held, NormResults results) {
-  constexpr int kWarps = kThreads / kWarp;
+  constexpr int kWarps = kRowsThreads / kWarp;
   extern __shared__ uint4 shared[];
   __shared__ float means[kBlockRows];
   __shared__ float rstds[kBlockRows];
@@ -201,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
     }
     __syncwarp();
   }
-  merge_amax<kThreads>(thread_amax, results.amax);
+  merge_amax<kRowsThreads>(thread_amax, results.amax);
 }
 
 // ---- blocks of 32 rows, one element at a time: any shape ------------------------------------------------------------------------

@@ -38,11 +38,24 @@ __device__ inline void merge_amax(float thread_amax, float* amax) {
 
 // ---- sums ----------------------------------------------------------------------------------------------------------------
 
-// Every lane gets the sum.
+// Every lane gets the sum, be it of the warp or of the group of neighbours that it is in.
+template <int kLanes = kWarp>
 __device__ inline float warp_sum(float x) {
 #pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
   return x;
+}
+
+// Four sums for little more than the price of one: lane i gets number i / 8.
+constexpr int kLanesPerSum = kWarp / 4;
+
+__device__ inline float four_warp_sums(const float (&x)[4]) {
+  const auto halve = [](float low, float high, int distance) {
+    const bool is_high = (threadIdx.x & distance) != 0;
+    return __fadd_rn(is_high ? high : low, __shfl_xor_sync(0xFFFFFFFFu, is_high ? low : high, distance));
+  };
+  const float first = halve(x[0], x[2], 16), second = halve(x[1], x[3], 16);
+  return warp_sum<kLanesPerSum>(halve(first, second, 8));
 }
 
 // Every thread of the block gets the sums. Whoever calls this again must bring other scratch memory, or a barrier in between.

@@ -61,23 +61,15 @@ class SelfAttention(nn.Module):
             "param_dtype": self.param_dtype,
             "bias_init": self.bias_init,
         }
-        features = (self.num_heads + 2 * kv_heads) * head_dim
+        parts = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
+        options = {"kernel_init": self.kernel_init, "parts": parts, **settings, "name": "qkv"}
         if self.norm is None:
-            qkv = Dense(features, kernel_init=self.kernel_init, **settings, name="qkv")(x)
+            qkv = Dense(sum(parts), **options)(x)
         else:
-            project = LayerNormDense(
-                features,
-                self.norm,
-                epsilon=self.epsilon,
-                kernel_init=self.kernel_init,
-                return_input=self.residual,
-                recompute=self.recompute,
-                **settings,
-                name="qkv",
-            )
+            options |= {"epsilon": self.epsilon, "return_input": self.residual, "recompute": self.recompute}
+            project = LayerNormDense(sum(parts), self.norm, **options)
             qkv, x = project(x) if self.residual else (project(x), x)
-        heads = qkv.reshape(*x.shape[:-1], -1, head_dim)  # (batch, seq, heads + 2 kv_heads, head_dim)
-        query, key, value = jnp.split(heads, (self.num_heads, self.num_heads + kv_heads), axis=-2)
+        query, key, value = (part.reshape(*x.shape[:-1], -1, head_dim) for part in qkv)  # (batch, seq, heads, head_dim)
         if self.rotary:
             query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")

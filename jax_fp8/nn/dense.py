@@ -22,6 +22,7 @@ class Dense(nn.Module):
 
     Args:
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8: less memory where `x` is kept anyway.
+      parts: return a tuple of up to three arrays of so many features, which add up to `features`: each is made by a GEMM, none is cut from another.
     """
 
     features: int
@@ -32,12 +33,14 @@ class Dense(nn.Module):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     recompute: bool = False
+    parts: tuple[int, ...] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> Any:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
         gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
-        y, amaxes = linear(x, gemm.parameters, gemm.scaling, self.dtype, residual=residual, recompute=self.recompute)
+        options = {"residual": residual, "recompute": self.recompute, "parts": self.parts}
+        y, amaxes = linear(x, gemm.parameters, gemm.scaling, self.dtype, **options)
         gemm.stage(amaxes)
         return y
 
@@ -63,6 +66,7 @@ class LayerNormDense(nn.Module):
     Args:
       return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's backward pass.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
+      parts: as in `Dense`.
     """
 
     features: int
@@ -76,12 +80,13 @@ class LayerNormDense(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     return_input: bool = False
     recompute: bool = False
+    parts: tuple[int, ...] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
         gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
-        options = {"return_input": self.return_input, "recompute": self.recompute}
+        options = {"return_input": self.return_input, "recompute": self.recompute, "parts": self.parts}
         y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.scaling, self.epsilon, self.dtype, **options)
         gemm.stage(amaxes)
         return y

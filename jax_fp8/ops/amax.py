@@ -1,4 +1,6 @@
-"""The largest absolute value of an array, float32: over everything that is not NaN, infinities included; 0 for an empty array."""
+"""The largest absolute value of an array, or of several, float32: over everything that is not NaN, infinities included; 0 for an empty array."""
+
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,10 @@ def amax_reference(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(jnp.isnan(magnitude), 0, magnitude), initial=0)
 
 
-def amax(x: jax.Array) -> jax.Array:
-    """max|x| as f32[], for floating point `x` of any shape."""
-    (result,) = dispatch("m n -> ", _kernel, _reference, as_matrix(x))
+def amax(*arrays: jax.Array) -> jax.Array:
+    """max|x| as f32[], for floating point `x` of any shape; of several arrays, over all."""
+    dims = ", ".join(f"m{number} n{number}" for number in range(len(arrays)))
+    (result,) = dispatch(f"{dims} -> ", _kernel, _reference, *map(as_matrix, arrays))
     return result
 
 
@@ -25,10 +28,10 @@ def as_matrix(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1]) if x.ndim and x.size else x.reshape(1, x.size)
 
 
-def _kernel(x, split: Split):
-    result = jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(x)
-    return (pmax(result, split, "m", "n"),)
+def _kernel(*arrays, split: Split):
+    result = jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(*arrays)
+    return (pmax(result, split, *split),)
 
 
-def _reference(x, split: Split):
-    return (pmax(amax_reference(x), split, "m", "n"),)
+def _reference(*arrays, split: Split):
+    return (pmax(reduce(jnp.maximum, map(amax_reference, arrays)), split, *split),)

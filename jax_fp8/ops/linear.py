@@ -5,7 +5,9 @@
     wgrad  dw[k, n] = xᵀ[k, m] · dyᵀ[n, m]ᵀ      float32
 
 Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes x and wᵀ, and keeps
-xᵀ and w for the backward, in FP8. The bfloat16 `x` is not kept. A residual is added by the GEMM itself, before the one rounding.
+xᵀ and w for the backward, in FP8. The bfloat16 `x` is not kept. A residual is added by the GEMM itself, before the one rounding. A result
+that goes separate ways, as queries, keys and values do, is made in parts by one fprop GEMM each, and the gradients of the parts are cast side by
+side into one dy: neither is cut from one array nor put together in one.
 
 `forward_gemm` and `backward_gemm` are these passes without the `custom_vjp`, from operands that are quantized already: the composite ops
 that put a norm or an activation in front quantize in the same pass over memory, and own their gradient as `linear` does. A quantized
@@ -15,6 +17,7 @@ value never crosses a differentiation boundary.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -27,7 +30,13 @@ from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.ops.amax import amax, as_matrix
 from jax_fp8.ops.gemm import matmul
-from jax_fp8.ops.quantize import quantize_transpose, quantize_transpose_sums, quantize_with_amax
+from jax_fp8.ops.quantize import (
+    MAX_MATRICES,
+    Matrices,
+    quantize_transpose,
+    quantize_transpose_sums,
+    quantize_with_amax,
+)
 from jax_fp8.ops.scale_source import ScaleSource
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
@@ -82,7 +91,8 @@ def linear(
     *,
     residual: jax.Array | None = None,
     recompute: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+    parts: tuple[int, ...] | None = None,
+) -> tuple[Any, jax.Array | None]:
     """Multiply `x` (..., k) by the kernel and add the bias.
 
     Args:
@@ -92,18 +102,20 @@ def linear(
       dtype: of the result.
       residual: (..., n), added to the result.
       recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8: less memory where something else keeps `x`.
+      parts: the result as a tuple of up to three arrays of so many columns, which add up to n; not with a residual.
 
     Returns:
-      (..., n) in `dtype`, and the amaxes of input and kernel f32[2] (None without scaling).
+      (..., n) in `dtype`, or such a tuple; and the amaxes of input and kernel f32[2] (None without scaling).
     """
+    check_parts(parts, parameters, residual)
     x = x.astype(dtype)
     if scaling is None:
         y = plain_linear(x, parameters, dtype)
-        return y if residual is None else y + residual.astype(dtype), None
+        return cut(y if residual is None else y + residual.astype(dtype), parts), None
     rows = None if residual is None else as_matrix(residual.astype(dtype))
-    out: Any = _linear(dtype, recompute, as_matrix(x), parameters, scaling, rows)
+    out: Any = _linear(_Static(dtype, recompute, parts), as_matrix(x), parameters, scaling, rows)
     y, amaxes = out
-    return y.reshape(*x.shape[:-1], y.shape[-1]), amaxes
+    return jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y), amaxes
 
 
 def plain_linear(x: jax.Array, parameters: LinearParameters, dtype) -> jax.Array:
@@ -113,21 +125,47 @@ def plain_linear(x: jax.Array, parameters: LinearParameters, dtype) -> jax.Array
     return y if parameters.bias is None else y + parameters.bias.astype(dtype)
 
 
+def check_parts(parts: tuple[int, ...] | None, parameters: LinearParameters, residual: jax.Array | None = None) -> None:
+    """Raise unless the result can be had in these parts."""
+    columns = parameters.kernel.shape[1]
+    if parts is not None and (sum(parts) != columns or min(parts) < 1 or len(parts) > MAX_MATRICES):
+        raise ValueError(f"parts must be at most {MAX_MATRICES} widths that add up to {columns} features, got {parts}")
+    if parts is not None and residual is not None:
+        raise ValueError("a residual is added to a result in one part, got one with parts; add it afterwards")
+
+
+def cut(y: jax.Array, parts: tuple[int, ...] | None) -> Any:
+    """The columns of one array, or a tuple of them by parts."""
+    return y if parts is None else tuple(jnp.split(y, list(accumulate(parts))[:-1], axis=-1))
+
+
 def forward_gemm(
-    x: Quantized, parameters: LinearParameters, scaling: GemmScaling, dtype, residual: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, GemmResidual]:
-    """fprop: y (m, n) with bias and residual (m, n) added, amaxes f32[2] of input and kernel, and what the backward needs."""
+    x: Quantized,
+    parameters: LinearParameters,
+    scaling: GemmScaling,
+    dtype,
+    residual: jax.Array | None = None,
+    parts: tuple[int, ...] | None = None,
+) -> tuple[Any, jax.Array, GemmResidual]:
+    """fprop: y (m, n), or its parts, with bias and residual (m, n) added; amaxes f32[2] of input and kernel; and what the backward needs."""
     kernel, kernel_transposed, kernel_amax = _kernel_both_ways(parameters.kernel, scaling)
+    product = partial(
+        matmul,
+        x.straight,
+        kernel_transposed,
+        bias=parameters.bias,
+        c=residual,
+        c_in_place=False,  # the backward of a norm keeps the residual stream
+        dtype=dtype,
+        accumulation=_accumulation("fprop", scaling),
+    )
     with jax.named_scope(f"{_leaf(scaling)}/fprop"):
-        y = matmul(
-            x.straight,
-            kernel_transposed,
-            bias=parameters.bias,
-            c=residual,
-            c_in_place=False,  # the backward of a norm keeps the residual stream
-            dtype=dtype,
-            accumulation=_accumulation("fprop", scaling),
-        )
+        if parts is None or any(width % 16 for width in parts):  # the tensor cores take no other width
+            y = cut(product(), parts)
+        else:
+            y = tuple(
+                product(columns=(end - width, width)) for width, end in zip(parts, accumulate(parts), strict=True)
+            )
     amaxes = jnp.stack([x.amax, kernel_amax])
     return y, amaxes, GemmResidual(x.transposed, x.straight.scale, kernel, amaxes)
 
@@ -181,10 +219,11 @@ def quantize_input(x: jax.Array, scaling: GemmScaling, keep: bool) -> Quantized:
 
 
 def quantize_gradient(
-    dy: jax.Array, parameters_like: LinearParameters, scaling: GemmScaling
+    dy: Matrices, parameters_like: LinearParameters, scaling: GemmScaling
 ) -> tuple[Quantized, jax.Array | None]:
-    """An output gradient (m, n) in both orientations, and the bias gradient f32[n] from the same pass, where there is a bias."""
-    dtype, source = fp8_dtype(OUTPUT_GRADIENT, scaling), scale_source(OUTPUT_GRADIENT, scaling, partial(amax, dy))
+    """An output gradient (m, n), or its parts, in both orientations, and the bias gradient f32[n] from the same pass, where there is a bias."""
+    measure = partial(amax, *jax.tree.leaves(dy))
+    dtype, source = fp8_dtype(OUTPUT_GRADIENT, scaling), scale_source(OUTPUT_GRADIENT, scaling, measure)
     if parameters_like.bias is None:
         return Quantized(*quantize_transpose(dy, dtype, source)), None
     straight, transposed, measured, sums = quantize_transpose_sums(dy, dtype, source)
@@ -196,24 +235,32 @@ def dtypes_of(parameters):
     return jax.tree.map(lambda leaf: jnp.zeros((0,), leaf.dtype), parameters)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(dtype, recompute, x, parameters, scaling, residual):
-    y, amaxes, _ = forward_gemm(quantize_input(x, scaling, keep=False), parameters, scaling, dtype, residual)
+@dataclass(frozen=True)
+class _Static:
+    dtype: jax.typing.DTypeLike
+    recompute: bool
+    parts: tuple[int, ...] | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(static, x, parameters, scaling, residual):
+    quantized = quantize_input(x, scaling, keep=False)
+    y, amaxes, _ = forward_gemm(quantized, parameters, scaling, static.dtype, residual, static.parts)
     return y, amaxes
 
 
-def _linear_forward(dtype, recompute, x, parameters, scaling, residual):
-    quantized = quantize_input(x, scaling, keep=not recompute)
-    y, amaxes, kept = forward_gemm(quantized, parameters, scaling, dtype, residual)
-    return (y, amaxes), (x if recompute else None, kept, dtypes_of(parameters), scaling, dtypes_of(residual))
+def _linear_forward(static, x, parameters, scaling, residual):
+    quantized = quantize_input(x, scaling, keep=not static.recompute)
+    y, amaxes, kept = forward_gemm(quantized, parameters, scaling, static.dtype, residual, static.parts)
+    return (y, amaxes), (x if static.recompute else None, kept, dtypes_of(parameters), scaling, dtypes_of(residual))
 
 
-def _linear_backward(dtype, recompute, residuals, cotangents):
+def _linear_backward(static, residuals, cotangents):
     x, kept, parameters_like, scaling, residual_like = residuals
     dy, _ = cotangents
     kept = kept.with_input(lambda *how: quantize_transpose(*how)[1], x, scaling, after=dy)
     dx, gradients = backward_gemm(
-        *quantize_gradient(dy, parameters_like, scaling), kept, parameters_like, scaling, dtype
+        *quantize_gradient(dy, parameters_like, scaling), kept, parameters_like, scaling, static.dtype
     )
     return dx, gradients, None, None if residual_like is None else dy
 

@@ -19,6 +19,8 @@ from jax_fp8.ops.linear import (
     LinearParameters,
     Quantized,
     backward_gemm,
+    check_parts,
+    cut,
     dtypes_of,
     forward_gemm,
     fp8_dtype,
@@ -39,6 +41,7 @@ def norm_linear(
     *,
     return_input: bool = False,
     recompute: bool = False,
+    parts: tuple[int, ...] | None = None,
 ) -> tuple[Any, jax.Array | None]:
     """`linear(normalize(x))` for `x` (..., k).
 
@@ -46,18 +49,20 @@ def norm_linear(
       return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's backward pass, and needs
         no pass of its own.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
+      parts: the result as a tuple of up to three arrays of so many columns, which add up to n.
 
     Returns:
-      (..., n) in `dtype`, or a pair of it and `x` in `dtype`; and the amaxes f32[2] (None without scaling).
+      (..., n) in `dtype` or such a tuple, or a pair of it and `x` in `dtype`; and the amaxes f32[2] (None without scaling).
     """
+    check_parts(parts, parameters)
     x = x.astype(dtype)
     if scaling is None:
-        y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype)
+        y = cut(plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype), parts)
         return ((y, x) if return_input else y), None
-    static = _Static(epsilon, dtype, return_input, recompute)
+    static = _Static(epsilon, dtype, return_input, recompute, parts)
     out: Any = _norm_linear(static, as_matrix(x), norm, parameters, scaling)
     (y, rows), amaxes = out
-    y = y.reshape(*x.shape[:-1], y.shape[-1])
+    y = jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y)
     return ((y, rows.reshape(x.shape)) if return_input else y), amaxes
 
 
@@ -85,18 +90,19 @@ class _Static:
     dtype: jax.typing.DTypeLike
     return_input: bool
     recompute: bool
+    parts: tuple[int, ...] | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_linear(static, x, norm, parameters, scaling):
     normalized, _ = quantize_norm(x, norm, static.epsilon, scaling, keep=False)
-    y, amaxes, _ = forward_gemm(normalized, parameters, scaling, static.dtype)
+    y, amaxes, _ = forward_gemm(normalized, parameters, scaling, static.dtype, parts=static.parts)
     return (y, x if static.return_input else None), amaxes
 
 
 def _forward(static, x, norm, parameters, scaling):
     normalized, statistics = quantize_norm(x, norm, static.epsilon, scaling, keep=not static.recompute)
-    y, amaxes, kept = forward_gemm(normalized, parameters, scaling, static.dtype)
+    y, amaxes, kept = forward_gemm(normalized, parameters, scaling, static.dtype, parts=static.parts)
     out = (y, x if static.return_input else None), amaxes
     return out, (x, norm, statistics, kept, dtypes_of(parameters), scaling)
 

@@ -105,7 +105,7 @@ def _gemm(equation, path, count):
 
 def _fp8_gemm(equation, path, count):
     a, b = (var.aval for var in equation.invars[:2])
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a.shape, equation.outvars[0].aval.shape[1]  # b may have rows for more columns
     dtypes = f"{a.dtype.name} {b.dtype.name}"
     return Gemm(path, m, n, k, dtypes, TARGET, count, True, True, "by the layer's recipe")
 

@@ -113,7 +113,7 @@ def _problem(equation) -> GemmProblem:
     attributes = dict(equation.params["attributes"])
     return GemmProblem(
         m=a.shape[0],
-        n=b.shape[0],
+        n=d.shape[1],  # b may have rows for more columns
         k=a.shape[1],
         a=a.dtype.name,
         b=b.dtype.name,

@@ -11,7 +11,13 @@ pytestmark = pytest.mark.program  # the kernels know nothing of Python
 
 ENTRY = """
 extern "C" int amax(const void* x, int64_t x_type, int64_t count, float* amax) {
-  return jax_fp8::launch_amax({x, static_cast<jax_fp8::SourceType>(x_type), count, amax}, nullptr);
+  return jax_fp8::launch_amax({x, static_cast<jax_fp8::SourceType>(x_type), count, amax, false}, nullptr);
+}
+
+extern "C" int amax_of_two(const void* x, const void* y, int64_t type, int64_t x_count, int64_t y_count, float* amax) {
+  const auto source = static_cast<jax_fp8::SourceType>(type);
+  const int status = jax_fp8::launch_amax({x, source, x_count, amax, false}, nullptr);
+  return status ? status : jax_fp8::launch_amax({y, source, y_count, amax, true}, nullptr);
 }
 """
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -53,6 +59,15 @@ def test_infinity_counts_and_nan_does_not(dtype, position):
 def test_an_array_that_is_not_aligned(dtype):
     x = random(2 * 16384, dtype)
     assert_same_bits(amax(x, offset=np.dtype(dtype).itemsize), reference.amax(x))
+
+
+@pytest.mark.parametrize("counts", [(20000, 33), (33, 20000), (0, 5), (5, 0)], ids=str)
+def test_of_two_arrays_it_is_the_largest(counts):
+    for scales in ((1, 3), (3, 1)):
+        x, y = (random(count, np.float32) * scale for count, scale in zip(counts, scales, strict=True))
+        kernels = compile_for_cpu("amax.cu", ENTRY)
+        (result,) = kernels.call("amax_of_two", x, y, SOURCES.index(x.dtype), *counts, Result((), np.float32))
+        assert_same_bits(result, reference.amax(np.concatenate([x, y])))
 
 
 # What is wrong then, and what notices it.

@@ -1,5 +1,7 @@
 """csrc/norm.cu on the CPU: the cast bit for bit, from the statistics that the kernel found; statistics and gradients against float64."""
 
+from contextlib import nullcontext
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -45,8 +47,12 @@ SCALAR = Result((), np.float32)
 EPSILON = 1e-3
 SCALE = 0.0123
 
-# Shared memory that holds 64 columns only: the other columns are read again.
-LITTLE_SHARED = (("norm.cu", "(available - kStatic - kSlices)", "(64 * kColumnBytes)"),)
+# A device without clusters; then one with shared memory for 64 columns only: the others are read again.
+NO_CLUSTERS = (("norm.cu", "compiled.ptxVersion < 90", "true"),)
+LITTLE_SHARED = (*NO_CLUSTERS, ("norm.cu", "(available - kStatic - kSlices)", "(64 * kColumnBytes)"))
+CLUSTER, ROWS, BACKWARD = "device/norm_cluster.cuh", "device/norm.cuh", "device/norm_backward.cuh"
+ONLY_BFLOAT16 = tuple(("device/dispatch.cuh", f"launch({other}{{}});", ";") for other in ("float", "Float16"))
+
 # Rows of a block as long as 32 vectors: the other vectors are further passes. Few threads are then used by no row.
 MANY_PASSES = (
     ("norm.cu", "divide_up(vectors, norm_backward::kManyThreads)", "divide_up(vectors, kWarp)"),
@@ -117,25 +123,40 @@ def check_quantized(x, norm, dtype, scale, got):
             assert_same_bits(array, wanted)
 
 
-# Blocks of 16 rows and what is left of slices of 64 columns; many threads; then shapes without vectors.
+# Clusters of 1, 2, 4, 8 and 16 blocks, which share the columns equally or not, with rows for all of their warps or not; for float32
+# twice as many. Then rows that are too wide for float32, and shapes without vectors.
+CLUSTERS = [(16, 16), (48, 208), (32, 304), (32, 528), (32, 1024), (48, 1040), (16, 3088), (16, 5136)]
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", [(16, 16), (48, 208), (16, 3088), (32, 520), (33, 64), (1, 100), (7, 1), (65, 31)])
+@pytest.mark.parametrize("shape", [*CLUSTERS, (33, 64), (1, 100), (7, 1), (65, 31), (32, 520)])
 def test_quantize(norm, source, shape):
     x = array(1, *shape, dtype=source, mean=0.5)
-    for dtype in FORMATS:
+    for dtype in FORMATS if x.size < 50000 else FORMATS[:1]:
         check_quantized(x, norm, dtype, SCALE, quantize(x, norm, dtype))
 
 
 @pytest.mark.parametrize("source", SOURCES[:2])
-def test_columns_that_shared_memory_does_not_hold(source):
+@pytest.mark.parametrize("changes", [NO_CLUSTERS, LITTLE_SHARED])
+def test_devices_without_clusters(source, changes):
     for norm in ("layernorm", "rmsnorm"):
-        x = array(1, 32, 208, dtype=source, mean=0.5)
-        check_quantized(x, norm, FORMATS[0], SCALE, quantize(x, norm, changes=LITTLE_SHARED))
+        for shape in [(32, 208), (16, 3088)]:
+            x = array(1, *shape, dtype=source, mean=0.5)
+            check_quantized(x, norm, FORMATS[0], SCALE, got := quantize(x, norm, changes=changes))
+            assert_same_bits(amax(x, norm, changes), got[2])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 8192), (16, 8208), (24, 64)])
+def test_which_shapes_are_for_clusters(shape):
+    twice = ((CLUSTER, "_with_nothing();", "_with_nothing(), arrive_at_cluster();"), *ONLY_BFLOAT16)
+    mistake_shows = pytest.raises(EmulationError, match="an arrival at the cluster's barrier that follows another")
+    with mistake_shows if shape[0] == 16 and shape[1] <= 8192 else nullcontext():
+        quantize(array(1, *shape, dtype=ml_dtypes.bfloat16), "layernorm", changes=twice)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-@pytest.mark.parametrize("shape", [(32, 80), (33, 65)])
+@pytest.mark.parametrize("shape", [(32, 80), (48, 1040), (33, 65)])
 def test_one_orientation(wanted, shape):
     x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
     got = quantize(x, "layernorm", wanted=wanted)
@@ -145,9 +166,10 @@ def test_one_orientation(wanted, shape):
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_amax(norm):
-    for shape in [(32, 80), (33, 65), (16, 3088), (0, 16)]:
-        x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
-        assert_same_bits(amax(x, norm), quantize(x, norm)[2])
+    for source in SOURCES:
+        for shape in [(32, 80), (48, 1040), (33, 65), (16, 3088), (0, 16)]:
+            x = array(1, *shape, dtype=source, mean=0.5)
+            assert_same_bits(amax(x, norm), quantize(x, norm)[2])
 
 
 def test_where_the_scale_comes_from():
@@ -166,7 +188,7 @@ def test_no_rows_and_arrays_that_are_not_aligned():
         check_quantized(x, "layernorm", FORMATS[0], SCALE, quantize(x, "layernorm", offset=offset))
 
 
-@pytest.mark.parametrize("shape", [(16, 64), (5, 7)])
+@pytest.mark.parametrize("shape", [(16, 64), (16, 1040), (5, 7)])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_a_row_that_is_not_finite_spoils_no_other(norm, shape):
     x = array(1, *shape, dtype=ml_dtypes.bfloat16)
@@ -260,28 +282,40 @@ def test_what_is_left_out_would_be_noticed(source):
         check_backward(dy, x, "layernorm", residual, [got[0], got[1], got[2] * 0])
 
 
-# What is wrong then, and what notices it.
-HEADER, BACKWARD, REDUCE = "device/norm.cuh", "device/norm_backward.cuh", "device/reduce.cuh"
 MISTAKES = {
-    "no barrier before the patches": (HEADER, "  __syncthreads();\n\n  // Column c", "\n\n  // Column c"),
-    "no barrier before the transpose": (HEADER, "    __syncwarp();\n#pragma", "#pragma"),
-    "no barrier after the transpose": (HEADER, "    }\n    __syncwarp();\n  }", "    }\n  }"),
-    "another swizzle": (HEADER, "column % kVectorWidth ^ of_group", "column % kVectorWidth"),
-    "one row too few": (HEADER, "r < kBlockRows; r += kWarps", "r < kBlockRows - 1; r += kWarps"),
-    "not rounded": (HEADER, "round_all<T>(x);", ""),
-    "one column too many": (HEADER, "if (col >= cols) break;", ""),
-}
+    "no wait for those who have not begun": (CLUSTER, "  wait_for_cluster();  // until", "  if (block == 9) wait_for_cluster();  //"),
+    "no barrier before the parts are read": (CLUSTER, "  arrive_at_cluster();\n  wait_for_cluster();\n", ""),
+    "a block that ends early": (CLUSTER, "  wait_for_cluster();  // until", "  if (block == 2) return;\n  wait_for_cluster();  //"),
+    "parts in the place of others": (CLUSTER, "publish(part, parts[block]", "publish(part, parts[0]"),
+    "parts of equal weight": (CLUSTER, "count[k] = static_cast<float>(first_col_of(block + 1", "count[k] = 260; (void)(first_col_of(block + 1"),
+    "no distance of means": (CLUSTER, "__fmaf_rn(__fmul_rn(count[k], distance), distance, part[k].squares)", "part[k].squares"),
+    "columns beyond the end": (CLUSTER, "return col_of(v) < end;", "return end > 0;"),
+    "rows beyond the end": (CLUSTER, "has_rows ? block_cols : 0", "block_cols"),
+    "no barrier before the statistics are read": (CLUSTER, "  __syncwarp();", ""),
+    "no barrier before the columns are read": (CLUSTER, "    __syncthreads();\n", ""),
+    "another swizzle where columns are written": (CLUSTER, "+ warp) ^ lane]", "+ warp) ^ lane / 2]"),
+    "halves of parameters": (CLUSTER, "kept[which][four & 1]", "kept[which][~four & 1]"),
+    "values that are not rounded": (CLUSTER, "round_all<T>(x);", ""),
+    "an amax that is not rounded": (CLUSTER, "to_float(from_float<T>(thread_amax))", "thread_amax"),
+    "rows: no barrier before the patches": (ROWS, "  __syncthreads();\n\n  // Column c", "\n\n  // Column c"),
+    "rows: no barrier after the transpose": (ROWS, "    }\n    __syncwarp();\n  }", "    }\n  }"),
+    "rows: another swizzle": (ROWS, "column % kVectorWidth ^ of_group", "column % kVectorWidth"),
+}  # fmt: skip
 
 
+# 48 rows in clusters of 4, of which one block has more columns than the others; in blocks of rows, what is left of slices of 64 columns.
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
-    x = array(1, 32, 592, dtype=ml_dtypes.bfloat16, mean=0.5)
+    file, *change = MISTAKES[mistake]
+    shape, others = ((48, 1040), ()) if file == CLUSTER else ((32, 1104), NO_CLUSTERS)
+    x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
+    changes = ((file, *change), *others, *ONLY_BFLOAT16)
     with pytest.raises((EmulationError, AssertionError)):
-        check_quantized(x, "layernorm", FORMATS[0], SCALE, quantize(x, "layernorm", changes=(MISTAKES[mistake],)))
+        check_quantized(x, "layernorm", FORMATS[0], SCALE, quantize(x, "layernorm", changes=changes))
 
 
 BACKWARD_MISTAKES = {
-    "no barrier in the sums": (REDUCE, "  __syncthreads();\n  const bool filled", "  const bool filled"),
+    "no barrier in the sums": ("device/reduce.cuh", "  __syncthreads();\n  const bool filled", "  const bool filled"),
     "scratch used twice": (BACKWARD, "turn ^= 1;", ""),
     "rows left over": (BACKWARD, "first_row + r < g.rows && col", "col"),
     "the second half of the columns": (BACKWARD, "sums_of(pass)[half * threads]", "sums_of(pass)[0]"),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.program  # the kernels know nothing of Python
 ENTRY = """
 using namespace jax_fp8;
 
-static QuantizeArguments arguments_of(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
+static QuantizeArguments arguments_of(Matrices x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
                                       int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
                                       uint8_t* values, uint8_t* values_t, float* amax, float* scale, int64_t rows,
                                       int64_t cols) {
@@ -23,23 +23,34 @@ static QuantizeArguments arguments_of(const void* x, int64_t x_type, const float
           .rows = rows, .cols = cols};
 }
 
+static Matrices alone(const void* x, int64_t cols) { return {{x}, {cols, cols, cols}}; }
+
 extern "C" int quantize(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax, int64_t margin,
                         double amax_epsilon, int64_t power_2_scale, int64_t format, int64_t rows, int64_t cols,
                         uint8_t* values, float* amax, float* scale) {
-  return launch_quantize(arguments_of(x, x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format, values,
+  return launch_quantize(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format, values,
                                       nullptr, amax, scale, rows, cols), nullptr);
 }
 
 extern "C" int quantize_transpose(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
                                   int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format, int64_t rows,
                                   int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale) {
-  return launch_quantize_transpose(arguments_of(x, x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format,
+  return launch_quantize_transpose(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format,
                                                 values, values_t, amax, scale, rows, cols), nullptr);
 }
 
 extern "C" int quantize_transpose_sums(const void* x, int64_t x_type, const float* source, int64_t format, int64_t rows,
                                        int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* sums,
                                        float* partial) {
+  QuantizeArguments arguments = arguments_of(alone(x, cols), x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale, rows, cols);
+  arguments.sums = {sums, partial};
+  return launch_quantize_transpose(arguments, nullptr);
+}
+
+extern "C" int side_by_side(const void* first, const void* second, const void* third, int64_t x_type, const float* source,
+                            int64_t format, int64_t rows, int64_t end, int64_t second_end, int64_t cols, uint8_t* values,
+                            uint8_t* values_t, float* amax, float* scale, float* sums, float* partial) {
+  const Matrices x{{first, second, third}, {end, second_end, cols}};
   QuantizeArguments arguments = arguments_of(x, x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale, rows, cols);
   arguments.sums = {sums, partial};
   return launch_quantize_transpose(arguments, nullptr);
@@ -172,6 +183,32 @@ def test_sums(shape, source):
     got = kernels.call("quantize_transpose_sums", x, SOURCES.index(source), scale, 0, rows, cols, *results)
     check("quantize_transpose", x, scale[0], FORMATS[0], got[:4])
     assert_same_bits(got[4], x.astype(np.float32).sum(axis=0))
+
+
+# Parts of whole tiles, parts that end within one, one that no vector fits, and only two.
+WIDTHS = [(64, 64, 64), (128, 16, 48), (16, 16, 96), (80, 20, 28), (64, 48, 0)]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_matrices_side_by_side(widths, source, changes=()):
+    rows, cols = 144, sum(widths)
+    x = np.random.default_rng(rows).integers(-9, 10, (rows, cols)).astype(source)
+    parts = [np.ascontiguousarray(part) for part in np.split(x, np.cumsum(widths)[:-1], axis=1)]
+    sums, partial = Result((cols,), np.float32), Result((-(-rows // 128), cols), np.float32)
+    results = [Result((rows, cols), FORMATS[0]), Result((cols, rows), FORMATS[0]), SCALAR, SCALAR, sums, partial]
+    scale = np.float32([0.3])
+    ends = np.cumsum(widths).tolist()
+    kernels = compile_for_cpu("quantize.cu", ENTRY, changes)
+    got = kernels.call("side_by_side", *parts, SOURCES.index(source), scale, 0, rows, *ends, *results)
+    check("quantize_transpose", x, scale[0], FORMATS[0], got[:4])
+    assert_same_bits(got[4], x.astype(np.float32).sum(axis=0))
+
+
+def test_a_wrong_matrix_is_noticed():
+    change = ("quantize.cu", "if (col >= matrices.ends[i - 1])", "if (col > matrices.ends[i - 1])")
+    with pytest.raises((AssertionError, EmulationError), match=r"elements differ|argument"):
+        test_matrices_side_by_side(WIDTHS[0], SOURCES[1], (change, *ONE_SOURCE))
 
 
 # What is wrong then, and the mistake that the harness names; None where only the numbers are wrong.

@@ -1,4 +1,4 @@
-"""The CUDA kernels of csrc on a CPU: the same text, compiled by a C++ compiler, every thread of a block a fiber.
+"""The CUDA kernels of csrc on a CPU: the same text, compiled by a C++ compiler, every thread a fiber.
 
 A test names a source, writes the few lines of C++ that call its launch function, and calls them with NumPy arrays:
 
@@ -20,8 +20,9 @@ depend on the order: give one of ORDERS at a time, and compare with a tolerance.
 
 What else is found, as an EmulationError with the thread and mostly the line: a barrier or warp operation that not all reach,
 a vector at an address that is not aligned, an access outside an array, an index outside a C++ array, a write outside
-shared memory, a launch beyond the device's limits. What is not: races that none of the orders shows, memory order,
-bank conflicts and speed. A kernel in which one block waits for another never ends, and there are no asynchronous copies.
+shared memory, the shared memory of a block that has not begun or has ended, a launch beyond the device's limits. What is
+not: races that none of the orders shows, memory order, bank conflicts and speed. The blocks of a cluster run together; a
+kernel in which one waits for a block of another cluster never ends, and there are no asynchronous copies.
 
 Numbers are the device's as far as single operations go. But nvcc joins a product and a sum that no intrinsic keeps
 apart (`a * b + c`) into one rounding, and this compiler does not; expf and its kin are the host's; NaNs are the device's

@@ -49,11 +49,16 @@ enum cudaError_t {
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchFailure = 719,
+  cudaErrorInvalidClusterSize = 912,
 };
 
 using cudaStream_t = struct CUstream_st*;
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncAttributeNonPortableClusterSizeAllowed,
+};
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 
 inline cudaError_t emulation_last_error = cudaSuccess;
@@ -67,25 +72,41 @@ inline cudaError_t cudaMemsetAsync(void* target, int byte, size_t count, cudaStr
   return cudaSuccess;
 }
 
-// How much dynamic shared memory a kernel may have: more than 48 KB it must ask for.
+// What a kernel must ask for: more than 48 KB of dynamic shared memory, more than 8 blocks in a cluster.
+struct EmulatedLimits {
+  size_t dynamic_shared = 48 * 1024;
+  unsigned cluster = 8;
+};
+
 template <typename... Parameters>
-size_t& emulation_dynamic_limit(void (*kernel)(Parameters...)) {
+EmulatedLimits& emulation_limits(void (*kernel)(Parameters...)) {
   static struct {
     void (*kernel)(Parameters...);
-    size_t limit;
-  } limits[64];
-  for (auto& entry : limits) {
-    if (entry.kernel == nullptr) entry = {kernel, 48 * 1024};
-    if (entry.kernel == kernel) return entry.limit;
+    EmulatedLimits limits;
+  } entries[64];
+  for (auto& entry : entries) {
+    if (entry.kernel == nullptr) entry.kernel = kernel;
+    if (entry.kernel == kernel) return entry.limits;
   }
   abort();
 }
 
 template <typename... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) emulation_limits(kernel).cluster = value ? 16 : 8;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || static_cast<size_t>(value) > emulation::kMostShared) return cudaErrorInvalidValue;
-  emulation_dynamic_limit(kernel) = value;
+  emulation_limits(kernel).dynamic_shared = value;
+  return cudaSuccess;
+}
+
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  *attributes = {.ptxVersion = 90};
   return cudaSuccess;
 }
 
@@ -109,21 +130,19 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
 
 template <typename Closure>
 struct EmulatedCall {
-  dim3 grid, block;
-  size_t shared;
+  emulation::Grid grid;
   Closure closure;
 };
 
 struct EmulatedLaunch {
-  dim3 grid, block;
-  size_t shared;
+  emulation::Grid grid;
 
-  EmulatedLaunch(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t = nullptr) : grid(grid), block(block), shared(shared) {}
+  EmulatedLaunch(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t = nullptr) : grid{grid, block, 1, shared} {}
 
   template <typename... Arguments>
   auto operator()(Arguments... arguments) const {
     const auto closure = [=](auto kernel) { kernel(arguments...); };
-    return EmulatedCall<decltype(closure)>{grid, block, shared, closure};
+    return EmulatedCall<decltype(closure)>{grid, closure};
   }
 };
 
@@ -132,16 +151,56 @@ void operator->*(void (*kernel)(Parameters...), const EmulatedCall<Closure>& cal
   const auto is_good = [](dim3 size, uint64_t most, uint64_t most_beside) {
     return size.count() != 0 && size.x <= most && size.y <= most_beside && size.z <= most_beside;
   };
-  const bool good_block = is_good(call.block, emulation::kMostThreads, emulation::kMostThreads) &&
-                          call.block.count() <= emulation::kMostThreads;
-  if (!good_block || !is_good(call.grid, 0x7FFFFFFF, 0xFFFF)) {
+  const auto& [grid, block, cluster, shared_bytes] = call.grid;
+  const bool good_block =
+      is_good(block, emulation::kMostThreads, emulation::kMostThreads) && block.count() <= emulation::kMostThreads;
+  if (!good_block || !is_good(grid, 0x7FFFFFFF, 0xFFFF)) {
     emulation_last_error = cudaErrorInvalidConfiguration;
-  } else if (call.shared > emulation_dynamic_limit(kernel)) {
+  } else if (shared_bytes > emulation_limits(kernel).dynamic_shared) {
     emulation_last_error = cudaErrorInvalidValue;
+  } else if (cluster == 0 || cluster > emulation_limits(kernel).cluster || grid.x % cluster != 0) {
+    emulation_last_error = cudaErrorInvalidClusterSize;
   } else if (!emulation::failed()) {
     const auto run = [&] { call.closure(kernel); };
     const auto erased = [](const void* closure) { (*static_cast<decltype(run)*>(closure))(); };
-    emulation::run_grid(call.grid, call.block, call.shared, erased, &run);
+    emulation::run_grid(call.grid, erased, &run);
   }
   if (emulation::failed()) emulation_last_error = cudaErrorLaunchFailure;
+}
+
+// ---- launching with attributes ----------------------------------------------------------------------------------------------------
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    uint3 clusterDim;
+  } val;
+};
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+  EmulatedLaunch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const uint3 cluster = config->attrs[i].val.clusterDim;
+    if (cluster.y != 1 || cluster.z != 1) return cudaErrorInvalidClusterSize;  // there are none such here
+    launch.grid.cluster = cluster.x;
+  }
+  kernel->*launch(arguments...);
+  return cudaGetLastError();
+}
+
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel, const cudaLaunchConfig_t*) {
+  *clusters = 1;
+  return cudaSuccess;
 }

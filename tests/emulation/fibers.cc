@@ -1,53 +1,41 @@
 // One fiber runs at a time, until it ends or waits for others.
 //
 // Who runs next is the first, the last or a random one of those that can: a kernel that lacks a barrier then reads what has not been
-// written yet, and what it reads is poison. A wait that never ends is found when no fiber can run. Whatever goes wrong abandons the
-// launch, and the sentence that says so reaches Python.
+// written yet, and what it reads is poison. Of the blocks of a cluster, too, the first or the last runs as far as it can before another
+// does. A wait that never ends is found when no fiber can run. Whatever goes wrong abandons the launch, and the sentence that says so
+// reaches Python.
 #include "fibers.h"
 
-#include <setjmp.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <algorithm>
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <utility>
 #include <vector>
 
-#include "checks.h"
+#include "scheduler.h"
 #include "shared_memory.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 namespace emulation {
+
+Fiber fibers[kMostFibers];
+State states[kMostFibers];
+size_t block_fibers, blocks;
+int current = -1;
+jmp_buf scheduler;
+
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;  // a table of 32 KB among the parameters is copied a few times
 
-enum State : unsigned char { kReady, kAtBlockBarrier, kInWarp, kEnded };
-
-struct Fiber {
-  bool started;
-  ucontext_t start;
-  jmp_buf left;  // from where it goes on; unlike a context, at no cost of a system call
-  const char* waits_for;
-  Place place;
-  uint32_t mask;           // the lanes that take part
-  uint64_t given;          // to the other lanes
-  uint64_t lanes[kLanes];  // what every lane gave
-};
-
-Fiber fibers[kMostThreads];
-State states[kMostThreads];
-size_t threads;
-int current = -1;  // in host code
-jmp_buf scheduler;
+size_t threads;  // of a block
+uint64_t first_block;
+bool begun[kMostBlocks], ended[kMostBlocks];
+int openings;  // of the cluster's barrier
 
 void (*kernel)(const void* closure);
 const void* closure;
@@ -57,59 +45,12 @@ unsigned char* stacks;
 int64_t order;  // 0: the first fiber that can run; 1: the last one; else a random one, and this is the seed
 std::minstd_rand random_number;
 
-char failure[1024];
-void* fault;  // the address that was not to be touched
-struct sigaction handler_before;
-
-// ---- failing -------------------------------------------------------------------------------------------------------------
-
-void on_fault(int, siginfo_t* info, void*) {
-  if (current < 0) {  // host code: not ours to explain
-    sigaction(SIGSEGV, &handler_before, nullptr);
-    return;
-  }
-  fault = info->si_addr;
-  fail("a kernel touches memory that it must not");
-}
-
-bool same_place(const Place& a, const Place& b) {
-  return a.line() == b.line() && a.column() == b.column() && strcmp(a.file_name(), b.file_name()) == 0;
-}
-
-bool stand_together(size_t a, size_t b) {
-  if (states[a] != states[b]) return false;
-  return states[a] == kEnded || (fibers[a].mask == fibers[b].mask && same_place(fibers[a].place, fibers[b].place));
-}
-
-void tell_deadlock() {
-  tell("deadlock in ");
-  tell_block();
-  std::vector<bool> told(threads);
-  for (size_t i = 0; i < threads; ++i) {
-    if (told[i]) continue;
-    int count = 0;
-    for (size_t j = i; j < threads; ++j) {
-      if (!stand_together(i, j)) continue;
-      told[j] = true;
-      ++count;
-    }
-    const Fiber& first = fibers[i];
-    tell("; %d threads, first %zu, ", count, i);
-    if (states[i] == kEnded) {
-      tell("have ended");
-    } else {
-      tell("wait in %s at %s:%u", first.waits_for, first.place.file_name(), first.place.line());
-      if (states[i] == kInWarp) tell(" for the lanes 0x%08X", first.mask);
-    }
-  }
-}
-
-// ---- scheduling ----------------------------------------------------------------------------------------------------------
-
 uint3 position(uint64_t number, dim3 size) {
   const uint64_t row = number / size.x;
   return {static_cast<unsigned>(number % size.x), static_cast<unsigned>(row % size.y), static_cast<unsigned>(row / size.y)};
 }
+
+void enter_block(size_t rank) { blockIdx = position(first_block + rank, gridDim); }
 
 void leave() {
   if (_setjmp(fibers[current].left) == 0) _longjmp(scheduler, 1);
@@ -117,7 +58,9 @@ void leave() {
 
 void resume(int next) {
   current = next;
-  threadIdx = position(next, blockDim);
+  enter_block(rank_of(next));
+  begun[rank_of(next)] = true;
+  threadIdx = position(next % block_fibers, blockDim);
   if (_setjmp(scheduler) == 0) {
     if (std::exchange(fibers[next].started, true)) _longjmp(fibers[next].left, 1);
     setcontext(&fibers[next].start);
@@ -137,94 +80,143 @@ void fiber_body() {
   _longjmp(scheduler, 1);
 }
 
-// A fiber that can run, or -1.
-int pick() {
-  const int start = order > 1 ? static_cast<int>(random_number() % threads) : 0;
-  const auto ready_in = [](int begin, int end) {
-    const void* found = order == 1 ? memrchr(states + begin, kReady, end - begin) : memchr(states + begin, kReady, end - begin);
+// A fiber of a block that can run, or -1.
+int pick(size_t rank) {
+  State* const first = states + rank * block_fibers;
+  const size_t start = order > 1 ? random_number() % block_fibers : 0;
+  const auto ready_in = [&](size_t begin, size_t end) {
+    const void* found = order == 1 ? memrchr(first + begin, kReady, end - begin) : memchr(first + begin, kReady, end - begin);
     return found == nullptr ? -1 : static_cast<int>(static_cast<const State*>(found) - states);
   };
-  const int found = ready_in(start, static_cast<int>(threads));
+  const int found = ready_in(start, block_fibers);
   return found >= 0 ? found : ready_in(0, start);
 }
 
-// Lets everyone go on when all who have not ended wait at the same barrier.
-bool open_block_barrier() {
-  const State* first = std::find(states, states + threads, kAtBlockBarrier);
-  if (first == states + threads) return false;
-  for (size_t i = 0; i < threads; ++i) {
-    if (states[i] != kEnded && !stand_together(i, first - states)) return false;
+// Lets a block go on when all its threads that have not ended wait at the same barrier.
+bool open_block_barrier(size_t rank) {
+  State *const begin = states + rank * block_fibers, *const end = begin + block_fibers;
+  const State* first = std::find(begin, end, kAtBlockBarrier);
+  if (first == end) return false;
+  for (State* state = begin; state < end; ++state) {
+    if (!is_gone(*state) && !stand_together(state - states, first - states)) return false;
   }
-  std::replace(states, states + threads, kAtBlockBarrier, kReady);
+  std::replace(begin, end, kAtBlockBarrier, kReady);
   return true;
 }
 
+// Lets the cluster go on when all its threads that have not ended have arrived.
+bool open_cluster_barrier() {
+  State* const end = states + blocks * block_fibers;
+  if (std::find(states, end, kAtClusterBarrier) == end) return false;
+  for (const State* state = states; state < end; ++state) {
+    if (!is_gone(*state) && fibers[state - states].arrivals == openings) return false;
+  }
+  ++openings;
+  std::replace(states, end, kAtClusterBarrier, kReady);
+  return true;
+}
+
+int pick() {
+  const size_t start = order > 1 ? random_number() % blocks : 0;
+  do {
+    for (size_t i = 0; i < blocks; ++i) {
+      const size_t rank = order == 1 ? blocks - 1 - i : (start + i) % blocks;
+      int found = ended[rank] ? -1 : pick(rank);
+      if (found < 0 && !ended[rank] && open_block_barrier(rank)) found = pick(rank);
+      if (found >= 0) return found;
+    }
+  } while (open_cluster_barrier());
+  return -1;
+}
+
 void start_fibers() {
-  std::fill(states, states + threads, kReady);
-  for (size_t i = 0; i < threads; ++i) {
+  for (size_t i = 0; i < blocks * block_fibers; ++i) {
+    states[i] = i % block_fibers < threads ? kReady : kAbsent;
     ucontext_t& context = fibers[i].start;
     fibers[i].started = false;
+    fibers[i].arrivals = fibers[i].waits = 0;
     getcontext(&context);
     context.uc_stack = {stacks + i * kStackBytes + kPage, 0, kStackBytes - kPage};
     makecontext(&context, fiber_body, 0);
   }
 }
 
-void run_block() {
-  poison_shared();
+// What a block leaves behind is poison: nobody may need it.
+void end_block_of(size_t fiber) {
+  const size_t rank = rank_of(fiber);
+  State* const begin = states + rank * block_fibers;
+  if (!std::all_of(begin, begin + block_fibers, is_gone)) return;
+  ended[rank] = true;
+  check_shared(rank);
+  poison_shared(rank);
+}
+
+void run_cluster() {
+  openings = 0;
+  for (size_t rank = 0; rank < blocks; ++rank) {
+    begun[rank] = ended[rank] = false;
+    poison_shared(rank);
+  }
   start_fibers();
   while (!failed()) {
     const int next = pick();
-    if (next < 0 && open_block_barrier()) continue;
     if (next < 0) break;
     resume(next);
+    if (states[next] == kEnded) end_block_of(next);
   }
   if (failed()) return;
-  if (std::count(states, states + threads, kEnded) != static_cast<ptrdiff_t>(threads)) return tell_deadlock();
-  check_shared();
+  if (std::count(ended, ended + blocks, true) != static_cast<ptrdiff_t>(blocks)) return tell_deadlock();
+  for (size_t rank = 0; rank < blocks && blocks > 1; ++rank) {
+    enter_block(rank);
+    check_untouched(rank);
+  }
 }
 
-std::vector<uint64_t> blocks_in_order(uint64_t count) {
-  std::vector<uint64_t> blocks(count);
-  std::iota(blocks.begin(), blocks.end(), 0);
-  if (order == 1) std::reverse(blocks.begin(), blocks.end());
-  if (order > 1) std::shuffle(blocks.begin(), blocks.end(), random_number);
-  return blocks;
+std::vector<uint64_t> clusters_in_order(uint64_t count) {
+  std::vector<uint64_t> clusters(count);
+  std::iota(clusters.begin(), clusters.end(), 0);
+  if (order == 1) std::reverse(clusters.begin(), clusters.end());
+  if (order > 1) std::shuffle(clusters.begin(), clusters.end(), random_number);
+  return clusters;
 }
 
 }  // namespace
 
 unsigned char poison;
 
-void tell(const char* format, ...) {
-  const size_t length = strlen(failure);
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(failure + length, sizeof(failure) - length, format, arguments);
-  va_end(arguments);
-}
-
-void tell_block() { tell("block (%u, %u, %u)", blockIdx.x, blockIdx.y, blockIdx.z); }
-
-bool failed() { return failure[0] != 0; }
-
-void fail(const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(failure, sizeof(failure), format, arguments);
-  va_end(arguments);
-  if (current < 0) {  // in host code, where there is nothing to go back to
-    fputs(failure, stderr);
-    abort();
-  }
-  tell(", in thread (%u, %u, %u) of ", threadIdx.x, threadIdx.y, threadIdx.z);
-  tell_block();
-  _longjmp(scheduler, 1);
-}
-
 void block_barrier(Place place) {
   wait(kAtBlockBarrier, "__syncthreads", 0, place);
   leave();
+}
+
+size_t current_rank() { return rank_of(current); }
+
+void arrive_at_cluster(Place place) {
+  Fiber& self = fibers[current];
+  if (self.arrivals != self.waits) {
+    fail("%s:%u: an arrival at the cluster's barrier that follows another, and no wait", place.file_name(), place.line());
+  }
+  ++self.arrivals;
+}
+
+void wait_for_cluster(Place place) {
+  Fiber& self = fibers[current];
+  if (self.arrivals == self.waits) {
+    fail("%s:%u: a wait for the cluster's barrier without an arrival", place.file_name(), place.line());
+  }
+  if (openings >= ++self.waits) return;
+  wait(kAtClusterBarrier, "barrier.cluster.wait", 0, place);
+  leave();
+}
+
+void* in_block(const void* shared, size_t rank, Place place) {
+  if (rank >= blocks) fail("%s:%u: block %zu of a cluster of %zu", place.file_name(), place.line(), rank, blocks);
+  if (!begun[rank] || ended[rank]) {
+    fail("%s:%u: block %zu of the cluster has %s", place.file_name(), place.line(), rank, ended[rank] ? "ended" : "not begun");
+  }
+  void* found = find_shared(shared, current_rank(), rank);
+  if (found == nullptr) fail("%s:%u: %p is not in shared memory of this block", place.file_name(), place.line(), shared);
+  return found;
 }
 
 const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, Place place) {
@@ -240,7 +232,7 @@ const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, P
     }
   };
   bool complete = true;
-  for_lanes([&](int i) { complete &= i < static_cast<int>(threads) && states[i] == kInWarp && stand_together(i, self); });
+  for_lanes([&](int i) { complete &= states[i] == kInWarp && stand_together(i, self); });
   if (complete) {
     for_lanes([&](int i) {
       memset(fibers[i].lanes, poison, sizeof(fibers[i].lanes));  // what other lanes give is not defined
@@ -252,24 +244,17 @@ const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, P
   return fibers[self].lanes;
 }
 
-void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel_)(const void*), const void* closure_) {
-  gridDim = grid, blockDim = block, kernel = kernel_, closure = closure_;
-  threads = block.count();
-  set_dynamic_shared(shared_bytes);
-  static unsigned char signal_stack[64 * 1024];
-  stack_t stack = {signal_stack, 0, sizeof(signal_stack)}, stack_before;
-  sigaltstack(&stack, &stack_before);
-  struct sigaction action = {};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // the handler does not return
-  sigaction(SIGSEGV, &action, &handler_before);
-  for (uint64_t i : blocks_in_order(grid.count())) {
-    blockIdx = position(i, grid);
-    run_block();
+void run_grid(const Grid& grid, void (*kernel_)(const void*), const void* closure_) {
+  gridDim = grid.grid, blockDim = grid.block, kernel = kernel_, closure = closure_;
+  threads = grid.block.count(), block_fibers = (threads + kLanes - 1) / kLanes * kLanes, blocks = grid.cluster;
+  if (blocks * block_fibers > kMostFibers) return tell("a cluster of %zu threads; here are %zu", blocks * block_fibers, kMostFibers);
+  set_dynamic_shared(grid.shared_bytes);
+  const FaultHandler handler;
+  for (uint64_t i : clusters_in_order(gridDim.count() / blocks)) {
+    first_block = i * blocks;
+    run_cluster();
     if (failed()) break;
   }
-  sigaction(SIGSEGV, &handler_before, nullptr);
-  sigaltstack(&stack_before, nullptr);
 }
 
 }  // namespace emulation
@@ -279,8 +264,8 @@ extern "C" {  // what Python calls
 // For all libraries of the process, which may not have many times as many maps. Every stack ends at a page to stop at.
 void* emulation_map_stacks() {
   using namespace emulation;
-  unsigned char* stacks = map_between_guards(kMostThreads * kStackBytes);
-  for (size_t i = 0; i < kMostThreads; ++i) mprotect(stacks + i * kStackBytes, kPage, PROT_NONE);
+  unsigned char* stacks = map_between_guards(kMostFibers * kStackBytes);
+  for (size_t i = 0; i < kMostFibers; ++i) mprotect(stacks + i * kStackBytes, kPage, PROT_NONE);
   return stacks;
 }
 
@@ -289,10 +274,7 @@ void emulation_begin(int64_t order, int64_t poison, void* stacks) {
   emulation::random_number.seed(static_cast<unsigned>(order));
   emulation::poison = static_cast<unsigned char>(poison);
   emulation::stacks = static_cast<unsigned char*>(stacks);
-  emulation::failure[0] = 0;
-  emulation::fault = nullptr;
+  emulation::clear_failure();
 }
 
-const char* emulation_failure() { return emulation::failure; }
-void* emulation_fault() { return emulation::fault; }
 }

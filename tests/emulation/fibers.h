@@ -1,4 +1,4 @@
-// The threads of a block as fibers: what the header of CUDA is made of.
+// The threads of a cluster of blocks as fibers: what the header of CUDA is made of.
 #pragma once
 
 #include <cstddef>
@@ -24,16 +24,31 @@ using Place = std::source_location;
 
 constexpr int kLanes = 32;
 constexpr size_t kMostThreads = 1024;
+constexpr size_t kMostBlocks = 16;  // of a cluster
 constexpr size_t kMostShared = 227 * 1024;
 
 // Writes down what went wrong, and with which thread; the launch ends here.
 [[noreturn]] void fail(const char* format, ...);
 bool failed();
 
-// Runs kernel(closure) in every thread of every block, one block after another: a kernel that waits for another block never ends.
-void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(const void* closure), const void* closure);
+struct Grid {
+  dim3 grid, block;
+  unsigned cluster;  // blocks, side by side along x
+  size_t shared_bytes;
+};
+
+// Runs kernel(closure) in every thread of every block, one cluster after another: a kernel that waits for another cluster never ends.
+void run_grid(const Grid& grid, void (*kernel)(const void* closure), const void* closure);
+
+// The number of this thread's block in its cluster.
+size_t current_rank();
 
 void block_barrier(Place place);
+void arrive_at_cluster(Place place);
+void wait_for_cluster(Place place);
+
+// Where an address in the shared memory of this block is in that of another.
+void* in_block(const void* shared, size_t rank, Place place);
 
 // Gives `value` to the lanes of the mask, and returns what each of them gave, when all have come to the same place.
 const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, Place place);
@@ -48,20 +63,26 @@ T* aligned(T* pointer, Place place) {
 
 void* dynamic_shared();
 
-// From here on every block finds the array poisoned, and must leave the bytes around it as they are.
-void poison_around(void* begin, size_t before, size_t array, size_t after, Place place);
+// From here on every block finds its copy of the array poisoned, and must leave the bytes around it as they are.
+void poison_copies(void* begin, size_t stride, size_t before, size_t array, size_t after, Place place);
 
-// An array in static shared memory, aligned as its declaration promises and no further. It comes to be when the first thread
-// arrives at the declaration.
+// An array in static shared memory, one for each block of a cluster, aligned as its declaration promises and no further. It comes to
+// be when the first thread arrives at the declaration.
 template <typename Array, size_t kWanted = 0>
 struct Shared {
   static constexpr size_t kAlignment = alignof(Array) > kWanted ? alignof(Array) : kWanted;
   static constexpr size_t kBefore = kAlignment < 16 ? 16 + kAlignment : kAlignment;
   static constexpr size_t kAfter = 16;
-  alignas(kAlignment < 16 ? 16 : kAlignment) unsigned char bytes[kBefore + sizeof(Array) + kAfter];
-  Array& array = *reinterpret_cast<Array*>(bytes + kBefore);
+  struct alignas(kAlignment < 16 ? 16 : kAlignment) Copy {
+    unsigned char bytes[kBefore + sizeof(Array) + kAfter];
+  };
+  Copy copies[kMostBlocks];
 
-  explicit Shared(Place place = Place::current()) { poison_around(bytes, kBefore, sizeof(Array), kAfter, place); }
+  explicit Shared(Place place = Place::current()) {
+    poison_copies(copies, sizeof(Copy), kBefore, sizeof(Array), kAfter, place);
+  }
+
+  Array& array() { return *reinterpret_cast<Array*>(copies[current_rank()].bytes + kBefore); }
 };
 
 }  // namespace emulation

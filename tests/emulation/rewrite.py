@@ -34,7 +34,7 @@ def _static_shared(source, name):
         parts = match.groupdict()
         alignment = f", {parts['alignment']}" if parts["alignment"] else ""
         storage = f"static emulation::Shared<{parts['type']}{parts['dims'] or ''}{alignment}> {parts['array']}_storage;"
-        return f"{storage} auto& {parts['array']} = {parts['array']}_storage.array;"
+        return f"{storage} auto& {parts['array']} = {parts['array']}_storage.array();"
 
     source = re.sub(rf"{_QUALIFIERS}(?P<dims>(?:\[[^\]]*\]\s*)*);", declaration, source)
     if re.search(r"^[^/]*__shared__", source, flags=re.MULTILINE):
@@ -51,7 +51,7 @@ def _instructions(source, name):
         operands = [text[m.end() : _closing(text, m.end() - 1)] for m in re.finditer(r'"[=+]?[a-z]+"\s*\(', text)]
         instruction = "".join(re.findall(r'"([^"]*)"', re.split(r':\s*(?=")', text)[0]))
         mnemonic, _, wanted = instruction.strip().rstrip(";").partition(" ")
-        if [part.strip() for part in wanted.split(",")] != [f"%{i}" for i in range(len(operands))]:
+        if re.findall(r"[^,\s]+", wanted) != [f"%{i}" for i in range(len(operands))]:
             raise ValueError(f"{name}: asm must be one instruction of all its operands in order, got {instruction!r}")
         lines = "\n" * text.count("\n")
         function = re.sub(r"\W", "_", mnemonic)

@@ -1,4 +1,5 @@
-// Shared memory is poison when a block begins, and what is beside an array must be poison when it ends.
+// Shared memory is poison when a block begins, and what is beside an array must be poison when it ends. Each block of a cluster has its
+// own copy of every array.
 #include "shared_memory.h"
 
 #include <sys/mman.h>
@@ -6,6 +7,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <vector>
+
+#include "scheduler.h"
 
 namespace emulation {
 namespace {
@@ -15,38 +18,50 @@ constexpr size_t kDynamicBytes = 4 * kPage;  // of which a launch asks for the l
 static_assert(kDynamicBytes >= kMostShared + kGuardBytes);
 
 struct SharedArray {
-  unsigned char* begin;
+  unsigned char* begin;  // of the copy of the first block
+  size_t stride;         // to that of the next
   size_t before, array, after;
   Place place;
+
+  unsigned char* copy(size_t rank) const { return begin + rank * stride; }
+  size_t bytes() const { return before + array + after; }
 };
 
+constexpr size_t kDynamicStride = kDynamicBytes + 2 * kPage;
+
+// Every copy between two pages that must not be touched.
+unsigned char* map_dynamic_shared() {
+  unsigned char* first = map_between_guards(kMostBlocks * kDynamicStride);
+  for (size_t rank = 0; rank < kMostBlocks; ++rank) mprotect(first + rank * kDynamicStride + kDynamicBytes, 2 * kPage, PROT_NONE);
+  return first;
+}
+
 std::vector<SharedArray> static_arrays;
-unsigned char* const dynamic_end = map_between_guards(kDynamicBytes) + kDynamicBytes;  // where a launch's bytes end
+unsigned char* const dynamic_begin = map_dynamic_shared();
 size_t dynamic_bytes;
 
 bool is_poison(const unsigned char* begin, const unsigned char* end) {
   return std::all_of(begin, end, [](unsigned char byte) { return byte == poison; });
 }
 
+// What a launch asks for lies at the end.
 SharedArray dynamic_array() {
-  auto* inside = static_cast<unsigned char*>(dynamic_shared());
-  return {inside - kGuardBytes, kGuardBytes, dynamic_bytes, static_cast<size_t>(dynamic_end - inside) - dynamic_bytes, Place()};
+  const size_t after = (16 - dynamic_bytes % 16) % 16;
+  unsigned char* end = dynamic_begin + kDynamicBytes;
+  return {end - after - dynamic_bytes - kGuardBytes, kDynamicStride, kGuardBytes, dynamic_bytes, after, Place()};
 }
 
-void poison_array(const SharedArray& array) { memset(array.begin, poison, array.before + array.array + array.after); }
-
-void check_array(const SharedArray& array) {
-  const unsigned char *inside = array.begin + array.before, *end = inside + array.array;
-  if (is_poison(array.begin, inside) && is_poison(end, end + array.after)) return;
-  tell_block();
-  tell(" writes outside its %zu bytes of shared memory, %s:%u; ", array.array, array.place.file_name(), array.place.line());
+template <typename Function>
+void for_arrays(Function function) {
+  std::for_each(static_arrays.begin(), static_arrays.end(), function);
+  function(dynamic_array());
 }
 
 }  // namespace
 
 // Memory between two pages that must not be touched.
 unsigned char* map_between_guards(size_t bytes) {
-  void* begin = mmap(nullptr, bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* begin = mmap(nullptr, bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (begin == MAP_FAILED) abort();
   mprotect(static_cast<unsigned char*>(begin) + kPage, bytes, PROT_READ | PROT_WRITE);
   return static_cast<unsigned char*>(begin) + kPage;
@@ -54,21 +69,44 @@ unsigned char* map_between_guards(size_t bytes) {
 
 void set_dynamic_shared(size_t bytes) { dynamic_bytes = bytes; }
 
-void poison_shared() {
-  std::for_each(static_arrays.begin(), static_arrays.end(), poison_array);
-  poison_array(dynamic_array());
+void poison_shared(size_t rank) {
+  for_arrays([&](const SharedArray& array) { memset(array.copy(rank), poison, array.bytes()); });
 }
 
-void check_shared() {
-  std::for_each(static_arrays.begin(), static_arrays.end(), check_array);
-  check_array(dynamic_array());
+void check_shared(size_t rank) {
+  for_arrays([&](const SharedArray& array) {
+    const unsigned char *begin = array.copy(rank), *inside = begin + array.before, *end = inside + array.array;
+    if (is_poison(begin, inside) && is_poison(end, end + array.after)) return;
+    tell_block();
+    tell(" writes outside its %zu bytes of shared memory, %s:%u; ", array.array, array.place.file_name(), array.place.line());
+  });
 }
 
-void* dynamic_shared() { return dynamic_end - (dynamic_bytes + 15) / 16 * 16; }
+void check_untouched(size_t rank) {
+  for_arrays([&](const SharedArray& array) {
+    if (is_poison(array.copy(rank), array.copy(rank) + array.bytes())) return;
+    tell_block();
+    tell(" had ended when its shared memory was written, %s:%u; ", array.place.file_name(), array.place.line());
+  });
+}
 
-void poison_around(void* begin, size_t before, size_t array, size_t after, Place place) {
-  static_arrays.push_back({static_cast<unsigned char*>(begin), before, array, after, place});
-  poison_array(static_arrays.back());
+void* find_shared(const void* address, size_t rank, size_t other) {
+  void* found = nullptr;
+  for_arrays([&](const SharedArray& array) {
+    const ptrdiff_t at = static_cast<const unsigned char*>(address) - (array.copy(rank) + array.before);
+    if (at >= 0 && static_cast<size_t>(at) < array.array) found = array.copy(other) + array.before + at;
+  });
+  return found;
+}
+
+void* dynamic_shared() {
+  const SharedArray array = dynamic_array();
+  return array.copy(current_rank()) + array.before;
+}
+
+void poison_copies(void* begin, size_t stride, size_t before, size_t array, size_t after, Place place) {
+  static_arrays.push_back({static_cast<unsigned char*>(begin), stride, before, array, after, place});
+  for (size_t rank = 0; rank < kMostBlocks; ++rank) memset(static_arrays.back().copy(rank), poison, before + array + after);
 }
 
 }  // namespace emulation

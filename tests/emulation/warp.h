@@ -1,4 +1,4 @@
-// Barriers, and what the lanes of a warp do together.
+// Barriers, what the lanes of a warp do together, and what the blocks of a cluster do.
 #pragma once
 
 #include "fibers.h"
@@ -92,3 +92,17 @@ inline int __any_sync(unsigned mask, int predicate, Place place = Place::current
 inline int __all_sync(unsigned mask, int predicate, Place place = Place::current()) {
   return __ballot_sync(mask, predicate, place) == mask;
 }
+
+// ---- clusters: instructions, for which CUDA has no intrinsics --------------------------------------------------------------------
+
+namespace ptx {
+
+inline void barrier_cluster_arrive_release(Place place = Place::current()) { emulation::arrive_at_cluster(place); }
+inline void barrier_cluster_arrive_relaxed(Place place = Place::current()) { emulation::arrive_at_cluster(place); }
+inline void barrier_cluster_wait_acquire(Place place = Place::current()) { emulation::wait_for_cluster(place); }
+
+inline void mapa_u64(uint64_t& d, uint64_t address, unsigned rank, Place place = Place::current()) {
+  d = reinterpret_cast<uint64_t>(emulation::in_block(reinterpret_cast<void*>(address), rank, place));
+}
+
+}  // namespace ptx

@@ -8,11 +8,8 @@ Subnormal numbers, which XLA's CPU compiler flushes to zero, are compared with N
 of checks, and with exit code 1 when anything is wrong. How fast it is, `benchmarks/optimizer_step.py` says.
 """
 
-import argparse
 import itertools
-import json
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +20,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu.kernel_check import E4M3, E5M2, Report, as_bytes, oracle_amax, oracle_quantize
+from gpu.kernel_check import E4M3, E5M2, oracle_amax, oracle_quantize
+from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.ops import kernels
 from jax_fp8.ops.adam import TARGET, Coefficients, Leaf, adam
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
@@ -84,11 +81,6 @@ ORDINARY = (0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e-4, 3e38, -3.4e38, 
 TIES = (1 + 2**-8, -(1 + 3 * 2**-8), 1 + 2**-8 + 2**-23, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-4, 1 + 3 * 2**-4)
 TIES += (3.3961775e38, 57344.0)
 TINY = (1e-45, -1e-40, 1.1754942e-38, 2**-126, -1e-30, 1e-20, 2**-24, 2**-25, 3 * 2**-26, 2**-9, -(2**-10), 2**-16)
-
-
-def on_gpu() -> bool:
-    """Whether programs run on a GPU: the default device decides, which need not be of the default backend."""
-    return next(iter(jnp.zeros(()).devices())).platform == "gpu"
 
 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
@@ -593,30 +585,7 @@ CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_el
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--self-test", action="store_true", help="run on a CPU: the reference and few, small arrays")
-    options = parser.parse_args(arguments)
-    if not options.self_test and not (on_gpu() and TARGET in kernels.TARGETS):
-        print(f"adam_check needs a GPU and {TARGET}, got {jax.devices()}; {kernels.missing_reason() or 'rebuild it'}")
-        return 2
-    report, seconds = Report(), {}
-    for check in CHECKS:
-        start = time.perf_counter()
-        check(report)
-        seconds[check.__name__] = time.perf_counter() - start
-        print(f"{check.__name__}: {seconds[check.__name__]:.1f} s, {len(report.failures)} failures so far", flush=True)
-    print(jax.devices()[0].device_kind, "jax", jax.__version__, kernels.build_info())
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    for failure in report.failures[:20]:
-        print("FAILED", failure)
-    print(f"{len(report.failures)} failures")
-    if options.output:
-        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "build": kernels.build_info()}
-        result |= {"seconds": seconds, "passed": report.passed, "failures": report.failures}
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+    return run_script(Script(__file__, __doc__, CHECKS, target=TARGET, self_test=True), arguments)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ twice, over memory filled with two different patterns before, so that a byte tha
 line per timing and per group of checks, and with exit code 1 when anything is wrong.
 """
 
-import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -22,7 +19,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_fp8.ops import kernels
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gpu.report import Report, Script, run_script
+
+from jax_fp8.ops.quantize import sums_results
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -61,33 +62,6 @@ IN_A_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
 }
-
-
-class Report:
-    """Counts what was compared, keeps what went wrong."""
-
-    def __init__(self):
-        self.passed, self.failures, self.worst, self.timings = defaultdict(int), [], {}, []
-
-    def expect(self, group: str, holds: bool, what: str):
-        if holds:
-            self.passed[group] += 1
-        else:
-            self.failures.append(f"{group}: {what}")
-            print("FAILED", self.failures[-1], flush=True)
-
-    def bits(self, group: str, got, wanted, what: str):
-        got, wanted = as_bytes(got), as_bytes(wanted)
-        if got.shape != wanted.shape:
-            self.expect(group, False, f"{what}: {got.size} bytes instead of {wanted.size}")
-            return
-        wrong = np.flatnonzero(got != wanted)
-        first = f", byte {wrong[0]} is {got[wrong[0]]} instead of {wanted[wrong[0]]}" if wrong.size else ""
-        self.expect(group, not wrong.size, f"{what}: {wrong.size} of {wanted.size} bytes differ{first}")
-
-
-def as_bytes(array) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
 
 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
@@ -130,21 +104,42 @@ def quantize_transpose(x, source, dtype, **how):
     return jax.ffi.ffi_call("jax_fp8_quantize_transpose", results)(x, source, **GIVEN | how)
 
 
-def amax(x):
-    return jax.ffi.ffi_call("jax_fp8_amax", AMAX)(x)
+def quantize_side_by_side(parts, source, dtype):
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    matrices = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[::-1], dtype)
+    call = jax.ffi.ffi_call("jax_fp8_quantize_transpose_sums", (*matrices, AMAX, SCALE, *sums_results(shape)))
+    return call(parts[0], source, *parts[1:], **GIVEN)[:-1]
+
+
+def amax(*arrays):
+    return jax.ffi.ffi_call("jax_fp8_amax", AMAX)(*arrays)
 
 
 def gemm(
-    a, b, a_scale, b_scale, *addends, dtype, has_bias=False, has_c=False, fast=True, alpha=1, in_place=True, candidate=0
+    a,
+    b,
+    a_scale,
+    b_scale,
+    *addends,
+    dtype,
+    has_bias=False,
+    has_c=False,
+    fast=True,
+    alpha=1,
+    in_place=True,
+    candidate=0,
+    columns=None,
 ):
     operands = (a, b, a_scale, b_scale, *addends)
+    first, count = columns or (0, b.shape[0])
     call = jax.ffi.ffi_call(
         "jax_fp8_gemm",
-        (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), dtype), WORKSPACE),
+        (jax.ShapeDtypeStruct((a.shape[0], count), dtype), WORKSPACE),
         input_output_aliases={len(operands) - 1: 0} if has_c and in_place else None,
     )
     flags = {"has_bias": has_bias, "has_c": has_c, "fast_accumulation": fast}
-    return call(*operands, **flags, alpha=np.float32(alpha), candidate=np.int32(candidate))[0]
+    flags |= {"alpha": np.float32(alpha), "first_column": np.int64(first), "candidate": np.int32(candidate)}
+    return call(*operands, **flags)[0]
 
 
 def twice_over_poison(function, *args):
@@ -212,6 +207,11 @@ def check_shapes(report: Report):
     for shape in ((), (5,), (3, 5, 7), (2, 3, 4, 80)):
         x = random.standard_normal(shape).astype(np.float32)
         report.bits("amax of any rank", jax.jit(amax)(x), oracle_amax(x), f"amax of {shape}")
+    for shapes in (((64, 64), (5, 7)), ((5,), (300, 256), (16,)), ((0, 4), (3, 3))):
+        arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+        wanted = max(map(oracle_amax, arrays))
+        report.bits("amax of several", jax.jit(amax)(*arrays), wanted, f"amax of {shapes}")
+        report.bits("amax of several", jax.jit(amax)(*arrays[::-1]), wanted, f"amax of {shapes[::-1]}")
     nothing = np.full((32, 48), np.nan, np.float32)
     check_matrix(report, "nothing but NaN", nothing, (1.0,))
     check_matrix(report, "zeros", np.zeros((48, 32), np.float32), (1.0,))
@@ -364,6 +364,59 @@ def check_gemm_alpha(report: Report):
             report.expect("gemm alpha", not np.array_equal(got, plain), f"{alpha=} does nothing")
 
 
+def check_gemm_columns(report: Report):
+    """Some columns of a product, by rows of b and elements of the bias that start later, and not by others."""
+    random = np.random.default_rng(7)
+    kinds = (((E4M3, E4M3), jnp.bfloat16, True, False), ((E5M2, E4M3), jnp.float32, True, True))
+    for types, d_dtype, has_bias, has_c in kinds:
+        a, b, *scales, bias, _ = *gemm_inputs(random, 256, 1056, 512, types, d_dtype, has_bias, False), None
+        for first, count in ((0, 512), (512, 256), (768, 256), (1024, 32), (16, 1040)):
+            wanted = slice(first, first + count)
+            c = [random.standard_normal((256, count)).astype(d_dtype)] if has_c else []
+            settings = {
+                "dtype": d_dtype,
+                "has_bias": has_bias,
+                "has_c": has_c,
+                "in_place": False,
+                "columns": (first, count),
+            }
+            run = jax.jit(functools.partial(gemm, **settings))
+            got, again = twice_over_poison(run, a, b, *scales, bias, *c)
+            label = f"columns {first} to {first + count} -> {jnp.dtype(d_dtype).name}"
+            report.bits("gemm columns", got, again, label)
+            for shift in (0, 16):
+                rows = np.roll(b, -shift, axis=0)[wanted]
+                error, magnitude, rounded = gemm_errors(got, a, rows, *scales, bias[wanted], *c)
+                within = bool((error <= OUTPUT[d_dtype] * rounded + ACCUMULATION[True] * magnitude).all())
+                report.expect("gemm columns", within == (shift == 0), f"{label}, {shift} rows away: {within=}")
+
+
+def check_side_by_side(report: Report):
+    """Matrices side by side are cast as the one matrix would be, with its sums."""
+    random = np.random.default_rng(8)
+    for rows, widths in (
+        (256, (128, 64, 64)),
+        (144, (16, 80, 48)),
+        (48, (20, 7, 21)),
+        (4096, (2048, 512, 512)),
+        (128, (64, 32)),
+    ):
+        for dtype in SOURCES:
+            x = random.integers(-9, 10, (rows, sum(widths))).astype(dtype)
+            parts = tuple(map(jnp.asarray, np.split(x, np.cumsum(widths)[:-1], axis=1)))
+            run = jax.jit(lambda parts: quantize_side_by_side(parts, jnp.float32(0.3), E5M2))
+            label = f"{jnp.dtype(dtype).name} {rows} x {widths}"
+            for got in twice_over_poison(run, parts):
+                values, transposed, measured, _, sums = got
+                expected = oracle_quantize(x, SCALAR(0.3), E5M2)
+                report.bits("side by side", values, expected, f"{label}: values")
+                report.bits("side by side", transposed, expected.T, f"{label}: transpose")
+                report.bits("side by side", measured, oracle_amax(x), f"{label}: amax")
+                report.bits("side by side", sums, x.astype(np.float32).sum(axis=0), f"{label}: sums")
+            wrong = np.asarray(run(parts[::-1])[0])
+            report.expect("side by side", not np.array_equal(wrong, expected), f"{label}: their order does not matter")
+
+
 def check_gemm_candidates(report: Report):
     """Every algorithm that cuBLASLt offers is right, run after run; a rank past the list is refused, and so are all after it."""
     random = np.random.default_rng(6)
@@ -427,7 +480,7 @@ def check_refusals(report: Report):
 
     def product(d=(32, 48), dtype=jnp.bfloat16, workspace=WORKSPACE, **flags):
         flags = {"has_bias": False, "has_c": False, "fast_accumulation": True, "alpha": np.float32(1)} | flags
-        flags = {"candidate": np.int32(0)} | flags
+        flags = {"first_column": np.int64(0), "candidate": np.int32(0)} | flags
         return raw("jax_fp8_gemm", (jax.ShapeDtypeStruct(d, dtype), workspace), **flags)
 
     transposed = jax.ShapeDtypeStruct((64, 32), E5M2)
@@ -444,6 +497,10 @@ def check_refusals(report: Report):
         (cast((result, AMAX, jax.ShapeDtypeStruct((1,), jnp.float32))), (x, one), "scale must have shape []"),
         (both_ways((result, transposed, AMAX, SCALE)), (x, one), "values_t must be float8_e4m3fn"),
         (both_ways((result, result, AMAX, SCALE)), (x, one), "values_t must have shape [64, 32]"),
+        (both_ways((result, result, AMAX, SCALE)), (x, one, x), "values must have shape [32, 128]"),
+        (both_ways((result, result, AMAX, SCALE)), (x, one, x[:16]), "x must have shape [32, 64]"),
+        (both_ways((result, result, AMAX, SCALE)), (x, one, x.astype(jnp.float32)), "x must be bfloat16"),
+        (both_ways((result, result, AMAX, SCALE)), (x, one, x, x, x), "x must come in at most 3 matrices side by side"),
         (raw("jax_fp8_amax", AMAX), (x.astype(E4M3),), "x must be"),
         (raw("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.bfloat16)), (x,), "result must be float32"),
         (product(), (x, b, one, one), "a must be float8_e4m3fn or float8_e5m2"),
@@ -452,7 +509,15 @@ def check_refusals(report: Report):
         (product(), (a[:, :40], b[:, :40], one, one), "multiple of 16"),
         (product((32, 40)), (a, b[:40], one, one), "multiple of 16"),
         (product(), (a, b[:, :32], one, one), "b must have shape [48, 64]"),
-        (product((32, 32)), (a, b, one, one), "d must have shape [32, 48]"),
+        (product((16, 48)), (a, b, one, one), "d must have shape [32, 48]"),
+        (
+            product((32, 64)),
+            (a, b, one, one),
+            "b must have rows for the columns of d, 64 from a multiple of 16 on, here 0",
+        ),
+        (product((32, 32), first_column=np.int64(32)), (a, b, one, one), "here 32"),
+        (product((32, 32), first_column=np.int64(8)), (a, b, one, one), "here 8"),
+        (product((32, 32), first_column=np.int64(-16)), (a, b, one, one), "here -16"),
         (product(dtype=jnp.int32), (a, b, one, one), "d must be bfloat16 or float16 or float32"),
         (product(workspace=jax.ShapeDtypeStruct((1024,), jnp.uint8)), (a, b, one, one), "workspace must have shape"),
         (product(), (a, b, jnp.ones((3,)), one), "a_scale must have shape []"),
@@ -577,61 +642,13 @@ def time_gemm(report: Report):
                 )
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-
-def show(report: Report):
-    for row in report.timings:
-        figures = "  ".join(
-            f"{row[key]:9.2f} {key}" for key in ("us", "TB/s", "TFLOP/s", "share of copy") if key in row
-        )
-        print(f"{row['what']:20} {row['shape']:24} {figures}")
-    print(
-        "worst GEMM error beyond rounding, as a share of sum|a||b|:",
-        {mode: f"{share:.1e}" for mode, share in report.worst.items()},
-    )
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    for failure in report.failures[:20]:
-        print("FAILED", failure)
-    print(f"{len(report.failures)} failures")
-
-
 CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_alpha]
-CHECKS += [check_gemm_in_place, check_gemm_candidates]
+CHECKS += [check_gemm_in_place, check_gemm_candidates, check_gemm_columns, check_side_by_side]
 CHECKS += [check_graphs, check_refusals]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--skip-timing", action="store_true")
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu" or not kernels.built():
-        print(f"kernel_check needs a GPU and the kernels, got {jax.devices()}; {kernels.missing_reason() or ''}")
-        return 2
-    device = jax.devices()[0]
-    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
-    report = Report()
-    for step in CHECKS + ([] if options.skip_timing else [time_memory_bound, time_gemm]):
-        start = time.perf_counter()
-        step(report)
-        print(
-            f"{step.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
-        )
-    show(report)
-    if options.output:
-        result = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "build": kernels.build_info(),
-            "passed": report.passed,
-            "failures": report.failures,
-            "worst_gemm_error": report.worst,
-            "timings": report.timings,
-        }
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+def main(arguments: list[str] | None = None) -> int:
+    return run_script(Script(__file__, __doc__, CHECKS, [time_memory_bound, time_gemm]), arguments)
 
 
 if __name__ == "__main__":

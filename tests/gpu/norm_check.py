@@ -8,10 +8,7 @@ byte for byte. Every program runs twice, over memory filled with two different p
 line per timing and per group of checks, and with exit code 1 when anything is wrong.
 """
 
-import argparse
-import json
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,17 +23,15 @@ from gpu.kernel_check import (
     E5M2,
     IN_A_GRAPH,
     SOURCES,
-    Report,
-    as_bytes,
     oracle_amax,
     oracle_quantize,
     oracle_scale,
     seconds_per_call,
     twice_over_poison,
 )
+from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops import kernels
 from jax_fp8.ops.norm import (
     NormParameters,
     NormStatistics,
@@ -52,7 +47,7 @@ from jax_fp8.ops.scale_source import ScaleSource
 EPSILON = 1e-5
 SCALE = np.float32(0.0123)
 NORMS = ("layernorm", "rmsnorm")
-FEATURES = (16, 48, 1000, 1024, 2048, 4096, 8192, 12288, 16384)
+FEATURES = (16, 48, 528, 1000, 1024, 2048, 3088, 4096, 8192, 12288, 16384)
 ROWS = (16, 33, 272)
 LONG = (((4112, 2048), jnp.bfloat16), ((2064, 4096), jnp.bfloat16), ((3, 65537), jnp.float32), ((4097, 3), jnp.float16))
 LONG += (((16, 32768), jnp.bfloat16), ((17, 40000), jnp.float32), ((1, 8), jnp.float32), ((0, 64), jnp.bfloat16))
@@ -60,14 +55,10 @@ SMALL = (((16, 16), jnp.bfloat16), ((33, 48), jnp.float16), ((48, 208), jnp.floa
 
 TIMED = ((16384, 2048), (8192, 4096))
 
-STATISTICS = 1e-6  # relative: of a mean, of the deviation
+STATISTICS = 1e-6  # relative: of a mean, of the deviation; more where many terms are added up
 SAME = 0.99  # the least share of elements that float32 and float64 round the same way
 SUMS = 1e-5  # norm of the error of dscale and dbias, relative
 GRADIENT = {jnp.float32: 1e-5, jnp.bfloat16: 3e-3, jnp.float16: 4e-4}  # of dx: one rounding
-
-
-def on_gpu() -> bool:
-    return next(iter(jnp.zeros(()).devices())).platform == "gpu"
 
 
 def draw(seed, shape, dtype, mean=0.5) -> np.ndarray:
@@ -93,6 +84,17 @@ def statistics_of(x, norm):
     x = x.astype(np.float64)
     mean = x.mean(axis=1, keepdims=True) if norm.bias is not None else np.zeros((x.shape[0], 1))
     return mean, 1 / np.sqrt(np.square(x - mean).mean(axis=1, keepdims=True) + np.float32(EPSILON))
+
+
+def is_near(statistic, exact, n, absolute=0.0) -> bool:
+    """Whether a statistic of rows of `n` elements is as near as sums in float32 allow.
+
+    A lane of the kernel for any shape, and of the one for wide rows, adds n / 32 squares one after another. Squares of bfloat16 lie on a
+    grid, and the halves among them are rounded the same way, so that the error grows with their number. At worst 1 / deviation is off by
+    n / 32 half units of 2**-24; in the kernel's order NumPy finds up to 0.04 units of n / 32, and 0.06 are allowed.
+    """
+    relative = max(STATISTICS, n / 32 * 2**-24 / 16)
+    return bool(np.allclose(statistic, exact, rtol=relative, atol=absolute))
 
 
 def normalized(x, norm, mean, rstd):
@@ -143,9 +145,9 @@ def check_values(report: Report, label, x, norm, got, dtype):
     report.bits("norm_amax", measured, amax, label)
     report.bits("the scale handed on", values.scale, SCALE, label)
     mean, rstd = statistics_of(x, norm)
-    report.expect("statistics", bool(np.allclose(statistics.rstd, rstd, rtol=STATISTICS, atol=0)), f"rstd of {label}")
+    report.expect("statistics", is_near(statistics.rstd, rstd, x.shape[1]), f"rstd of {label}")
     if norm.bias is not None:
-        near = bool(np.allclose(statistics.mean, mean, rtol=STATISTICS, atol=STATISTICS))
+        near = is_near(statistics.mean, mean, x.shape[1], absolute=STATISTICS)
         report.expect("statistics", near, f"mean of {label}")
     if on_gpu():
         y = normalized(x, norm, statistics.mean, statistics.rstd)
@@ -174,7 +176,7 @@ def check_quantize(report: Report):
 
 
 def check_forward_controls(report: Report):
-    """A bias, a scale or a rounding that is left out is noticed."""
+    """A bias, a scale, a rounding or a column that is left out is noticed."""
     x, norm = draw(1, (64, 2048), jnp.bfloat16), parameters("layernorm", 2048)
     (values, _, _, statistics), *_ = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3))
     given = statistics.mean, statistics.rstd
@@ -187,6 +189,11 @@ def check_forward_controls(report: Report):
     for what, y in wrong.items():
         differ = float(np.mean(steps_apart(values.values, oracle_quantize(y, SCALE, E4M3)) != 0))
         report.expect("controls of values", differ > 1e-3, f"{what}: only {differ:.1e} of the values change")
+    for n in (2048, 32768):
+        x, norm = draw(1, (16, n), jnp.bfloat16), parameters("layernorm", n)
+        exact, without = statistics_of(x, norm), statistics_of(x[:, 1:], norm)
+        noticed = not any(is_near(wrong, right, n) for wrong, right in zip(without, exact, strict=True))
+        report.expect("controls of statistics", noticed, f"one column fewer of {n}")
 
 
 def check_special_values(report: Report):
@@ -433,46 +440,13 @@ def only_transposed(quantize, x, norm, scale):
     return quantize(x, norm, scale=scale, orientations="transposed")
 
 
-def show(report: Report):
-    for row in report.timings:
-        figures = "  ".join(f"{row[key]:9.2f} {key}" for key in ("us", "GB/s", "share of copy"))
-        print(f"{row['what']:34} {row['shape']:22} {figures}")
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    for failure in report.failures[:20]:
-        print("FAILED", failure)
-    print(f"{len(report.failures)} failures")
-
-
 CHECKS = [check_quantize, check_forward_controls, check_special_values, check_current_scaling, check_backward]
 CHECKS += [check_backward_controls, check_many_elements, check_graphs, check_refusals]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--self-test", action="store_true", help="run on a CPU: the reference and few, small arrays")
-    parser.add_argument("--skip-timing", action="store_true")
-    options = parser.parse_args(arguments)
-    if not options.self_test and not (on_gpu() and "jax_fp8_norm_backward" in kernels.TARGETS):
-        print(
-            f"norm_check needs a GPU and the kernels, got {jax.devices()}; {kernels.missing_reason() or 'rebuild them'}"
-        )
-        return 2
-    device, report = jax.devices()[0], Report()
-    print(device.device_kind, "jax", jax.__version__, kernels.build_info(), flush=True)
-    for step in CHECKS + ([] if options.skip_timing or options.self_test else [time_norms]):
-        start = time.perf_counter()
-        step(report)
-        print(
-            f"{step.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
-        )
-    show(report)
-    if options.output:
-        result = {"device": device.device_kind, "jax": jax.__version__, "build": kernels.build_info()}
-        result |= {"passed": report.passed, "failures": report.failures, "timings": report.timings}
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+    script = Script(__file__, __doc__, CHECKS, [time_norms], target="jax_fp8_norm_backward", self_test=True)
+    return run_script(script, arguments)
 
 
 if __name__ == "__main__":

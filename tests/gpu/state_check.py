@@ -7,9 +7,7 @@ Steps follow each other on donated arrays, as in training, over memory filled be
 zero, are in it only on a GPU. Ends with one line per group of checks, and with exit code 1 when anything is wrong.
 """
 
-import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -22,13 +20,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import reference
-from gpu.adam_check import on_gpu, poison
-from gpu.kernel_check import E4M3, Report, as_bytes
+from gpu.adam_check import poison
+from gpu.kernel_check import E4M3
+from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.formats import HYBRID, Format
 from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.state import gemm_states, map_gemms
-from jax_fp8.ops import kernels
 from jax_fp8.ops.update_state import TARGET, _reference, finish_step
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
@@ -301,29 +299,7 @@ CHECKS += [check_what_is_written, check_graphs, check_refusals]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--self-test", action="store_true", help="run on a CPU: the reference, and few rows")
-    options = parser.parse_args(arguments)
-    if not options.self_test and not (on_gpu() and TARGET in kernels.TARGETS):
-        print(f"state_check needs a GPU and {TARGET}, got {jax.devices()}; {kernels.missing_reason() or 'rebuild it'}")
-        return 2
-    report = Report()
-    for check in [*CHECKS, *([] if options.self_test else [time_update])]:
-        start = time.perf_counter()
-        check(report)
-        print(
-            f"{check.__name__}: {time.perf_counter() - start:.1f} s, {len(report.failures)} failures so far", flush=True
-        )
-    print(jax.devices()[0].device_kind, "jax", jax.__version__, kernels.build_info(), *report.timings)
-    for group, count in report.passed.items():
-        print(f"ok {count:6} {group}")
-    print(f"{len(report.failures)} failures")
-    if options.output:
-        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "build": kernels.build_info()}
-        result |= {"timings": report.timings, "passed": report.passed, "failures": report.failures}
-        options.output.write_text(json.dumps(result, indent=1))
-    return 1 if report.failures else 0
+    return run_script(Script(__file__, __doc__, CHECKS, [time_update], target=TARGET, self_test=True), arguments)
 
 
 if __name__ == "__main__":

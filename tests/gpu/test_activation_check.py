@@ -8,6 +8,6 @@ from gpu import activation_check, kernel_check
 @pytest.mark.parametrize("check", activation_check.CHECKS, ids=lambda check: check.__name__)
 def test_activation_kernels(check):
     report = kernel_check.Report()
-    check(report, on_gpu=True)
+    check(report)
     assert report.passed
     assert not report.failures

@@ -1,5 +1,7 @@
 """SelfAttention against attention written out in float32, its rotations and its errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,23 @@ def test_against_float64(recipe, heads, kv_heads, causal):
     assert params["qkv"]["kernel"].shape == (64, (heads + 2 * kv_heads) * 16)
     expected = attention(params, np.asarray(x, np.float64), heads, kv_heads, causal)
     reference.assert_close(module.apply({"params": params}, x), expected, "block" if recipe else "bfloat16")
+
+
+@pytest.mark.parametrize("norm", [None, "layernorm"])
+def test_queries_keys_and_values_are_made_apart_and_their_gradients_cast_together(norm, with_kernels):
+    """No array of all their columns is cut, and none is put together."""
+    module = fp8.SelfAttention(4, 2, norm=norm)
+    x = jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    gradient = jax.jit(jax.grad(lambda variables, x: module.apply(variables, x).astype(jnp.float32).sum(), argnums=1))
+    text = gradient.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert sorted(re.findall(r"first_column = (\d+)", text))[-2:] == [
+        "64",
+        "96",
+    ]  # beside the queries: 0, as every other
+    (cast,) = re.findall(r"custom_call @jax_fp8_quantize_transpose_sums.*tensor<32x128xf8E5M2>", text)
+    assert [cast.count(f"tensor<32x{width}xbf16>") for width in (64, 32, 128)] == [1, 2, 0]
+    assert "tensor<32x128xbf16>" not in text and "tensor<2x16x128xbf16>" not in text
 
 
 @pytest.mark.parametrize("norm", [None, "rmsnorm"])

@@ -19,7 +19,6 @@ from reference import assert_close, assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.activation import (
     activate,
     activate_backward,
@@ -244,9 +243,7 @@ def test_sharded(activation, spec, axis_type):
         assert_same_bits(jax.jit(lambda dy, x: activation_backward_amax(dy, x, activation))(*args), wanted[1][2])
 
 
-def test_what_the_kernels_are_told(monkeypatch):
-    jax.clear_caches()  # what was traced with or without kernels must not be remembered
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+def test_what_the_kernels_are_told(with_kernels):
     dy, x = arguments("swiglu")
 
     def everything(dy, x):
@@ -255,7 +252,6 @@ def test_what_the_kernels_are_told(monkeypatch):
         return one_way, fused(True, "swiglu")(dy, x), amaxes
 
     lowered = jax.jit(everything).trace(dy, x).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     calls = dict(re.findall(r"@jax_fp8_activation_(\w+)\(.*?(mhlo.backend_config = .*)", lowered))
     assert set(calls) == {"quantize", "amax", "backward_quantize", "backward_amax"}
     for call in calls.values():

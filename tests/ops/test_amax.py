@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
 from jax_fp8.ops.amax import amax, as_matrix
@@ -56,6 +58,21 @@ def test_every_corner_counts(at):
     x = normal((37, 19))
     x[at] = -50
     assert amax(jnp.asarray(x)) == 50
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2])
+@pytest.mark.parametrize("axis_type", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+def test_of_several_arrays_it_is_the_largest(largest, axis_type):
+    arrays = [normal((16, 8)), normal((8, 24)), normal((16, 16))]
+    arrays[largest].flat[-1] = -50
+    if axis_type is None:
+        assert amax(*map(jnp.asarray, arrays)) == 50
+        return
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        specs = P("data", "model"), P(None, "data"), P()
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        assert jax.jit(amax)(*placed) == 50
 
 
 @pytest.mark.parametrize(

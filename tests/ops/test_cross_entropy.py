@@ -8,7 +8,6 @@ import reference
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.cross_entropy import cross_entropy, cross_entropy_gradient, linear_cross_entropy
 
 BATCH, SEQ, HIDDEN, VOCAB = 4, 24, 32, 80
@@ -233,13 +232,10 @@ def test_the_gradient_of_shards(spec, axis_type):
     assert got[0].sharding.is_equivalent_to(place, 3)
 
 
-def test_the_custom_call(monkeypatch):
+def test_the_custom_call(with_kernels):
     """One a chunk, of rows, written over its operand; and the weight's gradient is added up by as many calls."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     step = jax.jit(jax.grad(lambda *args: linear_cross_entropy(*args, chunks=3, z_loss=0.5), (0, 1)))
     text = step.trace(*inputs(jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     lines = [line for line in text.splitlines() if "@jax_fp8_cross_entropy(" in line]
     assert len(lines) == text.count("@jax_fp8_weight_gradient(") == 3
     for line in lines:

@@ -7,7 +7,6 @@ import pytest
 import reference
 
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.cross_entropy import linear_cross_entropy
 from jax_fp8.ops.head import compute_logits, make_head
 
@@ -68,14 +67,11 @@ def test_no_gradient_of_a_logit_is_larger_than_its_bound(z_loss):
     assert float(jnp.max(jnp.abs(expected))) > 40
 
 
-def test_the_custom_calls(monkeypatch):
+def test_the_custom_calls(with_kernels):
     """Three GEMMs a chunk, each operand cast once, the weight and the whole input measured once."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     x, weight, _ = inputs()
     labels = jnp.zeros((BATCH, SEQ), jnp.int32)
     step = jax.jit(jax.grad(lambda *args: linear_cross_entropy(*args, recipe=CurrentScaling(), chunks=2), (0, 1)))
     text = step.trace(x, weight, labels).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     calls = {name: text.count(f"@jax_fp8_{name}(") for name in ("gemm", "quantize_transpose", "amax")}
     assert calls == {"gemm": 3 * 2, "quantize_transpose": 1 + 2 * 2, "amax": 2}

@@ -15,7 +15,6 @@ from jax_fp8.core.formats import E4M3, E5M2, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 
@@ -224,13 +223,46 @@ def test_a_residual_is_added_before_the_rounding_and_its_gradient_is_that_of_the
     assert_same_bits(pullback((DY, jax.tree.map(jnp.zeros_like, linear(X, PARAMETERS, scaling)[1])))[0], DY)
 
 
+PARTS = [(16, 16, 16), (32, 16), (48,), (20, 20, 8)]  # the last: too narrow for a GEMM each
+
+
+def in_parts(array, parts):
+    return tuple(jnp.split(array, np.cumsum(parts)[:-1], axis=-1))
+
+
+@pytest.mark.parametrize("scaling", [current(), delayed(scales()), None], ids=["current", "delayed", "plain"])
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_parts_are_the_whole_and_so_are_their_gradients(parts, scaling):
+    y, *others = run(scaling)
+    got, *others_of_parts = run(scaling, dy=in_parts(DY, parts), parts=parts)
+    jax.tree.map(assert_same_bits, (got, others_of_parts), (in_parts(y, parts), others))
+    if len(parts) > 1:  # every part counts
+        *_, gradients = run(scaling, dy=in_parts(DY.at[..., -parts[-1] :].set(0), parts), parts=parts)
+        with pytest.raises(AssertionError):
+            jax.tree.map(assert_same_bits, gradients, others[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": (16, 16)}, r"parts must be at most 3 widths that add up to 48 features, got \(16, 16\)"),
+        ({"parts": (12, 12, 12, 12)}, r"got \(12, 12, 12, 12\)"),
+        ({"parts": (64, -16)}, r"got \(64, -16\)"),
+        (
+            {"parts": (32, 16), "residual": DY},
+            "a residual is added to a result in one part, got one with parts; add it",
+        ),
+    ],
+)
+def test_errors_of_parts(options, message):
+    with pytest.raises(ValueError, match=message):
+        linear(X, PARAMETERS, current(), **options)
+
+
 @pytest.mark.parametrize("split_accumulator", [("dgrad", "wgrad"), (), ("fprop",)])
-def test_only_the_named_gemms_split_their_accumulator(split_accumulator, monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
+def test_only_the_named_gemms_split_their_accumulator(split_accumulator, with_kernels):
     step = jax.jit(functools.partial(run, current(split_accumulator=split_accumulator)))
     text = step.trace().lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     fast = {}
     for line in text.splitlines():
         if "@jax_fp8_gemm" in line:

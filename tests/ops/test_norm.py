@@ -15,7 +15,6 @@ from reference import assert_close, assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.norm import (
     NormParameters,
     check_norm,
@@ -256,17 +255,14 @@ def test_vmap():
         jax.tree.map(lambda a, b, i=i: assert_close(a[i], b, "float32"), gradients, one)
 
 
-def lowered(monkeypatch, call, *args) -> dict[str, list[str]]:
+def lowered(call, *args) -> dict[str, list[str]]:
     """The types of results and the attributes of each custom call."""
-    jax.clear_caches()  # what was traced with or without kernels must not be remembered
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     calls = re.findall(r"custom_call @(jax_fp8_\w+)\((.*)\n?", text)
     return {name: [rest.split("->")[-1], rest] for name, rest in calls}
 
 
-def test_what_the_kernels_are_told(monkeypatch):
+def test_what_the_kernels_are_told(with_kernels):
     x, norm = jnp.ones((32, 48), jnp.bfloat16), parameters("layernorm", 48)
 
     def run(x, scales):
@@ -274,7 +270,7 @@ def test_what_the_kernels_are_told(monkeypatch):
         _, _, _, statistics = norm_quantize(x, norm, 0.25, E4M3, how, orientations="transposed")
         return norm_amax(x, norm, 0.5), norm_backward(x, x, norm, statistics)
 
-    calls = lowered(monkeypatch, run, x, jnp.ones(3))
+    calls = lowered(run, x, jnp.ones(3))
     assert set(calls) == {"jax_fp8_norm_quantize", "jax_fp8_norm_amax", "jax_fp8_norm_backward"}
     results, text = calls["jax_fp8_norm_quantize"]
     assert re.findall(r"tensor<(.*?)>", results) == [
@@ -289,7 +285,7 @@ def test_what_the_kernels_are_told(monkeypatch):
     assert "epsilon = 5.000000e-01" in calls["jax_fp8_norm_amax"][1]
     results, text = calls["jax_fp8_norm_backward"]
     assert re.findall(r"tensor<(.*?)>", results) == ["32x48xbf16", "48xf32", "48xf32", "1056x48xf32", "1056x48xf32"]
-    calls = lowered(monkeypatch, lambda x: norm_quantize(x, NormParameters(norm.scale, None), 0.25, E4M3, 1.0), x)
+    calls = lowered(lambda x: norm_quantize(x, NormParameters(norm.scale, None), 0.25, E4M3, 1.0), x)
     results, _ = calls["jax_fp8_norm_quantize"]
     assert re.findall(r"tensor<(.*?)>", results)[4:] == ["0x0xf32", "32x1xf32"]
 

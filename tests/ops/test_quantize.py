@@ -178,6 +178,37 @@ def test_sums_of_columns(shape, source, transform):
         assert not np.asarray(sums).any()
 
 
+WIDTHS = [(16, 32, 48), (32, 64), (96,), (1, 90, 5)]
+
+
+def side_by_side(x, widths):
+    return tuple(jnp.asarray(part) for part in np.split(x, np.cumsum(widths)[:-1], axis=1))
+
+
+@pytest.mark.parametrize("quantized", [quantize_transpose, quantize_transpose_sums])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+def test_matrices_side_by_side_are_one(quantized, widths, transform):
+    x = normal(33, 96)
+    whole = quantized(jnp.asarray(x), E5M2, 0.3)
+    parts = side_by_side(x, widths)
+    jax.tree.map(assert_same_bits, transform(lambda parts: quantized(parts, E5M2, 0.3))(parts), whole)
+    if len(parts) > 1:
+        with pytest.raises(AssertionError, match=r"elements differ|shape"):
+            jax.tree.map(assert_same_bits, quantized(parts[::-1], E5M2, 0.3), whole)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
+def test_matrices_side_by_side_on_a_mesh(spec, axis_type):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    x = np.random.default_rng(0).integers(-3, 4, (32, 96)).astype(ml_dtypes.bfloat16)
+    with jax.set_mesh(mesh):
+        parts = tuple(jax.device_put(part, NamedSharding(mesh, spec)) for part in side_by_side(x, WIDTHS[0]))
+        got = jax.jit(lambda parts: quantize_transpose_sums(parts, E4M3, 0.3))(parts)
+    jax.tree.map(assert_same_bits, got, quantize_transpose_sums(jnp.asarray(x), E4M3, 0.3))
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
 def test_sums_are_over_all_shards(spec, axis_type):
@@ -231,6 +262,14 @@ def test_sums_are_over_all_shards(spec, axis_type):
         (
             lambda: quantize_transpose(jnp.ones((2, 2, 2)), E4M3, 1.0),
             r"quantize_transpose needs a matrix, got shape \(2, 2, 2\)",
+        ),
+        (
+            lambda: quantize_transpose((jnp.ones((2, 2)),) * 4, E4M3, 1.0),
+            "quantize_transpose takes 1 to 3 matrices side by side, got 4",
+        ),
+        (
+            lambda: quantize_transpose((jnp.ones((2, 2)), jnp.ones((3, 2))), E4M3, 1.0),
+            r"must have as many rows and the same dtype, got float32\[2, 2\], float32\[3, 2\]",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import jax_fp8 as fp8
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops import kernels
 from jax_fp8.ops.tuned_gemms import (
     MAX_CANDIDATES,
     Choice,
@@ -159,15 +159,6 @@ def test_no_gpu_no_table_of_this_machine():
 
 
 # ---- in the program ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def with_kernels(monkeypatch):
-    """Lower as on a machine with kernels; what was traced otherwise must not be remembered, in either direction."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
-    yield
-    jax.clear_caches()
 
 
 def lowered_candidates(function, *args) -> list[int]:

@@ -195,13 +195,10 @@ def mesh(request):
 
 
 @pytest.fixture
-def reference_in_the_kernels_place(monkeypatch):
+def reference_in_the_kernels_place(monkeypatch, traced_anew):
     """What runs is what the kernel's sharding rule makes of arrays, in `jnp`."""
-    jax.clear_caches()
     monkeypatch.setattr(dispatch, "_on_platform", lambda kernel, reference, *args: kernel(*args))
     monkeypatch.setattr(update_state_module, "_kernel", update_state_module._reference)
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -231,9 +228,7 @@ def lowered(platform, recipe) -> str:
     )
 
 
-def test_cuda_is_asked_once_and_told_the_recipe(monkeypatch):
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
-    jax.clear_caches()
+def test_cuda_is_asked_once_and_told_the_recipe(with_kernels):
     recipe = DelayedScaling(amax_history_len=5, margin=3, amax_compute_algo="most_recent")
     text = lowered("cuda", recipe)
     assert text.count(f"custom_call @{TARGET}") == 1
@@ -246,4 +241,3 @@ def test_cuda_is_asked_once_and_told_the_recipe(monkeypatch):
         assert attribute in text
     assert text.count("output_operand_alias<") == 2 * len(STACKED)  # every scale and history where it lies
     assert TARGET not in lowered("cpu", recipe)
-    jax.clear_caches()

@@ -8,7 +8,7 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops import kernels
 from jax_fp8.ops.weight_gradient import TARGET, after, weight_gradient
 
 BATCH, SEQ, N, K = 4, 6, 48, 32
@@ -50,25 +50,22 @@ def test_shards_of_batch_and_sequence(splits, axis_type):
     reference.assert_close(got, expected(dy, x, total), "float32")
 
 
-def calls(monkeypatch, *arrays) -> str:
+def calls(*arrays) -> str:
     """The lines of the custom calls in the program for a GPU."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     text = jax.jit(weight_gradient).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     return "\n".join(line for line in text.splitlines() if f"@{TARGET}(" in line)
 
 
-def test_the_custom_call(monkeypatch):
+def test_the_custom_call(with_kernels):
     """One, of operands as they lie, over the total; none for float32, or where rows are not made of 16 bytes."""
     dy, x, total = inputs()
-    line = calls(monkeypatch, dy, x, total)
+    line = calls(dy, x, total)
     assert line.count(TARGET) == 1 and "output_operand_alias" in line
     assert "tensor<24x48xbf16>, tensor<24x32xbf16>, tensor<48x32xf32>" in line
-    alone = calls(monkeypatch, dy, x)
+    alone = calls(dy, x)
     assert alone.count(TARGET) == 1 and "output_operand_alias" not in alone
-    assert not calls(monkeypatch, *inputs(jnp.float32))
-    assert not calls(monkeypatch, *inputs(n=44))
+    assert not calls(*inputs(jnp.float32))
+    assert not calls(*inputs(n=44))
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -8,7 +8,7 @@ import pytest
 from reference import assert_close
 from reference import matmul as exact_product
 
-from jax_fp8.ops import dispatch, kernels
+from jax_fp8.ops import kernels
 from jax_fp8.ops.tuned_gemms import GemmProblem, GemmTable, table_in_use
 from jax_fp8.train import gemm_bench
 from jax_fp8.train.gemm_bench import (
@@ -83,17 +83,14 @@ def test_the_timed_program_is_a_graph_of_gemms(kind, monkeypatch):
     assert not program.copies and not program.outside_graphs, program.thunks
 
 
-def test_every_call_of_the_timed_program_stays(monkeypatch):
+def test_every_call_of_the_timed_program_stays(monkeypatch, with_kernels):
     """Each is a custom call of its own with the candidate; equal ones would be computed once."""
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
     monkeypatch.setattr(gemm_bench, "CALLS", 5)
     monkeypatch.setattr(gemm_bench, "MOST_COPIES", 2)
     bench = GemmBench(problem(KINDS[3]), HERE)
     with bench._using(9):
         jaxpr = jax.make_jaxpr(bench._many)(bench._copies, bench._scales)
         text = bench._many.trace(bench._copies, bench._scales).lower(lowering_platforms=("cuda",)).as_text()
-    jax.clear_caches()
     assert len(bench._copies) == 2 and text.count("candidate = 9 : i32") == 5
     assert len({id(var) for var in jaxpr.jaxpr.outvars}) == 5
     assert len({float(scale) for scale in bench._scales}) == 5

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
-from jax_fp8.ops import dispatch
 from jax_fp8.ops.tuned_gemms import MAX_CANDIDATES, Choice, GemmProblem, GemmTable
 from jax_fp8.train import tune as tune_module
 from jax_fp8.train.gemm_bench import OffTheList, Refused
@@ -127,14 +126,6 @@ def test_a_file_that_cannot_be_used_stops_before_anything_is_measured(tmp_path):
 
 
 # ---- which GEMMs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def with_kernels(monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(dispatch, "kernels_run", lambda: True)
-    yield
-    jax.clear_caches()
 
 
 def dense_step(microbatches):

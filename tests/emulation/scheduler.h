@@ -1,0 +1,61 @@
+// What the scheduler knows of the fibers, for the files that it is made of.
+#pragma once
+
+#include <setjmp.h>
+#include <signal.h>
+#include <ucontext.h>
+
+#include "fibers.h"
+
+namespace emulation {
+
+constexpr size_t kMostFibers = 4096;
+
+enum State : unsigned char { kReady, kAtBlockBarrier, kAtClusterBarrier, kInWarp, kEnded, kAbsent };
+
+struct Fiber {
+  bool started;
+  ucontext_t start;
+  jmp_buf left;  // from where it goes on; unlike a context, at no cost of a system call
+  const char* waits_for;
+  Place place;
+  uint32_t mask;           // the lanes that take part
+  uint64_t given;          // to the other lanes
+  int arrivals, waits;     // at the cluster's barrier
+  uint64_t lanes[kLanes];  // what every lane gave
+};
+
+// The fibers of a block are whole warps, of which the last may lack lanes.
+extern Fiber fibers[kMostFibers];
+extern State states[kMostFibers];
+extern size_t block_fibers, blocks;  // fibers of a block, blocks of the cluster
+extern int current;                  // -1 in host code
+extern jmp_buf scheduler;
+
+inline size_t rank_of(size_t fiber) { return fiber / block_fibers; }
+inline bool is_gone(State state) { return state == kEnded || state == kAbsent; }
+
+// In the same block, and at the same place.
+bool stand_together(size_t a, size_t b);
+
+// ---- failing -------------------------------------------------------------------------------------------------------------
+
+// Forgets what went wrong before.
+void clear_failure();
+
+// Adds to what is written down as the failure.
+__attribute__((format(printf, 1, 2))) void tell(const char* format, ...);
+void tell_block();
+void tell_deadlock();
+
+// While it lives, a touch of forbidden memory is a failure of the kernel.
+class FaultHandler {
+ public:
+  FaultHandler();
+  ~FaultHandler();
+
+ private:
+  stack_t stack_before_;
+};
+
+}  // namespace emulation

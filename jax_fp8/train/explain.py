@@ -52,7 +52,7 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
       strict: raise a ValueError that names the products that are not in FP8 though FP8 is meant for them: those of layers with
         recipe=None and those made outside jax_fp8. Attention scores and a head in bfloat16 are as they should be.
     """
-    gemms = Explanation(_gemm(*product) for product in products(jax.make_jaxpr(fn)(*args).jaxpr))
+    gemms = Explanation(_gemm(*product) for product in products(traced(fn, *args)))
     unquantized = [gemm for gemm in gemms if not gemm.is_fp8 and not gemm.by_design]
     if strict and unquantized:
         raise ValueError(
@@ -60,6 +60,12 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
             + "\n".join(map(str, unquantized))
         )
     return gemms
+
+
+def traced(fn: Callable, *args: Any) -> Any:
+    """The jaxpr of `fn(*args)`. What is jitted, such as a training step, is traced as it is: with compiler options it cannot be part of another program."""
+    trace = getattr(fn, "trace", None)
+    return (trace(*args).jaxpr if trace else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
 def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any, str, int]]:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType
 
 from jax_fp8.ops.tuned_gemms import MAX_CANDIDATES, Choice, GemmProblem, GemmTable, default_path, this_gpu
-from jax_fp8.train.explain import is_fp8_gemm, products
+from jax_fp8.train.explain import is_fp8_gemm, products, traced
 from jax_fp8.train.gemm_bench import GemmBench, OffTheList, Refused
 
 SMALLEST_GAIN = 0.01
@@ -61,7 +61,7 @@ def tune(
 
 def list_fp8_gemms(fn: Callable, *args: Any) -> list[GemmProblem]:
     """The different FP8 GEMMs of a function as it would run on CUDA, in program order."""
-    equations = (equation for equation, _, _ in products(jax.make_jaxpr(fn)(*args).jaxpr))
+    equations = (equation for equation, _, _ in products(traced(fn, *args)))
     return list(dict.fromkeys(_problem(equation) for equation in equations if is_fp8_gemm(equation)))
 
 

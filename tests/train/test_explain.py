@@ -47,11 +47,19 @@ def test_a_gpt_has_nothing_left_behind_but_attention_and_head(head_recipe):
     assert "layer_1/mlp/down" in str(gemms)
 
 
-def test_a_training_step_is_explained_without_running():
+@pytest.mark.parametrize("compiler_options", [None, {"xla_cpu_enable_fast_math": False}], ids=str)
+def test_a_training_step_is_explained_without_running(compiler_options):
+    """Also one with options for the compiler, as it has on a GPU: JAX refuses to trace such a function as part of another."""
     module, tx = fp8.Dense(64), fp8.fused_adam(1e-3)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     state = jax.eval_shape(lambda v: fp8.TrainState.create(variables=v, tx=tx), variables)
-    step = fp8.make_train_step(lambda v, x: jnp.mean(module.apply(v, x).astype(jnp.float32)), tx, module.recipe, 2)
+    step = fp8.make_train_step(
+        lambda v, x: jnp.mean(module.apply(v, x).astype(jnp.float32)),
+        tx,
+        module.recipe,
+        2,
+        compiler_options=compiler_options,
+    )
     gemms = fp8.explain(step, state, X, strict=True)
     assert [gemm.count for gemm in gemms] == [2, 2, 2]  # once a microbatch
     assert [gemm.m for gemm in gemms] == [16, 16, 64]

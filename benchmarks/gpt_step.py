@@ -217,7 +217,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="override the number of layers of every shape")
     parser.add_argument("--microbatches", type=int, default=1, help="of the shape's batch size each")
     parser.add_argument("--steps", type=int, default=16, help="timed steps, at least 1")
-    parser.add_argument("--profile", action="store_true", help="add a profile by kernel (GPU only)")
+    parser.add_argument(
+        "--profile", nargs="*", choices=VARIANTS, help="add a profile by kernel of these variants, or of all (GPU only)"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -237,9 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     shapes = ["tiny"] if options.self_test else options.shapes
     steps = 2 if options.self_test else options.steps
+    profiled = () if options.profile is None else options.profile or options.variants
     override = {} if options.layers is None else {"num_layers": options.layers}
     jobs = [
-        (name, Job(v, dataclasses.replace(SHAPES[name], **override), options.microbatches, steps, options.profile))
+        (name, Job(v, dataclasses.replace(SHAPES[name], **override), options.microbatches, steps, v in profiled))
         for name in shapes
         for v in options.variants
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_fp8.ops import kernels
+from jax_fp8.ops import kernels, weight_gradient
 from jax_fp8.ops.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.linear import PLAIN_SCOPE
@@ -72,7 +72,11 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
     """The equations of a jaxpr that multiply matrices as it would run on CUDA, with their scope and how often a call executes them."""
     for equation in jaxpr.eqns:
         path = _path(scope, str(equation.source_info.name_stack))
-        if is_fp8_gemm(equation) or equation.primitive.name == "dot_general":
+        if (
+            is_fp8_gemm(equation)
+            or _is_call(equation, weight_gradient.TARGET)
+            or equation.primitive.name == "dot_general"
+        ):
             yield equation, path, count
         else:
             times = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -82,7 +86,11 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
 
 def is_fp8_gemm(equation: Any) -> bool:
     """Whether an equation of a jaxpr is the library's custom call."""
-    return equation.primitive.name == "ffi_call" and equation.params["target_name"] == TARGET
+    return _is_call(equation, TARGET)
+
+
+def _is_call(equation, target):
+    return equation.primitive.name == "ffi_call" and equation.params["target_name"] == target
 
 
 def _path(scope, name_stack):
@@ -106,7 +114,9 @@ def _open(jaxpr):
 
 
 def _gemm(equation, path, count):
-    return _fp8_gemm(equation, path, count) if is_fp8_gemm(equation) else _dot(equation, path, count)
+    if is_fp8_gemm(equation):
+        return _fp8_gemm(equation, path, count)
+    return (_dot if equation.primitive.name == "dot_general" else _weight_gradient)(equation, path, count)
 
 
 def _fp8_gemm(equation, path, count):
@@ -114,6 +124,13 @@ def _fp8_gemm(equation, path, count):
     (m, k), n = a.shape, equation.outvars[0].aval.shape[1]  # b may have rows for more columns
     dtypes = f"{a.dtype.name} {b.dtype.name}"
     return Gemm(path, m, n, k, dtypes, TARGET, count, True, True, "by the layer's recipe")
+
+
+def _weight_gradient(equation, path, count):
+    dy, x = (var.aval for var in equation.invars[:2])
+    (k, m), n = dy.shape, x.shape[1]
+    dtypes = f"{dy.dtype.name} {x.dtype.name}"
+    return Gemm(path, m, n, k, dtypes, weight_gradient.TARGET, count, False, True, "the head is kept in bfloat16")
 
 
 def _dot(equation, path, count):

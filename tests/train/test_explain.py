@@ -40,11 +40,23 @@ def test_a_gpt_has_nothing_left_behind_but_attention_and_head(head_recipe):
     tokens = jnp.ones((2, 17), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])
     gemms = fp8.explain(fp8.value_and_grad(fp8.next_token_loss(model)), variables, tokens, strict=True)
-    assert sum(gemm.is_fp8 for gemm in gemms) == 3 * 4 * 2 + (3 if head_recipe else 0)
+    assert sum(gemm.is_fp8 for gemm in gemms) == (6 + 4 + 4) * 2 + (
+        3 if head_recipe else 0
+    )  # queries, keys and values apart
     head = set() if head_recipe else {"the head is kept in bfloat16"}
     reasons = {gemm.reason.split(",")[0] for gemm in gemms if not gemm.is_fp8}
     assert reasons == {"a batched product of activations"} | head
     assert "layer_1/mlp/down" in str(gemms)
+
+
+def test_a_plain_head_is_three_products_on_a_gpu_too(with_kernels):
+    model = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=1))
+    tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    gemms = fp8.explain(fp8.value_and_grad(fp8.next_token_loss(model)), variables, tokens, strict=True)
+    shapes = {(gemm.m, gemm.n, gemm.k) for gemm in gemms if gemm.reason == "the head is kept in bfloat16"}
+    vocabulary, width = model.config.vocab_size, model.config.hidden_size
+    assert {tuple(sorted(shape)) for shape in shapes} == {tuple(sorted((32, vocabulary, width)))} and len(shapes) == 3
 
 
 @pytest.mark.parametrize("compiler_options", [None, {"xla_cpu_enable_fast_math": False}], ids=str)

@@ -157,7 +157,7 @@ def check_values(report: Report, label, x, norm, got, dtype):
     y = normalized(x, norm, mean.astype(np.float32), rstd.astype(np.float32))
     wanted = oracle_quantize(y, SCALE, dtype)
     apart = steps_apart(values.values, wanted)
-    distance = np.abs(np.asarray(values.values, np.float32) - wanted.astype(np.float32)) * SCALE
+    distance = np.abs(np.asarray(values.values, np.float32) - wanted.astype(np.float32)).reshape(-1) * SCALE
     far = int(np.sum((apart > 1) & (distance > CANCELLED)))
     same = float(np.mean(apart == 0)) if apart.size else 1.0
     what = f"{label}: {same:.4f} are the same, {far} far away"

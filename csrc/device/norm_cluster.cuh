@@ -1,14 +1,14 @@
-// The norm of rows whose columns a cluster of blocks shares: 64 rows, up to 16 blocks side by side.
+// The norm of rows whose columns a cluster of blocks shares: 32 rows, up to 16 blocks side by side.
 //
-// A block has 64 rows of 512 columns (256 of float32), a warp four of these rows, and x never leaves the warp's registers: all
+// A block has 32 rows of 512 columns (256 of float32), a warp four of these rows, and x never leaves the warp's registers: all
 // loads of a thread, 128 bytes, are issued at once. What the blocks of a cluster need of one another is the mean of each row's part
 // and the sum of squares about it, which every block writes into the shared memory of all others. From these, each finds the row's
-// mean and deviation, always in the same order (https://doi.org/10.1080/00031305.1983.10483115). 64 rows are 64 bytes of a column:
-// a run of the transpose is two sectors of a line. With runs of one, L2 was busier with their number than memory with their bytes.
+// mean and deviation, always in the same order (https://doi.org/10.1080/00031305.1983.10483115). 32 rows are 32 bytes of a column:
+// a run of the transpose is a whole sector.
 //
-//     16-bit: 64 KB of loads in flight per block, 2 blocks per multiprocessor, whose phases have nothing to do with one another;
-//             45 KB of shared memory each, of which the transpose is 32 KB; 64 registers per thread, half of them x
-//             [16384, 2048]: 256 clusters of 4 blocks, 3.9 times as many as 132 multiprocessors run at once
+//     16-bit: 32 KB of loads in flight per block, 4 blocks per multiprocessor, whose phases have nothing to do with one another;
+//             24 KB of shared memory each, of which the transpose is 16 KB; 64 registers per thread, half of them x
+//             [16384, 2048]: 512 clusters of 4 blocks, 3.9 times as many as 132 multiprocessors run at once
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@
 
 namespace jax_fp8::norm {
 
-constexpr int kClusterRows = 64;
-constexpr int kClusterThreads = 512;
-constexpr int kClusterOccupancy = 2;  // blocks per multiprocessor, which the registers must allow
+constexpr int kClusterRows = 32;
+constexpr int kClusterThreads = 256;
+constexpr int kClusterOccupancy = 4;  // blocks per multiprocessor, which the registers must allow
 constexpr int kClusterCarveout = 55;  // percent of a multiprocessor's memory that these blocks share; the rest is L1 cache
 constexpr int kMaxClusterBlocks = 16;
 constexpr int kWarpRows = 4;          // four bytes of a column make one word of the transpose
@@ -164,7 +164,7 @@ __device__ inline Statistics combine(const Part (*parts)[kClusterRows], int row,
   return {mean, rstd_of(warp_sum<kLanesPerSum>(squares), cols, epsilon)};
 }
 
-// Word w of a column has the rows of warp w. Column c of the block is 16 words, which live at (16 * c + w) ^ (c / 8 % 32): so the
+// Word w of a column has the rows of warp w. Column c of the block is 8 words, which live at (8 * c + w) ^ (c / 8 % 32): so the
 // words that the 32 lanes of a warp write at once, 8 columns apart, meet 32 banks.
 __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)[4], const uint32_t (&right)[4]) {
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
@@ -176,14 +176,13 @@ __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)
   for (int c = 0; c < kVectorWidth; ++c) words[(c * kColumnWords + warp) ^ lane] = columns[c / 4][c % 4];
 }
 
-// Neighbouring threads store one column, 16 bytes each, and all threads 128 columns at once.
+// Two neighbouring threads store one column, 128 columns at once.
 template <typename T>
 __device__ inline void store_columns(const uint32_t* tile, int cols, int64_t rows, int64_t first_row, uint8_t* values_t) {
-  constexpr int kStores = kClusterRows / static_cast<int>(sizeof(uint4));
-  constexpr int kPassCols = kClusterThreads / kStores, kPassGroups = kPassCols / kVectorWidth;
-  const int first = static_cast<int>(threadIdx.x / kStores), part = static_cast<int>(threadIdx.x % kStores);
-  const int word = (first * kColumnWords + part * 4) ^ (first / kVectorWidth);  // in the first pass
-  const int64_t out_col = first_row + part * static_cast<int>(sizeof(uint4));
+  constexpr int kPassCols = kClusterThreads / 2, kPassGroups = kPassCols / kVectorWidth;
+  const int first = static_cast<int>(threadIdx.x / 2), half = static_cast<int>(threadIdx.x % 2);
+  const int word = (first * kColumnWords + half * 4) ^ (first / kVectorWidth);  // in the first pass
+  const int64_t out_col = first_row + half * 16;
 #pragma unroll
   for (int pass = 0; pass < kClusterCols<T> / kPassCols; ++pass) {
     const int column = first + pass * kPassCols;
@@ -212,7 +211,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
   const int first_col = first_col_of(block, cols, log2_blocks);
   const int block_cols = first_col_of(block + 1, cols, log2_blocks) - first_col;
   const int64_t first_row = int64_t{blockIdx.x >> log2_blocks} * kClusterRows, row = first_row + warp * kWarpRows;
-  const bool has_rows = row < input.rows;  // of the last 64, only 16 may be there
+  const bool has_rows = row < input.rows;  // of the last 32, only 16 may be there
   Patch<T> patch;
   patch.col = lane * kVectorWidth, patch.end = has_rows ? block_cols : 0;
   load(input.x + row * cols + first_col, cols, patch);

@@ -125,7 +125,7 @@ def check_quantized(x, norm, dtype, scale, got):
 
 # Clusters of 1, 2, 4, 8 and 16 blocks, which share the columns equally or not, with rows for all of their warps or not; for float32
 # twice as many. Then rows that are too wide for float32, and shapes without vectors.
-CLUSTERS = [(16, 16), (48, 208), (64, 304), (32, 528), (64, 1024), (80, 1040), (16, 3088), (16, 5136)]
+CLUSTERS = [(16, 16), (48, 208), (32, 304), (32, 528), (32, 1024), (48, 1040), (16, 3088), (16, 5136)]
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

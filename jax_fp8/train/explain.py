@@ -36,11 +36,26 @@ class Gemm:
         return f"{'FP8 ' if self.is_fp8 else '    '} {self.target:<14} {self.dtype:<28} {shape:<40} {self.layer}: {self.reason}"
 
 
+# Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, which took longer in FP8 than in bfloat16, 2.38 and 2.26 ms
+# a step, on an H200. With four times the tokens, or twice the width, FP8 was faster. benchmarks/README.md has the table.
+TOO_SMALL = 2048 * 1024 * 4096
+IS_SMALL = (
+    "FP8 may not pay here: the layers' largest product in FP8 is no larger than those of layers 1,024 wide with 2,048 tokens, whose step was slower than in "
+    "bfloat16 on an H200; time recipe=None too, or give a step more tokens"
+)
+
+
 class Explanation(tuple):
-    """A tuple of `Gemm`, in program order; printing it gives a table."""
+    """A tuple of `Gemm`, in program order; printing it gives a table, and says where FP8 may not pay."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the layers' FP8 products are all as small as those that FP8 made no faster on an H200."""
+        sizes = [gemm.m * gemm.n * gemm.k for gemm in self if gemm.is_fp8 and "/fprop" in gemm.layer]
+        return bool(sizes) and max(sizes) <= TOO_SMALL
 
     def __str__(self):
-        return "\n".join(map(str, self))
+        return "\n".join([*map(str, self), *([IS_SMALL] if self.is_small else [])])
 
 
 def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:

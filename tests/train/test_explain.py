@@ -77,6 +77,19 @@ def test_a_training_step_is_explained_without_running(compiler_options):
     assert [gemm.m for gemm in gemms] == [16, 16, 64]
 
 
+@pytest.mark.parametrize(
+    ("width", "tokens", "is_small"), [(1024, 2048, True), (1024, 8192, False), (2048, 2048, False), (2048, 256, True)]
+)
+def test_where_fp8_may_not_pay(width, tokens, is_small):
+    module = fp8.LayerNormMLP(4 * width)
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    gemms = fp8.explain(module.apply, variables, x)
+    assert gemms.is_small == is_small == ("FP8 may not pay here" in str(gemms))
+    plain = fp8.LayerNormMLP(4 * width, recipe=None)
+    assert not fp8.explain(plain.apply, {"params": variables["params"]}, x).is_small
+
+
 def test_products_outside_the_library_are_named():
     module = nn.Sequential([fp8.Dense(32), nn.Dense(32)])
     gemms = fp8.explain(*gradient_of(module))

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def tune_preset(
             f"a batch of sequences of at most {config.max_seq_len} tokens must split into microbatches, "
             f"got {batch=}, sequence={length}, {microbatches=}; change one of them"
         )
-    accumulation = {"split_accumulator": ()} if fast else {}
+    accumulation: dict[str, Any] = {"split_accumulator": ()} if fast else {}
     chosen = dataclasses.replace(RECIPES[recipe], **accumulation)
     head = CurrentScaling(**accumulation) if fp8_head else None
     model, tx = GPT(config, recipe=chosen, head_recipe=head), fused_adamw(1e-4)

@@ -35,11 +35,11 @@ WITHOUT_OWN_TEST: dict[str, str] = {
 
 # File: why it is longer than MAX_LINES.
 LONG_FILES: dict[str, str] = {
-    "tests/gpu/activation_check.py": "one file, to be carried to a device and run there alone",
-    "tests/gpu/adam_check.py": "one file, to be carried to a device and run there alone",
-    "tests/gpu/cross_entropy_check.py": "one file, to be carried to a device and run there alone",
-    "tests/gpu/kernel_check.py": "one file, to be carried to a device and run there alone",
-    "tests/gpu/norm_check.py": "one file, to be carried to a device and run there alone",
+    "tests/gpu/activation_check.py": "a script for a device, with its oracle beside its checks",
+    "tests/gpu/adam_check.py": "a script for a device, with its oracle beside its checks",
+    "tests/gpu/cross_entropy_check.py": "a script for a device, with its oracle beside its checks",
+    "tests/gpu/kernel_check.py": "a script for a device, with its oracle beside its checks",
+    "tests/gpu/norm_check.py": "a script for a device, with its oracle beside its checks",
 }
 
 

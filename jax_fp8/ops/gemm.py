@@ -4,7 +4,8 @@ cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the or
 tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it goes. The reference multiplies exactly what the FP8
 values say and accumulates in float32. A product can be asked for in parts, some columns at a time, each an array of its own: the kernel
 starts at a later row of b, and nothing is cut or copied.
- Which of cuBLASLt's algorithms runs is told by `ops/tuned_gemms.py`.
+
+Which of cuBLASLt's algorithms runs is told by `ops/tuned_gemms.py`.
 """
 
 from functools import partial

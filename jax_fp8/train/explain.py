@@ -39,7 +39,7 @@ class Gemm:
 # Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, which took longer in FP8 than in bfloat16, 2.38 and 2.26 ms
 # a step, on an H200. With four times the tokens, or twice the width, FP8 was faster. benchmarks/README.md has the table.
 TOO_SMALL = 2048 * 1024 * 4096
-IS_SMALL = (
+MAY_NOT_PAY = (
     "FP8 may not pay here: the layers' largest product in FP8 is no larger than those of layers 1,024 wide with 2,048 tokens, whose step was slower than in "
     "bfloat16 on an H200; time recipe=None too, or give a step more tokens"
 )
@@ -55,7 +55,7 @@ class Explanation(tuple):
         return bool(sizes) and max(sizes) <= TOO_SMALL
 
     def __str__(self):
-        return "\n".join([*map(str, self), *([IS_SMALL] if self.is_small else [])])
+        return "\n".join([*map(str, self), *([MAY_NOT_PAY] if self.is_small else [])])
 
 
 def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:

@@ -96,7 +96,6 @@ ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& 
       .values_t = bytes_of(results.values_t),
       .amax = results.amax.typed_data<float>(),
       .scale = results.scale.typed_data<float>(),
-      .sums = {},
   };
 }
 
@@ -112,7 +111,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source
 }
 
 ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer source,
-                             ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                             ffi::AnyBuffer activated_scale, ffi::Result<ffi::AnyBuffer> values,
+                             ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> activated_t,
                              ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
                              ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
                              ActivationAttributes attributes) {
@@ -121,11 +121,17 @@ ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   const Results results{source, *values, *values_t, *amax, *scale};
   if (inputs.checks.passed()) {
     const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
-    check_sums(check(inputs.checks, results, rows, cols, origin), *sums, *partial_sums, rows, cols);
+    check_sums(check(inputs.checks, results, rows, cols, origin), *sums, *partial_sums, rows, cols)
+        .float32_scalar("activated_scale", activated_scale)
+        .dtype("the result activated_t", *activated_t, {ffi::F8E4M3FN, ffi::F8E5M2})
+        .shape("the result activated_t", *activated_t, {inputs.value.width, rows});
   }
   if (!inputs.checks.passed()) return inputs.checks.error();
   ActivationArguments arguments = arguments_of(inputs.value, results, origin);
   arguments.sums = {.result = sums->typed_data<float>(), .partial = partial_sums->typed_data<float>()};
+  arguments.activated_scale = activated_scale.typed_data<float>();
+  arguments.activated_format = *fp8_type(activated_t->element_type());
+  arguments.activated_t = static_cast<uint8_t*>(activated_t->untyped_data());
   return launch_result(kBackwardQuantize, launch_activation_backward_quantize(arguments, stream));
 }
 
@@ -162,8 +168,10 @@ XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize,
                            .Arg<ffi::AnyBuffer>()  // dy
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // source
+                           .Arg<ffi::AnyBuffer>()  // activated_scale
                            .Ret<ffi::AnyBuffer>()  // values
                            .Ret<ffi::AnyBuffer>()  // values_t
+                           .Ret<ffi::AnyBuffer>()  // activated_t
                            .Ret<ffi::AnyBuffer>()  // amax
                            .Ret<ffi::AnyBuffer>()  // scale
                            .Ret<ffi::AnyBuffer>()  // sums

@@ -8,11 +8,11 @@
 namespace jax_fp8 {
 namespace {
 
-// ---- the rule of each, element by element: inputs in, parts out -------------------------------------------------------------
+// ---- the rule of each, element by element: inputs in; parts out, and of a gradient the activated element as their companion --
 
 struct Forward {
   static constexpr bool kGated = false, kSums = false;
-  static constexpr int kInputs = 1, kParts = 1;  // x -> y
+  static constexpr int kInputs = 1, kParts = 1, kCompanions = 0;  // x -> y
 
   template <typename Function>
   __device__ static void apply(Function function, const float (&in)[1], float (&out)[1]) {
@@ -22,7 +22,7 @@ struct Forward {
 
 struct GatedForward {
   static constexpr bool kGated = true, kSums = false;
-  static constexpr int kInputs = 2, kParts = 1;  // gate, linear -> y
+  static constexpr int kInputs = 2, kParts = 1, kCompanions = 0;  // gate, linear -> y
 
   template <typename Function>
   __device__ static void apply(Function function, const float (&in)[2], float (&out)[1]) {
@@ -32,22 +32,25 @@ struct GatedForward {
 
 struct Backward {
   static constexpr bool kGated = false, kSums = true;
-  static constexpr int kInputs = 2, kParts = 1;  // x, dy -> dx
+  static constexpr int kInputs = 2, kParts = 1, kCompanions = 1;  // x, dy -> dx; y
 
   template <typename Function>
-  __device__ static void apply(Function function, const float (&in)[2], float (&out)[1]) {
+  __device__ static void apply(Function function, const float (&in)[2], float (&out)[2]) {
     out[0] = function.gradient(in[1], in[0]);
+    out[1] = function.value(in[0]);
   }
 };
 
 struct GatedBackward {
   static constexpr bool kGated = true, kSums = true;
-  static constexpr int kInputs = 3, kParts = 2;  // gate, linear, dy -> dgate, dlinear
+  static constexpr int kInputs = 3, kParts = 2, kCompanions = 1;  // gate, linear, dy -> dgate, dlinear; y
 
   template <typename Function>
-  __device__ static void apply(Function function, const float (&in)[3], float (&out)[2]) {
+  __device__ static void apply(Function function, const float (&in)[3], float (&out)[3]) {
+    const float value = function.value(in[0]);
     out[0] = function.gradient(in[2] * in[1], in[0]);
-    out[1] = in[2] * function.value(in[0]);
+    out[1] = in[2] * value;
+    out[2] = value * in[1];
   }
 };
 
@@ -58,11 +61,14 @@ struct Activated {
   using Element = T;
   static constexpr int kInputs = Rule::kInputs;
   static constexpr int kParts = Rule::kParts;
+  static constexpr int kCompanions = Rule::kCompanions;
+  static constexpr int kMade = kParts + kCompanions;
   static constexpr bool kSums = Rule::kSums;
   static constexpr int kHalves = Rule::kGated ? 2 : 1;
   // A thread has 32 elements of each input in registers: 80 KB or more in flight on a multiprocessor.
   static constexpr int kLoaded = kInputs * sizeof(T);
-  static constexpr int kBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
+  static constexpr int kAmaxBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
+  static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;  // a companion needs registers too
 
   const T* x;   // [rows, kHalves * width]
   const T* dy;  // [rows, width]
@@ -79,7 +85,7 @@ struct Activated {
   }
 
   template <int kRows>
-  __device__ void make(const Vector<T> (&loaded)[kRows][kInputs], Vector<T> (&made)[kRows][kParts]) const {
+  __device__ void make(const Vector<T> (&loaded)[kRows][kInputs], Vector<T> (&made)[kRows][kMade]) const {
     with_activation<T, Rule::kGated>(activation, [&](auto function) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) make_vectors(function, loaded[r], made[r]);
@@ -87,44 +93,44 @@ struct Activated {
   }
 
   template <typename Function>
-  __device__ static void make_vectors(Function function, const Vector<T> (&loaded)[kInputs], Vector<T> (&made)[kParts]) {
-    float in[kInputs][kVectorWidth], out[kParts][kVectorWidth];
+  __device__ static void make_vectors(Function function, const Vector<T> (&loaded)[kInputs], Vector<T> (&made)[kMade]) {
+    float in[kInputs][kVectorWidth], out[kMade][kVectorWidth];
 #pragma unroll
     for (int input = 0; input < kInputs; ++input) unpack(loaded[input], in[input]);
 #pragma unroll
     for (int i = 0; i < kVectorWidth; ++i) {
-      float element_in[kInputs], element_out[kParts];
+      float element_in[kInputs], element_out[kMade];
 #pragma unroll
       for (int input = 0; input < kInputs; ++input) element_in[input] = in[input][i];
       Rule::apply(function, element_in, element_out);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) out[part][i] = element_out[part];
+      for (int m = 0; m < kMade; ++m) out[m][i] = element_out[m];
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) pack(out[part], made[part]);
+    for (int m = 0; m < kMade; ++m) pack(out[m], made[m]);
   }
 
-  __device__ void element(int64_t row, int64_t col, int64_t width, float (&made)[kParts]) const {
+  __device__ void element(int64_t row, int64_t col, int64_t width, float (&made)[kMade]) const {
     float in[kInputs];
 #pragma unroll
     for (int input = 0; input < kInputs; ++input) in[input] = to_float(*address(input, row, col, width));
     with_activation<T, Rule::kGated>(activation, [&](auto function) { Rule::apply(function, in, made); });
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) made[part] = to_float(from_float<T>(made[part]));
+    for (int m = 0; m < kMade; ++m) made[m] = to_float(from_float<T>(made[m]));
   }
 };
 
 // ---- the amax alone: the same tiles, nothing written ---------------------------------------------------------------------------
 
 template <typename Producer>
-__global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
+__global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kAmaxBlocks)
     amax_tile_kernel(Producer producer, int64_t rows, int64_t width, unsigned tiles_per_row, float* amax) {
   using namespace quantize_tile;
   const int64_t row = int64_t{blockIdx.x / tiles_per_row} * kRows + threadIdx.x / kGroups * kRowsPerPatch;
   const int64_t col = int64_t{blockIdx.x % tiles_per_row} * kCols + threadIdx.x % kGroups * kVectorWidth;
   float thread_amax = 0.0f;
   if (row < rows && col < width) {
-    Vector<typename Producer::Element> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][Producer::kParts];
+    Vector<typename Producer::Element> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][Producer::kMade];
 #pragma unroll
     for (int r = 0; r < kRowsPerPatch; ++r) producer.load(row + r, col, width, loaded[r]);
     producer.make(loaded, made);
@@ -149,9 +155,10 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
   const int64_t col = int64_t{blockIdx.x % tiles_per_row} * kAnyCols + threadIdx.x % kAnyCols;
   float thread_amax = 0.0f;
   for (int r = threadIdx.x / kAnyCols; r < kRows && tile_row + r < rows && col < width; r += kAnyRowsAtOnce) {
-    float elements[Producer::kParts];
-    producer.element(tile_row + r, col, width, elements);
-    thread_amax = amax_of(thread_amax, elements);
+    float made[Producer::kMade];
+    producer.element(tile_row + r, col, width, made);
+#pragma unroll
+    for (int part = 0; part < Producer::kParts; ++part) thread_amax = amax_of(thread_amax, made[part]);
   }
   merge_amax<kThreads>(thread_amax, amax);
 }
@@ -175,13 +182,14 @@ cudaError_t launch_quantize_activated(const ActivationArguments& arguments, cuda
   const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
   const ActivationInputs& inputs = arguments.inputs;
-  const bool aligned = are_aligned({inputs.x, inputs.dy, arguments.values, arguments.values_t});
+  const bool aligned = are_aligned({inputs.x, inputs.dy, arguments.values, arguments.values_t, arguments.activated_t});
   const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
   const TiledResults results{
       .values = arguments.values,
       .values_t = arguments.values_t,
       .amax = arguments.amax,
       .sums = arguments.sums,
+      .companion = {arguments.activated_scale, arguments.activated_format, arguments.activated_t},
       .rows = inputs.rows,
       .width = inputs.width,
   };

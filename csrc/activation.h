@@ -2,6 +2,9 @@
 // transpose, amax and, of a gradient, the sums of the columns. The activated tensor itself is never written.
 //
 // A gated activation takes the gate from the left half of x and gives f(gate) * linear, half as wide; its gradient is as wide as x.
+//
+// The GEMM behind the activation wants its input once straight, in the forward, and once transposed, for the gradient of its weight. So
+// the forward need not write the transpose, and nobody keep it: the gradient, which reads x anyway, writes it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,7 +40,11 @@ struct ActivationArguments {
   uint8_t* values_t;
   float* amax;
   float* scale;     // the one used
-  ColumnSums sums;  // of dx
+  // Beside dx only: its column sums, and y in FP8, transposed, by the scale that the forward used.
+  ColumnSums sums;
+  const float* activated_scale;
+  Fp8Type activated_format;
+  uint8_t* activated_t;  // [width, rows]
 };
 
 cudaError_t launch_activation_quantize(const ActivationArguments& arguments, cudaStream_t stream);

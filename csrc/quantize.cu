@@ -61,6 +61,7 @@ struct AsItIs {
   using Element = T;
   static constexpr int kInputs = 1;
   static constexpr int kParts = 1;
+  static constexpr int kCompanions = 0;
   static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;  // 80 KB of x in flight on a multiprocessor, or 128 KB of float32
   static constexpr bool kSums = kSummed;
 

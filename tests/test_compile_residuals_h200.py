@@ -47,12 +47,14 @@ def scratch_bytes(layers, recompute) -> int:
 
 def kept_by_a_layer(recompute) -> float:
     """In numbers of its width, a byte each, for a token."""
-    one, two = (scratch_bytes(layers, recompute) for layers in (1, 2))
-    return (two - one) / (BATCH * SEQUENCE * WIDTH)
+    two, three = (
+        scratch_bytes(layers, recompute) for layers in (2, 3)
+    )  # the last layer alone needs more than it keeps
+    return (three - two) / (BATCH * SEQUENCE * WIDTH)
 
 
-def test_recomputing_keeps_six_bytes_fewer_for_each_feature():
-    """One for the input of qkv, one for that of the MLP and four for its hidden tensor."""
+def test_recomputing_keeps_two_bytes_fewer_for_each_feature():
+    """One for the input of qkv and one for that of the MLP."""
     kept, recomputed = kept_by_a_layer(recompute=False), kept_by_a_layer(recompute=True)
-    assert kept - recomputed == pytest.approx(6, abs=0.1)
-    assert recomputed > 20
+    assert kept - recomputed == pytest.approx(2, abs=0.1)
+    assert 20 < kept < 27.1

@@ -21,6 +21,16 @@ struct Fp8Constant {
   static constexpr Fp8Type value = kValue;
 };
 
+// Inside a kernel: calls with(Fp8Constant<format>{}), a branch that all threads take alike.
+template <typename With>
+__device__ inline void with_format(Fp8Type format, With with) {
+  if (format == Fp8Type::kE4M3) {
+    with(Fp8Constant<Fp8Type::kE4M3>{});
+  } else {
+    with(Fp8Constant<Fp8Type::kE5M2>{});
+  }
+}
+
 // Calls launch(T{}, Fp8Constant<format>{}).
 template <typename Launch>
 void dispatch(SourceType source, Fp8Type format, Launch launch) {

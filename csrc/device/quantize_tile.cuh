@@ -7,11 +7,13 @@
 //     static constexpr int kInputs, kParts;
 //     static constexpr int kBlocks;            // per multiprocessor, which the registers of the tile kernel must allow
 //     static constexpr bool kSums;             // whether the sums of columns are wanted
+//     static constexpr int kCompanions;        // 1 if it makes another matrix of `width` columns beside, else 0
 //     load(row, col, width, loaded)            // a vector of each input
-//     make(loaded, made)                       // the vectors of a patch of rows
-//     element(row, col, width, made)           // one element of each part
+//     make(loaded, made)                       // the vectors of a patch of rows: of each part, then of the companion
+//     element(row, col, width, made)           // one element of each
 //
-// `width` is the columns of one part; with two parts the result has 2 * width.
+// `width` is the columns of one part; with two parts the result has 2 * width. A companion is written transposed only, in a format and by a
+// scale of its own, and counts neither in the amax nor in the sums.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,6 +23,7 @@
 
 #include "../launch.h"
 #include "column_sums.cuh"
+#include "dispatch.cuh"
 #include "fp8.cuh"
 #include "reduce.cuh"
 #include "scale_input.cuh"
@@ -28,12 +31,19 @@
 
 namespace jax_fp8 {
 
+struct Companion {
+  const float* scale;
+  Fp8Type format;
+  uint8_t* values_t;  // [width, rows]
+};
+
 // What is not wanted is null.
 struct TiledResults {
   uint8_t* values;    // [rows, parts * width]
   uint8_t* values_t;  // [parts * width, rows]
   float* amax;        // zero to start with
   ColumnSums sums;    // [parts * width], where the producer sums
+  Companion companion;
   int64_t rows;
   int64_t width;
   unsigned tiles_per_row;
@@ -104,10 +114,11 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
     quantize_tile_kernel(Producer producer, ScaleInput scale, TiledResults results) {
   using namespace quantize_tile;
   using T = typename Producer::Element;
-  constexpr int kParts = Producer::kParts;
-  __shared__ uint4 tile[kParts][kCols * kChunksPerColumn];
+  constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
+  __shared__ uint4 tile[kMade][kCols * kChunksPerColumn];
   __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kWarps : 1][kCols];
   const float loaded_scale = __ldg(scale.source);
+  const float companion_scale = Producer::kCompanions ? __ldg(results.companion.scale) : 1.0f;
   const int64_t rows = results.rows, width = results.width;
   const int64_t tile_row = int64_t{blockIdx.x / results.tiles_per_row} * kRows;
   const int64_t tile_col = int64_t{blockIdx.x % results.tiles_per_row} * kCols;
@@ -119,7 +130,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
   float thread_amax = 0.0f;
   float patch_sums[kParts][kVectorWidth] = {};
   if (row < rows && col < width) {
-    Vector<T> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][kParts];
+    Vector<T> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][kMade];
 #pragma unroll
     for (int r = 0; r < kRowsPerPatch; ++r) producer.load(row + r, col, width, loaded[r]);
     const float multiplier = multiplier_from<kFormat>(loaded_scale, scale);
@@ -146,6 +157,20 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
       }
       if (results.values_t) put_patch(tile[part], patch, group, left, right);
     }
+    if constexpr (Producer::kCompanions) {
+      const float companion_multiplier = multiplier_of(companion_scale);
+      with_format(results.companion.format, [&](auto format) {
+        uint32_t left[kRowsPerPatch], right[kRowsPerPatch];
+#pragma unroll
+        for (int r = 0; r < kRowsPerPatch; ++r) {
+          float elements[kVectorWidth];
+          unpack(made[r][kParts], elements);
+          left[r] = quantize_four<decltype(format)::value>(elements, companion_multiplier);
+          right[r] = quantize_four<decltype(format)::value>(elements + 4, companion_multiplier);
+        }
+        put_patch(tile[kParts], patch, group, left, right);
+      });
+    }
   }
   if constexpr (Producer::kSums) {
 #pragma unroll
@@ -157,6 +182,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
   for (int part = 0; part < kParts && results.values_t; ++part) {
     store_transpose(tile[part], tile_row, tile_col, rows, width, results.values_t + part * width * rows);
   }
+  if constexpr (Producer::kCompanions) store_transpose(tile[kParts], tile_row, tile_col, rows, width, results.companion.values_t);
   if constexpr (Producer::kSums) {
     const int part = threadIdx.x / kCols, column = threadIdx.x % kCols;
     if (part < kParts && tile_col + column < width) {
@@ -182,10 +208,11 @@ template <Fp8Type kFormat, typename Producer>
 __global__ void __launch_bounds__(quantize_tile::kThreads)
     quantize_any_kernel(Producer producer, ScaleInput scale, TiledResults results) {
   using namespace quantize_tile;
-  constexpr int kParts = Producer::kParts;
-  __shared__ uint8_t tile[kParts][kRows][kAnyCols + 4];  // the padding moves each row to the next bank
+  constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
+  __shared__ uint8_t tile[kMade][kRows][kAnyCols + 4];  // the padding moves each row to the next bank
   __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kAnyRowsAtOnce : 1][kAnyCols];
   const float multiplier = multiplier_from<kFormat>(__ldg(scale.source), scale);
+  const float companion_multiplier = Producer::kCompanions ? multiplier_of(__ldg(results.companion.scale)) : 1.0f;
   const int64_t rows = results.rows, width = results.width;
   const int64_t tile_row = int64_t{blockIdx.x / results.tiles_per_row} * kRows;
   const int64_t tile_col = int64_t{blockIdx.x % results.tiles_per_row} * kAnyCols;
@@ -195,7 +222,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
   float thread_amax = 0.0f;
   float thread_sums[kParts] = {};
   for (int r = warp; r < kRows && tile_row + r < rows && col < width; r += kAnyRowsAtOnce) {
-    float elements[kParts];
+    float elements[kMade];
     producer.element(tile_row + r, col, width, elements);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -205,6 +232,11 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
       tile[part][r][lane] = value;
       if (results.values) results.values[((tile_row + r) * kParts + part) * width + col] = value;
     }
+    if constexpr (Producer::kCompanions) {
+      with_format(results.companion.format, [&](auto format) {
+        tile[kParts][r][lane] = quantize_one<decltype(format)::value>(elements[kParts], companion_multiplier);
+      });
+    }
   }
   if constexpr (Producer::kSums) {
 #pragma unroll
@@ -212,14 +244,16 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
   }
   __syncthreads();
 
-#pragma unroll
-  for (int part = 0; part < kParts && results.values_t; ++part) {
+  const auto store = [&](const auto& tile, uint8_t* values_t) {
     for (int item = threadIdx.x; item < kAnyCols * kRows; item += kThreads) {
       const int c = item / kRows, r = item % kRows;
       const int64_t out_row = tile_col + c, out_col = tile_row + r;
-      if (out_row < width && out_col < rows) results.values_t[(part * width + out_row) * rows + out_col] = tile[part][r][c];
+      if (out_row < width && out_col < rows) values_t[out_row * rows + out_col] = tile[r][c];
     }
-  }
+  };
+#pragma unroll
+  for (int part = 0; part < kParts && results.values_t; ++part) store(tile[part], results.values_t + part * width * rows);
+  if constexpr (Producer::kCompanions) store(tile[kParts], results.companion.values_t);
   if constexpr (Producer::kSums) {
     if (warp < kParts && col < width && tile_row < rows) {
       float sum = 0.0f;

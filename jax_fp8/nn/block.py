@@ -16,8 +16,8 @@ class TransformerBlock(nn.Module):
     """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
     Variables: `attention/{qkv, out}` and `mlp/{norm, up, down}`. `residual_init` initializes the two kernels that write into the residual
-    stream; None is `kernel_init`. `recompute` keeps less for the backward: of what a GEMM wants, norms, activations and casts are computed
-    again (see `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
+    stream; None is `kernel_init`. `recompute` keeps less for the backward: of what a GEMM wants, norms and casts are computed again
+    (see `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
     """
 
     num_heads: int

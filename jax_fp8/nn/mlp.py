@@ -35,7 +35,7 @@ class LayerNormMLP(nn.Module):
     Args:
       down_init: initializer of the kernel of `down`; None is `kernel_init`.
       residual: return `x + down(...)`, added by the last GEMM, and its gradient by the norm's backward.
-      recompute: normalize, activate and quantize again in the backward, instead of keeping both results in FP8.
+      recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
     """
 
     hidden_features: int

@@ -7,7 +7,10 @@ orientations that are wanted, the amax and, of a gradient, the sums of its colum
 the dtype of `x` before it is quantized, exists in registers only.
 
     x, scale ─activate, round, quantize→ values, transposed, amax
-    dy, x, scale ─gradient of x, round, quantize→ values, transposed, amax, sums
+    dy, x, scale, scale of y ─gradient of x, round, quantize→ values, transposed, amax, sums; y in FP8, transposed
+
+The backward makes the transpose of y, which only the gradient of a weight wants, from the `x` that it reads anyway. So the forward writes one
+orientation, and what lies between forward and backward is `x` alone.
 """
 
 import math
@@ -115,35 +118,51 @@ def activation_amax(x: jax.Array, activation: str) -> jax.Array:
 
 
 def activation_backward_quantize(
-    dy: jax.Array, x: jax.Array, activation: str, dtype: jax.typing.DTypeLike, scale: jax.Array | ScaleSource
-) -> tuple[Fp8Array, Fp8Array, jax.Array, jax.Array]:
-    """`quantize(activate_backward(dy, x))` without the tensor in between.
+    dy: jax.Array,
+    x: jax.Array,
+    activation: str,
+    dtype: jax.typing.DTypeLike,
+    scale: jax.Array | ScaleSource,
+    activated_dtype: jax.typing.DTypeLike,
+    activated_scale: jax.Array,
+) -> tuple[Fp8Array, Fp8Array, jax.Array, jax.Array, Fp8Array]:
+    """`quantize(activate_backward(dy, x))` without the tensor in between, and `activate(x)` in FP8 once more.
 
     Args:
       dy: (m, n), like the activated tensor.
       x: (m, c), c being n, or 2n for a gated activation; of the dtype of `dy`: float32, bfloat16 or float16.
       activation: a name in PLAIN or GATED.
-      dtype: E4M3 or E5M2.
-      scale: f32[] or where it comes from.
+      dtype: E4M3 or E5M2, of the gradient.
+      scale: f32[] or where it comes from, of the gradient.
+      activated_dtype, activated_scale: those that `activation_quantize` cast the activated tensor with, E4M3 or E5M2, and f32[].
 
     Returns:
-      The gradient of `x` in FP8 (m, c), its transpose (c, m), its amax f32[] and the sums of its columns f32[c].
+      The gradient of `x` in FP8 (m, c), its transpose (c, m), its amax f32[] and the sums of its columns f32[c]; and the transpose (n, m) that
+      `activation_quantize` makes of `x`, to the same bits.
     """
     source, gated = ScaleSource.of(scale), is_gated(activation)
     check_source_and_target(x.dtype, dtype)
+    check_source_and_target(x.dtype, activated_dtype)
     _check_input("activation_backward_quantize", x, gated)
     _check_gradient("activation_backward_quantize", dy, x, gated)
-    settings = {"activation": activation, "dtype": dtype, "scale_rule": source.rule}
+    activated_scale = jnp.asarray(activated_scale, jnp.float32)
+    settings = {
+        "activation": activation,
+        "dtype": dtype,
+        "scale_rule": source.rule,
+        "activated_dtype": activated_dtype,
+    }
     # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
-    results = "m h n, h n m, , , h n" if gated else "m n, n m, , , n"
-    rule = f"m n, {_dims(gated)}, {source.dims} -> {results}"
+    results = "m h n, h n m, n m, , , h n" if gated else "m n, n m, n m, , , n"
+    rule = f"m n, {_dims(gated)}, {source.dims}, -> {results}"
     kernel, reference = partial(_backward_kernel, **settings), partial(_backward_reference, **settings)
-    values, transposed, amax, used, sums = dispatch(rule, kernel, reference, dy, _halves(x, gated), source.array)
+    operands = dy, _halves(x, gated), source.array, activated_scale
+    values, transposed, activated, amax, used, sums = dispatch(rule, kernel, reference, *operands)
     if gated:
         m, c = _spec(x)
         values, transposed = _reshape(values, x.shape, m, c), _reshape(transposed, x.shape[::-1], c, m)
         sums = _reshape(sums, x.shape[1:], c)
-    return Fp8Array(values, used), Fp8Array(transposed, used), amax, sums
+    return Fp8Array(values, used), Fp8Array(transposed, used), amax, sums, Fp8Array(activated, activated_scale)
 
 
 def activation_backward_amax(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array:
@@ -237,29 +256,31 @@ def _amax_reference(activation, x, split: Split):
     return (pmax(amax_reference(_activated(x, activation, split)), split, "m", "n"),)
 
 
-def _backward_kernel(dy, x, array, split: Split, activation, dtype, scale_rule):
+def _backward_kernel(dy, x, array, activated_scale, split: Split, activation, dtype, scale_rule, activated_dtype):
     x = _joined(x, split)
     matrices = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype)
-    results = (*matrices, SCALAR, SCALAR, *sums_results(x.shape))
+    activated = jax.ShapeDtypeStruct(dy.shape[::-1], activated_dtype)
+    results = (*matrices, activated, SCALAR, SCALAR, *sums_results(x.shape))
     call = jax.ffi.ffi_call(f"{TARGET}_backward_quantize", results)
     attributes = {"activation": activation, **scale_rule.attributes()}
-    values, transposed, amax, scale, sums, _ = call(dy, x, gathered(array, split, "r"), **attributes)
-    return _backward_results(values, transposed, amax, scale, sums, split, activation)
+    *made, _ = call(dy, x, gathered(array, split, "r"), activated_scale, **attributes)
+    return _backward_results(*made, split, activation)
 
 
-def _backward_reference(dy, x, array, split: Split, activation, dtype, scale_rule):
+def _backward_reference(dy, x, array, activated_scale, split: Split, activation, dtype, scale_rule, activated_dtype):
     dx = _gradient(dy, x, activation, split)
     scale = scale_rule.scale(array, dtype, split)
     values, amax, sums = quantize_reference(dx, dtype, scale), amax_reference(dx), column_sums_reference(dx)
-    return _backward_results(values, values.T, amax, scale, sums, split, activation)
+    activated = quantize_reference(_activated(x, activation, split), activated_dtype, activated_scale)
+    return _backward_results(values, values.T, activated.T, amax, scale, sums, split, activation)
 
 
-def _backward_results(values, transposed, amax, scale, sums, split, activation):
+def _backward_results(values, transposed, activated, amax, scale, sums, split, activation):
     amax, sums = pmax(amax, split, "m", "n"), psum(sums, split, "m")
     if is_gated(activation):
         m, n = values.shape[0], values.shape[1] // 2
         values, transposed, sums = values.reshape(m, 2, n), transposed.reshape(2, n, m), sums.reshape(2, n)
-    return values, transposed, amax, scale, sums
+    return values, transposed, activated, amax, scale, sums
 
 
 def _backward_amax_kernel(activation, dy, x, split: Split):

@@ -65,7 +65,7 @@ class Quantized:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GemmResidual:
-    """What the backward of one GEMM keeps: xᵀ (k, m), or None and its scale f32[] where x is quantized again, the kernel (k, n), and both amaxes f32[2]."""
+    """What the backward of one GEMM keeps: xᵀ (k, m), or None and its scale f32[] where the backward makes it, the kernel (k, n), and both amaxes f32[2]."""
 
     x_transposed: Fp8Array | None
     x_scale: jax.Array
@@ -185,14 +185,30 @@ def backward_gemm(
 
     Where `scaling.gradient` collects the kernel's gradients, this one is added there, and None is returned for it.
     """
+    dx = backward_dgrad(dy, residual, scaling, dtype)
+    return dx, backward_wgrad(dy, dbias, residual, parameters_like, scaling)
+
+
+def backward_dgrad(dy: Quantized, residual: GemmResidual, scaling: GemmScaling, dtype) -> jax.Array:
+    """The first half of `backward_gemm`, which does without xᵀ."""
     _check_rows(dy.straight.shape[0], scaling)
     scaling.record(jnp.append(residual.amaxes, dy.amax))
     with jax.named_scope(f"{_leaf(scaling)}/dgrad"):
-        dx = matmul(dy.straight, residual.kernel, dtype=dtype, accumulation=_accumulation("dgrad", scaling))
+        return matmul(dy.straight, residual.kernel, dtype=dtype, accumulation=_accumulation("dgrad", scaling))
+
+
+def backward_wgrad(
+    dy: Quantized,
+    dbias: jax.Array | None,
+    residual: GemmResidual,
+    parameters_like: LinearParameters,
+    scaling: GemmScaling,
+) -> LinearParameters:
+    """The second half of `backward_gemm`."""
     with jax.named_scope(f"{_leaf(scaling)}/wgrad"):
         dkernel = _kernel_gradient(residual, dy.transposed, parameters_like.kernel.dtype, scaling)
     bias = parameters_like.bias
-    return dx, LinearParameters(dkernel, None if bias is None or dbias is None else dbias.astype(bias.dtype))
+    return LinearParameters(dkernel, None if bias is None or dbias is None else dbias.astype(bias.dtype))
 
 
 def fp8_dtype(row: int, scaling: GemmScaling) -> Any:

@@ -24,11 +24,13 @@ static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, i
 
 extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows, int64_t width,
                         const float* source, int64_t row, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
-                        float* scale, float* partial, float* sums) {
+                        float* scale, float* partial, float* sums, const float* activated_scale, int64_t activated_format,
+                        uint8_t* activated_t) {
   ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width), .source = source,
                                 .origin = {static_cast<int32_t>(row), false, 0, 0.0f, false},
                                 .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax,
-                                .scale = scale, .sums = {sums, partial}};
+                                .scale = scale, .sums = {sums, partial}, .activated_scale = activated_scale,
+                                .activated_format = static_cast<Fp8Type>(activated_format), .activated_t = activated_t};
   return dy ? launch_activation_backward_quantize(arguments, nullptr) : launch_activation_quantize(arguments, nullptr);
 }
 
@@ -75,6 +77,7 @@ SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of Source
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
 SCALAR = Result((), np.float32)
 SCALE = np.float32(0.07)
+ACTIVATED_SCALE = np.float32(0.05)  # of what a gradient makes beside
 VALUE_ERROR = 3e-7  # of f(x), as a share of x
 ADDITIONS = 2.0**-20  # of a sum of a few hundred float32, as a share of the sum of their magnitudes
 
@@ -142,12 +145,19 @@ def expected(activation, dy, x):
     return (y if dy is None else dx).astype(np.float32).astype(x.dtype)
 
 
-def run(activation, dy, x, dtype, scale=SCALE, orientations="both", changes=(), offset=0):
-    """Values, their transpose, amax, scale and, of a backward, sums; what is not wanted is None."""
+def run(activation, dy, x, dtype, scale=SCALE, orientations="both", changes=(), offset=0, activated_dtype=FORMATS[0]):
+    """Values, their transpose, amax, scale and, of a backward, sums and the activated tensor transposed; what is not wanted is None."""
     gated = activation in plain.GATES
     function = PLAIN.index(plain.GATES.get(activation, activation))
     rows, cols = x.shape[0], x.shape[1] // (2 if gated and dy is None else 1)
-    sums = [] if dy is None else [Result((-(-rows // 128), cols), np.float32), Result((cols,), np.float32)]
+    beside = [None] * 5
+    if dy is not None:
+        beside[:2] = Result((-(-rows // 128), cols), np.float32), Result((cols,), np.float32)
+        beside[2:] = (
+            np.array(ACTIVATED_SCALE),
+            FORMATS.index(activated_dtype),
+            Result(dy.shape[::-1], activated_dtype, offset),
+        )
     wanted = {"values": orientations != "transposed", "values_t": orientations != "straight"}
     results = [Result((rows, cols), dtype, offset) if wanted["values"] else None]
     results += [Result((cols, rows), dtype, offset) if wanted["values_t"] else None, SCALAR, SCALAR]
@@ -155,16 +165,16 @@ def run(activation, dy, x, dtype, scale=SCALE, orientations="both", changes=(), 
     arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize)]
     kernels = compile_for_cpu("activation.cu", ENTRY, changes)
     source = np.array([9, scale], np.float32)
-    got = kernels.call("quantize", *arrays, *of, source, 1, FORMATS.index(dtype), *results, *(sums or [None, None]))
+    got = kernels.call("quantize", *arrays, *of, source, 1, FORMATS.index(dtype), *results, *beside)
     (measured,) = kernels.call("amax", *arrays, *of, SCALAR)
     values = got.pop(0) if wanted["values"] else None
     values_t = got.pop(0) if wanted["values_t"] else None
     assert_same_bits(measured, got[0])
-    return values, values_t, got[0], got[1], got[-1] if sums else None
+    return values, values_t, got[0], got[1], *([None, None] if dy is None else got[3:])
 
 
 def check(activation, dy, x, dtype, got, scale=SCALE):
-    values, values_t, amax, used, sums = got
+    values, values_t, amax, used, sums, activated = got
     made = expected(activation, dy, x)
     wanted, wanted_amax = reference.quantize(made, dtype, scale)
     assert_same_bits(used, scale)
@@ -177,6 +187,9 @@ def check(activation, dy, x, dtype, got, scale=SCALE):
     else:
         assert_few_differ(shown, wanted)
         np.testing.assert_allclose(amax, wanted_amax, rtol=1e-6 if x.dtype == np.float32 else 2.0**-8)
+    if activated is not None:
+        of_the_forward = run(activation, None, x, activated.dtype, ACTIVATED_SCALE, orientations="transposed")[1]
+        assert_same_bits(activated, of_the_forward)
     if sums is not None and made.size:
         own = elements(activation, dy, x, dtype)
         assert_same_bits(
@@ -190,7 +203,7 @@ def elements(activation, dy, x, dtype):
     """What the kernel sums up: the sums of a gradient that is one row, all elements beside each other."""
     (rows, width), halves = dy.shape, x.shape[1] // dy.shape[1]
     one_row = x.reshape(rows, halves, width).swapaxes(0, 1).reshape(1, -1)
-    own = run(activation, dy.reshape(1, -1), one_row, dtype)[-1]
+    own = run(activation, dy.reshape(1, -1), one_row, dtype)[4]
     return own.reshape(halves, rows, width).swapaxes(0, 1).reshape(x.shape)
 
 
@@ -215,7 +228,8 @@ def assert_few_differ(actual, wanted, share=0.005):
 def test_every_activation(activation, backward, dtype):
     for shape, format_ in (((144, 80), FORMATS[0]), ((33, 65), FORMATS[1])):
         dy, x = inputs(activation, shape, dtype, backward)
-        check(activation, dy, x, format_, run(activation, dy, x, format_))
+        for activated_dtype in FORMATS if backward else FORMATS[:1]:
+            check(activation, dy, x, format_, run(activation, dy, x, format_, activated_dtype=activated_dtype))
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -268,6 +282,10 @@ MISTAKES = {
     "packed as another dtype": ("device/vector.cuh", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"),
     "one warp's sums left out": ("device/quantize_tile.cuh", "for (int warp = 0; warp < kWarps", "for (int warp = 1; warp < kWarps"),
     "another slope": ("activation.cu", "in[2] * in[1], in[0]", "in[2] * in[1], in[1]"),
+    "activated without a gate": ("activation.cu", "out[2] = value * in[1]", "out[2] = value"),
+    "activated by another scale": ("device/quantize_tile.cuh", "multiplier_of(companion_scale)", "multiplier"),
+    "activated in another format": ("device/quantize_tile.cuh", "with_format(results.companion.format", "with_format(kFormat"),
+    "activated in another's place": ("device/quantize_tile.cuh", "put_patch(tile[kParts], patch", "put_patch(tile[0], patch"),
 }  # fmt: skip
 
 
@@ -275,4 +293,4 @@ MISTAKES = {
 def test_a_mistake_is_noticed(mistake):
     dy, x = inputs("reglu", (144, 80), ml_dtypes.bfloat16, True)
     with pytest.raises((AssertionError, EmulationError)):
-        check("reglu", dy, x, FORMATS[0], run("reglu", dy, x, FORMATS[0], changes=(MISTAKES[mistake],)))
+        check("reglu", dy, x, FORMATS[1], run("reglu", dy, x, FORMATS[1], changes=(MISTAKES[mistake],)))

@@ -219,7 +219,7 @@ MISTAKES = {
     "one row too many": (("device/quantize_tile.cuh", "if (row < rows && col < width)", "if (row <= rows && col < width)"), "argument 0: byte"),
     "one column too many": (("device/quantize_tile.cuh", "if (out_row < width && out_col < rows) {", "if (out_row <= width && out_col < rows) {"), "argument"),
     "half of the transpose": (("device/quantize_tile.cuh", "pass < kCols * kChunksPerColumn", "pass < kCols / 2 * kChunksPerColumn"), "order of threads"),
-    "a tile too small": (("device/quantize_tile.cuh", "uint4 tile[kParts][kCols * kChunksPerColumn]", "uint4 tile[kParts][kCols * kChunksPerColumn - 1]"), "shared|index"),
+    "a tile too small": (("device/quantize_tile.cuh", "uint4 tile[kMade][kCols * kChunksPerColumn]", "uint4 tile[kMade][kCols * kChunksPerColumn - 1]"), "shared|index"),
     "never aligned": (("device/quantize_tile.cuh", "results.rows % 16 == 0 && results.width % 16 == 0", "true"), "not aligned|argument"),
     "an approximate reciprocal": (("device/fp8.cuh", "return __frcp_rn(scale);", 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale)); return y;'), None),
     "the halves exchanged": (("device/fp8.cuh", '"f"(second), "f"(first)', '"f"(first), "f"(second)'), None),

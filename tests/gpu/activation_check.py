@@ -52,7 +52,7 @@ from jax_fp8.ops.scale_source import ScaleSource
 
 ALL = (*plain.ACTIVATIONS, *plain.GATES)
 EXACT = ("relu", "squared_relu", "reglu")
-SCALE = np.float32(0.07)
+SCALE, ACTIVATED_SCALE = np.float32(0.07), np.float32(0.05)
 ADDITIONS = 2.0**-18  # relative to the sum of magnitudes: some 50 in float32, one after the other
 SHARE_EQUAL = {"bfloat16": 0.999, "float16": 0.997, "float32": 0.9995}  # of FP8 values, with the float64 ones
 SHAPES = ((128, 64), (1024, 2048), (144, 272), (16, 16), (80, 4112), (129, 127), (1, 1), (3, 4099), (4099, 3))
@@ -81,10 +81,16 @@ class Case:
         return random.standard_normal(self.shape, dtype=np.float32).astype(self.source), x.astype(self.source)
 
     def fused(self, dy, x, scale):
-        """Values, transpose, amax, and the sums of a gradient."""
+        """Values, transpose, amax; the sums of a gradient, and what it makes beside: the activated tensor, transposed."""
         if self.backward:
-            return activation_backward_quantize(dy, x, self.activation, self.dtype, scale)
-        return *activation_quantize(x, self.activation, self.dtype, scale), None
+            beside = self.activated_dtype, ACTIVATED_SCALE
+            return activation_backward_quantize(dy, x, self.activation, self.dtype, scale, *beside)
+        return *activation_quantize(x, self.activation, self.dtype, scale), None, None
+
+    @property
+    def activated_dtype(self):
+        """The other format, so that one taken for the other is noticed."""
+        return E5M2 if self.dtype == E4M3 else E4M3
 
     def amax(self, dy, x):
         return (
@@ -92,9 +98,10 @@ class Case:
         )
 
     def everything(self, dy, x, scale):
-        """Values, transpose, amax, scale; the amax measured alone; and the sums of a gradient."""
-        values, transposed, amax, sums = self.fused(dy, x, scale)
-        return values.values, transposed.values, amax, values.scale, self.amax(dy, x), sums
+        """Values, transpose, amax, scale; the amax measured alone; and the sums of a gradient with what it makes beside."""
+        values, transposed, amax, sums, activated = self.fused(dy, x, scale)
+        beside = None if activated is None else activated.values
+        return values.values, transposed.values, amax, values.scale, self.amax(dy, x), sums, beside
 
     def __str__(self):
         direction = "gradient of " if self.backward else ""
@@ -152,7 +159,7 @@ def check_case(report: Report, case: Case, inputs=None):
     runs = twice_over_poison(jax.jit(case.everything), dy, x, SCALE)
     for first, second in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
         report.bits("deterministic", first, second, str(case))
-    values, transposed, amax, scale, alone, sums = runs[0]
+    values, transposed, amax, scale, alone, sums, activated = runs[0]
     made = exact(case, dy, x) if case.activation in EXACT else in_float64(case, dy, x)
     wanted = oracle_quantize(made, SCALE, case.dtype)
     report.bits("transpose", transposed, values.T, str(case))
@@ -173,13 +180,28 @@ def check_case(report: Report, case: Case, inputs=None):
         largest = oracle_amax(made)
         close = abs(amax - largest) <= largest * (1e-6 if case.source == np.float32 else 2.0**-7) or amax == largest
         report.expect(group, bool(close), f"amax of {case}: {amax} instead of {largest}")
+    if activated is not None:
+        check_activated(report, case, x, activated)
     if sums is not None and np.isfinite(made.astype(np.float32)).all():
         check_sums(report, case, dy, x, runs[0])
 
 
+def check_activated(report: Report, case: Case, x, activated):
+    """What a gradient makes beside is what the forward would have written, bit for bit; by another scale it is not."""
+
+    def of_the_forward(scale):
+        return activation_quantize(x, case.activation, case.activated_dtype, scale, orientations="transposed")[1].values
+
+    report.bits("activated beside its gradient", activated, of_the_forward(ACTIVATED_SCALE), str(case))
+    other = np.asarray(of_the_forward(ACTIVATED_SCALE * np.float32(1.3)))
+    unequal = np.mean(np.asarray(activated).view(np.uint8) != other.view(np.uint8)) if x.size else 1
+    if x.size > 1000:
+        report.expect("another scale is noticed", bool(unequal > 0.01), f"{case}: {unequal}")
+
+
 def check_sums(report: Report, case: Case, dy, x, results):
     """Values, amax and sums of a gradient follow from its elements, as the kernel itself makes these."""
-    values, _, amax, _, _, sums = results
+    values, _, amax, _, _, sums, _ = results
     own = elements(case, dy, x)
     quantized = oracle_quantize(own, SCALE, case.dtype)
     report.bits("sums", np.where(values == 0, 0, values), np.where(quantized == 0, 0, quantized), f"values of {case}")
@@ -217,7 +239,7 @@ def check_wrong_sums(report: Report):
     for shape in ((144, 272), (33, 65)):
         case = Case("geglu", True, shape, ml_dtypes.bfloat16, E4M3)
         dy, x = case.inputs()
-        values, *_, sums = jax.tree.map(np.asarray, jax.jit(case.everything)(dy, x, SCALE))
+        values, *_, sums, _ = jax.tree.map(np.asarray, jax.jit(case.everything)(dy, x, SCALE))
         own, _, (exact,) = (
             elements(case, dy, x),
             *plain.result_and_gradients(partial(plain.activate, activation="geglu"), dy, x),
@@ -304,8 +326,8 @@ def check_orientations_and_scales(report: Report):
         from_amax = ScaleSource.from_amax(largest, CurrentScaling())
         # By NumPy's division: XLA's on a GPU is not always rounded to nearest.
         for source, scale in ((rows, SCALE), (from_amax, oracle_scale(largest, E4M3))):
-            got = activation_backward_quantize(dy, x, activation, E4M3, source)
-            given = activation_backward_quantize(dy, x, activation, E4M3, scale)
+            got = activation_backward_quantize(dy, x, activation, E4M3, source, E4M3, ACTIVATED_SCALE)
+            given = activation_backward_quantize(dy, x, activation, E4M3, scale, E4M3, ACTIVATED_SCALE)
             for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(given), strict=True):
                 report.bits("sources of the scale", one, other, activation)
 
@@ -314,7 +336,7 @@ def check_empty(report: Report):
     for activation, shape in itertools.product(("gelu", "swiglu"), EMPTY):
         case = Case(activation, True, shape, ml_dtypes.bfloat16, E4M3)
         dy, x = case.inputs()
-        for *_, amax, scale, alone, sums in twice_over_poison(jax.jit(case.everything), dy, x, SCALE):
+        for *_, amax, scale, alone, sums, _ in twice_over_poison(jax.jit(case.everything), dy, x, SCALE):
             for got, wanted in ((amax, 0), (scale, SCALE), (alone, 0), (sums, np.zeros(x.shape[1]))):
                 report.bits("empty", got, np.float32(wanted), str(case))
 
@@ -352,8 +374,10 @@ def check_beyond_2_to_31_elements(report: Report):
     report.bits("beyond 2**31 elements", values.values[-256:], wanted, "last rows")
     report.bits("beyond 2**31 elements", transposed.values[:, -256:], wanted.T, "last columns of the transpose")
     del values, transposed
-    gradient, _, amax, sums = jax.jit(lambda x: activation_backward_quantize(x, x, "relu", E4M3, SCALE))(x)
+    make = jax.jit(lambda x: activation_backward_quantize(x, x, "relu", E4M3, SCALE, E4M3, SCALE))
+    gradient, _, amax, sums, activated = make(x)
     report.bits("beyond 2**31 elements", gradient.values[-256:], wanted, "last rows of a gradient")
+    report.bits("beyond 2**31 elements", activated.values[:, -256:], wanted.T, "last columns beside it")
     exact_sums = jnp.sum(jnp.maximum(x, 0), axis=0, dtype=jnp.float32)
     close = jnp.abs(sums - exact_sums) <= 1e-5 * exact_sums
     report.expect("beyond 2**31 elements", bool(close.all()), "sums")
@@ -375,6 +399,9 @@ def check_refusals(report: Report):
         attributes = (GIVEN if "quantize" in operation else {}) | {"activation": activation} | how
         return jax.ffi.ffi_call(f"{TARGET}_{operation}", results)(*args, **attributes)
 
+    def backward(matrices, *args, sums=sums):
+        return call("backward_quantize", (*matrices, AMAX, AMAX, *sums), *args)
+
     one, row = SCALE, {"row": np.int32(1)}
     cases = [
         (lambda: call("quantize", (narrow, narrow, AMAX, AMAX), x, one, activation="tanh"), "known activation"),
@@ -382,15 +409,11 @@ def check_refusals(report: Report):
         (lambda: call("quantize", (wide, tall, AMAX, AMAX), x, one), "values must have shape [32, 32]"),
         (lambda: call("quantize", (narrow, square, AMAX, AMAX), x, one), "values_t must be float8_e4m3fn"),
         (lambda: call("quantize", (narrow, narrow, AMAX, AMAX), x, one, **row), "source must have an element 1"),
-        (lambda: call("backward_quantize", (wide, tall, AMAX, AMAX, *sums), x, x, one), "dy must have shape [32, 32]"),
-        (
-            lambda: call("backward_quantize", (wide, tall, AMAX, AMAX, *sums), dy.astype(jnp.float32), x, one),
-            "dy must be bfloat16",
-        ),
-        (
-            lambda: call("backward_quantize", (wide, tall, AMAX, AMAX, *sums[::-1]), dy, x, one),
-            "sums must have shape [64]",
-        ),
+        (lambda: backward((wide, tall, narrow), x, x, one, one), "dy must have shape [32, 32]"),
+        (lambda: backward((wide, tall, narrow), dy.astype(jnp.float32), x, one, one), "dy must be bfloat16"),
+        (lambda: backward((wide, tall, narrow), dy, x, one, one, sums=sums[::-1]), "sums must have shape [64]"),
+        (lambda: backward((wide, tall, wide), dy, x, one, one), "activated_t must have shape [32, 32]"),
+        (lambda: backward((wide, tall, narrow), dy, x, one, dy), "activated_scale must be float32"),
         (lambda: call("amax", AMAX, x.astype(jnp.int32)), "x must be"),
         (lambda: call("backward_amax", AMAX, x, x), "dy must have shape [32, 32]"),
     ]
@@ -416,14 +439,15 @@ def copy_seconds(bytes_moved: int) -> float:
 
 
 def separately(activation: str, backward: bool):
-    """The same results from XLA's activation, the cast alone and XLA's sums."""
+    """The same results from XLA's activation, the cast alone and XLA's sums: of a forward and a backward both transposes."""
 
     def forward(dy, x):
         return quantize_transpose(activate(x, activation), E4M3, SCALE)
 
     def gradient(dy, x):
         dx = activate_backward(dy, x, activation)
-        return quantize_transpose(dx, E5M2, SCALE), jnp.sum(dx, axis=0, dtype=jnp.float32)
+        activated = quantize_transpose(activate(x, activation), E4M3, SCALE)
+        return quantize_transpose(dx, E5M2, SCALE), jnp.sum(dx, axis=0, dtype=jnp.float32), activated[1]
 
     return gradient if backward else forward
 
@@ -441,12 +465,18 @@ def time_everything(report: Report):
             (jax.random.normal(a, shape, jnp.bfloat16), jax.random.normal(b, wide, jnp.bfloat16)) for a, b in keys
         ]
         made, read = np.prod(wide if backward else shape), np.prod(wide) + (np.prod(shape) if backward else 0)
-        sizes = {"values, transpose": 2 * int(read) + 2 * int(made), "amax alone": 2 * int(read)}
-        copies = {name: copy_seconds(size) for name, size in sizes.items()}
+        written = 2 * made + (np.prod(shape) if backward else 0)
+        sizes = {"values, transpose": 2 * int(read) + int(written), "amax alone": 2 * int(read)}
         calls = {
             "values, transpose": lambda dy, x, case=case: case.fused(dy, x, SCALE),
             "amax alone": lambda dy, x, case=case: case.amax(dy, x),
         }
+        if not backward:  # as a layer takes it
+            sizes["values"] = 2 * int(read) + int(made)
+            calls["values"] = lambda dy, x, case=case: activation_quantize(
+                x, case.activation, E4M3, SCALE, orientations="straight"
+            )
+        copies = {name: copy_seconds(size) for name, size in sizes.items()}
         for name, call in calls.items():
             row = {
                 "what": f"{'gradient of ' if backward else ''}{activation}: {name}",

@@ -32,7 +32,7 @@ from jax_fp8.ops.quantize import quantize_transpose_sums
 from jax_fp8.ops.scale_source import ScaleSource
 
 ALL = [*plain.ACTIVATIONS, *plain.GATES]
-SCALE = 0.07
+SCALE, ACTIVATED_SCALE = 0.07, 0.05
 TRANSFORMS = [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")]
 
 
@@ -107,16 +107,20 @@ def arguments(activation, shape=(48, 32), dtype=ml_dtypes.bfloat16, seed=0):
 
 
 def fused(backward, activation, scale=SCALE, fp8=E4M3):
-    """Of (dy, x): both orientations, the amax and, of a gradient, the sums."""
+    """Of (dy, x): both orientations, the amax and, of a gradient, the sums and the activated tensor."""
     if backward:
-        return lambda dy, x: activation_backward_quantize(dy, x, activation, fp8, scale)
+        beside = E4M3, jnp.float32(ACTIVATED_SCALE)
+        return lambda dy, x: activation_backward_quantize(dy, x, activation, fp8, scale, *beside)
     return lambda dy, x: activation_quantize(x, activation, fp8, scale)
 
 
 def separate(backward, activation, scale=SCALE, fp8=E4M3):
     make = jax.jit(lambda dy, x: activate_backward(dy, x, activation) if backward else activate(x, activation))
     cast = jax.jit(lambda made: quantize_transpose_sums(made, fp8, scale)[: 4 if backward else 3])
-    return lambda dy, x: cast(make(dy, x))
+    if not backward:
+        return lambda dy, x: cast(make(dy, x))
+    activated = separate(False, activation, jnp.float32(ACTIVATED_SCALE))
+    return lambda dy, x: (*cast(make(dy, x)), activated(dy, x)[1])
 
 
 def assert_same_results(actual, expected):
@@ -154,16 +158,19 @@ def test_float64_rounded_the_same_way(activation, backward, dtype):
     made = (dx if backward else y).astype(np.float32).astype(dtype)
     fp8, wanted_amax = E5M2 if backward else E4M3, reference.amax(made)
     scale = reference.scale_from_amax(wanted_amax, fp8)
-    quantized, transposed, amax, *sums = fused(backward, activation, scale, fp8)(dy, x)
+    quantized, transposed, amax, *beside = fused(backward, activation, scale, fp8)(dy, x)
     values, _ = reference.quantize(made, fp8, scale)
     assert np.mean(np.asarray(quantized.values) == values) > 0.995
     assert_close(quantized.dequantize(), made, np.dtype(quantized.dtype).name)
     assert_same_bits(transposed.values, np.asarray(quantized.values).T)
     np.testing.assert_allclose(amax, wanted_amax, rtol=1e-5 if dtype == np.float32 else 2.0**-8)
-    for sum_ in sums:
-        assert_close(sum_, made.astype(np.float64).sum(axis=0), "float16")
+    if backward:
+        sums, activated = beside
+        assert_close(sums, made.astype(np.float64).sum(axis=0), "float16")
         with pytest.raises(AssertionError, match="relative error"):  # a row left out
-            assert_close(sum_, made.astype(np.float64)[1:].sum(axis=0), "float16")
+            assert_close(sums, made.astype(np.float64)[1:].sum(axis=0), "float16")
+        values, _ = reference.quantize(y.astype(np.float32).astype(dtype), E4M3, np.float32(ACTIVATED_SCALE))
+        assert np.mean(np.asarray(activated.values) == values.T) > 0.995
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -199,8 +206,8 @@ def test_sources_of_the_scale(activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_nothing(activation, shape):
     dy, x = arguments(activation, shape)
-    quantized, transposed, amax, sums = fused(True, activation)(dy, x)
-    assert (quantized.shape, transposed.shape) == (x.shape, x.shape[::-1])
+    quantized, transposed, amax, sums, activated = fused(True, activation)(dy, x)
+    assert (quantized.shape, transposed.shape, activated.shape) == (x.shape, x.shape[::-1], shape[::-1])
     assert_same_bits(amax, np.float32(0))
     assert_same_bits(sums, np.zeros(x.shape[1], np.float32))
     assert_same_bits(fused(False, activation)(dy, x)[0].scale, np.float32(SCALE))
@@ -238,7 +245,8 @@ def test_sharded(activation, spec, axis_type):
             if axis_type == AxisType.Explicit:
                 rows, cols = (*spec, None)[:2]
                 assert results[0].values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-                assert results[1].values.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
+                for transposed in (results[1], results[-1]) if backward else results[1:2]:
+                    assert transposed.values.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
         assert_same_bits(jax.jit(lambda x: activation_amax(x, activation))(args[1]), wanted[0][2])
         assert_same_bits(jax.jit(lambda dy, x: activation_backward_amax(dy, x, activation))(*args), wanted[1][2])
 
@@ -258,7 +266,7 @@ def test_what_the_kernels_are_told(with_kernels):
         assert 'activation = "swiglu"' in call
     types = {name: call.rpartition("->")[2] for name, call in calls.items()}
     assert "tensor<0x0xf8E4M3FN>, tensor<32x48xf8E4M3FN>, tensor<f32>, tensor<f32>" in types["quantize"]
-    assert "tensor<48x64xf8E4M3FN>, tensor<64x48xf8E4M3FN>" in types["backward_quantize"]
+    assert "tensor<48x64xf8E4M3FN>, tensor<64x48xf8E4M3FN>, tensor<32x48xf8E4M3FN>" in types["backward_quantize"]
     assert "tensor<64xf32>, tensor<1x64xf32>" in types["backward_quantize"]
 
 
@@ -285,8 +293,12 @@ X = jnp.ones((4, 6), jnp.bfloat16)
             r"dy like the activated x, bfloat16\(4, 3\), got bfloat16\(4, 6\)",
         ),
         (
-            lambda: activation_backward_quantize(X.astype(jnp.float32), X, "gelu", E4M3, 1.0),
+            lambda: activation_backward_quantize(X.astype(jnp.float32), X, "gelu", E4M3, 1.0, E4M3, 1.0),
             r"activation_backward_quantize needs dy like .* bfloat16\(4, 6\), got float32\(4, 6\); reshape or cast it",
+        ),
+        (
+            lambda: activation_backward_quantize(X, X, "gelu", E4M3, 1.0, jnp.bfloat16, 1.0),
+            "dtype must be E4M3 or E5M2",
         ),
     ],
 )

@@ -153,8 +153,8 @@ def calls():
             QUANTIZE_ATTRIBUTES | swiglu,
         ),
         "jax_fp8_activation_backward_quantize": (
-            (*gradient, SCALAR, SCALAR, *sums_results((64, 64))),
-            (x, gated, SCALES),
+            (*gradient, transpose, SCALAR, SCALAR, *sums_results((64, 64))),
+            (x, gated, SCALES, SCALAR),
             QUANTIZE_ATTRIBUTES | swiglu,
         ),
         "jax_fp8_activation_amax": ((SCALAR,), (gated,), swiglu),

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from emitters import jit_as_for_users
 from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2, fp8_max
@@ -21,7 +22,7 @@ from jax_fp8.train.updates import InPlace, apply_updates
 
 ULP = {E4M3: 2.0**-3, E5M2: 2.0**-2}  # relative, at most
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
-ROOT = jax.jit(quantize_root, static_argnums=(1, 4))
+ROOT = jit_as_for_users(quantize_root, static_argnums=(1, 4))
 
 
 def masters() -> np.ndarray:
@@ -38,7 +39,9 @@ def rounded_and_remainder(master):
         return np.asarray(master).astype(ml_dtypes.bfloat16), np.asarray(remainder_of(master))
 
 
-@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jit_as_for_users, id="jit")]
+)
 def test_a_param_and_its_remainder_are_the_master(transform):
     x = masters()
     x = x[~np.isnan(x)]

@@ -7,5 +7,10 @@ compare such bits, they compile as for users.
 from functools import partial
 
 import jax
+import pytest
 
 jit_as_for_users = partial(jax.jit, compiler_options={"xla_backend_extra_options": ""})
+
+EAGER_AND_JITTED = pytest.mark.parametrize(
+    "transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jit_as_for_users, id="jit")]
+)

@@ -35,6 +35,7 @@ class Model(nn.Module):
 
 
 MODEL = Model()
+VARIABLES = dict(jax.jit(MODEL.init)(jax.random.key(0), BATCH))
 
 
 def loss_fn(variables, batch):
@@ -42,13 +43,12 @@ def loss_fn(variables, batch):
     return jnp.mean(jnp.square(MODEL.apply(variables, batch).astype(jnp.float32))) + 1e-3 * penalty
 
 
-@functools.cache
-def initial_variables():
-    return dict(MODEL.init(jax.random.key(0), BATCH))
+def mean_square(module):
+    return lambda variables, batch: jnp.mean(jnp.square(module.apply(variables, batch).astype(jnp.float32)))
 
 
 def start(tx=ADAM, cached=False):
-    variables = jax.tree.map(jnp.array, initial_variables())  # a step takes its buffers
+    variables = jax.tree.map(jnp.array, VARIABLES)  # a step takes its buffers
     if cached:
         variables["fp8_cache"] = fp8.cast_weights(variables, RECIPE)
     return fp8.TrainState.create(variables=variables, tx=tx)
@@ -122,7 +122,8 @@ def test_one_microbatch_driven():
 def test_gradients_are_those_of_the_microbatches():
     """Against the mean of one pass each, for the layer used twice and the kernel that the loss uses too."""
     _, state = driven(4, steps=1)
-    passes = [jax.jit(fp8.value_and_grad(loss_fn))(start().variables, BATCH[i::4])[1] for i in range(4)]
+    one_pass = jax.jit(fp8.value_and_grad(loss_fn))
+    passes = [one_pass(start().variables, BATCH[i::4])[1] for i in range(4)]
     means = jax.tree.map(lambda *g: np.mean(np.stack(g).astype(np.float64), axis=0), *passes)
     jax.tree.map(lambda ours, mean: reference.assert_close(ours, mean, "float32"), gradients_of(state), means)
     for wrong in (passes[0], jax.tree.map(lambda g: 2 * g, means)):  # one microbatch only, and everything twice
@@ -217,27 +218,20 @@ def test_recipes_without_state(recipe):
     """With weights cast once and every time the same bits; the caller's loop, where no GEMM adds, may round once more."""
     module, tx = fp8.LayerNormMLP(48, recipe=recipe), optax.chain(RECORDED, optax.sgd(0.1))
 
-    def loss(variables, batch):
-        return jnp.mean(jnp.square(module.apply(variables, batch).astype(jnp.float32)))
-
     def state():
         return fp8.TrainState.create(variables=module.init(jax.random.key(0), BATCH), tx=tx)
 
-    step = fp8.make_train_step(loss, tx, recipe, 4)
+    step = fp8.make_train_step(mean_square(module), tx, recipe, 4)
     expected, _ = step(state(), BATCH)
     assert all(np.any(g) for g in jax.tree.leaves(gradients_of(expected)))
-    uncached, _ = fp8.make_train_step(loss, tx, recipe, 4, cache_weights=False)(state(), BATCH)
+    uncached, _ = fp8.make_train_step(mean_square(module), tx, recipe, 4, cache_weights=False)(state(), BATCH)
     jax.tree.map(reference.assert_same_bits, uncached, expected)
     ours = state()
     pending = step.start(ours)
     for i in range(4):
         pending = step.accumulate_step(ours, pending, BATCH[i::4], i == 0)
     ours, _, _ = step.apply_step(ours, pending)
-    jax.tree.map(
-        lambda a, b: reference.assert_close(a, b, "float32"),
-        jax.device_get(ours.params),
-        jax.device_get(expected.params),
-    )
+    jax.tree.map(lambda a, b: reference.assert_close(a, b, "float32"), ours.params, expected.params)
 
 
 def test_the_layers_of_a_recipe_without_state_are_found():
@@ -254,9 +248,7 @@ def test_the_layers_of_a_recipe_without_state_are_found():
             return layers(fp8.Dense(32, recipe=recipe, name="stacked"), x, None)[0]
 
     module = Stack()
-
-    def loss(variables, batch):
-        return jnp.mean(jnp.square(module.apply(variables, batch).astype(jnp.float32)))
+    loss = mean_square(module)
 
     variables = module.init(jax.random.key(0), BATCH)
     for _ in range(2):  # nothing is remembered
@@ -282,11 +274,8 @@ def test_a_rematerialised_layer_stages_once():
     for remat in (True, False):
         module = Remat(remat)
 
-        def loss(variables, batch, module=module):
-            return jnp.mean(jnp.square(module.apply(variables, batch).astype(jnp.float32)))
-
         state = fp8.TrainState.create(variables=module.init(jax.random.key(0), BATCH), tx=STILL)
-        step = fp8.make_train_step(loss, STILL, RECIPE, 2, warm_start=False)
+        step = fp8.make_train_step(mean_square(module), STILL, RECIPE, 2, warm_start=False)
         results.append(step(state, BATCH)[0])
     with_remat, without = results
     jax.tree.map(reference.assert_same_bits, with_remat.fp8, without.fp8)

@@ -192,6 +192,7 @@ def test_batches_are_a_function_of_seed_and_step(example):
 README = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("number", range(len(README)))
 def test_readme_examples_run(number):
     exec(compile(README[number], f"README.md, example {number + 1}", "exec"), {})

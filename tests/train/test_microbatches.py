@@ -97,6 +97,7 @@ def assert_same(ours, theirs):
         jax.tree.map(reference.assert_same_bits, getattr(ours[1], name), getattr(theirs[1], name))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_every_way_has_the_same_bits(microbatches, monkeypatch):
     expected = scanned(microbatches)

@@ -10,6 +10,8 @@ import reference
 
 import jax_fp8 as fp8
 
+pytestmark = pytest.mark.versions
+
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 FEATURES = 32
 

@@ -15,6 +15,8 @@ import jax_fp8 as fp8
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.train.updates import InPlace, NewParam, is_fp8
 
+pytestmark = pytest.mark.versions
+
 SHAPES = {
     "w": (48, 32),
     "brain": (33, 5),

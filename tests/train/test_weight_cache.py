@@ -104,6 +104,7 @@ def test_cached_steps_have_the_bits_of_steps_that_cast(tx):
     assert_same_training(train(tx, cached=True), train(tx, cached=False))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("in_place", [True, False])
 def test_microbatches(in_place):
     assert_same_training(train(CHAIN, True, microbatches=4, in_place=in_place), train(CHAIN, False, microbatches=4))

@@ -1,5 +1,5 @@
 # make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
-# make test     install what tests need, then run them, under Python 3.11 and 3.12 where both exist (whole benchmarks under one)
+# make test     install what tests need, then run them; where Python 3.11 and 3.12 both exist, those marked `versions` under both
 # make lint     ruff and pyright
 # make clean    remove environments and built files; runs/ stays
 #
@@ -50,7 +50,7 @@ test: .venv/.test $(OTHERS:%=.venv-%/.test)
 	.venv/bin/ruff check $(SOURCES)
 	.venv/bin/ruff format --check $(SOURCES)
 	$(call run_tests,.venv)
-	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m "not program"))
+	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m versions))
 
 lint: .venv/.test
 	.venv/bin/ruff check $(SOURCES)
@@ -63,7 +63,7 @@ clean:
 
 # The compiler for GPUs is only on the tests' path: where no GPU is, jax would complain about it in every other program.
 define run_tests
-	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n auto --maxprocesses 4 --durations 15 --durations-min 10 $(2)
+	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 15 --durations-min 10 $(2)
 
 endef
 

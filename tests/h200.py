@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_fp8.train.capture import Lowering
+from jax_fp8.train.capture import CaptureReport, Lowering, capture_report
 from jax_fp8.train.hlo import Instruction, read_hlo, read_thunks
 
 TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
@@ -103,6 +103,7 @@ class Program:
       outside_graphs: how often each kind of work is launched by the host, outside every CUDA graph.
       temp_bytes: scratch memory of one device.
       aliased_bytes: bytes of results of one device that overwrite a donated argument.
+      report: what `capture_report` says of it.
       hlo, thunks: the texts all this was read from.
     """
 
@@ -111,6 +112,7 @@ class Program:
     outside_graphs: Counter
     temp_bytes: int
     aliased_bytes: int
+    report: CaptureReport
     hlo: str
     thunks: str
 
@@ -172,6 +174,7 @@ def compile(function, *arguments, **compiler_options) -> Program:
         outside_graphs=outside,
         temp_bytes=memory.temp_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
+        report=capture_report(compilation),
         hlo=hlo,
         thunks=thunks,
     )

@@ -12,6 +12,8 @@ from jax_fp8.ops import kernels
 from jax_fp8.ops.tuned_gemms import GemmTable
 from jax_fp8.train import tune
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):

@@ -14,7 +14,7 @@ from jax_fp8.ops.cross_entropy import linear_cross_entropy
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or kernels.missing_reason()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.program]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 # As on a device, where every GEMM of XLA's is a fusion of its own until it is timed: nothing is added to its result in place.
 TRITON_GEMMS = {"xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": 0}

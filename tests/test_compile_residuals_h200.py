@@ -14,7 +14,7 @@ from jax_fp8.ops import kernels
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or kernels.missing_reason()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.program]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 WIDTH, SEQUENCE, BATCH = 256, 128, 256
 RECIPE = fp8.DelayedScaling(amax_history_len=2)

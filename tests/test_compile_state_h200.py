@@ -18,7 +18,7 @@ from jax_fp8.ops.update_state import TARGET, finish_step
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or kernels.missing_reason()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.program]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 GEMMS = 4 * JOINED  # of a model with 24 layers
 RECIPE = fp8.DelayedScaling(amax_history_len=1024)

@@ -9,8 +9,6 @@ import pytest
 
 from jax_fp8.train.gemm_bench import OFF_THE_LIST
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 ROOT = pathlib.Path(__file__).parents[1]
 ALIGNED, LESS_ALIGNED = 4096, 4096 + 16
 HEADER = "cuda_runtime_api.h"

@@ -19,7 +19,7 @@ import jax_fp8 as fp8
 DELAYED, CURRENT = fp8.DelayedScaling(amax_history_len=4), fp8.CurrentScaling()
 
 
-pytestmark = pytest.mark.usefixtures("with_kernels")
+pytestmark = [pytest.mark.usefixtures("with_kernels"), pytest.mark.versions]
 
 
 def custom_calls(function, *args, platform: str = "cuda") -> Counter:

@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_fp8 import E4M3, Fp8Array
 from jax_fp8.core.cached_weight import CachedWeight
+
+pytestmark = pytest.mark.versions
 
 
 def test_views_share_the_scale():

@@ -8,6 +8,8 @@ import pytest
 
 from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format, fp8_max
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_fp8_max_is_the_largest_finite_of_all_bit_patterns(dtype):

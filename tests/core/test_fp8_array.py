@@ -12,6 +12,8 @@ from reference import assert_same_bits
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array
 
+pytestmark = pytest.mark.versions
+
 
 def every_value(dtype, scale=1.0) -> Fp8Array:
     return Fp8Array(jnp.asarray(np.arange(256, dtype=np.uint8).view(np.dtype(dtype))), jnp.float32(scale))

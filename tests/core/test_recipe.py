@@ -7,6 +7,8 @@ import pytest
 from jax_fp8.core.formats import HYBRID
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, check_recipe
 
+pytestmark = pytest.mark.versions
+
 
 def test_defaults():
     assert dataclasses.asdict(DelayedScaling()) == {

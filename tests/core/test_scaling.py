@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from reference import assert_same_bits
 
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
+
+pytestmark = pytest.mark.versions
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

@@ -24,6 +24,8 @@ from jax_fp8.core.staging import (
 from jax_fp8.core.state import initial_state
 from jax_fp8.ops.linear import LinearParameters, linear
 
+pytestmark = pytest.mark.versions
+
 RECIPE = DelayedScaling(amax_history_len=4)
 FEATURES = 16
 

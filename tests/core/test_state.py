@@ -22,6 +22,8 @@ from jax_fp8.core.state import (
     stage_joined,
 )
 
+pytestmark = pytest.mark.versions
+
 
 def random_amaxes(rng, shape) -> np.ndarray:
     return np.exp2(rng.uniform(-60, 60, shape)).astype(np.float32)

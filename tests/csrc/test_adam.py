@@ -13,8 +13,6 @@ from gpu.kernel_check import Report
 from jax_fp8.core.cached_weight import CachedWeight
 from jax_fp8.core.fp8_array import Fp8Array
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 ENTRY = """
 #include <vector>
 

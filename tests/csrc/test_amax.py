@@ -7,8 +7,6 @@ import reference
 from emulation import EmulationError, Input, Result, compile_for_cpu
 from reference import assert_same_bits
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 ENTRY = """
 extern "C" int amax(const void* x, int64_t x_type, int64_t count, float* amax) {
   return jax_fp8::launch_amax({x, static_cast<jax_fp8::SourceType>(x_type), count, amax, false}, nullptr);

@@ -6,8 +6,6 @@ import pytest
 from emulation import EmulationError, InPlace, Input, Result, compile_for_cpu
 from reference import assert_close, assert_same_bits
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 ENTRY = """
 using namespace jax_fp8;
 

@@ -9,8 +9,6 @@ import reference
 from emulation import ORDERS, EmulationError, InPlace, Result, compile_for_cpu
 from reference import assert_same_bits
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 ENTRY = """
 #include <vector>
 

@@ -6,8 +6,6 @@ from reference import assert_same_bits
 
 from emulation import EmulationError, Result, compile_for_cpu
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 THREADS = 40  # a warp and a part of one
 BARRIER = "arrive_at_cluster(); wait_for_cluster();"
 MINE, THEIRS = "s[t] = x[i];", "y[i] = in_block(s, next)[t];"

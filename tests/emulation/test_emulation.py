@@ -7,8 +7,6 @@ from reference import assert_same_bits
 from emulation import CompilerError, EmulationError, InPlace, Input, Result, compile_for_cpu
 from emulation.rewrite import rewrite
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
-
 X = np.arange(64, dtype=np.float32)
 Y = Result((64,), np.float32)
 

@@ -2,13 +2,10 @@
 
 import ml_dtypes
 import numpy as np
-import pytest
 import reference
 from reference import assert_same_bits
 
 from emulation import InPlace, Result, compile_for_cpu
-
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
 
 CONVERSIONS = """
 __global__ void from_float(const float* x, uint16_t* e4m3, uint16_t* e5m2, uint16_t* bf16, uint16_t* f16, uint32_t* bf16s,

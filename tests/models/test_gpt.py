@@ -1,5 +1,7 @@
 """GPT: shapes, presets, causality, the loss, and learning in every recipe."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ SMALL = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64, max_seq_len=3
 TOKENS = jax.random.randint(jax.random.key(0), (4, 33), 0, 256)
 
 
+@pytest.mark.versions
 def test_logits_and_variables():
     model = fp8.GPT(SMALL, recipe=fp8.DelayedScaling(amax_history_len=2))
     variables = model.init(jax.random.key(0), TOKENS[:, :-1])
@@ -42,15 +45,22 @@ def test_initial_loss_is_that_of_guessing():
     assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "recipe", [fp8.DelayedScaling(amax_history_len=8), fp8.CurrentScaling()], ids=["delayed", "current"]
 )
 def test_fp8_learns_like_bfloat16(recipe):
-    def train(recipe, freeze=None):
+    tx = fp8.fused_adamw(3e-3)
+
+    @functools.cache
+    def program(recipe):
         model = fp8.GPT(SMALL, recipe=recipe)
-        tx = fp8.fused_adamw(3e-3)
-        state = fp8.TrainState.create(variables=model.init(jax.random.key(1), TOKENS[:, :-1]), tx=tx)
-        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe)
+        variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
+        return variables, fp8.make_train_step(fp8.next_token_loss(model), tx, recipe)
+
+    def train(recipe, freeze=None):
+        variables, step = program(recipe)
+        state = fp8.TrainState.create(variables=jax.tree.map(jnp.array, variables), tx=tx)
         for _ in range(12):
             state, metrics = step(state, TOKENS)
             if freeze is not None:
@@ -95,6 +105,7 @@ class Head(nn.Module):
         return self.model(tokens)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("head_recipe", [None, fp8.CurrentScaling()], ids=["bf16", "fp8"])
 def test_the_loss_of_a_gpt_is_that_of_its_logits(head_recipe):
     """Padding, the z-loss and gradients included; the GPT computes its loss by chunks, another module from logits."""

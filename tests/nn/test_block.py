@@ -8,6 +8,8 @@ import reference
 
 import jax_fp8 as fp8
 
+pytestmark = pytest.mark.versions
+
 X = jax.random.normal(jax.random.key(0), (2, 16, 64), jnp.bfloat16)
 
 

@@ -9,6 +9,8 @@ import reference
 
 import jax_fp8 as fp8
 
+pytestmark = pytest.mark.versions
+
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling(), "bf16": None}
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

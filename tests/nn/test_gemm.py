@@ -9,6 +9,8 @@ from layers import FEATURES, RECIPE, Chain, Scanned, dense, inputs, unstack, wei
 
 import jax_fp8 as fp8
 
+pytestmark = pytest.mark.versions
+
 INPUT, KERNEL, OUTPUT_GRADIENT = 0, 1, 2
 
 

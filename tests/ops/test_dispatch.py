@@ -27,6 +27,8 @@ from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 from jax_fp8.ops.quantize import quantize_transpose, quantize_with_amax
 
+pytestmark = pytest.mark.versions
+
 SCALE = 0.3
 SPECS = [P("data", None), P(None, "model"), P("data", "model"), P(("data", "model"), None), P(None, None)]
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from emitters import EAGER_AND_JITTED, jit_as_for_users
 from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2, fp8_max
@@ -21,7 +22,7 @@ from jax_fp8.train.updates import InPlace, apply_updates
 
 ULP = {E4M3: 2.0**-3, E5M2: 2.0**-2}  # relative, at most
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
-ROOT = jax.jit(quantize_root, static_argnums=(1, 4))
+ROOT = jit_as_for_users(quantize_root, static_argnums=(1, 4))
 
 
 def masters() -> np.ndarray:
@@ -38,7 +39,7 @@ def rounded_and_remainder(master):
         return np.asarray(master).astype(ml_dtypes.bfloat16), np.asarray(remainder_of(master))
 
 
-@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+@EAGER_AND_JITTED
 def test_a_param_and_its_remainder_are_the_master(transform):
     x = masters()
     x = x[~np.isnan(x)]
@@ -54,9 +55,8 @@ def test_a_param_and_its_remainder_are_the_master(transform):
 
 def test_on_the_tie_two_masters_share_param_and_remainder():
     """The negative control: what `off_the_tie` is for."""
-    pair = np.array([0x3F818000, 0x3F828000], np.uint32).view(
-        np.float32
-    )  # odd, rounded up to what the even one is rounded down to
+    # Odd, rounded up to what the even one is rounded down to.
+    pair = np.array([0x3F818000, 0x3F828000], np.uint32).view(np.float32)
     param, remainder = rounded_and_remainder(pair)
     assert pair[0] != pair[1]
     assert (param[0], remainder[0]) == (param[1], remainder[1])

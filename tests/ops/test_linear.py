@@ -18,6 +18,8 @@ from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.ops.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 
+pytestmark = pytest.mark.versions
+
 BATCH, SEQUENCE, K, N = 2, 24, 32, 48
 FORMATS = {"hybrid": Format(forward=E4M3, backward=E5M2), "e4m3": Format(forward=E4M3, backward=E4M3)}
 

@@ -16,6 +16,8 @@ from jax_fp8.ops.linear import LinearParameters, linear
 from jax_fp8.ops.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.norm_linear import norm_linear
 
+pytestmark = pytest.mark.versions
+
 BATCH, SEQUENCE, K, N = 2, 24, 32, 48
 EPSILON = 1e-2
 CURRENT = GemmScaling(CurrentScaling(), "qkv", from_current=True)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from emitters import EAGER_AND_JITTED
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
@@ -63,7 +64,7 @@ def test_the_inputs_are_all_there():
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("source", INPUTS)
-@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+@EAGER_AND_JITTED
 def test_bits(dtype, source, transform):
     x = INPUTS[source]
     fn = transform(lambda x, scale: quantize_with_amax(x, dtype, scale))
@@ -124,7 +125,7 @@ def test_any_shape(shape):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", [(16, 16), (5, 3), (1, 7), (0, 3)])
-@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+@EAGER_AND_JITTED
 def test_both_orientations(dtype, shape, transform):
     x = normal(*shape)
     if x.size:
@@ -158,7 +159,7 @@ def test_what_is_wanted_keeps_its_place(orientations):
 
 @pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float16, np.float32])
 @pytest.mark.parametrize("shape", [(300, 16), (5, 3), (0, 3), (3, 0)])
-@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+@EAGER_AND_JITTED
 def test_sums_of_columns(shape, source, transform):
     """In float32, whatever the dtype: a sum of 300 bfloat16 would be off by a percent."""
     x = (normal(*shape).astype(np.float32) + 1).astype(source)
@@ -187,7 +188,7 @@ def side_by_side(x, widths):
 
 @pytest.mark.parametrize("quantized", [quantize_transpose, quantize_transpose_sums])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("transform", [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")])
+@EAGER_AND_JITTED
 def test_matrices_side_by_side_are_one(quantized, widths, transform):
     x = normal(33, 96)
     whole = quantized(jnp.asarray(x), E5M2, 0.3)

@@ -9,6 +9,8 @@ import reference
 import jax_fp8 as fp8
 from jax_fp8.ops.few_bits import master_of
 
+pytestmark = pytest.mark.versions
+
 SHAPE = (32, 16)
 
 

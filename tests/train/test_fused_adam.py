@@ -49,6 +49,7 @@ def run(tx, params, steps=50, shapes=SHAPES, **settings):
 MATRICES_DECAY = {"weight_decay": 0.1, "mask": lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)}
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -7,6 +7,8 @@ import pytest
 
 import jax_fp8 as fp8
 
+pytestmark = pytest.mark.versions
+
 
 def variables(recipe):
     return fp8.Dense(16, recipe=recipe).init(jax.random.key(0), jnp.ones((16, 16)))

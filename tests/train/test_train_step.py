@@ -10,6 +10,8 @@ import reference
 
 import jax_fp8 as fp8
 
+pytestmark = pytest.mark.versions
+
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 FEATURES = 32
 
@@ -70,7 +72,7 @@ def test_microbatches_stage_the_maximum_and_roll_once(microbatches):
     whole = fp8.make_train_step(loss_of(module), tx, RECIPE, warm_start=False)
     split = fp8.make_train_step(loss_of(module), tx, RECIPE, microbatches, warm_start=False)
     batch = batch_of()
-    _, _, by_hand = fp8.value_and_grad(loss_of(module))(
+    _, _, by_hand = jax.jit(fp8.value_and_grad(loss_of(module)))(
         state.variables, {k: v[::microbatches] for k, v in batch.items()}
     )
     state_whole, metrics_whole = whole(copy(state), batch)
@@ -96,10 +98,8 @@ def test_microbatch_state_is_the_maximum_of_the_microbatches_exactly():
     module, state = start(tx)
     batch, n = batch_of(), 4
     step = fp8.make_train_step(loss_of(module), tx, RECIPE, n, warm_start=False)
-    passes = [
-        jax.jit(fp8.value_and_grad(loss_of(module)))(state.variables, {k: v[i::n] for k, v in batch.items()})
-        for i in range(n)
-    ]
+    one_pass = jax.jit(fp8.value_and_grad(loss_of(module)))
+    passes = [one_pass(state.variables, {k: v[i::n] for k, v in batch.items()}) for i in range(n)]
     staged = jax.tree.map(
         lambda *leaves: jnp.max(jnp.stack(leaves), axis=0), *(fp8_state for _, _, fp8_state in passes)
     )

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from emitters import jit_as_for_users
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
@@ -36,7 +37,7 @@ def mixed_params(with_fp8=True) -> dict:
     return params | ({"eight": fp8.quantize(params["eight"], fp8.E4M3, 0.01)} if with_fp8 else {})
 
 
-def run(tx, params, in_place, steps, jit=jax.jit):
+def run(tx, params, in_place, steps, jit=jit_as_for_users):
     extra = {} if in_place is None else {"in_place": in_place}
 
     @jit
@@ -103,10 +104,11 @@ def test_another_seed_would_be_noticed():
         jax.tree.map(assert_same_bits, other.nu, updated.nu)
 
 
+@pytest.mark.versions
 def test_donated():
     tx = adamw(mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2)
     expected = run(tx, mixed_params(), InPlace(), 3)
-    actual = run(tx, mixed_params(), InPlace(), 3, jit=lambda step: jax.jit(step, donate_argnums=(0, 1)))
+    actual = run(tx, mixed_params(), InPlace(), 3, jit=lambda step: jit_as_for_users(step, donate_argnums=(0, 1)))
     jax.tree.map(assert_same_bits, actual, expected)
 
 
@@ -136,6 +138,7 @@ def specs_of(tree):
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(
     ("tx", "in_place"),
@@ -146,7 +149,7 @@ def test_sharded(tx, in_place, axis_type):
     """Leaves split along different dims by one axis: every device updates its own shard, with the bits of one device."""
     params, extra = sharded_params(), {} if in_place is None else {"in_place": in_place}
 
-    @jax.jit
+    @jit_as_for_users
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params, **extra)
         return fp8.apply_updates(params, updates), state

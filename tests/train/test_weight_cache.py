@@ -1,7 +1,7 @@
 """The weight cache: cached steps have the bits of steps that cast, whoever wrote the cache, and new params are never read from an old one."""
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -56,8 +56,19 @@ OPTIMIZERS = {
 }
 
 
+@cache
+def initial_variables(seed=0):
+    return dict(jax.jit(MODEL.init)(jax.random.key(seed), BATCH))
+
+
+@cache
+def make_step(tx, microbatches=1, **settings):
+    """Compiled once for all tests."""
+    return fp8.make_train_step(loss_of(MODEL), tx, RECIPE, microbatches, **settings)
+
+
 def start(tx, cached, seed=0):
-    variables = dict(jax.jit(MODEL.init)(jax.random.key(seed), BATCH))
+    variables = jax.tree.map(jnp.array, initial_variables(seed))  # a step takes its buffers
     if cached:
         variables["fp8_cache"] = fp8.cast_weights(variables, RECIPE)
     return fp8.TrainState.create(variables=variables, tx=tx)
@@ -66,7 +77,7 @@ def start(tx, cached, seed=0):
 def train(tx, cached, steps=5, microbatches=1, in_place=True):
     state = start(tx, cached)
     warm_start = microbatches > 1  # one way with and one without
-    step = fp8.make_train_step(loss_of(MODEL), tx, RECIPE, microbatches, warm_start=warm_start, in_place=in_place)
+    step = make_step(tx, microbatches, warm_start=warm_start, in_place=in_place)
     losses = []
     for _ in range(steps):
         state, metrics = step(state, BATCH)
@@ -93,6 +104,7 @@ def test_cached_steps_have_the_bits_of_steps_that_cast(tx):
     assert_same_training(train(tx, cached=True), train(tx, cached=False))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("in_place", [True, False])
 def test_microbatches(in_place):
     assert_same_training(train(CHAIN, True, microbatches=4, in_place=in_place), train(CHAIN, False, microbatches=4))
@@ -110,7 +122,7 @@ def test_the_cache_is_read():
     """Negative control of all others: another cache gives another loss."""
     state = start(CHAIN, cached=True)
     other = start(CHAIN, cached=True, seed=1)
-    step = fp8.make_train_step(loss_of(MODEL), CHAIN, RECIPE, donate=False, warm_start=False)
+    step = make_step(CHAIN, donate=False, warm_start=False)
     right = step(state, BATCH)[1]["loss"]
     forged = {**other.cache, VERSION: state.cache[VERSION]}
     wrong = step(state.replace(cache=forged), BATCH)[1]["loss"]
@@ -119,7 +131,7 @@ def test_the_cache_is_read():
 
 def test_overwritten_params_are_cast_again():
     tx = OPTIMIZERS["fused"]
-    step = fp8.make_train_step(loss_of(MODEL), tx, RECIPE, donate=False, warm_start=False)
+    step = make_step(tx, donate=False, warm_start=False)
     results = []
     for cached in (True, False):
         state, _ = step(start(tx, cached), BATCH)
@@ -182,7 +194,7 @@ def test_stacked_layers():
 
 
 def test_scale_and_amax_are_the_weights():
-    variables = MODEL.init(jax.random.key(0), BATCH)
+    variables = initial_variables()
     cache = fp8.cast_weights(variables, RECIPE)
     kernel, cached = variables["params"]["mlp"]["up"]["kernel"], cache["mlp"]["up"]["kernel"]
     assert float(cached.amax) == float(jnp.max(jnp.abs(kernel)))
@@ -203,7 +215,7 @@ def other_scales(variables):
 
 @pytest.mark.parametrize("first", [True, False, None])
 def test_the_flag(first):
-    variables = MODEL.init(jax.random.key(0), BATCH)
+    variables = initial_variables()
     old, new = fp8.cast_weights(variables, RECIPE), fp8.cast_weights(other_scales(variables), RECIPE)
     assert not np.array_equal(old["out"]["kernel"].values, new["out"]["kernel"].values)
     given = jax.tree.map(jnp.array, old)
@@ -232,7 +244,7 @@ def stepped(params):
 
 @pytest.mark.parametrize("change", [stepped, with_row, with_column], ids=lambda change: change.__name__)
 def test_a_stale_cache_is_cast_again_whatever_the_flag(change):
-    variables = MODEL.init(jax.random.key(0), BATCH)
+    variables = initial_variables()
     cache = fp8.cast_weights(variables, RECIPE)
     overwritten = changed(variables, change)
     expected = fp8.cast_weights(overwritten, RECIPE)
@@ -243,7 +255,7 @@ def test_a_stale_cache_is_cast_again_whatever_the_flag(change):
 
 def test_a_state_put_together_from_parts_reads_no_stale_weights():
     tx = OPTIMIZERS["fused"]
-    step = fp8.make_train_step(loss_of(MODEL), tx, RECIPE, donate=False, warm_start=False)
+    step = make_step(tx, donate=False, warm_start=False)
     ours, other = start(tx, cached=True), start(tx, cached=False, seed=1)
     mixed = fp8.TrainState(other.step, other.params, other.fp8, other.opt_state, ours.cache)
     (state, metrics), (expected, expected_metrics) = step(mixed, BATCH), step(other, BATCH)
@@ -252,7 +264,7 @@ def test_a_state_put_together_from_parts_reads_no_stale_weights():
 
 
 def test_outside_jit_the_cost_is_said():
-    variables = MODEL.init(jax.random.key(0), BATCH)
+    variables = initial_variables()
     cache = fp8.cast_weights(variables, RECIPE)
     with pytest.warns(
         UserWarning, match=r"cast_weights copies the cache .* 0\.0 MiB a call; call it in a jitted function"
@@ -264,7 +276,7 @@ def test_outside_jit_the_cost_is_said():
 
 
 def test_misuse():
-    variables = MODEL.init(jax.random.key(0), BATCH)
+    variables = initial_variables()
     with pytest.raises(ValueError, match='needs the DelayedScaling recipe and the collection "fp8"'):
         fp8.cast_weights(variables, fp8.CurrentScaling())
     with pytest.raises(ValueError, match='needs the DelayedScaling recipe and the collection "fp8"'):

@@ -12,7 +12,6 @@ import reference
 from emulation import EmulationError, Input, Result, compile_for_cpu
 from reference import assert_same_bits
 
-pytestmark = pytest.mark.program  # the kernels know nothing of Python
 
 ENTRY = """
 using namespace jax_fp8;

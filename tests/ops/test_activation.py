@@ -147,7 +147,6 @@ def test_not_rounding_in_between_would_be_noticed():
         assert_same_bits(activation_quantize(x, "silu", E4M3, SCALE)[0].values, exact[0])
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("activation", ALL)
@@ -227,7 +226,6 @@ def test_vmap(activation):
         assert_same_results(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), separate(True, activation)(*args))
 
 
-@pytest.mark.program
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
 @pytest.mark.parametrize("activation", ["squared_relu", "reglu"])

@@ -244,11 +244,11 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
   }
   __syncthreads();
 
-  const auto store = [&](const auto& tile, uint8_t* values_t) {
+  const auto store = [&](const auto& values, uint8_t* values_t) {
     for (int item = threadIdx.x; item < kAnyCols * kRows; item += kThreads) {
       const int c = item / kRows, r = item % kRows;
       const int64_t out_row = tile_col + c, out_col = tile_row + r;
-      if (out_row < width && out_col < rows) values_t[out_row * rows + out_col] = tile[r][c];
+      if (out_row < width && out_col < rows) values_t[out_row * rows + out_col] = values[r][c];
     }
   };
 #pragma unroll

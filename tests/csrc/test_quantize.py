@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from emulation import EmulationError, Input, Result, compile_for_cpu
+from emulation import ONLY_BFLOAT16, EmulationError, Input, Result, compile_for_cpu
 from reference import assert_same_bits
 
 ENTRY = """
@@ -74,13 +74,6 @@ SHAPES = [
 ]
 # Rules of a scale that comes from an amax: margin, amax_epsilon, power_2_scale.
 RULES = [(0, 0.0, False), (2, 0.0, False), (-3, 1e-3, True), (0, 0.7, True)]
-
-
-# Kernels for bfloat16 only: a mistake is compiled sooner without the others.
-ONE_SOURCE = tuple(
-    ("device/dispatch.cuh", f"case SourceType::k{name}: return launch({kind}{{}});", "")
-    for name, kind in (("Float32", "float"), ("Float16", "Float16"))
-)
 
 
 def run(entry, x, source, dtype, row=0, from_amax=False, rule=RULES[0], changes=(), offset=0):
@@ -206,7 +199,7 @@ def test_matrices_side_by_side(widths, source, changes=()):
 def test_a_wrong_matrix_is_noticed():
     change = ("quantize.cu", "if (col >= matrices.ends[i - 1])", "if (col > matrices.ends[i - 1])")
     with pytest.raises((AssertionError, EmulationError), match=r"elements differ|argument"):
-        test_matrices_side_by_side(WIDTHS[0], SOURCES[1], (change, *ONE_SOURCE))
+        test_matrices_side_by_side(WIDTHS[0], SOURCES[1], (change, *ONLY_BFLOAT16))
 
 
 # What is wrong then, and the mistake that the harness names; None where only the numbers are wrong.
@@ -236,5 +229,5 @@ def test_a_mistake_is_noticed(mistake):
                 x,
                 scale,
                 FORMATS[0],
-                run("quantize_transpose", x, scale, FORMATS[0], changes=(change, *ONE_SOURCE)),
+                run("quantize_transpose", x, scale, FORMATS[0], changes=(change, *ONLY_BFLOAT16)),
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GUARD = mmap.PAGESIZE
+GUARD = 2**20  # bytes; a mistake may miss by rows, and what lies behind a single page belongs to others
 C_LIBRARY = ctypes.CDLL(None)
 
 
@@ -36,11 +36,11 @@ class Result:
 
 
 class Guarded:
-    """An array at one end of memory that has a forbidden page at both ends; the rest of the memory is poison.
+    """An array at one end of memory that has forbidden memory at both ends; the rest is poison.
 
     Args:
       argument: what is to be placed.
-      at_end: before the last page, else behind the first: an index beyond this end is a fault, one beyond the other meets poison.
+      at_end: of the two, else at the begin: an index beyond this end is a fault, one beyond the other meets poison first.
       poison: the byte.
     """
 
@@ -52,9 +52,9 @@ class Guarded:
         self.bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
         self.poison, self.read_only = poison, isinstance(argument, Input)
         wanted = argument.offset + self.bytes
-        usable = -(-(wanted + 16) // GUARD) * GUARD
+        usable = -(-(wanted + 16) // mmap.PAGESIZE) * mmap.PAGESIZE
         begin = argument.offset + (usable - -(-wanted // 16) * 16 if at_end else 0)
-        memory = mmap.mmap(-1, usable + 2 * GUARD)
+        memory = mmap.mmap(-1, usable + 2 * GUARD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.usable = np.frombuffer(memory, np.uint8, usable, GUARD)  # which keeps the memory
         self.usable[:] = poison

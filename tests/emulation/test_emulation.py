@@ -35,6 +35,8 @@ MISTAKES = {
     "a read before the begin": ("y[t] = x[t - 1];", "nearest is argument 0: byte -4"),
     "a write behind the end": ("y[t] = x[t]; if (t == 63) y[64] = 1;", "argument 1: byte 256"),
     "a write before the begin": ("y[t] = x[t]; if (t == 0) y[-1] = 1;", "argument 1 was written before its begin"),
+    "a write far behind the end": ("y[t] = x[t]; if (t == 63) y[100'000] = 1;", "must not.*argument 1: byte 400000"),
+    "a write far before the begin": ("y[t] = x[t]; if (t == 63) y[-100'000] = 1;", "must not.*argument 1: byte -400000"),
     "a write to an input": ("y[t] = x[t]; const_cast<float*>(x)[t] = 1;", "nearest is argument 0: a write to byte 0, and it is an input"),
     "an index": ("__shared__ float s[64]; s[t + 1] = x[t]; y[t] = x[t];", "an index:1: the index 64 is outside"),
     "shared memory through a pointer": ("__shared__ float s[64]; float* p = s; p[t + 1] = x[t]; y[t] = x[t];", "writes outside its 256 bytes of shared memory, shared memory through a pointer:1"),

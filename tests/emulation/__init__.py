@@ -29,8 +29,8 @@ apart (`a * b + c`) into one rounding, and this compiler does not; expf and its 
 only after intrinsics and conversions.
 """
 
-import ctypes
 import functools
+import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +38,8 @@ import numpy as np
 import pytest
 
 from emulation.compiler import CompilerError, build, gcc
-from emulation.memory import Guarded, InPlace, Input, Result
+from emulation.execution import EmulationError, call_elsewhere
+from emulation.memory import InPlace, Input, Result
 
 __all__ = [
     "ONLY_BFLOAT16",
@@ -58,10 +59,6 @@ ORDERS = {"forward": (0, 0xA5), "backward": (1, 0x5A), "random": (7, 0xFF)}
 ONLY_BFLOAT16 = tuple(("device/dispatch.cuh", f"launch({other}{{}});", ";") for other in ("float", "Float16"))
 
 
-class EmulationError(RuntimeError):
-    """A kernel did what no kernel may do."""
-
-
 @functools.cache
 def compile_for_cpu(source: str, entries: str, changes: tuple[tuple[str, str, str], ...] = ()) -> "Kernels":
     """Compiles one source and its entries; skips the test where there is no C++ compiler.
@@ -73,22 +70,18 @@ def compile_for_cpu(source: str, entries: str, changes: tuple[tuple[str, str, st
     """
     if gcc() is None:
         pytest.skip("needs GCC 11 or newer: g++ on the path, or CXX")
-    library = ctypes.CDLL(str(build(source, entries, changes)))
-    for function in (library.emulation_map_stacks, library.emulation_fault):
-        function.restype = ctypes.c_void_p
-    library.emulation_failure.restype = ctypes.c_char_p
-    return Kernels(library)
+    return Kernels(build(source, entries, changes))
 
 
 @dataclass(frozen=True)
 class Kernels:
     """A compiled source."""
 
-    library: ctypes.CDLL
+    library: pathlib.Path
 
     def call(self, entry: str, *arguments, orders: Sequence[str] = tuple(ORDERS)) -> list[np.ndarray]:
         """Runs an entry in every order; returns its results and what it changed in place."""
-        first, *others = [self._call_once(entry, arguments, *ORDERS[order]) for order in orders]
+        first, *others = call_elsewhere(self.library, entry, arguments, [ORDERS[order] for order in orders])
         for order, other in zip(orders[1:], others, strict=True):
             for number, (array, again) in enumerate(zip(first, other, strict=True)):
                 if array.tobytes() != again.tobytes():
@@ -97,48 +90,6 @@ class Kernels:
                         f"{_differing(array, again)} bytes that differ between {orders[0]} and {order}"
                     )
         return first
-
-    def _call_once(self, entry, arguments, order, poison):
-        arrays, library = {}, self.library
-
-        def as_c(value, name):
-            if isinstance(value, tuple | list):
-                pointers = [as_c(element, f"{name}[{number}]").value for number, element in enumerate(value)]
-                return (ctypes.c_void_p * len(value))(*pointers)
-            if isinstance(value, np.ndarray):
-                value = Input(value)
-            if isinstance(value, Input | InPlace | Result):
-                arrays[name] = Guarded(value, at_end=order == 0, poison=poison)
-                return ctypes.c_void_p(arrays[name].address)
-            if value is None:
-                return ctypes.c_void_p()
-            return ctypes.c_double(value) if isinstance(value, float | np.floating) else ctypes.c_int64(int(value))
-
-        passed = [as_c(value, f"argument {number}") for number, value in enumerate(arguments)]
-        library.emulation_begin(ctypes.c_int64(order), ctypes.c_int64(poison), _stacks(library))
-        status = getattr(library, entry)(*passed)
-        failure, fault = library.emulation_failure().decode(), library.emulation_fault()
-        if fault is not None and arrays:
-            nearest = min(arrays, key=lambda name: arrays[name].distance(fault))
-            failure += f"; nearest is {nearest}: {arrays[nearest].describe(fault)}"
-        if failure:
-            raise EmulationError(f"{entry}: {failure}")
-        if status != 0:
-            raise EmulationError(f"{entry}: the launch must succeed, got CUDA error {status}")
-        for name, array in arrays.items():
-            if not array.is_intact():
-                raise EmulationError(f"{entry}: {name} was written before its begin or behind its end")
-        return [array.contents() for array in arrays.values() if not array.read_only]
-
-
-_STACKS = []
-
-
-def _stacks(library):
-    """The stacks of the threads, for all libraries."""
-    if not _STACKS:
-        _STACKS.append(ctypes.c_void_p(library.emulation_map_stacks()))
-    return _STACKS[0]
 
 
 def _differing(array, again):

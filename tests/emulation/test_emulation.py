@@ -116,6 +116,14 @@ def test_a_failed_call_leaves_the_library_usable():
     assert_same_bits(y, X + 1)
 
 
+def test_a_kernel_that_ends_its_process_ends_no_other():
+    entries = 'extern "C" int end() { abort(); }\nextern "C" int go_on() { return 0; }\n'
+    kernels = compile_for_cpu("__global__ void nothing_kernel() {}", entries)
+    with pytest.raises(EmulationError, match="end: a kernel ended its process, exit code -6"):
+        kernels.call("end")
+    kernels.call("go_on")
+
+
 def test_a_list_is_an_array_of_pointers():
     source = "__global__ void kernel(const float* x, float* y) { y[threadIdx.x] += x[threadIdx.x]; }"
     entry = """extern "C" int run(int64_t count, const float* const* x, float* const* y) {

@@ -13,6 +13,7 @@ A test names a source, writes the few lines of C++ that call its launch function
 The parameters of an entry are pointers, int64_t and double; it returns a cudaError_t. A plain array is an input, which
 must not be written. `Result(shape, dtype)` is an array to be filled, `InPlace(array)` one to be changed; `call` returns
 these in order. A tuple or list of such is an array of pointers, `None` a null pointer.
+Kernels run in a process of their own (`execution.py`).
 
 Every call runs three times, with the threads and blocks in another order and over another poison, and the results must
 be the same bits. So a missing barrier shows, and so does a byte that was not written. Sums of floats by `atomicAdd`

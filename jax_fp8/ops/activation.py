@@ -263,8 +263,9 @@ def _backward_kernel(dy, x, array, activated_scale, split: Split, activation, dt
     results = (*matrices, activated, SCALAR, SCALAR, *sums_results(x.shape))
     call = jax.ffi.ffi_call(f"{TARGET}_backward_quantize", results)
     attributes = {"activation": activation, **scale_rule.attributes()}
-    *made, _ = call(dy, x, gathered(array, split, "r"), activated_scale, **attributes)
-    return _backward_results(*made, split, activation)
+    operands = dy, x, gathered(array, split, "r"), activated_scale
+    values, transposed, activated, amax, scale, sums, _ = call(*operands, **attributes)
+    return _backward_results(values, transposed, activated, amax, scale, sums, split, activation)
 
 
 def _backward_reference(dy, x, array, activated_scale, split: Split, activation, dtype, scale_rule, activated_dtype):

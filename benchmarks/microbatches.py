@@ -29,6 +29,7 @@ import tables
 from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
+from jax_fp8.train.addresses import zero_metrics
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS, TrainStep
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
@@ -117,7 +118,7 @@ def _compile_after(first: list[Future], lowered: jax.stages.Lowered, options: di
 
 
 def scanned(program: Future, tokens: jax.Array) -> Callable:
-    return lambda state: program.result()(state, tokens)
+    return lambda state: program.result()(state, tokens, zero_metrics())
 
 
 def caller_driven(step: TrainStep, microbatches: list[jax.Array]) -> Callable:

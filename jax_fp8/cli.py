@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,9 +150,8 @@ def tune_preset(
             f"a batch of sequences of at most {config.max_seq_len} tokens must split into microbatches, "
             f"got {batch=}, sequence={length}, {microbatches=}; change one of them"
         )
-    accumulation: dict[str, Any] = {"split_accumulator": ()} if fast else {}
-    chosen = dataclasses.replace(RECIPES[recipe], **accumulation)
-    head = CurrentScaling(**accumulation) if fp8_head else None
+    chosen = dataclasses.replace(RECIPES[recipe], split_accumulator=()) if fast else RECIPES[recipe]
+    head = CurrentScaling() if fp8_head else None
     model, tx = GPT(config, recipe=chosen, head_recipe=head), fused_adamw(1e-4)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
 
@@ -187,7 +186,9 @@ def main(argv: list[str]) -> int:
     tuner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
     tuner.add_argument("--recipe", choices=RECIPES, default="delayed", help="of the FP8 layers")
     tuner.add_argument(
-        "--fast", action="store_true", help="fast accumulation in all GEMMs: a recipe with split_accumulator=()"
+        "--fast",
+        action="store_true",
+        help="fast accumulation in all of the layers' GEMMs: a recipe with split_accumulator=()",
     )
     tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=CurrentScaling())")
     tuner.add_argument("--again", action="store_true", help="measure also what is known")

@@ -202,12 +202,17 @@ def runs_ending_at(convergence, **losses):
         ("FAIL", {"bf16": 3.0, "delayed": 3.0, "current": float("nan"), "frozen": 3.5}),
         ("FAIL", {"bf16": 3.0, "delayed": 3.0, "current": 3.0, "frozen": 3.02}),
         ("FAIL", {"bf16": 3.0, "delayed": 3.0, "current": 3.0, "frozen": 2.9}),
+        ("FAIL", {"bf16": 3.0, "delayed": 3.0, "fastest": 3.05, "frozen": 3.5}),
         ("INCOMPLETE", {"bf16": 3.0, "delayed": 3.0}),
+        ("INCOMPLETE", {"bf16": 3.0, "frozen": 3.5}),
     ],
 )
 def test_the_verdict_follows_from_the_losses(benchmark, verdict, losses):
     convergence = benchmark("convergence")
     assert convergence.judge(runs_ending_at(convergence, **losses))[0] == verdict
+
+
+RUNS = ("frozen", "bf16", "delayed")  # the control shares a program with the run before it
 
 
 def test_convergence_runs_whole(tmp_path):
@@ -219,18 +224,25 @@ def test_convergence_runs_whole(tmp_path):
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     flags = "--xla_backend_optimization_level=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": python_path}
-    command = [sys.executable, str(root / "benchmarks/convergence.py"), "--self-test"]
+    command = [sys.executable, str(root / "benchmarks/convergence.py"), "--self-test", "--runs", *RUNS]
     done = subprocess.run([*command, "--output", str(tmp_path), "--cache", str(tmp_path)], env=environment)
     assert done.returncode == 0
     summary = json.loads((tmp_path / "convergence.json").read_text())
     assert summary["verdict"] == "PASS"
     losses = {row["run"]: row["validation_loss"] for row in summary["runs"]}
-    assert len(set(losses.values())) == 5  # five different computations
+    assert len(set(losses.values())) == len(RUNS)  # different computations
     assert max(losses.values()) < np.log(512) - 0.5
     curves = [json.loads(line) for line in (tmp_path / "convergence.jsonl").read_text().splitlines()]
-    assert {row["run"] for row in curves} == set(losses)
+    assert {row["run"] for row in curves} == set(losses) == set(RUNS)
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
     assert "FP8 learns like bfloat16: PASS" in (tmp_path / "convergence.md").read_text()
+
+
+def test_runs_without_their_reference_are_one_sentence(benchmark, tmp_path, capsys):
+    convergence = benchmark("convergence")
+    assert convergence.main(["--self-test", "--runs", "delayed", "frozen", "--output", str(tmp_path)]) == 2
+    assert "--runs must include bf16, which the others are compared with, got delayed frozen" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_too_little_text_is_one_sentence(benchmark, tmp_path, capsys):

@@ -4,7 +4,8 @@
     batch → microbatches ─scan→ gradients (mean, float32), amaxes (max) → finish_step, once, in place → fp8, scales
                                    └→ optimizer, in place → params, opt_state, and the weight cache cast with these scales
 
-Donated buffers keep their addresses from step to step, so the graph is recorded once; nothing waits for the host.
+Donated buffers keep their addresses from step to step, and the rest of a step does too (addresses.py), so the graph is recorded once; nothing waits
+for the host.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe, check_re
 from jax_fp8.core.staging import Path, list_gemms, value_grads_and_amaxes
 from jax_fp8.core.state import gemm_states, keep_known_rows, no_amaxes
 from jax_fp8.ops.update_state import finish_step
+from jax_fp8.train.addresses import make_room, zero_metrics
 from jax_fp8.train.capture import Lowering
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.train_state import TrainState
@@ -55,18 +57,20 @@ class TrainStep:
         def jit(function, donated):
             return jax.jit(function, donate_argnums=donated if donate else (), compiler_options=compiler_options)
 
-        self._step, self._start = jit(programs.step, 0), jax.jit(programs.start)
+        self._step, self._start = jit(programs.step, (0, 2)), jax.jit(programs.start)
         self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
         self._warm = jit(programs.warm, 0) if warm_start else None
-        self._donate, self._last_step_count = donate, None
+        self._donate, self._last_step_count, self._room = donate, None, None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if isinstance(state.step, Tracer):  # being looked at, not run
-            return self._step(state, batch)
+            return self._step(state, batch, zero_metrics())
         # Only a state this object did not return itself can be a fresh one; asking its step count would otherwise wait for the device.
         if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
             state = self._warm(state, batch)
-        state, metrics = self._step(state, batch)
+        state, metrics = self._step(state, batch, zero_metrics())
+        if self._room is None:
+            self._room = make_room(state.step)
         self._last_step_count = state.step
         return state, metrics
 
@@ -115,12 +119,12 @@ class TrainStep:
         return self._apply(state, pending)
 
     def lower(self, state: TrainState, batch: Any) -> Lowering:
-        """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s."""
-        return Lowering(self._step.lower(state, batch))
+        """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s. Its third input is `zero_metrics()`."""
+        return Lowering(self._step.lower(state, batch, zero_metrics()))
 
     def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:
         """Trace the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""
-        return self._step.trace(state, batch)
+        return self._step.trace(state, batch, zero_metrics())
 
 
 def make_train_step(
@@ -172,7 +176,7 @@ class _Programs:
     cache_weights: bool
     in_place: bool
 
-    def step(self, state, batch):
+    def step(self, state, batch, zeros):
         _check_state(state, self.recipe)
         state = _with_its_cache(state, self.recipe)
         if self.microbatches == 1:
@@ -180,7 +184,8 @@ class _Programs:
         else:
             pending = self._scan(state, batch)
             loss, gradients, amaxes = pending.loss, pending.gradients, pending.amaxes
-        return self._update(state, loss, gradients, amaxes)
+        state, metrics = self._update(state, loss, gradients, amaxes)
+        return state, jax.tree.map(jnp.add, metrics, zeros)
 
     def warm(self, state, batch):
         _check_state(state, self.recipe)

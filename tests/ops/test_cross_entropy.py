@@ -265,6 +265,9 @@ def test_errors():
         linear_cross_entropy(x, weight, labels, mask=jnp.ones(4))
     with pytest.raises(ValueError, match=r"the head needs CurrentScaling\(\) or None, got DelayedScaling"):
         linear_cross_entropy(x, weight, labels, recipe=DelayedScaling())
+    for split in ((), ("fprop", "dgrad"), ("wgrad",)):
+        with pytest.raises(ValueError, match=r'the head needs "dgrad" and "wgrad" in split_accumulator, got .*default'):
+            linear_cross_entropy(x, weight, labels, recipe=CurrentScaling(split_accumulator=split))
     with pytest.raises(ValueError, match="FP8 head needs tokens in a chunk divisible by 16, got 12; pad"):
         linear_cross_entropy(x, weight, labels, recipe=CurrentScaling(), chunks=8)
     with pytest.raises(ValueError, match="FP8 head needs vocabulary divisible by 16, got 72"):

@@ -56,16 +56,6 @@ MODELS = {
     "frozen": {"recipe": fp8.DelayedScaling()},
     "reseeded": {"recipe": None},
 }
-COLORS = {
-    "bf16": "black",
-    "delayed": "tab:green",
-    "current": "tab:blue",
-    "fast": "tab:olive",
-    "fp8_head": "tab:purple",
-    "fastest": "tab:orange",
-    "frozen": "tab:red",
-    "reseeded": "tab:gray",
-}
 REQUIREMENTS = {"frozen": "more than 1 % worse", "reseeded": "none"}
 TOLERANCE = 0.01
 LOG_EVERY = 10
@@ -207,7 +197,7 @@ def draw(axes, run: Run, first: int) -> None:
     """Both curves of one run from step `first` on."""
     training = [point for point in zip(*smoothed(run.losses), strict=True) if point[0] >= first]
     validation = [point for point in run.validation if point[0] >= first]
-    color = COLORS[run.name]
+    color = f"C{list(MODELS).index(run.name)}"  # of matplotlib's cycle
     axes.plot(*zip(*training, strict=True), color=color, alpha=0.4, linewidth=1)
     axes.plot(*zip(*validation, strict=True), "o-", color=color, markersize=4, label=f"{run.name}: {run.final:.4f}")
     axes.set(xlabel="step", ylabel="cross entropy, nats per token")

@@ -1,7 +1,6 @@
 """What microbatches, the weight cache and CUDA graphs cost and gain: the time of one microbatch in a step of many.
 
     python benchmarks/microbatches.py                                # both shapes and a small model: about 8 minutes on one H200
-    python benchmarks/microbatches.py --shapes 1.3b --counts 1 8 --variants cached uncached
     python benchmarks/microbatches.py --variants --long-run 1000     # nothing but a long run of the small model
     python benchmarks/microbatches.py --self-test                    # a tiny model on any machine; its times mean nothing
 

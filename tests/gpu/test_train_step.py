@@ -10,7 +10,6 @@ from train import test_microbatches as micro
 
 import jax_fp8 as fp8
 from jax_fp8.ops import kernels
-from jax_fp8.train.addresses import make_room
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.weight_cache import cast_requests, refresh
 
@@ -141,25 +140,3 @@ def test_microbatches_have_the_same_bits_however_they_are_run(monkeypatch):
     assert all(np.any(g) for g in jax.tree.leaves(micro.gradients_of(expected[1])))
     other, _ = micro.scanned(2, **settings)  # the same bits are not a matter of course
     assert other != expected[0]
-
-
-def test_small_arrays_have_room_of_their_own():
-    """They do not move a large one that is taken, freed and taken again, as a step does with its scratch."""
-    device = jax.devices()[0]
-
-    def large_after_each(small_arrays):
-        addresses = set()
-        for _ in range(4):
-            large = jax.device_put(np.zeros(2**28, np.int8), device)
-            addresses.add(large.unsafe_buffer_pointer())
-            large.delete()
-            small_arrays.append(jax.device_put(np.zeros(2**18, np.int8), device))
-        return len(addresses)
-
-    kept = [
-        jax.device_put(np.zeros(size, np.int8), device) for size in 64 * (2**18, 2**20)
-    ]  # what smaller pieces were free
-    assert large_after_each(kept) > 1
-    room = make_room(kept[0])
-    assert large_after_each(kept) == 1
-    assert len(room) == 1

@@ -1,9 +1,7 @@
-"""What keeps addresses of a step where they are: buffers of the metrics that nothing else uses, and no room taken where there is no GPU.
-
-That small arrays are placed in the room is seen on a device (tests/gpu/test_train_step.py).
-"""
+"""What keeps addresses of a step where they are: buffers of the metrics that nothing else uses, and room for small arrays on GPUs alone."""
 
 import re
+from types import SimpleNamespace
 
 import flax.linen as nn
 import h200
@@ -14,7 +12,8 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.ops import kernels
-from jax_fp8.train.addresses import make_room, zero_metrics
+from jax_fp8.train import addresses
+from jax_fp8.train.addresses import ROOM_BYTES, make_room, zero_metrics
 from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS, TrainStep
 
 REASON = h200.missing_reason() or kernels.missing_reason()
@@ -82,3 +81,18 @@ def test_zeros_are_added_and_donated():
 
 def test_a_cpu_needs_no_room():
     assert make_room(jnp.zeros(())) == []
+
+
+def test_on_every_gpu_the_first_of_two_arrays_is_given_up(monkeypatch):
+    """By a list of what is placed where: two GPUs and a CPU of which none exists."""
+    devices = [SimpleNamespace(platform=platform) for platform in ("gpu", "cpu", "gpu")]
+    gpus, placed = [devices[0], devices[2]], []
+
+    def place(contents, device):
+        placed.append((device, contents.nbytes))
+        return len(placed)
+
+    monkeypatch.setattr(addresses.jax, "device_put", place)
+    near = SimpleNamespace(sharding=SimpleNamespace(addressable_devices=devices))
+    assert make_room(near) == [3, 4]
+    assert placed == 2 * [(device, ROOM_BYTES) for device in gpus]

@@ -37,6 +37,9 @@ _FIELDS_SINCE_0_11 = (
     "max_blocks_per_multiprocessor",
 )
 
+# What is chosen by timing needs a device. Without Triton every GEMM that XLA makes is cuBLAS; fusions take the emitter they would have without a tuner.
+UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fusion_autotuner": False}
+
 # The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not, and what it slices out of a stack.
 COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
 
@@ -163,8 +166,7 @@ def compile(function, *arguments, **compiler_options) -> Program:
       arguments: trees of `jax.ShapeDtypeStruct` with shardings on `devices`; see `shapes`.
       compiler_options: in addition to the function's own.
     """
-    # Triton GEMMs are chosen by timing, which needs a device; without them every GEMM that XLA makes is cuBLAS.
-    options = {"xla_gpu_enable_triton_gemm": False, **compiler_options}
+    options = UNTIMED | compiler_options
     compilation = Lowering(function.lower(*arguments)).compile(options)
     hlo, thunks, memory = compilation.as_text(), compilation.listing(), compilation.memory_analysis()
     graphs, outside = read_thunks(thunks)

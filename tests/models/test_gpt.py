@@ -14,6 +14,7 @@ import jax_fp8 as fp8
 
 SMALL = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64, max_seq_len=32)
 TOKENS = jax.random.randint(jax.random.key(0), (4, 33), 0, 256)
+OPTIMIZER = fp8.fused_adamw(3e-3)
 
 
 @pytest.mark.versions
@@ -45,22 +46,22 @@ def test_initial_loss_is_that_of_guessing():
     assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
 
 
+@functools.cache
+def program(recipe):
+    """The initial variables and the training step of a small GPT."""
+    model = fp8.GPT(SMALL, recipe=recipe)
+    variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
+    return variables, fp8.make_train_step(fp8.next_token_loss(model), OPTIMIZER, recipe)
+
+
 @pytest.mark.versions
 @pytest.mark.parametrize(
     "recipe", [fp8.DelayedScaling(amax_history_len=8), fp8.CurrentScaling()], ids=["delayed", "current"]
 )
 def test_fp8_learns_like_bfloat16(recipe):
-    tx = fp8.fused_adamw(3e-3)
-
-    @functools.cache
-    def program(recipe):
-        model = fp8.GPT(SMALL, recipe=recipe)
-        variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
-        return variables, fp8.make_train_step(fp8.next_token_loss(model), tx, recipe)
-
     def train(recipe, freeze=None):
         variables, step = program(recipe)
-        state = fp8.TrainState.create(variables=jax.tree.map(jnp.array, variables), tx=tx)
+        state = fp8.TrainState.create(variables=jax.tree.map(jnp.array, variables), tx=OPTIMIZER)
         for _ in range(12):
             state, metrics = step(state, TOKENS)
             if freeze is not None:

@@ -45,7 +45,7 @@ def tower_state(batch) -> fp8.TrainState:
 
 def shared_with_results(function, *arguments, folder) -> list[str]:
     """Values in buffers of results that are no arguments: new ones every step, which no command of the graph should know. The tuple of all is one."""
-    options = {"xla_gpu_enable_triton_gemm": False, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    options = h200.UNTIMED | {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     function.lower(*arguments).compile(compiler_options=options)
     [path] = folder.glob("*buffer-assignment.txt")
     allocations = re.split(r"^allocation ", path.read_text(), flags=re.MULTILINE)[1:]

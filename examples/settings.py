@@ -25,6 +25,10 @@ class Settings:
     """Model size; it also chooses the defaults below."""
     recipe: Literal["delayed", "current", "bf16"] = "delayed"
     """How the scales of FP8 tensors are found; bf16 is no FP8 at all."""
+    fast: bool = False
+    """Let all GEMMs of the layers accumulate fast; by default those of gradients do not."""
+    fp8_head: bool = False
+    """Multiply the output head in FP8 too."""
     compare: bool = False
     """Train in bfloat16 too, from the same parameters and on the same batches, and plot both."""
     data: Path | None = None
@@ -117,6 +121,10 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--num-heads must divide --hidden-size {settings.hidden_size}, got {settings.num_heads}")
     if settings.compare and settings.recipe == "bf16":
         raise ValueError("--compare sets an FP8 recipe beside bf16; choose --recipe delayed or --recipe current")
+    if (settings.fast or settings.fp8_head) and settings.recipe == "bf16":
+        raise ValueError(
+            "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
+        )
     if settings.name != Path(settings.name).name:
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
     if settings.batch_size % settings.microbatches:

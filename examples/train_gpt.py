@@ -36,7 +36,7 @@ from text import (
 
 import jax_fp8 as fp8
 
-RECIPES = {"delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling(), "bf16": None}
+RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling}
 LOG_EVERY = 10  # steps between two rows of the log
 VALIDATION_BATCHES = 8
 TEMPERATURE = 0.8  # of the sample: below 1 prefers likely tokens
@@ -92,6 +92,14 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(schedule, b2=0.95, weight_decay=0.1))
 
 
+def make_model(job: Job, recipe: str) -> fp8.GPT:
+    """The GPT in one recipe; "bf16" has no FP8 anywhere."""
+    if recipe == "bf16":
+        return fp8.GPT(job.model, recipe=None)
+    layers = RECIPES[recipe](split_accumulator=()) if job.settings.fast else RECIPES[recipe]()
+    return fp8.GPT(job.model, recipe=layers, head_recipe=fp8.CurrentScaling() if job.settings.fp8_head else None)
+
+
 class Trained(NamedTuple):
     model: fp8.GPT
     variables: Any
@@ -101,7 +109,7 @@ class Trained(NamedTuple):
 def train(job: Job, recipe: str, folder: Folder) -> Trained:
     """One run: the model in one recipe, from the seed's parameters, over the seed's batches."""
     settings = job.settings
-    model = fp8.GPT(job.model, recipe=RECIPES[recipe])
+    model = make_model(job, recipe)
     loss_fn = fp8.next_token_loss(model)
     optimizer = make_optimizer(settings)
     by_sequence = NamedSharding(job.mesh, PartitionSpec("data"))
@@ -114,7 +122,7 @@ def train(job: Job, recipe: str, folder: Folder) -> Trained:
         return fp8.TrainState.create(variables=variables, tx=optimizer)
 
     state = jax.jit(create, out_shardings=everywhere)(jax.random.key(settings.seed))
-    train_step = fp8.make_train_step(loss_fn, optimizer, RECIPES[recipe], microbatches=settings.microbatches)
+    train_step = fp8.make_train_step(loss_fn, optimizer, model.recipe, microbatches=settings.microbatches)
     validation = jax.device_put(validation_batches(job.held_out, VALIDATION_BATCHES, *shape), by_sequence)
     batch_loss = jax.jit(loss_fn)
 

@@ -83,7 +83,7 @@ def test_a_name_that_is_taken_gets_a_number(example, book, tmp_path, capsys):
     taken = tmp_path / "tiny-current" / "metrics.jsonl"
     taken.parent.mkdir()
     taken.write_text("an earlier run\n")
-    arguments = [*SMALL, "--data", str(book), "--recipe", "current", "--output", str(tmp_path)]
+    arguments = [*SMALL, "--data", str(book), "--recipe", "current", "--fp8-head", "--output", str(tmp_path)]
     assert example("train_gpt").main(arguments) == 0
     assert taken.read_text() == "an earlier run\n"
     assert (tmp_path / "tiny-current-2" / "metrics.jsonl").exists()
@@ -108,10 +108,24 @@ CANNOT_RUN = {
     "microbatches": (["--microbatches", "3"], "--microbatches must divide --batch-size"),
     "odd microbatch": (["--batch-size", "3", "--seq-len", "10"], "multiple of 16"),
     "comparing bf16": (["--recipe", "bf16", "--compare"], "--compare"),
+    "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head are about FP8"),
+    "bf16 with an FP8 head": (["--recipe", "bf16", "--fp8-head"], "--recipe delayed"),
     "name": (["--name", "../mine"], "--name must be a plain folder name"),
     "learning rate": (["--learning-rate", "nan"], "--learning-rate"),
     "vocabulary": (["--tokenizer", "bpe", "--vocab-size", "10"], "--vocab-size"),
 }
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_flags_choose_what_is_in_fp8_and_how_it_adds(name, example, book, tmp_path):
+    script = example("train_gpt")
+    plain, quick = (script.prepare([*SMALL, "--data", str(book), *flags]) for flags in ([], ["--fast", "--fp8-head"]))
+    assert script.make_model(plain, name).head_recipe is None
+    assert script.make_model(plain, name).recipe == script.RECIPES[name]()
+    assert script.make_model(quick, name).head_recipe == script.fp8.CurrentScaling()
+    assert script.make_model(quick, name).recipe.split_accumulator == ()
+    baseline = script.make_model(quick, "bf16")
+    assert (baseline.recipe, baseline.head_recipe) == (None, None)
 
 
 @pytest.mark.parametrize("case", CANNOT_RUN)

@@ -1,7 +1,5 @@
 """GPT: shapes, presets, causality, the loss, and learning in every recipe."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,18 +12,17 @@ import jax_fp8 as fp8
 
 SMALL = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64, max_seq_len=32)
 TOKENS = jax.random.randint(jax.random.key(0), (4, 33), 0, 256)
-OPTIMIZER = fp8.fused_adamw(3e-3)
 
 
 @pytest.mark.versions
 def test_logits_and_variables():
     model = fp8.GPT(SMALL, recipe=fp8.DelayedScaling(amax_history_len=2))
-    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
-    assert model.apply(variables, TOKENS[:, :-1]).shape == (4, 32, 256)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
+    assert jax.eval_shape(model.apply, variables, TOKENS[:, :-1]).shape == (4, 32, 256)
     assert set(variables["params"]) == {"embedding", "positions", "layer_0", "layer_1", "final_norm"}
     assert set(variables["fp8"]["layer_1"]) == {"attention", "mlp"}
     untied = fp8.GPT(fp8.GPTConfig.preset("tiny", tie_embeddings=False, positions="rotary", num_layers=1), recipe=None)
-    assert set(untied.init(jax.random.key(0), TOKENS[:, :-1])["params"]) == {
+    assert set(jax.eval_shape(untied.init, jax.random.key(0), TOKENS[:, :-1])["params"]) == {
         "embedding",
         "head",
         "layer_0",
@@ -33,7 +30,7 @@ def test_logits_and_variables():
     }
 
 
-@pytest.mark.parametrize(("name", "millions"), [("gpt2-124m", 124), ("gpt3-1.3b", 1315), ("gpt3-6.7b", 6658)])
+@pytest.mark.parametrize(("name", "millions"), [("gpt2-124m", 124), ("gpt3-1.3b", 1315)])
 def test_presets_have_their_size(name, millions):
     model = fp8.GPT(fp8.GPTConfig.preset(name))
     params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))["params"]
@@ -46,34 +43,24 @@ def test_initial_loss_is_that_of_guessing():
     assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
 
 
-@functools.cache
-def program(recipe):
-    """The initial variables and the training step of a small GPT."""
-    model = fp8.GPT(SMALL, recipe=recipe)
-    variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
-    return variables, fp8.make_train_step(fp8.next_token_loss(model), OPTIMIZER, recipe)
-
-
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    "recipe", [fp8.DelayedScaling(amax_history_len=8), fp8.CurrentScaling()], ids=["delayed", "current"]
-)
-def test_fp8_learns_like_bfloat16(recipe):
-    def train(recipe, freeze=None):
-        variables, step = program(recipe)
-        state = fp8.TrainState.create(variables=jax.tree.map(jnp.array, variables), tx=OPTIMIZER)
+def test_fp8_learns_like_bfloat16():
+    """With scales found in every step; those of a history learn in `benchmarks/convergence.py`, beside a control, and tests run that."""
+
+    def train(recipe):
+        model = fp8.GPT(SMALL, recipe=recipe)
+        tx = fp8.fused_adamw(3e-3)
+        variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
+        state = fp8.TrainState.create(variables=variables, tx=tx)
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe)
         for _ in range(12):
             state, metrics = step(state, TOKENS)
-            if freeze is not None:
-                state = fp8.TrainState(state.step, state.params, freeze(state.fp8), state.opt_state)
         return float(metrics["loss"])
 
-    plain, quantized = train(None), train(recipe)
+    plain, quantized = train(None), train(fp8.CurrentScaling())
     assert plain < 4.8  # from 5.5
     assert quantized == pytest.approx(plain, rel=0.01)
-    if isinstance(recipe, fp8.DelayedScaling):  # negative control: a wrong scale is seen
-        wrong = train(recipe, freeze=lambda fp8_state: jax.tree.map(lambda leaf: jnp.full_like(leaf, 30.0), fp8_state))
-        assert abs(wrong - plain) > 0.05 * plain
+    assert quantized != plain
 
 
 def test_errors():

@@ -97,7 +97,6 @@ def assert_same(ours, theirs):
         jax.tree.map(reference.assert_same_bits, getattr(ours[1], name), getattr(theirs[1], name))
 
 
-@pytest.mark.versions
 def test_every_way_has_the_same_bits(monkeypatch):
     microbatches = 4
     expected = scanned(microbatches)

@@ -1,4 +1,4 @@
-"""GPT: shapes, presets, causality, the loss, and learning in every recipe."""
+"""GPT: shapes, presets, causality, the loss, and learning."""
 
 import flax.linen as nn
 import jax
@@ -30,7 +30,7 @@ def test_logits_and_variables():
     }
 
 
-@pytest.mark.parametrize(("name", "millions"), [("gpt2-124m", 124), ("gpt3-1.3b", 1315)])
+@pytest.mark.parametrize(("name", "millions"), [("gpt2-124m", 124), ("gpt3-1.3b", 1315), ("gpt3-6.7b", 6658)])
 def test_presets_have_their_size(name, millions):
     model = fp8.GPT(fp8.GPTConfig.preset(name))
     params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))["params"]

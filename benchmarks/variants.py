@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 from plain_gpt import PlainGPT, make_plain_step, plain_loss
 
@@ -47,6 +48,7 @@ MODELS = {
     "delayed_fast_head_tuned": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
     "delayed_recompute": {"recipe": fp8.DelayedScaling(), "recompute": True},
 }
+MODELS["delayed_fast_head_tuned_bf16"] = MODELS["delayed_fast_head_tuned"] | {"param_dtype": jnp.bfloat16}
 VARIANTS = {
     "bf16": "plain Flax, bfloat16",
     "flax_direct": "plain Flax, `Fp8DirectDotGeneralOp`",
@@ -58,9 +60,10 @@ VARIANTS = {
     "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
     "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
     "delayed_fast_head_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs",
+    "delayed_fast_head_tuned_bf16": "jax_fp8, the same, params in bfloat16, the rest of their float32 masters apart",
     "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
 }
-TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned")
+TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned", "delayed_fast_head_tuned_bf16")
 COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
 
 
@@ -84,7 +87,8 @@ def build(variant: str, shape: Shape, microbatches: int, tokens: jax.Array) -> t
         tx = optax.adamw(1e-4, weight_decay=0.1)
     else:
         model = fp8.GPT(fp8.GPTConfig(**sizes), **MODELS[variant])
-        tx = fp8.fused_adamw(1e-4, weight_decay=0.1)
+        # Of float32 params nothing is kept apart; of bfloat16 params the 16 bits that they lack.
+        tx = fp8.fused_adamw(1e-4, weight_decay=0.1, master_dtype="remainder")
     variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])
     num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
     if plain:

@@ -139,6 +139,7 @@ def tune_preset(
     recipe: str = "delayed",
     fast: bool = False,
     fp8_head: bool = False,
+    bf16_params: bool = False,
     again: bool = False,
 ) -> int:
     """Tune the GEMMs of a GPT's training step on one device, and print what was found. Returns the exit code."""
@@ -152,7 +153,9 @@ def tune_preset(
         )
     chosen = dataclasses.replace(RECIPES[recipe], split_accumulator=()) if fast else RECIPES[recipe]
     head = CurrentScaling() if fp8_head else None
-    model, tx = GPT(config, recipe=chosen, head_recipe=head), fused_adamw(1e-4)
+    param_dtype = jnp.bfloat16 if bf16_params else jnp.float32
+    model = GPT(config, recipe=chosen, param_dtype=param_dtype, head_recipe=head)
+    tx = fused_adamw(1e-4)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
 
     def create(tokens):
@@ -191,6 +194,7 @@ def main(argv: list[str]) -> int:
         help="fast accumulation in all of the layers' GEMMs: a recipe with split_accumulator=()",
     )
     tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=CurrentScaling())")
+    tuner.add_argument("--bf16-params", action="store_true", help="params in bfloat16: GPT(param_dtype=jnp.bfloat16)")
     tuner.add_argument("--again", action="store_true", help="measure also what is known")
     options = vars(parser.parse_args(argv))
     if options.pop("command") == "doctor":

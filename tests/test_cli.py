@@ -135,6 +135,14 @@ def test_tuning_what_else_a_step_may_be_made_of(on_a_gpu_of_ones_own, capsys):
     of_head = [p for p in problems if vocabulary in (p.m, p.n, p.k)]
     assert sorted(p.accumulation for p in of_head) == ["fast", "split", "split"]
     assert {p.accumulation for p in problems if p not in of_head} == {"fast"}
+    assert {p.dtype for p in problems if p.k == 8 * 128} == {"float32"}  # weight gradients
+
+
+def test_tuning_for_bfloat16_params(on_a_gpu_of_ones_own, capsys):
+    """Their gradients are written in bfloat16, which is another product."""
+    assert cli.main(["tune", "--preset", "tiny", "--bf16-params"]) == 0
+    problems = [problem for problem, _ in GemmTable.load(on_a_gpu_of_ones_own).choices]
+    assert {p.dtype for p in problems if p.k == 8 * 128} == {"bfloat16"}
 
 
 def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsys):

@@ -25,7 +25,7 @@ def plain_head_and_loss(x, weight, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@pytest.mark.parametrize(("data", "held", "recipe"), [(1, 0.5, None), (1, 0.5, fp8.CurrentScaling()), (4, 1.1, None)])
+@pytest.mark.parametrize(("data", "held", "recipe"), [(1, 0.4, None), (1, 0.6, fp8.CurrentScaling()), (4, 1.1, None)])
 def test_the_loss_never_holds_all_logits(data, held, recipe):
     """Nor, on one device, their gradient. On several it does, so that the gradient of the weight is reduced once, not once a chunk."""
     batch, seq, hidden, vocab = 8 * data, 2048, 256, 50304
@@ -43,7 +43,7 @@ def test_the_loss_never_holds_all_logits(data, held, recipe):
     )
     assert ours.temp_bytes < held * logits_bytes < 2 * logits_bytes < plain.temp_bytes
     assert not [copy for copy in ours.copies if copy.results[0].bytes >= hidden * vocab]
-    assert ours.custom_calls["jax_fp8_cross_entropy"] == min(8 * data, 16)  # chunks
+    assert ours.custom_calls["jax_fp8_cross_entropy"] == 4 * data  # chunks of 4,096 tokens
     assert ours.graphs == 1 or data > 1
     reduced = [instruction for instruction in ours.collectives if instruction.results[0].bytes > 4]
     assert len(reduced) == (data > 1)
@@ -62,12 +62,12 @@ def gradients(mesh, weight_spec, batch=8, seq=2048, hidden=256, vocab=50304, dat
 
 @pytest.mark.parametrize("options", [{}, TRITON_GEMMS], ids=["cublas", "triton"])
 def test_what_is_made_of_logits_and_of_the_weights_gradient(options):
-    """Logits by GEMMs alone, their gradient over them; the weight's gradient by eight calls that add in place."""
+    """Logits by GEMMs alone, their gradient over them; the weight's gradient by four calls that add in place."""
     program = gradients(h200.mesh(data=1), (), **options)
     calls = [i.target for i in program.instructions if i.target in ("jax_fp8_cross_entropy", "jax_fp8_weight_gradient")]
-    assert calls == 8 * ["jax_fp8_cross_entropy", "jax_fp8_weight_gradient"]  # in this order they run
+    assert calls == 4 * ["jax_fp8_cross_entropy", "jax_fp8_weight_gradient"]  # in this order they run
     assert not [copy for copy in program.copies if copy.results[0].bytes > 2**20]
-    logits_bytes = 2 * 2048 * 50304
+    logits_bytes = 2 * 4096 * 50304
     assert logits_bytes < program.temp_bytes < 1.5 * logits_bytes
     assert not program.making("f32", 50304, 256) and not program.making("bf16", 8, 256, 50304)
     assert [i for i in program.making("bf16", 50304, 256)]  # the weight is cast: what is looked for would be found

@@ -96,7 +96,7 @@ class GPT(nn.Module):
             )
         init = nn.initializers.normal(0.02)
         embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
-        x = embedding[tokens]
+        x = embedding.astype(jnp.float32)[tokens]  # so that gradients of a token are added up in float32
         if config.positions == "learned":
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
             x = x + positions[: tokens.shape[-1]]

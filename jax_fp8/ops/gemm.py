@@ -22,6 +22,7 @@ from jax_fp8.ops.tuned_gemms import GemmProblem, GemmTable, table_in_use
 
 TARGET = "jax_fp8_gemm"
 REFERENCE_SCOPE = "jax_fp8_gemm_reference"
+RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 WORKSPACE_BYTES = 32 * 2**20  # what cuBLASLt's documentation asks for on Hopper
 
 
@@ -143,7 +144,7 @@ def _check(a, b, dtype, accumulation, columns):
         raise ValueError(
             "matmul got two E5M2 operands, which the hardware cannot multiply; quantize one of them to E4M3"
         )
-    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if dtype not in RESULT_DTYPES:
         raise ValueError(f"matmul writes bfloat16, float16 or float32, got {dtype=}; pick one of these and cast after")
     if accumulation not in ("fast", "split"):
         raise ValueError(f'accumulation must be "fast" or "split", got {accumulation!r}')

@@ -2,7 +2,7 @@
 
     fprop  y[m, n]  = x[m, k]  · w[n, k]ᵀ       x, w E4M3
     dgrad  dx[m, k] = dy[m, n] · kernel[k, n]ᵀ   dy  E5M2
-    wgrad  dw[k, n] = xᵀ[k, m] · dyᵀ[n, m]ᵀ      float32
+    wgrad  dw[k, n] = xᵀ[k, m] · dyᵀ[n, m]ᵀ      as the params; sums of microbatches float32
 
 Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes x and wᵀ, and keeps
 xᵀ and w for the backward, in FP8. The bfloat16 `x` is not kept. A residual is added by the GEMM itself, before the one rounding. A result
@@ -29,7 +29,7 @@ from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.ops.amax import amax, as_matrix
-from jax_fp8.ops.gemm import matmul
+from jax_fp8.ops.gemm import RESULT_DTYPES, matmul
 from jax_fp8.ops.quantize import (
     MAX_MATRICES,
     Matrices,
@@ -285,12 +285,12 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 def _kernel_gradient(residual, dy_transposed, dtype, scaling) -> Any:
-    product = partial(matmul, residual.x_transposed, dy_transposed, dtype=jnp.float32)
-    accumulation = _accumulation("wgrad", scaling)
-    if scaling.gradient is None:
-        return _placed_like(product(accumulation=accumulation).astype(dtype), residual.kernel.values)
+    product = partial(matmul, residual.x_transposed, dy_transposed, accumulation=_accumulation("wgrad", scaling))
+    if scaling.gradient is None:  # rounded by the GEMM itself where it can
+        written = dtype if dtype in RESULT_DTYPES else jnp.float32
+        return _placed_like(product(dtype=written).astype(dtype), residual.kernel.values)
     total = scaling.gradient.ref[...]
-    added = product(c=total, alpha=scaling.gradient.weight, accumulation=accumulation)
+    added = product(dtype=jnp.float32, c=total, alpha=scaling.gradient.weight)
     scaling.gradient.ref[...] = _placed_like(added, total)
     return None
 

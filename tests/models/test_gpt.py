@@ -1,5 +1,7 @@
 """GPT: shapes, presets, causality, the loss, and learning."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,22 @@ def test_fp8_learns_like_bfloat16():
     assert plain < 4.8  # from 5.5
     assert quantized == pytest.approx(plain, rel=0.01)
     assert quantized != plain
+
+
+def test_gradients_of_a_token_that_comes_often_are_added_up_in_float32():
+    """For bfloat16 params too, and rounded in the end: a sum of bfloat16s stops growing."""
+    tokens = jnp.zeros((4, 33), jnp.int32)
+    model = fp8.GPT(dataclasses.replace(SMALL, tie_embeddings=False), recipe=None, dtype=jnp.float32)
+    brain = model.clone(param_dtype=jnp.bfloat16)
+    variables = brain.init(jax.random.key(0), tokens[:, :-1])
+    gradients = []
+    for of in (model, brain):
+        values = jax.tree.map(lambda leaf, of=of: leaf.astype(of.param_dtype), variables)
+        gradients.append(jax.jit(jax.grad(fp8.next_token_loss(of)))(values, tokens)["params"]["embedding"][0])
+    reference.assert_same_bits(gradients[1], gradients[0].astype(jnp.bfloat16))
+
+    control = jax.grad(lambda embedding: jnp.sum(embedding[jnp.zeros(1024, jnp.int32)]))(jnp.ones(1, jnp.bfloat16))
+    assert control == 256  # not 1024
 
 
 def test_errors():

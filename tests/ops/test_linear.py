@@ -181,6 +181,15 @@ def test_gradients_have_the_dtypes_of_the_parameters(param_dtype):
     assert dx.dtype == jnp.float32  # of x as it was given
 
 
+@pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_16_bit_params_are_rounded_once(param_dtype):
+    short = jax.tree.map(lambda leaf: leaf.astype(param_dtype), PARAMETERS)
+    same_values = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), short)
+    gradients, exact = (run(current(), parameters=parameters)[-1] for parameters in (short, same_values))
+    jax.tree.map(lambda rounded, whole: assert_same_bits(rounded, whole.astype(param_dtype)), gradients, exact)
+    assert np.any(np.asarray(gradients.kernel, np.float32) != np.asarray(exact.kernel))  # there was something to round
+
+
 def test_the_backward_records_all_three_amaxes():
     ref = jax.new_ref(jnp.float32([0, 1000, 0]))
     run(delayed(scales(), amax_ref=ref))

@@ -1,0 +1,53 @@
+"""A training step of bfloat16 params compiled for an H200 with no GPU: GEMMs write their gradients as Adam reads them."""
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.ops import kernels
+from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+
+REASON = h200.missing_reason() or kernels.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=1, num_heads=4, hidden_size=256, max_seq_len=128)
+KERNELS = (256, 768), (256, 256), (256, 1024), (1024, 256)
+TOKENS = (16, 129)
+
+
+def compiled_step(param_dtype, loss_of) -> h200.Program:
+    """The step of a GPT whose params the loss takes through `loss_of`."""
+    model, tx = fp8.GPT(CONFIG, param_dtype=param_dtype), fp8.fused_adamw(1e-3, master_dtype="remainder")
+    step = fp8.make_train_step(loss_of(model), tx, model.recipe, compiler_options=CUDA_GRAPH_OPTIONS)
+
+    def create(tokens):
+        return fp8.TrainState.create(variables=model.init(jax.random.key(0), tokens[:, :-1]), tx=tx)
+
+    on = h200.on_one_device()
+    tokens = jax.ShapeDtypeStruct(TOKENS, jnp.int32)
+    return h200.compile(step, h200.shapes(jax.eval_shape(create, tokens), on), h200.shapes(tokens, on))
+
+
+def cast_in_the_loss(model):
+    """What one would write without bfloat16 params: a control."""
+
+    def loss_fn(variables, tokens):
+        params = jax.tree.map(lambda param: param.astype(jnp.bfloat16), variables["params"])
+        return fp8.next_token_loss(model)(variables | {"params": params}, tokens)
+
+    return loss_fn
+
+
+def made_of_kernels(program: h200.Program) -> int:
+    return sum(len(program.making(dtype, *shape)) for dtype in ("f32", "bf16") for shape in KERNELS)
+
+
+def test_no_gradient_of_a_kernel_is_cast():
+    program = compiled_step(jnp.bfloat16, fp8.next_token_loss)
+    assert made_of_kernels(program) == 0
+    assert program.custom_calls["jax_fp8_adam"] == program.graphs == 1
+    written = {call.results[0] for call in program.instructions if call.target == "jax_fp8_gemm"}
+    assert {("bf16", shape) for shape in KERNELS} <= {(result.dtype, result.shape) for result in written}
+    assert made_of_kernels(compiled_step(jnp.float32, cast_in_the_loss)) >= 2 * len(KERNELS)

@@ -60,7 +60,7 @@ VARIANTS = {
     "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
     "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
     "delayed_fast_head_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs",
-    "delayed_fast_head_tuned_bf16": "jax_fp8, the same, params in bfloat16, the rest of their float32 masters apart",
+    "delayed_fast_head_tuned_bf16": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs, bfloat16 params with remainders",
     "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
 }
 TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned", "delayed_fast_head_tuned_bf16")

@@ -3,6 +3,7 @@
 The environment must be set before jax is imported, hence at the top of this file.
 """
 
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -19,13 +20,17 @@ os.environ.pop(
     "JAX_COMPILATION_CACHE_DIR", None
 )  # h200.py reads what the compiler dumps, and a cache hit dumps nothing
 # Eight devices; and the fastest way through the compiler, since compiling is what these tests spend their time on: LLVM without its
-# optimizer, and XLA's older emitters of fusions, which take a third of the newer ones' time.
+# optimizer and a module as a whole, and XLA's older emitters of fusions, which take a third of the newer ones' time.
 _FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
+
+gc.set_threshold(
+    200_000
+)  # tracing makes many small objects that live: a seventh of the time went into looking for others
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

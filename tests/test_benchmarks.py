@@ -222,7 +222,7 @@ def test_convergence_runs_whole(tmp_path):
     """
     root = pathlib.Path(__file__).parents[1]
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    flags = "--xla_backend_optimization_level=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    flags = "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": python_path}
     command = [sys.executable, str(root / "benchmarks/convergence.py"), "--self-test", "--runs", *RUNS]
     done = subprocess.run([*command, "--output", str(tmp_path), "--cache", str(tmp_path)], env=environment)

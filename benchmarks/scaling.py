@@ -1,6 +1,6 @@
 """Where FP8 pays: layers of several widths with several numbers of tokens a step, in FP8 and in bfloat16.
 
-    python benchmarks/scaling.py                               # every width and batch; about 5 s a cell on one H200
+    python benchmarks/scaling.py                               # every width and batch; about 11 s a cell and variant on one H200
     python benchmarks/scaling.py --widths 2048 4096 --tokens 8192
     python benchmarks/scaling.py --self-test                   # tiny sizes on any machine; its times mean nothing
 

@@ -28,9 +28,8 @@ _FLAGS = (
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
 
-gc.set_threshold(
-    200_000
-)  # tracing makes many small objects that live: a seventh of the time went into looking for others
+# Tracing makes many small objects that live on: a seventh of the time went into looking for others.
+gc.set_threshold(200_000)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -28,8 +28,8 @@ import tables
 from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
-from jax_fp8.train.addresses import zero_metrics
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS, TrainStep
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, zero_metrics
+from jax_fp8.train.train_step import TrainStep
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 START = time.perf_counter()

@@ -28,13 +28,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
-from jax_fp8.core.cached_weight import CachedWeight
-from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.ops.adam import TARGET
-from jax_fp8.ops.amax import amax
-from jax_fp8.ops.quantize import ScaleSource, quantize_transpose
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
-from jax_fp8.train.updates import NewParam
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.kernels.adam import TARGET
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.quantize import ScaleSource, quantize_transpose
+from jax_fp8.optim.updates import NewParam
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 HERE = pathlib.Path(__file__).resolve()
 RUNS = 5  # timed, each of so many programs in a row
@@ -106,13 +105,12 @@ def gemm_kernels(params: Any) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def first_cast(kernel: jax.Array) -> CachedWeight:
-    return cast(kernel, ScaleSource(scale_from_amax(amax(kernel), fp8.E4M3)))
+def first_cast(kernel: jax.Array) -> Fp8Pair:
+    return cast(kernel, ScaleSource.from_amax(amax(kernel), fp8.CurrentScaling()))
 
 
-def cast(kernel: jax.Array, source: ScaleSource) -> CachedWeight:
-    straight, transposed, largest = quantize_transpose(kernel, fp8.E4M3, source)
-    return CachedWeight(straight.values, transposed.values, straight.scale, largest)
+def cast(kernel: jax.Array, source: ScaleSource) -> Fp8Pair:
+    return Fp8Pair(*quantize_transpose(kernel, fp8.E4M3, source))
 
 
 def make_step(variant: Variant):
@@ -157,7 +155,9 @@ def bytes_moved(variant: Variant, state, gradients) -> int:
     """What a step must read and write."""
     params, opt_state, casts = state
     read = variant.gradient_passes * _bytes(gradients) + _bytes(opt_state)
-    written = sum(_bytes((copies.values, copies.values_t)) for copies in casts.values()) + _bytes(opt_state)
+    written = sum(_bytes((copies.rowwise.values, copies.columnwise.values)) for copies in casts.values()) + _bytes(
+        opt_state
+    )
     if variant.param_dtype == jnp.float32 or "master_dtype" in variant.settings:  # else they follow from their masters
         read += _bytes(params)
     if not variant.casts_in_place:
@@ -207,7 +207,7 @@ def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
     params = random_tree(gradients, 0.02, variant.param_dtype, seed=1)
     before = samples(params)
     casts = {path: first_cast(kernel) for path, kernel in gemm_kernels(params).items()}
-    scales = jnp.stack([casts[path].scale for path in sorted(casts)])  # one array, as update_state makes them
+    scales = jnp.stack([casts[path].rowwise.scale for path in sorted(casts)])  # one array, as update_state makes them
     state = params, jax.jit(variant.optimizer().init)(params), casts
     del params, casts
     moved = bytes_moved(variant, state, gradients)
@@ -242,7 +242,7 @@ def samples(params: Any) -> list[np.ndarray]:
 
 
 @jax.jit
-def is_cast_of(copies: CachedWeight, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+def is_cast_of(copies: Fp8Pair, kernel: jax.Array, scale: jax.Array) -> jax.Array:
     fresh = cast(kernel, ScaleSource(scale))
     return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (copies, fresh)), strict=True)]))
 

@@ -6,23 +6,23 @@ In the order data flows: formats and recipes, quantization, layers, the model, g
 from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.staging import value_and_grad
+from jax_fp8.kernels.gemm import matmul
+from jax_fp8.kernels.quantize import quantize
+from jax_fp8.kernels.tuned_gemms import GemmTable, tuned_gemms
+from jax_fp8.kernels.update_state import update_state
 from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.mlp import LayerNormMLP
-from jax_fp8.ops.gemm import matmul
-from jax_fp8.ops.quantize import quantize
-from jax_fp8.ops.tuned_gemms import GemmTable, tuned_gemms
-from jax_fp8.ops.update_state import update_state
-from jax_fp8.train.capture import capture_report
-from jax_fp8.train.explain import explain
-from jax_fp8.train.fused_adam import fused_adam, fused_adamw
+from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
+from jax_fp8.optim.updates import InPlace, apply_updates
+from jax_fp8.tools.capture import capture_report
+from jax_fp8.tools.explain import explain
+from jax_fp8.tools.tune import tune
+from jax_fp8.train.gradients import value_and_grad
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
-from jax_fp8.train.tune import tune
-from jax_fp8.train.updates import InPlace, apply_updates
 from jax_fp8.train.weight_cache import cast_weights
 
 __version__ = "0.1.0"

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.staging import value_and_grad
+from jax_fp8.kernels import dispatch, extension
+from jax_fp8.kernels.tuned_gemms import HEADINGS, default_path, this_gpu
 from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
 from jax_fp8.nn.dense import Dense
-from jax_fp8.ops import dispatch, kernels
-from jax_fp8.ops.tuned_gemms import HEADINGS, default_path, this_gpu
-from jax_fp8.train.fused_adam import fused_adamw
+from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.tools.tune import tune
+from jax_fp8.train.gradients import value_and_grad
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
-from jax_fp8.train.tune import tune
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling()}
@@ -98,7 +98,7 @@ def list_nvidia_gpus() -> list[str]:
 
 def find_kernels() -> list[Finding]:
     """Whether the CUDA kernels are compiled and registered, and whether cuBLASLt is there; only a GPU needs them."""
-    info = kernels.build_info()
+    info = extension.build_info()
     needed = jax.default_backend() == "gpu"
     if not info["built"]:
         return [Finding("kernels", "none", info["reason"], broken=needed)]

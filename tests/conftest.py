@@ -34,7 +34,7 @@ gc.set_threshold(200_000)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jax_fp8.ops import dispatch  # noqa: E402
+from jax_fp8.kernels import dispatch  # noqa: E402
 
 
 def gpus() -> list:

@@ -24,8 +24,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_fp8.train.capture import CaptureReport, Lowering, capture_report
-from jax_fp8.train.hlo import Instruction, read_hlo, read_thunks
+from jax_fp8.tools.capture import CaptureReport, capture_report
+from jax_fp8.tools.hlo import Instruction, read_hlo, read_thunks
+from jax_fp8.train.lowering import Lowering
 
 TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
 

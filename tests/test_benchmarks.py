@@ -106,8 +106,8 @@ def test_an_optimizer_that_does_nothing_has_no_time(benchmark):
     before, (path,) = optimizer_step.samples(params), optimizer_step.gemm_kernels(params)
     moved = jax.tree.map(lambda p: p + 1, params)
     casts, fresh = ({path: optimizer_step.first_cast(tree["up"]["kernel"])} for tree in (params, moved))
-    scales = jnp.stack([casts[path].scale])
-    optimizer_step.check(before, (moved, None, fresh), jnp.stack([fresh[path].scale]))
+    scales = jnp.stack([casts[path].rowwise.scale])
+    optimizer_step.check(before, (moved, None, fresh), jnp.stack([fresh[path].rowwise.scale]))
     with pytest.raises(ValueError, match="1 stood still, 0 are not finite and 0 have other FP8 values"):
         optimizer_step.check(before, (params, None, casts), scales)
     with pytest.raises(ValueError, match="0 stood still, 0 are not finite and 1 have other FP8 values"):

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from jax_fp8 import CurrentScaling, cli
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.tuned_gemms import GemmTable
 from jax_fp8.models.gpt import GPTConfig
-from jax_fp8.ops import kernels
-from jax_fp8.ops.tuned_gemms import GemmTable
-from jax_fp8.train import tune
+from jax_fp8.tools import tune
 
 pytestmark = pytest.mark.versions
 
@@ -57,7 +57,7 @@ def describe(built, backend, cublaslt_version, monkeypatch):
         "cublaslt_version": cublaslt_version,
         "cublaslt_reason": None if cublaslt_version else "libcublasLt.so.13 was not found; install jax[cuda13]",
     }
-    monkeypatch.setattr(kernels, "build_info", lambda: info)
+    monkeypatch.setattr(extension, "build_info", lambda: info)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     return cli.find_kernels()
 

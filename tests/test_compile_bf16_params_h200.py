@@ -7,10 +7,10 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.ops import kernels
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.kernels import extension
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
-REASON = h200.missing_reason() or kernels.missing_reason()
+REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=1, num_heads=4, hidden_size=256, max_seq_len=128)

@@ -19,16 +19,17 @@ from jax.sharding import AxisType
 
 import jax_fp8 as fp8
 from jax_fp8.core.scale import current_scale
-from jax_fp8.ops import kernels
-from jax_fp8.ops.amax import amax
-from jax_fp8.ops.gemm import WORKSPACE_BYTES
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.gemm import WORKSPACE_BYTES
+from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.scale_source import ScaleSource
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
-from jax_fp8.ops.quantize import quantize_transpose
-from jax_fp8.ops.scale_source import ScaleSource
-from jax_fp8.train.capture import CaptureReport, Lowering
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.tools.capture import CaptureReport
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+from jax_fp8.train.lowering import Lowering
 
-REASON = h200.missing_reason() or kernels.missing_reason()
+REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 in_place = pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 

@@ -9,11 +9,11 @@ import optax
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.ops import kernels
+from jax_fp8.kernels import extension
 from jax_fp8.ops.cross_entropy import linear_cross_entropy
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
-REASON = h200.missing_reason() or kernels.missing_reason()
+REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 # As on a device, where every GEMM of XLA's is a fusion of its own until it is timed: nothing is added to its result in place.

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.ops import kernels
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.kernels import extension
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
-REASON = h200.missing_reason() or kernels.missing_reason()
+REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 WIDTH, SEQUENCE, BATCH = 256, 128, 256

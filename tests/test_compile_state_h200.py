@@ -12,12 +12,12 @@ from jax.sharding import AxisType
 
 import jax_fp8 as fp8
 from jax_fp8.core.state import JOINED, join_amaxes, stage_joined
-from jax_fp8.ops import kernels
-from jax_fp8.ops.amax import amax
-from jax_fp8.ops.update_state import TARGET, finish_step
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.update_state import TARGET, finish_step
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
-REASON = h200.missing_reason() or kernels.missing_reason()
+REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 GEMMS = 4 * JOINED  # of a model with 24 layers

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jax_fp8.train.gemm_bench import OFF_THE_LIST
+from jax_fp8.tools.gemm_bench import OFF_THE_LIST
 
 ROOT = pathlib.Path(__file__).parents[1]
 ALIGNED, LESS_ALIGNED = 4096, 4096 + 16

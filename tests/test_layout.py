@@ -15,13 +15,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 MAX_LINES = 330  # about 300: what is read in one sitting
 
 # A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
+BELOW_TRAIN = {"core", "kernels", "ops", "optim", "parallel"}
 ROOMS = {
     "core": {"core"},
-    "ops": {"core", "ops"},
-    "nn": {"core", "ops", "nn"},
-    "models": {"core", "ops", "nn", "models"},
-    "parallel": {"core", "parallel"},
-    "train": {"core", "ops", "parallel", "train"},
+    "kernels": {"core", "kernels"},
+    "ops": {"core", "kernels", "ops"},
+    "nn": {"core", "kernels", "ops", "nn"},
+    "models": {"core", "kernels", "ops", "nn", "models"},
+    "parallel": {"core", "ops", "parallel"},
+    "optim": {"core", "kernels", "optim"},
+    "train": BELOW_TRAIN | {"train"},
+    "infer": {"core", "ops", "infer"},
+    "tools": BELOW_TRAIN | {"train", "infer", "tools"},
 }
 NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
 
@@ -167,12 +172,12 @@ def operation_names(root: pathlib.Path) -> list[str]:
     kernels = {path.stem for path in (root / "csrc").glob("*.cu")}
     broken = [f"csrc/{name}.cu: must have its handler in csrc/{name}.cc" for name in sorted(kernels - handlers)]
     for name in sorted(handlers):
-        for needed in (f"csrc/{name}.h", f"jax_fp8/ops/{name}.py", f"tests/ops/test_{name}.py"):
+        for needed in (f"csrc/{name}.h", f"jax_fp8/kernels/{name}.py", f"tests/kernels/test_{name}.py"):
             if not (root / needed).exists():
                 broken.append(f"csrc/{name}.cc: must have {needed}")
-        caller = root / "jax_fp8/ops" / f"{name}.py"
+        caller = root / "jax_fp8/kernels" / f"{name}.py"
         if caller.exists() and not re.search(rf'"jax_fp8_{name}(_\w+)?"', caller.read_text()):
-            broken.append(f"jax_fp8/ops/{name}.py: must call the target jax_fp8_{name}, or one that begins so")
+            broken.append(f"jax_fp8/kernels/{name}.py: must call the target jax_fp8_{name}, or one that begins so")
     table = root / "csrc/module.cc"
     for target in re.findall(r'table\["jax_fp8_(\w+)"\]', table.read_text() if table.exists() else ""):
         if not any(target == name or target.startswith(f"{name}_") for name in handlers):
@@ -213,6 +218,10 @@ PLANTED = [
         "got jax_fp8.models.gpt.GPT",
     ),
     (upward_imports, {"jax_fp8/ops/a.py": "import jax_fp8"}, "got jax_fp8"),
+    (upward_imports, {"jax_fp8/kernels/a.py": "from jax_fp8.ops import linear"}, "kernels must import only"),
+    (upward_imports, {"jax_fp8/train/a.py": "from jax_fp8.tools import capture"}, "train must import only"),
+    (upward_imports, {"jax_fp8/optim/a.py": "from jax_fp8.train import train_step"}, "optim must import only"),
+    (upward_imports, {"jax_fp8/tools/a.py": "from jax_fp8.nn import dense"}, "tools must import only"),
     (upward_imports, {"jax_fp8/utils/a.py": ""}, "must be declared in ROOMS"),
     (
         import_circles,
@@ -237,11 +246,11 @@ PLANTED = [
     (mirror_gaps, {"csrc/a.cu": ""}, "csrc/a.cu: needs tests/csrc/test_a.py"),
     (mirror_gaps, {"tests/csrc/test_a.py": ""}, "has no source file"),
     (operation_names, {"csrc/a.cu": ""}, "must have its handler"),
-    (operation_names, {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "csrc/a.h": ""}, "must have jax_fp8/ops/a.py"),
+    (operation_names, {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "csrc/a.h": ""}, "must have jax_fp8/kernels/a.py"),
     (operation_names, {"csrc/module.cc": 'table["jax_fp8_b"] = handler'}, "target jax_fp8_b must begin"),
     (
         operation_names,
-        {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "jax_fp8/ops/a.py": 'ffi_call("jax_fp8_b")'},
+        {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "jax_fp8/kernels/a.py": 'ffi_call("jax_fp8_b")'},
         "must call the target jax_fp8_a",
     ),
     (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),

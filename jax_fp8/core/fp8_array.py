@@ -1,15 +1,25 @@
-"""A quantized array: FP8 values beside the float32 scale that gives them back their size."""
+"""A quantized array, FP8 values beside the float32 scales that give them back their size; and a matrix in the two orientations that GEMMs want.
+
+A GEMM on Hopper reads both operands contiguous along the contracting dim, and a training step contracts every matrix along both of its dims. So a
+matrix (m, n) is kept twice, rowwise (m, n) and columnwise (n, m), in the words of Transformer Engine.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Fp8Array:
-    """`x ≈ values * scale`, with `values` in E4M3 or E5M2 and `scale` a float32 scalar (one scale for the whole array)."""
+    """`x ≈ values * scale`, with `values` in E4M3 or E5M2 and `scale` float32.
+
+    The shape of `scale` is its granularity: f32[] is one scale for the whole array; of an array (m, n) with tiles of 1 x 128, f32[m, n / 128]. Every
+    dim of `values` is a multiple of that of `scale`.
+    """
 
     values: jax.Array
     scale: jax.Array
@@ -22,6 +32,113 @@ class Fp8Array:
     def dtype(self):
         return self.values.dtype
 
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def size(self) -> int:
+        return self.values.size
+
+    @property
+    def T(self) -> "Fp8Array":
+        """The transpose, values and scales; a view for numbers, not an operand of a GEMM."""
+        return Fp8Array(self.values.T, self.scale.T)
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """How many elements of each dim share a scale; the whole shape where there is one scale."""
+        return self.shape if self.scale.ndim == 0 else tile_of(self.shape, self.scale.shape)
+
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """`values * scale`, computed in float32 and rounded once to `dtype`."""
-        return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
+        return (self.values.astype(jnp.float32) * spread(self.scale, self.shape)).astype(dtype)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        """What NumPy sees: the dequantized numbers, float32 unless it asks for another dtype."""
+        if copy is False:
+            raise ValueError(
+                "an Fp8Array becomes a NumPy array by a multiplication, never without a copy; leave copy out"
+            )
+        return np.asarray(self.dequantize(), dtype)
+
+
+def tile_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements of each dim that share a scale, of an array with so many scales."""
+    if len(shape) != len(scale_shape) or any(
+        not tiles or size % tiles for size, tiles in zip(shape, scale_shape, strict=True)
+    ):
+        raise ValueError(
+            f"scale must be a scalar, or divide each dim of the values {shape} into tiles of one size, got shape {scale_shape}"
+        )
+    return tuple(size // tiles for size, tiles in zip(shape, scale_shape, strict=True))
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Scales as they multiply an array of this shape: a scalar as it is, those of tiles repeated."""
+    if scale.ndim == 0:
+        return scale
+    for dim, size in enumerate(tile_of(shape, scale.shape)):
+        scale = jnp.repeat(scale, size, axis=dim)
+    return scale
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class Fp8Pair:
+    """A matrix (m, n) in FP8, cast once for both of its GEMMs.
+
+    Args:
+      rowwise: (m, n), or None where nobody wants it.
+      columnwise: the transpose (n, m), or None where nobody wants it, or no GEMM could take it.
+      amax: f32[], the largest magnitude of what was cast.
+
+    Each orientation has its own scale, for tiles along the contracting dim differ. A scale that both share, the same array, is one leaf of the tree.
+    """
+
+    rowwise: Fp8Array | None
+    columnwise: Fp8Array | None
+    amax: Any
+
+    @classmethod
+    def of(cls, values: Any, values_t: Any, scale: Any, amax: Any) -> "Fp8Pair":
+        """A matrix with one scale f32[]; `values_t` None for one orientation."""
+        return cls(Fp8Array(values, scale), None if values_t is None else Fp8Array(values_t, scale), amax)
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any, Any]:
+        """What `of` takes: of a matrix with one scale, its values, their transpose or None, the scale, the amax."""
+        assert self.rowwise is not None and self.rowwise.scale.ndim == 0, "made by `of`"
+        return (
+            self.rowwise.values,
+            None if self.columnwise is None else self.columnwise.values,
+            self.rowwise.scale,
+            self.amax,
+        )
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether one scale serves both orientations."""
+        both = self.rowwise is not None and self.columnwise is not None
+        return both and self.rowwise.scale is self.columnwise.scale
+
+    def tree_flatten_with_keys(self):
+        attribute = jax.tree_util.GetAttrKey
+        rowwise, columnwise = self.rowwise, self.columnwise
+        if not self.shares_scale:
+            names = ("rowwise", "columnwise", "amax")
+            return [(attribute(name), getattr(self, name)) for name in names], False
+        values = {"values": rowwise.values, "values_t": columnwise.values, "scale": rowwise.scale, "amax": self.amax}
+        return [(attribute(name), leaf) for name, leaf in values.items()], True
+
+    @classmethod
+    def tree_unflatten(cls, shares_scale, children):
+        if not shares_scale:
+            return cls(*children)
+        values, values_t, scale, amax = children
+        return cls(Fp8Array(values, scale), Fp8Array(values_t, scale), amax)
+
+
+def is_fp8(node: Any) -> bool:
+    """Whether this node of a tree is an FP8 array: one leaf to an optimizer, though it holds two arrays."""
+    return isinstance(node, Fp8Array)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.recipe import Recipe
 
 
@@ -45,7 +45,7 @@ class GemmScaling:
     scale: jax.Array | None = None
     amax_ref: jax.Ref | None = None
     slot: jax.Array | None = None
-    weight: CachedWeight | None = None
+    weight: Fp8Pair | None = None
     gradient: GradientSum | None = None
 
     def record(self, amaxes: jax.Array) -> None:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nn.gemm import declare_gemm
 from jax_fp8.ops.linear import linear
-from jax_fp8.ops.norm import NormParameters, check_norm
 from jax_fp8.ops.norm_linear import norm_linear
 
 

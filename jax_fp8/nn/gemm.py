@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.recorder import RECORDER, register_gemm
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.core.staging import RECORDER, announce_gemm
 from jax_fp8.core.state import initial_state, stage
-from jax_fp8.ops.amax import amax_reference
+from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.ops.linear import LinearParameters
 
 
@@ -51,7 +51,7 @@ def declare_gemm(module: nn.Module, in_features: int, features: int, recipe: Rec
     parameters = LinearParameters(kernel, bias)
     if recipe is None:
         return Gemm(parameters, None, None)
-    announce_gemm(module.path)
+    register_gemm(module.path)
     if not isinstance(recipe, DelayedScaling):
         recorder = module.get_variable("fp8", RECORDER)  # there while gradients are added up
         weight = _cached_weight(module, layer, parameters, recipe)
@@ -84,15 +84,15 @@ def _with_delayed_state(module, layer, parameters, recipe):
     return Gemm(parameters, scaling, history if staging else None)
 
 
-def _cached_weight(module, layer, parameters, recipe) -> CachedWeight | None:
+def _cached_weight(module, layer, parameters, recipe) -> Fp8Pair | None:
     cached = module.get_variable("fp8_cache", "kernel")
     if cached is None:
         return None
     shape, dtype = parameters.kernel.shape, recipe.fp8_format.forward
-    if cached.values.shape != shape or cached.values_t.shape != shape[::-1] or cached.values.dtype != dtype:
+    if (cached.rowwise.shape, cached.columnwise.shape, cached.rowwise.dtype) != (shape, shape[::-1], dtype):
         raise ValueError(
-            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, got {cached.values.dtype} of shapes "
-            f"{cached.values.shape} and {cached.values_t.shape}; make it with cast_weights from these variables"
+            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, got {cached.rowwise.dtype} of shapes "
+            f"{cached.rowwise.shape} and {cached.columnwise.shape}; make it with cast_weights from these variables"
         )
     return cached
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.kernels.activation import is_gated
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.gemm import Gemm, declare_gemm
-from jax_fp8.ops.activation import is_gated
 from jax_fp8.ops.norm_mlp import norm_mlp
 
 

@@ -17,12 +17,12 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops.amax import amax, as_matrix
-from jax_fp8.ops.gemm import matmul
+from jax_fp8.kernels.amax import amax, as_matrix
+from jax_fp8.kernels.gemm import matmul
+from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.scale_source import ScaleSource
+from jax_fp8.kernels.weight_gradient import after, weight_gradient
 from jax_fp8.ops.linear import LinearParameters, linear
-from jax_fp8.ops.quantize import quantize_transpose
-from jax_fp8.ops.scale_source import ScaleSource
-from jax_fp8.ops.weight_gradient import after, weight_gradient
 
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 

@@ -28,16 +28,16 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, KERNEL, OUTPUT_GRADIENT
-from jax_fp8.ops.amax import amax, as_matrix
-from jax_fp8.ops.gemm import RESULT_DTYPES, matmul
-from jax_fp8.ops.quantize import (
+from jax_fp8.kernels.amax import amax, as_matrix
+from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
+from jax_fp8.kernels.quantize import (
     MAX_MATRICES,
     Matrices,
     quantize_transpose,
     quantize_transpose_sums,
     quantize_with_amax,
 )
-from jax_fp8.ops.scale_source import ScaleSource
+from jax_fp8.kernels.scale_source import ScaleSource
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
 CAST_SCOPE = "cast_weights"  # every cast of a weight, wherever it happens
@@ -301,7 +301,7 @@ def _kernel_both_ways(kernel, scaling):
         with jax.named_scope(CAST_SCOPE):
             source = scale_source(KERNEL, scaling, partial(amax, kernel))
             return quantize_transpose(kernel, fp8_dtype(KERNEL, scaling), source)
-    return scaling.weight.straight, scaling.weight.transposed, scaling.weight.amax
+    return scaling.weight.rowwise, scaling.weight.columnwise, scaling.weight.amax
 
 
 def _placed_like(gradient, primal):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT
-from jax_fp8.ops.amax import as_matrix
+from jax_fp8.kernels.amax import as_matrix
+from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.linear import (
     LinearParameters,
     Quantized,
@@ -28,7 +29,6 @@ from jax_fp8.ops.linear import (
     quantize_gradient,
     scale_source,
 )
-from jax_fp8.ops.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 
 
 def norm_linear(

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import INPUT, OUTPUT_GRADIENT
-from jax_fp8.ops.activation import (
+from jax_fp8.kernels.activation import (
     activate,
     activation_amax,
     activation_backward_amax,
     activation_backward_quantize,
     activation_quantize,
 )
-from jax_fp8.ops.amax import as_matrix
+from jax_fp8.kernels.amax import as_matrix
+from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
 from jax_fp8.ops.linear import (
     LinearParameters,
     Quantized,
@@ -36,7 +37,6 @@ from jax_fp8.ops.linear import (
     quantize_gradient,
     scale_source,
 )
-from jax_fp8.ops.norm import NormParameters, norm_backward, normalize
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 
 

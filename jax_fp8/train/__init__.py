@@ -1,1 +1,1 @@
-"""Training: the optimizer, the state, the step, and what explains them. Takes functions; knows neither modules nor models."""
+"""Training: gradients with their amaxes, microbatches, the weight cache, the state, and the step. Takes functions; knows neither modules nor models."""

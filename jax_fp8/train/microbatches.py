@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import DelayedScaling
-from jax_fp8.core.staging import Path, accumulate_grads, added_by_gemms
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.train.gradients import accumulate_grads, added_by_gemms
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
 
@@ -40,7 +41,7 @@ class PendingStep:
     cache: Any
 
 
-def begin(state: TrainState, recipe, cast: bool, gemms: Collection[Path] = ()) -> PendingStep:
+def begin(state: TrainState, recipe, cast: bool, gemms: Collection[LayerPath] = ()) -> PendingStep:
     """No microbatch yet. With `cast`, the weights are cast here for all of them: where the state says what is cast, or `gemms` do."""
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
     cache = {}
@@ -57,7 +58,7 @@ def add_microbatch(
     state: TrainState,
     pending: PendingStep,
     microbatch: Any,
-    gemms: Collection[Path] = (),
+    gemms: Collection[LayerPath] = (),
 ) -> PendingStep:
     """Run the loss of a microbatch forward and backward, and add its share; `gemms` as in `accumulate_grads`."""
     variables = state.variables | ({"fp8_cache": pending.cache} if pending.cache else {})

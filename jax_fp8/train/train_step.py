@@ -20,23 +20,17 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe, check_recipe
-from jax_fp8.core.staging import Path, list_gemms, value_grads_and_amaxes
 from jax_fp8.core.state import gemm_states, keep_known_rows, no_amaxes
-from jax_fp8.ops.update_state import finish_step
-from jax_fp8.train.addresses import make_room, zero_metrics
-from jax_fp8.train.capture import Lowering
+from jax_fp8.kernels.update_state import finish_step
+from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
+from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes
+from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.updates import InPlace, apply_updates, was_applied
 from jax_fp8.train.weight_cache import cast_requests, check_flag, refresh, renewed
-
-# A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside: inside graphs they were slower and could hang.
-CUDA_GRAPH_OPTIONS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
-    "xla_gpu_command_buffer_unroll_loops": True,
-    "xla_gpu_graph_min_graph_size": 1,
-}
 
 
 class TrainStep:
@@ -235,7 +229,7 @@ class _Programs:
         start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
         return lax.scan(body, start, parts)[0]
 
-    def _gemms(self, state, parts) -> list[Path]:
+    def _gemms(self, state, parts) -> list[LayerPath]:
         """The layers in FP8 where the state does not say; a state with amax histories does."""
         if not isinstance(self.recipe, CurrentScaling):
             return []

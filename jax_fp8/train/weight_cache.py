@@ -1,4 +1,4 @@
-"""The weights in FP8, cast once: the collection "fp8_cache", with a `CachedWeight` for the kernel of every GEMM.
+"""The weights in FP8, cast once: the collection "fp8_cache", with a `Fp8Pair` for the kernel of every GEMM.
 
 A cached weight carries the scale it was cast with, so a later change of scales does not touch it, and the amax it was measured with, so a layer
 that reads the cache stages what a layer that casts would. The weights are those of an uncached step, bit for bit; what XLA sums by itself (the
@@ -20,15 +20,15 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
+from jax_fp8.core.paths import LayerPath, at_path, put_at_path
 from jax_fp8.core.recipe import DelayedScaling, Recipe
-from jax_fp8.core.staging import Path, at_path, put_at_path
 from jax_fp8.core.state import KERNEL, map_gemms
-from jax_fp8.ops.amax import amax
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.scale_source import ScaleSource
 from jax_fp8.ops.linear import CAST_SCOPE
-from jax_fp8.ops.quantize import quantize_transpose
-from jax_fp8.ops.scale_source import ScaleSource
-from jax_fp8.train.updates import NewParam, is_fp8
+from jax_fp8.optim.updates import NewParam
 
 VERSION = "params_version"
 
@@ -75,7 +75,7 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
     return cast_weights(variables, recipe, cache) if cache else {}
 
 
-def cast_listed(params: Mapping, recipe: Recipe, gemms: Collection[Path]) -> dict:
+def cast_listed(params: Mapping, recipe: Recipe, gemms: Collection[LayerPath]) -> dict:
     """`cast_weights` for a recipe without state: the kernels of these layers, each scaled by its own amax."""
     cache: dict = {}
     for path in gemms:
@@ -108,7 +108,7 @@ def _samples(kernel) -> jax.Array:
     return jnp.concatenate(bits).astype(jnp.uint32)
 
 
-def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[str, tuple[CachedWeight, jax.Array]]:
+def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[str, tuple[Fp8Pair, jax.Array]]:
     """For `InPlace`: which weights an optimizer is to write in FP8, and the scales of `fp8_state` to write them with.
 
     Layers stacked by `nn.scan` have a scale each and are left to `refresh`.
@@ -132,39 +132,38 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
     def renew(node, names) -> Any:
         if names == (VERSION,):
             return _version(params, cache)
-        if not isinstance(node, CachedWeight):
+        if not isinstance(node, Fp8Pair):
             return {name: renew(child, (*names, name)) for name, child in node.items()}
         new = written.get(paths[names])
         if new is not None and new.cast is not None:
             return new.cast
-        return _cast(at_path(params, names), node.values.dtype, at_path(fp8_state, names[:-1])["scale"])
+        return _cast(at_path(params, names), node.rowwise.dtype, at_path(fp8_state, names[:-1])["scale"])
 
     return renew(cache, ())
 
 
-def _cast(kernel, dtype, scales) -> CachedWeight:  # (k, n), f32[3]
+def _cast(kernel, dtype, scales) -> Fp8Pair:  # (k, n), f32[3]
     if kernel.ndim > 2:  # stacked layers
         return jax.vmap(lambda one, its_scales: _cast(one, dtype, its_scales))(kernel, scales)
     return _cast_from(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
 
 
-def _cast_by_amax(kernel, recipe) -> CachedWeight:
+def _cast_by_amax(kernel, recipe) -> Fp8Pair:
     if kernel.ndim > 2:
         return jax.vmap(lambda one: _cast_by_amax(one, recipe))(kernel)
     return _cast_from(kernel, recipe.fp8_format.forward, ScaleSource.from_amax(amax(kernel), recipe))
 
 
-def _cast_from(kernel, dtype, source) -> CachedWeight:
+def _cast_from(kernel, dtype, source) -> Fp8Pair:
     with jax.named_scope(CAST_SCOPE):
-        values, values_t, measured = quantize_transpose(kernel, dtype, source)
-    return CachedWeight(values.values, values_t.values, values.scale, measured)
+        return Fp8Pair(*quantize_transpose(kernel, dtype, source))
 
 
 def _kernels(params, cache) -> Iterator[tuple[str, tuple]]:
     """Path and names of every param that has a cached copy."""
     for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8):
         names = tuple(getattr(key, "key", None) for key in path)
-        if isinstance(at_path(cache, names), CachedWeight):
+        if isinstance(at_path(cache, names), Fp8Pair):
             yield jax.tree_util.keystr(path), names
 
 

@@ -1,4 +1,4 @@
-"""An Fp8Array is its two leaves, and means their product."""
+"""An Fp8Array is its two leaves, and means their product; a pair is a matrix and its transpose, with one scale or with two."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import reference
 from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
 
 pytestmark = pytest.mark.versions
 
@@ -61,3 +61,86 @@ def test_the_leaves_of_the_pytree_are_values_and_scale():
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         every_value(E4M3).scale = jnp.float32(2)
+
+
+# ---- like an array ---------------------------------------------------------------------------------------------------
+
+
+def tiled() -> Fp8Array:
+    """(2, 6) with a scale for every three elements of a row."""
+    values = jnp.arange(12, dtype=jnp.float32).reshape(2, 6).astype(E4M3)
+    return Fp8Array(values, jnp.array([[1.0, 10.0], [100.0, 0.5]], jnp.float32))
+
+
+def test_the_shape_of_the_scale_is_its_granularity():
+    expected = np.array([[0, 1, 2, 30, 40, 50], [600, 700, 800, 4.5, 5, 5.5]], np.float32)
+    np.testing.assert_array_equal(tiled().dequantize(), expected)
+    np.testing.assert_array_equal(jax.jit(lambda array: array.dequantize())(tiled()), expected)
+    assert tiled().tile == (1, 3)
+    assert every_value(E4M3).tile == (256,)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 4), (3, 2), (2, 2, 1), (2, 0)])
+def test_scales_that_do_not_tile_the_values_are_refused(shape):
+    with pytest.raises(ValueError, match=r"must be a scalar, or divide each dim of the values \(2, 6\)"):
+        Fp8Array(tiled().values, jnp.ones(shape)).dequantize()
+
+
+def test_it_has_what_arrays_have():
+    array = tiled()
+    assert (array.ndim, array.size, array.T.shape, array.T.tile) == (2, 12, (6, 2), (3, 1))
+    np.testing.assert_array_equal(array.T.dequantize(), array.dequantize().T)
+    assert is_fp8(array) and not is_fp8(array.values)
+
+
+def test_numpy_sees_numbers_and_never_objects():
+    found = np.asarray(tiled())
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, tiled().dequantize())
+    assert np.asarray(tiled(), np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="never without a copy"):
+        np.array(tiled(), copy=False)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def pair(shared=True) -> Fp8Pair:
+    values, scale = jnp.arange(6, dtype=jnp.float32).reshape(2, 3).astype(E4M3), jnp.float32(0.5)
+    columnwise = Fp8Array(values.T, scale if shared else jnp.float32(2))
+    return Fp8Pair(Fp8Array(values, scale), columnwise, jnp.float32(2.5))
+
+
+def test_a_scale_that_both_share_is_one_leaf():
+    assert [leaf.shape for leaf in jax.tree.leaves(pair())] == [(2, 3), (3, 2), (), ()]
+    assert len(jax.tree.leaves(pair(shared=False))) == 5
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(pair())]
+    assert paths == [".values", ".values_t", ".scale", ".amax"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_pair_comes_through_transformations_as_it_went_in(shared):
+    def check(found, expected):
+        assert found.shares_scale == expected.shares_scale == shared
+        np.testing.assert_array_equal(found.rowwise.dequantize(), np.arange(6).reshape(2, 3) / 2)
+        np.testing.assert_array_equal(found.columnwise.dequantize(), expected.columnwise.dequantize())
+        assert float(found.amax) == 2.5
+
+    given = pair(shared)
+    check(jax.jit(lambda pair: pair)(given), given)
+    check(jax.lax.cond(True, lambda pair: pair, lambda pair: pair, given), given)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), given)
+    check(jax.tree.map(lambda leaf: leaf[0], jax.vmap(lambda pair: pair)(stacked)), given)
+
+
+def test_one_orientation_alone():
+    values = jnp.zeros((2, 3), E4M3)
+    alone = Fp8Pair.of(values, None, jnp.float32(1), jnp.float32(0))
+    assert alone.columnwise is None and not alone.shares_scale
+    assert jax.jit(lambda pair: pair)(alone).columnwise is None
+    assert alone.arrays[1] is None and alone.arrays[0] is values
+
+
+def test_a_pair_is_made_of_the_arrays_it_gives():
+    again = Fp8Pair.of(*pair().arrays)
+    assert again.shares_scale and jax.tree.structure(again) == jax.tree.structure(pair())

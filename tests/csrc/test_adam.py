@@ -10,8 +10,7 @@ from gpu import adam_check
 from gpu.adam_check import MOMENTS, WEIGHTS, Draw, Mode, assembled, bare, by_oracle, numbers_of_step
 from gpu.kernel_check import Report
 
-from jax_fp8.core.cached_weight import CachedWeight
-from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 
 ENTRY = """
 #include <vector>
@@ -49,16 +48,16 @@ def update(leaves, inputs, coefficients, seed, adam_w_mode, changes=()):
     arrays, numbers, scales = [], [], []
     for leaf in map(assembled, leaves, inputs):
         (mu, mu_scale), (nu, nu_scale) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
-        cast = leaf.cast or CachedWeight(None, None, None, None)
+        values, values_t, scale, amax = leaf.cast.arrays if leaf.cast else (None,) * 4
         changed = [
             mu,
             nu,
             leaf.param,
             leaf.master,
-            cast.values,
-            cast.values_t,
-            cast.amax,
-            cast.scale,
+            values,
+            values_t,
+            amax,
+            scale,
             mu_scale,
             nu_scale,
         ]
@@ -66,9 +65,9 @@ def update(leaves, inputs, coefficients, seed, adam_w_mode, changes=()):
             np.asarray(leaf.gradient),
             *(None if array is None else InPlace(np.asarray(array)) for array in changed),
         ]
-        transposed = cast.values_t is not None
+        transposed = values_t is not None
         numbers.append([*(leaf.gradient.shape if transposed else (1, leaf.gradient.size)), storage(leaf.gradient)])
-        numbers[-1] += [*map(storage, (mu, nu, leaf.param, leaf.master, cast.values)), leaf.decays]
+        numbers[-1] += [*map(storage, (mu, nu, leaf.param, leaf.master, values)), leaf.decays]
         row = [leaf.scale, mu_scale, leaf.mu_scale, nu_scale, leaf.nu_scale]
         scales.append([1 if scale is None else scale for scale in row])
     scalars = np.array(list(vars(coefficients).values()), np.float32)
@@ -91,8 +90,9 @@ def updated(leaf, results):
     mu, nu, param, master = map(take, (mu, nu, leaf.param, leaf.master))
     cast = leaf.cast
     if cast is not None:
-        values, values_t, amax, scale = map(take, (cast.values, cast.values_t, cast.amax, cast.scale))
-        cast = CachedWeight(values, values_t, scale, amax)
+        values, values_t, scale, amax = cast.arrays
+        values, values_t, amax, scale = map(take, (values, values_t, amax, scale))
+        cast = Fp8Pair.of(values, values_t, scale, amax)
     mu_scale, nu_scale = take(mu_scale), take(nu_scale)
     moments = {
         "mu": mu if mu_scale is None else Fp8Array(mu, mu_scale),

@@ -38,7 +38,7 @@ from gpu.kernel_check import (
 from gpu.report import Report, Script, on_gpu, run_script
 
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops.activation import (
+from jax_fp8.kernels.activation import (
     TARGET,
     activate,
     activate_backward,
@@ -47,8 +47,8 @@ from jax_fp8.ops.activation import (
     activation_backward_quantize,
     activation_quantize,
 )
-from jax_fp8.ops.quantize import quantize_transpose, quantize_transpose_sums, sums_results
-from jax_fp8.ops.scale_source import ScaleSource
+from jax_fp8.kernels.quantize import quantize_transpose, quantize_transpose_sums, sums_results
+from jax_fp8.kernels.scale_source import ScaleSource
 
 ALL = (*plain.ACTIVATIONS, *plain.GATES)
 EXACT = ("relu", "squared_relu", "reglu")

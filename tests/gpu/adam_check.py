@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpu.kernel_check import E4M3, E5M2, oracle_amax, oracle_quantize
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
-from jax_fp8.core.cached_weight import CachedWeight
-from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.ops.adam import TARGET, Coefficients, Leaf, adam
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.kernels.adam import TARGET, Coefficients, Leaf, adam
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     if leaf.cast is None:
         return updated
     weight = wide(updated.master if updated.param is None else updated.param)
-    values = oracle_quantize(weight, leaf.scale, leaf.cast.values.dtype.type)
-    transposed = None if leaf.cast.values_t is None else values.reshape(leaf.gradient.shape).T
-    return replace(updated, cast=CachedWeight(values, transposed, leaf.scale, oracle_amax(weight)))
+    values = oracle_quantize(weight, leaf.scale, leaf.cast.rowwise.dtype.type)
+    transposed = None if leaf.cast.columnwise is None else values.reshape(leaf.gradient.shape).T
+    return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, oracle_amax(weight)))
 
 
 def wide(array) -> np.ndarray:
@@ -205,7 +204,7 @@ class Draw:
         if values is not None:
             transposable = len(shape) == 2 and not any(size % 16 for size in shape)
             values_t = np.zeros(shape[::-1], values) if transposable else None
-            cast = CachedWeight(np.zeros(shape, values), values_t, self.scale(), self.scale())
+            cast = Fp8Pair.of(np.zeros(shape, values), values_t, self.scale(), self.scale())
         return Leaf(
             gradient=None,
             mu=self.scaled(mu),
@@ -476,10 +475,12 @@ def check_over_2_to_31_elements(report: Report):
             return jnp.broadcast_to(x, (rows, cols)) if x.ndim else x
 
         leaf = jax.tree.map(repeat, row)
-        return replace(leaf, cast=replace(leaf.cast, values_t=jnp.zeros((cols, rows), E4M3))), repeat(gradient)
+        return replace(
+            leaf, cast=Fp8Pair.of(leaf.cast.rowwise.values, jnp.zeros((cols, rows), E4M3), *leaf.cast.arrays[2:])
+        ), repeat(gradient)
 
     def arrays_of(leaf):
-        return [leaf.mu, leaf.nu, leaf.param, leaf.master, leaf.cast.values, leaf.cast.values_t]
+        return [leaf.mu, leaf.nu, leaf.param, leaf.master, *leaf.cast.arrays[:2]]
 
     @jax.jit
     def consistent(leaf):
@@ -497,7 +498,7 @@ def check_over_2_to_31_elements(report: Report):
     )
     report.expect("over 2**31 elements", not consistent(spoiled)[0], "one wrong element is not noticed")
     last = jax.tree.map(lambda x: x[-1] if x.ndim else x, updated)
-    last = replace(last, cast=replace(last.cast, values_t=None))
+    last = replace(last, cast=replace(last.cast, columnwise=None))
     compare(report, "over 2**31 elements", [last], by_oracle([row], [inputs], *args), "last row")
 
 

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpu.kernel_check import IN_A_GRAPH, SOURCES, WORKSPACE, seconds_per_call, twice_over_poison
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
-from jax_fp8.ops.cross_entropy import cross_entropy_gradient, linear_cross_entropy
-from jax_fp8.ops.weight_gradient import weight_gradient
+from jax_fp8.kernels.cross_entropy import cross_entropy_gradient
+from jax_fp8.kernels.weight_gradient import weight_gradient
+from jax_fp8.ops.cross_entropy import linear_cross_entropy
 
 Z_LOSS = 0.03
 SHAPES = ((256, 50304), (65, 50257), (40, 128256), (300, 4096), (33, 32768), (2048, 1000), (5, 8), (7, 1), (3, 65537))

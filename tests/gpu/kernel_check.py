@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gpu.report import Report, Script, run_script
 
-from jax_fp8.ops.quantize import sums_results
+from jax_fp8.kernels.quantize import sums_results
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}

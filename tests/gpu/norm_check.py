@@ -32,7 +32,7 @@ from gpu.kernel_check import (
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.ops.norm import (
+from jax_fp8.kernels.norm import (
     NormParameters,
     NormStatistics,
     norm_amax,
@@ -41,8 +41,8 @@ from jax_fp8.ops.norm import (
     normalize,
     normalize_backward,
 )
-from jax_fp8.ops.quantize import quantize_transpose
-from jax_fp8.ops.scale_source import ScaleSource
+from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.scale_source import ScaleSource
 
 EPSILON = 1e-5
 SCALE = np.float32(0.0123)

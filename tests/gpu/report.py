@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.ops import kernels
+from jax_fp8.kernels import extension
 
 
 class Report:
@@ -89,11 +89,11 @@ class Script:
 def run_script(script: Script, arguments: list[str] | None = None) -> int:
     """The `main` of a script: 0, 1 when anything is wrong, 2 where it cannot run."""
     options = _options(script, arguments)
-    if not options.self_test and not (on_gpu() and script.target in kernels.TARGETS):
-        reason = kernels.missing_reason() or "rebuild them"
+    if not options.self_test and not (on_gpu() and script.target in extension.TARGETS):
+        reason = extension.missing_reason() or "rebuild them"
         print(f"{Path(script.file).stem} needs a GPU and the kernels, got {jax.devices()}; {reason}")
         return 2
-    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "build": kernels.build_info()}
+    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "build": extension.build_info()}
     print(*about.values(), flush=True)
     checks = [] if options.only_timing else script.checks
     timings = [] if options.skip_timing or options.self_test else script.timings

@@ -27,8 +27,8 @@ from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 from jax_fp8.core.formats import HYBRID, Format
 from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.state import gemm_states, map_gemms
-from jax_fp8.ops.update_state import TARGET, _reference, finish_step
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.kernels.update_state import TARGET, _reference, finish_step
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 LENGTHS = (1, 2, 3, 4, 16, 255, 256, 257, 1023, 1024, 1025, 2048, 4099)
 STACKS = ((), (3,), (2, 2), (), (1,))  # leading dims of leaves

@@ -60,7 +60,7 @@ def test_what_a_script_has_not_cannot_be_asked_for(tmp_path):
 )
 def test_checks_and_timings_can_run_alone(tmp_path, monkeypatch, capsys, option, ran):
     monkeypatch.setattr("gpu.report.on_gpu", lambda: True)
-    monkeypatch.setattr("gpu.report.kernels.TARGETS", ("jax_fp8_quantize",))
+    monkeypatch.setattr("gpu.report.extension.TARGETS", ("jax_fp8_quantize",))
     code, written = run(tmp_path, [check_bad], *([option] if option else []))
     assert list(written["seconds"]) == ran
     assert code == (1 if "check_bad" in ran else 0)

@@ -9,11 +9,11 @@ import pytest
 from train import test_microbatches as micro
 
 import jax_fp8 as fp8
-from jax_fp8.ops import kernels
-from jax_fp8.train.train_step import CUDA_GRAPH_OPTIONS
+from jax_fp8.kernels import extension
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.weight_cache import cast_requests, refresh
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not kernels.built(), reason=str(kernels.missing_reason()))]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not extension.built(), reason=str(extension.missing_reason()))]
 CONFIG = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=256, num_heads=4)
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 129), dtype=np.int32)
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling(), "bf16": None}

@@ -15,7 +15,7 @@ from jax_fp8.core.formats import E4M3, E5M2, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops.gemm import matmul
+from jax_fp8.kernels.gemm import matmul
 from jax_fp8.ops.linear import LinearParameters, linear
 
 pytestmark = pytest.mark.versions

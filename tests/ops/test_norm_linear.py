@@ -12,8 +12,8 @@ from reference import assert_close, assert_same_bits
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
+from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.linear import LinearParameters, linear
-from jax_fp8.ops.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.norm_linear import norm_linear
 
 pytestmark = pytest.mark.versions

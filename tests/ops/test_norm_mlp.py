@@ -12,9 +12,9 @@ from reference import assert_close, assert_same_bits
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.ops.activation import activate, activate_backward, is_gated
+from jax_fp8.kernels.activation import activate, activate_backward, is_gated
+from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.linear import LinearParameters, linear
-from jax_fp8.ops.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.norm_mlp import norm_mlp
 
 BATCH, SEQUENCE, K, HIDDEN = 2, 24, 32, 64

@@ -50,7 +50,7 @@ def test_new_params_and_scales_are_cast_again_and_nothing_else_is():
     assert state.replace(step=jnp.int32(7)).cache is state.cache
     params = jax.tree.map(lambda p: -p, state.params)
     cast = state.replace(params=params).cache["kernel"]
-    assert jnp.array_equal(cast.straight.dequantize(), -cache["kernel"].straight.dequantize())
+    assert jnp.array_equal(cast.rowwise.dequantize(), -cache["kernel"].rowwise.dequantize())
     doubled = jax.tree.map(lambda leaf: 2 * leaf, state.fp8)
-    assert float(state.replace(fp8=doubled).cache["kernel"].scale) == 2 * float(cache["kernel"].scale)
+    assert float(state.replace(fp8=doubled).cache["kernel"].rowwise.scale) == 2 * float(cache["kernel"].rowwise.scale)
     assert state.replace(params=params, cache={}).cache == {}

@@ -12,7 +12,7 @@ import pytest
 import reference
 
 import jax_fp8 as fp8
-from jax_fp8.core.cached_weight import CachedWeight
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import map_gemms
 from jax_fp8.train.weight_cache import VERSION
@@ -113,8 +113,8 @@ def test_microbatches(in_place):
 def test_the_cache_is_what_casting_gives():
     _, state = train(OPTIMIZERS["fused"], cached=True)
     assert_same_trees(state.cache, fp8.cast_weights(state.variables, RECIPE))
-    kernels = [leaf for leaf in jax.tree.leaves(state.cache, is_leaf=lambda x: isinstance(x, CachedWeight))]
-    assert sum(isinstance(kernel, CachedWeight) for kernel in kernels) == KERNELS
+    kernels = [leaf for leaf in jax.tree.leaves(state.cache, is_leaf=lambda x: isinstance(x, Fp8Pair))]
+    assert sum(isinstance(kernel, Fp8Pair) for kernel in kernels) == KERNELS
     assert len(kernels) == KERNELS + 1  # and the version
 
 
@@ -198,9 +198,9 @@ def test_scale_and_amax_are_the_weights():
     cache = fp8.cast_weights(variables, RECIPE)
     kernel, cached = variables["params"]["mlp"]["up"]["kernel"], cache["mlp"]["up"]["kernel"]
     assert float(cached.amax) == float(jnp.max(jnp.abs(kernel)))
-    assert float(cached.scale) == float(scale_from_amax(cached.amax, fp8.E4M3))
-    reference.assert_same_bits(cached.straight.values, fp8.quantize(kernel, fp8.E4M3, cached.scale).values)
-    reference.assert_same_bits(cached.values_t, cached.values.T)
+    assert float(cached.rowwise.scale) == float(scale_from_amax(cached.amax, fp8.E4M3))
+    reference.assert_same_bits(cached.rowwise.values, fp8.quantize(kernel, fp8.E4M3, cached.rowwise.scale).values)
+    reference.assert_same_bits(cached.columnwise.values, cached.rowwise.values.T)
 
 
 @partial(jax.jit, donate_argnums=1)
@@ -217,7 +217,7 @@ def other_scales(variables):
 def test_the_flag(first):
     variables = initial_variables()
     old, new = fp8.cast_weights(variables, RECIPE), fp8.cast_weights(other_scales(variables), RECIPE)
-    assert not np.array_equal(old["out"]["kernel"].values, new["out"]["kernel"].values)
+    assert not np.array_equal(old["out"]["kernel"].rowwise.values, new["out"]["kernel"].rowwise.values)
     given = jax.tree.map(jnp.array, old)
     for flag in (first, first if first is None else jnp.bool_(first)):
         result = kept_or_cast(other_scales(variables), given, flag)

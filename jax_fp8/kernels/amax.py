@@ -1,0 +1,37 @@
+"""The largest absolute value of an array, or of several, float32: over everything that is not NaN, infinities included; 0 for an empty array."""
+
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.kernels.dispatch import Split, dispatch, pmax
+
+
+def amax_reference(x: jax.Array) -> jax.Array:
+    """max|x| as f32[]."""
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    return jnp.max(jnp.where(jnp.isnan(magnitude), 0, magnitude), initial=0)
+
+
+def amax(*arrays: jax.Array) -> jax.Array:
+    """max|x| as f32[], for floating point `x` of any shape; of several arrays, over all."""
+    dims = ", ".join(f"m{number} n{number}" for number in range(len(arrays)))
+    (result,) = dispatch(f"{dims} -> ", _kernel, _reference, *map(as_matrix, arrays))
+    return result
+
+
+def as_matrix(x: jax.Array) -> jax.Array:
+    """Leading dims flattened: (..., n) as (m, n), a scalar as (1, 1)."""
+    if x.ndim == 2:
+        return x
+    return x.reshape(-1, x.shape[-1]) if x.ndim and x.size else x.reshape(1, x.size)
+
+
+def _kernel(*arrays, split: Split):
+    result = jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(*arrays)
+    return (pmax(result, split, *split),)
+
+
+def _reference(*arrays, split: Split):
+    return (pmax(reduce(jnp.maximum, map(amax_reference, arrays)), split, *split),)

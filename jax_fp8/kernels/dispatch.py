@@ -1,0 +1,157 @@
+"""Where an operation runs: the kernel on CUDA, the `jnp` reference elsewhere, and on what shard.
+
+An op gives an einsum-like rule of its arrays, scalars empty: "m k, n k, , -> m n". Both its forms take the local arrays and `split`, the mesh
+axes that split each dim of the rule, and do the collectives this implies themselves: {"k": ("data",)} means partial sums over "data".
+
+Three kinds of mesh, one rule. Auto axes: the compiler chooses shardings, and asks `custom_partitioning` how the kernel follows them (the
+reference is plain `jnp` and partitions by itself). Explicit axes: operands carry their shardings in their types, and a `shard_map` runs
+the op on them. Manual axes, inside a user's own `shard_map`: the arrays are shards already. A bare custom call on a sharded array would
+make the compiler gather the whole array first.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.custom_batching
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fp8.kernels import extension
+
+Split = dict[str, tuple[str, ...]]
+
+
+def dispatch(rule: str, kernel: Callable, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
+    """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere; both return a tuple."""
+    inputs, outputs = parse_rule(rule)
+    explicit = _explicit_split(inputs, outputs, args)
+    if not explicit:
+        return _on_platform(_auto_partitioned(kernel, rule), functools.partial(reference, split={}), *args)
+    mesh = next(jax.typeof(arg).sharding.mesh for arg in args if not jax.typeof(arg).sharding.mesh.empty)
+    placed = [
+        jax.reshard(arg, NamedSharding(mesh, _spec(dims, explicit))) for dims, arg in zip(inputs, args, strict=True)
+    ]
+    local = functools.partial(
+        _on_platform, functools.partial(kernel, split=explicit), functools.partial(reference, split=explicit)
+    )
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(_spec(dims, explicit) for dims in inputs),
+        out_specs=tuple(_spec(dims, explicit) for dims in outputs),
+        axis_names={axis for axes in explicit.values() for axis in axes},
+        check_vma=False,
+    )
+    return jax.jit(mapped)(*placed)  # outside jit, a shard_map over some axes of a mesh does not run
+
+
+def parse_rule(rule: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Dims of every operand and of every result: "m k, -> m" is ([["m", "k"], []], [["m"]])."""
+    operands, results = rule.split("->")
+    return [dims.split() for dims in operands.split(",")], [dims.split() for dims in results.split(",")]
+
+
+def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
+    """The maximum over the shards that split any of the dims."""
+    axes = split_axes(split, *dims)
+    return lax.pmax(x, axes) if axes else x
+
+
+def psum(x: jax.Array, split: Split, *dims: str) -> jax.Array:
+    """The sum over the shards that split any of the dims."""
+    axes = split_axes(split, *dims)
+    return lax.psum(x, axes) if axes else x
+
+
+def gathered(x: jax.Array, split: Split, *dims: str) -> jax.Array:
+    """All of an array whose first dims these are, where shards split any of them."""
+    for position, dim in enumerate(dims):
+        if split.get(dim):
+            x = lax.all_gather(x, split[dim], axis=position, tiled=True)
+    return x
+
+
+def split_axes(split: Split, *dims: str) -> tuple[str, ...]:
+    """The mesh axes that split any of the dims, each once."""
+    return tuple(dict.fromkeys(axis for dim in dims for axis in split.get(dim, ())))
+
+
+def _on_platform(kernel, reference, *args):
+    def bounded(*operands):
+        # Operands and results are rounded to their dtypes, as at a kernel: fused into its neighbours, an op would see and pass on more.
+        return lax.optimization_barrier(reference(*lax.optimization_barrier(operands)))
+
+    return lax.platform_dependent(*args, cuda=kernel if kernels_run() else bounded, default=bounded)
+
+
+@functools.cache
+def kernels_run() -> bool:
+    """Whether a program for CUDA calls the kernels. Where a GPU is present and cannot, warn once: training would crawl unnoticed."""
+    reason = extension.missing_reason() or _too_old_gpu()
+    if reason and jax.default_backend() == "gpu":
+        warnings.warn(f"FP8 runs on the slow jnp reference: {reason}", stacklevel=2)
+    return reason is None
+
+
+def _too_old_gpu():
+    if jax.default_backend() != "gpu":
+        return None  # compiling for another machine's GPU: take it to be a current one
+    capability = jax.devices()[0].compute_capability
+    if float(capability) >= 8.9:
+        return None
+    return (
+        f"FP8 kernels need compute capability 8.9 or newer, this GPU has {capability}; use recipe=None (bfloat16) here"
+    )
+
+
+def _explicit_split(inputs, outputs, args) -> Split:
+    """Which Explicit mesh axes split which dim."""
+    return _collect(inputs, outputs, [getattr(jax.typeof(arg).sharding, "spec", ()) for arg in args])
+
+
+def _collect(inputs, outputs, specs) -> Split:
+    """The first operand that splits a dim decides for all; no two dims of one array are split by the same axis."""
+    split = {}
+    for dims, spec in zip(inputs, specs, strict=True):
+        for dim, axes in zip(dims, spec, strict=False):
+            axes = axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
+            if axes and dim not in split and not set(axes) & _axes_beside(dim, inputs + outputs, split):
+                split[dim] = axes
+    return split
+
+
+def _axes_beside(dim, arrays, split) -> set[str]:
+    """Axes that already split another dim of an array that has this one."""
+    return {axis for dims in arrays if dim in dims for other in dims for axis in split.get(other, ())}
+
+
+def _spec(dims, split) -> PartitionSpec:
+    return PartitionSpec(*(split.get(dim) for dim in dims))
+
+
+def _auto_partitioned(kernel, rule):
+    inputs, outputs = parse_rule(rule)
+
+    def partition(mesh, arg_shapes, result_shapes):
+        split = _collect(inputs, outputs, [arg.sharding.spec for arg in arg_shapes])
+
+        def place(arrays):
+            return tuple(NamedSharding(mesh, _spec(dims, split)) for dims in arrays)
+
+        return mesh, functools.partial(kernel, split=split), place(outputs), place(inputs)
+
+    def unsplit(*args):
+        return kernel(*args, split={})
+
+    op = custom_partitioning(unsplit)
+    op.def_partition(partition=partition, sharding_rule=_shardy_rule(inputs, outputs))
+    # Leading dims are flattened before they come here; under `vmap` it is one call after the other.
+    return jax.custom_batching.sequential_vmap(op)
+
+
+def _shardy_rule(inputs, outputs) -> str:
+    """Shardy's spelling of the rule: the same, with nothing between commas for a scalar."""
+    return " -> ".join(", ".join(" ".join(dims) for dims in arrays) for arrays in (inputs, outputs))

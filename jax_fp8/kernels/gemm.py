@@ -1,0 +1,156 @@
+"""FP8 matrix product: `d[m, n] = alpha (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`, both operands contiguous along k.
+
+cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants. `accumulation="fast"` adds in the
+tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it goes. The reference multiplies exactly what the FP8
+values say and accumulates in float32. A product can be asked for in parts, some columns at a time, each an array of its own: the kernel
+starts at a later row of b, and nothing is cut or copied.
+
+Which of cuBLASLt's algorithms runs is told by `kernels/tuned_gemms.py`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fp8.core.formats import E5M2
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.tuned_gemms import GemmProblem, GemmTable, table_in_use
+
+TARGET = "jax_fp8_gemm"
+REFERENCE_SCOPE = "jax_fp8_gemm_reference"
+RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+WORKSPACE_BYTES = 32 * 2**20  # what cuBLASLt's documentation asks for on Hopper
+
+
+def matmul(
+    a: Fp8Array,
+    b: Fp8Array,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    bias: jax.Array | None = None,
+    c: jax.Array | None = None,
+    c_in_place: bool = True,
+    alpha: float = 1.0,
+    accumulation: str = "fast",
+    columns: tuple[int, int] | None = None,
+) -> jax.Array:
+    """Multiply `a` (m, k) by the transpose of `b` (n, k).
+
+    Args:
+      a, b: FP8 matrices; E5M2 by E5M2 does not exist on the hardware and is refused.
+      dtype: of the result: bfloat16, float16 or float32.
+      bias: (n,), added to every row.
+      c: (m, n), added to the product: an accumulator or a residual.
+      c_in_place: write the result over `c`, right for one that is donated or dead; else it is copied first. False for one that is used again.
+      alpha: multiplies the product, float32; a Python number.
+      accumulation: "fast" or "split".
+      columns: the first and the number of those that are wanted, multiples of 16; None is all. `c` has these columns only. Where a mesh splits
+        the rows of `b`, they are gathered.
+
+    Returns:
+      (m, n) in `dtype`, or with `columns` so many of them.
+    """
+    dtype = jnp.dtype(dtype)
+    _check(a, b, dtype, accumulation, columns)
+    all_columns = "n" if columns is None else "p"
+    operands, rule = [a.values, b.values, a.scale, b.scale], f"m k, {all_columns} k, , "
+    if bias is not None:
+        bias = bias.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype)
+        operands, rule = [*operands, bias], f"{rule}, {all_columns}"
+    if c is not None:
+        operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
+    settings = {"dtype": dtype, "has_bias": bias is not None, "alpha": np.float32(alpha), "columns": columns}
+    # The table is read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
+    how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "table": table_in_use()}
+    kernel = partial(_kernel, **settings, **how)
+    (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
+    return d
+
+
+def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, columns, **how):
+    b, addends = _gather_columns(b, addends, has_bias, split)
+    how["columns"] = columns
+    axes = split_axes(split, "k")
+    if axes:  # partial products: sum them in float32, then add once
+        d = _call(a, b, a_scale, b_scale, dtype=jnp.dtype(jnp.float32), has_bias=False, has_c=False, **how)
+        return (_add(lax.psum(d, axes), addends, has_bias, columns).astype(dtype),)
+    return (_call(a, b, a_scale, b_scale, *addends, dtype=dtype, has_bias=has_bias, has_c=has_c, **how),)
+
+
+def _call(
+    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, table: GemmTable | None, columns
+) -> jax.Array:
+    (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
+    problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, accumulation)
+    operands = (a, b, *others)
+    call = jax.ffi.ffi_call(
+        TARGET,
+        (jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)),
+        input_output_aliases={len(operands) - 1: 0} if has_c and c_in_place else None,
+    )
+    d, _ = call(
+        *operands,
+        has_bias=has_bias,
+        has_c=has_c,
+        fast_accumulation=accumulation == "fast",
+        alpha=alpha,
+        first_column=np.int64(first),
+        candidate=np.int32(table.candidate(problem) if table is not None else 0),
+    )
+    return d
+
+
+def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns):
+    b, addends = _gather_columns(b, addends, has_bias, split)
+    if columns is not None:
+        b = lax.slice_in_dim(b, columns[0], sum(columns))
+    # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
+    with jax.named_scope(REFERENCE_SCOPE):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        product = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    axes = split_axes(split, "k")
+    product = lax.psum(product, axes) if axes else product
+    return (_add(product * (alpha * (a_scale * b_scale)), addends, has_bias, columns).astype(dtype),)
+
+
+def _gather_columns(b, addends, has_bias, split: Split):
+    bias = tuple(gathered(addend, split, "p") for addend in addends[:has_bias])
+    return gathered(b, split, "p"), (*bias, *addends[has_bias:])
+
+
+def _add(product, addends, has_bias, columns):
+    if has_bias and columns is not None:
+        addends = (addends[0][columns[0] : sum(columns)], *addends[1:])
+    for addend in addends:
+        product = product + addend.astype(jnp.float32)
+    return product
+
+
+def _check(a, b, dtype, accumulation, columns):
+    shapes = f"got a {a.shape} and b {b.shape}"
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"matmul needs a (m, k) and b (n, k), both contiguous along k, {shapes}; pass the transposed copy"
+        )
+    if a.shape[1] % 16 or b.shape[0] % 16:
+        raise ValueError(
+            f"matmul needs k and n to be multiples of 16, {shapes}; pad the input or use bfloat16 (recipe=None)"
+        )
+    if a.dtype == E5M2 and b.dtype == E5M2:
+        raise ValueError(
+            "matmul got two E5M2 operands, which the hardware cannot multiply; quantize one of them to E4M3"
+        )
+    if dtype not in RESULT_DTYPES:
+        raise ValueError(f"matmul writes bfloat16, float16 or float32, got {dtype=}; pick one of these and cast after")
+    if accumulation not in ("fast", "split"):
+        raise ValueError(f'accumulation must be "fast" or "split", got {accumulation!r}')
+    if columns is not None:
+        first, count = columns
+        if first < 0 or count < 0 or first % 16 or count % 16 or first + count > b.shape[0]:
+            raise ValueError(
+                f"columns must be the first and the number of some of the {b.shape[0]}, multiples of 16, got {columns}"
+            )

@@ -1,0 +1,322 @@
+"""LayerNorm and RMSNorm over the last dim, with a forward that keeps its statistics and the backward that uses them.
+
+    layernorm: y = (x - mean) * rstd * scale + bias,  rstd = 1 / sqrt(var + epsilon)     https://arxiv.org/abs/1607.06450
+    rmsnorm:   y = x * rstd * scale,                  rstd = 1 / sqrt(mean(x²) + epsilon)  https://arxiv.org/abs/1910.07467
+
+Everything is computed in float32 and rounded once. `normalize` and `normalize_backward` say so in `jnp`. In front of an FP8 GEMM the
+normalized tensor is wanted in FP8 only, in one orientation or both, and never has to exist: `norm_quantize` makes its FP8 values from one
+read of `x`, rounded as if it had been stored. `norm_backward` also adds the gradient that reaches `x` past the norm, along the residual
+stream, which would be another pass over memory.
+
+    x, source ─normalize, round to the dtype of x, find the scale, cast, measure→ values, transposed, amax, statistics
+    dy, x, statistics, residual ─→ dx, gradients of scale and bias
+
+Rows may be shards; features are gathered where somebody split them, since every element needs its whole row.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule, split_axes
+from jax_fp8.kernels.quantize import (
+    NOTHING,
+    check_orientations,
+    check_source_and_target,
+    fp8_arrays,
+    matrix_results,
+    quantize_reference,
+    wanted,
+)
+from jax_fp8.kernels.scale_source import SCALAR, ScaleRule, ScaleSource
+
+NORMS = ("layernorm", "rmsnorm")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NormParameters:
+    """`scale` (n,), and `bias` (n,) for LayerNorm or None for RMSNorm."""
+
+    scale: jax.Array
+    bias: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NormStatistics:
+    """What the backward needs of the forward: f32[..., 1] each; `mean` is None for RMSNorm."""
+
+    mean: jax.Array | None
+    rstd: jax.Array
+
+
+def normalize(x: jax.Array, parameters: NormParameters, epsilon: float, dtype) -> tuple[jax.Array, NormStatistics]:
+    """Normalize `x` (..., n): the result in `dtype`, and its statistics."""
+    x = x.astype(jnp.float32)
+    mean = None if parameters.bias is None else jnp.mean(x, axis=-1, keepdims=True)
+    centered = x if mean is None else x - mean
+    rstd = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+    y = centered * rstd * parameters.scale.astype(jnp.float32)
+    if parameters.bias is not None:
+        y = y + parameters.bias.astype(jnp.float32)
+    return y.astype(dtype), NormStatistics(mean, rstd)
+
+
+def normalize_backward(
+    dy: jax.Array,
+    x: jax.Array,
+    parameters: NormParameters,
+    statistics: NormStatistics,
+    residual_gradient: jax.Array | None = None,
+) -> tuple[jax.Array, NormParameters]:
+    """The gradient of `x` (..., n), in its dtype, and of the parameters, in theirs; to that of `x`, `residual_gradient` is added."""
+    dx, dscale, dbias = _gradients(dy, x, parameters.scale, statistics, residual_gradient)
+    return dx, _in_dtypes_of(parameters, dscale, dbias)
+
+
+def norm_quantize(
+    x: jax.Array,
+    parameters: NormParameters,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    scale: jax.Array | ScaleSource,
+    *,
+    orientations: str = "both",
+) -> tuple[Fp8Array | None, Fp8Array | None, jax.Array, NormStatistics]:
+    """Normalize a matrix and quantize the result: `quantize(normalize(x, parameters, epsilon, x.dtype)[0], dtype, scale)`.
+
+    Args:
+      x: (m, n) in float32, bfloat16 or float16.
+      parameters: with a bias for LayerNorm, without for RMSNorm.
+      epsilon: a Python number.
+      dtype: E4M3 or E5M2.
+      scale: float32 scalar, or where it comes from.
+      orientations: "both", or only the "straight" or the "transposed" one.
+
+    Returns:
+      The FP8 values (m, n) and their transpose (n, m), None where not wanted; the amax of the normalized `x`, f32[]; the statistics.
+    """
+    source = ScaleSource.of(scale)
+    check_source_and_target(x.dtype, dtype)
+    _check("norm_quantize", x, parameters)
+    check_orientations(orientations)
+    how = _Cast(jnp.dtype(dtype), source.rule, epsilon, orientations)
+    operands = [x, source.array, *_in_float32(parameters)]
+    has_bias = parameters.bias is not None
+    matrices = ", ".join(wanted(orientations, "m n", "n m"))
+    rule = f"m k, {source.dims}, p{', p' * has_bias} -> {matrices}, , , m s{', m s' * has_bias}"
+    kernel, reference = partial(_quantize_kernel, how), partial(_quantize_reference, how)
+    results = list(_dispatch(rule, kernel, reference, *operands))
+    mean = results.pop() if has_bias else None
+    *matrices, amax, used, rstd = results
+    return *fp8_arrays(orientations, matrices, used), amax, NormStatistics(mean, rstd)
+
+
+def norm_amax(x: jax.Array, parameters: NormParameters, epsilon: float) -> jax.Array:
+    """The amax that `norm_quantize` measures, f32[], without quantizing: current scaling asks for it first."""
+    check_source_and_target(x.dtype, jnp.float8_e4m3fn)
+    _check("norm_amax", x, parameters)
+    operands = [x, *_in_float32(parameters)]
+    rule = f"m k{', p' * (len(operands) - 1)} -> "
+    return _dispatch(rule, partial(_amax_kernel, epsilon), partial(_amax_reference, epsilon), *operands)[0]
+
+
+def norm_backward(
+    dy: jax.Array,
+    x: jax.Array,
+    parameters: NormParameters,
+    statistics: NormStatistics,
+    residual_gradient: jax.Array | None = None,
+) -> tuple[jax.Array, NormParameters]:
+    """`normalize_backward` of matrices.
+
+    Args:
+      dy, x: (m, n), of one dtype: float32, bfloat16 or float16.
+      parameters, statistics: those of the forward.
+      residual_gradient: (m, n) of the same dtype, added to the gradient of `x` before it is rounded; or None.
+
+    Returns:
+      The gradient of `x` (m, n) in its dtype, and those of the parameters in theirs.
+    """
+    check_source_and_target(x.dtype, jnp.float8_e4m3fn)
+    _check("norm_backward", x, parameters)
+    _check_gradients(dy, x, statistics, residual_gradient)
+    has_bias, has_residual = parameters.bias is not None, residual_gradient is not None
+    operands, rule = [dy, x, parameters.scale.astype(jnp.float32), statistics.rstd], "m k, m k, p, m s"
+    if has_bias:
+        operands, rule = [*operands, statistics.mean], f"{rule}, m s"
+    if has_residual:
+        operands, rule = [*operands, residual_gradient], f"{rule}, m k"
+    kernel, reference = (partial(form, has_bias, has_residual) for form in (_backward_kernel, _backward_reference))
+    dx, dscale, *dbias = _dispatch(f"{rule} -> m n, n{', n' * has_bias}", kernel, reference, *operands)
+    return dx, _in_dtypes_of(parameters, dscale, dbias[0] if has_bias else None)
+
+
+def check_norm(norm: str) -> None:
+    """Raise unless `norm` names a norm."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
+
+
+# ---- the kernels and their references --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """What is static of `norm_quantize`."""
+
+    dtype: np.dtype
+    scale_rule: ScaleRule
+    epsilon: float
+    orientations: str
+
+
+def _dispatch(rule, kernel, reference, *operands):
+    """`dispatch` of forms that want whole rows: of their operands only the dim `m` is ever split."""
+    dims_of = parse_rule(rule)[0]
+
+    def on_whole_rows(form, *args, split: Split):
+        others = {dim: axes for dim, axes in split.items() if dim != "m"}
+        whole = [gathered(arg, others, *dims) for arg, dims in zip(args, dims_of, strict=True)]
+        return form(*whole, axes=split_axes(split, "m"))
+
+    return dispatch(rule, partial(on_whole_rows, kernel), partial(on_whole_rows, reference), *operands)
+
+
+def _quantize_kernel(how, x, array, norm_scale, norm_bias=None, *, axes):
+    column = (x.shape[0], 1)
+    results = [
+        *matrix_results(how.orientations, x.shape, how.dtype),
+        SCALAR,
+        SCALAR,
+        jax.ShapeDtypeStruct(NOTHING if norm_bias is None else column, jnp.float32),
+        jax.ShapeDtypeStruct(column, jnp.float32),
+    ]
+    call = jax.ffi.ffi_call("jax_fp8_norm_quantize", results)
+    attributes = {"epsilon": np.float32(how.epsilon), **how.scale_rule.attributes()}
+    values, transposed, amax, scale, mean, rstd = call(x, array, norm_scale, _or_nothing(norm_bias, (0,)), **attributes)
+    matrices = wanted(how.orientations, values, transposed)
+    return *matrices, _max_over(axes, amax), scale, rstd, *([] if norm_bias is None else [mean])
+
+
+def _quantize_reference(how, x, array, norm_scale, norm_bias=None, *, axes):
+    y, statistics = _normalize_rounded(how.epsilon, x, norm_scale, norm_bias)
+    scale = how.scale_rule.scale(array, how.dtype, {})
+    values = quantize_reference(y, how.dtype, scale)
+    matrices = wanted(how.orientations, values, values.T)
+    mean = [] if norm_bias is None else [statistics.mean]
+    return *matrices, _max_over(axes, amax_reference(y)), scale, statistics.rstd, *mean
+
+
+def _amax_kernel(epsilon, x, norm_scale, norm_bias=None, *, axes):
+    call = jax.ffi.ffi_call("jax_fp8_norm_amax", SCALAR)
+    return (_max_over(axes, call(x, norm_scale, _or_nothing(norm_bias, (0,)), epsilon=np.float32(epsilon))),)
+
+
+def _amax_reference(epsilon, x, norm_scale, norm_bias=None, *, axes):
+    return (_max_over(axes, amax_reference(_normalize_rounded(epsilon, x, norm_scale, norm_bias)[0])),)
+
+
+@partial(jax.jit, static_argnums=0)  # the same bits outside of jit as inside: XLA's sums depend on what it fuses
+def _normalize_rounded(epsilon, x, norm_scale, norm_bias):
+    y, statistics = normalize(x, NormParameters(norm_scale, norm_bias), epsilon, x.dtype)
+    return lax.optimization_barrier(y), statistics  # else the rounding to the dtype of x is optimized away
+
+
+def _backward_kernel(has_mean, has_residual, dy, x, norm_scale, rstd, *others, axes):
+    mean, residual = others[0] if has_mean else None, others[-1] if has_residual else None
+    n = x.shape[1]
+    partials = (_partial_sums(n), n)
+    results = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct((n,), jnp.float32),
+        jax.ShapeDtypeStruct((n if has_mean else 0,), jnp.float32),
+        jax.ShapeDtypeStruct(partials, jnp.float32),
+        jax.ShapeDtypeStruct(partials if has_mean else NOTHING, jnp.float32),
+    ]
+    call = jax.ffi.ffi_call("jax_fp8_norm_backward", results)
+    optional = _or_nothing(residual, NOTHING, x.dtype), norm_scale, _or_nothing(mean, NOTHING)
+    dx, dscale, dbias, *_ = call(dy, x, *optional, rstd)
+    return dx, *(_sum_over(axes, sums) for sums in (dscale, dbias)[: 1 + has_mean])
+
+
+def _backward_reference(has_mean, has_residual, dy, x, norm_scale, rstd, *others, axes):
+    mean, residual = others[0] if has_mean else None, others[-1] if has_residual else None
+    dx, dscale, dbias = _gradients(dy, x, norm_scale, NormStatistics(mean, rstd), residual)
+    return dx, *(_sum_over(axes, sums) for sums in (dscale, dbias)[: 1 + has_mean])
+
+
+def _gradients(dy, x, norm_scale, statistics, residual_gradient):
+    """dx in the dtype of `x`, and the gradients of scale and bias (or None) in float32."""
+    dtype, dy, rstd = x.dtype, dy.astype(jnp.float32), statistics.rstd
+    centered = x.astype(jnp.float32) if statistics.mean is None else x.astype(jnp.float32) - statistics.mean
+    normalized = centered * rstd
+    leading = tuple(range(dy.ndim - 1))
+    dscale = jnp.sum(dy * normalized, axis=leading)
+    dnormalized = dy * norm_scale.astype(jnp.float32)
+    dx = dnormalized - normalized * jnp.mean(dnormalized * normalized, axis=-1, keepdims=True)
+    dbias = None
+    if statistics.mean is not None:
+        dbias = jnp.sum(dy, axis=leading)
+        dx = dx - jnp.mean(dnormalized, axis=-1, keepdims=True)
+    dx = dx * rstd
+    if residual_gradient is not None:
+        dx = dx + residual_gradient.astype(jnp.float32)
+    return dx.astype(dtype), dscale, dbias
+
+
+def _partial_sums(n: int) -> int:
+    """How many blocks of the backward may run, each with column sums of its own: two per multiprocessor, more where rows are short."""
+    return 264 * min(max(2048 // n, 1), 4)
+
+
+def _in_float32(parameters) -> list[jax.Array]:
+    return [leaf.astype(jnp.float32) for leaf in (parameters.scale, parameters.bias) if leaf is not None]
+
+
+def _in_dtypes_of(parameters, dscale, dbias) -> NormParameters:
+    dbias = None if parameters.bias is None else dbias.astype(parameters.bias.dtype)
+    return NormParameters(dscale.astype(parameters.scale.dtype), dbias)
+
+
+def _or_nothing(array, shape, dtype=jnp.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype) if array is None else array
+
+
+def _max_over(axes, x) -> jax.Array:
+    return lax.pmax(x, axes) if axes else x
+
+
+def _sum_over(axes, x) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
+
+
+def _check(operation, x, parameters):
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise ValueError(f"{operation} needs a matrix with features, got shape {x.shape}; flatten the leading dims")
+    for name in ("scale", "bias"):
+        leaf = getattr(parameters, name)
+        if leaf is not None and leaf.shape != x.shape[1:]:
+            raise ValueError(
+                f"{operation} needs a norm's {name} of shape {x.shape[1:]}, got {leaf.shape}; pass one number per feature"
+            )
+
+
+def _check_gradients(dy, x, statistics, residual_gradient):
+    for name, array in (("dy", dy), ("residual_gradient", residual_gradient)):
+        if array is not None and (array.shape, array.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"norm_backward needs {name} like x, {x.dtype}{x.shape}, got {array.dtype}{array.shape}; cast or flatten it"
+            )
+    for name, array in (("mean", statistics.mean), ("rstd", statistics.rstd)):
+        if array is not None and array.shape != (x.shape[0], 1):
+            raise ValueError(
+                f"norm_backward needs a {name} per row, shape {(x.shape[0], 1)}, got {array.shape}; pass what norm_quantize returned"
+            )

@@ -1,0 +1,277 @@
+"""Adam and AdamW with master weights, as an Optax transform.
+
+Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has a master in the
+optimizer state, and the param is the master rounded to nearest even after every step. Moments may be kept in 16 or 8 bits, and params in
+FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the whole tree when it works in place, as `make_train_step` has it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_fp8.core.formats import fp8_max
+from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
+from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.kernels.adam import Coefficients, Leaf, adam, adam_leaf
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.storage import REMAINDER
+from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, flatten_field, given_masters, unflatten
+from jax_fp8.optim.updates import InPlace, NewParam
+
+FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
+GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
+ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.Array]
+
+
+def fused_adam(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
+    master_dtype: Any = FLOAT32,
+    mu_dtype: Any = FLOAT32,
+    nu_dtype: Any = FLOAT32,
+    mask: Any = None,
+    skip_nonfinite: bool = False,
+    max_grad_norm: float | None = None,
+    master: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with master weights.
+
+    Params are float32, bfloat16, float16 or `Fp8Array`, in any mixture; gradients are arrays of the same shapes. A param in FP8 is written with the
+    scale that the amax after the step before gave.
+
+    Args:
+      learning_rate: a number, or a schedule of the step count.
+      b1, b2, eps: as in `optax.adam`; `eps` is added outside the root, after bias correction.
+      weight_decay: decoupled (AdamW) with `adam_w_mode`, else an L2 term added to the gradient.
+      bias_correction: divide the moments by `1 - b**count`.
+      master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as float32 masters.
+      mu_dtype, nu_dtype: float32, bfloat16, float16, E4M3 or E5M2 storage of the moments; FP8 has one scale per array, found from the largest
+        gradient, and rounds second moments stochastically.
+      mask: a tree of bools like the params, or a function of the params that returns one: which leaves decay.
+      skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes nothing, `count` included.
+      max_grad_norm: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs no pass that writes them.
+      master: masters to start from, a tree like the params, instead of the params themselves; they must round to the params. A float32 param is its own
+        master and ignores it.
+
+    Returns:
+      A transform whose `update(grads, state, params)` returns float32 deltas: `optax.apply_updates` lands on the rounded master. For a param in FP8
+      it returns the new `Fp8Array`, which `jax_fp8.apply_updates` puts in its place. Extra arguments of `update`: `grad_scale`, a scalar that
+      multiplies every gradient (one over the loss scale), and `in_place`, an `InPlace`.
+    """
+    storage = Storage.of(master_dtype, mu_dtype, nu_dtype)
+    no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
+
+    def init(params):
+        tree = jax.tree.structure(params, is_leaf=is_fp8)
+        masters = given_masters(master, params, tree)
+        kept = [storage.init(*row) for row in zip(tree.flatten_up_to(params), masters, strict=True)]
+        return FusedAdamState(jnp.zeros((), jnp.int32), *unflatten(tree, kept))
+
+    def update(updates, state, params=None, *, in_place: InPlace | None = None, grad_scale=None, **extra):
+        del extra
+        tree = _checked_tree(updates, params)
+        gradients, params_ = tree.flatten_up_to(updates), tree.flatten_up_to(params)
+        kept = [Kept(*row) for row in zip(*(flatten_field(tree, state, name) for name in Kept._fields), strict=True)]
+        for param, row in zip(params_, kept, strict=True):
+            storage.check(param, row)
+
+        scale = 1 if grad_scale is None else grad_scale
+        norm = None if max_grad_norm is None else _global_norm(gradients, scale)
+        applied = _all_finite(gradients, norm) if skip_nonfinite else None
+        count = jnp.asarray(optax.safe_increment(state.count))
+        numbers = {
+            "rate": learning_rate(state.count) if callable(learning_rate) else learning_rate,
+            "b1": b1,
+            "one_minus_b1": 1 - b1,
+            "b2": b2,
+            "one_minus_b2": 1 - b2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "correction1": 1 / (1 - jnp.float32(b1) ** count) if bias_correction else 1,
+            "correction2": 1 / (1 - jnp.float32(b2) ** count) if bias_correction else 1,
+            "grad_scale": scale if norm is None else _clipped(scale, norm, max_grad_norm),
+            "apply": True if applied is None else applied,
+        }
+        coefficients = Coefficients(**{name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()})
+
+        decays = [bool(decay) and not no_decay for decay in _decay_mask(mask, params, tree)]
+        casts = _requested_casts(in_place, params)
+        rows = zip(gradients, params_, kept, casts, decays, strict=True)
+        leaves = [_leaf(*row, coefficients, l2=not adam_w_mode) for row in rows]
+        seed = state.count.astype(jnp.uint32)
+        if in_place is None:
+            stepped = [adam_leaf(leaf, coefficients, seed, i, adam_w_mode) for i, leaf in enumerate(leaves)]
+            results = [_delta(param, leaf, delta) for param, (leaf, delta) in zip(params_, stepped, strict=True)]
+            leaves = [_landed(*row) for row in zip(params_, results, [leaf for leaf, _ in stepped], strict=True)]
+        else:
+            leaves = adam(leaves, coefficients, seed, adam_w_mode)
+            results = [_new_param(param, leaf, applied) for param, leaf in zip(params_, leaves, strict=True)]
+        kept = [_keep(param, leaf) for param, leaf in zip(params_, leaves, strict=True)]
+        count = count if applied is None else jnp.where(applied, count, state.count)
+        return tree.unflatten(results), FusedAdamState(count, *unflatten(tree, kept))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def fused_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    *,
+    bias_correction: bool = True,
+    master_dtype: Any = FLOAT32,
+    mu_dtype: Any = FLOAT32,
+    nu_dtype: Any = FLOAT32,
+    mask: Any = None,
+    skip_nonfinite: bool = False,
+    max_grad_norm: float | None = None,
+    master: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`fused_adam` with decoupled weight decay and `optax.adamw`'s default for it."""
+    return fused_adam(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        adam_w_mode=True,
+        bias_correction=bias_correction,
+        master_dtype=master_dtype,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+        mask=mask,
+        skip_nonfinite=skip_nonfinite,
+        max_grad_norm=max_grad_norm,
+        master=master,
+    )
+
+
+def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
+    """One param as the op wants it."""
+    leaf = Leaf(gradient, kept.mu, kept.nu, None if is_fp8(param) else param, kept.master, decays=decays)
+    if is_fp8(param):
+        values = Fp8Pair.of(param.values, kept.fp8["transposed"], param.scale, kept.fp8["amax"])
+        leaf = replace(leaf, cast=values, scale=scale_from_amax(kept.fp8["amax"], param.dtype))
+    elif cast is not None:
+        leaf = replace(leaf, cast=cast[0], scale=cast[1])
+    if not (is_fp8(kept.mu) or is_fp8(kept.nu)):
+        return leaf
+    largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
+    if decays and l2:
+        weight = kept.master if param.dtype != jnp.float32 else param
+        largest = largest + jnp.abs(coefficients.weight_decay) * amax(weight)
+    if is_fp8(kept.mu):
+        leaf = replace(leaf, mu_scale=_first_moment_scale(kept.mu, largest, coefficients))
+    if is_fp8(kept.nu):
+        leaf = replace(leaf, nu_scale=_second_moment_scale(kept.nu, largest, coefficients))
+    return leaf
+
+
+def _first_moment_scale(mu, largest, c):
+    """The scale that no element of b1 mu + (1 - b1) g can exceed."""
+    return scale_from_amax(c.b1 * (mu.scale * fp8_max(mu.dtype)) + c.one_minus_b1 * largest, mu.dtype)
+
+
+def _second_moment_scale(nu, largest, c):
+    """The same for the root of b2 nu + (1 - b2) g²."""
+    squared = c.b2 * jnp.square(nu.scale * fp8_max(nu.dtype)) + c.one_minus_b2 * jnp.square(largest)
+    return scale_from_amax(jnp.sqrt(squared), nu.dtype)
+
+
+def _delta(param, leaf, update):
+    """What to add to a param to arrive at the new one."""
+    if is_fp8(param):
+        return leaf.cast.rowwise
+    if leaf.master is None:
+        return update
+    new, old = leaf.param.astype(jnp.float32), param.astype(jnp.float32)
+    return jnp.where(new == old, -jnp.float32(0), new - old)  # adding -0 changes nothing, not even a -0
+
+
+def _landed(param, delta, leaf) -> Leaf:
+    """A remainder is worth nothing beside another param. No float32 delta leads from a bfloat16 param to one that is 2**16 times smaller: there the
+    param that adding the delta gives becomes the master.
+    """
+    if leaf.master is None or leaf.master.dtype != REMAINDER:
+        return leaf
+    landed = (param.astype(jnp.float32) + delta).astype(param.dtype)
+    return replace(leaf, master=jnp.where(landed == leaf.param, leaf.master, jnp.zeros((), REMAINDER)))
+
+
+def _new_param(param, leaf, applied) -> NewParam:
+    if is_fp8(param):
+        return NewParam(leaf.cast.rowwise, None, applied)
+    return NewParam(leaf.param, leaf.cast, applied)
+
+
+def _keep(param, leaf) -> Kept:
+    fp8 = {"amax": leaf.cast.amax, "transposed": leaf.cast.arrays[1]} if is_fp8(param) else None
+    return Kept(leaf.mu, leaf.nu, leaf.master, fp8)
+
+
+def _global_norm(gradients, scale):
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32) * scale)) for g in gradients]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def _clipped(scale, norm, max_norm):
+    """`scale`, smaller where the norm of the scaled gradients is above `max_norm`."""
+    return jnp.where(norm < max_norm, scale, scale * (max_norm / norm))
+
+
+def _all_finite(gradients, norm):
+    """Where the norm is known, nothing is read again: it is finite unless a gradient is not, or squares too large for float32."""
+    if norm is not None:
+        return jnp.isfinite(norm)
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients], jnp.bool_))
+
+
+def _requested_casts(in_place, params) -> list:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
+    return [None if in_place is None else in_place.casts.get(path) for path in paths]
+
+
+def _decay_mask(mask, params, tree) -> list:
+    if mask is None:
+        return [True] * tree.num_leaves
+    decays = mask(params) if callable(mask) else mask
+    try:
+        return tree.flatten_up_to(decays)
+    except ValueError as error:
+        raise ValueError(
+            f"mask must have the structure of params, got {jax.tree.structure(decays)} and {tree}; make it with jax.tree.map over params"
+        ) from error
+
+
+def _checked_tree(updates, params):
+    if params is None:
+        raise ValueError(
+            "fused_adam needs the params to update their masters, got None; call update(grads, state, params)"
+        )
+    tree = jax.tree.structure(params, is_leaf=is_fp8)
+    if jax.tree.structure(updates) != tree:
+        raise ValueError(
+            f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}; pass the gradients of these params, "
+            "one array for each (for an Fp8Array too)"
+        )
+    for gradient, param in zip(jax.tree.leaves(updates), tree.flatten_up_to(params), strict=True):
+        found = f"{getattr(gradient, 'dtype', type(gradient).__name__)} of shape {jnp.shape(gradient)}"
+        if jnp.shape(gradient) != param.shape or getattr(gradient, "dtype", None) not in GRADIENT_DTYPES:
+            raise ValueError(
+                f"grads must be float32, bfloat16 or float16 arrays of the shapes of params, got {found} for a param of shape {param.shape}; "
+                "pass the gradients of these params"
+            )
+    return tree

@@ -1,0 +1,81 @@
+"""What an optimizer hands back: numbers to add to the params or, when it was asked to work in place, the new params themselves.
+
+Optax adds updates to params, which costs a pass over both. `update(grads, state, params, in_place=InPlace())` passes through `optax.chain` and
+its like to `fused_adam`, which then returns a `NewParam` for every leaf. Nothing can be computed with a `NewParam`: a transform that would
+change the updates after `fused_adam` ends in an error instead of scaling the params.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
+from jax_fp8.kernels.quantize import quantize
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The request for new params.
+
+    `casts`: weights to write in FP8 as well, by path (`jax.tree_util.keystr`): the copies to overwrite, and the scale f32[] to write them with.
+    """
+
+    casts: Mapping[str, tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class NewParam:
+    """A new param in the place of an update, and the FP8 copies of it that were asked for; not an array.
+
+    `applied`: bool[], False where the step was skipped and nothing changed; None where steps are never skipped.
+    """
+
+    value: Any
+    cast: Fp8Pair | None = None
+    applied: jax.Array | None = None
+
+
+def _refuse(*_):
+    raise ValueError(
+        "fused_adam must be the last transform that touches the updates when it works in place, but another one computes with its result; "
+        "move fused_adam to the end of the chain, or pass in_place=False to make_train_step"
+    )
+
+
+OPERATORS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
+ASKED_OF_ARRAYS = ["__jax_array__", "dtype", "shape", "ndim", "size", "real"]  # before anything is computed with one
+for _name in [*OPERATORS, "__neg__"]:
+    setattr(NewParam, _name, _refuse)
+for _name in ASKED_OF_ARRAYS:
+    setattr(NewParam, _name, property(_refuse))
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """The updated params.
+
+    Args:
+      params: a tree of arrays, and of `Fp8Array` for params in FP8.
+      updates: for each param a delta, which is added in float32 and rounded once to the param's dtype (a param in FP8 keeps its scale); or an
+        `Fp8Array`, or what `fused_adam` returns when it works in place: these take the param's place.
+    """
+    return jax.tree.map(_apply, params, updates, is_leaf=is_fp8)
+
+
+def was_applied(updates: Any) -> jax.Array | None:
+    """Whether the step was taken, bool[], from the updates of an optimizer that may skip it and works in place; None if it never skips."""
+    answers = [leaf.applied for leaf in jax.tree.leaves(updates) if isinstance(leaf, NewParam)]
+    answers = [applied for applied in answers if applied is not None]
+    return jnp.all(jnp.stack(answers)) if answers else None
+
+
+def _apply(param, update):
+    if isinstance(update, NewParam):
+        return update.value
+    if isinstance(update, Fp8Array):
+        return update
+    if isinstance(param, Fp8Array):
+        return quantize(param.dequantize() + update.astype(jnp.float32), param.dtype, param.scale)
+    return (param.astype(jnp.float32) + update.astype(jnp.float32)).astype(param.dtype)

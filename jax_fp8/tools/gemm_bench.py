@@ -1,0 +1,177 @@
+"""One FP8 product on the device, by any of cuBLASLt's candidates: how long it takes, and whether it is the same product.
+
+The operands are random, as a training step's are: zeros draw less power and run faster. They are rotated through more copies than the cache
+holds, every call writes a result of its own, and a program of many calls is one CUDA graph, so that nothing but GEMMs is timed.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.gemm import matmul
+from jax_fp8.kernels.tuned_gemms import Choice, GemmProblem, GemmTable, tuned_gemms
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+
+ROTATED_BYTES = 128 * 2**20  # of operands; the L2 cache of an H200 holds 50 MiB
+LEAST_COPIES, MOST_COPIES = 2, 64
+CALLS = 20  # of a program, unless the results would exceed:
+RESULT_BYTES = 4 * 2**30
+B_SCALE = 0.125  # keeps sums of random products within float16
+
+# |d - exact| <= ACCUMULATION * sum|a||b| + ROUNDING * what is rounded to the result's dtype. Tensor cores keep about 13 fraction bits of the
+# largest partial sum; split accumulation loses less.
+ACCUMULATION = {"fast": 2.0**-10, "split": 2.0**-12}
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
+
+OFF_THE_LIST = "algorithms that cuBLASLt"  # in the sentence of csrc/gemm_plan.cc about a rank at which there is none
+
+
+class Refused(RuntimeError):
+    """A candidate that does not run here."""
+
+
+class OffTheList(Refused):
+    """A rank beyond the candidates that cuBLASLt offers."""
+
+
+class GemmBench:
+    """The candidates of one product; `here` is an empty table of this machine, `clock` counts seconds."""
+
+    def __init__(self, problem: GemmProblem, here: GemmTable, clock: Callable[[], float] = time.perf_counter):
+        self._problem, self._here, self._clock = problem, here, clock
+        copies, calls = count_copies_and_calls(problem)
+        self._copies = [_random_operands(problem, key) for key in jax.random.split(jax.random.key(0), copies)]
+        # Equal calls would be computed once; a scale of its own makes every call another one.
+        self._scales = [jnp.float32(1 + call / calls) for call in range(calls)]
+        options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
+        self._one = jax.jit(partial(_multiply, problem))
+        self._many = jax.jit(partial(_multiply_all, problem), compiler_options=options)
+
+    def seconds(self, candidate: int) -> float:
+        """Of one call."""
+        with self._using(candidate):
+            return seconds_of(partial(self._many, self._copies, self._scales), self._clock) / len(self._scales)
+
+    def error(self, candidate: int) -> float:
+        """How far the product is from the first choice's, where it is farthest: 1 is as far as two sound ones may be apart."""
+        return float(distance(self._product(candidate), self._first, self._tolerated))
+
+    def _product(self, candidate):
+        with self._using(candidate):
+            # Memory that the result may reuse holds NaNs, so that an element that is not written shows.
+            shape = (self._problem.m, self._problem.n)
+            poison = [jnp.full(shape, jnp.nan, self._problem.dtype) for _ in range(2)]
+            jax.block_until_ready(poison)
+            del poison
+            return jax.block_until_ready(self._one(self._copies[0], self._scales[0]))
+
+    @cached_property
+    def _first(self):
+        return self._product(0)
+
+    @cached_property
+    def _tolerated(self):
+        return jax.jit(partial(_tolerance, self._problem))(self._copies[0], self._scales[0], self._first)
+
+    @contextmanager
+    def _using(self, candidate) -> Iterator[None]:
+        choice = Choice(candidate, first_us=1.0, best_us=1.0)
+        try:
+            with tuned_gemms(GemmTable(self._here.device, self._here.cublaslt, ((self._problem, choice),))):
+                yield
+        except jax.errors.JaxRuntimeError as error:
+            sentence = str(error).splitlines()[0]
+            raise (OffTheList if OFF_THE_LIST in sentence else Refused)(sentence) from error
+
+
+def count_copies_and_calls(problem: GemmProblem) -> tuple[int, int]:
+    """How many copies of the operands are rotated, and how many calls a program makes."""
+    result = problem.m * problem.n * jnp.dtype(problem.dtype).itemsize
+    operands = problem.k * (problem.m + problem.n) + (result if problem.has_c else 0)
+    copies = max(LEAST_COPIES, min(math.ceil(ROTATED_BYTES / operands), MOST_COPIES))
+    calls = max(LEAST_COPIES, min(max(CALLS, copies), RESULT_BYTES // result))
+    return min(copies, calls), calls
+
+
+def seconds_of(
+    program: Callable[[], object], clock: Callable[[], float], samples: int = 7, programs: int = 10
+) -> float:
+    """Median time of a program, dispatched several times in a row, so that the device does not wait for the host."""
+    for _ in range(3):
+        jax.block_until_ready(program())
+    times = []
+    for _ in range(samples):
+        start = clock()
+        for _ in range(programs - 1):
+            program()
+        jax.block_until_ready(program())
+        times.append((clock() - start) / programs)
+    return statistics.median(times)
+
+
+@jax.jit
+def distance(product: jax.Array, expected: jax.Array, tolerated: jax.Array) -> jax.Array:
+    """The largest difference of two arrays as a multiple of what is tolerated there; NaN where either has one."""
+    return jnp.max(jnp.abs(product.astype(jnp.float32) - expected.astype(jnp.float32)) / tolerated)
+
+
+def _multiply_all(problem, copies, scales):
+    return [_multiply(problem, copies[call % len(copies)], scale) for call, scale in enumerate(scales)]
+
+
+def _multiply(problem, operands, scale):
+    a, b, *addends = operands
+    return matmul(
+        Fp8Array(a, scale),
+        Fp8Array(b, jnp.float32(B_SCALE)),
+        dtype=problem.dtype,
+        bias=addends[0] if problem.has_bias else None,
+        c=addends[-1] if problem.has_c else None,
+        c_in_place=False,
+        accumulation=problem.accumulation,
+    )
+
+
+def _tolerance(problem, operands, scale, first):
+    """How far two sound products may be apart, element by element."""
+    a, b, *addends = operands
+    a, b = Fp8Array(_absolute(a), scale), Fp8Array(_absolute(b), jnp.float32(B_SCALE))
+    magnitude = matmul(a, b, dtype=jnp.float32, accumulation="split")
+    # Where something is added, some algorithms round the product before.
+    rounded = 2 * jnp.abs(first.astype(jnp.float32))
+    for addend in addends:
+        rounded += jnp.abs(addend.astype(jnp.float32))
+    return 2 * (ACCUMULATION[problem.accumulation] * magnitude + ROUNDING[problem.dtype] * rounded)
+
+
+def _random_operands(problem, key):
+    """a, b, and the addends that there are."""
+    keys = jax.random.split(key, 4)
+    operands = [
+        _normal(keys[0], (problem.m, problem.k), problem.a),
+        _normal(keys[1], (problem.n, problem.k), problem.b),
+    ]
+    if problem.has_bias:
+        dtype = "bfloat16" if problem.dtype == "float32" else problem.dtype
+        operands.append(_normal(keys[2], (problem.n,), dtype))
+    if problem.has_c:
+        operands.append(_normal(keys[3], (problem.m, problem.n), problem.dtype))
+    return operands
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+
+
+def _absolute(values):
+    """|values| of FP8, whose sign is the highest bit."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.uint8) & 0x7F, values.dtype)

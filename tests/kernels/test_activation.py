@@ -1,0 +1,305 @@
+"""Activations and their gradients against float64 formulas written anew; followed by the cast, against the separate operations too.
+
+"Bit for bit" is of bfloat16: its rounding hides how a compiler fuses float32 arithmetic.
+"""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import plain
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import assert_close, assert_same_bits
+
+from jax_fp8.core.formats import E4M3, E5M2
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.kernels.activation import (
+    activate,
+    activate_backward,
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_quantize,
+    activation_quantize,
+    is_gated,
+)
+from jax_fp8.kernels.quantize import quantize_transpose_sums
+from jax_fp8.kernels.scale_source import ScaleSource
+
+ALL = [*plain.ACTIVATIONS, *plain.GATES]
+SCALE, ACTIVATED_SCALE = 0.07, 0.05
+TRANSFORMS = [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")]
+
+
+def array(seed, *shape, dtype=np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape, scale=2).astype(dtype)
+
+
+def expected(x, activation, dy):
+    y, (dx,) = plain.result_and_gradients(lambda x: plain.activate(x, activation), dy, x)
+    return y, dx
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("activation", ALL)
+def test_forward_and_backward(activation, dtype):
+    x = array(0, 2, 12, 32, dtype=dtype)
+    dy = array(1, 2, 12, 16 if is_gated(activation) else 32, dtype=dtype)
+    y, dx = expected(x, activation, dy)
+    actual, actual_dx = (
+        activate(jnp.asarray(x), activation),
+        activate_backward(jnp.asarray(dy), jnp.asarray(x), activation),
+    )
+    assert (actual.dtype, actual_dx.dtype) == (dtype, dtype)
+    assert_close(actual, y, np.dtype(dtype).name)
+    assert_close(actual_dx, dx, np.dtype(dtype).name)
+
+
+@pytest.mark.parametrize("group", [list(plain.ACTIVATIONS), list(plain.GATES)], ids=["plain", "gated"])
+def test_no_activation_passes_for_another(group):
+    """Negative control: even the two GELUs, a thousandth apart, are told apart."""
+    x = array(0, 24, 32)
+    actual = {name: activate(jnp.asarray(x), name) for name in group}
+    y = {name: expected(x, name, actual[name])[0] for name in group}
+    for name, other in itertools.permutations(group, 2):
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_close(actual[name], y[other], "float32")
+
+
+@pytest.mark.parametrize("activation", ALL)
+def test_is_gated_says_which_dim_comes_out(activation):
+    assert is_gated(activation) == (activation in plain.GATES)
+    assert activate(jnp.ones((3, 32)), activation).shape == (3, 16 if is_gated(activation) else 32)
+
+
+def test_the_gate_is_the_first_half():
+    x = jnp.concatenate([jnp.full((1, 4), -5.0), jnp.full((1, 4), 2.0)], axis=-1)
+    assert_same_bits(activate(x, "reglu"), np.zeros((1, 4), np.float32))
+    assert_same_bits(activate(-x, "reglu"), np.full((1, 4), -10, np.float32))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        is_gated,
+        lambda name: activate(jnp.ones(2), name),
+        lambda name: activate_backward(jnp.ones(2), jnp.ones(2), name),
+    ],
+)
+def test_an_unknown_activation_is_refused(call):
+    with pytest.raises(ValueError, match=r"activation must be one of .*'gelu'.*'swiglu'.*, got 'tanh'"):
+        call("tanh")
+
+
+# ---- followed by the cast ---------------------------------------------------------------------------------------------
+
+
+def arguments(activation, shape=(48, 32), dtype=ml_dtypes.bfloat16, seed=0):
+    """dy and x of an activated tensor of this shape."""
+    rows, width = shape
+    x = array(seed, rows, width * (2 if is_gated(activation) else 1), dtype=dtype)
+    return jnp.asarray(array(seed + 1, rows, width, dtype=dtype)), jnp.asarray(x)
+
+
+def fused(backward, activation, scale=SCALE, fp8=E4M3):
+    """Of (dy, x): both orientations, the amax and, of a gradient, the sums and the activated tensor."""
+    if backward:
+        beside = E4M3, jnp.float32(ACTIVATED_SCALE)
+        return lambda dy, x: activation_backward_quantize(dy, x, activation, fp8, scale, *beside)
+    return lambda dy, x: activation_quantize(x, activation, fp8, scale)
+
+
+def separate(backward, activation, scale=SCALE, fp8=E4M3):
+    make = jax.jit(lambda dy, x: activate_backward(dy, x, activation) if backward else activate(x, activation))
+    cast = jax.jit(lambda made: quantize_transpose_sums(made, fp8, scale)[: 4 if backward else 3])
+    if not backward:
+        return lambda dy, x: cast(make(dy, x))
+    activated = separate(False, activation, jnp.float32(ACTIVATED_SCALE))
+    return lambda dy, x: (*cast(make(dy, x)), activated(dy, x)[1])
+
+
+def assert_same_results(actual, expected):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ALL)
+def test_the_separate_operations_bit_for_bit(activation, backward, transform):
+    args = arguments(activation)
+    actual = transform(fused(backward, activation))(*args)
+    assert_same_results(actual, separate(backward, activation)(*args))
+    measured = activation_backward_amax(*args, activation) if backward else activation_amax(args[1], activation)
+    assert_same_bits(measured, actual[2])
+
+
+def test_not_rounding_in_between_would_be_noticed():
+    """Negative control: what a compiler does that takes the casts to bfloat16 and back for superfluous."""
+    _, x = arguments("silu", (64, 64))
+    exact = reference.quantize(plain.activate(np.asarray(x, np.float64), "silu"), E4M3, SCALE)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_same_bits(activation_quantize(x, "silu", E4M3, SCALE)[0].values, exact[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ALL)
+def test_float64_rounded_the_same_way(activation, backward, dtype):
+    """Nearly all values are those of float64; a float32 that is off in its last bits may fall to the other side of a tie."""
+    dy, x = arguments(activation, (64, 64), dtype)
+    y, dx = expected(np.asarray(x), activation, np.asarray(dy))
+    made = (dx if backward else y).astype(np.float32).astype(dtype)
+    fp8, wanted_amax = E5M2 if backward else E4M3, reference.amax(made)
+    scale = reference.scale_from_amax(wanted_amax, fp8)
+    quantized, transposed, amax, *beside = fused(backward, activation, scale, fp8)(dy, x)
+    values, _ = reference.quantize(made, fp8, scale)
+    assert np.mean(np.asarray(quantized.values) == values) > 0.995
+    assert_close(quantized.dequantize(), made, np.dtype(quantized.dtype).name)
+    assert_same_bits(transposed.values, np.asarray(quantized.values).T)
+    np.testing.assert_allclose(amax, wanted_amax, rtol=1e-5 if dtype == np.float32 else 2.0**-8)
+    if backward:
+        sums, activated = beside
+        assert_close(sums, made.astype(np.float64).sum(axis=0), "float16")
+        with pytest.raises(AssertionError, match="relative error"):  # a row left out
+            assert_close(sums, made.astype(np.float64)[1:].sum(axis=0), "float16")
+        values, _ = reference.quantize(y.astype(np.float32).astype(dtype), E4M3, np.float32(ACTIVATED_SCALE))
+        assert np.mean(np.asarray(activated.values) == values.T) > 0.995
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_orientations(transform, activation):
+    _, x = arguments(activation)
+
+    def quantize(orientations):
+        return transform(lambda x: activation_quantize(x, activation, E4M3, SCALE, orientations=orientations))(x)
+
+    straight, transposed, amax = quantize("both")
+    assert_same_results(quantize("straight"), (straight, None, amax))
+    assert_same_results(quantize("transposed"), (None, transposed, amax))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "reglu"])
+def test_sources_of_the_scale(activation):
+    dy, x = arguments(activation)
+    rows = ScaleSource.row_of(jnp.float32([1, SCALE, 3]), 1)
+    for backward, amax in (
+        (False, activation_amax(x, activation)),
+        (True, activation_backward_amax(dy, x, activation)),
+    ):
+        given = fused(backward, activation)(dy, x)
+        assert_same_results(fused(backward, activation, rows)(dy, x), given)
+        current = fused(backward, activation, ScaleSource.from_amax(amax, CurrentScaling()))(dy, x)
+        assert_same_bits(current[0].scale, reference.current_scale(amax, E4M3))
+        assert np.max(np.abs(np.asarray(current[1].values, np.float32))) == 448
+        assert_same_bits(current[2], given[2])
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_nothing(activation, shape):
+    dy, x = arguments(activation, shape)
+    quantized, transposed, amax, sums, activated = fused(True, activation)(dy, x)
+    assert (quantized.shape, transposed.shape, activated.shape) == (x.shape, x.shape[::-1], shape[::-1])
+    assert_same_bits(amax, np.float32(0))
+    assert_same_bits(sums, np.zeros(x.shape[1], np.float32))
+    assert_same_bits(fused(False, activation)(dy, x)[0].scale, np.float32(SCALE))
+
+
+def integers(seed, activation):
+    """From -3 to 3: sums of what a ReLU makes of them are exact in any order."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.integers(-3, 4, array.shape).astype(array.dtype) for array in arguments(activation))
+
+
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
+def test_vmap(activation):
+    pairs = [integers(seed, activation) for seed in range(3)]
+    mapped = jax.jit(jax.vmap(fused(True, activation)))(*(jnp.stack(args) for args in zip(*pairs, strict=True)))
+    for i, args in enumerate(pairs):
+        assert_same_results(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), separate(True, activation)(*args))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
+def test_sharded(activation, spec, axis_type):
+    """Where shards split gate and linear as one matrix, each is put together; sums and amax are of all shards."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    dy, x = integers(0, activation)
+    x[-1, 0], x[-1, -1], dy[-1, 0], dy[-1, -1] = 5, 7, 9, 11  # the amax is in one shard's hands
+    wanted = [separate(backward, activation)(dy, x) for backward in (False, True)]
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(array, NamedSharding(mesh, spec)) for array in (dy, x)]
+        for backward, expected_results in zip((False, True), wanted, strict=True):
+            results = jax.jit(fused(backward, activation))(*args)
+            assert_same_results(results, expected_results)
+            if axis_type == AxisType.Explicit:
+                rows, cols = (*spec, None)[:2]
+                assert results[0].values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+                for transposed in (results[1], results[-1]) if backward else results[1:2]:
+                    assert transposed.values.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
+        assert_same_bits(jax.jit(lambda x: activation_amax(x, activation))(args[1]), wanted[0][2])
+        assert_same_bits(jax.jit(lambda dy, x: activation_backward_amax(dy, x, activation))(*args), wanted[1][2])
+
+
+def test_what_the_kernels_are_told(with_kernels):
+    dy, x = arguments("swiglu")
+
+    def everything(dy, x):
+        one_way = activation_quantize(x, "swiglu", E4M3, SCALE, orientations="transposed")
+        amaxes = activation_amax(x, "swiglu"), activation_backward_amax(dy, x, "swiglu")
+        return one_way, fused(True, "swiglu")(dy, x), amaxes
+
+    lowered = jax.jit(everything).trace(dy, x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = dict(re.findall(r"@jax_fp8_activation_(\w+)\(.*?(mhlo.backend_config = .*)", lowered))
+    assert set(calls) == {"quantize", "amax", "backward_quantize", "backward_amax"}
+    for call in calls.values():
+        assert 'activation = "swiglu"' in call
+    types = {name: call.rpartition("->")[2] for name, call in calls.items()}
+    assert "tensor<0x0xf8E4M3FN>, tensor<32x48xf8E4M3FN>, tensor<f32>, tensor<f32>" in types["quantize"]
+    assert "tensor<48x64xf8E4M3FN>, tensor<64x48xf8E4M3FN>, tensor<32x48xf8E4M3FN>" in types["backward_quantize"]
+    assert "tensor<64xf32>, tensor<1x64xf32>" in types["backward_quantize"]
+
+
+X = jnp.ones((4, 6), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: activation_quantize(X, "tanh", E4M3, 1.0), "activation must be one of .* got 'tanh'"),
+        (
+            lambda: activation_quantize(X, "gelu", E4M3, 1.0, orientations="x"),
+            "orientations must be one of .*, got 'x'",
+        ),
+        (lambda: activation_quantize(X, "gelu", jnp.float16, 1.0), "dtype must be E4M3 or E5M2"),
+        (lambda: activation_quantize(X[0], "gelu", E4M3, 1.0), r"needs x of shape \(m, n\), got \(6,\); flatten"),
+        (
+            lambda: activation_quantize(X[:, 1:], "reglu", E4M3, 1.0),
+            r"of shape \(m, 2n\), gate and linear, got \(4, 5\)",
+        ),
+        (lambda: activation_amax(X.astype(jnp.int8), "gelu"), "needs float32, bfloat16 or float16, got int8; cast"),
+        (
+            lambda: activation_backward_amax(X, X, "reglu"),
+            r"dy like the activated x, bfloat16\(4, 3\), got bfloat16\(4, 6\)",
+        ),
+        (
+            lambda: activation_backward_quantize(X.astype(jnp.float32), X, "gelu", E4M3, 1.0, E4M3, 1.0),
+            r"activation_backward_quantize needs dy like .* bfloat16\(4, 6\), got float32\(4, 6\); reshape or cast it",
+        ),
+        (
+            lambda: activation_backward_quantize(X, X, "gelu", E4M3, 1.0, jnp.bfloat16, 1.0),
+            "dtype must be E4M3 or E5M2",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,201 @@
+"""The extension: what it says about itself, and that XLA reaches its handlers, without a GPU.
+
+What the kernels compute is checked on a device, by tests/gpu/kernel_check.py.
+"""
+
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.quantize import sums_results
+
+needs_kernels = pytest.mark.skipif(not extension.built(), reason=str(extension.missing_reason()))
+needs_compiler = pytest.mark.skipif(h200.missing_reason() is not None, reason=str(h200.missing_reason()))
+
+E4M3 = jnp.float8_e4m3fn
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+SCALES = jax.ShapeDtypeStruct((3,), jnp.float32)
+WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
+QUANTIZE_ATTRIBUTES = {"row": np.int32(2), "from_amax": False, "margin": np.int32(0)}
+QUANTIZE_ATTRIBUTES |= {"amax_epsilon": np.float32(0), "power_2_scale": False}
+GEMM_ATTRIBUTES = {"has_bias": False, "has_c": False, "fast_accumulation": True}
+GEMM_ATTRIBUTES |= {"alpha": np.float32(1), "first_column": np.int64(0), "candidate": np.int32(0)}
+
+
+def import_again(monkeypatch, found):
+    """A second copy of kernels/extension.py that finds this extension; None means that there is none to import."""
+    monkeypatch.setitem(sys.modules, "jax_fp8._kernels", found)
+    spec = importlib.util.spec_from_file_location("kernels_again", extension.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def test_without_the_extension_the_reason_says_to_install(monkeypatch):
+    copy = import_again(monkeypatch, None)
+    assert not copy.built()
+    assert "pip install" in copy.missing_reason() and "_kernels" in copy.missing_reason()
+    assert copy.build_info()["cublaslt_version"] is None
+
+
+def test_an_extension_without_kernels_says_so_when_asked(monkeypatch):
+    empty = types.ModuleType("jax_fp8._kernels")
+    empty.targets = empty.types = dict
+    copy = import_again(monkeypatch, empty)
+    assert not copy.built()
+    assert "nvcc" in copy.missing_reason()
+    info = copy.build_info()
+    assert info["targets"] == () and info["architectures"] == () and info["cuda_version"] is None
+    assert info["cublaslt_reason"] == copy.missing_reason()
+
+
+def test_the_module_has_handlers_exactly_when_it_is_built():
+    info = extension.build_info()
+    assert info["built"] is extension.built() is (extension.missing_reason() is None) is bool(info["targets"])
+
+
+@needs_kernels
+def test_build_info_is_what_was_built():
+    info = extension.build_info()
+    names = (
+        "quantize",
+        "quantize_transpose",
+        "quantize_transpose_sums",
+        "activation_quantize",
+        "activation_amax",
+        "activation_backward_quantize",
+        "activation_backward_amax",
+        "amax",
+        "adam",
+        "update_state",
+        "norm_quantize",
+        "norm_amax",
+        "norm_backward",
+        "cross_entropy",
+        "gemm",
+        "weight_gradient",
+    )
+    assert info["targets"] == tuple(f"jax_fp8_{name}" for name in names)
+    assert re.fullmatch(r"1[2-9]\.\d+", info["cuda_version"])
+    assert (info["cublaslt_version"] is None) != (info["cublaslt_reason"] is None)
+    if info["cublaslt_version"]:
+        assert info["cublaslt_version"].split(".")[0] == info["cuda_version"].split(".")[0]
+    else:
+        assert "libcublasLt.so" in info["cublaslt_reason"]
+
+
+@needs_kernels
+@pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="needs cuobjdump of the CUDA toolkit")
+def test_the_library_has_code_for_the_architectures_it_names():
+    command = ["cuobjdump", "-lelf", extension._extension.__file__]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True)
+    compiled = set(re.findall(r"\.sm_(\w+)\.cubin", listing.stdout))
+    assert compiled == set(extension.build_info()["architectures"])
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_importing_opens_no_gpu_library():
+    """The extension alone, in a process without jax, which looks for a GPU by itself."""
+    folder = str(pathlib.Path(extension._extension.__file__).parent)
+    program = f"""
+import sys
+sys.path.insert(0, {folder!r})
+import _kernels
+assert _kernels.targets() and _kernels.types()
+print([line for line in open("/proc/self/maps") if "libcublas" in line or "libcuda" in line])
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def compile_call(target, results, arguments, **attributes):
+    """Compile one custom call for an H200: XLA looks the target up and runs its instantiate stage."""
+
+    def call(*arrays):
+        return jax.ffi.ffi_call(target, results)(*arrays, **attributes)
+
+    placed = h200.shapes(arguments, h200.on_one_device())
+    return h200.compile(jax.jit(call), *placed, xla_gpu_graph_min_graph_size=1)
+
+
+def calls():
+    matrix, transpose = jax.ShapeDtypeStruct((64, 32), E4M3), jax.ShapeDtypeStruct((32, 64), E4M3)
+    x = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    product = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    gated = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    gradient = tuple(jax.ShapeDtypeStruct((64, 64), E4M3) for _ in range(2))
+    swiglu = {"activation": "swiglu"}
+    labels, row = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    of_weight = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    return {
+        "jax_fp8_quantize": ((matrix, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
+        "jax_fp8_quantize_transpose": ((matrix, transpose, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
+        "jax_fp8_quantize_transpose_sums": (
+            (matrix, transpose, SCALAR, SCALAR, *sums_results((64, 32))),
+            (x, SCALES),
+            QUANTIZE_ATTRIBUTES,
+        ),
+        "jax_fp8_activation_quantize": (
+            (matrix, transpose, SCALAR, SCALAR),
+            (gated, SCALES),
+            QUANTIZE_ATTRIBUTES | swiglu,
+        ),
+        "jax_fp8_activation_backward_quantize": (
+            (*gradient, transpose, SCALAR, SCALAR, *sums_results((64, 64))),
+            (x, gated, SCALES, SCALAR),
+            QUANTIZE_ATTRIBUTES | swiglu,
+        ),
+        "jax_fp8_activation_amax": ((SCALAR,), (gated,), swiglu),
+        "jax_fp8_activation_backward_amax": ((SCALAR,), (x, gated), swiglu),
+        "jax_fp8_amax": ((SCALAR,), (x,), {}),
+        "jax_fp8_cross_entropy": ((x, row, row), (x, labels, row), {"z_loss": np.float32(0.1)}),
+        "jax_fp8_gemm": ((product, WORKSPACE), (matrix, matrix, SCALAR, SCALAR), GEMM_ATTRIBUTES),
+        "jax_fp8_weight_gradient": ((of_weight, WORKSPACE), (x, product), {}),
+    }
+
+
+@needs_kernels
+@needs_compiler
+@pytest.mark.parametrize("target", calls())
+def test_the_gpu_compiler_finds_every_handler_and_puts_it_into_a_graph(target):
+    results, arguments, attributes = calls()[target]
+    program = compile_call(target, results, arguments, **attributes)
+    assert program.custom_calls[target] == 1
+    assert program.graphs == 1  # handlers are declared safe to capture
+    assert not program.outside_graphs
+
+
+@needs_kernels
+@needs_compiler
+def test_an_unknown_target_is_refused():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jax_fp8_unknown"):
+        compile_call("jax_fp8_unknown", (SCALAR,), (SCALAR,))
+
+
+@needs_kernels
+@needs_compiler
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"has_bias": False, "has_c": False},
+        {**GEMM_ATTRIBUTES, "has_bias": 1.0},
+        {**GEMM_ATTRIBUTES, "accumulate": True},
+    ],
+    ids=["missing", "wrong type", "one too many"],
+)
+def test_the_gemm_refuses_attributes_it_does_not_know_when_compiling(attributes):
+    results, arguments, _ = calls()["jax_fp8_gemm"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"\[instantiate\]|attribute"):
+        compile_call("jax_fp8_gemm", results, arguments, **attributes)

@@ -1,0 +1,102 @@
+"""The optimizer's state: what it keeps of which param, in which dtype, and that what it does not keep is not made up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import jax_fp8 as fp8
+from jax_fp8.kernels.storage import master_of
+
+pytestmark = pytest.mark.versions
+
+SHAPE = (32, 16)
+
+
+def params():
+    values = jax.random.normal(jax.random.key(0), SHAPE)
+    return {
+        "float32": values,
+        "bfloat16": values.astype(jnp.bfloat16),
+        "float16": values.astype(jnp.float16),
+        "fp8": fp8.quantize(values, fp8.E4M3, jnp.float32(0.01)),
+    }
+
+
+def test_what_is_kept():
+    state = fp8.fused_adam(1e-3, mu_dtype=jnp.bfloat16, nu_dtype=fp8.E5M2).init(params())
+    assert int(state.count) == 0
+    assert {leaf.dtype for leaf in state.mu.values()} == {np.dtype(jnp.bfloat16)}
+    assert all(isinstance(leaf, fp8.Fp8Array) and leaf.dtype == fp8.E5M2 for leaf in state.nu.values())
+    assert state.master["float32"] is None
+    assert {state.master[name].dtype for name in ("bfloat16", "float16", "fp8")} == {np.dtype("float32")}
+    reference.assert_same_bits(state.master["fp8"], params()["fp8"].dequantize())
+    assert [state.fp8[name] for name in ("float32", "bfloat16", "float16")] == [None] * 3
+    assert float(state.fp8["fp8"]["amax"]) == float(jnp.max(jnp.abs(state.master["fp8"])))
+    reference.assert_same_bits(state.fp8["fp8"]["transposed"], params()["fp8"].values.T)
+
+
+def test_a_matrix_that_no_gemm_takes_has_no_transpose():
+    odd = {"w": fp8.quantize(jnp.ones((32, 15)), fp8.E4M3, jnp.float32(1))}
+    assert fp8.fused_adam(1e-3).init(odd).fp8["w"]["transposed"] is None
+
+
+def test_a_given_master_is_kept_to_the_last_bit():
+    exact = jax.random.normal(jax.random.key(1), SHAPE)
+    rounded = {"w": exact.astype(jnp.bfloat16), "own": jnp.ones(3)}
+    for dtype in (jnp.float32, "remainder"):
+        state = fp8.fused_adam(1e-3, master_dtype=dtype, master={"w": exact, "own": None}).init(rounded)
+        kept = master_of(rounded["w"], state.master["w"]) if dtype == "remainder" else state.master["w"]
+        reference.assert_same_bits(kept, exact)
+        assert state.master["own"] is None
+
+
+@pytest.mark.parametrize("name", ["float16", "fp8"])
+def test_a_remainder_needs_bfloat16(name):
+    with pytest.raises(ValueError, match='"remainder" needs bfloat16 or float32 params, got float'):
+        fp8.fused_adam(1e-3, master_dtype="remainder").init({"w": params()[name]})
+
+
+def saved_and_restored(folder, state):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "step", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "step", abstract)
+
+
+def test_orbax_gives_back_the_same_bits(tmp_path):
+    tx = fp8.fused_adamw(1e-2, mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2)
+
+    @jax.jit
+    def step(params, state):
+        grads = {name: jnp.full(SHAPE, 0.5) for name in params}
+        updates, state = tx.update(grads, state, params)
+        return fp8.apply_updates(params, updates), state
+
+    before = step(params(), tx.init(params()))
+    restored = saved_and_restored(tmp_path, before)
+    jax.tree.map(reference.assert_same_bits, restored, before)
+    jax.tree.map(reference.assert_same_bits, step(*restored), step(*before))
+
+
+@pytest.mark.parametrize(
+    ("made", "used", "message"),
+    [
+        (
+            {"mu_dtype": jnp.bfloat16},
+            {},
+            r"state.mu .* must be float32 .*got bfloat16 .*; use the .*dtypes that .* saved with",
+        ),
+        ({}, {"nu_dtype": fp8.E5M2}, "state.nu .* must be float8_e5m2 .*got float32"),
+        ({}, {"master_dtype": "remainder"}, "state.master .* must be uint16 .*got float32 .*; use the"),
+        ({"master_dtype": "remainder"}, {}, "state.master .* must be float32 .*got uint16"),
+    ],
+)
+def test_a_saved_state_in_other_dtypes(tmp_path, made, used, message):
+    params = {"w": jnp.ones((4,), jnp.bfloat16)}
+    restored = saved_and_restored(tmp_path, fp8.fused_adam(1e-3, **made).init(params))
+    with pytest.raises(ValueError, match=message):
+        fp8.fused_adam(1e-3, **used).update(params, restored, params)

@@ -69,6 +69,17 @@ def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False) -> np.floa
     return np.float32(2.0 ** (1 - int(exponent)))
 
 
+def quantize_by_tile(x, dtype, tile, scale_of=scale_from_amax) -> tuple[np.ndarray, np.ndarray]:
+    """FP8 values of a matrix and the scales of its tiles: each is cast by its own amax, as a tensor of its own."""
+    (m, n), (rows, columns) = x.shape, tile
+    values, scales = np.empty(x.shape, dtype), np.empty((m // rows, n // columns), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        part = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        scales[i, j] = scale_of(amax(x[part]), dtype)
+        values[part] = quantize(x[part], dtype, scales[i, j])[0]
+    return values, scales
+
+
 def update_state(scale, amax_history, dtypes, margin=0, algorithm="max") -> tuple[np.ndarray, np.ndarray]:
     """The delayed update of one GEMM, row by row.
 

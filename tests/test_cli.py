@@ -115,10 +115,11 @@ def test_tuning_a_preset(on_a_gpu_of_ones_own, capsys):
     for _ in range(2):  # the second finds all in the file, and shows it
         assert cli.main(["tune", "--preset", "tiny", "--batch", "4", "--microbatches", "2"]) == 0
         printed = capsys.readouterr().out
-        assert printed.count("25.0%") == 12 and str(on_a_gpu_of_ones_own) in printed
+        assert printed.count("25.0%") == 11 and str(on_a_gpu_of_ones_own) in printed
     problems = [problem for problem, _ in GemmTable.load(on_a_gpu_of_ones_own).choices]
     width, tokens = 128, 2 * 128
-    assert len(problems) == 12  # fprop, dgrad and wgrad of qkv, attention output, MLP up, MLP down
+    # fprop, dgrad and wgrad of qkv, attention output, MLP up, MLP down; a wgrad of qkv is one of the attention output's size.
+    assert len(problems) == 11
     assert {p.n for p in problems if p.m == tokens and p.has_bias} == {
         width,
         4 * width,

@@ -198,7 +198,43 @@ def long_files(root: pathlib.Path) -> list[str]:
     return broken
 
 
-RULES = (upward_imports, import_circles, misplaced_imports, private_names, mirror_gaps, operation_names, long_files)
+def decisions_by_recipe(root: pathlib.Path) -> list[str]:
+    """Questions which recipe one is, outside of the room that knows recipes; the files directly in jax_fp8/ may ask."""
+    broken = []
+    for path, tree in python_files(root, "jax_fp8"):
+        if len(path.parts) < 3 or path.parts[1] == "core":
+            continue
+        for node in ast.walk(tree):
+            asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type")
+            compares = isinstance(node, ast.Compare | ast.MatchClass)
+            if (asks or compares) and re.search(r"\b\w+Scaling\b", ast.unparse(node)):
+                broken.append(f"{path}:{node.lineno}: only core may ask which recipe one is, got {ast.unparse(node)}")
+    return broken
+
+
+def long_lines(root: pathlib.Path) -> list[str]:
+    """Lines of sources and texts that end beyond the 120th column."""
+    folders = ("jax_fp8", "csrc", "tests", "examples", "benchmarks", "docs")
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*"))]
+    sources = [path for path in paths if path.suffix in (".py", ".cc", ".cu", ".cuh", ".h")]
+    return [
+        f"{path.relative_to(root)}:{number}: must end at column 120, got {len(line)}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+
+
+RULES = (
+    upward_imports,
+    import_circles,
+    misplaced_imports,
+    private_names,
+    mirror_gaps,
+    operation_names,
+    decisions_by_recipe,
+    long_files,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -252,6 +288,16 @@ PLANTED = [
         operation_names,
         {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "jax_fp8/kernels/a.py": 'ffi_call("jax_fp8_b")'},
         "must call the target jax_fp8_a",
+    ),
+    (
+        decisions_by_recipe,
+        {"jax_fp8/ops/a.py": "def f(recipe):\n    return isinstance(recipe, CurrentScaling)"},
+        "only core may ask which recipe one is, got isinstance(recipe, CurrentScaling)",
+    ),
+    (
+        decisions_by_recipe,
+        {"jax_fp8/train/a.py": "def f(recipe):\n    return type(recipe) is DelayedScaling"},
+        "got type(recipe) is DelayedScaling",
     ),
     (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),
 ]

@@ -24,8 +24,8 @@ import numpy as np
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
-from jax_fp8.kernels.quantize import quantize_reference
 from jax_fp8.kernels.storage import (
     REMAINDER,
     master_of,

@@ -16,6 +16,7 @@ import optax
 
 from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
+from jax_fp8.core.paths import names_of
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.adam import Coefficients, Leaf, adam, adam_leaf
 from jax_fp8.kernels.amax import amax
@@ -240,8 +241,8 @@ def _all_finite(gradients, norm):
 
 
 def _requested_casts(in_place, params) -> list:
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
-    return [None if in_place is None else in_place.casts.get(path) for path in paths]
+    names = [names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
+    return [None if in_place is None else in_place.casts.get(of) for of in names]
 
 
 def _decay_mask(mask, params, tree) -> list:

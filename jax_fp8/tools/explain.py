@@ -10,7 +10,7 @@ import jax
 from jax_fp8.kernels import extension, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
-from jax_fp8.ops.linear import PLAIN_SCOPE
+from jax_fp8.ops.passes import PLAIN_SCOPE
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,16 @@ from reference import assert_close, assert_same_bits
 ENTRY = """
 using namespace jax_fp8;
 
-static NormArguments norm_of(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                             int64_t rows, int64_t cols) {
+static NormArguments norm_of(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias,
+                             double epsilon, int64_t rows, int64_t cols) {
   return {.x = x, .x_type = static_cast<SourceType>(x_type), .norm_scale = norm_scale, .norm_bias = norm_bias,
           .epsilon = static_cast<float>(epsilon), .rows = rows, .cols = cols};
 }
 
-extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                             int64_t rows, int64_t cols, const float* source, int64_t row, int64_t from_amax, int64_t format,
-                             uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* mean, float* rstd) {
+extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias,
+                             double epsilon, int64_t rows, int64_t cols, const float* source, int64_t row,
+                             int64_t from_amax, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
+                             float* scale, float* mean, float* rstd) {
   return launch_norm_quantize(
       {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols), .source = source,
        .origin = {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}, .format = static_cast<Fp8Type>(format),
@@ -33,10 +34,10 @@ extern "C" int norm_amax(const void* x, int64_t x_type, const float* norm_scale,
 }
 
 extern "C" int norm_backward(const void* dy, const void* x, const void* residual, int64_t type, const float* norm_scale,
-                             const float* mean, const float* rstd, int64_t partials, int64_t rows, int64_t cols, void* dx,
-                             float* dscale, float* dbias, float* dscale_partials, float* dbias_partials) {
-  return launch_norm_backward({dy, x, residual, static_cast<SourceType>(type), norm_scale, mean, rstd, dx, dscale, dbias,
-                               dscale_partials, dbias_partials, partials, rows, cols}, nullptr);
+                             const float* mean, const float* rstd, int64_t partials, int64_t rows, int64_t cols,
+                             void* dx, float* dscale, float* dbias, float* dscale_partials, float* dbias_partials) {
+  return launch_norm_backward({dy, x, residual, static_cast<SourceType>(type), norm_scale, mean, rstd, dx, dscale,
+                               dbias, dscale_partials, dbias_partials, partials, rows, cols}, nullptr);
 }
 """
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -120,8 +121,8 @@ def check_quantized(x, norm, dtype, scale, got):
             assert_same_bits(array, wanted)
 
 
-# Clusters of 1, 2, 4, 8 and 16 blocks, which share the columns equally or not, with rows for all of their warps or not; for float32
-# twice as many. Then rows that are too wide for float32, and shapes without vectors.
+# Clusters of 1, 2, 4, 8 and 16 blocks, which share the columns equally or not, with rows for all of their warps or not;
+# for float32 twice as many. Then rows that are too wide for float32, and shapes without vectors.
 CLUSTERS = [(16, 16), (48, 208), (32, 304), (32, 528), (32, 1024), (48, 1040), (16, 3088), (16, 5136)]
 
 
@@ -300,7 +301,8 @@ MISTAKES = {
 }  # fmt: skip
 
 
-# 48 rows in clusters of 4, of which one block has more columns than the others; in blocks of rows, what is left of slices of 64 columns.
+# 48 rows in clusters of 4, of which one block has more columns than the others; in blocks of rows, what is left of
+# slices of 64 columns.
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
     file, *change = MISTAKES[mistake]

@@ -351,7 +351,7 @@ def check_gemm(report: Report):
 
 
 def check_gemm_alpha(report: Report):
-    """alpha multiplies the product and nothing else: with operands scaled by it the product has the same bits, c being added to either."""
+    """alpha multiplies the product and not c: with operands scaled by it the product has the same bits."""
     random = np.random.default_rng(3)
     a, b, a_scale, b_scale, c = gemm_inputs(random, 256, 128, 64, (E4M3, E5M2), jnp.float32, False, True)
     for alpha in (0.25, 0.5, 4):  # powers of two: nothing is rounded on the way
@@ -418,7 +418,7 @@ def check_side_by_side(report: Report):
 
 
 def check_gemm_candidates(report: Report):
-    """Every algorithm that cuBLASLt offers is right, run after run; a rank past the list is refused, and so are all after it."""
+    """Every algorithm that cuBLASLt offers is right, run after run; a rank past the list is refused, and all after."""
     random = np.random.default_rng(6)
     kinds = (((E4M3, E4M3), jnp.bfloat16, True, False, True), ((E4M3, E5M2), jnp.float32, False, True, False))
     for shape, (types, d_dtype, has_bias, has_c, fast) in itertools.product(CANDIDATE_SHAPES, kinds):

@@ -75,7 +75,7 @@ def coefficients(step) -> Coefficients:
 
 
 def make_leaf(kind, seed) -> Leaf:
-    """A leaf in the middle of a training: nothing in it is zero but a few elements, and its scales are about to change."""
+    """A leaf in the middle of a training: nothing in it is zero but a few elements; its scales are about to change."""
     random = np.random.default_rng(seed)
 
     def normal(size):

@@ -1,4 +1,4 @@
-"""Tables of tuned GEMMs: on disk, in the context, and in the program: the right rank for the right GEMM, and rank 0 for every other."""
+"""Tables of tuned GEMMs: on disk, in the context, and in the program: the right rank for the right GEMM, else rank 0."""
 
 import json
 import pathlib
@@ -40,7 +40,7 @@ def table(candidates: dict[GemmProblem, int], device="NVIDIA H200") -> GemmTable
     return GemmTable(device, "13.1.0", tuple(choices))
 
 
-# ---- on disk ----------------------------------------------------------------------------------------------------------
+# ---- on disk ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -107,7 +107,7 @@ def test_the_default_path_names_the_machine(tmp_path, monkeypatch):
     assert default_path("NVIDIA H200", "13.1.0") == pathlib.Path.home() / ".cache" / path.relative_to(tmp_path)
 
 
-# ---- as a value -------------------------------------------------------------------------------------------------------
+# ---- as a value ------------------------------------------------------------------------------------------------------
 
 
 def test_every_field_of_a_problem_matters():
@@ -158,7 +158,7 @@ def test_no_gpu_no_table_of_this_machine():
         this_gpu()
 
 
-# ---- in the program ---------------------------------------------------------------------------------------------------
+# ---- in the program --------------------------------------------------------------------------------------------------
 
 
 def lowered_candidates(function, *args) -> list[int]:

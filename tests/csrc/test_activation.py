@@ -158,7 +158,7 @@ def run(
     activated_dtype=FORMATS[0],
     orders=ORDERS,
 ):
-    """Values, their transpose, amax, scale and, of a backward, sums and the activated tensor transposed; what is not wanted is None."""
+    """Values, transpose, amax, scale; of a backward, sums and the activated tensor transposed; None where unwanted."""
     gated = activation in plain.GATES
     function = PLAIN.index(plain.GATES.get(activation, activation))
     rows, cols = x.shape[0], x.shape[1] // (2 if gated and dy is None else 1)

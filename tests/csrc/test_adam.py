@@ -25,8 +25,8 @@ extern "C" int adam(const float* scalars, const float* scales, const uint32_t* s
     const auto storage = [&](int number) { return static_cast<Storage>(numbers[number]); };
     const auto scalar = [&](int number) { return static_cast<float*>(arrays[number]); };
     const auto bytes = [&](int number) { return static_cast<uint8_t*>(arrays[number]); };
-    const AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7), numbers[0],
-                        numbers[1], storage(2), storage(3), storage(4), storage(5), storage(6), storage(7),
+    const AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7),
+                        numbers[0], numbers[1], storage(2), storage(3), storage(4), storage(5), storage(6), storage(7),
                         numbers[8] != 0};
     entries.push_back({leaf, {scalar(8), scalar(9), scalar(10)}});
   }
@@ -170,12 +170,13 @@ ONE_KERNEL = (
 ADAM = "device/adam.cuh"
 ROOT = "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)"
 QUOTIENT = "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)"
+STEP = "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))"
 MISTAKES = {
     "no barrier": (("adam.cu", "__syncthreads();", ""), "order of threads"),
     "the swizzle is written only": (("device/tile.cuh", "chunk ^ (group >> 2)", "chunk"), "order of threads"),
     "roots as they are approximated": ((ADAM, ROOT, "root"), None),
     "quotients as they are approximated": ((ADAM, QUOTIENT, "quotient"), None),
-    "one rounding less": ((ADAM, "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))", "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
+    "one rounding less": ((ADAM, STEP, "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
     "the number of a leaf within its launch": (("adam.cu", "table.number[slot]", "slot"), None),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""csrc/norm.cu on the CPU: the cast bit for bit, from the statistics that the kernel found; statistics and gradients against float64."""
+"""csrc/norm.cu on the CPU: the cast bit for bit, from the kernel's statistics; these and gradients against float64."""
 
 from contextlib import nullcontext
 
@@ -280,13 +280,14 @@ def test_what_is_left_out_would_be_noticed(source):
         check_backward(dy, x, "layernorm", residual, [got[0], got[1], got[2] * 0])
 
 
+UNTIL = "  wait_for_cluster();  // until"
 MISTAKES = {
-    "no wait for those who have not begun": (CLUSTER, "  wait_for_cluster();  // until", "  if (block == 9) wait_for_cluster();  //"),
+    "no wait for those who have not begun": (CLUSTER, UNTIL, UNTIL.replace("wait", "if (block == 9) wait")),
     "no barrier before the parts are read": (CLUSTER, "  arrive_at_cluster();\n  wait_for_cluster();\n", ""),
-    "a block that ends early": (CLUSTER, "  wait_for_cluster();  // until", "  if (block == 2) return;\n  wait_for_cluster();  //"),
+    "a block that ends early": (CLUSTER, UNTIL, UNTIL.replace("wait", "if (block == 2) return;\n  wait")),
     "parts in the place of others": (CLUSTER, "publish(part, parts[block]", "publish(part, parts[0]"),
-    "parts of equal weight": (CLUSTER, "count[k] = static_cast<float>(first_col_of(block + 1", "count[k] = 260; (void)(first_col_of(block + 1"),
-    "no distance of means": (CLUSTER, "__fmaf_rn(__fmul_rn(count[k], distance), distance, part[k].squares)", "part[k].squares"),
+    "parts of equal weight": (CLUSTER, "count[k] = static_cast<float>(", "count[k] = 260; (void)("),
+    "no distance of means": (CLUSTER, "__fmul_rn(count[k], distance), distance, part", "0.0f, distance, part"),
     "columns beyond the end": (CLUSTER, "return col_of(v) < end;", "return end > 0;"),
     "rows beyond the end": (CLUSTER, "has_rows ? block_cols : 0", "block_cols"),
     "no barrier before the statistics are read": (CLUSTER, "  __syncwarp();", ""),
@@ -301,8 +302,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-# 48 rows in clusters of 4, of which one block has more columns than the others; in blocks of rows, what is left of
-# slices of 64 columns.
+# 48 rows in clusters of 4, one block with more columns than the others; in blocks of rows, a part of a slice of columns.
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
     file, *change = MISTAKES[mistake]

@@ -21,7 +21,7 @@ from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.adam import Coefficients, Leaf, adam, adam_leaf
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.storage import REMAINDER
-from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, flatten_field, given_masters, unflatten
+from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
 from jax_fp8.optim.updates import InPlace, NewParam
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
@@ -78,13 +78,13 @@ def fused_adam(
         tree = jax.tree.structure(params, is_leaf=is_fp8)
         masters = given_masters(master, params, tree)
         kept = [storage.init(*row) for row in zip(tree.flatten_up_to(params), masters, strict=True)]
-        return FusedAdamState(jnp.zeros((), jnp.int32), *unflatten(tree, kept))
+        return FusedAdamState.of(jnp.zeros((), jnp.int32), tree, kept)
 
     def update(updates, state, params=None, *, in_place: InPlace | None = None, grad_scale=None, **extra):
         del extra
         tree = _checked_tree(updates, params)
         gradients, params_ = tree.flatten_up_to(updates), tree.flatten_up_to(params)
-        kept = [Kept(*row) for row in zip(*(flatten_field(tree, state, name) for name in Kept._fields), strict=True)]
+        kept = state.kept(tree)
         for param, row in zip(params_, kept, strict=True):
             storage.check(param, row)
 
@@ -121,7 +121,7 @@ def fused_adam(
             results = [_new_param(param, leaf, applied) for param, leaf in zip(params_, leaves, strict=True)]
         kept = [_keep(param, leaf) for param, leaf in zip(params_, leaves, strict=True)]
         count = count if applied is None else jnp.where(applied, count, state.count)
-        return tree.unflatten(results), FusedAdamState(count, *unflatten(tree, kept))
+        return tree.unflatten(results), FusedAdamState.of(count, tree, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -125,8 +125,11 @@ GemmOperands operands_of(const GemmBuffers& buffers) {
   };
 }
 
+// By kOutOfRange, and not by the sentence, jax_fp8/tools/gemm_bench.py knows a rank that is off the list.
 ffi::Error error_of(const Failure& failure) {
-  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOperation) + ": " + failure);
+  if (!failure) return ffi::Error::Success();
+  const auto code = failure.off_the_list ? ffi::ErrorCode::kOutOfRange : ffi::ErrorCode::kInternal;
+  return ffi::Error(code, std::string(kOperation) + ": " + failure.reason);
 }
 
 ffi::Error check_count(const GemmState& state, size_t addends) {
@@ -149,9 +152,9 @@ GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, f
 ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha,
                                                      int64_t first_column, int32_t candidate) {
   if (candidate < 0 || candidate >= kMaxCandidates) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(kOperation) + ": candidate must be from 0 to " +
-                                                       std::to_string(kMaxCandidates - 1) + ", got " +
-                                                       std::to_string(candidate)));
+    return ffi::Unexpected(error_of({.reason = "candidate must be from 0 to " + std::to_string(kMaxCandidates - 1) +
+                                               ", got " + std::to_string(candidate),
+                                     .off_the_list = true}));
   }
   auto state = std::make_unique<GemmState>();
   state->has_bias = has_bias;

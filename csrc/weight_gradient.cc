@@ -92,7 +92,7 @@ GemmOperands operands_of(const WeightGradientBuffers& buffers) {
 }
 
 ffi::Error error_of(const Failure& failure) {
-  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOperation) + ": " + failure);
+  return failure ? ffi::Error::Internal(std::string(kOperation) + ": " + failure.reason) : ffi::Error::Success();
 }
 
 ffi::ErrorOr<std::unique_ptr<WeightGradientState>> instantiate() {

@@ -9,7 +9,7 @@ from reference import assert_close
 from reference import matmul as exact_product
 
 from jax_fp8.kernels import extension
-from jax_fp8.kernels.tuned_gemms import GemmProblem, ranks_in_use
+from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, GemmProblem, ranks_in_use
 from jax_fp8.tools import gemm_bench
 from jax_fp8.tools.gemm_bench import (
     B_SCALE,
@@ -141,9 +141,17 @@ def test_a_candidate_is_in_use_only_while_it_runs_and_its_failure_is_told_apart(
         assert ranks_in_use() == {problem(KINDS[0]): 4}
     assert not ranks_in_use()
     for sentence, error in (
-        (f"INTERNAL: one of the 7 {OFF_THE_LIST} 13.1.0 offers", OffTheList),
-        ("INTERNAL: no", Refused),
+        (f"{OFF_THE_LIST}: one of the 7 that cuBLASLt offers", OffTheList),
+        (f"INTERNAL: no {OFF_THE_LIST}: here", Refused),
     ):
         with pytest.raises(error) as raised, bench._using(4):
             raise jax.errors.JaxRuntimeError(f"{sentence}\nat some line")
         assert type(raised.value) is error and str(raised.value) == sentence
+
+
+@compiled
+def test_the_kernels_own_error_of_a_rank_is_known():
+    bench = GemmBench(problem(KINDS[0]))
+    arguments = h200.shapes((bench._copies[0], bench._scales[0]), h200.on_one_device())
+    with pytest.raises(OffTheList, match=f"got {MAX_CANDIDATES}"), bench._using(MAX_CANDIDATES):
+        bench._one.lower(*arguments).compile()

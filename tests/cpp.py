@@ -42,7 +42,7 @@ def number(text: str) -> int:
         assert isinstance(node, ast.Constant) and isinstance(node.value, int), f"must be made of integers, got {text}"
         return node.value
 
-    return evaluate(ast.parse(text.strip(), mode="eval").body)
+    return evaluate(ast.parse(text.replace("'", "").strip(), mode="eval").body)
 
 
 def python_name(name: str) -> str:

@@ -26,14 +26,14 @@ from jax_fp8.kernels.dispatch import Split, dispatch, gathered, pmax, psum
 from jax_fp8.kernels.scale_source import SCALAR, ScaleSource
 
 NAN_BYTE = np.uint8(0x7F)
-ROWS_PER_PARTIAL_SUM = 128  # csrc/column_sums.h says the same
+ROWS_PER_PARTIAL_SUM = 128  # as in csrc/column_sums.h
 
 # What an op makes of a matrix: the matrix itself (m, n) in FP8, its transpose (n, m), or both.
 ORIENTATIONS = ("both", "straight", "transposed")
 NOTHING = (0, 0)  # the shape of an operand or a result that a kernel does without
 
 Matrices = jax.Array | tuple[jax.Array, ...]  # (m, n), or (m, n_i) side by side
-MAX_MATRICES = 3  # queries, keys and values; csrc/quantize.h says the same
+MAX_MATRICES = 3  # queries, keys and values; as in csrc/quantize.h
 COLUMNS = "abc"  # their letters in a rule
 
 

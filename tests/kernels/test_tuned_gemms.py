@@ -2,7 +2,6 @@
 
 import re
 
-import cpp
 import h200
 import jax
 import jax.numpy as jnp
@@ -131,7 +130,3 @@ def test_a_rank_that_no_list_has_does_not_compile():
                 function.lower().compile()
     with using_ranks(Ranks({problem(): MAX_CANDIDATES - 1})):
         assert candidates_of(function.lower().compile().as_text()) == [15]
-
-
-def test_both_languages_know_the_same_number_of_candidates():
-    assert cpp.constant("gemm_plan.h", "kMaxCandidates") == MAX_CANDIDATES

@@ -35,7 +35,7 @@ def test_names_of_activations():
 
 
 def test_attributes_of_a_scale():
-    found = re.findall(r'StructMember<\w+>\("(\w+)"\)', cpp.source("scale_origin_ffi.h"))
+    found = re.findall(r'StructMember<\w+>\("(\w+)"\)', cpp.source("scale_source_ffi.h"))
     assert found == list(ScaleRule(0, None).attributes())
 
 

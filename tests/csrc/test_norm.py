@@ -22,9 +22,10 @@ extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_sc
                              int64_t rows, int64_t cols, const float* source, int64_t row, int64_t from_amax, int64_t format,
                              uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* mean, float* rstd) {
   return launch_norm_quantize(
-      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols), .source = source,
-       .origin = {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}, .format = static_cast<Fp8Type>(format),
-       .scale = scale, .results = {values, values_t, amax, mean, rstd}}, nullptr);
+      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols),
+       .source = {source, {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}},
+       .format = static_cast<Fp8Type>(format), .scale = scale,
+       .results = {values, values_t, amax, mean, rstd}}, nullptr);
 }
 
 extern "C" int norm_amax(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,

@@ -149,33 +149,9 @@ ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
   return launch_result(kBackwardAmax, launch_activation_backward_amax(inputs.value, result->typed_data<float>(), stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(quantizing, quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Attrs<ActivationAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(quantizing, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // dy
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Arg<ffi::AnyBuffer>()  // activated_scale
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // activated_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Ret<ffi::AnyBuffer>()  // sums
-                           .Ret<ffi::AnyBuffer>()  // partial_sums
-                           .Attrs<ActivationAttributes>(),
+XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize, BoundByParameters(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(measuring, amax,

@@ -198,30 +198,27 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<int32_t>("candidate"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+// Before the first launch and at every one XLA hands over the same.
+template <typename Binding>
+auto bind_buffers(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()   // a
+      .template Arg<ffi::AnyBuffer>()   // b
+      .template Arg<ffi::AnyBuffer>()   // a_scale
+      .template Arg<ffi::AnyBuffer>()   // b_scale
+      .RemainingArgs()                  // bias, c
+      .template Ret<ffi::AnyBuffer>()   // d
+      .template Ret<ffi::AnyBuffer>();  // workspace
+}
+
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
-                       ffi::Ffi::BindInitialize()
-                           .Ctx<ffi::State<GemmState>>()
-                           .Arg<ffi::AnyBuffer>()   // a
-                           .Arg<ffi::AnyBuffer>()   // b
-                           .Arg<ffi::AnyBuffer>()   // a_scale
-                           .Arg<ffi::AnyBuffer>()   // b_scale
-                           .RemainingArgs()         // bias, c
-                           .Ret<ffi::AnyBuffer>()   // d
-                           .Ret<ffi::AnyBuffer>(),  // workspace
+                       bind_buffers(ffi::Ffi::BindInitialize().Ctx<ffi::State<GemmState>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::State<GemmState>>()
-                           .Arg<ffi::AnyBuffer>()   // a
-                           .Arg<ffi::AnyBuffer>()   // b
-                           .Arg<ffi::AnyBuffer>()   // a_scale
-                           .Arg<ffi::AnyBuffer>()   // b_scale
-                           .RemainingArgs()         // bias, c
-                           .Ret<ffi::AnyBuffer>()   // d
-                           .Ret<ffi::AnyBuffer>(),  // workspace
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    execute_handler, execute,
+    bind_buffers(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::State<GemmState>>()),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

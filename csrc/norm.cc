@@ -155,21 +155,7 @@ ffi::Error norm_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
   return launch_result(kBackward, launch_norm_backward(arguments, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(quantize_handler, norm_quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Arg<ffi::AnyBuffer>()  // norm_scale
-                           .Arg<ffi::AnyBuffer>()  // norm_bias
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Ret<ffi::AnyBuffer>()  // mean
-                           .Ret<ffi::AnyBuffer>()  // rstd
-                           .Attrs<NormAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(quantize_handler, norm_quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(amax_handler, norm_amax,
                        ffi::Ffi::Bind()
@@ -181,21 +167,7 @@ XLA_FFI_DEFINE_HANDLER(amax_handler, norm_amax,
                            .Attr<float>("epsilon"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(backward_handler, norm_backward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // dy
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .Arg<ffi::AnyBuffer>()   // residual
-                           .Arg<ffi::AnyBuffer>()   // norm_scale
-                           .Arg<ffi::AnyBuffer>()   // mean
-                           .Arg<ffi::AnyBuffer>()   // rstd
-                           .Ret<ffi::AnyBuffer>()   // dx
-                           .Ret<ffi::AnyBuffer>()   // dscale
-                           .Ret<ffi::AnyBuffer>()   // dbias
-                           .Ret<ffi::AnyBuffer>()   // dscale_partials
-                           .Ret<ffi::AnyBuffer>(),  // dbias_partials
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(backward_handler, norm_backward, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

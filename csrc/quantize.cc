@@ -115,40 +115,26 @@ ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   return launch_result(kQuantizeTransposeSums, launch_quantize_transpose(arguments, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(plain, quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Attrs<ScaleRule>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(plain, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .RemainingArgs()        // further matrices
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Attrs<ScaleRule>(),
+// What both casts with a transpose begin with.
+auto bind_transposing() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()   // x
+      .Arg<ffi::AnyBuffer>()   // source
+      .RemainingArgs()         // further matrices
+      .Ret<ffi::AnyBuffer>()   // values
+      .Ret<ffi::AnyBuffer>()   // values_t
+      .Ret<ffi::AnyBuffer>()   // amax
+      .Ret<ffi::AnyBuffer>();  // scale
+}
+
+XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose, bind_transposing().Attrs<ScaleRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(summing, quantize_transpose_sums,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .RemainingArgs()        // further matrices
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
+                       bind_transposing()
                            .Ret<ffi::AnyBuffer>()  // sums
                            .Ret<ffi::AnyBuffer>()  // partial_sums
                            .Attrs<ScaleRule>(),

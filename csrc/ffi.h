@@ -125,9 +125,9 @@ inline ffi::Error launch_result(const char* operation, cudaError_t status) {
                               cudaGetErrorString(status) + "\"");
 }
 
-// The binding of a handler whose parameters say all that XLA must hand over, in order: the stream, operands, results and
-// one struct of attributes. Where XLA cannot read it off them, as for further operands or an attribute of its own, the
-// binding is written out.
+// The binding of a handler whose parameters say all that XLA must hand over, in order: the stream, operands, results
+// and one struct of attributes. Where XLA cannot read it off them, as for further operands or an attribute of its own,
+// the binding is written out.
 struct BoundByParameters {
   template <typename Function>
   auto To(Function function, std::initializer_list<ffi::Traits> traits) const {

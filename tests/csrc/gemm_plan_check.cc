@@ -5,8 +5,8 @@
 // The heuristic offers `offered` algorithms, that of rank `unsound` (-1: none) in vain; all operands lie at `address`.
 // Prints a line for the failure, and one for: whether it is one of a rank off the list, how many were requested, which
 // was run (for full alignment 100 + rank, else 200 + rank; -1 for none), how often the heuristic was asked once it was
-// prepared, and whether c and d were two addresses. Then a line of what cuBLASLt was told last: whether its operands A and
-// B are transposed, how many scales there are, and rows, columns and leading dim of d, A and B.
+// prepared, and whether c and d were two addresses. Then a line of what cuBLASLt was told last: whether its operands A
+// and B are transposed, how many scales there are, and rows, columns and leading dim of d, A and B.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>

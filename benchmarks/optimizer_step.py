@@ -280,9 +280,9 @@ def markdown(environment: dict, copy: float, steps: int, results: list[dict]) ->
     model = f"{measured['num_params']:,} parameters in {measured['leaves']} arrays. " if measured else ""
     method = (
         f"{model}bfloat16 gradients; every step casts the kernels of the GEMMs to E4M3 in both orientations. `ms a "
-        f"step` is what a program of {steps} steps adds to others in a row, divided by {steps}, the median of {RUNS}: device "
-        "time, without the host's for a call. `bytes a param` counts what a step must read and write, `launches` the "
-        "custom calls of the optimizer, `program GiB` arguments, results and scratch."
+        f"step` is what a program of {steps} steps adds to others in a row, divided by {steps}, the median of {RUNS}: "
+        "device time, without the host's for a call. `bytes a param` counts what a step must read and write, "
+        "`launches` the custom calls of the optimizer, `program GiB` arguments, results and scratch."
     )
     return "\n\n".join(
         ["# One optimizer step", tables.environment_line(environment), method, tables.table(headings, rows)]

@@ -8,9 +8,9 @@ import pytest
 
 from jax_fp8 import CurrentScaling, cli
 from jax_fp8.kernels import extension
-from jax_fp8.kernels.tuned_gemms import GemmTable
 from jax_fp8.models.gpt import GPTConfig
 from jax_fp8.tools import tune
+from jax_fp8.tools.gemm_table import GemmTable
 
 pytestmark = pytest.mark.versions
 
@@ -91,7 +91,7 @@ def test_tuning_without_a_gpu_is_one_sentence(capsys):
 class FakeTuner:
     """Knows every GEMM's best, without measuring."""
 
-    def __init__(self, problem, here):
+    def __init__(self, problem):
         self.problem = problem
 
     def error(self, candidate):

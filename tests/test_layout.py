@@ -43,7 +43,7 @@ LONG_FILES: dict[str, str] = {
     "tests/gpu/activation_check.py": "a script for a device, with its oracle beside its checks",
     "tests/gpu/adam_check.py": "a script for a device, with its oracle beside its checks",
     "tests/gpu/cross_entropy_check.py": "a script for a device, with its oracle beside its checks",
-    "tests/gpu/kernel_check.py": "a script for a device, with its oracle beside its checks",
+    "tests/gpu/kernel_check.py": "a script for a device: what several kernels share, each check beside its controls",
     "tests/gpu/norm_check.py": "a script for a device, with its oracle beside its checks",
 }
 

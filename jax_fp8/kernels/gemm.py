@@ -19,12 +19,12 @@ from jax_fp8.core.formats import E5M2
 from jax_fp8.core.fp8_array import Fp8Array, spread
 from jax_fp8.kernels.casting import check_whole_tiles
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
-from jax_fp8.kernels.tuned_gemms import GemmProblem, GemmTable, table_in_use
+from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"
 REFERENCE_SCOPE = "jax_fp8_gemm_reference"
 RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-WORKSPACE_BYTES = 32 * 2**20  # what cuBLASLt's documentation asks for on Hopper
+WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper; as in csrc/gemm_plan.h
 
 
 def matmul(
@@ -67,8 +67,8 @@ def matmul(
     if c is not None:
         operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
     settings = {"dtype": dtype, "has_bias": bias is not None, "alpha": np.float32(alpha), "columns": columns}
-    # The table is read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
-    how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "table": table_in_use()}
+    # Ranks are read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
+    how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "ranks": ranks_in_use()}
     kernel = partial(_kernel, **settings, **how) if a.scale.ndim == b.scale.ndim == 0 else None
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
     return d
@@ -85,7 +85,7 @@ def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has
 
 
 def _call(
-    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, table: GemmTable | None, columns
+    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, ranks: Ranks, columns
 ) -> jax.Array:
     (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
     problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, accumulation)
@@ -102,7 +102,7 @@ def _call(
         fast_accumulation=accumulation == "fast",
         alpha=alpha,
         first_column=np.int64(first),
-        candidate=np.int32(table.candidate(problem) if table is not None else 0),
+        candidate=np.int32(ranks.get(problem, 0)),
     )
     return d
 

@@ -22,10 +22,10 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, psum
 
-ROWS_PER_PARTIAL_SUM = 128  # csrc/column_sums.h says the same
+ROWS_PER_PARTIAL_SUM = 128  # as in csrc/column_sums.h
 
 Matrices = jax.Array | tuple[jax.Array, ...]  # (m, n), or (m, n_i) side by side
-MAX_MATRICES = 3  # queries, keys and values; csrc/quantize.h says the same
+MAX_MATRICES = 3  # queries, keys and values; as in csrc/quantize.h
 COLUMNS = "abc"  # their letters in a rule
 
 

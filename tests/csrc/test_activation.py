@@ -24,8 +24,8 @@ extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t act
                         int64_t width, const float* source, int64_t row, int64_t format, uint8_t* values,
                         uint8_t* values_t, float* amax, float* scale, float* partial, float* sums,
                         const float* activated_scale, int64_t activated_format, uint8_t* activated_t) {
-  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width), .source = source,
-                                .origin = {static_cast<int32_t>(row), false, 0, 0.0f, false},
+  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width),
+                                .source = {source, {static_cast<int32_t>(row), false, 0, 0.0f, false}},
                                 .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t,
                                 .amax = amax, .scale = scale, .sums = {sums, partial},
                                 .activated_scale = activated_scale,

@@ -23,9 +23,10 @@ extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_sc
                              int64_t from_amax, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
                              float* scale, float* mean, float* rstd) {
   return launch_norm_quantize(
-      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols), .source = source,
-       .origin = {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}, .format = static_cast<Fp8Type>(format),
-       .scale = scale, .results = {values, values_t, amax, mean, rstd}}, nullptr);
+      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols),
+       .source = {source, {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}},
+       .format = static_cast<Fp8Type>(format), .scale = scale,
+       .results = {values, values_t, amax, mean, rstd}}, nullptr);
 }
 
 extern "C" int norm_amax(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
@@ -302,13 +303,12 @@ MISTAKES = {
 }  # fmt: skip
 
 
-# 48 rows in clusters of 4, one block with more columns than the others; in blocks of rows, a part of a slice of columns.
+# 48 rows in clusters of 4, one block with more columns than the others; in blocks of rows, a part of a slice.
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
-    file, *change = MISTAKES[mistake]
-    shape, others = ((48, 1040), ()) if file == CLUSTER else ((32, 1104), NO_CLUSTERS)
+    shape, others = ((48, 1040), ()) if MISTAKES[mistake][0] == CLUSTER else ((32, 1104), NO_CLUSTERS)
     x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
-    changes = ((file, *change), *others, *ONLY_BFLOAT16)
+    changes = (MISTAKES[mistake], *others, *ONLY_BFLOAT16)
     with pytest.raises((EmulationError, AssertionError)):
         check_quantized(x, "layernorm", FORMATS[0], SCALE, quantize(x, "layernorm", changes=changes))
 

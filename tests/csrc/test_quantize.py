@@ -14,9 +14,9 @@ static QuantizeArguments arguments_of(Matrices x, int64_t x_type, const float* s
                                       int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
                                       uint8_t* values, uint8_t* values_t, float* amax, float* scale, int64_t rows,
                                       int64_t cols) {
-  return {.x = x, .x_type = static_cast<SourceType>(x_type), .source = source,
-          .origin = {static_cast<int32_t>(row), from_amax != 0, static_cast<int32_t>(margin),
-                     static_cast<float>(amax_epsilon), power_2_scale != 0},
+  const ScaleRule rule{static_cast<int32_t>(row), from_amax != 0, static_cast<int32_t>(margin),
+                       static_cast<float>(amax_epsilon), power_2_scale != 0};
+  return {.x = x, .x_type = static_cast<SourceType>(x_type), .source = {source, rule},
           .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax, .scale = scale,
           .rows = rows, .cols = cols};
 }

@@ -20,7 +20,7 @@ extern "C" int update_state(const float* recorded, uint32_t* nonfinite, int64_t 
   std::vector<StateLeaf> leaves;
   for (int i = 0; i < leaf_count; ++i) leaves.push_back({arrays[2 * i], arrays[2 * i + 1], numbers[2 * i],
                                                          numbers[2 * i + 1]});
-  const ScalingRule rule{static_cast<Fp8Type>(forward), static_cast<Fp8Type>(backward), static_cast<float>(headroom),
+  const UpdateRule rule{static_cast<Fp8Type>(forward), static_cast<Fp8Type>(backward), static_cast<float>(headroom),
                          most_recent != 0};
   return launch_update_state({leaves.data(), static_cast<int>(leaf_count), recorded, nonfinite, rule}, nullptr);
 }

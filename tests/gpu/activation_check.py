@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import plain
+import reference
 from gpu.kernel_check import (
     AMAX,
     E4M3,
@@ -30,9 +31,6 @@ from gpu.kernel_check import (
     GIVEN,
     IN_A_GRAPH,
     SOURCES,
-    oracle_amax,
-    oracle_quantize,
-    oracle_scale,
     seconds_per_call,
     twice_over_poison,
 )
@@ -164,14 +162,14 @@ def check_case(report: Report, case: Case, inputs=None):
         report.bits("deterministic", first, second, str(case))
     values, transposed, amax, scale, alone, sums, activated = runs[0]
     made = exact(case, dy, x) if case.activation in EXACT else in_float64(case, dy, x)
-    wanted = oracle_quantize(made, SCALE, case.dtype)
+    wanted = reference.quantize(made, case.dtype, SCALE)[0]
     report.bits("transpose", transposed, values.T, str(case))
     report.bits("scale", scale, SCALE, str(case))
     report.bits("amax alone", alone, amax, str(case))
     if case.activation in EXACT:
         group = "exact"
         report.bits(group, values if on_gpu() else np.abs(values), wanted if on_gpu() else np.abs(wanted), str(case))
-        report.bits(group, amax, oracle_amax(made), f"amax of {case}")
+        report.bits(group, amax, reference.amax(made), f"amax of {case}")
     elif made.size:
         group = "float64 rounded the same way"
         steps, share = steps_between(values, wanted), SHARE_EQUAL[np.dtype(case.source).name]
@@ -180,7 +178,7 @@ def check_case(report: Report, case: Case, inputs=None):
         report.expect(
             group, bool(holds), f"{case}: {np.count_nonzero(steps)} of {steps.size} differ, up to {steps.max()}"
         )
-        largest = oracle_amax(made)
+        largest = reference.amax(made)
         close = abs(amax - largest) <= largest * (1e-6 if case.source == np.float32 else 2.0**-7) or amax == largest
         report.expect(group, bool(close), f"amax of {case}: {amax} instead of {largest}")
     if activated is not None:
@@ -207,9 +205,9 @@ def check_sums(report: Report, case: Case, dy, x, results):
     """Values, amax and sums of a gradient follow from its elements, as the kernel itself makes these."""
     values, _, amax, _, _, sums, _ = results
     own = elements(case, dy, x)
-    quantized = oracle_quantize(own, SCALE, case.dtype)
+    quantized = reference.quantize(own, case.dtype, SCALE)[0]
     report.bits("sums", np.where(values == 0, 0, values), np.where(quantized == 0, 0, quantized), f"values of {case}")
-    report.bits("sums", amax, oracle_amax(own), f"amax of {case}")
+    report.bits("sums", amax, reference.amax(own), f"amax of {case}")
     error = error_of_sums(sums, own)
     report.expect("sums", bool((error <= 1).all()), f"{case}: off by up to {np.max(error, initial=0):.2g} bounds")
 
@@ -279,7 +277,7 @@ def check_another_function(report: Report):
     dy, x = case.inputs()
     values = np.asarray(jax.jit(case.everything)(dy, x, SCALE)[0])
     other = in_float64(Case("gelu_exact", False, (256, 192), ml_dtypes.bfloat16, E4M3), dy, x)
-    different = np.count_nonzero(steps_between(values, oracle_quantize(other, SCALE, E4M3)))
+    different = np.count_nonzero(steps_between(values, reference.quantize(other, E4M3, SCALE)[0]))
     report.expect("another function is noticed", different > 2 * (1 - SHARE_EQUAL["bfloat16"]) * x.size, f"{different}")
 
 
@@ -331,7 +329,7 @@ def check_orientations_and_scales(report: Report):
         from_amax = Cast.from_amax(E4M3, largest, ScaleFormula())
         activated_cast = Cast.with_scale(E4M3, ACTIVATED_SCALE)
         # By NumPy's division: XLA's on a GPU is not always rounded to nearest.
-        for cast, scale in ((row, SCALE), (from_amax, oracle_scale(largest, E4M3))):
+        for cast, scale in ((row, SCALE), (from_amax, reference.current_scale(largest, E4M3))):
             got = activation_backward_quantize(dy, x, activation, cast, activated_cast)
             given = activation_backward_quantize(dy, x, activation, Cast.with_scale(E4M3, scale), activated_cast)
             for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(given), strict=True):
@@ -378,7 +376,7 @@ def check_beyond_2_to_31_elements(report: Report):
     pair = jax.jit(lambda x: activation_quantize(x, "relu", cast))(x)
     report.bits("beyond 2**31 elements", pair.amax, np.float32(99), "amax")
     tail = np.asarray(x[-256:])
-    wanted = oracle_quantize(exact(Case("relu", False, tail.shape, tail.dtype, E4M3), tail, tail), SCALE, E4M3)
+    wanted = reference.quantize(exact(Case("relu", False, tail.shape, tail.dtype, E4M3), tail, tail), E4M3, SCALE)[0]
     report.bits("beyond 2**31 elements", pair.rowwise.values[-256:], wanted, "last rows")
     report.bits("beyond 2**31 elements", pair.columnwise.values[:, -256:], wanted.T, "last columns of the transpose")
     del pair

@@ -21,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu.kernel_check import E4M3, E5M2, oracle_amax, oracle_quantize
+import reference
+from gpu.kernel_check import E4M3, E5M2
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
@@ -105,9 +106,9 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     if leaf.cast is None:
         return updated
     weight = wide(updated.master if updated.param is None else updated.param)
-    values = oracle_quantize(weight, leaf.scale, leaf.cast.rowwise.dtype.type)
+    values = reference.quantize(weight, leaf.cast.rowwise.dtype.type, leaf.scale)[0]
     transposed = None if leaf.cast.columnwise is None else values.reshape(leaf.gradient.shape).T
-    return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, oracle_amax(weight)))
+    return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, reference.amax(weight)))
 
 
 def wide(array) -> np.ndarray:
@@ -143,7 +144,7 @@ def oracle_weight(leaf, p) -> dict:
 
 def oracle_mu(leaf, m):
     if isinstance(leaf.mu, Fp8Array):
-        return Fp8Array(oracle_quantize(m, leaf.mu_scale, leaf.mu.dtype.type), leaf.mu_scale)
+        return Fp8Array(reference.quantize(m, leaf.mu.dtype.type, leaf.mu_scale)[0], leaf.mu_scale)
     return m.astype(leaf.mu.dtype)
 
 

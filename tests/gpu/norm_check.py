@@ -19,14 +19,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import reference
 from gpu.kernel_check import (
     E4M3,
     E5M2,
     IN_A_GRAPH,
     SOURCES,
-    oracle_amax,
-    oracle_quantize,
-    oracle_scale,
     seconds_per_call,
     twice_over_poison,
 )
@@ -155,10 +153,10 @@ def check_values(report: Report, label, x, norm, got, dtype):
         report.expect("statistics", near, f"mean of {label}")
     if on_gpu():
         y = normalized(x, norm, statistics.mean, statistics.rstd)
-        report.bits("values from the kernel's statistics", values.values, oracle_quantize(y, SCALE, dtype), label)
-        report.bits("amax from the kernel's statistics", amax, oracle_amax(y), label)
+        report.bits("values from the kernel's statistics", values.values, reference.quantize(y, dtype, SCALE)[0], label)
+        report.bits("amax from the kernel's statistics", amax, reference.amax(y), label)
     y = normalized(x, norm, mean.astype(np.float32), rstd.astype(np.float32))
-    wanted = oracle_quantize(y, SCALE, dtype)
+    wanted = reference.quantize(y, dtype, SCALE)[0]
     apart = steps_apart(values.values, wanted)
     distance = np.abs(np.asarray(values.values, np.float32) - wanted.astype(np.float32)).reshape(-1) * SCALE
     far = int(np.sum((apart > 1) & (distance > CANCELLED)))
@@ -193,7 +191,7 @@ def check_forward_controls(report: Report):
         "not rounded": normalized(x.astype(np.float32), norm, *given),
     }
     for what, y in wrong.items():
-        differ = float(np.mean(steps_apart(pair.rowwise.values, oracle_quantize(y, SCALE, E4M3)) != 0))
+        differ = float(np.mean(steps_apart(pair.rowwise.values, reference.quantize(y, E4M3, SCALE)[0]) != 0))
         report.expect("controls of values", differ > 1e-3, f"{what}: only {differ:.1e} of the values change")
     for n in (2048, 32768):
         x, norm = draw(1, (16, n), jnp.bfloat16), parameters("layernorm", n)
@@ -218,8 +216,8 @@ def check_special_values(report: Report):
             report.bits("special values", values[5], bytes_of_nan, f"NaN of {label}")
             if on_gpu():
                 y = normalized(x, norm, statistics.mean, statistics.rstd)
-                report.bits("special values", values, oracle_quantize(y, SCALE, E4M3), f"all of {label}")
-                report.bits("special values", amax, oracle_amax(y), f"amax of {label}")
+                report.bits("special values", values, reference.quantize(y, E4M3, SCALE)[0], f"all of {label}")
+                report.bits("special values", amax, reference.amax(y), f"amax of {label}")
 
 
 def check_current_scaling(report: Report):
@@ -232,7 +230,7 @@ def check_current_scaling(report: Report):
         return pair.rowwise, amax
 
     for quantized, amax in twice_over_poison(run, x):
-        report.bits("current scaling", quantized.scale, oracle_scale(amax, E4M3).astype(np.float32), "its scale")
+        report.bits("current scaling", quantized.scale, reference.current_scale(amax, E4M3), "its scale")
         largest = np.max(np.abs(quantized.values.astype(np.float32)))
         report.expect("current scaling", largest == 448, f"the largest is {largest} instead of 448")
 

@@ -1,8 +1,9 @@
-"""Parameters split over a `tensor` axis as they are: queries, keys and values by heads, gate and up by columns, out and down by rows.
+"""Parameters split over a `tensor` axis as they are: queries, keys and values by heads, gate and up by columns,
+out and down by rows.
 
-A shard of a layer is the same layer with fewer heads or hidden features, and the sum of the shards' results is the layer's. On CPU devices this is
-computed; for four H200s it is compiled, and nothing may be gathered, exchanged or permuted on the way: the only communication is the
-sum of partial results, forward and backward.
+A shard of a layer is the same layer with fewer heads or hidden features, and the sum of the shards' results is the
+layer's. On CPU devices this is computed; for four H200s it is compiled, and nothing may be gathered, exchanged or
+permuted on the way: the only communication is the sum of partial results, forward and backward.
 """
 
 from functools import partial
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_fp8 as fp8
 from jax_fp8.core.paths import map_with_names
 from jax_fp8.kernels import extension
+from jax_fp8.ops import passes
 
 REASON = h200.missing_reason() or extension.missing_reason()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -107,6 +109,12 @@ def test_heads_that_were_cut_apart_would_be_noticed():
         reference.assert_close(y, module.apply({"params": params}, x), "float32")
 
 
+@pytest.fixture
+def every_kernel_has_its_wgrad(monkeypatch):
+    """As in a model of a size that pays: these are too small."""
+    monkeypatch.setattr(passes, "SMALLEST_WGRAD", 0)
+
+
 def compile_sharded(make, recipe) -> h200.Program:
     mesh = h200.mesh(tensor=SHARDS)
     x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.bfloat16, sharding=h200.on_mesh(mesh))
@@ -129,7 +137,9 @@ def gemm_shapes(program) -> list[tuple]:
 
 
 def permuted(program, *widths) -> list[str]:
-    """What moves an array of all tokens and so many features, or a kernel of so many: copies, transposes, parts put together."""
+    """What moves an array of all tokens and so many features, or a kernel of so many:
+    copies, transposes, parts put together.
+    """
     moving = ("copy", "transpose", "concatenate", "slice", "dynamic-slice", "all-to-all")
     features = {(TOKENS, width) for width in widths} | {(width, TOKENS) for width in widths}
     features |= {(WIDTH, width) for width in widths} | {(width, WIDTH) for width in widths}
@@ -140,7 +150,7 @@ def permuted(program, *widths) -> list[str]:
 @pytest.mark.parametrize(
     "recipe", [fp8.CurrentScaling(), fp8.CurrentScaling(split_accumulator=())], ids=["split", "fast"]
 )
-def test_queries_keys_and_values_are_split_by_heads(recipe):
+def test_queries_keys_and_values_are_split_by_heads(recipe, every_kernel_has_its_wgrad):
     program = compile_sharded(attention, recipe)
     assert {reduction.opcode.removesuffix("-start") for reduction in program.collectives} == {"all-reduce"}
     assert not program.all_gathers
@@ -154,7 +164,7 @@ def test_queries_keys_and_values_are_split_by_heads(recipe):
 
 
 @compiled
-def test_gate_and_up_are_split_by_columns():
+def test_gate_and_up_are_split_by_columns(every_kernel_has_its_wgrad):
     program = compile_sharded(mlp, fp8.CurrentScaling())
     assert {reduction.opcode.removesuffix("-start") for reduction in program.collectives} == {"all-reduce"}
     hidden = HIDDEN // SHARDS
@@ -166,7 +176,9 @@ def test_gate_and_up_are_split_by_columns():
 
 @compiled
 def test_one_kernel_of_all_columns_could_not_be_split():
-    """Negative control: a quarter of the columns of `queries, keys, values` in one kernel holds no head's three parts; they must be gathered."""
+    """Negative control: a quarter of the columns of `queries, keys, values` in one kernel holds no head's three parts;
+    they must be gathered.
+    """
     mesh, width = h200.mesh(tensor=SHARDS), (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
     def local_heads(kernel, x):
@@ -188,15 +200,24 @@ def test_one_kernel_of_all_columns_could_not_be_split():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_other_meshes_split_kernels_give_the_same_bits(axis_type):
-    """Where an op does not run on shards of its own, kernels side by side are cast where they lie, and gathered in FP8."""
+    """Where an op does not run on shards of its own, kernels side by side are cast where they lie,
+    and gathered in FP8.
+    """
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), ("tensor",), axis_types=(axis_type,))
     (x, _), layer = inputs(), mlp(fp8.CurrentScaling())
     params = layer.init(jax.random.key(0), x)["params"]
     expected = jax.jit(lambda params, x: layer.apply({"params": params}, x))(params, x)
     with jax.set_mesh(mesh):
         by_columns = {name: {"kernel": P(None, "tensor")} for name in ("gate", "up")}
-        placed = {name: jax.tree.map(lambda leaf, name=name: jax.device_put(leaf, NamedSharding(
-            mesh, by_columns[name]["kernel"] if name in by_columns else P())), tree) for name, tree in params.items()}  # fmt: skip
+        placed = {
+            name: jax.tree.map(
+                lambda leaf, name=name: jax.device_put(
+                    leaf, NamedSharding(mesh, by_columns[name]["kernel"] if name in by_columns else P())
+                ),
+                tree,
+            )
+            for name, tree in params.items()
+        }
         got = jax.jit(lambda params, x: layer.apply({"params": params}, x))(placed, x)
     reference.assert_same_bits(np.asarray(got), np.asarray(expected))
 

@@ -1,9 +1,11 @@
-"""The cast at the end of every kernel that makes FP8: what the kernel is told, what the reference does, how a pair comes out.
+"""The cast at the end of every kernel that makes FP8:
+what the kernel is told, what the reference does, how a pair comes out.
 
     values = saturate(f32(x) * (1 / scale)), rounded once to nearest even
 
-Overflow and ±inf saturate to ±fp8_max; NaN becomes the one byte 0x7F. A producer (a matrix as it is, a norm, an activation) is followed by this
-cast in the same pass. Its results are a `Fp8Pair`, the orientations that are wanted, as a list of arrays:
+Overflow and ±inf saturate to ±fp8_max; NaN becomes the one byte 0x7F. A producer (a matrix as it is, a norm, an
+activation) is followed by this cast in the same pass.
+Its results are a `Fp8Pair`, the orientations that are wanted, as a list of arrays:
 
     the matrices, the amax f32[], and one scale f32[], or by tile one array of scales for each matrix
 
@@ -33,12 +35,14 @@ ORIENTATIONS = ("both", "rowwise", "columnwise")
 
 
 def check_cast(cast: Cast, x_dtype: jax.typing.DTypeLike) -> Cast:
-    """The cast as kernels can follow it, if they can cast from this dtype: a formula that they do not know is computed here."""
+    """The cast as kernels can follow it, if they can cast from this dtype:
+    a formula that they do not know is computed here.
+    """
     fp8_max(cast.rule.dtype)  # says what it must be
     if x_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x_dtype}; cast first")
     rule = cast.rule
-    if rule.tile is not None or rule.formula is None or isinstance(rule.formula, ScaleFormula):
+    if rule.tile is not None or rule.formula is None or type(rule.formula) is ScaleFormula:
         return cast
     return Cast.with_scale(rule.dtype, rule.scale(cast.source))
 
@@ -89,7 +93,9 @@ def check_whole_tiles(split: Split, *dims: str) -> None:
 
 @dataclass(frozen=True)
 class PairResults:
-    """How a pair comes out of a kernel or its reference: a list of arrays, by a rule, in "both" orientations or one of them."""
+    """How a pair comes out of a kernel or its reference: a list of arrays, by a rule,
+    in "both" orientations or one of them.
+    """
 
     rule: CastRule
     orientations: str = "both"
@@ -109,7 +115,9 @@ class PairResults:
         return ", ".join([*self.wanted(rowwise, columnwise), "", *scales])
 
     def shapes(self, shape: tuple[int, int]) -> list[jax.ShapeDtypeStruct]:
-        """What a kernel returns for a matrix (m, n): both orientations, NOTHING for one that is not wanted; amax and scale."""
+        """What a kernel returns for a matrix (m, n): both orientations, NOTHING for one that is not wanted;
+        amax and scale.
+        """
         rowwise = NOTHING if self.orientations == "columnwise" else shape
         columnwise = NOTHING if self.orientations == "rowwise" else shape[::-1]
         matrices = (jax.ShapeDtypeStruct(dims, self.rule.dtype) for dims in (rowwise, columnwise))

@@ -9,8 +9,9 @@ xᵀ and w for the backward, in FP8.
 
 The kernel may be several, side by side: (k, n_i), each a parameter of its own, as queries, keys and values or gate and up are. They are
 cast into one pair (k, n), and every tensor that another GEMM reads as a whole is one array. What goes separate ways is made apart: the result by
-one fprop a kernel, where an op wants it in parts, and the gradients by one wgrad a kernel, written where they belong. Nothing is cut
-from an array or put together in one; the gradients of the parts are cast side by side into one dy.
+one fprop a kernel, where an op wants it in parts, and the gradients by one wgrad a kernel, written where they belong. Nothing large is
+cut from an array or put together in one; the gradients of the parts are cast side by side into one dy. Kernels so small that their gradients
+would leave most of a GPU idle share a wgrad, and its result is cut.
 
 None of this differentiates: an op owns one `custom_vjp` around its passes, and a quantized value never crosses its boundary.
 """
@@ -40,6 +41,8 @@ from jax_fp8.kernels.quantize import (
 )
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
+# Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy, in tiles of 128 x 256.
+SMALLEST_WGRAD = 2**21
 CAST_SCOPE = "cast_weights"  # every cast of a weight, but for those that the optimizer makes on its way
 
 
@@ -246,24 +249,34 @@ def _joined(arrays, dtype) -> Any:
     return cast[0] if len(cast) == 1 else jnp.concatenate(cast, axis=-1)
 
 
+def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:
+    """Whether the gradients of kernels (k, n_i) side by side are made by one GEMM, whose result is cut.
+
+    Each alone would leave most of the GPU idle. Such gradients are not added to a sum by their GEMM.
+    """
+    return len(widths) > 1 and in_features * min(widths) < SMALLEST_WGRAD
+
+
 def _kernel_gradients(residual, dy_transposed, likes, gemm, widths) -> tuple[Any, ...]:
     """dw of each kernel, or None for those that were added to their sums."""
     product = partial(matmul, residual.x_transposed, dy_transposed, accumulation=gemm.accumulation("wgrad"))
-    columns = [None] if len(widths) == 1 else list(_columns(widths))
-    if gemm.record.gradient is None:
-        return tuple(
-            _kernel_gradient(partial(product, columns=of), like) for of, like in zip(columns, likes, strict=True)
-        )
     sums = gemm.record.gradient
+    if sums is None and share_wgrad(residual.kernel.shape[0], widths):
+        whole = product(dtype=likes[0].dtype if likes[0].dtype in RESULT_DTYPES else jnp.float32)
+        pieces = zip(split_columns(whole, widths), likes, strict=True)
+        return tuple(like.place(piece.astype(like.dtype)) for piece, like in pieces)
+    columns = [None] if len(widths) == 1 else list(_columns(widths))
+    if sums is None:
+        return tuple(_written_as(like, partial(product, columns=of)) for of, like in zip(columns, likes, strict=True))
     for ref, of in zip(sums.refs, columns, strict=True):
         total = ref[...]
         added = product(columns=of, dtype=jnp.float32, c=total, alpha=sums.weight)
         ref[...] = Like.of(total).place(added)
-    return (None,) * len(columns)
+    return (None,) * len(widths)
 
 
-def _kernel_gradient(product, like) -> jax.Array:
-    """Rounded by the GEMM itself where it can."""
+def _written_as(like, product) -> jax.Array:
+    """A gradient, rounded by the GEMM itself where it can."""
     written = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
     return like.place(product(dtype=written).astype(like.dtype))
 

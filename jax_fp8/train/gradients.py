@@ -2,8 +2,8 @@
 
     variables ─a recorder beside each GEMM─ loss, backward → loss, gradients of params; amaxes, staged in the FP8 state
 
-`value_and_grad` puts a `Recorder` (core/recorder.py) beside the state of every GEMM, differentiates, and reads what the layers left there. Gradients
-that add up over microbatches come back the same way, in `accumulate_grads`.
+`value_and_grad` puts a `Recorder` (core/recorder.py) beside the state of every GEMM, differentiates, and reads what the
+layers left there. Gradients that add up over microbatches come back the same way, in `accumulate_grads`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,19 +17,22 @@ import numpy as np
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder, listing
 from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, stage_joined
+from jax_fp8.ops.passes import share_wgrad
 
 
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """Like `jax.value_and_grad` over the params of a variable dict, and hands back the FP8 state with this pass's amaxes staged.
+    """Like `jax.value_and_grad` over the params of a variable dict,
+    and hands back the FP8 state with this pass's amaxes staged.
 
     Args:
-      loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`. `variables` is a Flax variable dict.
+      loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
+        `variables` is a Flax variable dict.
       has_aux: as in `jax.value_and_grad`.
 
     Returns:
-      A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`. `grads` matches
-      `variables["params"]`; `fp8_state` is `variables["fp8"]` with slot 0 of each history raised to the amaxes of this pass, to be
-      finished by `update_state`, or {} where there is no state.
+      A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`.
+      `grads` matches `variables["params"]`; `fp8_state` is `variables["fp8"]` with slot 0 of each history raised to the
+      amaxes of this pass, to be finished by `update_state`, or {} where there is no state.
     """
 
     record = value_grads_and_amaxes(loss_fn, has_aux)
@@ -42,7 +45,8 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_current: bool = False) -> Callable:
-    """`value_and_grad` that hands back the amaxes of its pass alone, f32[rows], for `finish_step`: a step then stages none.
+    """`value_and_grad` that hands back the amaxes of its pass alone, f32[rows], for `finish_step`:
+    a step then stages none.
 
     With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
     """
@@ -58,11 +62,12 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
 def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = ()) -> Callable:
     """`value_grads_and_amaxes` that adds the gradients to sums: `sums + weight * grads`.
 
-    The kernels of a GEMM with FP8 state, or of one of `gemms` for recipes without state (see `list_gemms`), are added up by the GEMMs that compute
-    their gradients, in place, unless the layer is stacked by `nn.scan`.
+    The kernels of a GEMM with FP8 state, or of one of `gemms` for recipes without state (see `list_gemms`), are added
+    up by the GEMMs that compute their gradients, in place, unless the layer is stacked by `nn.scan`.
 
     Returns:
-      A function of `(variables, sums, *args)` that returns `(loss, sums, amaxes)`. `sums` matches `variables["params"]`, float32; `amaxes`: f32[rows].
+      A function of `(variables, sums, *args)` that returns `(loss, sums, amaxes)`. `sums` matches
+      `variables["params"]`, float32; `amaxes`: f32[rows].
     """
 
     def run(variables, sums, *args, **kwargs):
@@ -73,8 +78,8 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
                 put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None)})
         value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
 
-        # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings what
-        # reached the kernel on another way, as a rule nothing.
+        # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
+        # what reached the kernel on another way, as a rule nothing.
         def merge(path, total, gradient):
             total = added[path][...] if path in added else total
             return total + np.float32(weight) * gradient.astype(jnp.float32)
@@ -85,18 +90,27 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
 
 
 def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerPath]:
-    """The layers whose GEMMs run in FP8, by path, found by tracing the loss: recipes without state leave no other trace of them in the variables."""
+    """The layers whose GEMMs run in FP8, by path, found by tracing the loss:
+    recipes without state leave no other trace of them in the variables.
+    """
     with listing() as found:
         jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
     return list(found)
 
 
 def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
-    """The kernels whose gradients `accumulate_grads` leaves to their GEMMs, and not to an addition after it: matrices, not stacked by `nn.scan`."""
+    """The kernels whose gradients `accumulate_grads` leaves to their GEMMs, and not to an addition after it.
+
+    They are matrices, not stacked by `nn.scan`, and large enough for a GEMM of their own.
+    """
     paths = [*gemms]
     map_gemms_with_path(lambda path, _: paths.append(path), fp8_state)
-    kernels = dict.fromkeys(kernel for path in paths for kernel in kernel_paths(path))
-    return [kernel for kernel in kernels if getattr(at_path(sums, kernel), "ndim", None) == 2]
+    added: dict[LayerPath, None] = {}
+    for path in paths:
+        shapes = [getattr(at_path(sums, kernel), "shape", ()) for kernel in kernel_paths(path)]
+        if all(len(shape) == 2 for shape in shapes) and not share_wgrad(shapes[0][0], tuple(n for _, n in shapes)):
+            added |= dict.fromkeys(kernel_paths(path))
+    return list(added)
 
 
 def _sums_of(gemm, added) -> tuple[ByIdentity, ...]:
@@ -120,7 +134,8 @@ def _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs):
 def _fp8_state(variables) -> Mapping:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise ValueError(
-            f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; pass {{"params": ..., "fp8": ...}}'
+            f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; '
+            f'pass {{"params": ..., "fp8": ...}}'
         )
     return variables.get("fp8", {})
 

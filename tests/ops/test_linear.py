@@ -1,4 +1,6 @@
-"""`linear`: exactly its three GEMMs of quantized operands, close to the layer without FP8, and what it keeps for its backward."""
+"""`linear`: exactly its three GEMMs of quantized operands, close to the layer without FP8,
+and what it keeps for its backward.
+"""
 
 import functools
 import re
@@ -16,6 +18,7 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
+from jax_fp8.ops import passes
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.passes import LinearParameters
 
@@ -244,10 +247,12 @@ def side_by_side(parameters, widths) -> LinearParameters:
     return LinearParameters(*(in_parts(leaf, widths) for leaf in (parameters.kernel, parameters.bias)))
 
 
+@pytest.mark.parametrize("smallest_wgrad", [0, 2**30], ids=["wgrads", "one wgrad"])
 @pytest.mark.parametrize("gemm", [current(), delayed(scales()), None], ids=["current", "delayed", "plain"])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_kernels_side_by_side_are_one_kernel(widths, gemm):
+def test_kernels_side_by_side_are_one_kernel(widths, gemm, smallest_wgrad, monkeypatch):
     """To the bit, with a result a kernel and the gradients of each where they belong."""
+    monkeypatch.setattr(passes, "SMALLEST_WGRAD", smallest_wgrad)
     y, amaxes, dx, gradients = run(gemm)
     expected = in_parts(y, widths), amaxes, dx, side_by_side(gradients, widths)
     got = run(gemm, parameters=side_by_side(PARAMETERS, widths), dy=in_parts(DY, widths))
@@ -292,7 +297,10 @@ def test_only_the_named_gemms_split_their_accumulator(split_accumulator, with_ke
 
 
 def test_rows_must_be_a_multiple_of_16_for_the_gradient():
-    message = r"mlp/up: the weight gradient contracts over batch \* sequence, which must be a multiple of 16, got 15; change the batch"
+    message = (
+        r"mlp/up: the weight gradient contracts over batch \* sequence, which must be a multiple of 16, got 15; "
+        "change the batch"
+    )
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: run(current(), x=array(0, 15, K), dy=array(0, 15, N)))
     assert jax.eval_shape(lambda: linear(array(0, 15, K), PARAMETERS, current()))[0].shape == (

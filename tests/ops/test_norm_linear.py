@@ -1,4 +1,6 @@
-"""`norm_linear` is `linear` after `normalize`, to the bit; close to the layers without FP8; and keeps no normalized tensor."""
+"""`norm_linear` is `linear` after `normalize`, to the bit; close to the layers without FP8;
+and keeps no normalized tensor.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""`norm_mlp` is norm, linear, activation and linear, to the bit; close to the MLP without FP8; and keeps FP8 where it can."""
+"""`norm_mlp` is norm, linear, activation and linear, to the bit; close to the MLP without FP8;
+and keeps FP8 where it can.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -16,14 +16,10 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.state import initial_state
+from jax_fp8.ops import passes
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.passes import LinearParameters
-from jax_fp8.train.gradients import (
-    accumulate_grads,
-    added_by_gemms,
-    value_and_grad,
-    value_grads_and_amaxes,
-)
+from jax_fp8.train.gradients import accumulate_grads, added_by_gemms, value_and_grad, value_grads_and_amaxes
 
 pytestmark = pytest.mark.versions
 
@@ -258,10 +254,8 @@ def test_a_plain_gradient_is_the_same_and_stages_nothing():
     [({"fp8": {}}, r"a dict with \['fp8'\]"), ({}, r"a dict with \[\]"), ([1.0], "list"), (jnp.ones(2), "ArrayImpl")],
 )
 def test_variables_without_params_are_refused(variables, arrived):
-    with pytest.raises(
-        ValueError,
-        match=rf'must take a variable dict with "params" first, got {arrived}; pass \{{"params": ..., "fp8": ...\}}',
-    ):
+    message = rf'must take a variable dict with "params" first, got {arrived}; pass \{{"params": ..., "fp8": ...\}}'
+    with pytest.raises(ValueError, match=message):
         value_and_grad(one_use)(variables)
 
 
@@ -305,8 +299,10 @@ def test_which_gradients_add_up_in_their_gemms():
     assert added_by_gemms({}, params, [("dense",), ("other",)]) == [("dense", "kernel")]
 
 
-def test_the_gradients_of_kernels_side_by_side_add_up_in_their_gemm():
+@pytest.mark.parametrize("smallest_wgrad", [0, 2**30], ids=["wgrads", "one wgrad"])
+def test_the_gradients_of_kernels_side_by_side_add_up(smallest_wgrad, monkeypatch):
     """One GEMM, two kernels, and a loss that uses one of them on another way too."""
+    monkeypatch.setattr(passes, "SMALLEST_WGRAD", smallest_wgrad)
     params = {name: {"kernel": array(seed, FEATURES, 32).astype(jnp.float32)} for seed, name in enumerate("ab")}
 
     def loss_fn(variables, x, dy):
@@ -318,7 +314,8 @@ def test_the_gradients_of_kernels_side_by_side_add_up_in_their_gemm():
 
     x, dy = array(1, 16, FEATURES), array(2, 16, 32)
     variables = {"params": params, "fp8": {"a+b": initial_state(RECIPE, jnp.float32(4))}}
-    assert added_by_gemms(variables["fp8"], params) == [("a", "kernel"), ("b", "kernel")]
+    by_gemm = [] if smallest_wgrad else [("a", "kernel"), ("b", "kernel")]
+    assert added_by_gemms(variables["fp8"], params) == by_gemm
     start = jax.tree.map(lambda p: jnp.full(p.shape, 3.0), params)
     _, sums, amaxes = jax.jit(accumulate_grads(loss_fn, 0.5))(variables, start, x, dy)
     _, grads, state = jax.jit(value_and_grad(loss_fn))(variables, x, dy)

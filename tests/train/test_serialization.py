@@ -1,4 +1,6 @@
-"""`flax.serialization` of FP8 arrays, pairs and training states: through bytes and back to the same bits, or one sentence."""
+"""`flax.serialization` of FP8 arrays, pairs and training states:
+through bytes and back to the same bits, or one sentence.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -19,9 +19,9 @@ batches in the same order, and the same optimizer:
     frozen    DelayedScaling whose scales are overwritten, after every step, with one wrong constant
     reseeded  recipe=None from other initial parameters: how far two runs of one recipe are apart; not judged
 
-PASS means: after the last step the validation losses of the FP8 runs are within 1 % of that of bf16, and that of frozen is
-more than 1 % worse, so that the check is known to be able to fail; without it, or without an FP8 run, INCOMPLETE. The control stops after `--control-steps`
-and is compared with bf16 at that step. The exit status is 0 for PASS, else 1.
+PASS means: after the last step the validation losses of the FP8 runs are within 1 % of that of bf16, and that of frozen
+is more than 1 % worse, so that the check is known to be able to fail; without it, or without an FP8 run, INCOMPLETE.
+The control stops after `--control-steps` and is compared with bf16 at that step. The exit status is 0 for PASS, else 1.
 """
 
 import argparse
@@ -249,8 +249,8 @@ def write_results(output: pathlib.Path, runs: dict[str, Run], settings: Settings
         f"{title}. {tables.environment_line(found)}",
         f"Text: {description}.",
         tables.table(headings, lines),
-        f"`frozen` is delayed scaling with every scale set to {settings.frozen_scale:g} after each step; `reseeded` is bf16 from other "
-        "initial parameters, and shows how far runs of one recipe are apart.",
+        f"`frozen` is delayed scaling with every scale set to {settings.frozen_scale:g} after each step; "
+        "`reseeded` is bf16 from other initial parameters, and shows how far runs of one recipe are apart.",
         "![loss curves](convergence.png)",
     ]
     tables.write(output / "convergence.md", "\n\n".join(sections))
@@ -303,7 +303,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
         if settings.control_steps % settings.evaluate_every:
             raise ValueError(
-                f"--control-steps must be a multiple of --evaluate-every {settings.evaluate_every}, got {settings.control_steps}"
+                f"--control-steps must be a multiple of --evaluate-every {settings.evaluate_every}, "
+                f"got {settings.control_steps}"
             )
         data = prepare(settings, options.data, options.cache)
     except ValueError as error:

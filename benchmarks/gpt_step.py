@@ -4,10 +4,10 @@
     python benchmarks/gpt_step.py --shapes 1.3b --variants bf16 delayed --profile
     python benchmarks/gpt_step.py --self-test                  # a tiny model on any machine; its times mean nothing
 
-Every variant does the same work in its own process: the same shapes, random tokens, float32 parameters (of one variant in
-two halves) and float32 AdamW. Each process times its first step (compilation and, for FP8, the warm start), then after the warmup the median
-of `--steps` steps with a wait after each, then the same number dispatched without waiting. A variant that fails is a
-row that says so, and the exit status is 1.
+Every variant does the same work in its own process: the same shapes, random tokens, float32 parameters (of one variant
+in two halves) and float32 AdamW. Each process times its first step (compilation and, for FP8, the warm start), then
+after the warmup the median of `--steps` steps with a wait after each, then the same number dispatched without waiting.
+A variant that fails is a row that says so, and the exit status is 1.
 
     parent ──job as JSON──→ python gpt_step.py --job ... ──measurement as JSON──→ table
 """
@@ -189,7 +189,8 @@ def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results:
     if measured:
         sections.append(tables.environment_line(measured[0]["environment"]))
     sections.append(
-        "One fresh process a variant, all in one run; random tokens, float32 parameters (bfloat16 with remainders are those in two halves) and AdamW, no remat. "
+        "One fresh process a variant, all in one run; random tokens, float32 parameters "
+        "(bfloat16 with remainders are those in two halves) and AdamW, no remat. "
         f"`ms a step` is the median of {jobs[0][1].steps} steps after {WARMUP_STEPS} of warmup with a wait after each; "
         "`ms, not waiting` dispatches as many and waits once. `first step` holds compilation and the FP8 warm start."
     )

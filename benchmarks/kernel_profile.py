@@ -5,7 +5,8 @@ optimized HLO of the same program says what they are: the trace event's `hlo_op`
 the instruction, whose result type shows FP8 outputs and whose `op_name` shows the JAX scope it came from. So
 
     trace event ─name→ library kernel (GEMM, attention, ours, copy)
-                └hlo_op→ instruction ─result type, op_names→ quantize | optimizer | loss | norms, activations | other fusions
+                └hlo_op→ instruction ─result type, op_names→ quantize | optimizer | loss |
+                                                       norms, activations | other fusions
 
 Traced steps run without CUDA graphs (XLA turns command buffers off under the profiler), so every kernel is seen; gaps
 between them are wider than in a timed step, which is why the tables count kernel time and give the idle time apart.
@@ -51,7 +52,9 @@ _COMPUTATION = re.compile(r"^\s*%?([\w.\-]+) \((.*)\) -> ")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """What the optimized HLO says about one kernel: result type, JAX scope, the scopes of what is fused into it, and whether it reads FP8."""
+    """What the optimized HLO says about one kernel: result type, JAX scope, the scopes of what is fused into it,
+    and whether it reads FP8.
+    """
 
     result: str
     op_name: str

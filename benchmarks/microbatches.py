@@ -1,10 +1,10 @@
 """What microbatches, the weight cache and CUDA graphs cost and gain: the time of one microbatch in a step of many.
 
-    python benchmarks/microbatches.py                                # both shapes and a small model: about 8 minutes on one H200
-    python benchmarks/microbatches.py --variants --long-run 1000     # nothing but a long run of the small model
-    python benchmarks/microbatches.py --self-test                    # a tiny model on any machine; its times mean nothing
+    python benchmarks/microbatches.py                   # both shapes and a small model: about 8 minutes on one H200
+    python benchmarks/microbatches.py --variants --long-run 1000  # nothing but a long run of the small model
+    python benchmarks/microbatches.py --self-test                 # a tiny model on any machine; its times mean nothing
 
-A shape's programs are compiled before anything is timed; then those with the same number of microbatches take turns, so that a drift hits them all.
+Programs are compiled before anything is timed; those of as many microbatches take turns: a drift hits them all.
 
     random tokens, one state ─→ cached, uncached, launches, caller, cached, uncached, ... ─→ medians ─→ table
 """
@@ -48,15 +48,20 @@ SCANNED = {  # whether the weights are cast once a step, and options of XLA
 VARIANTS = (*SCANNED, "caller", "small")
 FIGURES = ("ms_a_microbatch", "host_ms", "waited_ms")
 SMALL, LONG_RUN = "A small model", "A long run"
-METHOD = """Random tokens, float32 parameters, `fused_adamw`, `DelayedScaling()` unless said otherwise; `warm_start=False` saves compiling twice and changes no time
-after step 1. Variants take turns on one state: a step untimed, one with the device idle, then a row with one step queued ahead, as a training loop runs.
+METHOD = """Random tokens, float32 parameters, `fused_adamw`, `DelayedScaling()` unless said otherwise; \
+`warm_start=False` saves compiling twice and changes no time
+after step 1. Variants take turns on one state: a step untimed, one with the device idle, then a row with one step \
+queued ahead, as a training loop runs.
 Medians; all samples are in the JSON file.
 
-- `cached`: ms a microbatch, from the end of one step to the end of the next in a row; the weights are cast once a step, and the step is one CUDA graph.
-- `uncached`: the same with the weights cast in every microbatch; for one microbatch both are the same program, so that `difference` there is noise.
+- `cached`: ms a microbatch, from the end of one step to the end of the next in a row; the weights are cast once a \
+step, and the step is one CUDA graph.
+- `uncached`: the same with the weights cast in every microbatch; for one microbatch both are the same program, so \
+that `difference` there is noise.
 - `no graph`: `cached` without CUDA graphs, every kernel launched by the host.
 - `caller`: one call a microbatch (`accumulate_step`) and one for the optimizer (`apply_step`), each a CUDA graph.
-- `host`: ms until the call of a whole `cached` step returned, the device being idle; beside it the same of `no graph`, and of all calls of `caller`.
+- `host`: ms until the call of a whole `cached` step returned, the device being idle; beside it the same of \
+`no graph`, and of all calls of `caller`.
 - `waited`: ms until that step was done."""
 
 
@@ -90,10 +95,8 @@ def say(line: str) -> None:
 
 
 def compile_programs(training: Training, chosen: dict[str, set[int]]) -> dict[int, dict[str, Future]]:
-    """The compiled steps, by number of microbatches and variant.
-
-    The first is compiled alone, for XLA times algorithms and remembers which won; the others, side by side, take the same.
-    """
+    """The compiled steps, by number of microbatches and variant. The first is compiled alone, for XLA times algorithms
+    and remembers which won; the others, side by side, take the same."""
     state = jax.eval_shape(training.new_state)
     programs, first = {}, []
     with ThreadPoolExecutor(16) as pool:
@@ -135,13 +138,11 @@ def caller_driven(step: TrainStep, microbatches: list[jax.Array]) -> Callable:
     return run
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
-
-
 class Times:
-    """Milliseconds of single steps. The device idle: until the call returned, `host`, and until the step was done, `waited`. The device busy: from
-    the end of one step to the end of the next, which was queued meanwhile, `in_a_row`. A call that queues more kernels than the driver takes returns
-    late, and the end of the step before is seen late, by the same time at every step."""
+    """Milliseconds of single steps. The device idle: until the call returned, `host`, and until the step was done,
+    `waited`. The device busy: from the end of one step to the end of the next, which was queued meanwhile, `in_a_row`.
+    A call that queues more kernels than the driver takes returns late, and the end of the step before is seen late,
+    by the same time at every step."""
 
     def __init__(self):
         self.host, self.waited, self.in_a_row, self.losses = [], [], [], []
@@ -236,9 +237,6 @@ def long_run(training: Training, steps: int) -> dict:
     return {**found, "losses": losses}
 
 
-# --- the report -----------------------------------------------------------------------------------------------------
-
-
 def shape_table(rows: list[dict]) -> str:
     lines = []
     for count in dict.fromkeys(row["microbatches"] for row in rows):
@@ -269,10 +267,12 @@ def _figure(rows: list[dict], name: str, **of) -> float:
 def long_run_sentences(rows: list[dict]) -> str:
     memory, losses = (rows[0][name] for name in ("bytes_in_use", "losses"))
     return (
-        f"{rows[0]['steps']:,} steps of {LONG_RUN_MICROBATCHES} microbatches, called as in a training loop, warm start included. Compiled up to the end "
-        f"of step 1: {rows[0]['compiled_first']} programs; after it: {rows[0]['compiled_later']} (backend compilations of the whole process, counted by "
-        f"`jax.monitoring`). Bytes in use at steps {', '.join(map(str, memory))}: at most {max(memory.values()):,}, and {rows[0]['grown']:,} less at "
-        f"least; what CUDA graphs hold is not among them. Loss: {losses[0]:.4f} to {losses[-1]:.4f}."
+        f"{rows[0]['steps']:,} steps of {LONG_RUN_MICROBATCHES} microbatches, called as in a training loop, warm start "
+        f"included. Compiled up to the end of step 1: {rows[0]['compiled_first']} programs; after it: "
+        f"{rows[0]['compiled_later']} (backend compilations of the whole process, counted by `jax.monitoring`). "
+        f"Bytes in use at steps {', '.join(map(str, memory))}: at most {max(memory.values()):,}, and "
+        f"{rows[0]['grown']:,} less at least; what CUDA graphs hold is not among them. "
+        f"Loss: {losses[0]:.4f} to {losses[-1]:.4f}."
     )
 
 

@@ -1,11 +1,12 @@
 """Where FP8 pays: layers of several widths with several numbers of tokens a step, in FP8 and in bfloat16.
 
-    python benchmarks/scaling.py                               # every width and batch; about 11 s a cell and variant on one H200
+    python benchmarks/scaling.py                  # every width and batch; about 11 s a cell and variant on one H200
     python benchmarks/scaling.py --widths 2048 4096 --tokens 8192
-    python benchmarks/scaling.py --self-test                   # tiny sizes on any machine; its times mean nothing
+    python benchmarks/scaling.py --self-test      # tiny sizes on any machine; its times mean nothing
 
-A step of a GPT with few layers and a small vocabulary, so that it is layers that are timed: the median of steps that are waited for. A cell of the
-table is how many times faster than plain Flax in bfloat16 a variant is at that width and number of tokens.
+A step of a GPT with few layers and a small vocabulary, so that it is layers that are timed: the median of steps that
+are waited for. A cell of the table is how many times faster than plain Flax in bfloat16 a variant is at that width and
+number of tokens.
 """
 
 import argparse
@@ -57,7 +58,8 @@ def markdown(rows: list[dict]) -> str:
     times = {(row["variant"], row["width"], row["tokens"]): row["step_ms"] for row in rows}
     parts = ["# Where FP8 pays", tables.environment_line(tables.environment())]
     parts += [
-        "Times faster than plain Flax in bfloat16, and milliseconds a step. Below 1, train these layers with `recipe=None`."
+        "Times faster than plain Flax in bfloat16, and milliseconds a step. "
+        "Below 1, train these layers with `recipe=None`."
     ]
     for variant in dict.fromkeys(row["variant"] for row in rows if row["variant"] != BASELINE):
         lines = []

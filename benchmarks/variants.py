@@ -60,7 +60,9 @@ VARIANTS = {
     "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
     "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
     "delayed_fast_head_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs",
-    "delayed_fast_head_tuned_bf16": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs, bfloat16 params with remainders",
+    "delayed_fast_head_tuned_bf16": (
+        "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs, bfloat16 params with remainders"
+    ),
     "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
 }
 TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned", "delayed_fast_head_tuned_bf16")
@@ -68,7 +70,9 @@ COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
 
 
 def gemms_of(variant: str) -> contextlib.AbstractContextManager:
-    """The context in which a variant is traced: with this machine's table of tuned GEMMs, which must be there, or cuBLASLt's own choices."""
+    """The context in which a variant is traced: with this machine's table of tuned GEMMs, which must be there,
+    or cuBLASLt's own choices.
+    """
     return fp8.tuned_gemms(fp8.GemmTable.load() if variant in TUNED else None)
 
 

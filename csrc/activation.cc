@@ -15,7 +15,8 @@ struct ActivationAttributes {
 
 }  // namespace jax_fp8
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ActivationAttributes, xla::ffi::StructMember<std::string_view>("activation"),
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ActivationAttributes,
+                                      xla::ffi::StructMember<std::string_view>("activation"),
                                       JAX_FP8_SCALE_RULE_MEMBERS);
 
 namespace jax_fp8 {
@@ -134,7 +135,8 @@ ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   return launch_result(kBackwardQuantize, launch_activation_backward_quantize(arguments, stream));
 }
 
-ffi::Error amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result, std::string_view activation) {
+ffi::Error amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result,
+                std::string_view activation) {
   Inputs inputs = inputs_of(kAmax, activation, x, nullptr);
   inputs.checks.float32_scalar("the result", *result);
   if (!inputs.checks.passed()) return inputs.checks.error();
@@ -146,7 +148,8 @@ ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
   Inputs inputs = inputs_of(kBackwardAmax, activation, x, &dy);
   inputs.checks.float32_scalar("the result", *result);
   if (!inputs.checks.passed()) return inputs.checks.error();
-  return launch_result(kBackwardAmax, launch_activation_backward_amax(inputs.value, result->typed_data<float>(), stream));
+  return launch_result(kBackwardAmax,
+                       launch_activation_backward_amax(inputs.value, result->typed_data<float>(), stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(quantizing, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});

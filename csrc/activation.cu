@@ -8,7 +8,9 @@
 namespace jax_fp8 {
 namespace {
 
-// ---- the rule of each, element by element: inputs in; parts out, and of a gradient the activated element as their companion --
+// ---- the rule of each, element by element ---------------------------------------------------------------------------
+//
+// Inputs in; parts out, and of a gradient the activated element as their companion.
 
 struct Forward {
   static constexpr bool kGated = false, kSums = false;
@@ -54,7 +56,7 @@ struct GatedBackward {
   }
 };
 
-// ---- the producer of each ---------------------------------------------------------------------------------------------------
+// ---- the producer of each -------------------------------------------------------------------------------------------
 
 template <typename T, typename Rule>
 struct Activated {
@@ -68,7 +70,8 @@ struct Activated {
   // A thread has 32 elements of each input in registers: 80 KB or more in flight on a multiprocessor.
   static constexpr int kLoaded = kInputs * sizeof(T);
   static constexpr int kAmaxBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
-  static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;  // a companion needs registers too
+  // A companion needs registers too.
+  static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;
 
   const T* x;   // [rows, kHalves * width]
   const T* dy;  // [rows, width]
@@ -120,7 +123,7 @@ struct Activated {
   }
 };
 
-// ---- the amax alone: the same tiles, nothing written ---------------------------------------------------------------------------
+// ---- the amax alone: the same tiles, nothing written ----------------------------------------------------------------
 
 template <typename Producer>
 __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kAmaxBlocks)
@@ -163,7 +166,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
   merge_amax<kThreads>(thread_amax, amax);
 }
 
-// ---- launching -----------------------------------------------------------------------------------------------------------------
+// ---- launching ------------------------------------------------------------------------------------------------------
 
 // Calls launch(producer) with what makes the elements of these inputs.
 template <typename T, typename Plain, typename Gated, typename Launch>
@@ -211,7 +214,8 @@ cudaError_t launch_amax_of_activated(const ActivationInputs& inputs, float* amax
       using Producer = decltype(producer);
       const bool vectorized = aligned && inputs.rows % 16 == 0 && inputs.width % 16 == 0;
       const auto kernel = vectorized ? amax_tile_kernel<Producer> : amax_any_kernel<Producer>;
-      const int64_t tiles_per_row = divide_up(inputs.width, vectorized ? quantize_tile::kCols : quantize_tile::kAnyCols);
+      const int64_t tiles_per_row =
+          divide_up(inputs.width, vectorized ? quantize_tile::kCols : quantize_tile::kAnyCols);
       const int64_t tiles = divide_up(inputs.rows, quantize_tile::kRows) * tiles_per_row;
       kernel<<<static_cast<unsigned>(tiles), quantize_tile::kThreads, 0, stream>>>(
           producer, inputs.rows, inputs.width, static_cast<unsigned>(tiles_per_row), amax);

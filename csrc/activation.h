@@ -1,10 +1,13 @@
-// An activation or its gradient, rounded to the dtype of its input, then quantized as in quantize.h: one read of the inputs for values,
-// transpose, amax and, of a gradient, the sums of the columns. The activated tensor itself is never written.
+// An activation or its gradient, rounded to the dtype of its input, then quantized as in quantize.h: one read of the
+// inputs for values, transpose, amax and, of a gradient, the sums of the columns.
+// The activated tensor itself is never written.
 //
-// A gated activation takes the gate from the left half of x and gives f(gate) * linear, half as wide; its gradient is as wide as x.
+// A gated activation takes the gate from the left half of x and gives f(gate) * linear, half as wide;
+// its gradient is as wide as x.
 //
-// The GEMM behind the activation wants its input once straight, in the forward, and once transposed, for the gradient of its weight. So
-// the forward need not write the transpose, and nobody keep it: the gradient, which reads x anyway, writes it.
+// The GEMM behind the activation wants its input once straight, in the forward, and once transposed, for the gradient
+// of its weight. So the forward need not write the transpose, and nobody keep it:
+// the gradient, which reads x anyway, writes it.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -17,7 +17,8 @@ template <typename T>
 constexpr int64_t kChunk = int64_t{kThreads} * kVectorWidth * kVectorsPerThread<T>;
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x, int64_t count, bool aligned, float* amax) {
+__global__ void __launch_bounds__(kThreads)
+    amax_kernel(const T* __restrict__ x, int64_t count, bool aligned, float* amax) {
   const int64_t start = blockIdx.x * kChunk<T>;
   float thread_amax = 0.0f;
   if (aligned && start + kChunk<T> <= count) {
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x,
 }  // namespace
 
 cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream) {
-  const cudaError_t cleared = arguments.further ? cudaSuccess : cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
+  const cudaError_t cleared =
+      arguments.further ? cudaSuccess : cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess || arguments.count == 0) return cleared;
   const bool aligned = are_aligned({arguments.x});
   by_dtype(arguments.source, [&](auto element) {

@@ -1,5 +1,5 @@
-// amax = max|x| over everything but NaN; 0 for an empty tensor. Current scaling asks for it before it quantizes. Of several tensors, one after
-// the other, it is the largest of all.
+// amax = max|x| over everything but NaN; 0 for an empty tensor. Current scaling asks for it before it quantizes. Of
+// several tensors, one after the other, it is the largest of all.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -8,7 +8,8 @@ namespace jax_fp8 {
 // Rows of a tile, whose sum is one row of partial sums. kernels/quantize.py allocates by it.
 constexpr int kRowsPerPartialSum = 128;
 
-// Without atomics the same numbers are added in the same order every time: each block writes what it has, a second kernel adds that up.
+// Without atomics the same numbers are added in the same order every time:
+// each block writes what it has, a second kernel adds that up.
 struct ColumnSums {
   float* result;   // [cols]; null where none are wanted
   float* partial;  // [parts, cols], scratch

@@ -10,8 +10,8 @@
 namespace jax_fp8 {
 namespace {
 
-// As much as each of kBlocks blocks on a multiprocessor can have. CUDA keeps 1 KB a block for itself, and of what a multiprocessor has,
-// one block alone may ask for all but that.
+// As much as each of kBlocks blocks on a multiprocessor can have. CUDA keeps 1 KB a block for itself, and of what a
+// multiprocessor has, one block alone may ask for all but that.
 cudaError_t find_shared_bytes(int& bytes) {
   constexpr int kReserved = 1024, kStatic = 512;  // more than the kernel's own arrays
   static_assert(sizeof(cross_entropy::Scratch) <= kStatic);
@@ -30,8 +30,8 @@ cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, unsigned blocks, cud
   if (status != cudaSuccess) return status;
   const int held = std::min(static_cast<int>(rows.vocab), available / kVectorBytes * kVectorWidth);
   const auto kernel = cross_entropy::rows_kernel<T>;
-  // Always all of it: a launch that a CUDA graph has captured is instantiated later, and in between another vocabulary may have been
-  // launched that needs less.
+  // Always all of it: a launch that a CUDA graph has captured is instantiated later, and in between another vocabulary
+  // may have been launched that needs less.
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
   if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   if (status != cudaSuccess) return status;
@@ -49,7 +49,8 @@ cudaError_t launch_any(const cross_entropy::Rows<T>& rows, unsigned blocks, cuda
 
 cudaError_t launch_cross_entropy(const CrossEntropyArguments& arguments, cudaStream_t stream) {
   if (arguments.rows == 0) return cudaSuccess;
-  const bool vectorized = arguments.vocab % kVectorWidth == 0 && arguments.vocab <= cross_entropy::kMaxVectorizedVocab &&
+  const bool vectorized = arguments.vocab % kVectorWidth == 0 &&
+                          arguments.vocab <= cross_entropy::kMaxVectorizedVocab &&
                           are_aligned({arguments.logits, arguments.gradient});
   cudaError_t status = cudaSuccess;
   by_dtype(arguments.type, [&](auto element) {

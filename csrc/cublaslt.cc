@@ -15,7 +15,9 @@ const std::string kSoname = "libcublasLt.so." + std::to_string(CUDART_VERSION / 
 template <typename Function>
 void resolve(void* handle, const char* symbol, Function& function, std::string& missing) {
   function = reinterpret_cast<Function>(dlsym(handle, symbol));
-  if (function == nullptr && missing.empty()) missing = kSoname + " has no " + symbol + "; install a newer nvidia-cublas";
+  if (function == nullptr && missing.empty()) {
+    missing = kSoname + " has no " + symbol + "; install a newer nvidia-cublas";
+  }
 }
 
 Library open_library() {
@@ -60,7 +62,8 @@ const Library& library() {
 
 std::string version_name() {
   const size_t version = library().version();  // major * 10000 + minor * 100 + patch
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." + std::to_string(version % 100);
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
 }
 
 Status handle_of_current_device(Handle* handle) {

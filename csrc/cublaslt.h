@@ -1,8 +1,8 @@
 // The part of cuBLASLt's C interface that the GEMM needs, and how it is found at run time.
 //
-// The library is opened lazily, by soname: importing works on a machine without it, and the copy jax has already loaded is
-// the one used. Declaring these few names here keeps cuBLAS's headers, hundreds of megabytes of wheel, out of the build;
-// cublaslt_check.cc compares every one of them with NVIDIA's header where that is at hand.
+// The library is opened lazily, by soname: importing works on a machine without it, and the copy jax has already loaded
+// is the one used. Declaring these few names here keeps cuBLAS's headers, hundreds of megabytes of wheel, out of the
+// build; cublaslt_check.cc compares every one of them with NVIDIA's header where that is at hand.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -76,8 +76,8 @@ struct Library {
   Status (*heuristic)(Handle, MatmulDesc, MatrixLayout a, MatrixLayout b, MatrixLayout c, MatrixLayout d, Preference,
                       int requested, HeuristicResult*, int* found);
   Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, MatrixLayout, const void* b, MatrixLayout,
-                   const void* beta, const void* c, MatrixLayout, void* d, MatrixLayout, const Algorithm*, void* workspace,
-                   size_t workspace_bytes, cudaStream_t);
+                   const void* beta, const void* c, MatrixLayout, void* d, MatrixLayout, const Algorithm*,
+                   void* workspace, size_t workspace_bytes, cudaStream_t);
 };
 
 const Library& library();

@@ -1,4 +1,5 @@
-// Compiled only where NVIDIA's cublasLt.h is found; produces no code. Every constant and layout of cublaslt.h against the original.
+// Compiled only where NVIDIA's cublasLt.h is found; produces no code.
+// Every constant and layout of cublaslt.h against the original.
 #include <cuda_runtime_api.h>
 // cuBLAS's header after the toolkit's own.
 #include <cublasLt.h>

@@ -1,4 +1,5 @@
-// The element types the kernels know, shared by device code (which knows nothing of XLA) and handlers (which know nothing of CUDA types).
+// The element types the kernels know, shared by device code (which knows nothing of XLA) and handlers (which know
+// nothing of CUDA types).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@ enum class SourceType { kFloat32, kBFloat16, kFloat16 };
 
 enum class Fp8Type { kE4M3, kE5M2 };
 
-// How one array of an optimizer's state is kept. kRemainder: the low 16 bits of a float32 that rounds to the bfloat16 beside it.
+// How one array of an optimizer's state is kept. kRemainder:
+// the low 16 bits of a float32 that rounds to the bfloat16 beside it.
 enum class Storage : uint8_t { kNone, kFloat32, kBFloat16, kFloat16, kE4M3, kE5M2, kRemainder };
 
 }  // namespace jax_fp8

@@ -62,7 +62,8 @@ ffi::Error check_shapes(const GemmBuffers& buffers) {
       .require(k > 0 && k % 16 == 0, "a", buffers.a, "have a contracting (last) dim that is a positive multiple of 16")
       .shape("b", buffers.b, {all, k})
       .require(n % 16 == 0, "the result d", buffers.d, "have a last dim that is a multiple of 16")
-      .require(buffers.first_column >= 0 && buffers.first_column % 16 == 0 && buffers.first_column + n <= all, "b", buffers.b,
+      .require(buffers.first_column >= 0 && buffers.first_column % 16 == 0 && buffers.first_column + n <= all, "b",
+               buffers.b,
                "have rows for the columns of d, " + std::to_string(n) + " from a multiple of 16 on, here " +
                    std::to_string(buffers.first_column))
       .float32_scalar("a_scale", buffers.a_scale)
@@ -167,8 +168,9 @@ ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, 
 }
 
 // The addresses seen here need not be those that execute gets, so they are not checked.
-ffi::Error initialize(GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale, ffi::AnyBuffer b_scale,
-                      ffi::RemainingArgs addends, ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
+ffi::Error initialize(GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
+                      ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::Result<ffi::AnyBuffer> d,
+                      ffi::Result<ffi::AnyBuffer> workspace) {
   if (state->plans.prepared()) return ffi::Error::Success();
   if (ffi::Error error = check_count(*state, addends.size()); error.failure()) return error;
   const GemmBuffers buffers = gather(*state, a, b, a_scale, b_scale, addends, *d, *workspace);

@@ -1,7 +1,8 @@
 // d = (a * a_scale) · (b * b_scale)ᵀ + bias + c: the FP8 GEMM of cuBLASLt, as a call site with three stages.
 //
 //     instantiate   reads the attributes. Touches neither GPU nor cuBLAS, so that compiling for a GPU needs none.
-//     initialize    before the first launch, outside any capture: cuBLASLt's handle, and the algorithm for these shapes.
+//     initialize    before the first launch, outside any capture: cuBLASLt's handle, and the algorithm for these
+//                   shapes.
 //     execute       describes the matrices and enqueues; the algorithm is a lookup. May run under CUDA graph capture.
 #pragma once
 

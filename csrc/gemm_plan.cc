@@ -15,12 +15,14 @@ Failure failure_of(const char* call, Status status) {
   return {std::string(call) + " failed with " + library().status_name(status)};
 }
 
-// The heuristic asks whether an address is set, not what is there, and before the first launch XLA may have none to give.
+// The heuristic asks whether an address is set, not what is there,
+// and before the first launch XLA may have none to give.
 const void* placed(const void* address) {
   return address != nullptr ? address : reinterpret_cast<const void*>(kFullAlignment);
 }
 
-// Host-side descriptions, owned for one call. cuBLASLt is column-major: it sees d as the [n, m] product bᵀ·a, so its A is our b.
+// Host-side descriptions, owned for one call. cuBLASLt is column-major:
+// it sees d as the [n, m] product bᵀ·a, so its A is our b.
 class Description {
  public:
   Description(const GemmProblem& problem, const GemmOperands& operands) {
@@ -78,8 +80,8 @@ struct Preference {
   }
 };
 
-// The one place that picks an algorithm: the candidate of this rank among those that the heuristic offers. It sorts them by the
-// time it expects, and always in the same order for one version of cuBLASLt and one kind of GPU.
+// The one place that picks an algorithm: the candidate of this rank among those that the heuristic offers. It sorts
+// them by the time it expects, and always in the same order for one version of cuBLASLt and one kind of GPU.
 Failure choose_algorithm(cublaslt::Handle handle, const Description& description, uintptr_t alignment, int candidate,
                          cublaslt::Algorithm* algorithm) {
   Preference preference;
@@ -87,7 +89,8 @@ Failure choose_algorithm(cublaslt::Handle handle, const Description& description
   if (status != cublaslt::kSuccess) return failure_of("cublasLtMatmulPreferenceCreate", status);
   const uint64_t workspace_bytes = kWorkspaceBytes;
   const auto alignment_bytes = static_cast<uint32_t>(alignment);
-  status = library().preference_set(preference.handle, cublaslt::kMaxWorkspaceBytes, &workspace_bytes, sizeof(uint64_t));
+  status =
+      library().preference_set(preference.handle, cublaslt::kMaxWorkspaceBytes, &workspace_bytes, sizeof(uint64_t));
   for (const auto attribute :
        {cublaslt::kMinAlignmentA, cublaslt::kMinAlignmentB, cublaslt::kMinAlignmentC, cublaslt::kMinAlignmentD}) {
     if (status != cublaslt::kSuccess) break;
@@ -97,8 +100,8 @@ Failure choose_algorithm(cublaslt::Handle handle, const Description& description
   std::array<cublaslt::HeuristicResult, kMaxCandidates> results{};
   const int requested = candidate == 0 ? 1 : kMaxCandidates;
   int found = 0;
-  status = library().heuristic(handle, description.operation, description.a, description.b, description.d, description.d,
-                               preference.handle, requested, results.data(), &found);
+  status = library().heuristic(handle, description.operation, description.a, description.b, description.d,
+                               description.d, preference.handle, requested, results.data(), &found);
   if (status != cublaslt::kSuccess) found = 0;
   int offered = 0;
   for (int rank = 0; rank < found; ++rank) {
@@ -143,7 +146,9 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
   cublaslt::Handle handle = nullptr;
   if (Failure failure = current_handle(&handle)) return failure;
   const Description description(problem, operands);
-  if (description.status != cublaslt::kSuccess) return failure_of("describing the matrices to cuBLASLt", description.status);
+  if (description.status != cublaslt::kSuccess) {
+    return failure_of("describing the matrices to cuBLASLt", description.status);
+  }
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return {cudaGetErrorString(error)};
 
@@ -163,10 +168,9 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
 
   const float beta = problem.has_c ? 1.0f : 0.0f;
   const void* const addend = problem.has_c ? operands.c : operands.d;
-  const Status status =
-      library().matmul(handle, description.operation, &problem.alpha, operands.b, description.a, operands.a, description.b, &beta,
-                       addend, description.d, operands.d, description.d, &algorithm, operands.workspace, kWorkspaceBytes,
-                       *stream);
+  const Status status = library().matmul(handle, description.operation, &problem.alpha, operands.b, description.a,
+                                         operands.a, description.b, &beta, addend, description.d, operands.d,
+                                         description.d, &algorithm, operands.workspace, kWorkspaceBytes, *stream);
   return failure_of("cublasLtMatmul", status);
 }
 

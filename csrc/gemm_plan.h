@@ -20,8 +20,8 @@ constexpr uintptr_t kMinAlignment = 16;        // of every matrix, or the tensor
 constexpr uintptr_t kFullAlignment = 256;      // of XLA's own allocations; the heuristic has more to choose from
 constexpr int kMaxCandidates = 16;             // how much of the heuristic's list a call site may choose from
 
-// Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n], of FP8 operands; or, contracting the first
-// dims, d[m, n] = alpha a[k, m]ᵀ · b[k, n] + c[m, n] of 16-bit operands.
+// Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n], of FP8 operands; or,
+// contracting the first dims, d[m, n] = alpha a[k, m]ᵀ · b[k, n] + c[m, n] of 16-bit operands.
 struct GemmProblem {
   int64_t m, n, k;
   cudaDataType_t a_type, b_type, d_type, bias_type;  // c has the type of d
@@ -44,27 +44,29 @@ struct Failure {
   explicit operator bool() const { return !reason.empty(); }
 };
 
-// What one call site has been told by the heuristic. Bias, c, accumulation, alpha and candidate are attributes of the call site,
-// so they are not part of the key.
+// What one call site has been told by the heuristic. Bias, c, accumulation, alpha and candidate are attributes of the
+// call site, so they are not part of the key.
 class GemmPlans {
  public:
   // Before the first launch: cuBLASLt's handle, and the algorithm for matrices aligned as XLA allocates them.
   Failure prepare(const GemmProblem& problem, const GemmOperands& operands);
 
-  // Whether that has succeeded on the current device. XLA initializes a call site before every execution of its program, on the
-  // host, while the device may be waiting; the shapes of a call site never change, so once is enough.
+  // Whether that has succeeded on the current device. XLA initializes a call site before every execution of its
+  // program, on the host, while the device may be waiting; the shapes of a call site never change, so once is enough.
   bool prepared() const;
 
-  // Enqueues the product. The algorithm is a lookup; only a less aligned address makes it ask the heuristic again, which is
-  // host work and legal under CUDA graph capture. Candidates are ranked for full alignment: with less, the list is another one,
-  // and its first is taken.
+  // Enqueues the product. The algorithm is a lookup; only a less aligned address makes it ask the heuristic again,
+  // which is host work and legal under CUDA graph capture. Candidates are ranked for full alignment: with less, the
+  // list is another one, and its first is taken.
   Failure enqueue(const GemmProblem& problem, const GemmOperands& operands, cudaStream_t stream);
 
  private:
-  using Key = std::tuple<int, uintptr_t, int64_t, int64_t, int64_t, int, int, int>;  // device, alignment, m, n, k, types
+  // device, alignment, m, n, k, types
+  using Key = std::tuple<int, uintptr_t, int64_t, int64_t, int64_t, int, int, int>;
 
   // Without a stream it stops once there is an algorithm.
-  Failure run(const GemmProblem& problem, const GemmOperands& operands, uintptr_t alignment, const cudaStream_t* stream);
+  Failure run(const GemmProblem& problem, const GemmOperands& operands, uintptr_t alignment,
+              const cudaStream_t* stream);
 
   std::atomic<uint64_t> prepared_devices_{0};  // one bit a device
   std::mutex mutex_;

@@ -9,7 +9,9 @@ namespace jax_fp8 {
 
 inline int64_t divide_up(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
-inline bool is_aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+inline bool is_aligned(const void* pointer, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
 
 // For accesses of 16 bytes. What is not wanted, a null pointer, is aligned.
 inline bool are_aligned(std::initializer_list<const void*> pointers) {

@@ -1,4 +1,5 @@
-// jax_fp8._kernels: a table from target name to handlers, and what this build contains. jax_fp8/kernels/extension.py registers it.
+// jax_fp8._kernels: a table from target name to handlers, and what this build contains.
+// jax_fp8/kernels/extension.py registers it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

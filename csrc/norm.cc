@@ -24,7 +24,8 @@ constexpr char kBackward[] = "jax_fp8_norm_backward";
 
 using Shape = std::vector<int64_t>;
 
-// A result that is not wanted, or an operand that is not there, is a matrix without elements; the bias of RMSNorm a vector of none.
+// A result that is not wanted, or an operand that is not there, is a matrix without elements;
+// the bias of RMSNorm a vector of none.
 bool is_absent(const ffi::AnyBuffer& buffer) { return shape_of(buffer) == Shape{0, 0}; }
 
 template <typename T>
@@ -32,16 +33,18 @@ T* pointer_to(const ffi::AnyBuffer& buffer) {
   return is_absent(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());
 }
 
-Checks& check_present(Checks& checks, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype, const Shape& shape) {
+Checks& check_present(Checks& checks, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
+                      const Shape& shape) {
   return checks.dtype(name, buffer, {dtype}).shape(name, buffer, shape);
 }
 
-Checks& check_optional(Checks& checks, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype, const Shape& shape) {
+Checks& check_optional(Checks& checks, const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
+                       const Shape& shape) {
   checks.dtype(name, buffer, {dtype});
   return is_absent(buffer) ? checks : checks.shape(name, buffer, shape);
 }
 
-// ---- forward ---------------------------------------------------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------------------------------
 
 bool is_layernorm(const ffi::AnyBuffer& norm_bias) { return norm_bias.element_count() != 0; }
 
@@ -71,9 +74,10 @@ NormArguments norm_arguments(const ffi::AnyBuffer& x, const ffi::AnyBuffer& norm
 }
 
 ffi::Error norm_quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::AnyBuffer norm_scale,
-                         ffi::AnyBuffer norm_bias, ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
-                         ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
-                         ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> rstd, NormAttributes attributes) {
+                         ffi::AnyBuffer norm_bias, ffi::Result<ffi::AnyBuffer> values,
+                         ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
+                         ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> mean,
+                         ffi::Result<ffi::AnyBuffer> rstd, NormAttributes attributes) {
   const auto& [epsilon, rule] = attributes;
   Checks checks = check_norm(kQuantize, x, norm_scale, norm_bias);
   if (!checks.passed()) return checks.error();
@@ -108,7 +112,7 @@ ffi::Error norm_amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer norm_
   return launch_result(kAmax, launch_norm_amax(arguments, amax->typed_data<float>(), stream));
 }
 
-// ---- backward ------------------------------------------------------------------------------------------------------------
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 ffi::Error norm_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer residual,
                          ffi::AnyBuffer norm_scale, ffi::AnyBuffer mean, ffi::AnyBuffer rstd,

@@ -1,5 +1,5 @@
-// Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm_cluster.cuh, device/norm.cuh
-// and device/norm_backward.cuh.
+// Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm_cluster.cuh,
+// device/norm.cuh and device/norm_backward.cuh.
 #include "norm.h"
 
 #include <algorithm>
@@ -22,14 +22,14 @@ cudaError_t find_shared_bytes(int& bytes) {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// A kernel may always ask for all of it: a launch that a CUDA graph has captured is instantiated later, and in between another
-// shape may have been launched that needs less.
+// A kernel may always ask for all of it: a launch that a CUDA graph has captured is instantiated later, and in between
+// another shape may have been launched that needs less.
 template <typename Kernel>
 cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// ---- forward -------------------------------------------------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------------------------------
 
 // Launches clusters, if the device has them: `launched` says so.
 template <typename T, Fp8Type kFormat, bool kCasts>
@@ -55,7 +55,8 @@ cudaError_t try_clusters(const norm::Rows<T>& input, const DeviceScaleSource& sc
   config.numAttrs = 1;
 
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, norm::kClusterCarveout);
-  if (status == cudaSuccess && log2_blocks > 3) {  // not every device, or part of one, has so many multiprocessors side by side
+  // Not every device, or part of one, has so many multiprocessors side by side.
+  if (status == cudaSuccess && log2_blocks > 3) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     int at_once = 0;
     if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&at_once, kernel, &config);
@@ -103,9 +104,10 @@ cudaError_t launch(const NormArguments& arguments, const DeviceScaleSource& scal
                    const NormResults& results, cudaStream_t stream) {
   cudaError_t status = cudaMemsetAsync(results.amax, 0, sizeof(float), stream);
   if (status != cudaSuccess) return status;
-  const bool vectorized = arguments.rows > 0 && arguments.rows % norm::kBlockRows == 0 && arguments.cols % 16 == 0 &&
-                          arguments.cols <= norm::kMaxCols &&
-                          are_aligned({arguments.x, arguments.norm_scale, arguments.norm_bias, results.values, results.values_t});
+  const bool vectorized =
+      arguments.rows > 0 && arguments.rows % norm::kBlockRows == 0 && arguments.cols % 16 == 0 &&
+      arguments.cols <= norm::kMaxCols &&
+      are_aligned({arguments.x, arguments.norm_scale, arguments.norm_bias, results.values, results.values_t});
   by_dtype(arguments.x_type, format, [&](auto element, auto fp8) {
     using T = decltype(element);
     constexpr Fp8Type kFormat = decltype(fp8)::value;
@@ -124,7 +126,7 @@ cudaError_t launch(const NormArguments& arguments, const DeviceScaleSource& scal
   return status;
 }
 
-// ---- backward ------------------------------------------------------------------------------------------------------------
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 // How a block divides a row: the fewest passes, then the fewest warps.
 struct Division {
@@ -155,12 +157,14 @@ cudaError_t launch_backward_rows(const norm_backward::Gradients<T>& gradients, i
   const auto kernel = norm_backward::rows_kernel<T, kThreads>;
   const cudaError_t allowed = allow_shared_bytes(kernel, available - kBackwardStatic);
   if (allowed != cudaSuccess) return allowed;
-  kernel<<<static_cast<unsigned>(blocks), division.threads, division.shared_bytes, stream>>>(gradients, division.passes);
+  kernel<<<static_cast<unsigned>(blocks), division.threads, division.shared_bytes, stream>>>(
+      gradients, division.passes);
   return cudaGetLastError();
 }
 
 template <typename T>
-cudaError_t launch_backward_any(const norm_backward::Gradients<T>& gradients, int, int64_t blocks, cudaStream_t stream) {
+cudaError_t launch_backward_any(const norm_backward::Gradients<T>& gradients, int, int64_t blocks,
+                                cudaStream_t stream) {
   const auto kernel = norm_backward::any_kernel<T>;
   kernel<<<static_cast<unsigned>(blocks), norm_backward::kAnyThreads, 0, stream>>>(gradients);
   return cudaGetLastError();
@@ -168,7 +172,8 @@ cudaError_t launch_backward_any(const norm_backward::Gradients<T>& gradients, in
 
 // `blocks` is the number of partial sums that were written.
 template <typename T>
-cudaError_t launch_gradients(const NormBackwardArguments& arguments, int available, int64_t& blocks, cudaStream_t stream) {
+cudaError_t launch_gradients(const NormBackwardArguments& arguments, int available, int64_t& blocks,
+                             cudaStream_t stream) {
   const norm_backward::Gradients<T> gradients{
       .dy = static_cast<const T*>(arguments.dy),
       .x = static_cast<const T*>(arguments.x),

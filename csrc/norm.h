@@ -1,4 +1,5 @@
-// LayerNorm and RMSNorm with the cast to FP8 in the same pass, and their backward with the sum of gradients of a residual stream.
+// LayerNorm and RMSNorm with the cast to FP8 in the same pass,
+// and their backward with the sum of gradients of a residual stream.
 //
 //     layernorm: y = (x - mean) * rstd * scale + bias        rmsnorm: y = x * rstd * scale
 //

@@ -32,7 +32,8 @@ Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleR
     checks.rank("x", x, 2).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
     if (!checks.passed()) return checks;
     cols += x.dimensions()[1];
-    checks.dtype("x", x, {buffers.x[0].element_type()}).shape("x", x, {buffers.x[0].dimensions()[0], x.dimensions()[1]});
+    checks.dtype("x", x, {buffers.x[0].element_type()})
+        .shape("x", x, {buffers.x[0].dimensions()[0], x.dimensions()[1]});
   }
   check_source(checks, buffers.source, rule)
       .dtype("the result values", buffers.values, {ffi::F8E4M3FN, ffi::F8E5M2})
@@ -100,11 +101,11 @@ ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   return launch_result(kQuantizeTranspose, launch_quantize_transpose(arguments, stream));
 }
 
-ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::RemainingArgs further,
-                                   ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
-                                   ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
-                                   ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
-                                   ScaleRule rule) {
+ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source,
+                                   ffi::RemainingArgs further, ffi::Result<ffi::AnyBuffer> values,
+                                   ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
+                                   ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> sums,
+                                   ffi::Result<ffi::AnyBuffer> partial_sums, ScaleRule rule) {
   const QuantizeBuffers buffers{matrices_of(x, further), source, *values, *amax, *scale};
   Checks checks = check_both(kQuantizeTransposeSums, buffers, *values_t, rule);
   if (checks.passed()) check_sums(checks, *sums, *partial_sums, values->dimensions()[0], values->dimensions()[1]);

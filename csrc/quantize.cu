@@ -1,4 +1,5 @@
-// The cast of a flat array, and what the cast and transpose by tiles, device/quantize_tile.cuh, makes of a matrix as it is.
+// The cast of a flat array, and what the cast and transpose by tiles, device/quantize_tile.cuh,
+// makes of a matrix as it is.
 #include "device/by_dtype.cuh"
 #include "device/fp8.cuh"
 #include "device/quantize_tile.cuh"
@@ -62,7 +63,8 @@ struct AsItIs {
   static constexpr int kInputs = 1;
   static constexpr int kParts = 1;
   static constexpr int kCompanions = 0;
-  static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;  // 80 KB of x in flight on a multiprocessor, or 128 KB of float32
+  // 80 KB of x in flight on a multiprocessor, or 128 KB of float32.
+  static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;
   static constexpr bool kSums = kSummed;
 
   Matrices matrices;
@@ -77,7 +79,9 @@ struct AsItIs {
     return static_cast<const T*>(x) + row * (end - start) + (col - start);
   }
 
-  __device__ void load(int64_t row, int64_t col, int64_t, Vector<T> (&loaded)[1]) const { loaded[0] = load_vector(at(row, col)); }
+  __device__ void load(int64_t row, int64_t col, int64_t, Vector<T> (&loaded)[1]) const {
+    loaded[0] = load_vector(at(row, col));
+  }
 
   template <int kRows>
   __device__ void make(const Vector<T> (&loaded)[kRows][1], Vector<T> (&made)[kRows][1]) const {
@@ -85,7 +89,9 @@ struct AsItIs {
     for (int r = 0; r < kRows; ++r) made[r][0] = loaded[r][0];
   }
 
-  __device__ void element(int64_t row, int64_t col, int64_t, float (&made)[1]) const { made[0] = to_float(*at(row, col)); }
+  __device__ void element(int64_t row, int64_t col, int64_t, float (&made)[1]) const {
+    made[0] = to_float(*at(row, col));
+  }
 };
 
 // Whether no vector of any of them is cut, or starts between two multiples of 16 bytes.

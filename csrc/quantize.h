@@ -1,8 +1,9 @@
-// values = saturate(x * (1 / scale)) in FP8, with amax = max|x| from the same pass, and the transpose too when it is asked for.
+// values = saturate(x * (1 / scale)) in FP8, with amax = max|x| from the same pass,
+// and the transpose too when it is asked for.
 //
 // Hopper's FP8 GEMM wants both operands contiguous along the contracting dim, so most tensors are needed in both
-// orientations. Reading the source once for values, transpose and amax is what makes the cast cheap. The sums of its columns, the
-// gradient of a bias, come from the same read.
+// orientations. Reading the source once for values, transpose and amax is what makes the cast cheap. The sums of its
+// columns, the gradient of a bias, come from the same read.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -80,10 +80,10 @@ ffi::Error update_state(cudaStream_t stream, ffi::AnyBuffer recorded, ffi::Remai
                         ffi::Result<ffi::AnyBuffer> nonfinite, ffi::RemainingRets results, std::string_view forward,
                         std::string_view backward, int32_t margin, bool most_recent) {
   if (operands.size() % 2 != 0 || results.size() != operands.size()) {
-    return ffi::Error::InvalidArgument(std::string(kOperation) +
-                                       ": the call must have a scale and a history for each leaf, and results for them, got " +
-                                       std::to_string(operands.size()) + " operands and " + std::to_string(results.size()) +
-                                       " results");
+    return ffi::Error::InvalidArgument(
+        std::string(kOperation) +
+        ": the call must have a scale and a history for each leaf, and results for them, got " +
+        std::to_string(operands.size()) + " operands and " + std::to_string(results.size()) + " results");
   }
   const auto forward_type = fp8_type_of(forward), backward_type = fp8_type_of(backward);
   if (!forward_type) return wrong_format("forward", forward);

@@ -11,7 +11,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kPerThread = 4;
 constexpr int kChunk = kThreads * kPerThread;
 
-// ---- the table: which leaves a launch updates, in its parameters ---------------------------------------------------------
+// ---- the table: which leaves a launch updates, in its parameters ----------------------------------------------------
 
 constexpr int kParameterBytes = 32764;  // of a kernel
 constexpr int kTableLeaves = 512;
@@ -35,7 +35,7 @@ __device__ inline int slot_of(const StateTable& table, int64_t row) {
   return low;
 }
 
-// ---- the kernel ----------------------------------------------------------------------------------------------------------
+// ---- the kernel -----------------------------------------------------------------------------------------------------
 
 // NaN is larger than everything, as for the reference.
 __device__ inline float larger_of(float a, float b) { return a > b || a != a ? a : b; }
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_con
   }
 }
 
-// ---- launching -----------------------------------------------------------------------------------------------------------
+// ---- launching ------------------------------------------------------------------------------------------------------
 
 // Collects leaves, and launches them when the table is full.
 class Launcher {

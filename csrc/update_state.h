@@ -1,8 +1,9 @@
-// The end of an optimizer step for the state of delayed scaling: the amaxes of the step become the scales of the next one.
+// The end of an optimizer step for the state of delayed scaling:
+// the amaxes of the step become the scales of the next one.
 //
 //     staged = max(history[0], recorded)
-//     where 0 < staged < ∞:  scale = clip(amax * 2**margin / fp8_max, 2**-126, 2**126)     history = 0, history[2:], staged
-//     elsewhere:             scale and history stay as they were before anything was staged: history[0] = 0
+//     where 0 < staged < ∞: scale = clip(amax * 2**margin / fp8_max, 2**-126, 2**126)  history = 0, history[2:], staged
+//     elsewhere:            scale and history stay as they were before anything was staged: history[0] = 0
 //
 // One launch serves all rows of all GEMMs, in place. There is little to read: what costs is to begin.
 #pragma once

@@ -118,7 +118,8 @@ ffi::Error execute(cudaStream_t stream, WeightGradientState* state, ffi::AnyBuff
   return error_of(state->plans.enqueue(problem_of(buffers), operands_of(buffers), stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate, ffi::Ffi::BindInstantiate(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate, ffi::Ffi::BindInstantiate(),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 // Before the first launch and at every one XLA hands over the same.
 template <typename Binding>

@@ -1,4 +1,5 @@
-"""`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it; `tune` measures its GEMMs.
+"""`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
+`tune` measures its GEMMs.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.

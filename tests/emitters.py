@@ -1,7 +1,8 @@
-"""What emits the code of a fusion on the CPU: XLA's older emitters in these tests (`conftest.py`), its newer ones for users.
+"""What emits the code of a fusion on the CPU: XLA's older emitters in these tests (`conftest.py`),
+its newer ones for users.
 
-The older ones take half the time. They do not keep the byte of a NaN in E5M2, nor do they always sum in one order in two programs: where tests
-compare such bits, they compile as for users.
+The older ones take half the time. They do not keep the byte of a NaN in E5M2, nor do they always sum in one order in
+two programs: where tests compare such bits, they compile as for users.
 """
 
 from functools import partial

@@ -35,7 +35,9 @@ class Layer(nn.Module):
 
 
 class Scanned(nn.Module):
-    """Layers stacked by `nn.scan`, or the same ones unrolled with the stacked variables' slices under layer_0, layer_1..."""
+    """Layers stacked by `nn.scan`, or the same ones unrolled with the stacked variables' slices
+    under layer_0, layer_1...
+    """
 
     layers: int = 3
     remat: bool = False

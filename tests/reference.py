@@ -146,7 +146,9 @@ def adam(gradient, master, mu, nu, coefficients, decays=True, adam_w_mode=True, 
 
 
 def off_the_tie(master) -> np.ndarray:
-    """Float32 numbers, those halfway between two bfloat16 numbers moved away from zero if that is where they would round to."""
+    """Float32 numbers, those halfway between two bfloat16 numbers moved away from zero if that is where they would
+    round to.
+    """
     master = np.asarray(master, np.float32)
     truncated = (_words(master) & np.uint32(0xFFFF0000)).view(np.float32).reshape(master.shape)
     halfway = (_words(master) & np.uint32(0xFFFF) == 0x8000).reshape(master.shape)
@@ -169,7 +171,9 @@ def round_second_moment(v, dtype) -> np.ndarray:
 
 
 def quantize_root(v, dtype, scale, seed, leaf) -> np.ndarray:
-    """FP8 values of `sqrt(v) / scale`, between two neighbours in the table of all values chosen by the hash of (index, seed, leaf)."""
+    """FP8 values of `sqrt(v) / scale`, between two neighbours in the table of all values chosen by the hash of
+    (index, seed, leaf).
+    """
     v, dtype = np.asarray(v, np.float32), np.dtype(dtype)
     table = np.arange(0x7F, dtype=np.uint8).view(dtype).astype(np.float32)
     table = table[np.isfinite(table)]

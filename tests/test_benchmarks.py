@@ -82,7 +82,9 @@ def test_optimizer_step_runs_whole(benchmark, tmp_path):
 
 @pytest.mark.parametrize(("name", "apart", "kernel"), [("optax", 26, 6), ("in_place", 26, 2), ("bf16_params", 20, 2)])
 def test_bytes_of_an_optimizer_step(benchmark, name, apart, kernel):
-    """Per parameter: gradient read, moments and master read and written; per kernel of a GEMM its two casts on top, and its second read."""
+    """Per parameter: gradient read, moments and master read and written;
+    per kernel of a GEMM its two casts on top, and its second read.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -218,11 +220,15 @@ RUNS = ("frozen", "bf16", "delayed")  # the control shares a program with the ru
 def test_convergence_runs_whole(tmp_path):
     """FP8 is close to bfloat16 after a few steps of a tiny model, and the control is not: the verdict is real.
 
-    In a process of its own: hundreds of steps take half the time when they are compiled with optimizations, unlike other tests.
+    In a process of its own: hundreds of steps take half the time when they are compiled with optimizations,
+    unlike other tests.
     """
     root = pathlib.Path(__file__).parents[1]
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    flags = "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    flags = (
+        "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    )
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": python_path}
     command = [sys.executable, str(root / "benchmarks/convergence.py"), "--self-test", "--runs", *RUNS]
     done = subprocess.run([*command, "--output", str(tmp_path), "--cache", str(tmp_path)], env=environment)

@@ -16,7 +16,8 @@ from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-# As on a device, where every GEMM of XLA's is a fusion of its own until it is timed: nothing is added to its result in place.
+# As on a device, where every GEMM of XLA's is a fusion of its own until it is timed:
+# nothing is added to its result in place.
 TRITON_GEMMS = {"xla_gpu_enable_triton_gemm": True, "xla_gpu_autotune_level": 0}
 
 
@@ -27,7 +28,10 @@ def plain_head_and_loss(x, weight, labels):
 
 @pytest.mark.parametrize(("data", "held", "recipe"), [(1, 0.4, None), (1, 0.6, fp8.CurrentScaling()), (4, 1.1, None)])
 def test_the_loss_never_holds_all_logits(data, held, recipe):
-    """Nor, on one device, their gradient. On several it does, so that the gradient of the weight is reduced once, not once a chunk."""
+    """Nor, on one device, their gradient.
+
+    On several it does, so that the gradient of the weight is reduced once, not once a chunk.
+    """
     batch, seq, hidden, vocab = 8 * data, 2048, 256, 50304
     mesh = h200.mesh(data=data)
     rows, whole = h200.on_mesh(mesh, "data"), h200.on_mesh(mesh)

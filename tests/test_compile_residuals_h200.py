@@ -1,4 +1,5 @@
-"""What a layer keeps for its backward, in bytes a token, from the scratch memory of models compiled for an H200 with no GPU.
+"""What a layer keeps for its backward, in bytes a token,
+from the scratch memory of models compiled for an H200 with no GPU.
 
 Attention is XLA's own here; the sizes are such that gradients and weights, which do not grow with tokens, hardly count.
 """

@@ -70,7 +70,10 @@ def test_less_aligned_operands_take_the_first_of_their_own_list(program):
 
 
 def test_operands_are_described_as_they_lie(program):
-    """cuBLASLt is column-major: d (16, 32) is its (32, 16), and its A is our b. FP8 is contiguous along k = 48, 16 bits are not."""
+    """cuBLASLt is column-major: d (16, 32) is its (32, 16), and its A is our b.
+
+    FP8 is contiguous along k = 48, 16 bits are not.
+    """
     for option, described in (
         ([], "1 0 2  32 16 32  48 32 48  48 16 48"),
         (["first"], "0 1 0  32 16 32  32 48 32  16 48 16"),

@@ -1,7 +1,7 @@
 """A recipe that the library has never heard of trains a GPT: what a recipe decides, it decides in one value.
 
-The planted one is stateless, has a scale for every 128 elements along the dim that a GEMM contracts, and rounds it up to a power of four. Nothing
-outside of this file knows it: not the layers, not the step, not the head.
+The planted one is stateless, has a scale for every 128 elements along the dim that a GEMM contracts, and rounds it up
+to a power of four. Nothing outside of this file knows it: not the layers, not the step, not the head.
 """
 
 from collections.abc import Callable

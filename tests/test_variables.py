@@ -1,7 +1,8 @@
-"""The variables of every preset, by path and shape, as `frozen_variables.json` has them: checkpoints depend on these names.
+"""The variables of every preset, by path and shape, as `frozen_variables.json` has them:
+checkpoints depend on these names.
 
-A change here is a change of a format that people have on disk: it needs a function that loads the older one, as `from_fused_layout` does, and a line in
-the changelog. `python tests/test_variables.py` writes the file anew.
+A change here is a change of a format that people have on disk: it needs a function that loads the older one, as
+`from_fused_layout` does, and a line in the changelog. `python tests/test_variables.py` writes the file anew.
 """
 
 import json
@@ -37,8 +38,10 @@ def shapes_of(config) -> dict:
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         collection, *names = names_of(path)
         found["/".join([collection, *names])] = " x ".join(map(str, leaf.shape))
-    layers = [{path.replace(f"layer_{i}/", "layer_*/"): shape for path, shape in found.items() if f"/layer_{i}/" in path}
-              for i in range(config.num_layers)]  # fmt: skip
+    layers = [
+        {path.replace(f"layer_{i}/", "layer_*/"): shape for path, shape in found.items() if f"/layer_{i}/" in path}
+        for i in range(config.num_layers)
+    ]
     assert all(layer == layers[0] for layer in layers)
     others = {path: shape for path, shape in found.items() if "/layer_" not in path}
     return {"layers": config.num_layers, **others, **layers[0]}
@@ -57,7 +60,9 @@ def test_every_preset_is_frozen():
 
 
 def fused(variables, gated):
-    """Variables as they were until version 0.1: queries, keys and values one kernel with the norm beside it, gate and up another."""
+    """Variables as they were until version 0.1: queries, keys and values one kernel with the norm beside it,
+    gate and up another.
+    """
 
     def beside(layer, *names):
         return {leaf: jnp.concatenate([layer[name][leaf] for name in names], axis=-1) for leaf in layer[names[0]]}

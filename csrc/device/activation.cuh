@@ -1,5 +1,5 @@
-// Activations and their gradients, in float32. What is rounded to 16 bits afterwards uses the hardware's exponential and reciprocal,
-// whose errors, some 2**-22, almost always vanish in that rounding; T says what it is rounded to.
+// Activations and their gradients, in float32. What is rounded to 16 bits afterwards uses the hardware's exponential
+// and reciprocal, whose errors, some 2**-22, almost always vanish in that rounding; T says what it is rounded to.
 #pragma once
 
 #include <cstdint>
@@ -29,12 +29,13 @@ struct Sigmoid {
     }
   }
 
-  // s (1 - s), as s² exp(-z): where 1 - s is small it would be mostly the error of s. The bound is for exp(-z) = infinity, s = 0.
+  // s (1 - s), as s² exp(-z): where 1 - s is small it would be mostly the error of s.
+  // The bound is for exp(-z) = infinity, s = 0.
   __device__ float slope() const { return (value * value) * fminf(exponential, 0x1p126f); }
 };
 
-// Each has value(x) and gradient(dy, x) = dy f'(x). In f' x is multiplied by s (1 - s) or by the density of the normal distribution,
-// which vanish before x or its square overflow, so that f' is finite for every finite x.
+// Each has value(x) and gradient(dy, x) = dy f'(x). In f' x is multiplied by s (1 - s) or by the density of the normal
+// distribution, which vanish before x or its square overflow, so that f' is finite for every finite x.
 
 // x s, s = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x³).
 template <typename T>
@@ -48,7 +49,8 @@ struct Gelu {
 
   __device__ static float value(float x) { return x * sigmoid(x).value; }
 
-  // f' = s + x s (1 - s) (2u)', (2u)' = kLinear + 3 kCubic x². Beyond |x| = 20, s is 0 or 1, and the bound keeps (2u)' finite.
+  // f' = s + x s (1 - s) (2u)', (2u)' = kLinear + 3 kCubic x².
+  // Beyond |x| = 20, s is 0 or 1, and the bound keeps (2u)' finite.
   __device__ static float gradient(float dy, float x) {
     const Sigmoid<T> s = sigmoid(x);
     const float slope = s.slope() * (kLinear + 3.0f * kCubic * fminf(x * x, 400.0f));
@@ -56,7 +58,8 @@ struct Gelu {
   }
 };
 
-// Phi(x) = erfc(-x / sqrt(2)) / 2, the distribution function of the normal distribution, and its density exp(-x²/2) / sqrt(2 pi).
+// Phi(x) = erfc(-x / sqrt(2)) / 2, the distribution function of the normal distribution,
+// and its density exp(-x²/2) / sqrt(2 pi).
 template <typename T>
 struct Normal {
   float distribution;
@@ -73,8 +76,8 @@ struct Normal {
     }
   }
 
-  // Phi(-x) exp(x²/2) for x >= 0, as a polynomial in k = 1 / (1 + 0.4 x), fitted by least squares that were reweighted until the largest
-  // error was smallest: 4e-8 of Phi, 7e-7 of what is far in the tail.
+  // Phi(-x) exp(x²/2) for x >= 0, as a polynomial in k = 1 / (1 + 0.4 x), fitted by least squares that were reweighted
+  // until the largest error was smallest: 4e-8 of Phi, 7e-7 of what is far in the tail.
   __device__ static float scaled_tail(float x) {
     const float k = reciprocal_approximate(1.0f + 0.4f * x);
     float sum = -0.0350222997f;

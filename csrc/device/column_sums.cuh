@@ -35,7 +35,8 @@ static __global__ void __launch_bounds__(kSumThreads)
 }
 
 // The sums of one array, or of two of the same shape in the same launch.
-inline void launch_column_sums(const ColumnSums& first, const ColumnSums& second, int64_t parts, int64_t cols, cudaStream_t stream) {
+inline void launch_column_sums(const ColumnSums& first, const ColumnSums& second, int64_t parts, int64_t cols,
+                               cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(divide_up(cols, kSumCols)), second.result != nullptr ? 2 : 1);
   column_sums_kernel<<<grid, kSumThreads, 0, stream>>>(first, second, parts, cols);
 }

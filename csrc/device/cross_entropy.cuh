@@ -1,15 +1,19 @@
-// Two kernels, a block for each row: rows of whole vectors, kept in shared memory as they come, and one for any vocabulary.
+// Two kernels, a block for each row: rows of whole vectors, kept in shared memory as they come,
+// and one for any vocabulary.
 //
-// A thread measures its elements while they are in registers, and rescales what it has added up whenever a batch of loads brings a larger
-// one. After two reductions over the block, every thread turns the elements that it has kept itself into their gradient. All of a row is
-// measured before any of it is overwritten, and what did not fit into shared memory is read again by the thread that will overwrite it.
+// A thread measures its elements while they are in registers, and rescales what it has added up whenever a batch of
+// loads brings a larger one. After two reductions over the block, every thread turns the elements that it has kept
+// itself into their gradient. All of a row is measured before any of it is overwritten, and what did not fit into
+// shared memory is read again by the thread that will overwrite it.
 //
 // Two blocks share a multiprocessor, so that one loads while the other computes and stores:
 //
-//     16-bit, vocab = 50,304: 2 x 100,608 bytes of logits; 2 x 512 threads with 128 bytes of loads in flight each, 128 KB together.
-//     For an element some 16 instructions and two exponentials: half of the time in which memory delivers it and takes it back.
+//     16-bit, vocab = 50,304: 2 x 100,608 bytes of logits; 2 x 512 threads with 128 bytes of loads in flight each,
+//     128 KB together. For an element some 16 instructions and two exponentials: half of the time in which memory
+//     delivers it and takes it back.
 //
-// Of 16-bit logits, exp has an error of 2**-22 + |logit - largest| 2**-23, relative: far less than the rounding of the gradient.
+// Of 16-bit logits, exp has an error of 2**-22 + |logit - largest| 2**-23, relative:
+// far less than the rounding of the gradient.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +49,8 @@ __device__ inline float exponential(float x) {
   return power_of_2<T>(__fmul_rn(kLog2E, x));
 }
 
-// What a thread knows of its elements: sum exp(x - largest). `largest` stays finite, so that it can be subtracted from infinity.
+// What a thread knows of its elements: sum exp(x - largest).
+// `largest` stays finite, so that it can be subtracted from infinity.
 struct Measured {
   static constexpr float kLimit = 0x1.fffffep127f;
   float largest = -kLimit;
@@ -99,7 +104,8 @@ struct Label {
   }
 };
 
-// The loss and the gradient of a row. Logits are compared with the largest, not with lse: where that is large, its last bit is not small.
+// The loss and the gradient of a row. Logits are compared with the largest, not with lse:
+// where that is large, its last bit is not small.
 struct Result {
   float largest, log_sum, lse;
   float factor;  // share (1 + 2 z_loss lse) / sum
@@ -125,7 +131,7 @@ struct Result {
   }
 };
 
-// ---- rows of whole vectors: pointers of 16 bytes ---------------------------------------------------------------------------------
+// ---- rows of whole vectors: pointers of 16 bytes --------------------------------------------------------------------
 
 // A thread has vectors kThreads apart; the first `held` columns are left at `kept`.
 template <typename T>
@@ -195,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, i
   }
 }
 
-// ---- one element at a time: any vocabulary ---------------------------------------------------------------------------------------
+// ---- one element at a time: any vocabulary --------------------------------------------------------------------------
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) any_kernel(Rows<T> rows) {

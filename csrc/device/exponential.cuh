@@ -1,5 +1,5 @@
-// Exponentials. What is rounded to 16 bits afterwards takes the hardware's, whose error, some 2**-22, almost always vanishes in that
-// rounding; T says what it is rounded to.
+// Exponentials. What is rounded to 16 bits afterwards takes the hardware's, whose error, some 2**-22, almost always
+// vanishes in that rounding; T says what it is rounded to.
 #pragma once
 
 namespace jax_fp8 {

@@ -1,6 +1,7 @@
 // The FP8 cast: values = saturate(x * (1 / scale)), rounded once to nearest even.
 //
-// The hardware cast saturates (infinities included) and turns every NaN into the byte 0x7F, which is a NaN in both formats.
+// The hardware cast saturates (infinities included) and turns every NaN into the byte 0x7F,
+// which is a NaN in both formats.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,9 @@
 
 namespace jax_fp8 {
 
-// Rounded to nearest, as the reference divides: an approximate reciprocal differs in the last bit, and bytes then differ too.
-// Call it after the loads of x: inverting waits for the scale to arrive, and nothing behind it is issued meanwhile.
+// Rounded to nearest, as the reference divides: an approximate reciprocal differs in the last bit, and bytes then
+// differ too. Call it after the loads of x: inverting waits for the scale to arrive,
+// and nothing behind it is issued meanwhile.
 __device__ inline float multiplier_of(float scale) { return __frcp_rn(scale); }
 
 // Two FP8 bytes, the first in the low half.
@@ -39,7 +41,7 @@ __device__ inline uint32_t quantize_four(const float* x, float multiplier) {
   return low | high << 16;
 }
 
-// ---- back to float, and rounding up or down at random ---------------------------------------------------------------------
+// ---- back to float, and rounding up or down at random ---------------------------------------------------------------
 
 // Two floats from two FP8 bytes: every FP8 value is a float16.
 template <Fp8Type kFormat>
@@ -61,10 +63,12 @@ constexpr int kFp8MinExponent = kFormat == Fp8Type::kE4M3 ? -6 : -14;
 template <Fp8Type kFormat>
 constexpr int kFp8MantissaBits = kFormat == Fp8Type::kE4M3 ? 3 : 2;
 
-__device__ inline float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+__device__ inline float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
 
-// A mixture of seed, leaf and element that looks random (the multipliers are those of xxHash and of the "lowbias32" finalizer),
-// as 20 bits in [0, 1). It needs no state, so every tile computes its own.
+// A mixture of seed, leaf and element that looks random (the multipliers are those of xxHash and of the "lowbias32"
+// finalizer), as 20 bits in [0, 1). It needs no state, so every tile computes its own.
 __device__ inline float uniform_of(uint32_t seed, uint32_t leaf, uint32_t element) {
   uint32_t hash = element * 0x9E3779B1u + seed * 0x85EBCA77u + leaf * 0xC2B2AE3Du;
   hash ^= hash >> 16;
@@ -75,8 +79,8 @@ __device__ inline float uniform_of(uint32_t seed, uint32_t leaf, uint32_t elemen
   return __fmul_rn(static_cast<float>(hash >> 12), 0x1p-20f);
 }
 
-// One of the FP8 values around x >= 0, the nearer the likelier, so that a running mean does not stall at increments below half a
-// step. What is positive stays positive, for a divisor of zero would follow. `uniform` is in [0, 1).
+// One of the FP8 values around x >= 0, the nearer the likelier, so that a running mean does not stall at increments
+// below half a step. What is positive stays positive, for a divisor of zero would follow. `uniform` is in [0, 1).
 template <Fp8Type kFormat>
 __device__ inline float round_at_random(float x, float uniform) {
   constexpr int kMantissa = kFp8MantissaBits<kFormat>;
@@ -89,7 +93,7 @@ __device__ inline float round_at_random(float x, float uniform) {
   return x != x ? x : rounded;
 }
 
-// ---- from an amax to a scale: jax_fp8/core/scale.py, bit for bit ------------------------------------------------------------
+// ---- from an amax to a scale: jax_fp8/core/scale.py, bit for bit ----------------------------------------------------
 
 struct AmaxRule {
   float headroom;      // 2**margin
@@ -108,7 +112,7 @@ __device__ inline float scale_from_amax(float amax, const AmaxRule& rule) {
   return rule.power_2_scale ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0xFF800000u) : scale;
 }
 
-// ---- transpose --------------------------------------------------------------------------------------------------------
+// ---- transpose ------------------------------------------------------------------------------------------------------
 
 // Four rows of four bytes become four columns of four bytes: word c of the result holds byte c of every row.
 __device__ inline void transpose_bytes(const uint32_t (&row)[4], uint32_t (&column)[4]) {

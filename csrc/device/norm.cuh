@@ -1,9 +1,9 @@
-// Two kernels: blocks of 16 rows where rows and columns are multiples of 16, and one for any shape. The usual shapes are not theirs but
-// those of norm_cluster.cuh; what is left are rows too wide for it, and devices without clusters.
+// Two kernels: blocks of 16 rows where rows and columns are multiples of 16, and one for any shape. The usual shapes
+// are not theirs but those of norm_cluster.cuh; what is left are rows too wide for it, and devices without clusters.
 //
-// A block needs whole rows before it can quantize any of their elements. So it keeps them in shared memory, as they come, while it
-// computes their mean and variance, and global memory is read once. The rows of a transpose are written in runs of the block's 16
-// bytes: half a sector, which L2 joins with the other half from the neighbouring block.
+// A block needs whole rows before it can quantize any of their elements. So it keeps them in shared memory, as they
+// come, while it computes their mean and variance, and global memory is read once. The rows of a transpose are written
+// in runs of the block's 16 bytes: half a sector, which L2 joins with the other half from the neighbouring block.
 //
 //     16-bit, n = 4096: 128 KB of x and 16 KB of transpose; 1 block of 512 threads with 64 KB of loads in flight
 #pragma once
@@ -27,8 +27,8 @@ struct Rows {
   int64_t rows, cols;
 };
 
-// In the order of the reference: centre, divide by the deviation, then scale and shift. The bias of RMSNorm is -0, which changes
-// nothing, not even the sign of a zero.
+// In the order of the reference: centre, divide by the deviation, then scale and shift. The bias of RMSNorm is -0,
+// which changes nothing, not even the sign of a zero.
 __device__ inline float normalized(float x, float mean, float rstd, float norm_scale, float norm_bias) {
   return __fmaf_rn(__fmul_rn(__fsub_rn(x, mean), rstd), norm_scale, norm_bias);
 }
@@ -45,8 +45,8 @@ __device__ inline float rstd_of(float sum_of_squares, int64_t count, float epsil
 __device__ inline float add_square(float sum, float x) { return __fmaf_rn(x, x, sum); }
 
 // What the first lane of a warp knows of a row, for the block and for the backward.
-__device__ inline void keep_statistics(float mean, float rstd, int64_t row, const NormResults& results, float& block_mean,
-                                       float& block_rstd) {
+__device__ inline void keep_statistics(float mean, float rstd, int64_t row, const NormResults& results,
+                                       float& block_mean, float& block_rstd) {
   block_mean = mean;
   block_rstd = rstd;
   if (results.mean != nullptr) results.mean[row] = mean;
@@ -56,7 +56,7 @@ __device__ inline void keep_statistics(float mean, float rstd, int64_t row, cons
 // Otherwise only the amax is wanted.
 __host__ __device__ inline bool quantizes(const DeviceScaleSource& scale) { return scale.used != nullptr; }
 
-// ---- blocks of 16 rows: rows and cols are multiples of 16, pointers of 16 bytes --------------------------------------------------
+// ---- blocks of 16 rows: rows and cols are multiples of 16, pointers of 16 bytes -------------------------------------
 
 constexpr int kBlockRows = 16;
 constexpr int kPatchRows = 4;                             // four bytes of a column make one word of the transpose
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   }
   __syncthreads();
 
-  // Column c of a slice is 4 words. A warp writes the same column of 8 groups, so column c of group g lives at c ^ g of its group:
-  // then 4 words of 8 groups meet 32 banks, as do 8 threads that read the columns of one group.
+  // Column c of a slice is 4 words. A warp writes the same column of 8 groups, so column c of group g lives at c ^ g of
+  // its group: then 4 words of 8 groups meet 32 banks, as do 8 threads that read the columns of one group.
   const int group = lane % kGroups, patch = lane / kGroups;
   const int cols = static_cast<int>(input.cols);
   const float multiplier = casts ? multiplier_from<kFormat>(loaded, scale) : 0.0f;
@@ -175,7 +175,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
         thread_amax = amax_of(thread_amax, x);
         left[i] = quantize_four<kFormat>(x, multiplier);
         right[i] = quantize_four<kFormat>(x + 4, multiplier);
-        if (results.values != nullptr) *reinterpret_cast<uint2*>(results.values + offset) = make_uint2(left[i], right[i]);
+        if (results.values != nullptr) {
+          *reinterpret_cast<uint2*>(results.values + offset) = make_uint2(left[i], right[i]);
+        }
       }
       if (results.values_t != nullptr) {
         uint32_t columns[2][4];
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   merge_amax<kRowsThreads>(thread_amax, results.amax);
 }
 
-// ---- blocks of 32 rows, one element at a time: any shape ------------------------------------------------------------------------
+// ---- blocks of 32 rows, one element at a time: any shape ------------------------------------------------------------
 
 constexpr int kAnyRows = 32;
 constexpr int kAnyThreads = 256;
@@ -218,7 +220,9 @@ __device__ inline void measure_row_any(const Rows<T>& input, int64_t row, float&
     mean = mean_of(warp_sum(sum), input.cols);
   }
   float sum = 0.0f;
-  for (int64_t col = lane; col < input.cols; col += kWarp) sum = add_square(sum, __fsub_rn(to_float(source[col]), mean));
+  for (int64_t col = lane; col < input.cols; col += kWarp) {
+    sum = add_square(sum, __fsub_rn(to_float(source[col]), mean));
+  }
   rstd = rstd_of(warp_sum(sum), input.cols, input.epsilon);
 }
 
@@ -256,7 +260,9 @@ __global__ void __launch_bounds__(kAnyThreads) any_kernel(Rows<T> input, DeviceS
     __syncthreads();
     for (int c = warp; c < kWarp; c += kAnyWarps) {
       const int64_t out_row = first_col + c, out_col = first_row + lane;
-      if (out_row < input.cols && out_col < input.rows) results.values_t[out_row * input.rows + out_col] = tile[lane][c];
+      if (out_row < input.cols && out_col < input.rows) {
+        results.values_t[out_row * input.rows + out_col] = tile[lane][c];
+      }
     }
     __syncthreads();
   }

@@ -1,11 +1,13 @@
 // The gradients of a norm from one read of dy and x:
 //
-//     dnormalized = dy * scale        dx = (dnormalized - normalized * mean(dnormalized * normalized) - mean(dnormalized)) * rstd
+//     dnormalized = dy * scale
+//     dx = (dnormalized - normalized * mean(dnormalized * normalized) - mean(dnormalized)) * rstd
 //     dscale = sum over rows of dy * normalized        dbias = sum over rows of dy
 //
-// (without the last mean for RMSNorm, and dx plus the residual's gradient where there is one). A block takes a few rows at a time, so
-// that one reduction serves them all, and a thread the same columns of all its rows: their sums are its own, in shared memory. Each
-// block writes its sums beside those of the others, and a second kernel adds them, always in the same order.
+// (without the last mean for RMSNorm, and dx plus the residual's gradient where there is one). A block takes a few rows
+// at a time, so that one reduction serves them all, and a thread the same columns of all its rows: their sums are its
+// own, in shared memory. Each block writes its sums beside those of the others, and a second kernel adds them,
+// always in the same order.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +39,11 @@ __device__ inline float gradient(float dy, float normalized, float norm_scale, c
   return __fmaf_rn(__fsub_rn(projected, row.total), row.rstd, residual);
 }
 
-// ---- vectors: rows are multiples of 16 bytes ---------------------------------------------------------------------------------
+// ---- vectors: rows are multiples of 16 bytes ------------------------------------------------------------------------
 
-// Rows of a block at once, so many that some 200 bytes a thread are in flight: dy, x and the residual. A block of few threads shares its
-// multiprocessor with one other (or more, for short rows), one of many threads has 64 registers a thread.
+// Rows of a block at once, so many that some 200 bytes a thread are in flight: dy, x and the residual. A block of few
+// threads shares its multiprocessor with one other (or more, for short rows),
+// one of many threads has 64 registers a thread.
 template <typename T, int kThreads>
 constexpr int kBlockRows = (kThreads <= 256 ? 8 : 4) / sizeof(T);
 
@@ -65,8 +68,8 @@ __device__ inline void load_rows(const T* source, int64_t first_row, int col, co
 
 // Adds what these columns contribute to the sums of each row: dnormalized * normalized, then dnormalized.
 template <typename T, int kRows>
-__device__ inline void add_to_row_sums(const Vectors<T, kRows>& vectors, const RowState (&rows)[kRows], const float* norm_scale,
-                                       float (&row_sums)[2 * kRows]) {
+__device__ inline void add_to_row_sums(const Vectors<T, kRows>& vectors, const RowState (&rows)[kRows],
+                                       const float* norm_scale, float (&row_sums)[2 * kRows]) {
   float scales[kVectorWidth];
   unpack(load_vector(norm_scale), scales);
 #pragma unroll
@@ -87,11 +90,12 @@ __device__ inline void to_array(float4 x, float (&out)[4]) { out[0] = x.x, out[1
 
 __device__ inline float4 to_float4(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
 
-// Stores dx of these columns, and adds what they contribute to the column sums at `sums`: [dscale, dbias][half][thread], so that
-// neighbouring threads meet different banks. One half of the columns after the other, for a vector's worth of registers less.
+// Stores dx of these columns, and adds what they contribute to the column sums at `sums`:
+// [dscale, dbias][half][thread], so that neighbouring threads meet different banks. One half of the columns after the
+// other, for a vector's worth of registers less.
 template <typename T, int kRows>
-__device__ inline void store_rows(const Vectors<T, kRows>& vectors, const RowState (&rows)[kRows], int64_t first_row, int col,
-                                  const Gradients<T>& g, float4* sums) {
+__device__ inline void store_rows(const Vectors<T, kRows>& vectors, const RowState (&rows)[kRows], int64_t first_row,
+                                  int col, const Gradients<T>& g, float4* sums) {
   Vector<T> stored[kRows];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -125,8 +129,9 @@ __device__ inline void store_rows(const Vectors<T, kRows>& vectors, const RowSta
   }
 }
 
-// A row is `passes` times as many vectors as there are threads. The vectors of the last pass stay in registers while the rows are
-// summed up, the others are read again, from L2. Dynamic shared memory: the column sums as [pass][dscale, dbias][half][thread].
+// A row is `passes` times as many vectors as there are threads. The vectors of the last pass stay in registers while
+// the rows are summed up, the others are read again, from L2. Dynamic shared memory:
+// the column sums as [pass][dscale, dbias][half][thread].
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 1) rows_kernel(Gradients<T> g, int passes) {
   constexpr int kRows = kBlockRows<T, kThreads>;
@@ -182,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 1) row
   }
 }
 
-// ---- one element at a time: any shape -----------------------------------------------------------------------------------------
+// ---- one element at a time: any shape -------------------------------------------------------------------------------
 
 constexpr int kAnyThreads = 256;
 

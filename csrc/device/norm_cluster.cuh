@@ -1,12 +1,14 @@
 // The norm of rows whose columns a cluster of blocks shares: 32 rows, up to 16 blocks side by side.
 //
-// A block has 32 rows of 512 columns (256 of float32), a warp four of these rows, and x never leaves the warp's registers: all
-// loads of a thread, 128 bytes, are issued at once. What the blocks of a cluster need of one another is the mean of each row's part
-// and the sum of squares about it, which every block writes into the shared memory of all others. From these, each finds the row's
-// mean and deviation, always in the same order (https://doi.org/10.1080/00031305.1983.10483115). 32 rows are 32 bytes of a column:
+// A block has 32 rows of 512 columns (256 of float32), a warp four of these rows, and x never leaves the warp's
+// registers: all loads of a thread, 128 bytes, are issued at once. What the blocks of a cluster need of one another is
+// the mean of each row's part and the sum of squares about it, which every block writes into the shared memory of all
+// others. From these, each finds the row's mean and deviation, always in the same order
+// (https://doi.org/10.1080/00031305.1983.10483115). 32 rows are 32 bytes of a column:
 // a run of the transpose is a whole sector.
 //
-//     16-bit: 32 KB of loads in flight per block, 4 blocks per multiprocessor, whose phases have nothing to do with one another;
+//     16-bit: 32 KB of loads in flight per block, 4 blocks per multiprocessor,
+//             whose phases have nothing to do with one another;
 //             24 KB of shared memory each, of which the transpose is 16 KB; 64 registers per thread, half of them x
 //             [16384, 2048]: 512 clusters of 4 blocks, 3.9 times as many as 132 multiprocessors run at once
 #pragma once
@@ -25,7 +27,8 @@ namespace jax_fp8::norm {
 constexpr int kClusterRows = 32;
 constexpr int kClusterThreads = 256;
 constexpr int kClusterOccupancy = 4;  // blocks per multiprocessor, which the registers must allow
-constexpr int kClusterCarveout = 55;  // percent of a multiprocessor's memory that these blocks share; the rest is L1 cache
+// Percent of a multiprocessor's memory that these blocks share; the rest is L1 cache.
+constexpr int kClusterCarveout = 55;
 constexpr int kMaxClusterBlocks = 16;
 constexpr int kWarpRows = 4;          // four bytes of a column make one word of the transpose
 constexpr int kColumnWords = kClusterRows / kWarpRows;
@@ -40,7 +43,9 @@ template <typename T>
 constexpr int kClusterCols = kLaneVectors<T> * kWarp * kVectorWidth;
 
 // Where a block's columns begin: each of the 1 << log2_blocks has as many as another, give or take 16.
-__device__ inline int first_col_of(int block, int cols, int log2_blocks) { return ((cols >> 4) * block >> log2_blocks) * 16; }
+__device__ inline int first_col_of(int block, int cols, int log2_blocks) {
+  return ((cols >> 4) * block >> log2_blocks) * 16;
+}
 
 // What a block knows of its part of a row.
 struct alignas(8) Part {
@@ -109,8 +114,9 @@ __device__ inline Part measure(const Patch<T>& patch, int block_cols, bool centr
   return {mean, four_warp_sums(squares)};
 }
 
-// Scale and bias of the block's columns, each as [half of a vector][vector]: then neighbouring lanes read neighbouring 16 bytes.
-// They are read from memory while x is on its way, and needed when registers are scarce and a barrier has emptied the L1 cache.
+// Scale and bias of the block's columns, each as [half of a vector][vector]: then neighbouring lanes read neighbouring
+// 16 bytes. They are read from memory while x is on its way,
+// and needed when registers are scarce and a barrier has emptied the L1 cache.
 template <typename T>
 using Parameters = float4[2][2][kClusterCols<T> / kVectorWidth];
 
@@ -121,7 +127,8 @@ __device__ inline void keep_parameters(const Rows<T>& input, int first_col, int 
   if (which >= 2 || four * 4 >= block_cols) return;
   const float* source = which == 0 ? input.norm_scale : input.norm_bias;
   const float4 none = make_float4(kNoBias, kNoBias, kNoBias, kNoBias);
-  kept[which][four & 1][four >> 1] = source != nullptr ? __ldg(reinterpret_cast<const float4*>(source + first_col) + four) : none;
+  kept[which][four & 1][four >> 1] =
+      source != nullptr ? __ldg(reinterpret_cast<const float4*>(source + first_col) + four) : none;
 }
 
 template <typename T>
@@ -143,7 +150,8 @@ __device__ inline void publish(const Part& part, Part& slot, int log2_blocks) {
 }
 
 // Mean and 1 / deviation of a row, out of its parts. Eight neighbouring lanes have the same row, and get the same.
-__device__ inline Statistics combine(const Part (*parts)[kClusterRows], int row, int cols, int log2_blocks, float epsilon) {
+__device__ inline Statistics combine(const Part (*parts)[kClusterRows], int row, int cols, int log2_blocks,
+                                     float epsilon) {
   Part part[kLaneParts] = {};
   float count[kLaneParts] = {};
   float sum = 0.0f, squares = 0.0f;
@@ -164,8 +172,8 @@ __device__ inline Statistics combine(const Part (*parts)[kClusterRows], int row,
   return {mean, rstd_of(warp_sum<kLanesPerSum>(squares), cols, epsilon)};
 }
 
-// Word w of a column has the rows of warp w. Column c of the block is 8 words, which live at (8 * c + w) ^ (c / 8 % 32): so the
-// words that the 32 lanes of a warp write at once, 8 columns apart, meet 32 banks.
+// Word w of a column has the rows of warp w. Column c of the block is 8 words, which live at
+// (8 * c + w) ^ (c / 8 % 32): so the words that the 32 lanes of a warp write at once, 8 columns apart, meet 32 banks.
 __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)[4], const uint32_t (&right)[4]) {
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
   uint32_t columns[2][4];
@@ -178,7 +186,8 @@ __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)
 
 // Two neighbouring threads store one column, 128 columns at once.
 template <typename T>
-__device__ inline void store_columns(const uint32_t* tile, int cols, int64_t rows, int64_t first_row, uint8_t* values_t) {
+__device__ inline void store_columns(const uint32_t* tile, int cols, int64_t rows, int64_t first_row,
+                                     uint8_t* values_t) {
   constexpr int kPassCols = kClusterThreads / 2, kPassGroups = kPassCols / kVectorWidth;
   const int first = static_cast<int>(threadIdx.x / 2), half = static_cast<int>(threadIdx.x % 2);
   const int word = (first * kColumnWords + half * 4) ^ (first / kVectorWidth);  // in the first pass
@@ -194,8 +203,8 @@ __device__ inline void store_columns(const uint32_t* tile, int cols, int64_t row
   }
 }
 
-// Rows and cols are multiples of 16, cols at most kClusterCols << log2_blocks, pointers multiples of 16 bytes. kCasts: more than
-// the amax is wanted.
+// Rows and cols are multiples of 16, cols at most kClusterCols << log2_blocks, pointers multiples of 16 bytes. kCasts:
+// more than the amax is wanted.
 template <typename T, Fp8Type kFormat, bool kCasts>
 __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
     cluster_kernel(Rows<T> input, DeviceScaleSource scale, int log2_blocks, NormResults results) {
@@ -247,7 +256,9 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
       float x[kVectorWidth];
       unpack(patch.rows[v][r], x);
 #pragma unroll
-      for (int j = 0; j < kVectorWidth; ++j) x[j] = normalized(x[j], of_row.mean, of_row.rstd, norm_scale[j], norm_bias[j]);
+      for (int j = 0; j < kVectorWidth; ++j) {
+        x[j] = normalized(x[j], of_row.mean, of_row.rstd, norm_scale[j], norm_bias[j]);
+      }
       thread_amax = amax_of(thread_amax, x);
       if constexpr (kCasts) {
         round_all<T>(x);

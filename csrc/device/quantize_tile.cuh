@@ -1,5 +1,5 @@
-// The cast and transpose of a matrix by tiles, from whatever makes the matrix: one read of its sources writes the FP8 values, their
-// transpose, the amax and the sums of the columns.
+// The cast and transpose of a matrix by tiles, from whatever makes the matrix: one read of its sources writes the FP8
+// values, their transpose, the amax and the sums of the columns.
 //
 // A producer makes the elements, already rounded to T, out of kInputs loads, for kParts matrices side by side:
 //
@@ -12,8 +12,8 @@
 //     make(loaded, made)                       // the vectors of a patch of rows: of each part, then of the companion
 //     element(row, col, width, made)           // one element of each
 //
-// `width` is the columns of one part; with two parts the result has 2 * width. A companion is written transposed only, in a format and by a
-// scale of its own, and counts neither in the amax nor in the sums.
+// `width` is the columns of one part; with two parts the result has 2 * width. A companion is written transposed only,
+// in a format and by a scale of its own, and counts neither in the amax nor in the sums.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -49,10 +49,10 @@ struct TiledResults {
   unsigned tiles_per_row;
 };
 
-// ---- tiles of 128 rows x 64 columns: rows and width are multiples of 16, pointers of 16 bytes ----------------------------
+// ---- tiles of 128 rows x 64 columns: rows and width are multiples of 16, pointers of 16 bytes -----------------------
 //
-// Every access to memory is a full 16-byte instruction over whole 32-byte sectors: rows of a source in 128 bytes or more, rows of
-// values in 64, rows of values_t in 128.
+// Every access to memory is a full 16-byte instruction over whole 32-byte sectors: rows of a source in 128 bytes or
+// more, rows of values in 64, rows of values_t in 128.
 
 namespace quantize_tile {
 
@@ -67,10 +67,11 @@ constexpr int kChunksPerColumn = kRows / sizeof(uint4);  // 8 chunks of 16 rows
 static_assert(kGroups * kWordsPerColumn == kThreads);
 static_assert(kRows == kRowsPerPartialSum);
 
-// A column of a tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the 4 words of one chunk in each of 8
-// groups of columns; so chunk i of a column of group g lives at i ^ g, and the 32 writes meet 32 banks. Eight threads that read the
-// 8 chunks of one column meet all banks as well.
-__device__ inline void put_patch(uint4* tile, int patch, int group, const uint32_t (&left)[4], const uint32_t (&right)[4]) {
+// A column of a tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the 4 words of one chunk in
+// each of 8 groups of columns; so chunk i of a column of group g lives at i ^ g, and the 32 writes meet 32 banks. Eight
+// threads that read the 8 chunks of one column meet all banks as well.
+__device__ inline void put_patch(uint4* tile, int patch, int group, const uint32_t (&left)[4],
+                                 const uint32_t (&right)[4]) {
   uint32_t columns[2][4];
   transpose_bytes(left, columns[0]);
   transpose_bytes(right, columns[1]);
@@ -79,8 +80,8 @@ __device__ inline void put_patch(uint4* tile, int patch, int group, const uint32
   for (int c = 0; c < kVectorWidth; ++c) words[c * kWordsPerColumn] = columns[c / 4][c % 4];
 }
 
-__device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows, int64_t width,
-                                       uint8_t* values_t) {
+__device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows,
+                                       int64_t width, uint8_t* values_t) {
 #pragma unroll
   for (int pass = 0; pass < kCols * kChunksPerColumn / kThreads; ++pass) {
     const int item = pass * kThreads + threadIdx.x;
@@ -95,7 +96,8 @@ __device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int6
   }
 }
 
-// The four patches that a warp has of each group of columns, added up into its row of `sums`. Every thread of the warp must arrive.
+// The four patches that a warp has of each group of columns, added up into its row of `sums`.
+// Every thread of the warp must arrive.
 __device__ inline void put_sums(float (*sums)[kCols], int group, float (&patch_sums)[kVectorWidth]) {
 #pragma unroll
   for (int c = 0; c < kVectorWidth; ++c) {
@@ -153,7 +155,9 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
       if (results.values) {
         uint8_t* target = results.values + (row * kParts + part) * width + col;
 #pragma unroll
-        for (int r = 0; r < kRowsPerPatch; ++r) *reinterpret_cast<uint2*>(target + r * kParts * width) = {left[r], right[r]};
+        for (int r = 0; r < kRowsPerPatch; ++r) {
+          *reinterpret_cast<uint2*>(target + r * kParts * width) = {left[r], right[r]};
+        }
       }
       if (results.values_t) put_patch(tile[part], patch, group, left, right);
     }
@@ -182,7 +186,9 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
   for (int part = 0; part < kParts && results.values_t; ++part) {
     store_transpose(tile[part], tile_row, tile_col, rows, width, results.values_t + part * width * rows);
   }
-  if constexpr (Producer::kCompanions) store_transpose(tile[kParts], tile_row, tile_col, rows, width, results.companion.values_t);
+  if constexpr (Producer::kCompanions) {
+    store_transpose(tile[kParts], tile_row, tile_col, rows, width, results.companion.values_t);
+  }
   if constexpr (Producer::kSums) {
     const int part = threadIdx.x / kCols, column = threadIdx.x % kCols;
     if (part < kParts && tile_col + column < width) {
@@ -195,7 +201,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
   merge_amax<kThreads>(thread_amax, results.amax);
 }
 
-// ---- tiles of 128 rows x 32 columns, one element at a time: any shape ----------------------------------------------------
+// ---- tiles of 128 rows x 32 columns, one element at a time: any shape -----------------------------------------------
 
 namespace quantize_tile {
 
@@ -252,7 +258,9 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
     }
   };
 #pragma unroll
-  for (int part = 0; part < kParts && results.values_t; ++part) store(tile[part], results.values_t + part * width * rows);
+  for (int part = 0; part < kParts && results.values_t; ++part) {
+    store(tile[part], results.values_t + part * width * rows);
+  }
   if constexpr (Producer::kCompanions) store(tile[kParts], results.companion.values_t);
   if constexpr (Producer::kSums) {
     if (warp < kParts && col < width && tile_row < rows) {
@@ -265,14 +273,15 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
   merge_amax<kThreads>(thread_amax, results.amax);
 }
 
-// ---- launching -------------------------------------------------------------------------------------------------------------
+// ---- launching ------------------------------------------------------------------------------------------------------
 
 // `aligned`: all pointers are.
 template <Fp8Type kFormat, typename Producer>
 void launch_quantize_tiles(const Producer& producer, const DeviceScaleSource& scale, TiledResults results, bool aligned,
                            cudaStream_t stream) {
   using namespace quantize_tile;
-  const bool vectorized = aligned && results.rows % 16 == 0 && results.width % 16 == 0 && results.rows * results.width != 0;
+  const bool vectorized =
+      aligned && results.rows % 16 == 0 && results.width % 16 == 0 && results.rows * results.width != 0;
   const auto kernel = vectorized ? quantize_tile_kernel<kFormat, Producer> : quantize_any_kernel<kFormat, Producer>;
   // An empty matrix has a scale all the same: one block writes it.
   const int64_t tiles_per_column = std::max<int64_t>(1, divide_up(results.rows, kRows));

@@ -1,4 +1,5 @@
-// What the threads of a warp or a block find out together: the amax of a tensor, a maximum, and sums in an order that never changes.
+// What the threads of a warp or a block find out together:
+// the amax of a tensor, a maximum, and sums in an order that never changes.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +8,10 @@ namespace jax_fp8 {
 
 constexpr int kWarp = 32;
 
-// ---- amax: max|x| over everything but NaN, one atomic per block ------------------------------------------------------------
+// ---- amax: max|x| over everything but NaN, one atomic per block -----------------------------------------------------
 //
-// Non-negative floats order as their bits, so an integer maximum is exact, independent of the order of blocks, and needs
-// nothing but a zero to start from.
+// Non-negative floats order as their bits, so an integer maximum is exact, independent of the order of blocks, and
+// needs nothing but a zero to start from.
 
 // fmaxf returns the other operand when one is NaN, so NaN never enters.
 __device__ inline float amax_of(float amax, float x) { return fmaxf(amax, fabsf(x)); }
@@ -36,13 +37,15 @@ __device__ inline void merge_amax(float thread_amax, float* amax) {
   if (threadIdx.x == 0 && block_bits != 0) atomicMax(reinterpret_cast<unsigned int*>(amax), block_bits);
 }
 
-// ---- sums ----------------------------------------------------------------------------------------------------------------
+// ---- sums -----------------------------------------------------------------------------------------------------------
 
 // Every lane gets the sum, be it of the warp or of the group of neighbours that it is in.
 template <int kLanes = kWarp>
 __device__ inline float warp_sum(float x) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  }
   return x;
 }
 
@@ -58,7 +61,8 @@ __device__ inline float four_warp_sums(const float (&x)[4]) {
   return warp_sum<kLanesPerSum>(halve(first, second, 8));
 }
 
-// Every thread of the block gets the sums. Whoever calls this again must bring other scratch memory, or a barrier in between.
+// Every thread of the block gets the sums. Whoever calls this again must bring other scratch memory,
+// or a barrier in between.
 template <int kCount>
 __device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWarp][kCount]) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -74,7 +78,7 @@ __device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWar
   for (int i = 0; i < kCount; ++i) values[i] = warp_sum(filled ? scratch[lane][i] : 0.0f);
 }
 
-// ---- a maximum -----------------------------------------------------------------------------------------------------------
+// ---- a maximum ------------------------------------------------------------------------------------------------------
 
 // Every thread of the block gets it; NaN is left out. Scratch memory as above.
 __device__ inline float block_max(float x, float (&scratch)[kWarp]) {

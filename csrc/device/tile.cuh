@@ -1,8 +1,8 @@
 // A tile of 128 rows x 128 columns on its way from rows to columns, through shared memory.
 //
-// A warp has a row of it, four neighbours a thread: then every access of a warp is of whole 128-byte lines, be the elements 4 bytes
-// each or 1, and so is every access to the transpose. A tile is four rounds of 8 x 32 patches, one per thread; a patch is 4 rows of
-// 4 columns, so that the 4 bytes of a column make one word of the transpose.
+// A warp has a row of it, four neighbours a thread: then every access of a warp is of whole 128-byte lines, be the
+// elements 4 bytes each or 1, and so is every access to the transpose. A tile is four rounds of 8 x 32 patches, one per
+// thread; a patch is 4 rows of 4 columns, so that the 4 bytes of a column make one word of the transpose.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +22,13 @@ constexpr int kRounds = kTileRows / kRoundRows;
 constexpr int kWordsPerColumn = kTileRows / kPatchRows;      // 32, one per bank
 constexpr int kChunksPerColumn = kTileRows / sizeof(uint4);  // 8 chunks of 16 rows
 constexpr int kTileChunks = kTileCols * kChunksPerColumn;
-static_assert(kGroups == 32 && kWordsPerColumn == 32, "one group of columns for each thread of a warp, one word for each bank");
+static_assert(kGroups == 32 && kWordsPerColumn == 32,
+              "one group of columns for each thread of a warp, one word for each bank");
 
-// Column c of the tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the same word of 32 groups of columns;
-// word w of group g lives at w ^ g, and the 32 writes meet 32 banks. So a chunk is moved as a whole, to chunk ^ (g / 4), and its
-// words change places by g % 4; eight threads that read the 8 chunks of one column meet all banks as well.
+// Column c of the tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the same word of 32 groups
+// of columns; word w of group g lives at w ^ g, and the 32 writes meet 32 banks. So a chunk is moved as a whole, to
+// chunk ^ (g / 4), and its words change places by g % 4;
+// eight threads that read the 8 chunks of one column meet all banks as well.
 __device__ inline void put_patch(uint4* tile, int round, const uint32_t (&rows)[kPatchRows]) {
   const int group = threadIdx.x % kGroups;
   const int word = threadIdx.x / kGroups + round * (kTileThreads / kGroups);
@@ -37,8 +39,8 @@ __device__ inline void put_patch(uint4* tile, int round, const uint32_t (&rows)[
   for (int c = 0; c < kTileWidth; ++c) words[c * kWordsPerColumn] = columns[c];
 }
 
-__device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows, int64_t cols,
-                                       uint8_t* values_t) {
+__device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows,
+                                       int64_t cols, uint8_t* values_t) {
 #pragma unroll
   for (int pass = 0; pass < kTileChunks / kTileThreads; ++pass) {
     const int item = pass * kTileThreads + threadIdx.x;

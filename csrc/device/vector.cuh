@@ -1,6 +1,7 @@
 // Vectors: eight neighbouring elements, loaded with 16-byte instructions, as floats and back.
 //
-// bfloat16 and float16 travel as their bits. That keeps CUDA's own headers for them, and everything those include, out of the build.
+// bfloat16 and float16 travel as their bits. That keeps CUDA's own headers for them, and everything those include,
+// out of the build.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ __device__ inline float to_float(Float16 value) {
   return result;
 }
 
-// Eight neighbours as they lie in memory: half the registers of their floats where elements have 16 bits. A kernel with many loads
-// issues them all as such, and converts when they have arrived.
+// Eight neighbours as they lie in memory: half the registers of their floats where elements have 16 bits. A kernel with
+// many loads issues them all as such, and converts when they have arrived.
 template <typename T>
 struct Vector {
   static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
@@ -48,7 +49,7 @@ __device__ inline Vector<T> filled_with(uint32_t word) {
 template <typename T>
 constexpr uint32_t kNegativeZeros = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
 
-// ---- loads and stores, 16 bytes each -------------------------------------------------------------------------------------
+// ---- loads and stores, 16 bytes each --------------------------------------------------------------------------------
 
 template <typename T>
 __device__ inline uint4 four_words(const Vector<T>& vector, int at) {
@@ -57,14 +58,17 @@ __device__ inline uint4 four_words(const Vector<T>& vector, int at) {
 
 template <typename T>
 __device__ inline void put_words(Vector<T>& vector, int at, uint4 four) {
-  vector.words[at] = four.x, vector.words[at + 1] = four.y, vector.words[at + 2] = four.z, vector.words[at + 3] = four.w;
+  vector.words[at] = four.x, vector.words[at + 1] = four.y, vector.words[at + 2] = four.z,
+  vector.words[at + 3] = four.w;
 }
 
 template <typename T>
 __device__ inline Vector<T> load_vector(const T* source) {
   Vector<T> vector;
 #pragma unroll
-  for (int i = 0; i < Vector<T>::kWords; i += 4) put_words(vector, i, __ldg(reinterpret_cast<const uint4*>(source) + i / 4));
+  for (int i = 0; i < Vector<T>::kWords; i += 4) {
+    put_words(vector, i, __ldg(reinterpret_cast<const uint4*>(source) + i / 4));
+  }
   return vector;
 }
 
@@ -84,14 +88,17 @@ __device__ inline void write_vector(T* target, const Vector<T>& vector) {
   for (int i = 0; i < Vector<T>::kWords; i += 4) reinterpret_cast<uint4*>(target)[i / 4] = four_words(vector, i);
 }
 
-// To global memory. The compiler makes four stores of an ordinary assignment where the words come from asm; the policy is the usual one.
+// To global memory. The compiler makes four stores of an ordinary assignment where the words come from asm;
+// the policy is the usual one.
 template <typename T>
 __device__ inline void store_vector(T* target, const Vector<T>& vector) {
 #pragma unroll
-  for (int i = 0; i < Vector<T>::kWords; i += 4) __stcg(reinterpret_cast<uint4*>(target) + i / 4, four_words(vector, i));
+  for (int i = 0; i < Vector<T>::kWords; i += 4) {
+    __stcg(reinterpret_cast<uint4*>(target) + i / 4, four_words(vector, i));
+  }
 }
 
-// ---- to floats -----------------------------------------------------------------------------------------------------------
+// ---- to floats ------------------------------------------------------------------------------------------------------
 
 // The elements of one word, the first in the low half.
 __device__ inline void unpack(uint32_t word, float* out, float) { out[0] = __uint_as_float(word); }
@@ -114,7 +121,7 @@ __device__ inline void unpack(const Vector<T>& vector, float (&out)[kCount], int
   for (int i = 0; i < kCount; i += kPerWord) unpack(vector.words[(first + i) / kPerWord], out + i, T{});
 }
 
-// ---- and back, rounded to nearest even -----------------------------------------------------------------------------------
+// ---- and back, rounded to nearest even ------------------------------------------------------------------------------
 
 __device__ inline uint32_t pack(float first, float second, BFloat16) {
   uint32_t word;

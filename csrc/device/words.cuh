@@ -1,7 +1,8 @@
-// Neighbouring elements as words, the way they lie in memory, for storages that only the run knows but a whole block shares.
+// Neighbouring elements as words, the way they lie in memory,
+// for storages that only the run knows but a whole block shares.
 //
-// A kernel issues all its loads as words and converts when they have arrived: a conversion in between would wait for its load,
-// and nothing behind it would be issued meanwhile.
+// A kernel issues all its loads as words and converts when they have arrived: a conversion in between would wait for
+// its load, and nothing behind it would be issued meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +16,12 @@ namespace jax_fp8 {
 
 __device__ constexpr bool is_fp8(Storage storage) { return storage == Storage::kE4M3 || storage == Storage::kE5M2; }
 
-__device__ constexpr int bytes_of(Storage storage) { return storage == Storage::kFloat32 ? 4 : is_fp8(storage) ? 1 : 2; }
+__device__ constexpr int bytes_of(Storage storage) {
+  return storage == Storage::kFloat32 ? 4 : is_fp8(storage) ? 1 : 2;
+}
 
-// Data touched once: it should not push other things out of L2. `bytes` is 16, 8, 4, 2 or 1, the same for the whole block.
+// Data touched once: it should not push other things out of L2.
+// `bytes` is 16, 8, 4, 2 or 1, the same for the whole block.
 __device__ inline void load_words(const void* source, int64_t offset, int bytes, uint32_t* words) {
   const char* address = static_cast<const char*>(source) + offset;
   if (bytes == 16) {
@@ -51,7 +55,9 @@ __device__ inline void store_words(void* target, int64_t offset, int bytes, cons
 }
 
 // Element i of 16-bit elements.
-__device__ inline uint16_t half_of(const uint32_t* words, int i) { return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)); }
+__device__ inline uint16_t half_of(const uint32_t* words, int i) {
+  return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+}
 
 // The hardware's NaN of bfloat16 is 0x7FFF; the reference keeps the sign and makes it quiet.
 __device__ inline uint32_t nan_pair(uint32_t word, float first, float second) {
@@ -80,7 +86,7 @@ __device__ inline float from_half(Storage storage, uint16_t bits) {
   return storage == Storage::kBFloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
 }
 
-// ---- kCount elements as floats, and back: 4, or 1 for what is left over -----------------------------------------------------
+// ---- kCount elements as floats, and back: 4, or 1 for what is left over ---------------------------------------------
 
 template <Fp8Type kFormat, int kCount>
 __device__ inline void unpack_fp8(uint32_t word, float (&out)[kCount]) {

@@ -4,8 +4,8 @@ A recipe makes it, kernels follow it, and nobody in between looks inside.
 
     recipe.cast(tensor, scales, measure) → Cast → quantize, norm, activation → Fp8Pair
 
-Where a scale is one of several, or follows from an amax, the kernel that casts finds it itself: as operations of their own these few
-instructions would be a launch each, three times a GEMM.
+Where a scale is one of several, or follows from an amax, the kernel that casts finds it itself: as operations of their
+own these few instructions would be a launch each, three times a GEMM.
 """
 
 from collections.abc import Callable
@@ -85,5 +85,7 @@ class Cast:
         return cls(jnp.asarray(np.float32(1)), CastRule(jnp.dtype(dtype), formula=formula, tile=tile))
 
     def again(self, scale: jax.Array) -> "Cast":
-        """The cast that gives the same tensor the same bits once more, when its scale f32[] is known; by tile, this one."""
+        """The cast that gives the same tensor the same bits once more, when its scale f32[] is known;
+        by tile, this one.
+        """
         return self if self.rule.tile is not None else Cast.with_scale(self.rule.dtype, scale)

@@ -1,7 +1,8 @@
 """The two FP8 formats and the pair of them that training uses.
 
-E4M3 has 4 exponent and 3 mantissa bits, reaches 448 and has no infinity; E5M2 trades a mantissa bit for range and reaches 57,344.
-Activations and weights need precision, gradients need range: HYBRID is E4M3 forward, E5M2 backward (https://arxiv.org/abs/2209.05433).
+E4M3 has 4 exponent and 3 mantissa bits, reaches 448 and has no infinity; E5M2 trades a mantissa bit for range and
+reaches 57,344. Activations and weights need precision, gradients need range:
+HYBRID is E4M3 forward, E5M2 backward (https://arxiv.org/abs/2209.05433).
 """
 
 from dataclasses import dataclass

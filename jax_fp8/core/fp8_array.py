@@ -1,7 +1,9 @@
-"""A quantized array, FP8 values beside the float32 scales that give them back their size; and a matrix in the two orientations that GEMMs want.
+"""A quantized array, FP8 values beside the float32 scales that give them back their size;
+and a matrix in the two orientations that GEMMs want.
 
-A GEMM on Hopper reads both operands contiguous along the contracting dim, and a training step contracts every matrix along both of its dims. So a
-matrix (m, n) is kept twice, rowwise (m, n) and columnwise (n, m), in the words of Transformer Engine.
+A GEMM on Hopper reads both operands contiguous along the contracting dim, and a training step contracts every matrix
+along both of its dims. So a matrix (m, n) is kept twice, rowwise (m, n) and columnwise (n, m),
+in the words of Transformer Engine.
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ import numpy as np
 class Fp8Array:
     """`x ≈ values * scale`, with `values` in E4M3 or E5M2 and `scale` float32.
 
-    The shape of `scale` is its granularity: f32[] is one scale for the whole array; of an array (m, n) with tiles of 1 x 128, f32[m, n / 128]. Every
-    dim of `values` is a multiple of that of `scale`.
+    The shape of `scale` is its granularity: f32[] is one scale for the whole array; of an array (m, n) with tiles of
+    1 x 128, f32[m, n / 128]. Every dim of `values` is a multiple of that of `scale`.
     """
 
     values: jax.Array
@@ -69,7 +71,8 @@ def tile_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, 
         not tiles or size % tiles for size, tiles in zip(shape, scale_shape, strict=True)
     ):
         raise ValueError(
-            f"scale must be a scalar, or divide each dim of the values {shape} into tiles of one size, got shape {scale_shape}"
+            f"scale must be a scalar, or divide each dim of the values {shape} into tiles of one size, "
+            f"got shape {scale_shape}"
         )
     return tuple(size // tiles for size, tiles in zip(shape, scale_shape, strict=True))
 
@@ -88,8 +91,8 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 class Fp8Pair:
     """A matrix (m, n) in FP8, cast once for both of its GEMMs.
 
-    Each orientation has its own scale, for tiles along the contracting dim differ. One scale for the whole matrix serves both, and is one leaf of
-    the tree: `of` makes such a pair.
+    Each orientation has its own scale, for tiles along the contracting dim differ. One scale for the whole matrix
+    serves both, and is one leaf of the tree: `of` makes such a pair.
 
     Args:
       rowwise: (m, n), or None where nobody wants it.

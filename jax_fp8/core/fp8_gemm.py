@@ -1,4 +1,6 @@
-"""One GEMM as an op meets it: its recipe, its scales, its weight if that was cast already, and the way out for amaxes."""
+"""One GEMM as an op meets it: its recipe, its scales, its weight if that was cast already,
+and the way out for amaxes.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ from jax_fp8.core.recipe import Recipe, accumulation
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GradientSum:
-    """Where the gradients of a kernel add up over microbatches: `ref += weight * gradient`, by the GEMM that computes the gradient.
+    """Where the gradients of a kernel add up over microbatches:
+    `ref += weight * gradient`, by the GEMM that computes the gradient.
 
     Args:
       refs: of f32[k, n_i], one for each of the kernels side by side.
@@ -57,7 +60,8 @@ class Fp8Gemm:
     Args:
       recipe: static.
       layer: the layer's path, for error messages; static.
-      scales: f32[3] (input, kernel, output gradient) of the state; None for a recipe without, and where every tensor is to be scaled by its own amax.
+      scales: f32[3] (input, kernel, output gradient) of the state;
+        None for a recipe without, and where every tensor is to be scaled by its own amax.
       record: the way out of the pass.
       weight: the kernel where it has been cast already, else None.
     """
@@ -69,7 +73,9 @@ class Fp8Gemm:
     weight: Fp8Pair | None = None
 
     def cast(self, tensor: int, measure: Callable[[], jax.Array]) -> Cast:
-        """How INPUT, KERNEL or OUTPUT_GRADIENT is cast; `measure` finds its amax f32[] where the recipe wants it first."""
+        """How INPUT, KERNEL or OUTPUT_GRADIENT is cast;
+        `measure` finds its amax f32[] where the recipe wants it first.
+        """
         return self.recipe.cast(tensor, self.scales, measure)
 
     def accumulation(self, gemm: str) -> str:

@@ -1,8 +1,8 @@
 """Layers by their path: the names that lead to a module in its model, and to its variables in every collection.
 
-A GEMM may multiply by several kernels side by side, each a layer of its own: queries, keys and values are one product of the same input. Its
-name is then theirs, joined: the GEMM `attention/query+key+value` has the kernels `attention/query/kernel`, `attention/key/kernel` and
-`attention/value/kernel`, in this order.
+A GEMM may multiply by several kernels side by side, each a layer of its own: queries, keys and values are one product
+of the same input. Its name is then theirs, joined: the GEMM `attention/query+key+value` has the kernels
+`attention/query/kernel`, `attention/key/kernel` and `attention/value/kernel`, in this order.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,11 @@
-"""Recipes: how the tensors of a GEMM are cast, and how its products accumulate. A recipe is a frozen value, safe to hash and to close over.
+"""Recipes: how the tensors of a GEMM are cast, and how its products accumulate.
+A recipe is a frozen value, safe to hash and to close over.
 
-Delayed scaling predicts a tensor's scale from the amaxes of earlier steps, so that one pass over it both casts and measures.
-Current scaling measures first and casts after: a second read, and no state.
+Delayed scaling predicts a tensor's scale from the amaxes of earlier steps, so that one pass over it both casts and
+measures. Current scaling measures first and casts after: a second read, and no state.
 
-A recipe is whatever has what `Recipe` names. Nobody outside of this room asks which one it is: they ask whether it has state, and how it casts.
+A recipe is whatever has what `Recipe` names. Nobody outside of this room asks which one it is:
+they ask whether it has state, and how it casts.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,10 @@ class Recipe(Protocol):
 
     @property
     def has_state(self) -> bool:
-        """Whether its scales come from a history of amaxes, the Flax collection "fp8". Only `DelayedScaling` knows how."""
+        """Whether its scales come from a history of amaxes, the Flax collection "fp8".
+
+        Only `DelayedScaling` knows how.
+        """
         ...
 
     def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
@@ -56,7 +61,8 @@ class DelayedScaling:
       margin: powers of two of headroom: `scale = amax * 2**margin / fp8_max`.
       amax_history_len: steps remembered.
       amax_compute_algo: "max" over the history, or the "most_recent" amax.
-      split_accumulator: GEMMs (of "fprop", "dgrad", "wgrad") that promote partial sums to float32; the others accumulate fast.
+      split_accumulator: GEMMs (of "fprop", "dgrad", "wgrad") that promote partial sums to float32;
+        the others accumulate fast.
     """
 
     fp8_format: Format = HYBRID

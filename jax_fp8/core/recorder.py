@@ -1,10 +1,11 @@
 """The way out of a backward pass, and the only file that knows it: one `jax.Ref` per GEMM, beside the GEMM's state.
 
-Flax state leaves a module through its mutable collections, but a backward pass has no such door: elsewhere the amax of an output gradient
-travels as the cotangent of a parameter, and is summed under weight sharing, averaged over microbatches or clipped with the gradients.
-Here whoever differentiates puts a `Recorder` into the collection, beside the scale and the history of each GEMM. The layer and its
-`custom_vjp` backward write amaxes there by maximum. Gradients that add up over microbatches leave by the same door: the GEMM adds to the
-sum in place, and no pass over memory is spent on it.
+Flax state leaves a module through its mutable collections, but a backward pass has no such door: elsewhere the amax of
+an output gradient travels as the cotangent of a parameter, and is summed under weight sharing, averaged over
+microbatches or clipped with the gradients. Here whoever differentiates puts a `Recorder` into the collection, beside
+the scale and the history of each GEMM. The layer and its `custom_vjp` backward write amaxes there by maximum. Gradients
+that add up over microbatches leave by the same door: the GEMM adds to the sum in place,
+and no pass over memory is spent on it.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,12 @@
 """The amax state of delayed scaling: two leaves per GEMM, in the Flax collection "fp8".
 
-`scale` is f32[3] and `amax_history` f32[3, L]; the rows are input, kernel, output gradient. Slot 0 of a history is where a step stages
-its amax (the maximum over microbatches, uses and shards); the last slot holds the newest finished step. Leaves stacked by `nn.scan` carry
-leading dims. State goes in and comes out: the only update is `update_state`, once per optimizer step.
+`scale` is f32[3] and `amax_history` f32[3, L]; the rows are input, kernel, output gradient. Slot 0 of a history is
+where a step stages its amax (the maximum over microbatches, uses and shards); the last slot holds the newest finished
+step. Leaves stacked by `nn.scan` carry leading dims. State goes in and comes out:
+the only update is `update_state`, once per optimizer step.
 
-Between a backward pass and the state, amaxes travel as one array f32[rows]: the rows of all GEMMs, in the order of `gemm_states`.
+Between a backward pass and the state, amaxes travel as one array f32[rows]:
+the rows of all GEMMs, in the order of `gemm_states`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,10 @@ JOINED = 24  # GEMMs
 
 
 def initial_state(recipe: DelayedScaling, kernel_amax: jax.Array) -> dict[str, jax.Array]:
-    """The state of a GEMM that has not run. A kernel's amax is known, so its scale is right from the start; the others begin at 1."""
+    """The state of a GEMM that has not run.
+
+    A kernel's amax is known, so its scale is right from the start; the others begin at 1.
+    """
     scale = (
         jnp.ones((3,), jnp.float32)
         .at[KERNEL]
@@ -33,7 +38,9 @@ def initial_state(recipe: DelayedScaling, kernel_amax: jax.Array) -> dict[str, j
 
 
 def stage(amax_history: jax.Array, amaxes: jax.Array) -> jax.Array:
-    """Raise slot 0 of the first rows of f32[..., 3, L] to the amaxes f32[..., rows] seen now; staging twice is staging once."""
+    """Raise slot 0 of the first rows of f32[..., 3, L] to the amaxes f32[..., rows] seen now;
+    staging twice is staging once.
+    """
     missing = amax_history.shape[-2] - amaxes.shape[-1]
     amaxes = jnp.pad(amaxes, [(0, 0)] * (amaxes.ndim - 1) + [(0, missing)])[..., None]  # an amax of 0 raises nothing
     is_slot_0 = jnp.arange(amax_history.shape[-1]) == 0  # a choice, which fuses with others, and no scatter
@@ -43,7 +50,8 @@ def stage(amax_history: jax.Array, amaxes: jax.Array) -> jax.Array:
 def join_amaxes(amaxes: Sequence[jax.Array]) -> jax.Array:
     """The amaxes f32[..., 3] of all GEMMs as f32[rows].
 
-    On a GPU each is some kernel's scalar, and a fusion takes less than a hundred of them. Of a longer list XLA would make one kernel per GEMM.
+    On a GPU each is some kernel's scalar, and a fusion takes less than a hundred of them.
+    Of a longer list XLA would make one kernel per GEMM.
     """
     flat = [array.reshape(-1) for array in amaxes]
     groups = [jnp.concatenate(flat[start : start + JOINED]) for start in range(0, len(flat), JOINED)]
@@ -69,8 +77,8 @@ def no_amaxes(fp8_state: Mapping) -> jax.Array:
 
 
 def map_gemms(fn: Callable, fp8_state: Mapping, *others: Mapping) -> dict:
-    """Apply `fn` to the `{"scale", "amax_history"}` of every GEMM of a collection, and to what stands there in the others; in the order of their
-    names, like `jax.tree.map`.
+    """Apply `fn` to the `{"scale", "amax_history"}` of every GEMM of a collection, and to what stands there in the
+    others; in the order of their names, like `jax.tree.map`.
     """
     return map_gemms_with_path(lambda _, *gemms: fn(*gemms), fp8_state, *others)
 
@@ -93,7 +101,9 @@ def gemm_states(fp8_state: Mapping) -> list[Mapping]:
 
 
 def keep_known_rows(before: Mapping, after: Mapping) -> dict:
-    """Rows of `before` that have any history, rows of `after` where there was none: a warm start changes nothing it need not."""
+    """Rows of `before` that have any history, rows of `after` where there was none:
+    a warm start changes nothing it need not.
+    """
 
     def merge(old, new):
         known = jnp.any(old["amax_history"] != 0, axis=-1)

@@ -1,16 +1,17 @@
 """Activations of a Transformer MLP, plain and gated, computed in float32, and the same followed by the cast to FP8.
 
-A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half, and returns `f(gate) * linear`, (..., n).
+A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half,
+and returns `f(gate) * linear`, (..., n).
 
-What follows an activation, and what its gradient goes into, is a GEMM in FP8. So one kernel reads the input and writes the FP8 values in the
-orientations that are wanted, the amax and, of a gradient, the sums of its columns, the gradient of the bias; the activated tensor, rounded to
-the dtype of `x` before it is quantized, exists in registers only.
+What follows an activation, and what its gradient goes into, is a GEMM in FP8. So one kernel reads the input and writes
+the FP8 values in the orientations that are wanted, the amax and, of a gradient, the sums of its columns, the gradient
+of the bias; the activated tensor, rounded to the dtype of `x` before it is quantized, exists in registers only.
 
     x ─activate, round, cast→ a pair: values and their transpose, amax
     dy, x ─gradient of x, round, cast→ a pair, sums of columns; and y in FP8, columnwise
 
-The backward makes the transpose of y, which only the gradient of a weight wants, from the `x` that it reads anyway. So the forward writes one
-orientation, and what lies between forward and backward is `x` alone.
+The backward makes the transpose of y, which only the gradient of a weight wants, from the `x` that it reads anyway. So
+the forward writes one orientation, and what lies between forward and backward is `x` alone.
 """
 
 import math
@@ -32,9 +33,11 @@ TARGET = "jax_fp8_activation"
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """`x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x³)`, as in GPT-2 and Flax (https://arxiv.org/abs/1606.08415).
+    """`x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x³)`,
+    as in GPT-2 and Flax (https://arxiv.org/abs/1606.08415).
 
-    Written as `x sigmoid(2u)`, which is the same function: on a GPU an exponential and a division cost less than XLA's float32 tanh.
+    Written as `x sigmoid(2u)`, which is the same function:
+    on a GPU an exponential and a division cost less than XLA's float32 tanh.
     """
     return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
@@ -113,8 +116,8 @@ def activation_backward_quantize(
       activated_cast: that of the activated tensor in the forward, with a scale that is known: see `Cast.again`.
 
     Returns:
-      The gradient of `x` (m, c) in FP8, and the sums of its columns f32[c]; and columnwise (n, m) what `activation_quantize` makes of `x`, to the
-      same bits.
+      The gradient of `x` (m, c) in FP8, and the sums of its columns f32[c]; and columnwise (n, m) what
+      `activation_quantize` makes of `x`, to the same bits.
     """
     gated, cast = is_gated(activation), check_cast(cast, x.dtype)
     activated_cast = check_cast(activated_cast, x.dtype)
@@ -125,7 +128,10 @@ def activation_backward_quantize(
     by_tile = cast.rule.tile or activated_cast.rule.tile
     # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
     dims, sums = (("m h n", "h n m"), "h n") if gated else (("m n", "n m"), "n")
-    rule = f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> {results.dims(*dims)}, {sums}, {activated.dims('', 'n m')}"
+    rule = (
+        f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> "
+        f"{results.dims(*dims)}, {sums}, {activated.dims('', 'n m')}"
+    )
     kernel = None if by_tile else partial(_backward_kernel, results, activated, activation)
     operands = dy, _halves(x, gated), cast.source, activated_cast.source
     reference = partial(_backward_reference, results, activated, activation)
@@ -193,7 +199,9 @@ def _spec(x):
 
 
 def _reshape(x, shape, *spec):
-    """On an Explicit mesh, with these axes splitting the result: what splits gate and linear as one is not what splits each."""
+    """On an Explicit mesh, with these axes splitting the result:
+    what splits gate and linear as one is not what splits each.
+    """
     if not any((*spec, *_spec(x))):
         return x.reshape(shape)
     return jnp.reshape(x, shape, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))

@@ -1,4 +1,6 @@
-"""The largest absolute value of an array, or of several, float32: over everything that is not NaN, infinities included; 0 for an empty array."""
+"""The largest absolute value of an array, or of several, float32: over everything that is not NaN, infinities included;
+0 for an empty array.
+"""
 
 from functools import reduce
 

@@ -1,9 +1,11 @@
-"""The loss of every token from its logits, and its gradient, written over the logits: one kernel reads a row once, and keeps it on the multiprocessor.
+"""The loss of every token from its logits, and its gradient, written over the logits:
+one kernel reads a row once, and keeps it on the multiprocessor.
 
-    lse = log sum exp logits      loss = lse - logits[label] + z_loss lse²        (https://arxiv.org/abs/2204.02311, section 5, for z_loss)
+    lse = log sum exp logits      loss = lse - logits[label] + z_loss lse²
     dlogits = softmax(logits) (1 + 2 z_loss lse) - onehot(label)
 
-Both are multiplied by the share of a token in the mean. `ops/cross_entropy.py` makes of this the loss of a model's head.
+For z_loss see https://arxiv.org/abs/2204.02311, section 5. Both are multiplied by the share of a token in the mean.
+`ops/cross_entropy.py` makes of this the loss of a model's head.
 """
 
 from functools import partial

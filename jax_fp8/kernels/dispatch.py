@@ -1,12 +1,13 @@
 """Where an operation runs: the kernel on CUDA, the `jnp` reference elsewhere, and on what shard.
 
-An op gives an einsum-like rule of its arrays, scalars empty: "m k, n k, , -> m n". Both its forms take the local arrays and `split`, the mesh
-axes that split each dim of the rule, and do the collectives this implies themselves: {"k": ("data",)} means partial sums over "data".
+An op gives an einsum-like rule of its arrays, scalars empty: "m k, n k, , -> m n". Both its forms take the local arrays
+and `split`, the mesh axes that split each dim of the rule, and do the collectives this implies themselves:
+{"k": ("data",)} means partial sums over "data".
 
-Three kinds of mesh, one rule. Auto axes: the compiler chooses shardings, and asks `custom_partitioning` how the kernel follows them (the
-reference is plain `jnp` and partitions by itself). Explicit axes: operands carry their shardings in their types, and a `shard_map` runs
-the op on them. Manual axes, inside a user's own `shard_map`: the arrays are shards already. A bare custom call on a sharded array would
-make the compiler gather the whole array first.
+Three kinds of mesh, one rule. Auto axes: the compiler chooses shardings, and asks `custom_partitioning` how the kernel
+follows them (the reference is plain `jnp` and partitions by itself). Explicit axes: operands carry their shardings in
+their types, and a `shard_map` runs the op on them. Manual axes, inside a user's own `shard_map`: the arrays are shards
+already. A bare custom call on a sharded array would make the compiler gather the whole array first.
 """
 
 import functools
@@ -25,7 +26,8 @@ Split = dict[str, tuple[str, ...]]
 
 
 def dispatch(rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
-    """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere; both return a tuple.
+    """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere;
+    both return a tuple.
 
     Where nobody has written a kernel, None, the reference runs on CUDA too, and a warning says so once.
     """
@@ -84,7 +86,8 @@ def split_axes(split: Split, *dims: str) -> tuple[str, ...]:
 
 def _on_platform(kernel, reference, *args):
     def bounded(*operands):
-        # Operands and results are rounded to their dtypes, as at a kernel: fused into its neighbours, an op would see and pass on more.
+        # Operands and results are rounded to their dtypes, as at a kernel:
+        # fused into its neighbours, an op would see and pass on more.
         return lax.optimization_barrier(reference(*lax.optimization_barrier(operands)))
 
     if kernel is None and jax.default_backend() == "gpu":
@@ -104,7 +107,10 @@ def _warn_of_reference() -> None:
 
 @functools.cache
 def kernels_run() -> bool:
-    """Whether a program for CUDA calls the kernels. Where a GPU is present and cannot, warn once: training would crawl unnoticed."""
+    """Whether a program for CUDA calls the kernels.
+
+    Where a GPU is present and cannot, warn once: training would crawl unnoticed.
+    """
     reason = extension.missing_reason() or _too_old_gpu()
     if reason and jax.default_backend() == "gpu":
         warnings.warn(f"FP8 runs on the slow jnp reference: {reason}", stacklevel=2)

@@ -1,9 +1,11 @@
-"""FP8 matrix product: `d[m, n] = alpha (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`, both operands contiguous along k.
+"""FP8 matrix product: `d[m, n] = alpha (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`,
+both operands contiguous along k.
 
-cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants. `accumulation="fast"` adds in the
-tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it goes. The reference multiplies exactly what the FP8
-values say and accumulates in float32. A product can be asked for in parts, some columns at a time, each an array of its own: the kernel
-starts at a later row of b, and nothing is cut or copied.
+cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants.
+`accumulation="fast"` adds in the tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it
+goes. The reference multiplies exactly what the FP8 values say and accumulates in float32. A product can be asked for in
+parts, some columns at a time, each an array of its own:
+the kernel starts at a later row of b, and nothing is cut or copied.
 
 Which of cuBLASLt's algorithms runs is told by `kernels/tuned_gemms.py`.
 """
@@ -46,11 +48,12 @@ def matmul(
       dtype: of the result: bfloat16, float16 or float32.
       bias: (n,), added to every row.
       c: (m, n), added to the product: an accumulator or a residual.
-      c_in_place: write the result over `c`, right for one that is donated or dead; else it is copied first. False for one that is used again.
+      c_in_place: write the result over `c`, right for one that is donated or dead; else it is copied first.
+        False for one that is used again.
       alpha: multiplies the product, float32; a Python number.
       accumulation: "fast" or "split".
-      columns: the first and the number of those that are wanted, multiples of 16; None is all. `c` has these columns only. Where a mesh splits
-        the rows of `b`, they are gathered.
+      columns: the first and the number of those that are wanted, multiples of 16; None is all. `c` has these columns
+        only. Where a mesh splits the rows of `b`, they are gathered.
 
     Returns:
       (m, n) in `dtype`, or with `columns` so many of them.

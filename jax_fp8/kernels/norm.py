@@ -1,12 +1,14 @@
 """LayerNorm and RMSNorm over the last dim, with a forward that keeps its statistics and the backward that uses them.
 
-    layernorm: y = (x - mean) * rstd * scale + bias,  rstd = 1 / sqrt(var + epsilon)     https://arxiv.org/abs/1607.06450
-    rmsnorm:   y = x * rstd * scale,                  rstd = 1 / sqrt(mean(x²) + epsilon)  https://arxiv.org/abs/1910.07467
+    layernorm: y = (x - mean) * rstd * scale + bias,  rstd = 1 / sqrt(var + epsilon)
+    rmsnorm:   y = x * rstd * scale,                  rstd = 1 / sqrt(mean(x²) + epsilon)
 
-Everything is computed in float32 and rounded once. `normalize` and `normalize_backward` say so in `jnp`. In front of an FP8 GEMM the
-normalized tensor is wanted in FP8 only, in one orientation or both, and never has to exist: `norm_quantize` makes its FP8 values from one
-read of `x`, rounded as if it had been stored. `norm_backward` also adds the gradient that reaches `x` past the norm, along the residual
-stream, which would be another pass over memory.
+LayerNorm is https://arxiv.org/abs/1607.06450, RMSNorm https://arxiv.org/abs/1910.07467.
+
+Everything is computed in float32 and rounded once. `normalize` and `normalize_backward` say so in `jnp`. In front of an
+FP8 GEMM the normalized tensor is wanted in FP8 only, in one orientation or both, and never has to exist:
+`norm_quantize` makes its FP8 values from one read of `x`, rounded as if it had been stored. `norm_backward` also adds
+the gradient that reaches `x` past the norm, along the residual stream, which would be another pass over memory.
 
     x ─normalize, round to the dtype of x, cast→ a pair, statistics
     dy, x, statistics, residual ─→ dx, gradients of scale and bias
@@ -68,7 +70,9 @@ def normalize_backward(
     statistics: NormStatistics,
     residual_gradient: jax.Array | None = None,
 ) -> tuple[jax.Array, NormParameters]:
-    """The gradient of `x` (..., n), in its dtype, and of the parameters, in theirs; to that of `x`, `residual_gradient` is added."""
+    """The gradient of `x` (..., n), in its dtype, and of the parameters, in theirs;
+    to that of `x`, `residual_gradient` is added.
+    """
     dx, dscale, dbias = _gradients(dy, x, parameters.scale, statistics, residual_gradient)
     return dx, _in_dtypes_of(parameters, dscale, dbias)
 
@@ -235,7 +239,9 @@ def _gradients(dy, x, norm_scale, statistics, residual_gradient):
 
 
 def _partial_sums(n: int) -> int:
-    """How many blocks of the backward may run, each with column sums of its own: two per multiprocessor, more where rows are short."""
+    """How many blocks of the backward may run, each with column sums of its own:
+    two per multiprocessor, more where rows are short.
+    """
     return 264 * min(max(2048 // n, 1), 4)
 
 
@@ -269,7 +275,8 @@ def _check(operation, x, parameters):
         leaf = getattr(parameters, name)
         if leaf is not None and leaf.shape != x.shape[1:]:
             raise ValueError(
-                f"{operation} needs a norm's {name} of shape {x.shape[1:]}, got {leaf.shape}; pass one number per feature"
+                f"{operation} needs a norm's {name} of shape {x.shape[1:]}, got {leaf.shape}; "
+                "pass one number per feature"
             )
 
 
@@ -277,10 +284,12 @@ def _check_gradients(dy, x, statistics, residual_gradient):
     for name, array in (("dy", dy), ("residual_gradient", residual_gradient)):
         if array is not None and (array.shape, array.dtype) != (x.shape, x.dtype):
             raise ValueError(
-                f"norm_backward needs {name} like x, {x.dtype}{x.shape}, got {array.dtype}{array.shape}; cast or flatten it"
+                f"norm_backward needs {name} like x, {x.dtype}{x.shape}, got {array.dtype}{array.shape}; "
+                "cast or flatten it"
             )
     for name, array in (("mean", statistics.mean), ("rstd", statistics.rstd)):
         if array is not None and array.shape != (x.shape[0], 1):
             raise ValueError(
-                f"norm_backward needs a {name} per row, shape {(x.shape[0], 1)}, got {array.shape}; pass what norm_quantize returned"
+                f"norm_backward needs a {name} per row, shape {(x.shape[0], 1)}, got {array.shape}; "
+                "pass what norm_quantize returned"
             )

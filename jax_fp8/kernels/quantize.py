@@ -1,8 +1,9 @@
-"""Quantize a matrix as it is: in one orientation or both, with the sums of its columns, and several side by side as one.
+"""Quantize a matrix as it is: in one orientation or both, with the sums of its columns,
+and several side by side as one.
 
 A tensor that feeds two GEMMs is needed in two orientations: `quantize_transpose` writes both from one read of `x`, and
-`quantize_transpose_sums` the sums of its columns as well, the gradient of a bias. Both take matrices side by side too, a tuple of (m, n_i), and
-make of them what they would of the one matrix (m, n), which is never put together.
+`quantize_transpose_sums` the sums of its columns as well, the gradient of a bias. Both take matrices side by side too,
+a tuple of (m, n_i), and make of them what they would of the one matrix (m, n), which is never put together.
 
     x, source ─find the scale─ cast, measure→ values, amax, scale        (kernels/casting.py)
 
@@ -79,7 +80,9 @@ def column_sums_reference(x: jax.Array) -> jax.Array:
 
 
 def sums_results(shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """What a kernel that sums the columns of a matrix returns: the sums, and before them those of every 128 rows, which it adds up."""
+    """What a kernel that sums the columns of a matrix returns:
+    the sums, and before them those of every 128 rows, which it adds up.
+    """
     m, n = shape
     return jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct(
         (-(-m // ROWS_PER_PARTIAL_SUM), n), jnp.float32
@@ -92,7 +95,10 @@ def as_tuple(x: Matrices) -> tuple[jax.Array, ...]:
 
 
 def _check_matrices(operation, x: Matrices, cast: Cast) -> tuple[Cast, tuple[jax.Array, ...], str]:
-    """The cast, the matrices, and the operands of a rule: the first matrix, the source, the others. Of one matrix a mesh may split the columns, "n"."""
+    """The cast, the matrices, and the operands of a rule: the first matrix, the source, the others.
+
+    Of one matrix a mesh may split the columns, "n".
+    """
     matrices = as_tuple(x)
     if not 1 <= len(matrices) <= MAX_MATRICES:
         raise ValueError(f"{operation} takes 1 to {MAX_MATRICES} matrices side by side, got {len(matrices)}")
@@ -108,14 +114,18 @@ def _check_matrices(operation, x: Matrices, cast: Cast) -> tuple[Cast, tuple[jax
 
 
 def _side_by_side(matrices: Sequence[jax.Array], split: Split) -> jax.Array:
-    """One matrix of all columns, of shards too: several side by side are gathered, for their shards' columns are not beside each other."""
+    """One matrix of all columns, of shards too: several side by side are gathered,
+    for their shards' columns are not beside each other.
+    """
     if len(matrices) == 1:
         return matrices[0]
     return jnp.concatenate([gathered(x, split, "", name) for x, name in zip(matrices, COLUMNS, strict=False)], axis=1)
 
 
 def _whole_columns(array: jax.Array, matrices: Sequence[jax.Array], split: Split, dim: int) -> jax.Array:
-    """What was made of shards of matrices side by side, with all columns of the first matrix first, then those of the second."""
+    """What was made of shards of matrices side by side, with all columns of the first matrix first,
+    then those of the second.
+    """
     if len(matrices) == 1 or not any(split.get(name) for name in COLUMNS):
         return array
     ends = list(accumulate(x.shape[1] for x in matrices))[:-1]

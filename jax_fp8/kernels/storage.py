@@ -1,12 +1,14 @@
-"""How an optimizer keeps numbers in fewer bits than it computes with: 16 bits beside a bfloat16 param, and second moments in 16 or 8.
+"""How an optimizer keeps numbers in fewer bits than it computes with:
+16 bits beside a bfloat16 param, and second moments in 16 or 8.
 
-A float32 master is its param, rounded to bfloat16, and 16 more bits: `remainder`. Rounding to nearest even leaves one case in which they
-do not determine the master: halfway between two params, an even param may have been reached from either side. So a master that would
-stop halfway and round up stops one float32 step further (`off_the_tie`): the param is the same, and 16 bits are enough.
+A float32 master is its param, rounded to bfloat16, and 16 more bits: `remainder`. Rounding to nearest even leaves one
+case in which they do not determine the master: halfway between two params, an even param may have been reached from
+either side. So a master that would stop halfway and round up stops one float32 step further (`off_the_tie`):
+the param is the same, and 16 bits are enough.
 
-A second moment moves by a thousandth of itself per step, which rounding to nearest in a few bits would undo every time. In FP8 it is
-therefore rounded up or down at random, with the right expectation, and its square root is what is kept: that has half the range to cover.
-A second moment that is not zero never becomes zero, since it is divided by.
+A second moment moves by a thousandth of itself per step, which rounding to nearest in a few bits would undo every time.
+In FP8 it is therefore rounded up or down at random, with the right expectation, and its square root is what is kept:
+that has half the range to cover. A second moment that is not zero never becomes zero, since it is divided by.
 """
 
 import jax
@@ -21,7 +23,9 @@ REMAINDER = np.dtype("uint16")
 
 
 def off_the_tie(master: jax.Array) -> jax.Array:
-    """Float32 masters, moved by one float32 step where they lie halfway between two bfloat16 numbers and would round up."""
+    """Float32 masters, moved by one float32 step where they lie halfway between two bfloat16 numbers
+    and would round up.
+    """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     return lax.bitcast_convert_type(bits + ((bits & 0x1FFFF) == 0x18000).astype(jnp.uint32), jnp.float32)
 
@@ -33,7 +37,9 @@ def remainder_of(master: jax.Array) -> jax.Array:
 
 
 def master_of(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """The float32 master of a bfloat16 param and its remainder: a low half beyond the middle has rounded the param up by one."""
+    """The float32 master of a bfloat16 param and its remainder:
+    a low half beyond the middle has rounded the param up by one.
+    """
     high = lax.bitcast_convert_type(param, jnp.uint16) - (remainder > 0x8000).astype(jnp.uint16)
     return lax.bitcast_convert_type((high.astype(jnp.uint32) << 16) | remainder.astype(jnp.uint32), jnp.float32)
 
@@ -48,13 +54,15 @@ def round_second_moment(v: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def quantize_root(v: jax.Array, dtype: np.dtype, scale: jax.Array, seed: jax.Array, leaf: int) -> jax.Array:
-    """FP8 values of sqrt(v) with the given scale, rounded up with a probability equal to the part that rounding down would lose.
+    """FP8 values of sqrt(v) with the given scale, rounded up with a probability equal to the part that rounding down
+    would lose.
 
     Args:
       v: float32, not negative.
       dtype: E4M3 or E5M2.
       scale: float32 scalar, at least max(sqrt(v)) / fp8_max.
-      seed: uint32 scalar; with the leaf number and the element's index it decides the rounding, the same on every platform.
+      seed: uint32 scalar; with the leaf number and the element's index it decides the rounding,
+        the same on every platform.
       leaf: which array of the tree this is.
     """
     mantissa_bits, smallest_exponent = (3, -6) if dtype == E4M3 else (2, -14)
@@ -75,7 +83,9 @@ def _power_of_two(exponent):
 
 
 def _hash(shape, seed, leaf):
-    """uint32 of `shape`, one per element, from (index, seed, leaf): a multiplicative mix and two rounds of xor-shift-multiply."""
+    """uint32 of `shape`, one per element, from (index, seed, leaf):
+    a multiplicative mix and two rounds of xor-shift-multiply.
+    """
     index = lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
     leaf_term = np.uint32(leaf * 0xC2B2AE3D & 0xFFFFFFFF)
     h = index * np.uint32(0x9E3779B1) + seed * np.uint32(0x85EBCA77) + leaf_term

@@ -1,14 +1,16 @@
-"""The end of an optimizer step for the state of delayed scaling: the amaxes of the step become the scales of the next one.
+"""The end of an optimizer step for the state of delayed scaling:
+the amaxes of the step become the scales of the next one.
 
     staged = max(history[0], recorded)
     where 0 < staged < ∞:  scale = amax * 2**margin / fp8_max        history = 0, history[2:], staged
     elsewhere:             scale and history stay as they were before anything was staged: history[0] = 0
 
-`amax` is the largest of the history or, with "most_recent", what was staged. What the backward passes of a step recorded may come beside the
-state, f32[rows], and is then never written into it: that would be a kernel for each GEMM, once a microbatch.
+`amax` is the largest of the history or, with "most_recent", what was staged. What the backward passes of a step
+recorded may come beside the state, f32[rows], and is then never written into it:
+that would be a kernel for each GEMM, once a microbatch.
 
-One launch serves all rows of a collection, in place: XLA copies a history first only where it is still needed. State is the same on all
-devices, and what someone has split is gathered: a row of a shard would be another row.
+One launch serves all rows of a collection, in place: XLA copies a history first only where it is still needed. State is
+the same on all devices, and what someone has split is gathered: a row of a shard would be another row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,10 @@ TARGET = "jax_fp8_update_state"
 def update_rows(
     scale: jax.Array, history: jax.Array, recipe: DelayedScaling
 ) -> tuple[jax.Array, jax.Array]:  # f32[rows], f32[rows, L]
-    """The reference: new scales and histories from staged ones. Rows are those of GEMMs one after the other, three of each."""
+    """The reference: new scales and histories from staged ones.
+
+    Rows are those of GEMMs one after the other, three of each.
+    """
     staged = history[:, 0]
     ran = (staged > 0) & jnp.isfinite(staged)
     amax = jnp.max(history, axis=-1) if recipe.amax_compute_algo == "max" else staged
@@ -51,8 +56,9 @@ def count_nonfinite(staged: jax.Array) -> jax.Array:
 def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
     """Finish an optimizer step: turn staged amaxes into the scales of the next one.
 
-    Where the staged amax is 0 (not run) or not finite, the row stays exactly as it was before staging: same scale, same history.
-    Otherwise the scale follows from the history by the recipe, the history rolls by one, and slot 0 is cleared.
+    Where the staged amax is 0 (not run) or not finite, the row stays exactly as it was before staging: same scale, same
+    history. Otherwise the scale follows from the history by the recipe, the history rolls by one,
+    and slot 0 is cleared.
 
     Args:
       fp8_state: the collection "fp8", or {} for a recipe without state.
@@ -65,7 +71,9 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
 
 
 def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
-    """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and how many staged ones were infinite or NaN, int32[]."""
+    """`update_state` of a state in which these amaxes f32[rows] are yet to be staged,
+    and how many staged ones were infinite or NaN, int32[].
+    """
     gemms = gemm_states(fp8_state)
     if not gemms:
         return {}, jnp.int32(0)
@@ -85,8 +93,8 @@ def _check(gemms, recipe):
     lengths = {gemm["amax_history"].shape[-1] for gemm in gemms}
     if lengths != {recipe.amax_history_len}:
         raise ValueError(
-            f"every amax_history must have the recipe's amax_history_len={recipe.amax_history_len}, got lengths {sorted(lengths)}; "
-            "pass the recipe that the model was made with"
+            f"every amax_history must have the recipe's amax_history_len={recipe.amax_history_len}, "
+            f"got lengths {sorted(lengths)}; pass the recipe that the model was made with"
         )
 
 

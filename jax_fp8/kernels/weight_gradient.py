@@ -1,7 +1,9 @@
-"""The gradient of a 16-bit linear map's weight, added up in float32 in one buffer: `total[n, k] + Σ dy[.., n] x[.., k]`.
+"""The gradient of a 16-bit linear map's weight, added up in float32 in one buffer:
+`total[n, k] + Σ dy[.., n] x[.., k]`.
 
-XLA has this product too, but where it may choose a GEMM by timing it keeps every product of a sum until one pass adds them all: eight parts
-of a GPT's head are then 3.3 GB. This one is cuBLASLt's, which adds to what is there; the operands are read as they lie.
+XLA has this product too, but where it may choose a GEMM by timing it keeps every product of a sum until one pass adds
+them all: eight parts of a GPT's head are then 3.3 GB. This one is cuBLASLt's, which adds to what is there;
+the operands are read as they lie.
 """
 
 from functools import partial
@@ -41,7 +43,8 @@ def weight_gradient(dy: jax.Array, x: jax.Array, total: jax.Array | None = None)
 
 
 def _kernel(dy, x, *total, split: Split):
-    # Of shards the sum over devices must come before the sum over parts, so that the compiler can make one of those of all parts.
+    # Of shards the sum over devices must come before the sum over parts,
+    # so that the compiler can make one of those of all parts.
     suits = dy.dtype != jnp.float32 and dy.size and not (dy.shape[2] % 8 or x.shape[2] % 8)
     if not suits or split_axes(split, "b", "s"):
         return _reference(dy, x, *total, split=split)
@@ -63,8 +66,8 @@ def _reference(dy, x, *total, split: Split):
 def after(total: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`total` (n, k) and `dy` (m, n) or (batch, seq, n) again; what uses this `dy` runs when `total` is there.
 
-    Without such an order a scheduler may leave the additions to a total for later, and keep the gradients of all parts until then. Of
-    shards, whose sum over devices is to be one for all parts, it may.
+    Without such an order a scheduler may leave the additions to a total for later, and keep the gradients of all parts
+    until then. Of shards, whose sum over devices is to be one for all parts, it may.
     """
     dims, tokens = ("b s n", ("b", "s")) if dy.ndim == 3 else ("m n", ("m",))
     total, dy = dispatch(

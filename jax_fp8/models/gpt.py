@@ -2,7 +2,8 @@
 
     tokens (batch, seq) → embedding + positions → layers → norm → logits (batch, seq, vocab)
 
-The head stays out of FP8 by default: it is where the noise costs most and, but for small models, speed gains least. `head_recipe` decides.
+The head stays out of FP8 by default: it is where the noise costs most and, but for small models, speed gains least.
+`head_recipe` decides.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,10 @@ from jax_fp8.ops.head import compute_logits
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT. Sizes are in elements; `mlp_hidden_size` None is four times `hidden_size`; `positions` is "learned" or "rotary"."""
+    """The shape of a GPT.
+
+    Sizes are in elements; `mlp_hidden_size` None is four times `hidden_size`; `positions` is "learned" or "rotary".
+    """
 
     vocab_size: int
     num_layers: int
@@ -60,8 +64,8 @@ def _preset(layers, heads, width, vocab=50_304, seq=2048, **others):
     return GPTConfig(num_layers=layers, num_heads=heads, hidden_size=width, vocab_size=vocab, max_seq_len=seq, **others)
 
 
-# GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1; vocabulary padded to a
-# multiple of 128.
+# GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1;
+# vocabulary padded to a multiple of 128.
 PRESETS = {
     "tiny": _preset(4, 4, 128, vocab=256, seq=128),
     "gpt2-124m": _preset(12, 12, 768, seq=1024),
@@ -75,11 +79,13 @@ PRESETS = {
 
 
 class GPT(nn.Module):
-    """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss, without the logits of a whole batch.
+    """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss,
+    without the logits of a whole batch.
 
-    Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and under delayed scaling
-    `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe=CurrentScaling()` computes the head in FP8 too;
-    `recompute` keeps less for the backward: see `TransformerBlock`.
+    Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
+    under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`;
+    `head_recipe=CurrentScaling()` computes the head in FP8 too; `recompute` keeps less for the backward:
+    see `TransformerBlock`.
     """
 
     config: GPTConfig
@@ -138,10 +144,12 @@ class GPT(nn.Module):
 def next_token_loss(
     model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0
 ) -> Callable[[dict, jax.Array], jax.Array]:
-    """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1): the mean cross-entropy of each next token, in nats, float32.
+    """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1):
+    the mean cross-entropy of each next token, in nats, float32.
 
     Args:
-      model: a `GPT`, whose loss is computed without the logits of a whole batch, or another module that maps tokens to logits.
+      model: a `GPT`, whose loss is computed without the logits of a whole batch,
+        or another module that maps tokens to logits.
       ignore_label: a next token that does not count, such as padding.
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
     """
@@ -161,12 +169,14 @@ def next_token_loss(
 def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:
     """Variables of a `GPT` in this library's older layout, in today's; those of today come back as they are.
 
-    Until version 0.1 queries, keys and values were one kernel `attention/qkv/kernel` (hidden_size, columns), all query heads, then all key heads, then
-    all value heads, its norm `attention/qkv/norm`; and a gated MLP had one `mlp/up/kernel`, the gate in its first half. The same function converts
-    what has the structure of params, as the moments of an optimizer: pass it as `{"params": mu}`.
+    Until version 0.1 queries, keys and values were one kernel `attention/qkv/kernel` (hidden_size, columns), all query
+    heads, then all key heads, then all value heads, its norm `attention/qkv/norm`; and a gated MLP had one
+    `mlp/up/kernel`, the gate in its first half. The same function converts what has the structure of params, as the
+    moments of an optimizer: pass it as `{"params": mu}`.
 
     Args:
-      variables: "params", and "fp8" where there is one, of the older layout. Weight caches are left out: cast them again.
+      variables: "params", and "fp8" where there is one, of the older layout. Weight caches are left out:
+        cast them again.
       config: the model's.
 
     Returns:

@@ -19,10 +19,10 @@ PROJECTIONS = ("query", "key", "value")
 class SelfAttention(Fp8Module):
     """Multi-head self-attention with grouped queries, back to the width of `x`.
 
-    Variables: `params/{query, key, value, out}`, each as of a Dense, and `params/norm` with `norm` ("layernorm" or "rmsnorm"), which normalizes the
-    input first, in the same op as the projections. Queries, keys and values are one GEMM with the state `fp8/query+key+value`. The columns of
-    `query` are its heads one after the other, those of `key` and `value` theirs, as are the rows of `out`: they can be split over devices by heads
-    without moving any.
+    Variables: `params/{query, key, value, out}`, each as of a Dense, and `params/norm` with `norm` ("layernorm" or
+    "rmsnorm"), which normalizes the input first, in the same op as the projections. Queries, keys and values are one
+    GEMM with the state `fp8/query+key+value`. The columns of `query` are its heads one after the other, those of `key`
+    and `value` theirs, as are the rows of `out`: they can be split over devices by heads without moving any.
 
     Args:
       num_heads: query heads; must divide the width of `x`, unless `head_dim` says how wide one is.
@@ -34,7 +34,8 @@ class SelfAttention(Fp8Module):
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       head_dim: features of a head; None is the width of `x` divided by `num_heads`.
-      recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway; see `LayerNormDense` and `Dense`.
+      recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
+        see `LayerNormDense` and `Dense`.
     """
 
     num_heads: int

@@ -14,9 +14,10 @@ from jax_fp8.nn.mlp import LayerNormMLP
 class TransformerBlock(Fp8Module):
     """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    Variables: `attention/{norm, query, key, value, out}` and `mlp/{norm, up, down}`, with a gated activation `mlp/gate` too. `residual_init`
-    initializes the two kernels that write into the residual stream; None is `kernel_init`. `recompute` keeps less for the backward: of what a GEMM
-    wants, norms and casts are computed again (see `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
+    Variables: `attention/{norm, query, key, value, out}` and `mlp/{norm, up, down}`, with a gated activation `mlp/gate`
+    too. `residual_init` initializes the two kernels that write into the residual stream; None is `kernel_init`.
+    `recompute` keeps less for the backward: of what a GEMM wants, norms and casts are computed again (see
+    `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
     """
 
     num_heads: int

@@ -16,11 +16,13 @@ from jax_fp8.ops.norm_linear import norm_linear
 class Dense(Fp8Module):
     """`y = x · kernel + bias` in FP8; a drop-in for `flax.linen.Dense`.
 
-    Variables: `params/kernel` (in, features), `params/bias` (features,), and under delayed scaling `fp8/scale` f32[3] and
-    `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters. The other fields are those of `Fp8Module`.
+    Variables: `params/kernel` (in, features), `params/bias` (features,), and under delayed scaling `fp8/scale` f32[3]
+    and `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters.
+    The other fields are those of `Fp8Module`.
 
     Args:
-      recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8: less memory where `x` is kept anyway.
+      recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8:
+        less memory where `x` is kept anyway.
     """
 
     features: int
@@ -54,7 +56,8 @@ class LayerNormDense(Fp8Module):
     """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`.
 
     Args:
-      return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's backward pass.
+      return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's
+        backward pass.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
     """
 

@@ -75,17 +75,20 @@ def declare_linear(module: Any, in_features: int, features: int) -> LinearParame
 
 @dataclass(frozen=True)
 class DeclaredGemm:
-    """What a layer hands to a composite op, and the door through which the amaxes come back; `fp8` is None without FP8."""
+    """What a layer hands to a composite op, and the door through which the amaxes come back;
+    `fp8` is None without FP8.
+    """
 
     parameters: LinearParameters
     fp8: Fp8Gemm | None = None
     amax_history: nn.Variable | None = None  # None unless the collection is mutable
 
     def stage(self, amaxes: jax.Array | None) -> None:
-        """Stage the forward amaxes f32[2] wherever this call may: in a mutable collection, and in `value_and_grad`'s record.
+        """Stage the forward amaxes f32[2] wherever this call may:
+        in a mutable collection, and in `value_and_grad`'s record.
 
-        The backward records them too, so this matters to layers that no gradient reaches. A layer under `nn.scan` relies on its backward:
-        Flax's scan refuses a body that writes.
+        The backward records them too, so this matters to layers that no gradient reaches. A layer under `nn.scan`
+        relies on its backward: Flax's scan refuses a body that writes.
         """
         if amaxes is None or self.fp8 is None:
             return

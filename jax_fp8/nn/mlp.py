@@ -14,8 +14,9 @@ class LayerNormMLP(Fp8Module):
     """`down(activation(up(norm(x))))` as one differentiable op, back to the width of `x`.
 
     Variables: `params/{norm, up, down}` and `fp8/{up, down}`. A gated activation ("swiglu", "geglu", "reglu") is
-    `down(f(gate(norm(x))) * up(norm(x)))`: `params/gate` and `params/up` each (in, hidden_features), multiplied as one GEMM with the state
-    `fp8/gate+up`. Columns of `gate` and `up` and rows of `down` can be split over devices without moving any.
+    `down(f(gate(norm(x))) * up(norm(x)))`: `params/gate` and `params/up` each (in, hidden_features), multiplied as one
+    GEMM with the state `fp8/gate+up`. Columns of `gate` and `up` and rows of `down` can be split over devices without
+    moving any.
 
     Args:
       down_init: initializer of the kernel of `down`; None is `kernel_init`.

@@ -4,14 +4,15 @@
     loss = mean of  lse - logits[label] + z_loss lse²        (https://arxiv.org/abs/2204.02311, section 5, for z_loss)
     dlogits = softmax(logits) (1 + 2 z_loss lse) - onehot(label)
 
-The logits of a batch are the largest array of a training step, and their gradient is as large. The gradient of a loss that is a mean is known up to
-a factor as soon as the logits are, so the forward pass computes that of `x` and of `weight` chunk by chunk, and keeps these instead.
+The logits of a batch are the largest array of a training step, and their gradient is as large. The gradient of a loss
+that is a mean is known up to a factor as soon as the logits are, so the forward pass computes that of `x` and of
+`weight` chunk by chunk, and keeps these instead.
 
     chunk of x ─· weightᵀ→ logits → loss, dlogits ─· weight→ dx
                                             └─────── · x, added up→ dweight
 
-The products are those of a head (ops/head.py), in the dtype of `x` or in FP8. What lies between them is one kernel: it reads a row of
-logits once, keeps it on the multiprocessor, and writes the gradient over it.
+The products are those of a head (ops/head.py), in the dtype of `x` or in FP8. What lies between them is one kernel: it
+reads a row of logits once, keeps it on the multiprocessor, and writes the gradient over it.
 """
 
 from functools import partial
@@ -25,7 +26,8 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient
 from jax_fp8.ops.head import check_head, make_head
 
-# A chunk reads and writes the gradient of the weight, and holds its logits: 412 MB in bfloat16 where the vocabulary is 50,304.
+# A chunk reads and writes the gradient of the weight, and holds its logits:
+# 412 MB in bfloat16 where the vocabulary is 50,304.
 CHUNK_TOKENS = 4096
 MAX_CHUNKS = 16
 
@@ -45,8 +47,10 @@ def linear_cross_entropy(
     Args:
       x: (batch, seq, hidden); its dtype is that of the products and of the logits, all else is float32.
       weight: (vocab, hidden), in the params' dtype; its gradient is added up in float32.
-      labels: int (batch, seq). One that counts and is not in [0, vocab) makes the loss NaN: it would be another token's otherwise.
-      mask: (batch, seq), bool or weights that are not negative: which tokens count, and how much; None is all alike. Where it is 0 everywhere, the loss is 0.
+      labels: int (batch, seq). One that counts and is not in [0, vocab) makes the loss NaN:
+        it would be another token's otherwise.
+      mask: (batch, seq), bool or weights that are not negative: which tokens count, and how much; None is all alike.
+        Where it is 0 everywhere, the loss is 0.
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 4,096 tokens, at most 16 of them.
       recipe: CurrentScaling() computes the head in FP8; None in the dtype of `x`.
@@ -80,7 +84,9 @@ def cross_entropy(
 
 
 def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
-    """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq); NaN where one that counts is no token."""
+    """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq);
+    NaN where one that counts is no token.
+    """
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     shares = weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
     is_token = (labels >= 0) & (labels < vocab)

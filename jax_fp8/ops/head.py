@@ -1,10 +1,12 @@
 """The three products of a language model's head, in the dtype of its input or in FP8.
 
-    logits[m, v] = x[m, h] · weight[v, h]ᵀ    dx[m, h] = dlogits[m, v] · weight    dweight[v, h] = dlogitsᵀ · x, added up in float32
+    logits[m, v] = x[m, h] · weight[v, h]ᵀ    dx[m, h] = dlogits[m, v] · weight
+    dweight[v, h] = dlogitsᵀ · x, added up in float32
 
-In FP8 the weight and the input are scaled by their own amaxes, measured once, so there is no state. The gradient of the logits needs no
-measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 below that. Its products do not accumulate fast: a row of it
-has one element near -1 beside tens of thousands near 1e-5, and fast accumulation drops what is 2**-13 below a partial sum.
+In FP8 the weight and the input are scaled by their own amaxes, measured once, so there is no state. The gradient of the
+logits needs no measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 below that. Its products
+do not accumulate fast: a row of it has one element near -1 beside tens of thousands near 1e-5,
+and fast accumulation drops what is 2**-13 below a partial sum.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +46,8 @@ class Head(Protocol):
     def gradients(
         self, dlogits: jax.Array, x: Any, total: jax.Array | None, bound: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden), or zero, with that of the weight added.
+        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden), or zero,
+        with that of the weight added.
 
         No element of `dlogits` (batch, seq, vocab) is larger than `bound` f32[].
         """
@@ -138,5 +141,6 @@ def check_head(tokens: int, vocab: int, hidden: int, recipe: Any) -> None:
     for name, size in (("tokens in a chunk", tokens), ("vocabulary", vocab), ("hidden size", hidden)):
         if size % 16:
             raise ValueError(
-                f"an FP8 head needs {name} divisible by 16, got {size}; pad, or leave the head in bfloat16 (recipe None)"
+                f"an FP8 head needs {name} divisible by 16, got {size}; "
+                "pad, or leave the head in bfloat16 (recipe None)"
             )

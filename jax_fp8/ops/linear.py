@@ -1,7 +1,7 @@
 """`y = x · kernel + bias` as three FP8 GEMMs, one per pass; what flows between them is in ops/passes.py.
 
-The bfloat16 `x` is not kept: the backward has xᵀ and the kernel in FP8. A residual is added by the GEMM itself, before the one rounding. With
-kernels side by side the result is a tuple, one array a kernel.
+The bfloat16 `x` is not kept: the backward has xᵀ and the kernel in FP8. A residual is added by the GEMM itself, before
+the one rounding. With kernels side by side the result is a tuple, one array a kernel.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,12 @@ def linear(
       gemm: how to quantize, or None for a plain product in `dtype`.
       dtype: of the result.
       residual: (..., n), added to the result; not with kernels side by side.
-      recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8: less memory where something else keeps `x`.
+      recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8:
+        less memory where something else keeps `x`.
 
     Returns:
-      (..., n) in `dtype`, or of kernels side by side a tuple of (..., n_i); and the amaxes of input and kernel f32[2] (None without `gemm`).
+      (..., n) in `dtype`, or of kernels side by side a tuple of (..., n_i);
+      and the amaxes of input and kernel f32[2] (None without `gemm`).
     """
     if parameters.in_parts and residual is not None:
         raise ValueError(

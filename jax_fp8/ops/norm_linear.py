@@ -1,7 +1,7 @@
 """norm → quantize → GEMM as one differentiable op.
 
-Kept for the backward: `x` with its two statistics per row, and the FP8 residuals of the GEMM. The normalized activations are not kept,
-and with `recompute` neither are their FP8 values.
+Kept for the backward: `x` with its two statistics per row, and the FP8 residuals of the GEMM. The normalized
+activations are not kept, and with `recompute` neither are their FP8 values.
 """
 
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ def norm_linear(
     """`linear(normalize(x))` for `x` (..., k).
 
     Args:
-      return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's backward pass, and needs
-        no pass of its own.
+      return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's
+        backward pass, and needs no pass of its own.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
 
     Returns:
-      (..., n) in `dtype`, or of kernels side by side a tuple; with `return_input` a pair of it and `x` in `dtype`; and the amaxes f32[2] (None
-      without `gemm`).
+      (..., n) in `dtype`, or of kernels side by side a tuple; with `return_input` a pair of it and `x` in `dtype`; and
+      the amaxes f32[2] (None without `gemm`).
     """
     x = x.astype(dtype)
     if gemm is None:
@@ -63,7 +63,9 @@ def norm_linear(
 def quantize_norm(
     x: jax.Array, norm: NormParameters, epsilon: float, gemm: Fp8Gemm, keep: bool
 ) -> tuple[Fp8Pair, Cast, NormStatistics]:
-    """The normalized `x` (m, k) as the input of a GEMM, with `keep` in both orientations; its cast, and what the norm's backward needs."""
+    """The normalized `x` (m, k) as the input of a GEMM, with `keep` in both orientations;
+    its cast, and what the norm's backward needs.
+    """
     cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
     pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if keep else "rowwise")
     return pair, cast, statistics

@@ -1,8 +1,9 @@
 """norm → GEMM → activation → quantize → GEMM as one differentiable op: a Transformer's MLP.
 
-Kept for the backward: `x` with its statistics, the input of the activation, and the FP8 residuals of both GEMMs. Neither the normalized
-nor the activated tensor is kept: each is used again only in FP8. The activated one is made again, for the gradient of its weight, by the
-kernel that takes the gradient of the activation, at no cost in bytes; the normalized one is kept in FP8, unless `recompute` makes it again.
+Kept for the backward: `x` with its statistics, the input of the activation, and the FP8 residuals of both GEMMs.
+Neither the normalized nor the activated tensor is kept: each is used again only in FP8. The activated one is made
+again, for the gradient of its weight, by the kernel that takes the gradient of the activation, at no cost in bytes; the
+normalized one is kept in FP8, unless `recompute` makes it again.
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +53,8 @@ def norm_mlp(
     """`linear(activate(linear(normalize(x))))` for `x` (..., k).
 
     Args:
-      up: of a gated activation the kernels of gate and up side by side, or one of twice the width with the gate in its first half.
+      up: of a gated activation the kernels of gate and up side by side,
+        or one of twice the width with the gate in its first half.
       residual: add `x` to the result, in the last GEMM; its gradient is added in the norm's backward pass.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
 
@@ -106,7 +108,8 @@ def _backward(static, residuals, cotangents):
     dy, _ = cotangents
     quantized, dbias = quantize_gradient(dy, down_like, down_gemm)
     dactivated = backward_dgrad(quantized, down_kept, down_gemm, static.dtype)
-    # The gradient of the activation's input is the output gradient of the GEMM up; beside it, the input of the GEMM down.
+    # The gradient of the activation's input is the output gradient of the GEMM up;
+    # beside it, the input of the GEMM down.
     measure = partial(activation_backward_amax, dactivated, hidden, static.activation)
     hidden_cast = up_gemm.cast(OUTPUT_GRADIENT, measure)
     dhidden, dhidden_sums, activated = activation_backward_quantize(

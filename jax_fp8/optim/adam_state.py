@@ -84,7 +84,8 @@ class Storage:
             return Kept(mu, nu, None, None)
         if self.master_dtype == REMAINDER and param.dtype != jnp.bfloat16:
             raise ValueError(
-                f'master_dtype="remainder" needs bfloat16 or float32 params, got {param.dtype} of shape {param.shape}; use master_dtype=jnp.float32'
+                f'master_dtype="remainder" needs bfloat16 or float32 params, got {param.dtype} of shape {param.shape}; '
+                "use master_dtype=jnp.float32"
             )
         if master is None:
             master = param.dequantize() if is_fp8(param) else param
@@ -126,7 +127,9 @@ def _zeros(shape, dtype):
 
 
 def _remainder_beside(param, master) -> jax.Array:
-    """The remainder of a master that rounds to `param`; of the param itself where the master rounds to something else."""
+    """The remainder of a master that rounds to `param`;
+    of the param itself where the master rounds to something else.
+    """
     return jnp.where(master.astype(param.dtype) == param, remainder_of(master), np.uint16(0))
 
 
@@ -150,7 +153,8 @@ def given_masters(master, params, tree) -> list:
         masters = tree.flatten_up_to(master)
     except ValueError as error:
         raise ValueError(
-            f"master must have the structure of params, got {jax.tree.structure(master)} and {tree}; make it with jax.tree.map over params"
+            f"master must have the structure of params, got {jax.tree.structure(master)} and {tree}; "
+            "make it with jax.tree.map over params"
         ) from error
     for param, given in zip(tree.flatten_up_to(params), masters, strict=True):
         if given is None and param.dtype == jnp.float32:
@@ -158,7 +162,8 @@ def given_masters(master, params, tree) -> list:
         if getattr(given, "shape", None) != param.shape or not jnp.issubdtype(jnp.result_type(given), jnp.floating):
             raise ValueError(
                 f"master must hold a floating point array of shape {param.shape} for a {param.dtype} param, got "
-                f"{getattr(given, 'dtype', type(given).__name__)} of shape {getattr(given, 'shape', None)}; make it from params by astype(jnp.float32)"
+                f"{getattr(given, 'dtype', type(given).__name__)} of shape {getattr(given, 'shape', None)}; "
+                "make it from params by astype(jnp.float32)"
             )
     return masters
 
@@ -166,8 +171,8 @@ def given_masters(master, params, tree) -> list:
 def _check_param(param):
     if not is_fp8(param) and param.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
-            f"fused_adam needs floating point params (float32, bfloat16, float16 or Fp8Array), got {param.dtype} of shape {param.shape}; "
-            "mask it with optax.masked"
+            f"fused_adam needs floating point params (float32, bfloat16, float16 or Fp8Array), "
+            f"got {param.dtype} of shape {param.shape}; mask it with optax.masked"
         )
 
 

@@ -1,7 +1,7 @@
 """What a compiled step became: CUDA graphs, casts of weights, copies. Read off the compiler's texts; nothing is run.
 
-A step should be one CUDA graph, cast every weight once, and copy no weight in FP8. All three are the compiler's to decide, and none of them
-shows in the results when it decides otherwise.
+A step should be one CUDA graph, cast every weight once, and copy no weight in FP8. All three are the compiler's to
+decide, and none of them shows in the results when it decides otherwise.
 
     lowered ─compile, listing what will be launched→ HLO, thunks ─capture_report→ CaptureReport
 """
@@ -37,7 +37,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What one call of a compiled program launches, casts and copies; what stands in a loop counts as often as the loop runs it.
+    """What one call of a compiled program launches, casts and copies;
+    what stands in a loop counts as often as the loop runs it.
 
     Args:
       graphs: CUDA graphs; those inside a loop of the host's count once.

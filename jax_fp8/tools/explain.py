@@ -1,4 +1,6 @@
-"""What a function multiplies in FP8, what not, and why: read off its jaxpr as it would run on CUDA; nothing is run or compiled."""
+"""What a function multiplies in FP8, what not, and why: read off its jaxpr as it would run on CUDA;
+nothing is run or compiled.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,19 +36,23 @@ class MatrixProduct:
 
     def __str__(self):
         shape = f"{self.count} x ({self.m}, {self.k}) · ({self.k}, {self.n})"
-        return f"{'FP8 ' if self.is_fp8 else '    '} {self.target:<14} {self.dtype:<28} {shape:<40} {self.layer}: {self.reason}"
+        return (
+            f"{'FP8 ' if self.is_fp8 else '    '} {self.target:<14} {self.dtype:<28} {shape:<40} "
+            f"{self.layer}: {self.reason}"
+        )
 
 
 IN_THE_HEAD = "the head is kept in bfloat16"
 BY_REFERENCE = "FP8 values multiplied by the reference"
 
-# Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26 in bfloat16 on an H200, and
-# 2.12 and 2.37 on another. With four times the tokens it was 1.08 and 0.96 times as fast; the same product twice as wide gained 16 and 20 %.
-# benchmarks/README.md has the table.
+# Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26
+# in bfloat16 on an H200, and 2.12 and 2.37 on another. With four times the tokens it was 1.08 and 0.96 times as fast;
+# the same product twice as wide gained 16 and 20 %. benchmarks/README.md has the table.
 TOO_SMALL = 2048 * 1024 * 4096
 MAY_NOT_PAY = (
-    "FP8 may not pay here: the layers' largest product in FP8 is no larger than those of layers 1,024 wide with 2,048 tokens, whose step ran at 0.95 and "
-    "1.12 times the speed of bfloat16 on two H200s; time recipe=None too, or give a step more tokens"
+    "FP8 may not pay here: the layers' largest product in FP8 is no larger than those of layers 1,024 wide with "
+    "2,048 tokens, whose step ran at 0.95 and 1.12 times the speed of bfloat16 on two H200s; "
+    "time recipe=None too, or give a step more tokens"
 )
 
 
@@ -69,8 +75,9 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.
       *args: arrays or `jax.ShapeDtypeStruct`s.
-      strict: raise a ValueError that names the products that are not in FP8 though FP8 is meant for them: those of layers with
-        recipe=None and those made outside jax_fp8. Attention scores and a head in bfloat16 are as they should be.
+      strict: raise a ValueError that names the products that are not in FP8 though FP8 is meant for them: those of
+        layers with recipe=None and those made outside jax_fp8.
+        Attention scores and a head in bfloat16 are as they should be.
     """
     gemms = Explanation(_matrix_product(*product) for product in products(traced(fn, *args)))
     unquantized = [gemm for gemm in gemms if not gemm.is_fp8 and not gemm.by_design]
@@ -83,13 +90,19 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
 
 
 def traced(fn: Callable, *args: Any) -> Any:
-    """The jaxpr of `fn(*args)`. What is jitted, such as a training step, is traced as it is: with compiler options it cannot be part of another program."""
+    """The jaxpr of `fn(*args)`.
+
+    What is jitted, such as a training step, is traced as it is:
+    with compiler options it cannot be part of another program.
+    """
     trace = getattr(fn, "trace", None)
     return (trace(*args).jaxpr if trace else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
 def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any, str, int]]:
-    """The equations of a jaxpr that multiply matrices as it would run on CUDA, with their scope and how often a call executes them."""
+    """The equations of a jaxpr that multiply matrices as it would run on CUDA,
+    with their scope and how often a call executes them.
+    """
     for equation in jaxpr.eqns:
         path = _path(scope, str(equation.source_info.name_stack))
         if (

@@ -1,7 +1,9 @@
-"""One FP8 product on the device, by any of cuBLASLt's candidates: how long it takes, and whether it is the same product.
+"""One FP8 product on the device, by any of cuBLASLt's candidates:
+how long it takes, and whether it is the same product.
 
-The operands are random, as a training step's are: zeros draw less power and run faster. They are rotated through more copies than the cache
-holds, every call writes a result of its own, and a program of many calls is one CUDA graph, so that nothing but GEMMs is timed.
+The operands are random, as a training step's are: zeros draw less power and run faster. They are rotated through more
+copies than the cache holds, every call writes a result of its own, and a program of many calls is one CUDA graph,
+so that nothing but GEMMs is timed.
 """
 
 import math
@@ -26,8 +28,8 @@ CALLS = 20  # of a program, unless the results would exceed:
 RESULT_BYTES = 4 * 2**30
 B_SCALE = 0.125  # keeps sums of random products within float16
 
-# |d - exact| <= ACCUMULATION * sum|a||b| + ROUNDING * what is rounded to the result's dtype. Tensor cores keep about 13 fraction bits of the
-# largest partial sum; split accumulation loses less.
+# |d - exact| <= ACCUMULATION * sum|a||b| + ROUNDING * what is rounded to the result's dtype. Tensor cores keep about 13
+# fraction bits of the largest partial sum; split accumulation loses less.
 ACCUMULATION = {"fast": 2.0**-10, "split": 2.0**-12}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
@@ -61,7 +63,9 @@ class GemmBench:
             return seconds_of(partial(self._many, self._copies, self._scales), self._clock) / len(self._scales)
 
     def error(self, candidate: int) -> float:
-        """How far the product is from the first choice's, where it is farthest: 1 is as far as two sound ones may be apart."""
+        """How far the product is from the first choice's, where it is farthest:
+        1 is as far as two sound ones may be apart.
+        """
         return float(distance(self._product(candidate), self._first, self._tolerated))
 
     def _product(self, candidate):

@@ -1,10 +1,11 @@
-"""What the compiler wrote, read back: the instructions of an optimised HLO module, and the thunks that XLA:GPU launches.
+"""What the compiler wrote, read back: the instructions of an optimised HLO module,
+and the thunks that XLA:GPU launches.
 
     HLO text ─read_hlo→ instructions ─executed→ each with how often a call runs it
     thunk listing ─read_thunks→ CUDA graphs, and what is launched outside them
 
-HLO says what is computed, in which loop and which branch. What shares a CUDA graph is decided after it, and only the thunk listing
-(`xla_dump_to`) tells.
+HLO says what is computed, in which loop and which branch. What shares a CUDA graph is decided after it, and only the
+thunk listing (`xla_dump_to`) tells.
 """
 
 import math
@@ -111,7 +112,10 @@ _NAME = re.compile(r"%[\w.\-]+")
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CALLED = re.compile(r"\b(condition|body|calls|to_apply|branch_computations|false_computation|true_computation)=(\{[^}]*\}|%[\w.\-]+)")  # fmt: skip
+_CALLED = re.compile(
+    r"\b(condition|body|calls|to_apply|branch_computations|false_computation|true_computation)"
+    r"=(\{[^}]*\}|%[\w.\-]+)"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 

@@ -1,7 +1,8 @@
 """Measure cuBLASLt's candidates for every FP8 GEMM of a program on the device, and remember the fastest.
 
-A candidate replaces the heuristic's first choice only if it computes the same product and is faster by more than one percent, twice, than the
-first choice was before and after: clocks drift, and of sixteen noisy times the smallest is too small.
+A candidate replaces the heuristic's first choice only if it computes the same product and is faster by more than one
+percent, twice, than the first choice was before and after:
+clocks drift, and of sixteen noisy times the smallest is too small.
 """
 
 from collections.abc import Callable
@@ -34,14 +35,16 @@ def tune(
     again: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> GemmTable:
-    """Time the candidates of every FP8 GEMM of `fn(*args)` on this GPU, seconds for each, and return the table for `tuned_gemms`.
+    """Time the candidates of every FP8 GEMM of `fn(*args)` on this GPU, seconds for each,
+    and return the table for `tuned_gemms`.
 
-    What the file knows is not measured again; what is measured is written at once. Keep the GPU otherwise idle, and tune in one process.
+    What the file knows is not measured again; what is measured is written at once.
+    Keep the GPU otherwise idle, and tune in one process.
 
     Args:
       fn: a function, such as a training step; it is traced and not run.
-      *args: arrays or `jax.ShapeDtypeStruct`s. Where the mesh has Auto axes, a trace does not know the shapes of one device: tune the step of one, with its
-        share of the batch.
+      *args: arrays or `jax.ShapeDtypeStruct`s. Where the mesh has Auto axes, a trace does not know the shapes of one
+        device: tune the step of one, with its share of the batch.
       path: of the table; None is this machine's own, in the user's cache folder.
       again: measure everything anew, as after a new driver.
       report: gets a line for every GEMM, as soon as it is measured.
@@ -74,7 +77,9 @@ def tune_problems(
     again: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> GemmTable:
-    """The table of this machine, an empty one given, with a choice for every problem; what the file lacks is measured."""
+    """The table of this machine, an empty one given, with a choice for every problem;
+    what the file lacks is measured.
+    """
     path = Path(path) if path is not None else default_path(here.device, here.cublaslt)
     table = here.updated(GemmTable.load(path)) if path.exists() else here
     for problem in problems:

@@ -1,16 +1,20 @@
-"""A step as one CUDA graph: the options that make it one, and arrays that stay where they are, so that it is recorded once.
+"""A step as one CUDA graph: the options that make it one, and arrays that stay where they are,
+so that it is recorded once.
 
-XLA compares the addresses of each command of a graph with those of the last step and records it again when one has moved, some 15 µs of the host's
-time each, 17 ms for a GPT of 24 layers. A donated state stays. Two things would not:
+XLA compares the addresses of each command of a graph with those of the last step and records it again when one has
+moved, some 15 µs of the host's time each, 17 ms for a GPT of 24 layers. A donated state stays. Two things would not:
 
-    metrics   new arrays every step, whose buffers XLA also uses for scalars in between (amaxes); so they overwrite zeros that are donated
-    scratch   one block, taken where memory is free; small arrays that are kept would push it on, so there is room for them in front of it
+    metrics   new arrays every step, whose buffers XLA also uses for scalars in between (amaxes);
+              so they overwrite zeros that are donated
+    scratch   one block, taken where memory is free; small arrays that are kept would push it on,
+              so there is room for them in front of it
 """
 
 import jax
 import numpy as np
 
-# A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside: inside graphs they were slower and could hang.
+# A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside:
+# inside graphs they were slower and could hang.
 CUDA_GRAPH_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_command_buffer_unroll_loops": True,
@@ -21,15 +25,18 @@ ROOM_BYTES = 16 * 2**20  # 64,000 scalars
 
 
 def zero_metrics() -> dict[str, np.generic]:
-    """What the metrics of a step are added to. To be donated: read to the end, its buffers are shared with nothing else."""
+    """What the metrics of a step are added to.
+
+    To be donated: read to the end, its buffers are shared with nothing else.
+    """
     return {"loss": np.float32(0), "nonfinite_amaxes": np.int32(0)}
 
 
 def make_room(near: jax.Array) -> list[jax.Array]:
     """Make room for small arrays on the GPUs of an array, for as long as what is returned is kept.
 
-    The allocator takes the smallest free piece that is large enough. Of two arrays of one size the second lies right behind the first, or smaller
-    pieces were free; without the first, small arrays have a place of their own either way.
+    The allocator takes the smallest free piece that is large enough. Of two arrays of one size the second lies right
+    behind the first, or smaller pieces were free; without the first, small arrays have a place of their own either way.
     """
     devices = [device for device in near.sharding.addressable_devices if device.platform == "gpu"]
     contents = np.zeros(ROOM_BYTES if devices else 0, np.int8)

@@ -107,8 +107,10 @@ def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPat
     map_gemms_with_path(lambda path, _: paths.append(path), fp8_state)
     added: dict[LayerPath, None] = {}
     for path in paths:
-        shapes = [getattr(at_path(sums, kernel), "shape", ()) for kernel in kernel_paths(path)]
-        if all(len(shape) == 2 for shape in shapes) and not share_wgrad(shapes[0][0], tuple(n for _, n in shapes)):
+        kernels = [at_path(sums, kernel) for kernel in kernel_paths(path)]
+        if any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
+            continue
+        if not share_wgrad(kernels[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)):
             added |= dict.fromkeys(kernel_paths(path))
     return list(added)
 

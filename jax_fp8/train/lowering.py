@@ -1,9 +1,10 @@
-"""A program on its way through the compiler, with the one thing that jax does not keep: the listing of what will be launched.
+"""A program on its way through the compiler, with the one thing that jax does not keep:
+the listing of what will be launched.
 
     lowered ─Lowering.compile→ Compilation: jax's own, and the thunk listing
 
-XLA gives the optimised HLO at any time, but decides what shares a CUDA graph later, and tells only in files that it writes while compiling. So a
-`Lowering` compiles into a folder and its `Compilation` keeps what was found there.
+XLA gives the optimised HLO at any time, but decides what shares a CUDA graph later, and tells only in files that it
+writes while compiling. So a `Lowering` compiles into a folder and its `Compilation` keeps what was found there.
 """
 
 import pathlib
@@ -17,7 +18,9 @@ import jax
 
 @dataclass(frozen=True)
 class Compilation:
-    """jax's `Compiled`, to be called and asked as that, and the thunk listing of its compilation; None when there was none."""
+    """jax's `Compiled`, to be called and asked as that, and the thunk listing of its compilation;
+    None when there was none.
+    """
 
     compiled: jax.stages.Compiled
     thunks: str | None
@@ -34,8 +37,8 @@ class Compilation:
                 "lower it with arguments, or shapes with shardings, that are placed on one"
             )
         raise RuntimeError(
-            "capture_report needs the compiler's thunk listing, got a compilation that left none; switch off jax's compilation "
-            "cache, which skips the compiler, and set no xla_dump_to"
+            "capture_report needs the compiler's thunk listing, got a compilation that left none; "
+            "switch off jax's compilation cache, which skips the compiler, and set no xla_dump_to"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +66,8 @@ class Lowering:
 
 
 def _dumped_thunks(folder: pathlib.Path) -> str | None:
-    """The listing written last: of the program, not of what was compiled on the way to time it, and after the passes that make CUDA graphs.
+    """The listing written last: of the program, not of what was compiled on the way to time it,
+    and after the passes that make CUDA graphs.
 
     If these changed nothing, XLA wrote only the listing before them.
     """

@@ -4,8 +4,8 @@
     pending, microbatch ─add_microbatch→ pending            once for each; in the end
                                           its loss and gradients are means, its amaxes maxima
 
-`make_train_step` runs this as a scan within one program, or in pieces that the caller calls. The pieces do not trust the caller: sums and weights
-belong to one state, and a microbatch of another state starts anew.
+`make_train_step` runs this as a scan within one program, or in pieces that the caller calls. The pieces do not trust
+the caller: sums and weights belong to one state, and a microbatch of another state starts anew.
 """
 
 from collections.abc import Callable, Collection
@@ -28,8 +28,9 @@ from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
 class PendingStep:
     """What the microbatches so far have left.
 
-    `step` int32[]: of the state they belong to. `count` int32[]: how many there were. `loss` f32[] and `gradients` (float32, like the params): their
-    shares of the mean over all microbatches. `amaxes` f32[rows]: the maximum of theirs. `cache`: the weights in FP8, or {}.
+    `step` int32[]: of the state they belong to. `count` int32[]: how many there were. `loss` f32[] and `gradients`
+    (float32, like the params): their shares of the mean over all microbatches. `amaxes` f32[rows]: the maximum of
+    theirs. `cache`: the weights in FP8, or {}.
     """
 
     step: jax.Array
@@ -41,7 +42,10 @@ class PendingStep:
 
 
 def begin(state: TrainState, recipe, cast: bool, gemms: Collection[LayerPath] = ()) -> PendingStep:
-    """No microbatch yet. With `cast`, the weights are cast here for all of them: where the state says what is cast, or `gemms` do."""
+    """No microbatch yet.
+
+    With `cast`, the weights are cast here for all of them: where the state says what is cast, or `gemms` do.
+    """
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
     cache = {}
     if cast and recipe is not None and recipe.has_state:
@@ -73,8 +77,8 @@ def begin_if_needed(
 ) -> PendingStep:
     """A fresh step at its first microbatch, and where `pending` belongs to another state.
 
-    What kernels read and add to as it lies goes through one conditional, whose other branch does nothing; the rest is a choice of what the computations
-    that take it read anyway.
+    What kernels read and add to as it lies goes through one conditional, whose other branch does nothing; the rest is a
+    choice of what the computations that take it read anyway.
     """
     fresh = is_first_microbatch | (pending.step != state.step)
     if pending.cache:
@@ -102,7 +106,9 @@ def is_complete(state: TrainState, pending: PendingStep, microbatches: int) -> j
 
 
 def split(batch: Any, microbatches: int) -> Any:
-    """(batch, ...) as (microbatches, batch / microbatches, ...), strided, so that a sharded batch dim stays where it is."""
+    """(batch, ...) as (microbatches, batch / microbatches, ...), strided,
+    so that a sharded batch dim stays where it is.
+    """
 
     def split_leaf(x):
         if x.shape[0] % microbatches:

@@ -1,4 +1,6 @@
-"""`flax.serialization` of what is not a dict or an array: `to_bytes`, `to_state_dict` and their inverses know FP8 arrays and states."""
+"""`flax.serialization` of what is not a dict or an array:
+`to_bytes`, `to_state_dict` and their inverses know FP8 arrays and states.
+"""
 
 from typing import Any
 

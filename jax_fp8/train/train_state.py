@@ -16,7 +16,9 @@ from jax_fp8.train.weight_cache import refresh
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without), `opt_state`, and `cache` (the weights in FP8, or {})."""
+    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without), `opt_state`,
+    and `cache` (the weights in FP8, or {}).
+    """
 
     step: jax.Array
     params: Any
@@ -29,8 +31,8 @@ class TrainState:
         """The state before the first step.
 
         Args:
-          variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from `cast_weights`, steps read
-            the weights from there and the optimizer writes them there.
+          variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from
+            `cast_weights`, steps read the weights from there and the optimizer writes them there.
           tx: the optimizer.
         """
         if "params" not in variables:
@@ -38,7 +40,8 @@ class TrainState:
         others = set(variables) - {"params", "fp8", "fp8_cache"}
         if others:
             raise ValueError(
-                f'TrainState carries "params", "fp8" and "fp8_cache", got also {sorted(others)}, which would be lost; keep them beside it'
+                f'TrainState carries "params", "fp8" and "fp8_cache", got also {sorted(others)}, which would be lost; '
+                "keep them beside it"
             )
         params = variables["params"]
         collections = [dict(variables.get(name, {})) for name in ("fp8", "fp8_cache")]
@@ -51,7 +54,9 @@ class TrainState:
         return {name: collection for name, collection in collections.items() if collection or name == "params"}
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Another state with these fields changed; new params or scales are cast to FP8 again where the state keeps such copies."""
+        """Another state with these fields changed; new params or scales are cast to FP8 again where the state keeps
+        such copies.
+        """
         new = dataclasses.replace(self, **changes)
         if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):
             return new

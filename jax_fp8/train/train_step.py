@@ -2,10 +2,11 @@
 
     weights → FP8, once
     batch → microbatches ─scan→ gradients (mean, float32), amaxes (max) → finish_step, once, in place → fp8, scales
-                                   └→ optimizer, in place → params, opt_state, and the weight cache cast with these scales
+                                   └→ optimizer, in place → params, opt_state,
+                                      and the weight cache cast with these scales
 
-Donated buffers keep their addresses from step to step, and the rest of a step does too (addresses.py), so the graph is recorded once; nothing waits
-for the host.
+Donated buffers keep their addresses from step to step, and the rest of a step does too (addresses.py), so the graph is
+recorded once; nothing waits for the host.
 """
 
 import dataclasses
@@ -36,8 +37,9 @@ from jax_fp8.train.weight_cache import cast_requests, check_flag, refresh, renew
 class TrainStep:
     """`state, metrics = step(state, batch)`; made by `make_train_step`.
 
-    The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over microbatches) and
-    "nonfinite_amaxes" (int32, tensors whose amax was infinite or NaN and whose scale was therefore left alone).
+    The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over
+    microbatches) and "nonfinite_amaxes" (int32, tensors whose amax was infinite or NaN and whose scale was therefore
+    left alone).
 
     The same step in pieces, for callers who drive the microbatches themselves:
 
@@ -59,7 +61,8 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, zero_metrics())
-        # Only a state this object did not return itself can be a fresh one; asking its step count would otherwise wait for the device.
+        # Only a state this object did not return itself can be a fresh one;
+        # asking its step count would otherwise wait for the device.
         if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
             state = self._warm(state, batch)
         state, metrics = self._step(state, batch, zero_metrics())
@@ -69,9 +72,11 @@ class TrainStep:
         return state, metrics
 
     def start(self, state: TrainState) -> PendingStep:
-        """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8. It can be used for every step from now on.
+        """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8.
+        It can be used for every step from now on.
 
-        Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which; a step as a whole casts them once.
+        Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
+        a step as a whole casts them once.
         """
         return self._start(state)
 
@@ -80,8 +85,9 @@ class TrainStep:
     ) -> PendingStep:
         """Add the gradients of a microbatch.
 
-        The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to another state than this one: after an
-        optimizer step, or when params were overwritten. There is no warm start: the first step finds scales of 1 unless they were calibrated.
+        The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to
+        another state than this one: after an optimizer step, or when params were overwritten. There is no warm start:
+        the first step finds scales of 1 unless they were calibrated.
 
         Args:
           state: not donated, and not changed.
@@ -93,8 +99,8 @@ class TrainStep:
         if not self._donate:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
             warnings.warn(
-                f"accumulate_step copies what it adds to, {size / 2**20:,.1f} MiB a microbatch, because the step was made with donate=False; "
-                "leave donate=True",
+                f"accumulate_step copies what it adds to, {size / 2**20:,.1f} MiB a microbatch, "
+                "because the step was made with donate=False; leave donate=True",
                 stacklevel=2,
             )
         return self._accumulate(state, pending, microbatch, jnp.asarray(is_first_microbatch))
@@ -104,16 +110,21 @@ class TrainStep:
     ) -> tuple[TrainState, PendingStep, dict[str, jax.Array]]:
         """The optimizer step after the last microbatch. Both arguments are donated.
 
-        Unless `pending` holds exactly the `microbatches` of this state that the step was made with, nothing changes and the loss is NaN: a mean of fewer,
-        or a second use of the same gradients, would be another step than the one that was asked for.
+        Unless `pending` holds exactly the `microbatches` of this state that the step was made with, nothing changes and
+        the loss is NaN: a mean of fewer, or a second use of the same gradients,
+        would be another step than the one that was asked for.
 
         Returns:
-          The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32, how many there were).
+          The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
+          how many there were).
         """
         return self._apply(state, pending)
 
     def lower(self, state: TrainState, batch: Any) -> Lowering:
-        """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s. Its third input is `zero_metrics()`."""
+        """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.
+
+        Its third input is `zero_metrics()`.
+        """
         return Lowering(self._step.lower(state, batch, zero_metrics()))
 
     def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:
@@ -139,14 +150,16 @@ def make_train_step(
       loss_fn: `loss_fn(variables, batch)`, the mean loss of a (micro)batch, a scalar.
       tx: the optimizer.
       recipe: the recipe of the model's layers; None for plain bfloat16.
-      microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their mean, amaxes
-        their maximum, and the FP8 state moves once.
-      cache_weights: cast the weights once for all microbatches; False casts them in every one, for the same numbers more slowly. A state
-        that carries them is read in any case.
-      warm_start: before step 0, run the loss once with current scaling, so that the first step finds scales instead of ones.
+      microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their
+        mean, amaxes their maximum, and the FP8 state moves once.
+      cache_weights: cast the weights once for all microbatches; False casts them in every one, for the same numbers
+        more slowly. A state that carries them is read in any case.
+      warm_start: before step 0, run the loss once with current scaling,
+        so that the first step finds scales instead of ones.
       donate: update the state in place.
-      in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the last transform that touches the
-        updates; pass False for a `tx` that computes with what it returns (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
+      in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the
+        last transform that touches the updates; pass False for a `tx` that computes with what it returns
+        (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
     """
     check_recipe(recipe)
@@ -269,5 +282,6 @@ def _check_state(state, recipe):
         )
     if not has_state and _has_state(recipe):
         raise ValueError(
-            'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; give the model the same recipe'
+            'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; '
+            "give the model the same recipe"
         )

@@ -1,4 +1,6 @@
-"""An Fp8Array is its two leaves, and means their product; a pair is a matrix and its transpose, with one scale or with two."""
+"""An Fp8Array is its two leaves, and means their product;
+a pair is a matrix and its transpose, with one scale or with two.
+"""
 
 import dataclasses
 

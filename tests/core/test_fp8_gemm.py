@@ -1,4 +1,6 @@
-"""What a GEMM asks of its recipe, and recording amaxes: by maximum, into the rows they belong to, nowhere without a Ref."""
+"""What a GEMM asks of its recipe, and recording amaxes:
+by maximum, into the rows they belong to, nowhere without a Ref.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""What a layer meets of a recorder: Refs that are the same ones after any transformation, and a list of GEMMs where one is kept.
+"""What a layer meets of a recorder: Refs that are the same ones after any transformation,
+and a list of GEMMs where one is kept.
 
 What is recorded through a backward pass is tested in tests/train/test_gradients.py.
 """

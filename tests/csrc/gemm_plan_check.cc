@@ -1,4 +1,5 @@
-// csrc/gemm_plan.cc over a cuBLASLt that is made up: which algorithm a product takes, and what is said when there is none.
+// csrc/gemm_plan.cc over a cuBLASLt that is made up: which algorithm a product takes,
+// and what is said when there is none.
 //
 //     gemm_plan_check <candidate> <offered> <unsound> <address> [<contracting_first>]
 //
@@ -55,8 +56,8 @@ Library made_up() {
     if (attribute == kMinAlignmentA) std::memcpy(&alignment, value, size);
     return kSuccess;
   };
-  library.heuristic = [](Handle, MatmulDesc, MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout, Preference, int wanted,
-                         HeuristicResult* results, int* found) {
+  library.heuristic = [](Handle, MatmulDesc, MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout, Preference,
+                         int wanted, HeuristicResult* results, int* found) {
     ++asked;
     requested = wanted;
     *found = std::min(wanted, offered);
@@ -66,9 +67,9 @@ Library made_up() {
     }
     return *found > 0 ? kSuccess : kNotSupported;
   };
-  library.matmul = [](Handle, MatmulDesc, const void*, const void*, MatrixLayout, const void*, MatrixLayout, const void*,
-                      const void* c, MatrixLayout, void* d, MatrixLayout, const Algorithm* algorithm, void*, size_t,
-                      cudaStream_t) {
+  library.matmul = [](Handle, MatmulDesc, const void*, const void*, MatrixLayout, const void*, MatrixLayout,
+                      const void*, const void* c, MatrixLayout, void* d, MatrixLayout, const Algorithm* algorithm,
+                      void*, size_t, cudaStream_t) {
     ran = static_cast<int>(algorithm->data[0]);
     apart = c != d;
     return kSuccess;
@@ -115,7 +116,8 @@ int main(int count, char** arguments) {
     failure = plans.enqueue(problem, operands, nullptr);
   }
   std::cout << failure.reason << "\n"
-            << failure.off_the_list << " " << cublaslt::requested << " " << cublaslt::ran << " "
-            << cublaslt::asked << " " << cublaslt::apart << "\n"
-            << cublaslt::transposed[0] << " " << cublaslt::transposed[1] << " " << cublaslt::scales << cublaslt::layouts << "\n";
+            << failure.off_the_list << " " << cublaslt::requested << " " << cublaslt::ran << " " << cublaslt::asked
+            << " " << cublaslt::apart << "\n"
+            << cublaslt::transposed[0] << " " << cublaslt::transposed[1] << " " << cublaslt::scales << cublaslt::layouts
+            << "\n";
 }

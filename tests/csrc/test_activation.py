@@ -273,7 +273,7 @@ def test_one_orientation(orientations, activation, shape):
 
 @pytest.mark.parametrize("shape", [(16, 16), (3, 5)], ids=str)
 def test_special_values(shape):
-    """NaN stays NaN and is in no amax; infinities saturate; what a ReLU stops has the gradient 0 even of an infinite dy."""
+    """NaN stays NaN and is in no amax; infinities saturate; a gradient that a ReLU stops is 0 even of infinite dy."""
     x = np.zeros(shape, ml_dtypes.bfloat16)
     x.flat[:4] = [np.nan, np.inf, -np.inf, 2]
     dy = np.full(shape, np.inf, x.dtype)

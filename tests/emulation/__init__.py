@@ -19,15 +19,16 @@ Every call runs three times, with the threads and blocks in another order and ov
 be the same bits. So a missing barrier shows, and so does a byte that was not written. Sums of floats by `atomicAdd`
 depend on the order: give one of ORDERS at a time, and compare with a tolerance.
 
-What else is found, as an EmulationError with the thread and mostly the line: a barrier or warp operation that not all reach,
-a vector at an address that is not aligned, an access outside an array, an index outside a C++ array, a write outside
-shared memory, the shared memory of a block that has not begun or has ended, a launch beyond the device's limits. What is
-not: races that none of the orders shows, memory order, bank conflicts and speed. The blocks of a cluster run together; a
-kernel in which one waits for a block of another cluster never ends, and there are no asynchronous copies.
+What else is found, as an EmulationError with the thread and mostly the line: a barrier or warp operation that not all
+reach, a vector at an address that is not aligned, an access outside an array, an index outside a C++ array, a write
+outside shared memory, the shared memory of a block that has not begun or has ended, a launch beyond the device's
+limits. What is not: races that none of the orders shows, memory order, bank conflicts and speed. The blocks of a
+cluster run together; a kernel in which one waits for a block of another cluster never ends,
+and there are no asynchronous copies.
 
 Numbers are the device's as far as single operations go. But nvcc joins a product and a sum that no intrinsic keeps
-apart (`a * b + c`) into one rounding, and this compiler does not; expf and its kin are the host's; NaNs are the device's
-only after intrinsics and conversions.
+apart (`a * b + c`) into one rounding, and this compiler does not; expf and its kin are the host's; NaNs are the
+device's only after intrinsics and conversions.
 """
 
 import functools
@@ -87,8 +88,8 @@ class Kernels:
             for number, (array, again) in enumerate(zip(first, other, strict=True)):
                 if array.tobytes() != again.tobytes():
                     raise EmulationError(
-                        f"{entry}: result {number} must not depend on the order of threads nor on what memory held, got "
-                        f"{_differing(array, again)} bytes that differ between {orders[0]} and {order}"
+                        f"{entry}: result {number} must not depend on the order of threads nor on what memory held, "
+                        f"got {_differing(array, again)} bytes that differ between {orders[0]} and {order}"
                     )
         return first
 

@@ -1,4 +1,6 @@
-"""From a CUDA source to a shared library for the CPU, kept in pytest's cache folder until a text or the compiler changes."""
+"""From a CUDA source to a shared library for the CPU, kept in pytest's cache folder
+until a text or the compiler changes.
+"""
 
 import contextlib
 import fcntl

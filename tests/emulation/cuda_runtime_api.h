@@ -1,7 +1,7 @@
 // The part of CUDA that the kernels of csrc use, for a C++ compiler: keywords, vectors, the runtime's calls.
 //
-// It is found in place of CUDA's header of this name. What a kernel uses and this lacks is an error of the compiler: add it here,
-// to intrinsics.h, to warp.h or, when it is an instruction of PTX, to instructions.h.
+// It is found in place of CUDA's header of this name. What a kernel uses and this lacks is an error of the compiler:
+// add it here, to intrinsics.h, to warp.h or, when it is an instruction of PTX, to instructions.h.
 #pragma once
 
 #include <utility>
@@ -21,7 +21,7 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 
-// ---- vectors: as strictly aligned as CUDA's ---------------------------------------------------------------------------------
+// ---- vectors: as strictly aligned as CUDA's -------------------------------------------------------------------------
 
 #define EMULATION_VECTORS(name, type)                                                       \
   struct alignas(2 * sizeof(type)) name##2 {                                                \
@@ -42,7 +42,7 @@ EMULATION_VECTORS(longlong, long long)
 EMULATION_VECTORS(ulonglong, unsigned long long)
 #undef EMULATION_VECTORS
 
-// ---- the runtime ----------------------------------------------------------------------------------------------------------------
+// ---- the runtime ----------------------------------------------------------------------------------------------------
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -126,7 +126,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
   return cudaSuccess;
 }
 
-// ---- launching: `kernel<<<grid, block>>>(x, y)` is rewritten to `kernel ->* EmulatedLaunch(grid, block)(x, y)` -------------------
+// ---- launching: `kernel<<<grid, block>>>(x, y)` is rewritten to `kernel ->* EmulatedLaunch(grid, block)(x, y)` ------
 
 template <typename Closure>
 struct EmulatedCall {
@@ -168,7 +168,7 @@ void operator->*(void (*kernel)(Parameters...), const EmulatedCall<Closure>& cal
   if (emulation::failed()) emulation_last_error = cudaErrorLaunchFailure;
 }
 
-// ---- launching with attributes ----------------------------------------------------------------------------------------------------
+// ---- launching with attributes --------------------------------------------------------------------------------------
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
 
@@ -188,7 +188,8 @@ struct cudaLaunchConfig_t {
 };
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments... arguments) {
   EmulatedLaunch launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const uint3 cluster = config->attrs[i].val.clusterDim;

@@ -1,6 +1,8 @@
-"""Calls of compiled kernels, in a process of their own: a mistake that writes where it must not may harm nobody else's memory.
+"""Calls of compiled kernels, in a process of their own:
+a mistake that writes where it must not may harm nobody else's memory.
 
-The process is started with the first call and serves all others. If it dies, the call ends in an error, and the next one starts another.
+The process is started with the first call and serves all others.
+If it dies, the call ends in an error, and the next one starts another.
 """
 
 import atexit

@@ -1,9 +1,9 @@
 // One fiber runs at a time, until it ends or waits for others.
 //
-// Who runs next is the first, the last or a random one of those that can: a kernel that lacks a barrier then reads what has not been
-// written yet, and what it reads is poison. Of the blocks of a cluster, too, the first or the last runs as far as it can before another
-// does. A wait that never ends is found when no fiber can run. Whatever goes wrong abandons the launch, and the sentence that says so
-// reaches Python.
+// Who runs next is the first, the last or a random one of those that can: a kernel that lacks a barrier then reads what
+// has not been written yet, and what it reads is poison. Of the blocks of a cluster, too, the first or the last runs as
+// far as it can before another does. A wait that never ends is found when no fiber can run. Whatever goes wrong
+// abandons the launch, and the sentence that says so reaches Python.
 #include "fibers.h"
 
 #include <sys/mman.h>
@@ -47,7 +47,8 @@ std::minstd_rand random_number;
 
 uint3 position(uint64_t number, dim3 size) {
   const uint64_t row = number / size.x;
-  return {static_cast<unsigned>(number % size.x), static_cast<unsigned>(row % size.y), static_cast<unsigned>(row / size.y)};
+  return {static_cast<unsigned>(number % size.x), static_cast<unsigned>(row % size.y),
+          static_cast<unsigned>(row / size.y)};
 }
 
 void enter_block(size_t rank) { blockIdx = position(first_block + rank, gridDim); }
@@ -85,7 +86,8 @@ int pick(size_t rank) {
   State* const first = states + rank * block_fibers;
   const size_t start = order > 1 ? random_number() % block_fibers : 0;
   const auto ready_in = [&](size_t begin, size_t end) {
-    const void* found = order == 1 ? memrchr(first + begin, kReady, end - begin) : memchr(first + begin, kReady, end - begin);
+    const void* found =
+        order == 1 ? memrchr(first + begin, kReady, end - begin) : memchr(first + begin, kReady, end - begin);
     return found == nullptr ? -1 : static_cast<int>(static_cast<const State*>(found) - states);
   };
   const int found = ready_in(start, block_fibers);
@@ -194,7 +196,8 @@ size_t current_rank() { return rank_of(current); }
 void arrive_at_cluster(Place place) {
   Fiber& self = fibers[current];
   if (self.arrivals != self.waits) {
-    fail("%s:%u: an arrival at the cluster's barrier that follows another, and no wait", place.file_name(), place.line());
+    fail("%s:%u: an arrival at the cluster's barrier that follows another, and no wait", place.file_name(),
+         place.line());
   }
   ++self.arrivals;
 }
@@ -212,10 +215,13 @@ void wait_for_cluster(Place place) {
 void* in_block(const void* shared, size_t rank, Place place) {
   if (rank >= blocks) fail("%s:%u: block %zu of a cluster of %zu", place.file_name(), place.line(), rank, blocks);
   if (!begun[rank] || ended[rank]) {
-    fail("%s:%u: block %zu of the cluster has %s", place.file_name(), place.line(), rank, ended[rank] ? "ended" : "not begun");
+    fail("%s:%u: block %zu of the cluster has %s", place.file_name(), place.line(), rank,
+         ended[rank] ? "ended" : "not begun");
   }
   void* found = find_shared(shared, current_rank(), rank);
-  if (found == nullptr) fail("%s:%u: %p is not in shared memory of this block", place.file_name(), place.line(), shared);
+  if (found == nullptr) {
+    fail("%s:%u: %p is not in shared memory of this block", place.file_name(), place.line(), shared);
+  }
   return found;
 }
 
@@ -247,7 +253,9 @@ const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, P
 void run_grid(const Grid& grid, void (*kernel_)(const void*), const void* closure_) {
   gridDim = grid.grid, blockDim = grid.block, kernel = kernel_, closure = closure_;
   threads = grid.block.count(), block_fibers = (threads + kLanes - 1) / kLanes * kLanes, blocks = grid.cluster;
-  if (blocks * block_fibers > kMostFibers) return tell("a cluster of %zu threads; here are %zu", blocks * block_fibers, kMostFibers);
+  if (blocks * block_fibers > kMostFibers) {
+    return tell("a cluster of %zu threads; here are %zu", blocks * block_fibers, kMostFibers);
+  }
   set_dynamic_shared(grid.shared_bytes);
   const FaultHandler handler;
   for (uint64_t i : clusters_in_order(gridDim.count() / blocks)) {

@@ -37,7 +37,8 @@ struct Grid {
   size_t shared_bytes;
 };
 
-// Runs kernel(closure) in every thread of every block, one cluster after another: a kernel that waits for another cluster never ends.
+// Runs kernel(closure) in every thread of every block, one cluster after another:
+// a kernel that waits for another cluster never ends.
 void run_grid(const Grid& grid, void (*kernel)(const void* closure), const void* closure);
 
 // The number of this thread's block in its cluster.
@@ -53,7 +54,7 @@ void* in_block(const void* shared, size_t rank, Place place);
 // Gives `value` to the lanes of the mask, and returns what each of them gave, when all have come to the same place.
 const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, Place place);
 
-// ---- memory --------------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 
 template <typename T>
 T* aligned(T* pointer, Place place) {
@@ -66,8 +67,8 @@ void* dynamic_shared();
 // From here on every block finds its copy of the array poisoned, and must leave the bytes around it as they are.
 void poison_copies(void* begin, size_t stride, size_t before, size_t array, size_t after, Place place);
 
-// An array in static shared memory, one for each block of a cluster, aligned as its declaration promises and no further. It comes to
-// be when the first thread arrives at the declaration.
+// An array in static shared memory, one for each block of a cluster, aligned as its declaration promises and no
+// further. It comes to be when the first thread arrives at the declaration.
 template <typename Array, size_t kWanted = 0>
 struct Shared {
   static constexpr size_t kAlignment = alignof(Array) > kWanted ? alignof(Array) : kWanted;

@@ -1,7 +1,8 @@
-// What the PTX instructions in csrc do: `asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x))` is rewritten to `ptx::cvt_f32_f16(y, x)`.
+// What the PTX instructions in csrc do: `asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x))` is rewritten to
+// `ptx::cvt_f32_f16(y, x)`.
 //
-// Conversions are exact. The hardware's approximations are not: here they are wrong by as much as PTX allows, up or down, so that code
-// which needs more than PTX promises comes out wrong.
+// Conversions are exact. The hardware's approximations are not: here they are wrong by as much as PTX allows, up or
+// down, so that code which needs more than PTX promises comes out wrong.
 #pragma once
 
 #include <bit>
@@ -38,7 +39,8 @@ inline uint32_t encode(Format format, float x) {
 
 inline float decode(Format format, uint32_t bits) {
   const uint32_t magnitude = bits & ((1u << format.sign_bit) - 1);
-  const uint32_t exponent = magnitude >> format.mantissa_bits, mantissa = magnitude - (exponent << format.mantissa_bits);
+  const uint32_t exponent = magnitude >> format.mantissa_bits,
+                 mantissa = magnitude - (exponent << format.mantissa_bits);
   const bool is_nan = format.infinity == format.nan ? magnitude == format.nan : magnitude > format.infinity;
   if (is_nan) return std::bit_cast<float>(0x7FFFFFFFu);
   const uint32_t hidden = exponent == 0 ? 0 : 1u << format.mantissa_bits;

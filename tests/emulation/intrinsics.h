@@ -10,7 +10,7 @@
 
 using emulation::Place;
 
-// ---- bits and memory ---------------------------------------------------------------------------------------------------------
+// ---- bits and memory ------------------------------------------------------------------------------------------------
 
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
@@ -86,7 +86,7 @@ inline unsigned atomicInc(unsigned* target, unsigned last) {
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-// ---- arithmetic ---------------------------------------------------------------------------------------------------------------
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 // The one NaN that the device's arithmetic makes.
 inline float emulation_canonical(float x) { return x == x ? x : __uint_as_float(0x7FFFFFFFu); }
@@ -98,14 +98,18 @@ inline float __fdiv_rn(float a, float b) { return emulation_canonical(a / b); }
 inline float __fmaf_rn(float a, float b, float c) { return emulation_canonical(std::fma(a, b, c)); }
 inline float __frcp_rn(float x) { return emulation_canonical(1.0f / x); }
 inline float __fsqrt_rn(float x) { return emulation_canonical(std::sqrt(x)); }
-inline float __frsqrt_rn(float x) { return emulation_canonical(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)))); }
+inline float __frsqrt_rn(float x) {
+  return emulation_canonical(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))));
+}
 
 // NaN gives way to the other operand, and -0 is less than 0.
 inline float emulation_fmaxf(float a, float b) {
   if (a != a || b != b) return emulation_canonical(a != a ? b : a);
   return a > b || (a == b && std::signbit(b)) ? a : b;
 }
-inline float emulation_fminf(float a, float b) { return a != a || b != b ? emulation_fmaxf(a, b) : -emulation_fmaxf(-a, -b); }
+inline float emulation_fminf(float a, float b) {
+  return a != a || b != b ? emulation_fmaxf(a, b) : -emulation_fmaxf(-a, -b);
+}
 #define fmaxf emulation_fmaxf
 #define fminf emulation_fminf
 

@@ -12,7 +12,9 @@ C_LIBRARY = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Input:
-    """An array that a kernel reads, `offset` bytes after an address divisible by 16; a plain array is one without offset."""
+    """An array that a kernel reads, `offset` bytes after an address divisible by 16;
+    a plain array is one without offset.
+    """
 
     array: np.ndarray
     offset: int = 0
@@ -40,7 +42,8 @@ class Guarded:
 
     Args:
       argument: what is to be placed.
-      at_end: of the two, else at the begin: an index beyond this end is a fault, one beyond the other meets poison first.
+      at_end: of the two, else at the begin: an index beyond this end is a fault,
+        one beyond the other meets poison first.
       poison: the byte.
     """
 

@@ -6,7 +6,9 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 def rewrite(source: str, name: str) -> str:
-    """The text of a .cu, .cuh or .h file for `cuda_runtime_api.h` beside this file; `name` is for the compiler's messages."""
+    """The text of a .cu, .cuh or .h file for `cuda_runtime_api.h` beside this file;
+    `name` is for the compiler's messages.
+    """
     for rule in (_launches, _dynamic_shared, _static_shared, _instructions):
         source = rule(source, name)
     return f'#line 1 "{name}"\n{source}'

@@ -38,7 +38,7 @@ inline bool is_gone(State state) { return state == kEnded || state == kAbsent; }
 // In the same block, and at the same place.
 bool stand_together(size_t a, size_t b);
 
-// ---- failing -------------------------------------------------------------------------------------------------------------
+// ---- failing --------------------------------------------------------------------------------------------------------
 
 // Forgets what went wrong before.
 void clear_failure();

@@ -1,5 +1,5 @@
-// Shared memory is poison when a block begins, and what is beside an array must be poison when it ends. Each block of a cluster has its
-// own copy of every array.
+// Shared memory is poison when a block begins, and what is beside an array must be poison when it ends. Each block of a
+// cluster has its own copy of every array.
 #include "shared_memory.h"
 
 #include <sys/mman.h>
@@ -32,7 +32,9 @@ constexpr size_t kDynamicStride = kDynamicBytes + 2 * kPage;
 // Every copy between two pages that must not be touched.
 unsigned char* map_dynamic_shared() {
   unsigned char* first = map_between_guards(kMostBlocks * kDynamicStride);
-  for (size_t rank = 0; rank < kMostBlocks; ++rank) mprotect(first + rank * kDynamicStride + kDynamicBytes, 2 * kPage, PROT_NONE);
+  for (size_t rank = 0; rank < kMostBlocks; ++rank) {
+    mprotect(first + rank * kDynamicStride + kDynamicBytes, 2 * kPage, PROT_NONE);
+  }
   return first;
 }
 
@@ -78,7 +80,8 @@ void check_shared(size_t rank) {
     const unsigned char *begin = array.copy(rank), *inside = begin + array.before, *end = inside + array.array;
     if (is_poison(begin, inside) && is_poison(end, end + array.after)) return;
     tell_block();
-    tell(" writes outside its %zu bytes of shared memory, %s:%u; ", array.array, array.place.file_name(), array.place.line());
+    tell(" writes outside its %zu bytes of shared memory, %s:%u; ", array.array, array.place.file_name(),
+         array.place.line());
   });
 }
 
@@ -106,7 +109,9 @@ void* dynamic_shared() {
 
 void poison_copies(void* begin, size_t stride, size_t before, size_t array, size_t after, Place place) {
   static_arrays.push_back({static_cast<unsigned char*>(begin), stride, before, array, after, place});
-  for (size_t rank = 0; rank < kMostBlocks; ++rank) memset(static_arrays.back().copy(rank), poison, before + array + after);
+  for (size_t rank = 0; rank < kMostBlocks; ++rank) {
+    memset(static_arrays.back().copy(rank), poison, before + array + after);
+  }
 }
 
 }  // namespace emulation

@@ -15,26 +15,62 @@ GOOD = {
     "read": f"__shared__ float s[40]; {MINE} {BARRIER} {THEIRS} {BARRIER}",
     "dynamic": f"extern __shared__ float s[]; {MINE} {BARRIER} {THEIRS} {BARRIER}",
     "written": f"__shared__ float s[40]; {BARRIER} in_block(s, previous)[t] = x[i]; {BARRIER} y[i] = s[t];",
-    "in the middle of an array": f"__shared__ float s[2][40]; s[1][t] = x[i]; {BARRIER} y[i] = *in_block(&s[1][t], next); {BARRIER}",
-    "an early arrival": f"__shared__ float s[40]; {MINE} arrive_at_cluster(); __syncthreads(); wait_for_cluster(); {THEIRS} {BARRIER}",
-    "a barrier of a block in between": f"__shared__ float s[40]; s[39 - t] = x[i]; {BARRIER} const float z = in_block(s, next)[t]; {BARRIER} s[t] = z; __syncthreads(); y[i] = s[39 - t];",
-    "those who have ended have arrived": f"__shared__ float s[40]; {MINE} {BARRIER} {THEIRS} if (t > 9) return; {BARRIER} {BARRIER}",
-}  # fmt: skip
+    "in the middle of an array": (
+        f"__shared__ float s[2][40]; s[1][t] = x[i]; {BARRIER} y[i] = *in_block(&s[1][t], next); {BARRIER}"
+    ),
+    "an early arrival": (
+        f"__shared__ float s[40]; {MINE} arrive_at_cluster(); __syncthreads(); wait_for_cluster(); {THEIRS} {BARRIER}"
+    ),
+    "a barrier of a block in between": (
+        f"__shared__ float s[40]; s[39 - t] = x[i]; {BARRIER} const float z = in_block(s, next)[t]; {BARRIER} "
+        "s[t] = z; __syncthreads(); y[i] = s[39 - t];"
+    ),
+    "those who have ended have arrived": (
+        f"__shared__ float s[40]; {MINE} {BARRIER} {THEIRS} if (t > 9) return; {BARRIER} {BARRIER}"
+    ),
+}
 
 MISTAKES = {
     "no barrier": (f"__shared__ float s[40]; {MINE} {THEIRS} {BARRIER}", "has not begun"),
     "a barrier of a block": (f"__shared__ float s[40]; {MINE} __syncthreads(); {THEIRS} {BARRIER}", "has not begun"),
-    "no barrier for the second time": (f"__shared__ float s[40]; {BARRIER} {MINE} {THEIRS} {BARRIER}", "order of threads"),
-    "no barrier at the end": (f"__shared__ float s[40]; {MINE} {BARRIER} {THEIRS}", "block [01] of the cluster has ended"),
-    "what is read of a block that has ended": (f"__shared__ float s[40]; {MINE} {BARRIER} const float* z = in_block(s, next); {BARRIER} y[i] = z[t];", "order of threads"),
-    "what is written to a block that has ended": (f"__shared__ float s[40]; {BARRIER} float* z = in_block(s, next); y[i] = x[i]; {BARRIER} z[t] = 1;", r"block \(\d, 0, 0\) had ended when its shared memory was written"),
-    "beside an array of another block": (f"__shared__ float s[40]; {BARRIER} in_block(s, next)[t + 1] = x[i]; y[i] = x[i]; {BARRIER}", "writes outside its 160 bytes of shared memory"),
+    "no barrier for the second time": (
+        f"__shared__ float s[40]; {BARRIER} {MINE} {THEIRS} {BARRIER}",
+        "order of threads",
+    ),
+    "no barrier at the end": (
+        f"__shared__ float s[40]; {MINE} {BARRIER} {THEIRS}",
+        "block [01] of the cluster has ended",
+    ),
+    "what is read of a block that has ended": (
+        f"__shared__ float s[40]; {MINE} {BARRIER} const float* z = in_block(s, next); {BARRIER} y[i] = z[t];",
+        "order of threads",
+    ),
+    "what is written to a block that has ended": (
+        f"__shared__ float s[40]; {BARRIER} float* z = in_block(s, next); y[i] = x[i]; {BARRIER} z[t] = 1;",
+        r"block \(\d, 0, 0\) had ended when its shared memory was written",
+    ),
+    "beside an array of another block": (
+        f"__shared__ float s[40]; {BARRIER} in_block(s, next)[t + 1] = x[i]; y[i] = x[i]; {BARRIER}",
+        "writes outside its 160 bytes of shared memory",
+    ),
     "no such block": (f"__shared__ float s[40]; {BARRIER} y[i] = *in_block(s, 4);", "block 4 of a cluster of 4"),
-    "not shared memory": (f"{BARRIER} y[i] = *in_block(x + i, next); {BARRIER}", "is not in shared memory of this block"),
-    "two arrivals": ("y[i] = x[i]; arrive_at_cluster(); arrive_at_cluster();", "an arrival at the cluster's barrier that follows another"),
+    "not shared memory": (
+        f"{BARRIER} y[i] = *in_block(x + i, next); {BARRIER}",
+        "is not in shared memory of this block",
+    ),
+    "two arrivals": (
+        "y[i] = x[i]; arrive_at_cluster(); arrive_at_cluster();",
+        "an arrival at the cluster's barrier that follows another",
+    ),
     "no arrival": ("y[i] = x[i]; wait_for_cluster();", "a wait for the cluster's barrier without an arrival"),
-    "not all arrive": (f"if (t == 3 && next == 2) __syncthreads(); else {{ {BARRIER} }}", "deadlock.*1 threads, first 3, of block 1 of the cluster, wait in __syncthreads.*40 threads, first 0, of block 2 of the cluster, wait in barrier.cluster.wait"),
-}  # fmt: skip
+    "not all arrive": (
+        f"if (t == 3 && next == 2) __syncthreads(); else {{ {BARRIER} }}",
+        (
+            "deadlock.*1 threads, first 3, of block 1 of the cluster, wait in __syncthreads.*"
+            "40 threads, first 0, of block 2 of the cluster, wait in barrier.cluster.wait"
+        ),
+    ),
+}
 
 BODIES = GOOD | {mistake: body for mistake, (body, _) in MISTAKES.items()}
 
@@ -52,7 +88,8 @@ def run(name, cluster=4, blocks=8, threads=THREADS, allow_16=False):
         calls += f"case {number}: return launch(kernel_{number}, cluster, blocks, threads, allow, x, y);"
     entry = f"""
     template <typename Kernel>
-    int launch(Kernel kernel, int64_t cluster, int64_t blocks, int64_t threads, int64_t allow, const float* x, float* y) {{
+    int launch(Kernel kernel, int64_t cluster, int64_t blocks, int64_t threads, int64_t allow, \
+const float* x, float* y) {{
       cudaLaunchAttribute attribute{{.id = cudaLaunchAttributeClusterDimension}};
       attribute.val.clusterDim = {{static_cast<unsigned>(cluster), 1, 1}};
       cudaLaunchConfig_t config{{.gridDim = dim3(blocks), .blockDim = dim3(threads), .dynamicSmemBytes = 160,
@@ -60,7 +97,8 @@ def run(name, cluster=4, blocks=8, threads=THREADS, allow_16=False):
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, allow);
       return cudaLaunchKernelEx(&config, kernel, x, y, static_cast<int>(cluster));
     }}
-    extern "C" int run(const float* x, float* y, int64_t which, int64_t cluster, int64_t blocks, int64_t threads, int64_t allow) {{
+    extern "C" int run(const float* x, float* y, int64_t which, int64_t cluster, int64_t blocks, int64_t threads, \
+int64_t allow) {{
       switch (which) {{ {calls} }}
       return 78;
     }}"""

@@ -16,18 +16,41 @@ REVERSING = {
     "aligned": f"__shared__ alignas(16) float s[64]; {REVERSE}",
     "dynamic": f"extern __shared__ float s[]; {REVERSE}",
     "two dims": "__shared__ float s[8][8]; s[t / 8][t % 8] = x[t]; __syncthreads(); y[t] = s[7 - t / 8][7 - t % 8];",
-    "a scalar": "__shared__ float one; for (int i = 0; i < 64; ++i) { if (t == i) one = x[i]; __syncthreads(); if (t == 63 - i) y[t] = one; __syncthreads(); }",
-    "those who have ended have arrived": "__shared__ float s[64]; s[t] = x[t]; if (t >= 32) return; __syncthreads(); y[t] = s[63 - t]; y[63 - t] = s[t];",
+    "a scalar": (
+        "__shared__ float one; for (int i = 0; i < 64; ++i) { if (t == i) one = x[i]; "
+        "__syncthreads(); if (t == 63 - i) y[t] = one; __syncthreads(); }"
+    ),
+    "those who have ended have arrived": (
+        "__shared__ float s[64]; s[t] = x[t]; if (t >= 32) return; __syncthreads(); y[t] = s[63 - t]; y[63 - t] = s[t];"
+    ),
     "much": "extern __shared__ float4 much[]; much[t * 100].x = x[t]; __syncthreads(); y[t] = much[(63 - t) * 100].x;",
-}  # fmt: skip
+}
 
 MISTAKES = {
     "no barrier": ("__shared__ float s[64]; s[t] = x[t]; y[t] = s[63 - t];", "order of threads"),
-    "no second barrier": ("__shared__ float s; for (int i = 0; i < 64; ++i) { if (t == i) s = x[i]; __syncthreads(); if (t == 63 - i) y[t] = s; }", "order of threads"),
+    "no second barrier": (
+        (
+            "__shared__ float s; for (int i = 0; i < 64; ++i) { if (t == i) s = x[i]; "
+            "__syncthreads(); if (t == 63 - i) y[t] = s; }"
+        ),
+        "order of threads",
+    ),
     "no barrier of a warp": ("__shared__ float s[64]; s[t] = x[t]; y[t] = s[t ^ 1];", "order of threads"),
     "a byte not written": ("if (t != 5) y[t] = x[t];", "result 0.*4 bytes"),
-    "two barriers": ("if (t < 32) { __syncthreads(); } else {\n __syncthreads(); }", "deadlock.*32 threads, first 0, wait in __syncthreads at two barriers:1.*32 threads, first 32.*two barriers:2"),
-    "a barrier and a warp": ("if (t == 0) __syncthreads(); else __syncwarp();", "deadlock.*1 threads, first 0, wait in __syncthreads.*31 threads, first 1, wait in __syncwarp.* lanes 0xFFFFFFFF"),
+    "two barriers": (
+        "if (t < 32) { __syncthreads(); } else {\n __syncthreads(); }",
+        (
+            "deadlock.*32 threads, first 0, wait in __syncthreads at two barriers:1.*"
+            "32 threads, first 32.*two barriers:2"
+        ),
+    ),
+    "a barrier and a warp": (
+        "if (t == 0) __syncthreads(); else __syncwarp();",
+        (
+            "deadlock.*1 threads, first 0, wait in __syncthreads.*31 threads, first 1, wait in __syncwarp"
+            ".* lanes 0xFFFFFFFF"
+        ),
+    ),
     "an ended lane": ("if (t == 3) return; y[t] = __shfl_sync(0xFFFFFFFFu, x[t], 0);", "deadlock.*have ended"),
     "not in the mask": ("y[t] = __shfl_xor_sync(0xFFFFu, x[t], 1);", "lane 16 is not in its own mask|lane 31 is not"),
     "a lane not in the mask": ("y[t] = t % 2 ? __shfl_sync(0xAAAAAAAAu, x[t], 0) : x[t];", "order of threads"),
@@ -36,16 +59,34 @@ MISTAKES = {
     "a write behind the end": ("y[t] = x[t]; if (t == 63) y[64] = 1;", "argument 1: byte 256"),
     "a write before the begin": ("y[t] = x[t]; if (t == 0) y[-1] = 1;", "argument 1 was written before its begin"),
     "a write far behind the end": ("y[t] = x[t]; if (t == 63) y[100'000] = 1;", "must not.*argument 1: byte 400000"),
-    "a write far before the begin": ("y[t] = x[t]; if (t == 63) y[-100'000] = 1;", "must not.*argument 1: byte -400000"),
-    "a write to an input": ("y[t] = x[t]; const_cast<float*>(x)[t] = 1;", "nearest is argument 0: a write to byte 0, and it is an input"),
+    "a write far before the begin": (
+        "y[t] = x[t]; if (t == 63) y[-100'000] = 1;",
+        "must not.*argument 1: byte -400000",
+    ),
+    "a write to an input": (
+        "y[t] = x[t]; const_cast<float*>(x)[t] = 1;",
+        "nearest is argument 0: a write to byte 0, and it is an input",
+    ),
     "an index": ("__shared__ float s[64]; s[t + 1] = x[t]; y[t] = x[t];", "an index:1: the index 64 is outside"),
-    "shared memory through a pointer": ("__shared__ float s[64]; float* p = s; p[t + 1] = x[t]; y[t] = x[t];", "writes outside its 256 bytes of shared memory, shared memory through a pointer:1"),
+    "shared memory through a pointer": (
+        "__shared__ float s[64]; float* p = s; p[t + 1] = x[t]; y[t] = x[t];",
+        "writes outside its 256 bytes of shared memory, shared memory through a pointer:1",
+    ),
     "a vector": ("y[t] = x[t]; if (t == 0) *reinterpret_cast<float4*>(y + 2) = {};", "not aligned"),
-    "a vector that is loaded": ("y[t] = __ldg(reinterpret_cast<const float4*>(x) + t / 8).x + __ldg(reinterpret_cast<const float2*>(x + 1)).y;", "a vector that is loaded:1: the address .* not aligned to 8 bytes, in thread"),
-    "a vector of bytes in shared memory": ("__shared__ uint8_t s[256]; y[t] = x[t]; reinterpret_cast<uint4*>(s)[t / 4] = {};", "not aligned"),
+    "a vector that is loaded": (
+        (
+            "y[t] = __ldg(reinterpret_cast<const float4*>(x) + t / 8).x + "
+            "__ldg(reinterpret_cast<const float2*>(x + 1)).y;"
+        ),
+        "a vector that is loaded:1: the address .* not aligned to 8 bytes, in thread",
+    ),
+    "a vector of bytes in shared memory": (
+        "__shared__ uint8_t s[256]; y[t] = x[t]; reinterpret_cast<uint4*>(s)[t / 4] = {};",
+        "not aligned",
+    ),
     "a shift": ("y[t] = static_cast<float>(1u << t);", "a shift by 32|a shift by 63"),
     "the stack": ("volatile char deep[1 << 20]; deep[t] = 1; y[t] = deep[t];", "touches memory that it must not"),
-}  # fmt: skip
+}
 
 
 BODIES = (
@@ -62,7 +103,8 @@ def run(name, threads=64, shared=0, blocks=(1, 1), allowed=0):
         head = f"__global__ void kernel_{number}(const float* x, float* y) {{ const int t = threadIdx.x;"
         source += f'#line 1 "{key}"\n{head} {body} }}\n'
         calls += f"""case {number}: {{
-          if (allowed && cudaFuncSetAttribute(kernel_{number}, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed)) return 77;
+          if (allowed && cudaFuncSetAttribute(kernel_{number}, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed)) \
+return 77;
           kernel_{number}<<<dim3(width, height), threads, shared>>>(x, y);
           return cudaGetLastError();
         }}"""

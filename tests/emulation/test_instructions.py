@@ -1,4 +1,6 @@
-"""What the stand-in for CUDA computes: conversions, approximations, intrinsics, and what the lanes of a warp do together."""
+"""What the stand-in for CUDA computes: conversions, approximations, intrinsics,
+and what the lanes of a warp do together.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +10,8 @@ from reference import assert_same_bits
 from emulation import InPlace, Result, compile_for_cpu
 
 CONVERSIONS = """
-__global__ void from_float(const float* x, uint16_t* e4m3, uint16_t* e5m2, uint16_t* bf16, uint16_t* f16, uint32_t* bf16s,
+__global__ void from_float(const float* x, uint16_t* e4m3, uint16_t* e5m2, uint16_t* bf16, uint16_t* f16, \
+uint32_t* bf16s,
                            uint32_t* f16s) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(e4m3[i]) : "f"(-x[i]), "f"(x[i]));
@@ -38,7 +41,8 @@ __global__ void approximate(const float* x, float* rcp, float* rsqrt, float* ex2
 }
 """
 CONVERSION_ENTRIES = """
-extern "C" int run_from_float(const float* x, int64_t count, uint16_t* e4m3, uint16_t* e5m2, uint16_t* bf16, uint16_t* f16,
+extern "C" int run_from_float(const float* x, int64_t count, uint16_t* e4m3, uint16_t* e5m2, uint16_t* bf16, \
+uint16_t* f16,
                               uint32_t* bf16s, uint32_t* f16s) {
   from_float<<<count / 256, 256>>>(x, e4m3, e5m2, bf16, f16, bf16s, f16s);
   return cudaGetLastError();

@@ -47,7 +47,9 @@ def test_initial_loss_is_that_of_guessing():
 
 @pytest.mark.versions
 def test_fp8_learns_like_bfloat16():
-    """With scales found in every step; those of a history learn in `benchmarks/convergence.py`, beside a control, and tests run that."""
+    """With scales found in every step; those of a history learn in `benchmarks/convergence.py`, beside a control,
+    and tests run that.
+    """
 
     def train(recipe):
         model = fp8.GPT(SMALL, recipe=recipe)

@@ -41,7 +41,9 @@ def test_fp8_block_is_the_bfloat16_block_within_fp8(options):
 
 @pytest.mark.parametrize("recipe", [fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling()])
 def test_recomputing_changes_no_bit(recipe):
-    """Neither of the result and the gradients nor of the state; what it saves is checked where memory can be counted."""
+    """Neither of the result and the gradients nor of the state;
+    what it saves is checked where memory can be counted.
+    """
     kept, recomputed = (fp8.TransformerBlock(4, 128, recipe=recipe, recompute=flag) for flag in (False, True))
     variables = kept.init(jax.random.key(1), X)
 

@@ -77,7 +77,8 @@ def test_scanned_layers_equal_unrolled_ones(remat):
     for name, layer in expected_state.items():
         np.testing.assert_array_equal(forward[name], amaxes(layer["dense"])[:OUTPUT_GRADIENT])
     assert len({float(a[INPUT]) for a in forward.values()}) == 3  # each layer its own slot
-    # tanh and its derivative are the user's, and round differently in a loop; the amax of what comes out may differ by a bfloat16 step.
+    # tanh and its derivative are the user's, and round differently in a loop;
+    # the amax of what comes out may differ by a bfloat16 step.
     for name, layer in expected_state.items():
         np.testing.assert_allclose(amaxes(unstacked[name]["dense"]), amaxes(layer["dense"]), rtol=2**-6)
         kernel = unstack(grads, 3)[name]["dense"]["kernel"]

@@ -1,4 +1,6 @@
-"""The optimizer's state: what it keeps of which param, in which dtype, and that what it does not keep is not made up."""
+"""The optimizer's state: what it keeps of which param, in which dtype,
+and that what it does not keep is not made up.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""fused_adam against Optax and float64; masters, params and moments of every dtype; steps that are skipped; saved states; errors."""
+"""fused_adam against Optax and float64; masters, params, moments of any dtype; skipped steps; saved states; errors."""
 
 import inspect
 from functools import partial
@@ -123,7 +123,7 @@ def ulps(actual, expected) -> float:
     ids=["adamw", "l2", "uncorrected"],
 )
 def test_fifty_steps_against_float64(adam_w_mode, weight_decay, bias_correction, theirs):
-    """As near to float64 as Optax is: 50 roundings of a param add up to about 20 steps in the worst of 400,000 elements."""
+    """As near to float64 as Optax: 50 roundings of a param are about 20 steps in the worst of 400,000 elements."""
     settings = {"adam_w_mode": adam_w_mode, "weight_decay": weight_decay, "bias_correction": bias_correction}
     start = normal(0, LARGE)
     params, state = run(fp8.fused_adam(1e-3, **settings), jax.tree.map(jnp.asarray, start), shapes=LARGE)
@@ -203,7 +203,7 @@ def test_fp8_params_are_the_quantized_master(dtype, master_dtype, in_place):
     assert params["w"].scale != first_scale
 
 
-# ---- scaled, clipped and skipped gradients ----------------------------------------------------------------------------------
+# ---- scaled, clipped and skipped gradients ---------------------------------------------------------------------------
 
 
 @MODES
@@ -275,11 +275,11 @@ def test_what_is_not_finite_spreads_as_in_optax(in_place):
     assert np.isnan(actual["matrix"]).sum() == 3
 
 
-# ---- misuse -----------------------------------------------------------------------------------------------------------------
+# ---- misuse ----------------------------------------------------------------------------------------------------------
 
 
 def misuses():
-    """What the error says, the transform, and the params that its state is made for and those and the gradients it is given."""
+    """The error, the transform, the params that its state is made for, and the params and gradients it is given."""
     ones, half, eight = jnp.ones((3,)), jnp.ones((3,), jnp.float16), fp8.quantize(jnp.ones((3,)), fp8.E4M3, 1.0)
     brain, longer, ids = jnp.ones((3,), jnp.bfloat16), jnp.ones((4,)), jnp.ones((3,), jnp.int32)
     tx, remainder = partial(fp8.fused_adam, 1e-3), partial(fp8.fused_adam, 1e-3, master_dtype="remainder")

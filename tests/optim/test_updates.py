@@ -1,4 +1,6 @@
-"""New params in the place of deltas: the same bits, through Optax's combinators, sharded and donated; and nothing may compute with them."""
+"""New params in the place of deltas: the same bits, through Optax's combinators, sharded and donated;
+and nothing may compute with them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +114,7 @@ def test_donated():
     jax.tree.map(assert_same_bits, actual, expected)
 
 
-# ---- sharded ----------------------------------------------------------------------------------------------------------------
+# ---- sharded ---------------------------------------------------------------------------------------------------------
 
 SHARDED = {"rows": (16, 24), "columns": (8, 32), "vector": (64,), "whole": (5, 3), "scalar": ()}
 SPECS = {
@@ -146,7 +148,9 @@ def specs_of(tree):
     ids=["deltas", "in_place", "few_bits"],
 )
 def test_sharded(tx, in_place, axis_type):
-    """Leaves split along different dims by one axis: every device updates its own shard, with the bits of one device."""
+    """Leaves split along different dims by one axis: every device updates its own shard,
+    with the bits of one device.
+    """
     params, extra = sharded_params(), {} if in_place is None else {"in_place": in_place}
 
     @jit_as_for_users
@@ -234,7 +238,7 @@ def test_casts(dtype):
     assert not skipped["applied"]
 
 
-# ---- nothing computes with a new param --------------------------------------------------------------------------------------
+# ---- nothing computes with a new param -------------------------------------------------------------------------------
 
 LATE = {
     "operator": optax.stateless(lambda updates, params: jax.tree.map(lambda u: 0.5 * u, updates, is_leaf=is_new_param)),
@@ -288,7 +292,7 @@ def test_every_operator_refuses():
             compute()
 
 
-# ---- apply_updates ----------------------------------------------------------------------------------------------------------
+# ---- apply_updates ---------------------------------------------------------------------------------------------------
 
 
 def test_deltas_are_added_in_float32_and_rounded_once():

@@ -1,4 +1,6 @@
-"""capture_report: the graphs, casts and copies of small programs whose numbers are known, each beside one that must be told apart."""
+"""capture_report: the graphs, casts and copies of small programs whose numbers are known,
+each beside one that must be told apart.
+"""
 
 import h200
 import jax

@@ -1,4 +1,7 @@
-"""The bench of one GEMM: it multiplies what it should by the candidate it should, and a wrong product is far off. Times need a device."""
+"""The bench of one GEMM: it multiplies what it should by the candidate it should, and a wrong product is far off.
+
+Times need a device.
+"""
 
 import h200
 import jax

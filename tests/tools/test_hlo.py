@@ -1,4 +1,6 @@
-"""Reading the compiler's texts: loops, branches and fusions are followed, and how often each runs is the product of its loops."""
+"""Reading the compiler's texts: loops, branches and fusions are followed,
+and how often each runs is the product of its loops.
+"""
 
 from collections import Counter
 
@@ -12,7 +14,8 @@ from jax_fp8.tools.hlo import BRANCHES, CALLS, FUSIONS, by_computation, executed
 
 needs_compiler = pytest.mark.skipif(h200.missing_reason() is not None, reason=str(h200.missing_reason()))
 
-# A loop of 4 around a loop of 3 whose kernel stands in a fusion, a loop of unknown length, and two conditionals, the second by index.
+# A loop of 4 around a loop of 3 whose kernel stands in a fusion, a loop of unknown length, and two conditionals,
+# the second by index.
 MODULE = """\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={(f8e4m3fn[8,16]{1,0}, pred[])->f8e4m3fn[8,16]{1,0}}
 
@@ -24,7 +27,8 @@ HloModule jit_f, is_scheduled=true, entry_computation_layout={(f8e4m3fn[8,16]{1,
 
 %sliced (p: f8e4m3fn[8,16]) -> (f8e4m3fn[8,16], f32[]) {
   %p = f8e4m3fn[8,16]{1,0} parameter(0)
-  ROOT %call.1 = (f8e4m3fn[8,16]{1,0}, f32[]) custom-call(%p), custom_call_target="cast", metadata={op_name="jit(f)/cast_weights/ffi_call"}
+  ROOT %call.1 = (f8e4m3fn[8,16]{1,0}, f32[]) custom-call(%p), custom_call_target="cast", \
+metadata={op_name="jit(f)/cast_weights/ffi_call"}
 }
 
 %inner (x: (s32[], f8e4m3fn[8,16])) -> (s32[], f8e4m3fn[8,16]) {
@@ -47,7 +51,8 @@ HloModule jit_f, is_scheduled=true, entry_computation_layout={(f8e4m3fn[8,16]{1,
 %outer.2 (o: (s32[], f8e4m3fn[8,16])) -> (s32[], f8e4m3fn[8,16]) {
   %o = (s32[], f8e4m3fn[8,16]{1,0}) parameter(0)
   %call.2 = f32[] custom-call(%o), custom_call_target="gemm"
-  ROOT %while.1 = (s32[], f8e4m3fn[8,16]{1,0}) while(%o), condition=%less, body=%inner, backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}
+  ROOT %while.1 = (s32[], f8e4m3fn[8,16]{1,0}) while(%o), condition=%less, body=%inner, \
+backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}
 }
 
 %keep (k: f8e4m3fn[8,16]) -> f8e4m3fn[8,16] {
@@ -70,7 +75,8 @@ ENTRY %main.9 (w: f8e4m3fn[8,16], flag: pred[]) -> f8e4m3fn[8,16] {
   %zero = s32[] constant(0)
   %copy.2 = s32[] copy(%zero)
   %start = (s32[], f8e4m3fn[8,16]{1,0}) tuple(%copy.2, %w)
-  %while.2 = (s32[], f8e4m3fn[8,16]{1,0}) while(%start), condition=%less, body=%outer.2, metadata={op_name="jit(f)/while"}, backend_config={"known_trip_count":{"n":"4"}}
+  %while.2 = (s32[], f8e4m3fn[8,16]{1,0}) while(%start), condition=%less, body=%outer.2, \
+metadata={op_name="jit(f)/while"}, backend_config={"known_trip_count":{"n":"4"}}
   %while.3 = (s32[], f8e4m3fn[8,16]{1,0}) while(%while.2), condition=%less, body=%inner
   %cond.1 = f8e4m3fn[8,16]{1,0} conditional(%flag, %w, %w), true_computation=%renew, false_computation=%keep
   %cond.2 = f8e4m3fn[8,16]{1,0} conditional(%zero, %w, %w, %w), branch_computations={%keep, %renew, %inner}
@@ -147,8 +153,14 @@ def test_what_launches():
 
 
 def test_thunks_of_a_graph_are_inside_it_and_all_others_outside():
-    graph = "000: kCommandBuffer [source | sink]\n    001: kCopy [source]\n    002: kWhile [source]\ncondition:\n        003: kCopy\n"
-    by_host = "004: kWhile [source]\n      body:\n        000: kCommandBuffer [sink]\n            005: kCopy\n        006: kAllReduce\n"
+    graph = (
+        "000: kCommandBuffer [source | sink]\n    001: kCopy [source]\n    002: kWhile [source]\n"
+        "condition:\n        003: kCopy\n"
+    )
+    by_host = (
+        "004: kWhile [source]\n      body:\n        000: kCommandBuffer [sink]\n"
+        "            005: kCopy\n        006: kAllReduce\n"
+    )
     assert read_thunks(graph) == (1, Counter())
     assert read_thunks(graph + by_host) == (2, Counter({"While": 1, "AllReduce": 1}))
     assert read_thunks("000: kCopy [source | sink] kCopy\n") == (0, Counter({"Copy": 1}))

@@ -1,4 +1,6 @@
-"""tune: which candidate is taken, from times and errors that are made up; which GEMMs a program has; what is remembered."""
+"""tune: which candidate is taken, from times and errors that are made up; which GEMMs a program has;
+what is remembered.
+"""
 
 import math
 
@@ -82,7 +84,7 @@ def test_all_that_are_offered_are_asked_for_and_no_more():
     assert few.asked == [1, 2, 3] and many.asked == list(range(1, MAX_CANDIDATES))
 
 
-# ---- what is remembered -----------------------------------------------------------------------------------------------
+# ---- what is remembered ----------------------------------------------------------------------------------------------
 
 
 def test_what_is_known_is_not_measured_again(tmp_path):
@@ -126,7 +128,7 @@ def test_a_file_that_cannot_be_used_stops_before_anything_is_measured(tmp_path):
         tune_problems(PROBLEMS, HERE, other, measure=pytest.fail)
 
 
-# ---- which GEMMs ------------------------------------------------------------------------------------------------------
+# ---- which GEMMs -----------------------------------------------------------------------------------------------------
 
 
 def dense_step(microbatches):

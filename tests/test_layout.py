@@ -198,7 +198,41 @@ def long_files(root: pathlib.Path) -> list[str]:
     return broken
 
 
-RULES = (upward_imports, import_circles, misplaced_imports, private_names, mirror_gaps, operation_names, long_files)
+def kernels_without_mistakes(root: pathlib.Path) -> list[str]:
+    """Kernels in whose tests no mistake is planted: whether these notice anything would not be known."""
+    tests = [root / "tests/csrc" / f"test_{path.stem}.py" for path in sorted((root / "csrc").glob("*.cu"))]
+    return [
+        f"{test.relative_to(root)}: must plant mistakes in the kernel, parametrised over emulation.planted(...)"
+        for test in tests
+        if test.exists() and '"mistake", planted(' not in test.read_text()
+    ]
+
+
+def unknown_commands(root: pathlib.Path) -> list[str]:
+    """Commands that a text names and the Makefile lacks, and continuous integration without README's `make test`."""
+    makefile, integration = root / "Makefile", root / ".ci/run"
+    targets = re.findall(r"^([a-z-]+):", makefile.read_text() if makefile.exists() else "", re.MULTILINE)
+    broken = []
+    for path in (root / "README.md", root / "BUILD.md", integration):
+        text = path.read_text() if path.exists() else ""
+        named = re.findall(r"(?:^ *|`)make(?: --jobs \d)? ([a-z-]+)", text, re.MULTILINE)
+        broken += [f"{path.name}: make {name} is no target of the Makefile" for name in named if name not in targets]
+        if path == integration and text and "test" not in named:
+            broken.append(".ci/run: must run README's `make test`")
+    return broken
+
+
+RULES = (
+    upward_imports,
+    import_circles,
+    misplaced_imports,
+    private_names,
+    mirror_gaps,
+    operation_names,
+    long_files,
+    kernels_without_mistakes,
+    unknown_commands,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -254,6 +288,9 @@ PLANTED = [
         "must call the target jax_fp8_a",
     ),
     (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),
+    (kernels_without_mistakes, {"csrc/a.cu": "", "tests/csrc/test_a.py": ""}, "must plant mistakes"),
+    (unknown_commands, {"BUILD.md": "    make tset"}, "make tset is no target"),
+    (unknown_commands, {".ci/run": "make lint", "Makefile": "lint:"}, "must run README's `make test`"),
 ]
 
 

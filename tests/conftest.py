@@ -49,7 +49,8 @@ _FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the process that started it
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
 
 # Tracing makes many small objects that live on: a seventh of the time went into looking for others.

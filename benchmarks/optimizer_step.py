@@ -1,12 +1,12 @@
-"""One optimizer step over the parameters of a GPT, from gradients to FP8 weights: Optax and jax_fp8, against a copy of the same bytes.
+"""One optimizer step of a GPT, from gradients to FP8 weights: Optax and jax_fp8, against a copy of the same bytes.
 
     python benchmarks/optimizer_step.py                              # GPT 1.3b, all variants: about 90 s on one H200
     python benchmarks/optimizer_step.py --variants optax in_place
-    python benchmarks/optimizer_step.py --self-test                  # a tiny model on any machine; its times mean nothing
+    python benchmarks/optimizer_step.py --self-test                  # a tiny model anywhere; its times mean nothing
 
-A step takes bfloat16 gradients, updates parameters and optimizer state, all donated, and casts the kernel of every GEMM to E4M3 in both
-orientations. Memory is its limit, so beside the time stands what it must read and write: each array once, and once more for each pass that
-cannot be joined with another. Afterwards every parameter must have moved, be finite, and be what its FP8 values were cast from.
+A step takes bfloat16 gradients, updates parameters and optimizer state, all donated, and casts every kernel to E4M3 in
+both orientations. Memory is its limit, so beside the time stands what it must read and write: each array once for each
+pass that cannot be joined with another. Afterwards every parameter must have moved, be finite, and agree with its cast.
 """
 
 import argparse
@@ -24,14 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tables
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import tree_leaves_with_path
 from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.adam import TARGET
 from jax_fp8.kernels.amax import amax
-from jax_fp8.kernels.quantize import ScaleSource, quantize_transpose
+from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.optim.updates import NewParam
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
@@ -47,7 +50,7 @@ class Variant:
 
     Args:
       settings: of `fused_adamw`; None is `optax.adamw`.
-      casts_in_place: the optimizer writes the FP8 weights; else they are cast from the new parameters, which reads these once more.
+      casts_in_place: the optimizer writes the FP8 weights; else they are cast from the new parameters, read once more.
       gradient_passes: how often all gradients must be read: once more where something depends on all of them.
     """
 
@@ -98,23 +101,19 @@ def random_tree(like: Any, size: float, dtype, seed: int) -> Any:
     return tree.unflatten([normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
 
 
-def gemm_kernels(params: Any) -> dict[str, jax.Array]:
-    """The matrices that GEMMs take in FP8, by path."""
-    leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(params)}
-    return {path: leaf for path, leaf in leaves.items() if path.endswith("['kernel']") and leaf.ndim == 2}
+def gemm_kernels(params: Any) -> dict[LayerPath, jax.Array]:
+    """The matrices that GEMMs take in FP8, by the names that lead to them."""
+    leaves = {names_of(path): leaf for path, leaf in tree_leaves_with_path(params)}
+    return {names: leaf for names, leaf in leaves.items() if names[-1] == "kernel" and leaf.ndim == 2}
 
 
 @jax.jit
 def first_cast(kernel: jax.Array) -> Fp8Pair:
-    return cast(kernel, ScaleSource.from_amax(amax(kernel), fp8.CurrentScaling()))
-
-
-def cast(kernel: jax.Array, source: ScaleSource) -> Fp8Pair:
-    return Fp8Pair(*quantize_transpose(kernel, fp8.E4M3, source))
+    return quantize_transpose(kernel, Cast.from_amax(fp8.E4M3, amax(kernel), ScaleFormula()))
 
 
 def make_step(variant: Variant):
-    """`(params, opt_state, casts), gradients, scales -> params, opt_state, casts`, the scales of all casts being one array f32[casts]."""
+    """`(params, opt_state, casts), gradients, scales -> params, opt_state, casts`; `scales` f32[casts], one array."""
     tx = variant.optimizer()
 
     def step(state, gradients, scales):
@@ -128,17 +127,18 @@ def make_step(variant: Variant):
         params = fp8.apply_updates(params, updates)
         if variant.casts_in_place:
             updated = tree_leaves_with_path(updates, is_leaf=lambda node: isinstance(node, NewParam))
-            casts = {keystr(path): new.cast for path, new in updated if new.cast is not None}
+            casts = {names_of(path): new.cast for path, new in updated if new.cast is not None}
         else:
             kernels = gemm_kernels(params)
-            casts = {path: cast(kernel, ScaleSource.row_of(scales, rows[path])) for path, kernel in kernels.items()}
+            how = {path: Cast.with_row(fp8.E4M3, scales, rows[path]) for path in kernels}
+            casts = {path: quantize_transpose(kernel, how[path]) for path, kernel in kernels.items()}
         return params, opt_state, casts
 
     return step
 
 
 def many_steps(variant: Variant, steps: int):
-    """So many steps as one program: a step has thousands of arrays, and the host needs longer to pass them on than the device for the step."""
+    """So many steps as one program: to pass on thousands of arrays, a host needs longer than the device for a step."""
     step = make_step(variant)
 
     def run(state, gradients, scales):
@@ -175,7 +175,7 @@ def _bytes(tree) -> int:
 def milliseconds(run, state) -> tuple[Any, float]:
     """The last state, and the time that a program adds to programs in a row.
 
-    The host needs milliseconds to pass thousands of arrays to a program; all but the first are passed on while the device is busy.
+    The host needs milliseconds to pass on thousands of arrays; for all programs but the first, the device is busy then.
     """
     _, state = _seconds(run, state, 2)
     times = []
@@ -243,7 +243,7 @@ def samples(params: Any) -> list[np.ndarray]:
 
 @jax.jit
 def is_cast_of(copies: Fp8Pair, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    fresh = cast(kernel, ScaleSource(scale))
+    fresh = quantize_transpose(kernel, Cast.with_scale(fp8.E4M3, scale))
     return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (copies, fresh)), strict=True)]))
 
 
@@ -256,8 +256,8 @@ def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
     wrong = sum(not bool(is_cast_of(casts[path], kernels[path], scale)) for path, scale in expected.items())
     if still or infinite or wrong:
         raise ValueError(
-            f"every parameter must have moved, be finite and be cast, but {still} stood still, {infinite} are not finite and "
-            f"{wrong} have other FP8 values; run tests/gpu/adam_check.py"
+            f"every parameter must have moved, be finite and be cast, but {still} stood still, {infinite} are not "
+            f"finite and {wrong} have other FP8 values; run tests/gpu/adam_check.py"
         )
 
 
@@ -265,8 +265,7 @@ def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
 
 
 def markdown(environment: dict, copy: float, steps: int, results: list[dict]) -> str:
-    headings = ["variant", "ms a step", "bytes a param", "TB/s", "share of copy", "launches"]
-    headings += ["program GiB", "compile s"]
+    headings = "variant", "ms a step", "bytes a param", "TB/s", "share of copy", "launches", "program GiB", "compile s"
     rows = [["copy", "-", "-", copy / 1e12, 1.0, "-", "-", "-"]]
     for r in results:
         label = VARIANTS[r["variant"]].label
@@ -280,9 +279,10 @@ def markdown(environment: dict, copy: float, steps: int, results: list[dict]) ->
     measured = next((r for r in results if "failed" not in r), None)
     model = f"{measured['num_params']:,} parameters in {measured['leaves']} arrays. " if measured else ""
     method = (
-        f"{model}bfloat16 gradients; every step casts the kernels of the GEMMs to E4M3 in both orientations. `ms a step` is what a program of "
-        f"{steps} steps adds to others in a row, divided by {steps}, the median of {RUNS}: device time, without the host's for a call. `bytes a param` counts "
-        "what a step must read and write, `launches` the custom calls of the optimizer, `program GiB` arguments, results and scratch."
+        f"{model}bfloat16 gradients; every step casts the kernels of the GEMMs to E4M3 in both orientations. `ms a "
+        f"step` is what a program of {steps} steps adds to others in a row, divided by {steps}, the median of {RUNS}: "
+        "device time, without the host's for a call. `bytes a param` counts what a step must read and write, "
+        "`launches` the custom calls of the optimizer, `program GiB` arguments, results and scratch."
     )
     return "\n\n".join(
         ["# One optimizer step", tables.environment_line(environment), method, tables.table(headings, rows)]

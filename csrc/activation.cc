@@ -4,19 +4,19 @@
 
 #include "column_sums_ffi.h"
 #include "ffi.h"
-#include "scale_origin_ffi.h"
+#include "scale_source_ffi.h"
 
 namespace jax_fp8 {
 
 struct ActivationAttributes {
   std::string_view activation;
-  ScaleOrigin origin;
+  ScaleRule rule;
 };
 
 }  // namespace jax_fp8
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ActivationAttributes, xla::ffi::StructMember<std::string_view>("activation"),
-                                      JAX_FP8_SCALE_ORIGIN_MEMBERS);
+                                      JAX_FP8_SCALE_RULE_MEMBERS);
 
 namespace jax_fp8 {
 namespace {
@@ -74,23 +74,22 @@ struct Results {
 };
 
 // `cols`: of what is quantized. Of values and values_t one may have shape [0, 0]: it is not wanted.
-Checks& check(Checks& checks, const Results& results, int64_t rows, int64_t cols, const ScaleOrigin& origin) {
+Checks& check(Checks& checks, const Results& results, int64_t rows, int64_t cols, const ScaleRule& rule) {
   const auto wanted = [](const ffi::AnyBuffer& buffer) { return shape_of(buffer) != std::vector<int64_t>{0, 0}; };
-  check_source(checks, results.source, origin).dtype("the result values", results.values, {ffi::F8E4M3FN, ffi::F8E5M2});
+  check_source(checks, results.source, rule).dtype("the result values", results.values, {ffi::F8E4M3FN, ffi::F8E5M2});
   if (wanted(results.values)) checks.shape("the result values", results.values, {rows, cols});
   checks.dtype("the result values_t", results.values_t, {results.values.element_type()});
   if (wanted(results.values_t)) checks.shape("the result values_t", results.values_t, {cols, rows});
   return checks.float32_scalar("the result amax", results.amax).float32_scalar("the result scale", results.scale);
 }
 
-ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& results, const ScaleOrigin& origin) {
+ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& results, const ScaleRule& rule) {
   const auto bytes_of = [](const ffi::AnyBuffer& buffer) {
     return buffer.element_count() ? static_cast<uint8_t*>(buffer.untyped_data()) : nullptr;
   };
   return {
       .inputs = inputs,
-      .source = results.source.typed_data<float>(),
-      .origin = origin,
+      .source = {.array = results.source.typed_data<float>(), .rule = rule},
       .format = *fp8_type(results.values.element_type()),
       .values = bytes_of(results.values),
       .values_t = bytes_of(results.values_t),
@@ -102,12 +101,12 @@ ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& 
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> values,
                     ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
                     ffi::Result<ffi::AnyBuffer> scale, ActivationAttributes attributes) {
-  const auto& [activation, origin] = attributes;
+  const auto& [activation, rule] = attributes;
   Inputs inputs = inputs_of(kQuantize, activation, x, nullptr);
   const Results results{source, *values, *values_t, *amax, *scale};
-  if (inputs.checks.passed()) check(inputs.checks, results, inputs.value.rows, inputs.value.width, origin);
+  if (inputs.checks.passed()) check(inputs.checks, results, inputs.value.rows, inputs.value.width, rule);
   if (!inputs.checks.passed()) return inputs.checks.error();
-  return launch_result(kQuantize, launch_activation_quantize(arguments_of(inputs.value, results, origin), stream));
+  return launch_result(kQuantize, launch_activation_quantize(arguments_of(inputs.value, results, rule), stream));
 }
 
 ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer source,
@@ -116,18 +115,18 @@ ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
                              ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
                              ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
                              ActivationAttributes attributes) {
-  const auto& [activation, origin] = attributes;
+  const auto& [activation, rule] = attributes;
   Inputs inputs = inputs_of(kBackwardQuantize, activation, x, &dy);
   const Results results{source, *values, *values_t, *amax, *scale};
   if (inputs.checks.passed()) {
     const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
-    check_sums(check(inputs.checks, results, rows, cols, origin), *sums, *partial_sums, rows, cols)
+    check_sums(check(inputs.checks, results, rows, cols, rule), *sums, *partial_sums, rows, cols)
         .float32_scalar("activated_scale", activated_scale)
         .dtype("the result activated_t", *activated_t, {ffi::F8E4M3FN, ffi::F8E5M2})
         .shape("the result activated_t", *activated_t, {inputs.value.width, rows});
   }
   if (!inputs.checks.passed()) return inputs.checks.error();
-  ActivationArguments arguments = arguments_of(inputs.value, results, origin);
+  ActivationArguments arguments = arguments_of(inputs.value, results, rule);
   arguments.sums = {.result = sums->typed_data<float>(), .partial = partial_sums->typed_data<float>()};
   arguments.activated_scale = activated_scale.typed_data<float>();
   arguments.activated_format = *fp8_type(activated_t->element_type());
@@ -150,33 +149,9 @@ ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
   return launch_result(kBackwardAmax, launch_activation_backward_amax(inputs.value, result->typed_data<float>(), stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(quantizing, quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Attrs<ActivationAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(quantizing, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // dy
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Arg<ffi::AnyBuffer>()  // activated_scale
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // activated_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Ret<ffi::AnyBuffer>()  // sums
-                           .Ret<ffi::AnyBuffer>()  // partial_sums
-                           .Attrs<ActivationAttributes>(),
+XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize, BoundByParameters(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(measuring, amax,

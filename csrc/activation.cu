@@ -1,7 +1,7 @@
 // What the cast and transpose by tiles, device/quantize_tile.cuh, makes of an activation and of its gradient.
 #include "activation.h"
 #include "device/activation.cuh"
-#include "device/dispatch.cuh"
+#include "device/by_dtype.cuh"
 #include "device/quantize_tile.cuh"
 #include "launch.h"
 
@@ -183,7 +183,7 @@ cudaError_t launch_quantize_activated(const ActivationArguments& arguments, cuda
   if (cleared != cudaSuccess) return cleared;
   const ActivationInputs& inputs = arguments.inputs;
   const bool aligned = are_aligned({inputs.x, inputs.dy, arguments.values, arguments.values_t, arguments.activated_t});
-  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
+  const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
   const TiledResults results{
       .values = arguments.values,
       .values_t = arguments.values_t,
@@ -193,7 +193,7 @@ cudaError_t launch_quantize_activated(const ActivationArguments& arguments, cuda
       .rows = inputs.rows,
       .width = inputs.width,
   };
-  dispatch(inputs.type, arguments.format, [&](auto element, auto format) {
+  by_dtype(inputs.type, arguments.format, [&](auto element, auto format) {
     with_producer<decltype(element), Plain, Gated>(inputs, [&](auto producer) {
       launch_quantize_tiles<decltype(format)::value>(producer, scale, results, aligned, stream);
     });
@@ -206,7 +206,7 @@ cudaError_t launch_amax_of_activated(const ActivationInputs& inputs, float* amax
   const cudaError_t cleared = cudaMemsetAsync(amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess || inputs.rows * inputs.width == 0) return cleared;
   const bool aligned = are_aligned({inputs.x, inputs.dy});
-  dispatch(inputs.type, [&](auto element) {
+  by_dtype(inputs.type, [&](auto element) {
     with_producer<decltype(element), Plain, Gated>(inputs, [&](auto producer) {
       using Producer = decltype(producer);
       const bool vectorized = aligned && inputs.rows % 16 == 0 && inputs.width % 16 == 0;

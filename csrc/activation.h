@@ -13,7 +13,7 @@
 
 #include "column_sums.h"
 #include "dtypes.h"
-#include "scale_origin.h"
+#include "scale_source.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_fp8 {
@@ -33,8 +33,7 @@ struct ActivationInputs {
 // Of y [rows, width], or of dx, which is like x. values or values_t may be null: then they are not written.
 struct ActivationArguments {
   ActivationInputs inputs;
-  const float* source;  // [] or [scales]
-  ScaleOrigin origin;
+  ScaleSource source;
   Fp8Type format;
   uint8_t* values;
   uint8_t* values_t;

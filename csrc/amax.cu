@@ -1,6 +1,6 @@
 // One pass that reads x once, 16 bytes at a time, with 128 bytes in flight per thread.
 #include "amax.h"
-#include "device/dispatch.cuh"
+#include "device/by_dtype.cuh"
 #include "device/reduce.cuh"
 #include "device/vector.cuh"
 #include "launch.h"
@@ -41,7 +41,7 @@ cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream) {
   const cudaError_t cleared = arguments.further ? cudaSuccess : cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess || arguments.count == 0) return cleared;
   const bool aligned = are_aligned({arguments.x});
-  dispatch(arguments.source, [&](auto element) {
+  by_dtype(arguments.source, [&](auto element) {
     using T = decltype(element);
     const auto blocks = static_cast<unsigned>(divide_up(arguments.count, kChunk<T>));
     amax_kernel<T><<<blocks, kThreads, 0, stream>>>(static_cast<const T*>(arguments.x), arguments.count, aligned,

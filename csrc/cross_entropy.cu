@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "device/by_dtype.cuh"
 #include "device/cross_entropy.cuh"
-#include "device/dispatch.cuh"
 #include "launch.h"
 
 namespace jax_fp8 {
@@ -52,7 +52,7 @@ cudaError_t launch_cross_entropy(const CrossEntropyArguments& arguments, cudaStr
   const bool vectorized = arguments.vocab % kVectorWidth == 0 && arguments.vocab <= cross_entropy::kMaxVectorizedVocab &&
                           are_aligned({arguments.logits, arguments.gradient});
   cudaError_t status = cudaSuccess;
-  dispatch(arguments.type, [&](auto element) {
+  by_dtype(arguments.type, [&](auto element) {
     using T = decltype(element);
     const cross_entropy::Rows<T> rows{
         .logits = static_cast<const T*>(arguments.logits),

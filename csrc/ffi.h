@@ -125,4 +125,19 @@ inline ffi::Error launch_result(const char* operation, cudaError_t status) {
                               cudaGetErrorString(status) + "\"");
 }
 
+// The binding of a handler whose parameters say all that XLA must hand over, in order: the stream, operands, results
+// and one struct of attributes. Where XLA cannot read it off them, as for further operands or an attribute of its own,
+// the binding is written out.
+struct BoundByParameters {
+  template <typename Function>
+  auto To(Function function, std::initializer_list<ffi::Traits> traits) const {
+    return ffi::Ffi::BindTo(function, traits);
+  }
+};
+
 }  // namespace jax_fp8
+
+template <>
+struct xla::ffi::CtxBinding<cudaStream_t> {
+  using Ctx = PlatformStream<cudaStream_t>;
+};

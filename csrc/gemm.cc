@@ -125,8 +125,11 @@ GemmOperands operands_of(const GemmBuffers& buffers) {
   };
 }
 
+// By kOutOfRange, and not by the sentence, jax_fp8/tools/gemm_bench.py knows a rank that is off the list.
 ffi::Error error_of(const Failure& failure) {
-  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOperation) + ": " + failure);
+  if (!failure) return ffi::Error::Success();
+  const auto code = failure.off_the_list ? ffi::ErrorCode::kOutOfRange : ffi::ErrorCode::kInternal;
+  return ffi::Error(code, std::string(kOperation) + ": " + failure.reason);
 }
 
 ffi::Error check_count(const GemmState& state, size_t addends) {
@@ -149,9 +152,9 @@ GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, f
 ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha,
                                                      int64_t first_column, int32_t candidate) {
   if (candidate < 0 || candidate >= kMaxCandidates) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(kOperation) + ": candidate must be from 0 to " +
-                                                       std::to_string(kMaxCandidates - 1) + ", got " +
-                                                       std::to_string(candidate)));
+    return ffi::Unexpected(error_of({.reason = "candidate must be from 0 to " + std::to_string(kMaxCandidates - 1) +
+                                               ", got " + std::to_string(candidate),
+                                     .off_the_list = true}));
   }
   auto state = std::make_unique<GemmState>();
   state->has_bias = has_bias;
@@ -195,30 +198,27 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<int32_t>("candidate"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+// Before the first launch and at every one XLA hands over the same.
+template <typename Binding>
+auto bind_buffers(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()   // a
+      .template Arg<ffi::AnyBuffer>()   // b
+      .template Arg<ffi::AnyBuffer>()   // a_scale
+      .template Arg<ffi::AnyBuffer>()   // b_scale
+      .RemainingArgs()                  // bias, c
+      .template Ret<ffi::AnyBuffer>()   // d
+      .template Ret<ffi::AnyBuffer>();  // workspace
+}
+
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
-                       ffi::Ffi::BindInitialize()
-                           .Ctx<ffi::State<GemmState>>()
-                           .Arg<ffi::AnyBuffer>()   // a
-                           .Arg<ffi::AnyBuffer>()   // b
-                           .Arg<ffi::AnyBuffer>()   // a_scale
-                           .Arg<ffi::AnyBuffer>()   // b_scale
-                           .RemainingArgs()         // bias, c
-                           .Ret<ffi::AnyBuffer>()   // d
-                           .Ret<ffi::AnyBuffer>(),  // workspace
+                       bind_buffers(ffi::Ffi::BindInitialize().Ctx<ffi::State<GemmState>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::State<GemmState>>()
-                           .Arg<ffi::AnyBuffer>()   // a
-                           .Arg<ffi::AnyBuffer>()   // b
-                           .Arg<ffi::AnyBuffer>()   // a_scale
-                           .Arg<ffi::AnyBuffer>()   // b_scale
-                           .RemainingArgs()         // bias, c
-                           .Ret<ffi::AnyBuffer>()   // d
-                           .Ret<ffi::AnyBuffer>(),  // workspace
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    execute_handler, execute,
+    bind_buffers(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::State<GemmState>>()),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

@@ -11,7 +11,8 @@ using cublaslt::library;
 using cublaslt::Status;
 
 Failure failure_of(const char* call, Status status) {
-  return status == cublaslt::kSuccess ? "" : std::string(call) + " failed with " + library().status_name(status);
+  if (status == cublaslt::kSuccess) return {};
+  return {std::string(call) + " failed with " + library().status_name(status)};
 }
 
 // The heuristic asks whether an address is set, not what is there, and before the first launch XLA may have none to give.
@@ -105,19 +106,21 @@ Failure choose_algorithm(cublaslt::Handle handle, const Description& description
       status = results[rank].state;
     } else if (offered++ == candidate) {
       *algorithm = results[rank].algorithm;
-      return "";
+      return {};
     }
   }
   if (offered == 0) {
-    return std::string("cuBLASLt has no algorithm for this product (") + library().status_name(status) +
-           "); FP8 needs a GPU of compute capability 8.9 or newer";
+    return {std::string("cuBLASLt has no algorithm for this product (") + library().status_name(status) +
+            "); FP8 needs a GPU of compute capability 8.9 or newer"};
   }
-  return "candidate must be one of the " + std::to_string(offered) + " algorithms that cuBLASLt " + cublaslt::version_name() +
-         " offers for this product, got rank " + std::to_string(candidate) + "; tune again on this machine";
+  return {.reason = "candidate must be one of the " + std::to_string(offered) + " algorithms that cuBLASLt " +
+                    cublaslt::version_name() + " offers for this product, got rank " + std::to_string(candidate) +
+                    "; tune again on this machine",
+          .off_the_list = true};
 }
 
 Failure current_handle(cublaslt::Handle* handle) {
-  if (!library().missing.empty()) return library().missing;
+  if (!library().missing.empty()) return {library().missing};
   return failure_of("cublasLtCreate", cublaslt::handle_of_current_device(handle));
 }
 
@@ -138,11 +141,11 @@ uintptr_t alignment_of(const GemmOperands& operands) {
 Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands, uintptr_t alignment,
                        const cudaStream_t* stream) {
   cublaslt::Handle handle = nullptr;
-  if (Failure failure = current_handle(&handle); !failure.empty()) return failure;
+  if (Failure failure = current_handle(&handle)) return failure;
   const Description description(problem, operands);
   if (description.status != cublaslt::kSuccess) return failure_of("describing the matrices to cuBLASLt", description.status);
   int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cudaGetErrorString(error);
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return {cudaGetErrorString(error)};
 
   const int candidate = alignment == kFullAlignment ? problem.candidate : 0;
   const Key key{device, alignment, problem.m, problem.n, problem.k, problem.a_type, problem.b_type, problem.d_type};
@@ -151,14 +154,12 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = algorithms_.find(key);
     if (found == algorithms_.end()) {
-      if (Failure failure = choose_algorithm(handle, description, alignment, candidate, &algorithm); !failure.empty()) {
-        return failure;
-      }
+      if (Failure failure = choose_algorithm(handle, description, alignment, candidate, &algorithm)) return failure;
       found = algorithms_.emplace(key, algorithm).first;
     }
     algorithm = found->second;
   }
-  if (stream == nullptr) return "";
+  if (stream == nullptr) return {};
 
   const float beta = problem.has_c ? 1.0f : 0.0f;
   const void* const addend = problem.has_c ? operands.c : operands.d;
@@ -171,7 +172,7 @@ Failure GemmPlans::run(const GemmProblem& problem, const GemmOperands& operands,
 
 Failure GemmPlans::prepare(const GemmProblem& problem, const GemmOperands& operands) {
   Failure failure = run(problem, operands, kFullAlignment, nullptr);
-  if (failure.empty()) prepared_devices_.fetch_or(bit_of_current_device());
+  if (!failure) prepared_devices_.fetch_or(bit_of_current_device());
   return failure;
 }
 

@@ -36,8 +36,13 @@ struct GemmOperands {
   void *d, *workspace;
 };
 
-// Empty when all went well, else what failed.
-using Failure = std::string;
+// What failed, if anything did: `if (failure)`.
+struct Failure {
+  std::string reason;         // empty when all went well
+  bool off_the_list = false;  // cuBLASLt offers no candidate of this rank
+
+  explicit operator bool() const { return !reason.empty(); }
+};
 
 // What one call site has been told by the heuristic. Bias, c, accumulation, alpha and candidate are attributes of the call site,
 // so they are not part of the key.

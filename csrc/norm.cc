@@ -1,19 +1,19 @@
 #include "norm.h"
 
 #include "ffi.h"
-#include "scale_origin_ffi.h"
+#include "scale_source_ffi.h"
 
 namespace jax_fp8 {
 
 struct NormAttributes {
   float epsilon;
-  ScaleOrigin origin;
+  ScaleRule rule;
 };
 
 }  // namespace jax_fp8
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::NormAttributes, xla::ffi::StructMember<float>("epsilon"),
-                                      JAX_FP8_SCALE_ORIGIN_MEMBERS);
+                                      JAX_FP8_SCALE_RULE_MEMBERS);
 
 namespace jax_fp8 {
 namespace {
@@ -74,11 +74,11 @@ ffi::Error norm_quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer s
                          ffi::AnyBuffer norm_bias, ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
                          ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
                          ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> rstd, NormAttributes attributes) {
-  const auto& [epsilon, origin] = attributes;
+  const auto& [epsilon, rule] = attributes;
   Checks checks = check_norm(kQuantize, x, norm_scale, norm_bias);
   if (!checks.passed()) return checks.error();
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
-  check_source(checks, source, origin).dtype("the result values", *values, {ffi::F8E4M3FN, ffi::F8E5M2});
+  check_source(checks, source, rule).dtype("the result values", *values, {ffi::F8E4M3FN, ffi::F8E5M2});
   check_optional(checks, "the result values", *values, values->element_type(), {rows, cols});
   check_optional(checks, "the result values_t", *values_t, values->element_type(), {cols, rows});
   checks.float32_scalar("the result amax", *amax).float32_scalar("the result scale", *scale);
@@ -87,8 +87,7 @@ ffi::Error norm_quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer s
   if (!checks.passed()) return checks.error();
   const NormQuantizeArguments arguments{
       .norm = norm_arguments(x, norm_scale, norm_bias, epsilon),
-      .source = source.typed_data<float>(),
-      .origin = origin,
+      .source = {.array = source.typed_data<float>(), .rule = rule},
       .format = *fp8_type(values->element_type()),
       .scale = scale->typed_data<float>(),
       .results = {.values = pointer_to<uint8_t>(*values),
@@ -156,21 +155,7 @@ ffi::Error norm_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
   return launch_result(kBackward, launch_norm_backward(arguments, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(quantize_handler, norm_quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Arg<ffi::AnyBuffer>()  // norm_scale
-                           .Arg<ffi::AnyBuffer>()  // norm_bias
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Ret<ffi::AnyBuffer>()  // mean
-                           .Ret<ffi::AnyBuffer>()  // rstd
-                           .Attrs<NormAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(quantize_handler, norm_quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(amax_handler, norm_amax,
                        ffi::Ffi::Bind()
@@ -182,21 +167,7 @@ XLA_FFI_DEFINE_HANDLER(amax_handler, norm_amax,
                            .Attr<float>("epsilon"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(backward_handler, norm_backward,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()   // dy
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .Arg<ffi::AnyBuffer>()   // residual
-                           .Arg<ffi::AnyBuffer>()   // norm_scale
-                           .Arg<ffi::AnyBuffer>()   // mean
-                           .Arg<ffi::AnyBuffer>()   // rstd
-                           .Ret<ffi::AnyBuffer>()   // dx
-                           .Ret<ffi::AnyBuffer>()   // dscale
-                           .Ret<ffi::AnyBuffer>()   // dbias
-                           .Ret<ffi::AnyBuffer>()   // dscale_partials
-                           .Ret<ffi::AnyBuffer>(),  // dbias_partials
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(backward_handler, norm_backward, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

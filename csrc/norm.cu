@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "device/by_dtype.cuh"
 #include "device/column_sums.cuh"
-#include "device/dispatch.cuh"
 #include "device/norm.cuh"
 #include "device/norm_backward.cuh"
 #include "device/norm_cluster.cuh"
@@ -33,8 +33,8 @@ cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
 
 // Launches clusters, if the device has them: `launched` says so.
 template <typename T, Fp8Type kFormat, bool kCasts>
-cudaError_t try_clusters(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream,
-                         bool& launched) {
+cudaError_t try_clusters(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
+                         cudaStream_t stream, bool& launched) {
   if (input.cols > norm::kClusterCols<T> * norm::kMaxClusterBlocks) return cudaSuccess;
   const auto kernel = norm::cluster_kernel<T, kFormat, kCasts>;
   // A new device may still run what was compiled for an old one.
@@ -68,7 +68,8 @@ cudaError_t try_clusters(const norm::Rows<T>& input, const ScaleInput& scale, co
 
 // What shared memory does not hold of a row is read again, from L2.
 template <typename T, Fp8Type kFormat>
-cudaError_t launch_rows(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream) {
+cudaError_t launch_rows(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
+                        cudaStream_t stream) {
   constexpr int kColumnBytes = norm::kBlockRows * sizeof(T);
   constexpr int kSlices = norm::kRowsThreads / kWarp * norm::kSliceBytes;
   constexpr int kStatic = 1024;  // more than the kernel's own arrays
@@ -89,7 +90,8 @@ cudaError_t launch_rows(const norm::Rows<T>& input, const ScaleInput& scale, con
 }
 
 template <typename T, Fp8Type kFormat>
-cudaError_t launch_any(const norm::Rows<T>& input, const ScaleInput& scale, const NormResults& results, cudaStream_t stream) {
+cudaError_t launch_any(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
+                       cudaStream_t stream) {
   // Without rows there is a scale all the same: one block writes it.
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(divide_up(input.rows, norm::kAnyRows), 1));
   const auto kernel = norm::any_kernel<T, kFormat>;
@@ -97,14 +99,14 @@ cudaError_t launch_any(const norm::Rows<T>& input, const ScaleInput& scale, cons
   return cudaGetLastError();
 }
 
-cudaError_t launch(const NormArguments& arguments, const ScaleInput& scale, Fp8Type format, const NormResults& results,
-                   cudaStream_t stream) {
+cudaError_t launch(const NormArguments& arguments, const DeviceScaleSource& scale, Fp8Type format,
+                   const NormResults& results, cudaStream_t stream) {
   cudaError_t status = cudaMemsetAsync(results.amax, 0, sizeof(float), stream);
   if (status != cudaSuccess) return status;
   const bool vectorized = arguments.rows > 0 && arguments.rows % norm::kBlockRows == 0 && arguments.cols % 16 == 0 &&
                           arguments.cols <= norm::kMaxCols &&
                           are_aligned({arguments.x, arguments.norm_scale, arguments.norm_bias, results.values, results.values_t});
-  dispatch(arguments.x_type, format, [&](auto element, auto fp8) {
+  by_dtype(arguments.x_type, format, [&](auto element, auto fp8) {
     using T = decltype(element);
     constexpr Fp8Type kFormat = decltype(fp8)::value;
     const norm::Rows<T> input{static_cast<const T*>(arguments.x), arguments.norm_scale, arguments.norm_bias,
@@ -195,13 +197,13 @@ cudaError_t launch_gradients(const NormBackwardArguments& arguments, int availab
 }  // namespace
 
 cudaError_t launch_norm_quantize(const NormQuantizeArguments& arguments, cudaStream_t stream) {
-  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
+  const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
   return launch(arguments.norm, scale, arguments.format, arguments.results, stream);
 }
 
 cudaError_t launch_norm_amax(const NormArguments& arguments, float* amax, cudaStream_t stream) {
   const NormResults results{.values = nullptr, .values_t = nullptr, .amax = amax, .mean = nullptr, .rstd = nullptr};
-  return launch(arguments, ScaleInput{}, Fp8Type::kE4M3, results, stream);
+  return launch(arguments, DeviceScaleSource{}, Fp8Type::kE4M3, results, stream);
 }
 
 cudaError_t launch_norm_backward(const NormBackwardArguments& arguments, cudaStream_t stream) {
@@ -210,7 +212,7 @@ cudaError_t launch_norm_backward(const NormBackwardArguments& arguments, cudaStr
   if (status != cudaSuccess) return status;
   int64_t blocks = 0;  // without rows, the sums are those of nothing
   if (arguments.rows > 0) {
-    dispatch(arguments.type, [&](auto element) {
+    by_dtype(arguments.type, [&](auto element) {
       status = launch_gradients<decltype(element)>(arguments, available, blocks, stream);
     });
   }

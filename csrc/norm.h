@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "dtypes.h"
-#include "scale_origin.h"
+#include "scale_source.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_fp8 {
@@ -36,8 +36,7 @@ struct NormResults {
 
 struct NormQuantizeArguments {
   NormArguments norm;
-  const float* source;  // [] or [scales]
-  ScaleOrigin origin;
+  ScaleSource source;
   Fp8Type format;
   float* scale;  // the one used: y ≈ values * scale
   NormResults results;

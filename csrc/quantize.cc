@@ -2,7 +2,7 @@
 
 #include "column_sums_ffi.h"
 #include "ffi.h"
-#include "scale_origin_ffi.h"
+#include "scale_source_ffi.h"
 
 namespace jax_fp8 {
 namespace {
@@ -23,7 +23,7 @@ std::vector<ffi::AnyBuffer> matrices_of(ffi::AnyBuffer first, ffi::RemainingArgs
   return matrices;
 }
 
-Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
+Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleRule& rule) {
   Checks checks(operation);
   checks.require(buffers.x.size() <= kMaxMatrices, "x", buffers.x[0],
                  "come in at most " + std::to_string(kMaxMatrices) + " matrices side by side");
@@ -34,7 +34,7 @@ Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleO
     cols += x.dimensions()[1];
     checks.dtype("x", x, {buffers.x[0].element_type()}).shape("x", x, {buffers.x[0].dimensions()[0], x.dimensions()[1]});
   }
-  check_source(checks, buffers.source, origin)
+  check_source(checks, buffers.source, rule)
       .dtype("the result values", buffers.values, {ffi::F8E4M3FN, ffi::F8E5M2})
       .shape("the result values", buffers.values, {buffers.x[0].dimensions()[0], cols})
       .float32_scalar("the result amax", buffers.amax)
@@ -55,12 +55,11 @@ Matrices side_by_side(const std::vector<ffi::AnyBuffer>& buffers) {
   return matrices;
 }
 
-QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleOrigin& origin) {
+QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleRule& rule) {
   return {
       .x = side_by_side(buffers.x),
       .x_type = *source_type(buffers.x[0].element_type()),
-      .source = buffers.source.typed_data<float>(),
-      .origin = origin,
+      .source = {.array = buffers.source.typed_data<float>(), .rule = rule},
       .format = *fp8_type(buffers.values.element_type()),
       .values = static_cast<uint8_t*>(buffers.values.untyped_data()),
       .values_t = nullptr,
@@ -73,15 +72,16 @@ QuantizeArguments arguments_of(const QuantizeBuffers& buffers, const ScaleOrigin
 }
 
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> values,
-                    ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
+                    ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleRule rule) {
   const QuantizeBuffers buffers{{x}, source, *values, *amax, *scale};
-  const Checks checks = check(kQuantize, buffers, origin);
+  const Checks checks = check(kQuantize, buffers, rule);
   if (!checks.passed()) return checks.error();
-  return launch_result(kQuantize, launch_quantize(arguments_of(buffers, origin), stream));
+  return launch_result(kQuantize, launch_quantize(arguments_of(buffers, rule), stream));
 }
 
-Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::AnyBuffer values_t, const ScaleOrigin& origin) {
-  Checks checks = check(operation, buffers, origin);
+Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::AnyBuffer values_t,
+                  const ScaleRule& rule) {
+  Checks checks = check(operation, buffers, rule);
   if (checks.passed()) {
     checks.dtype("the result values_t", values_t, {buffers.values.element_type()})
         .shape("the result values_t", values_t, {buffers.values.dimensions()[1], buffers.values.dimensions()[0]});
@@ -91,11 +91,11 @@ Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::An
 
 ffi::Error quantize_transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer source, ffi::RemainingArgs further,
                               ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
-                              ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleOrigin origin) {
+                              ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale, ScaleRule rule) {
   const QuantizeBuffers buffers{matrices_of(x, further), source, *values, *amax, *scale};
-  const Checks checks = check_both(kQuantizeTranspose, buffers, *values_t, origin);
+  const Checks checks = check_both(kQuantizeTranspose, buffers, *values_t, rule);
   if (!checks.passed()) return checks.error();
-  QuantizeArguments arguments = arguments_of(buffers, origin);
+  QuantizeArguments arguments = arguments_of(buffers, rule);
   arguments.values_t = static_cast<uint8_t*>(values_t->untyped_data());
   return launch_result(kQuantizeTranspose, launch_quantize_transpose(arguments, stream));
 }
@@ -104,54 +104,40 @@ ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
                                    ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
                                    ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scale,
                                    ffi::Result<ffi::AnyBuffer> sums, ffi::Result<ffi::AnyBuffer> partial_sums,
-                                   ScaleOrigin origin) {
+                                   ScaleRule rule) {
   const QuantizeBuffers buffers{matrices_of(x, further), source, *values, *amax, *scale};
-  Checks checks = check_both(kQuantizeTransposeSums, buffers, *values_t, origin);
+  Checks checks = check_both(kQuantizeTransposeSums, buffers, *values_t, rule);
   if (checks.passed()) check_sums(checks, *sums, *partial_sums, values->dimensions()[0], values->dimensions()[1]);
   if (!checks.passed()) return checks.error();
-  QuantizeArguments arguments = arguments_of(buffers, origin);
+  QuantizeArguments arguments = arguments_of(buffers, rule);
   arguments.values_t = static_cast<uint8_t*>(values_t->untyped_data());
   arguments.sums = {.result = sums->typed_data<float>(), .partial = partial_sums->typed_data<float>()};
   return launch_result(kQuantizeTransposeSums, launch_quantize_transpose(arguments, stream));
 }
 
-XLA_FFI_DEFINE_HANDLER(plain, quantize,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Attrs<ScaleOrigin>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(plain, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .RemainingArgs()        // further matrices
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
-                           .Attrs<ScaleOrigin>(),
+// What both casts with a transpose begin with.
+auto bind_transposing() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()   // x
+      .Arg<ffi::AnyBuffer>()   // source
+      .RemainingArgs()         // further matrices
+      .Ret<ffi::AnyBuffer>()   // values
+      .Ret<ffi::AnyBuffer>()   // values_t
+      .Ret<ffi::AnyBuffer>()   // amax
+      .Ret<ffi::AnyBuffer>();  // scale
+}
+
+XLA_FFI_DEFINE_HANDLER(transposing, quantize_transpose, bind_transposing().Attrs<ScaleRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(summing, quantize_transpose_sums,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // source
-                           .RemainingArgs()        // further matrices
-                           .Ret<ffi::AnyBuffer>()  // values
-                           .Ret<ffi::AnyBuffer>()  // values_t
-                           .Ret<ffi::AnyBuffer>()  // amax
-                           .Ret<ffi::AnyBuffer>()  // scale
+                       bind_transposing()
                            .Ret<ffi::AnyBuffer>()  // sums
                            .Ret<ffi::AnyBuffer>()  // partial_sums
-                           .Attrs<ScaleOrigin>(),
+                           .Attrs<ScaleRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -1,9 +1,9 @@
 // The cast of a flat array, and what the cast and transpose by tiles, device/quantize_tile.cuh, makes of a matrix as it is.
-#include "device/dispatch.cuh"
+#include "device/by_dtype.cuh"
 #include "device/fp8.cuh"
 #include "device/quantize_tile.cuh"
 #include "device/reduce.cuh"
-#include "device/scale_input.cuh"
+#include "device/scale_source.cuh"
 #include "device/vector.cuh"
 #include "launch.h"
 #include "quantize.h"
@@ -23,9 +23,9 @@ constexpr int64_t kChunk = int64_t{kFlatThreads} * kVectorWidth * kVectorsPerThr
 
 template <typename T, Fp8Type kFormat>
 __global__ void __launch_bounds__(kFlatThreads)
-    quantize_kernel(const T* __restrict__ x, ScaleInput scale, int64_t count, bool aligned,
+    quantize_kernel(const T* __restrict__ x, DeviceScaleSource scale, int64_t count, bool aligned,
                     uint8_t* __restrict__ values, float* amax) {
-  const float loaded = __ldg(scale.source);
+  const float loaded = __ldg(scale.element);
   const int64_t start = blockIdx.x * kChunk<T>;
   float thread_amax = 0.0f;
   if (aligned && start + kChunk<T> <= count) {
@@ -103,8 +103,8 @@ cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t str
   if (cleared != cudaSuccess) return cleared;
   const int64_t count = arguments.rows * arguments.cols;
   const bool aligned = are_aligned({arguments.x.x[0], arguments.values});
-  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
-  dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
+  const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
+  by_dtype(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
     // An empty x has a scale all the same: one block writes it.
     const auto blocks = static_cast<unsigned>(count ? divide_up(count, kChunk<T>) : 1);
@@ -118,7 +118,7 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
   const cudaError_t cleared = cudaMemsetAsync(arguments.amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess) return cleared;
   const bool aligned = are_vectorized(arguments.x) && are_aligned({arguments.values, arguments.values_t});
-  const ScaleInput scale = scale_input(arguments.source, arguments.origin, arguments.scale);
+  const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
   const TiledResults results{
       .values = arguments.values,
       .values_t = arguments.values_t,
@@ -127,7 +127,7 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
       .rows = arguments.rows,
       .width = arguments.cols,
   };
-  dispatch(arguments.x_type, arguments.format, [&](auto element, auto format) {
+  by_dtype(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
     const auto launch = [&](auto producer) {
       launch_quantize_tiles<decltype(format)::value>(producer, scale, results, aligned, stream);

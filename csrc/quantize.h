@@ -11,7 +11,7 @@
 
 #include "column_sums.h"
 #include "dtypes.h"
-#include "scale_origin.h"
+#include "scale_source.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_fp8 {
@@ -27,8 +27,7 @@ struct Matrices {
 struct QuantizeArguments {
   Matrices x;  // [rows, cols] together; launch_quantize takes one
   SourceType x_type;
-  const float* source;  // [] or [scales]
-  ScaleOrigin origin;
+  ScaleSource source;
   Fp8Type format;
   uint8_t* values;    // [rows, cols]
   uint8_t* values_t;  // [cols, rows]; unused by launch_quantize

@@ -22,7 +22,7 @@ struct StateTable {
   int leaf_count;
   const float* recorded;  // of the first row in the table
   uint32_t* nonfinite;
-  ScalingRule rule;
+  UpdateRule rule;
 };
 static_assert(sizeof(StateTable) <= kParameterBytes, "the leaves of a launch travel in its parameters");
 
@@ -54,7 +54,7 @@ __device__ inline float largest_of_block(float largest) {
   return largest;
 }
 
-__device__ inline float scale_of(float amax, int64_t row, const ScalingRule& rule) {
+__device__ inline float scale_of(float amax, int64_t row, const UpdateRule& rule) {
   const AmaxRule amax_rule{.headroom = rule.headroom, .amax_epsilon = 0.0f, .power_2_scale = false};
   const Fp8Type format = row % kGemmRows == kGemmRows - 1 ? rule.backward : rule.forward;
   return format == Fp8Type::kE4M3 ? scale_from_amax<Fp8Type::kE4M3>(amax, amax_rule)

@@ -26,7 +26,7 @@ struct StateLeaf {
   int64_t length;  // at least 1
 };
 
-struct ScalingRule {
+struct UpdateRule {
   Fp8Type forward;   // of input and kernel
   Fp8Type backward;  // of output gradients
   float headroom;    // 2**margin
@@ -38,7 +38,7 @@ struct UpdateStateArguments {
   int leaf_count;
   const float* recorded;  // [rows of all leaves]
   uint32_t* nonfinite;    // how many staged amaxes are infinite or NaN
-  ScalingRule rule;
+  UpdateRule rule;
 };
 
 cudaError_t launch_update_state(const UpdateStateArguments& arguments, cudaStream_t stream);

@@ -92,7 +92,7 @@ GemmOperands operands_of(const WeightGradientBuffers& buffers) {
 }
 
 ffi::Error error_of(const Failure& failure) {
-  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOperation) + ": " + failure);
+  return failure ? ffi::Error::Internal(std::string(kOperation) + ": " + failure.reason) : ffi::Error::Success();
 }
 
 ffi::ErrorOr<std::unique_ptr<WeightGradientState>> instantiate() {
@@ -120,26 +120,25 @@ ffi::Error execute(cudaStream_t stream, WeightGradientState* state, ffi::AnyBuff
 
 XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate, ffi::Ffi::BindInstantiate(), {ffi::Traits::kCmdBufferCompatible});
 
+// Before the first launch and at every one XLA hands over the same.
+template <typename Binding>
+auto bind_buffers(Binding&& binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()   // dy
+      .template Arg<ffi::AnyBuffer>()   // x
+      .RemainingArgs()                  // total
+      .template Ret<ffi::AnyBuffer>()   // d
+      .template Ret<ffi::AnyBuffer>();  // workspace
+}
+
 XLA_FFI_DEFINE_HANDLER(initialize_handler, initialize,
-                       ffi::Ffi::BindInitialize()
-                           .Ctx<ffi::State<WeightGradientState>>()
-                           .Arg<ffi::AnyBuffer>()   // dy
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .RemainingArgs()         // total
-                           .Ret<ffi::AnyBuffer>()   // d
-                           .Ret<ffi::AnyBuffer>(),  // workspace
+                       bind_buffers(ffi::Ffi::BindInitialize().Ctx<ffi::State<WeightGradientState>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::State<WeightGradientState>>()
-                           .Arg<ffi::AnyBuffer>()   // dy
-                           .Arg<ffi::AnyBuffer>()   // x
-                           .RemainingArgs()         // total
-                           .Ret<ffi::AnyBuffer>()   // d
-                           .Ret<ffi::AnyBuffer>(),  // workspace
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    execute_handler, execute,
+    bind_buffers(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::State<WeightGradientState>>()),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

@@ -8,7 +8,6 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
-from jax_fp8.kernels.tuned_gemms import GemmTable, tuned_gemms
 from jax_fp8.kernels.update_state import update_state
 from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
 from jax_fp8.nn.attention import SelfAttention
@@ -19,6 +18,7 @@ from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.tools.capture import capture_report
 from jax_fp8.tools.explain import explain
+from jax_fp8.tools.gemm_table import GemmTable, tuned_gemms
 from jax_fp8.tools.tune import tune
 from jax_fp8.train.gradients import value_and_grad
 from jax_fp8.train.train_state import TrainState

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels import dispatch, extension
-from jax_fp8.kernels.tuned_gemms import HEADINGS, default_path, this_gpu
 from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tools.tune import tune
 from jax_fp8.train.gradients import value_and_grad
 from jax_fp8.train.train_state import TrainState

@@ -51,22 +51,33 @@ def dequantize(values, scale) -> np.ndarray:
     return np.asarray(values).astype(np.float64) * np.float64(scale)
 
 
-def scale_from_amax(amax, dtype, margin=0) -> np.float32:
-    """`amax * 2**margin / fp8_max`, within 2**-126 and 2**126; 1 where the amax is 0 or not finite."""
-    if not (np.isfinite(amax) and amax > 0):
-        return np.float32(1)
-    with np.errstate(over="ignore"):
-        scale = np.float32(amax) * np.float32(2.0**margin) / FP8_MAX[np.dtype(dtype)]
-    return np.clip(scale, SMALLEST_SCALE, 1 / SMALLEST_SCALE)
+def scale_from_amax(amax, dtype, margin=0):
+    """Of every amax `amax * 2**margin / fp8_max`, within 2**-126 and 2**126; 1 where the amax is 0 or not finite."""
+    amax = np.asarray(amax, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = amax * np.float32(2.0**margin) / FP8_MAX[np.dtype(dtype)]
+    scale = np.clip(scale, SMALLEST_SCALE, 1 / SMALLEST_SCALE)
+    return np.where(np.isfinite(amax) & (amax > 0), scale, np.float32(1))[()]
 
 
-def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False) -> np.float32:
-    """The scale of a tensor from its own amax."""
-    scale = scale_from_amax(max(np.float32(amax), np.float32(amax_epsilon)), dtype)
+def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False):
+    """The scale of a tensor from its own amax; of every tensor, from an array of these."""
+    scale = scale_from_amax(np.maximum(np.asarray(amax, np.float32), np.float32(amax_epsilon)), dtype)
     if not power_2_scale:
         return scale
-    _, exponent = np.frexp(1 / np.float64(scale))  # 1 / scale = mantissa * 2**exponent, mantissa in [0.5, 1)
-    return np.float32(2.0 ** (1 - int(exponent)))
+    _, exponent = np.frexp(1 / scale.astype(np.float64))  # 1 / scale = mantissa * 2**exponent, mantissa in [0.5, 1)
+    return np.ldexp(np.float32(1), 1 - exponent)
+
+
+def quantize_by_tile(x, dtype, tile, scale_of=scale_from_amax) -> tuple[np.ndarray, np.ndarray]:
+    """FP8 values of a matrix and the scales of its tiles: each is cast by its own amax, as a tensor of its own."""
+    (m, n), (rows, columns) = x.shape, tile
+    values, scales = np.empty(x.shape, dtype), np.empty((m // rows, n // columns), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        part = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        scales[i, j] = scale_of(amax(x[part]), dtype)
+        values[part] = quantize(x[part], dtype, scales[i, j])[0]
+    return values, scales
 
 
 def update_state(scale, amax_history, dtypes, margin=0, algorithm="max") -> tuple[np.ndarray, np.ndarray]:

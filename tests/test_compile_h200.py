@@ -18,12 +18,12 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
-from jax_fp8.core.scale import current_scale
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import KERNEL
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.gemm import WORKSPACE_BYTES
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.scale_source import ScaleSource
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.tools.capture import CaptureReport
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
@@ -31,14 +31,19 @@ from jax_fp8.train.lowering import Lowering
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+side_by_side_is_cast_apart = pytest.mark.xfail(
+    strict=True,
+    reason="the optimizer writes no cached weight of kernels side by side: they are cast after it, and copied",
+)
 in_place = pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 
 CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
 BATCH = (16, 129)
 WEIGHTS = 4 * CONFIG.num_layers  # of qkv, attention output, MLP up, MLP down
 TENSORS = 3 * WEIGHTS  # input, weight and output gradient of each
-FPROPS = 6 * CONFIG.num_layers  # queries, keys and values are three products
-GEMMS = FPROPS + 2 * WEIGHTS  # with dgrad and wgrad
+FPROPS = 6 * CONFIG.num_layers  # queries, keys and values are three products,
+GEMMS = FPROPS + 2 * WEIGHTS  # with dgrad and wgrad: kernels as small as these share one
+ALONE = WEIGHTS - CONFIG.num_layers  # weights that are no part of one
 METRICS_BYTES = 8  # written over zeros that are donated too
 SMALLEST_KERNEL = CONFIG.hidden_size**2  # bytes, in FP8
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling()}
@@ -173,7 +178,7 @@ def check_loop_over_microbatches(program: h200.Program):
     assert casts == [WEIGHTS, TENSORS]
     gemms = [gemm for gemm in program.gemms if gemm.target == "jax_fp8_gemm"]
     adding = [gemm for gemm in gemms if gemm.operands[-1].dtype == gemm.results[0].dtype == "f32"]
-    assert sum(len(gemm.operands) == 5 for gemm in adding) == WEIGHTS
+    assert sum(len(gemm.operands) == 5 for gemm in adding) == ALONE
 
 
 @pytest.mark.parametrize(
@@ -183,8 +188,8 @@ def check_loop_over_microbatches(program: h200.Program):
         ("current", 1, False),
         ("delayed", 2, False),
         ("current", 2, False),
-        pytest.param("delayed", 1, True, marks=in_place),
-        pytest.param("delayed", 2, True, marks=in_place),
+        pytest.param("delayed", 1, True, marks=[in_place, side_by_side_is_cast_apart]),
+        pytest.param("delayed", 2, True, marks=[in_place, side_by_side_is_cast_apart]),
     ],
 )
 def test_step_on_one_device(recipe_name, microbatches, cached):
@@ -240,9 +245,8 @@ def test_operations_follow_shardings(axis_type):
     mesh = h200.mesh(axis_type, data=4)
 
     def product(x, w):
-        x_fp8, _, x_amax = quantize_transpose(x, fp8.E4M3, jnp.float32(1))
-        w_fp8, _, w_amax = quantize_transpose(w, fp8.E4M3, jnp.float32(1))
-        return fp8.matmul(x_fp8, w_fp8), jnp.stack([x_amax, w_amax])
+        x, w = (quantize_transpose(matrix, Cast.with_scale(fp8.E4M3, jnp.float32(1))) for matrix in (x, w))
+        return fp8.matmul(x.rowwise, w.rowwise), jnp.stack([x.amax, w.amax])
 
     with jax.set_mesh(mesh):
         program = h200.compile(jax.jit(product), rows(mesh), matrix(h200.on_mesh(mesh)))
@@ -268,12 +272,11 @@ def test_scales_made_apart_are_found(recipe_name):
 
     def cast(apart, x, scales):
         with jax.named_scope("layer_0"):
-            if from_amax:
-                source = ScaleSource.from_amax(amax(x), recipe)
-                scale = current_scale(source.array, fp8.E4M3, recipe) if apart else source
-            else:
-                scale = scales[1] if apart else ScaleSource.row_of(scales, 1)
-            return quantize_transpose(x, fp8.E4M3, scale)
+            cast = recipe.cast(KERNEL, None if from_amax else scales, partial(amax, x))
+            if apart:
+                scale = cast.rule.scale(cast.source if from_amax else cast.source[KERNEL])
+                cast = Cast.with_scale(fp8.E4M3, scale)
+            return quantize_transpose(x, cast)
 
     on = h200.on_one_device()
     arguments = matrix(on), jax.ShapeDtypeStruct((3,), jnp.float32, sharding=on)

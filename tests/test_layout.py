@@ -43,7 +43,7 @@ LONG_FILES: dict[str, str] = {
     "tests/gpu/activation_check.py": "a script for a device, with its oracle beside its checks",
     "tests/gpu/adam_check.py": "a script for a device, with its oracle beside its checks",
     "tests/gpu/cross_entropy_check.py": "a script for a device, with its oracle beside its checks",
-    "tests/gpu/kernel_check.py": "a script for a device, with its oracle beside its checks",
+    "tests/gpu/kernel_check.py": "a script for a device: what several kernels share, each check beside its controls",
     "tests/gpu/norm_check.py": "a script for a device, with its oracle beside its checks",
 }
 
@@ -222,6 +222,33 @@ def unknown_commands(root: pathlib.Path) -> list[str]:
     return broken
 
 
+def decisions_by_recipe(root: pathlib.Path) -> list[str]:
+    """Questions which recipe one is, outside of the room that knows recipes; the files directly in jax_fp8/ may ask."""
+    broken = []
+    for path, tree in python_files(root, "jax_fp8"):
+        if len(path.parts) < 3 or path.parts[1] == "core":
+            continue
+        for node in ast.walk(tree):
+            asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type")
+            compares = isinstance(node, ast.Compare | ast.MatchClass)
+            if (asks or compares) and re.search(r"\b\w+Scaling\b", ast.unparse(node)):
+                broken.append(f"{path}:{node.lineno}: only core may ask which recipe one is, got {ast.unparse(node)}")
+    return broken
+
+
+def long_lines(root: pathlib.Path) -> list[str]:
+    """Lines of sources and texts that end beyond the 120th column."""
+    folders = ("jax_fp8", "csrc", "tests", "examples", "benchmarks", "docs")
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*"))]
+    sources = [path for path in paths if path.suffix in (".py", ".cc", ".cu", ".cuh", ".h")]
+    return [
+        f"{path.relative_to(root)}:{number}: must end at column 120, got {len(line)}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+
+
 RULES = (
     upward_imports,
     import_circles,
@@ -229,6 +256,7 @@ RULES = (
     private_names,
     mirror_gaps,
     operation_names,
+    decisions_by_recipe,
     long_files,
     kernels_without_mistakes,
     unknown_commands,
@@ -286,6 +314,16 @@ PLANTED = [
         operation_names,
         {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "jax_fp8/kernels/a.py": 'ffi_call("jax_fp8_b")'},
         "must call the target jax_fp8_a",
+    ),
+    (
+        decisions_by_recipe,
+        {"jax_fp8/ops/a.py": "def f(recipe):\n    return isinstance(recipe, CurrentScaling)"},
+        "only core may ask which recipe one is, got isinstance(recipe, CurrentScaling)",
+    ),
+    (
+        decisions_by_recipe,
+        {"jax_fp8/train/a.py": "def f(recipe):\n    return type(recipe) is DelayedScaling"},
+        "got type(recipe) is DelayedScaling",
     ),
     (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),
     (kernels_without_mistakes, {"csrc/a.cu": "", "tests/csrc/test_a.py": ""}, "must plant mistakes"),

@@ -97,8 +97,8 @@ def test_gpt_loss_and_its_gradient(recipe):
     def of_layers(**counts):
         return expected(recipe, **{name: config.num_layers * count for name, count in counts.items()})
 
-    # Four layers of GEMMs: qkv and MLP up behind norms, MLP down behind an activation, the attention's output behind none of ours. Queries, keys and
-    # values are three products.
+    # Four GEMMs: qkv and MLP up behind norms, MLP down behind an activation, the attention's output behind none of
+    # ours. Queries, keys and values are three products.
     before = {"norm_quantize": 2, "norm_amax": 2, "activation_quantize": 1, "activation_amax": 1}
     forward = custom_calls(loss, variables, tokens)
     assert forward == of_layers(gemm=6, **before, quantize=1, quantize_transpose=4, amax=1 + 4)

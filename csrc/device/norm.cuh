@@ -13,7 +13,7 @@
 #include "../norm.h"
 #include "fp8.cuh"
 #include "reduce.cuh"
-#include "scale_input.cuh"
+#include "scale_source.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8::norm {
@@ -54,7 +54,7 @@ __device__ inline void keep_statistics(float mean, float rstd, int64_t row, cons
 }
 
 // Otherwise only the amax is wanted.
-__host__ __device__ inline bool quantizes(const ScaleInput& scale) { return scale.used != nullptr; }
+__host__ __device__ inline bool quantizes(const DeviceScaleSource& scale) { return scale.used != nullptr; }
 
 // ---- blocks of 16 rows: rows and cols are multiples of 16, pointers of 16 bytes --------------------------------------------------
 
@@ -128,13 +128,13 @@ __device__ inline void load_bias(const float* norm_bias, int col, float (&out)[k
 // Dynamic shared memory: x as [16][held], then for each warp the transpose of a slice.
 template <typename T, Fp8Type kFormat>
 __global__ void __launch_bounds__(kRowsThreads, 1)
-    rows_kernel(Rows<T> input, ScaleInput scale, int held, NormResults results) {
+    rows_kernel(Rows<T> input, DeviceScaleSource scale, int held, NormResults results) {
   constexpr int kWarps = kRowsThreads / kWarp;
   extern __shared__ uint4 shared[];
   __shared__ float means[kBlockRows];
   __shared__ float rstds[kBlockRows];
   const bool casts = quantizes(scale);
-  const float loaded = casts ? __ldg(scale.source) : 0.0f;
+  const float loaded = casts ? __ldg(scale.element) : 0.0f;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t first_row = int64_t{blockIdx.x} * kBlockRows;
   T* const kept = reinterpret_cast<T*>(shared);
@@ -223,12 +223,12 @@ __device__ inline void measure_row_any(const Rows<T>& input, int64_t row, float&
 }
 
 template <typename T, Fp8Type kFormat>
-__global__ void __launch_bounds__(kAnyThreads) any_kernel(Rows<T> input, ScaleInput scale, NormResults results) {
+__global__ void __launch_bounds__(kAnyThreads) any_kernel(Rows<T> input, DeviceScaleSource scale, NormResults results) {
   __shared__ uint8_t tile[kAnyRows][kWarp + 4];  // the padding moves each row to the next bank
   __shared__ float means[kAnyRows];
   __shared__ float rstds[kAnyRows];
   const bool casts = quantizes(scale);
-  const float multiplier = casts ? multiplier_from<kFormat>(__ldg(scale.source), scale) : 0.0f;
+  const float multiplier = casts ? multiplier_from<kFormat>(__ldg(scale.element), scale) : 0.0f;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t first_row = int64_t{blockIdx.x} * kAnyRows;
   for (int r = warp; r < kAnyRows && first_row + r < input.rows; r += kAnyWarps) {

@@ -17,7 +17,7 @@
 #include "fp8.cuh"
 #include "norm.cuh"
 #include "reduce.cuh"
-#include "scale_input.cuh"
+#include "scale_source.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8::norm {
@@ -198,13 +198,13 @@ __device__ inline void store_columns(const uint32_t* tile, int cols, int64_t row
 // the amax is wanted.
 template <typename T, Fp8Type kFormat, bool kCasts>
 __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
-    cluster_kernel(Rows<T> input, ScaleInput scale, int log2_blocks, NormResults results) {
+    cluster_kernel(Rows<T> input, DeviceScaleSource scale, int log2_blocks, NormResults results) {
   __shared__ Part parts[kMaxClusterBlocks][kClusterRows];
   __shared__ Statistics statistics[kClusterRows];
   __shared__ Parameters<T> parameters;
   __shared__ uint32_t tile[kCasts ? kClusterCols<T> * kColumnWords : 1];
   arrive_at_cluster_with_nothing();
-  const float loaded = kCasts ? __ldg(scale.source) : 0.0f;
+  const float loaded = kCasts ? __ldg(scale.element) : 0.0f;
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
   const int cols = static_cast<int>(input.cols);
   const int block = static_cast<int>(blockIdx.x) & ((1 << log2_blocks) - 1);

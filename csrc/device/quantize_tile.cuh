@@ -22,11 +22,11 @@
 #include <cstdint>
 
 #include "../launch.h"
+#include "by_dtype.cuh"
 #include "column_sums.cuh"
-#include "dispatch.cuh"
 #include "fp8.cuh"
 #include "reduce.cuh"
-#include "scale_input.cuh"
+#include "scale_source.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8 {
@@ -111,13 +111,13 @@ __device__ inline void put_sums(float (*sums)[kCols], int group, float (&patch_s
 
 template <Fp8Type kFormat, typename Producer>
 __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
-    quantize_tile_kernel(Producer producer, ScaleInput scale, TiledResults results) {
+    quantize_tile_kernel(Producer producer, DeviceScaleSource scale, TiledResults results) {
   using namespace quantize_tile;
   using T = typename Producer::Element;
   constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
   __shared__ uint4 tile[kMade][kCols * kChunksPerColumn];
   __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kWarps : 1][kCols];
-  const float loaded_scale = __ldg(scale.source);
+  const float loaded_scale = __ldg(scale.element);
   const float companion_scale = Producer::kCompanions ? __ldg(results.companion.scale) : 1.0f;
   const int64_t rows = results.rows, width = results.width;
   const int64_t tile_row = int64_t{blockIdx.x / results.tiles_per_row} * kRows;
@@ -206,12 +206,12 @@ constexpr int kAnyRowsAtOnce = kThreads / kAnyCols;  // one per warp
 
 template <Fp8Type kFormat, typename Producer>
 __global__ void __launch_bounds__(quantize_tile::kThreads)
-    quantize_any_kernel(Producer producer, ScaleInput scale, TiledResults results) {
+    quantize_any_kernel(Producer producer, DeviceScaleSource scale, TiledResults results) {
   using namespace quantize_tile;
   constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
   __shared__ uint8_t tile[kMade][kRows][kAnyCols + 4];  // the padding moves each row to the next bank
   __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kAnyRowsAtOnce : 1][kAnyCols];
-  const float multiplier = multiplier_from<kFormat>(__ldg(scale.source), scale);
+  const float multiplier = multiplier_from<kFormat>(__ldg(scale.element), scale);
   const float companion_multiplier = Producer::kCompanions ? multiplier_of(__ldg(results.companion.scale)) : 1.0f;
   const int64_t rows = results.rows, width = results.width;
   const int64_t tile_row = int64_t{blockIdx.x / results.tiles_per_row} * kRows;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
 
 // `aligned`: all pointers are.
 template <Fp8Type kFormat, typename Producer>
-void launch_quantize_tiles(const Producer& producer, const ScaleInput& scale, TiledResults results, bool aligned,
+void launch_quantize_tiles(const Producer& producer, const DeviceScaleSource& scale, TiledResults results, bool aligned,
                            cudaStream_t stream) {
   using namespace quantize_tile;
   const bool vectorized = aligned && results.rows % 16 == 0 && results.width % 16 == 0 && results.rows * results.width != 0;

@@ -13,6 +13,9 @@ import numpy as np
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 
+# The three tensors of a GEMM: rows of its scales and of its amax history.
+INPUT, KERNEL, OUTPUT_GRADIENT = 0, 1, 2
+
 
 @dataclass(frozen=True)
 class Format:
@@ -31,6 +34,10 @@ class Format:
             raise ValueError(
                 "Format.forward must be E4M3, got E5M2: Hopper multiplies no E5M2 by E5M2; pass jax_fp8.HYBRID"
             )
+
+    def of(self, tensor: int) -> jax.typing.DTypeLike:
+        """The dtype of one of a GEMM's tensors: INPUT, KERNEL or OUTPUT_GRADIENT."""
+        return self.backward if tensor == OUTPUT_GRADIENT else self.forward
 
 
 HYBRID = Format(forward=E4M3, backward=E5M2)

@@ -88,55 +88,45 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 class Fp8Pair:
     """A matrix (m, n) in FP8, cast once for both of its GEMMs.
 
+    Each orientation has its own scale, for tiles along the contracting dim differ. One scale for the whole matrix serves both, and is one leaf of
+    the tree: `of` makes such a pair.
+
     Args:
       rowwise: (m, n), or None where nobody wants it.
       columnwise: the transpose (n, m), or None where nobody wants it, or no GEMM could take it.
       amax: f32[], the largest magnitude of what was cast.
-
-    Each orientation has its own scale, for tiles along the contracting dim differ. A scale that both share, the same array, is one leaf of the tree.
+      shares_scale: both orientations have the same scale.
     """
 
-    rowwise: Fp8Array | None
-    columnwise: Fp8Array | None
+    rowwise: Any
+    columnwise: Any
     amax: Any
+    shares_scale: bool = False
 
     @classmethod
     def of(cls, values: Any, values_t: Any, scale: Any, amax: Any) -> "Fp8Pair":
         """A matrix with one scale f32[]; `values_t` None for one orientation."""
-        return cls(Fp8Array(values, scale), None if values_t is None else Fp8Array(values_t, scale), amax)
+        columnwise = None if values_t is None else Fp8Array(values_t, scale)
+        return cls(Fp8Array(values, scale), columnwise, amax, shares_scale=columnwise is not None)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any, Any]:
         """What `of` takes: of a matrix with one scale, its values, their transpose or None, the scale, the amax."""
-        assert self.rowwise is not None and self.rowwise.scale.ndim == 0, "made by `of`"
-        return (
-            self.rowwise.values,
-            None if self.columnwise is None else self.columnwise.values,
-            self.rowwise.scale,
-            self.amax,
-        )
-
-    @property
-    def shares_scale(self) -> bool:
-        """Whether one scale serves both orientations."""
-        both = self.rowwise is not None and self.columnwise is not None
-        return both and self.rowwise.scale is self.columnwise.scale
+        values_t = None if self.columnwise is None else self.columnwise.values
+        return self.rowwise.values, values_t, self.rowwise.scale, self.amax
 
     def tree_flatten_with_keys(self):
-        attribute = jax.tree_util.GetAttrKey
-        rowwise, columnwise = self.rowwise, self.columnwise
-        if not self.shares_scale:
-            names = ("rowwise", "columnwise", "amax")
-            return [(attribute(name), getattr(self, name)) for name in names], False
-        values = {"values": rowwise.values, "values_t": columnwise.values, "scale": rowwise.scale, "amax": self.amax}
-        return [(attribute(name), leaf) for name, leaf in values.items()], True
+        leaves = {"rowwise": self.rowwise, "columnwise": self.columnwise, "amax": self.amax}
+        if self.shares_scale:
+            leaves = dict(zip(("values", "values_t", "scale", "amax"), self.arrays, strict=True))
+        return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in leaves.items()], self.shares_scale
 
     @classmethod
     def tree_unflatten(cls, shares_scale, children):
         if not shares_scale:
             return cls(*children)
         values, values_t, scale, amax = children
-        return cls(Fp8Array(values, scale), Fp8Array(values_t, scale), amax)
+        return cls(Fp8Array(values, scale), Fp8Array(values_t, scale), amax, shares_scale)
 
 
 def is_fp8(node: Any) -> bool:

@@ -1,9 +1,30 @@
-"""Layers by their path: the names that lead to a module in its model, and to its variables in every collection."""
+"""Layers by their path: the names that lead to a module in its model, and to its variables in every collection.
 
-from collections.abc import Mapping
+A GEMM may multiply by several kernels side by side, each a layer of its own: queries, keys and values are one product of the same input. Its
+name is then theirs, joined: the GEMM `attention/query+key+value` has the kernels `attention/query/kernel`, `attention/key/kernel` and
+`attention/value/kernel`, in this order.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 LayerPath = tuple[str, ...]  # as in `nn.Module.path`
+BESIDE = "+"
+
+
+def joined_name(names: tuple[str, ...]) -> str:
+    """The name of the GEMM of these layers."""
+    return BESIDE.join(names)
+
+
+def kernel_paths(gemm: LayerPath) -> tuple[LayerPath, ...]:
+    """The kernels of a GEMM, in the order in which they stand side by side."""
+    if not gemm:
+        return (("kernel",),)
+    *parents, name = gemm
+    return tuple((*parents, layer, "kernel") for layer in name.split(BESIDE))
 
 
 def at_path(tree: Any, path: tuple) -> Any:
@@ -18,3 +39,17 @@ def put_at_path(tree: dict, path: tuple, node: Mapping) -> None:
     for name in path:
         tree = tree.setdefault(name, {})
     tree.update(node)
+
+
+def map_with_names(fn: Callable, tree: Any, *others: Any, is_leaf: Callable | None = None) -> Any:
+    """`jax.tree.map` over nested dicts, of a function that takes the names that lead to a leaf first."""
+
+    def call(path, *leaves):
+        return fn(names_of(path), *leaves)
+
+    return jax.tree_util.tree_map_with_path(call, tree, *others, is_leaf=is_leaf)
+
+
+def names_of(path: tuple) -> LayerPath:
+    """The names of a jax key path; None for a step that is not one of a dict."""
+    return tuple(getattr(key, "key", None) for key in path)  # type: ignore[return-value]

@@ -1,14 +1,50 @@
-"""Recipes: how the scale of a tensor is found, and how its GEMMs accumulate. A recipe is a frozen value, safe to hash and to close over.
+"""Recipes: how the tensors of a GEMM are cast, and how its products accumulate. A recipe is a frozen value, safe to hash and to close over.
 
 Delayed scaling predicts a tensor's scale from the amaxes of earlier steps, so that one pass over it both casts and measures.
 Current scaling measures first and casts after: a second read, and no state.
+
+A recipe is whatever has what `Recipe` names. Nobody outside of this room asks which one it is: they ask whether it has state, and how it casts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+import jax
+
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import HYBRID, Format
+from jax_fp8.core.scale import ScaleFormula
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """What the library asks of a recipe."""
+
+    @property
+    def fp8_format(self) -> Format: ...
+
+    @property
+    def split_accumulator(self) -> tuple[str, ...]:
+        """GEMMs (of "fprop", "dgrad", "wgrad") that promote partial sums to float32; the others accumulate fast."""
+        ...
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its scales come from a history of amaxes, the Flax collection "fp8". Only `DelayedScaling` knows how."""
+        ...
+
+    def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
+        """How one tensor of a GEMM is cast.
+
+        Args:
+          tensor: INPUT, KERNEL or OUTPUT_GRADIENT.
+          scales: f32[3] of the GEMM's state; None where there is none, or where it is not to be trusted yet.
+          measure: finds the tensor's amax f32[], in a pass of its own.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +64,17 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     split_accumulator: tuple[str, ...] = ("dgrad", "wgrad")
+
+    @property
+    def has_state(self) -> bool:
+        return True
+
+    def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
+        """With the scale of the state; without one, as in the warm start, with that of the tensor's own amax."""
+        dtype = self.fp8_format.of(tensor)
+        if scales is None:
+            return Cast.from_amax(dtype, measure(), ScaleFormula(margin=self.margin))
+        return Cast.with_row(dtype, scales, tensor)
 
     def __post_init__(self):
         _check_common(self)
@@ -53,18 +100,29 @@ class CurrentScaling:
     amax_epsilon: float = 0.0
     split_accumulator: tuple[str, ...] = ("dgrad", "wgrad")
 
+    @property
+    def has_state(self) -> bool:
+        return False
+
+    def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
+        """With the scale of the tensor's own amax."""
+        formula = ScaleFormula(amax_epsilon=self.amax_epsilon, power_2_scale=self.power_2_scale)
+        return Cast.from_amax(self.fp8_format.of(tensor), measure(), formula)
+
     def __post_init__(self):
         _check_common(self)
         if not self.amax_epsilon >= 0:
             raise ValueError(f"amax_epsilon must be a number that is not negative, got {self.amax_epsilon}")
 
 
-Recipe = DelayedScaling | CurrentScaling
+def accumulation(recipe: Recipe, gemm: str) -> str:
+    """How one of "fprop", "dgrad" and "wgrad" accumulates, as `matmul` takes it."""
+    return "split" if gemm in recipe.split_accumulator else "fast"
 
 
-def check_recipe(recipe) -> None:
+def check_recipe(recipe: Any) -> None:
     """Raise unless `recipe` is a recipe or None (plain bfloat16)."""
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if recipe is not None and (isinstance(recipe, type) or not isinstance(recipe, Recipe)):
         raise ValueError(f"recipe must be DelayedScaling(...), CurrentScaling(...) or None, got {recipe!r}")
 
 

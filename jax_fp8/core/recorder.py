@@ -13,8 +13,8 @@ from contextvars import ContextVar
 
 import jax
 
+from jax_fp8.core.fp8_gemm import GradientSum, Record
 from jax_fp8.core.paths import LayerPath
-from jax_fp8.core.scaling import GradientSum
 
 RECORDER = "recorder"
 _LISTING: ContextVar[dict[LayerPath, None] | None] = ContextVar("listing", default=None)
@@ -33,24 +33,23 @@ class ByIdentity:
 class Recorder:
     """A GEMM's way out of a backward pass, beside its state in the collection while `value_and_grad` runs.
 
-    The Refs are static data of the pytree and are closed over wherever a transformation (`nn.scan`, `nn.remat`, `jit`) rebuilds the collection;
-    only the slot is an array, one number per stacked layer, so that a scan over layers hands each layer its own.
+    The Refs are static data of the pytree and are closed over wherever a transformation (`nn.scan`, `nn.remat`, `jit`)
+    rebuilds the collection; only the slot is an array, one number per stacked layer, so that a scan over layers hands
+    each layer its own. `from_current` says that the state's scales are not to be trusted yet: a warm start.
     """
 
-    def __init__(self, amax: ByIdentity | None, total: ByIdentity | None, weight: float, from_current: bool, slot):
-        self._amax, self._total, self._weight = amax, total, weight
+    def __init__(self, amax: ByIdentity | None, sums: tuple[ByIdentity, ...], weight: float, from_current: bool, slot):
+        self._amax, self._sums, self._weight = amax, sums, weight
         self.from_current, self.slot = from_current, slot
 
     @property
-    def amax_ref(self) -> jax.Ref | None:
-        return None if self._amax is None else self._amax.ref
-
-    @property
-    def gradient(self) -> GradientSum | None:
-        return None if self._total is None else GradientSum(self._total.ref, self._weight)
+    def record(self) -> Record:
+        """The same as an op takes it, with the Refs as arguments."""
+        gradient = GradientSum(tuple(total.ref for total in self._sums), self._weight) if self._sums else None
+        return Record(None if self._amax is None else self._amax.ref, self.slot, gradient)
 
     def tree_flatten(self):
-        return (self.slot,), (self._amax, self._total, self._weight, self.from_current)
+        return (self.slot,), (self._amax, self._sums, self._weight, self.from_current)
 
     @classmethod
     def tree_unflatten(cls, static, children):

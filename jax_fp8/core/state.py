@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fp8.core.formats import KERNEL
+from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.scale import scale_from_amax
 
-INPUT, KERNEL, OUTPUT_GRADIENT = 0, 1, 2
 JOINED = 24  # GEMMs
 
 
@@ -68,10 +69,20 @@ def no_amaxes(fp8_state: Mapping) -> jax.Array:
 
 
 def map_gemms(fn: Callable, fp8_state: Mapping, *others: Mapping) -> dict:
-    """Apply `fn` to the `{"scale", "amax_history"}` of every GEMM of a collection, and to what stands there in the others; in the order of their names, like `jax.tree.map`."""
+    """Apply `fn` to the `{"scale", "amax_history"}` of every GEMM of a collection, and to what stands there in the others; in the order of their
+    names, like `jax.tree.map`.
+    """
+    return map_gemms_with_path(lambda _, *gemms: fn(*gemms), fp8_state, *others)
+
+
+def map_gemms_with_path(fn: Callable, fp8_state: Mapping, *others: Mapping, path: LayerPath = ()) -> dict:
+    """`map_gemms` of a function that takes the path of the GEMM first; `path` leads to the collection itself."""
     if "amax_history" in fp8_state:
-        return fn(fp8_state, *others)
-    return {name: map_gemms(fn, fp8_state[name], *(other[name] for other in others)) for name in sorted(fp8_state)}
+        return fn(path, fp8_state, *others)
+    return {
+        name: map_gemms_with_path(fn, fp8_state[name], *(other[name] for other in others), path=(*path, name))
+        for name in sorted(fp8_state)
+    }
 
 
 def gemm_states(fp8_state: Mapping) -> list[Mapping]:

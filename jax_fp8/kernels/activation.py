@@ -6,8 +6,8 @@ What follows an activation, and what its gradient goes into, is a GEMM in FP8. S
 orientations that are wanted, the amax and, of a gradient, the sums of its columns, the gradient of the bias; the activated tensor, rounded to
 the dtype of `x` before it is quantized, exists in registers only.
 
-    x, scale ─activate, round, quantize→ values, transposed, amax
-    dy, x, scale, scale of y ─gradient of x, round, quantize→ values, transposed, amax, sums; y in FP8, transposed
+    x ─activate, round, cast→ a pair: values and their transpose, amax
+    dy, x ─gradient of x, round, cast→ a pair, sums of columns; and y in FP8, columnwise
 
 The backward makes the transpose of y, which only the gradient of a weight wants, from the `x` that it reads anyway. So the forward writes one
 orientation, and what lies between forward and backward is `x` alone.
@@ -21,20 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, pmax, psum
-from jax_fp8.kernels.quantize import (
-    check_orientations,
-    check_source_and_target,
-    column_sums_reference,
-    fp8_arrays,
-    matrix_results,
-    quantize_reference,
-    sums_results,
-    wanted,
-)
-from jax_fp8.kernels.scale_source import SCALAR, ScaleSource
+from jax_fp8.kernels.quantize import column_sums_reference, sums_results
 
 TARGET = "jax_fp8_activation"
 
@@ -78,35 +70,26 @@ def activate_backward(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array
     return pullback(dy)[0]
 
 
-def activation_quantize(
-    x: jax.Array,
-    activation: str,
-    dtype: jax.typing.DTypeLike,
-    scale: jax.Array | ScaleSource,
-    *,
-    orientations: str = "both",
-) -> tuple[Fp8Array | None, Fp8Array | None, jax.Array]:
-    """`quantize(activate(x))` without the tensor in between.
+def activation_quantize(x: jax.Array, activation: str, cast: Cast, *, orientations: str = "both") -> Fp8Pair:
+    """The cast of `activate(x)` without the tensor in between.
 
     Args:
       x: (m, n), or (m, 2n) for a gated activation; float32, bfloat16 or float16.
       activation: a name in PLAIN or GATED.
-      dtype: E4M3 or E5M2.
-      scale: f32[] or where it comes from.
-      orientations: "both", "straight" or "transposed".
+      cast: of the activated tensor.
+      orientations: "both", "rowwise" or "columnwise".
 
     Returns:
-      The activated tensor in FP8 (m, n), its transpose (n, m), each None where it is not wanted, and its amax f32[].
+      The activated tensor (m, n) in FP8.
     """
-    check_orientations(orientations)
-    source, gated = ScaleSource.of(scale), is_gated(activation)
-    check_source_and_target(x.dtype, dtype)
+    gated, cast = is_gated(activation), check_cast(cast, x.dtype)
     _check_input("activation_quantize", x, gated)
-    settings = {"activation": activation, "dtype": dtype, "scale_rule": source.rule, "orientations": orientations}
-    rule = f"{_dims(gated)}, {source.dims} -> {', '.join(wanted(orientations, 'm n', 'n m'))}, , "
-    kernel, reference = partial(_kernel, **settings), partial(_reference, **settings)
-    *matrices, amax, used = dispatch(rule, kernel, reference, _halves(x, gated), source.array)
-    return *fp8_arrays(orientations, matrices, used), amax
+    results = PairResults(cast.rule, orientations)
+    rule = f"{_dims(gated)}, {source_dims(cast)} -> {results.dims('m n', 'n m')}"
+    kernel = None if cast.rule.tile else partial(_kernel, results, activation)
+    return results.pair(
+        dispatch(rule, kernel, partial(_reference, results, activation), _halves(x, gated), cast.source)
+    )
 
 
 def activation_amax(x: jax.Array, activation: str) -> jax.Array:
@@ -118,51 +101,42 @@ def activation_amax(x: jax.Array, activation: str) -> jax.Array:
 
 
 def activation_backward_quantize(
-    dy: jax.Array,
-    x: jax.Array,
-    activation: str,
-    dtype: jax.typing.DTypeLike,
-    scale: jax.Array | ScaleSource,
-    activated_dtype: jax.typing.DTypeLike,
-    activated_scale: jax.Array,
-) -> tuple[Fp8Array, Fp8Array, jax.Array, jax.Array, Fp8Array]:
-    """`quantize(activate_backward(dy, x))` without the tensor in between, and `activate(x)` in FP8 once more.
+    dy: jax.Array, x: jax.Array, activation: str, cast: Cast, activated_cast: Cast
+) -> tuple[Fp8Pair, jax.Array, Fp8Array]:
+    """The cast of `activate_backward(dy, x)` without the tensor in between, and `activate(x)` in FP8 once more.
 
     Args:
       dy: (m, n), like the activated tensor.
       x: (m, c), c being n, or 2n for a gated activation; of the dtype of `dy`: float32, bfloat16 or float16.
       activation: a name in PLAIN or GATED.
-      dtype: E4M3 or E5M2, of the gradient.
-      scale: f32[] or where it comes from, of the gradient.
-      activated_dtype, activated_scale: those that `activation_quantize` cast the activated tensor with, E4M3 or E5M2, and f32[].
+      cast: of the gradient.
+      activated_cast: that of the activated tensor in the forward, with a scale that is known: see `Cast.again`.
 
     Returns:
-      The gradient of `x` in FP8 (m, c), its transpose (c, m), its amax f32[] and the sums of its columns f32[c]; and the transpose (n, m) that
-      `activation_quantize` makes of `x`, to the same bits.
+      The gradient of `x` (m, c) in FP8, and the sums of its columns f32[c]; and columnwise (n, m) what `activation_quantize` makes of `x`, to the
+      same bits.
     """
-    source, gated = ScaleSource.of(scale), is_gated(activation)
-    check_source_and_target(x.dtype, dtype)
-    check_source_and_target(x.dtype, activated_dtype)
+    gated, cast = is_gated(activation), check_cast(cast, x.dtype)
+    activated_cast = check_cast(activated_cast, x.dtype)
     _check_input("activation_backward_quantize", x, gated)
     _check_gradient("activation_backward_quantize", dy, x, gated)
-    activated_scale = jnp.asarray(activated_scale, jnp.float32)
-    settings = {
-        "activation": activation,
-        "dtype": dtype,
-        "scale_rule": source.rule,
-        "activated_dtype": activated_dtype,
-    }
+    _check_known(activated_cast)
+    results, activated = PairResults(cast.rule), PairResults(activated_cast.rule, "columnwise")
+    by_tile = cast.rule.tile or activated_cast.rule.tile
     # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
-    results = "m h n, h n m, n m, , , h n" if gated else "m n, n m, n m, , , n"
-    rule = f"m n, {_dims(gated)}, {source.dims}, -> {results}"
-    kernel, reference = partial(_backward_kernel, **settings), partial(_backward_reference, **settings)
-    operands = dy, _halves(x, gated), source.array, activated_scale
-    values, transposed, activated, amax, used, sums = dispatch(rule, kernel, reference, *operands)
+    dims, sums = (("m h n", "h n m"), "h n") if gated else (("m n", "n m"), "n")
+    rule = f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> {results.dims(*dims)}, {sums}, {activated.dims('', 'n m')}"
+    kernel = None if by_tile else partial(_backward_kernel, results, activated, activation)
+    operands = dy, _halves(x, gated), cast.source, activated_cast.source
+    reference = partial(_backward_reference, results, activated, activation)
+    found = dispatch(rule, kernel, reference, *operands)
+    count = results.dims(*dims).count(",") + 1
+    (values, values_t, *others), sums, again = found[:count], found[count], found[count + 1 :]
     if gated:
         m, c = _spec(x)
-        values, transposed = _reshape(values, x.shape, m, c), _reshape(transposed, x.shape[::-1], c, m)
+        values, values_t = _reshape(values, x.shape, m, c), _reshape(values_t, x.shape[::-1], c, m)
         sums = _reshape(sums, x.shape[1:], c)
-    return Fp8Array(values, used), Fp8Array(transposed, used), amax, sums, Fp8Array(activated, activated_scale)
+    return results.pair([values, values_t, *others]), sums, activated.pair(again).columnwise
 
 
 def activation_backward_amax(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array:
@@ -187,6 +161,15 @@ def _check_gradient(operation, dy, x, gated):
     if (dy.shape, dy.dtype) != (shape, x.dtype):
         raise ValueError(
             f"{operation} needs dy like the activated x, {x.dtype}{shape}, got {dy.dtype}{dy.shape}; reshape or cast it"
+        )
+
+
+def _check_known(activated_cast):
+    rule, source = activated_cast.rule, activated_cast.source
+    if rule.tile is None and (rule.formula is not None or source.ndim):
+        raise ValueError(
+            "activation_backward_quantize needs the activated tensor's scale f32[], got a source of scales "
+            f"{source.dtype}{source.shape} with formula {rule.formula}; pass `cast.again(scale)`"
         )
 
 
@@ -230,21 +213,16 @@ def _gradient(dy, x, activation, split):
     return lax.optimization_barrier(activate_backward(dy, _joined(x, split), activation))
 
 
-def _kernel(x, array, split: Split, activation, dtype, scale_rule, orientations):
+def _kernel(results, activation, x, source, split: Split):
     x = _joined(x, split)
     m, n = x.shape[0], x.shape[1] // (2 if is_gated(activation) else 1)
-    results = (*matrix_results(orientations, (m, n), dtype), SCALAR, SCALAR)
-    call = jax.ffi.ffi_call(f"{TARGET}_quantize", results)
-    attributes = {"activation": activation, **scale_rule.attributes()}
-    *matrices, amax, scale = call(x, gathered(array, split, "r"), **attributes)
-    return *wanted(orientations, *matrices), pmax(amax, split, "m", "n"), scale
+    call = jax.ffi.ffi_call(f"{TARGET}_quantize", results.shapes((m, n)))
+    found = call(x, gathered(source, split, "r"), activation=activation, **attributes(results.rule))
+    return results.from_kernel(found, split, "m", "n")
 
 
-def _reference(x, array, split: Split, activation, dtype, scale_rule, orientations):
-    y = _activated(x, activation, split)
-    scale = scale_rule.scale(array, dtype, split)
-    values = quantize_reference(y, dtype, scale)
-    return *wanted(orientations, values, values.T), pmax(amax_reference(y), split, "m", "n"), scale
+def _reference(results, activation, x, source, split: Split):
+    return results.from_reference(_activated(x, activation, split), source, split, "m", "n")
 
 
 def _amax_kernel(activation, x, split: Split):
@@ -256,32 +234,33 @@ def _amax_reference(activation, x, split: Split):
     return (pmax(amax_reference(_activated(x, activation, split)), split, "m", "n"),)
 
 
-def _backward_kernel(dy, x, array, activated_scale, split: Split, activation, dtype, scale_rule, activated_dtype):
+def _backward_kernel(results, activated, activation, dy, x, source, activated_scale, split: Split):
     x = _joined(x, split)
-    matrices = jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct(x.shape[::-1], dtype)
-    activated = jax.ShapeDtypeStruct(dy.shape[::-1], activated_dtype)
-    results = (*matrices, activated, SCALAR, SCALAR, *sums_results(x.shape))
-    call = jax.ffi.ffi_call(f"{TARGET}_backward_quantize", results)
-    attributes = {"activation": activation, **scale_rule.attributes()}
-    operands = dy, x, gathered(array, split, "r"), activated_scale
-    values, transposed, activated, amax, scale, sums, _ = call(*operands, **attributes)
-    return _backward_results(values, transposed, activated, amax, scale, sums, split, activation)
+    values, values_t, *scalars = results.shapes(x.shape)
+    again = jax.ShapeDtypeStruct(dy.shape[::-1], activated.rule.dtype)
+    call = jax.ffi.ffi_call(f"{TARGET}_backward_quantize", (values, values_t, again, *scalars, *sums_results(x.shape)))
+    settings = {"activation": activation, **attributes(results.rule)}
+    values, values_t, again, amax, scale, sums, _ = call(
+        dy, x, gathered(source, split, "r"), activated_scale, **settings
+    )
+    pair = results.from_kernel((values, values_t, amax, scale), split, "m", "n")
+    # The kernel measures the gradient only: of the activated tensor everything is known.
+    return _backward_results(pair, sums, (again, jnp.zeros_like(amax), activated_scale), split, activation)
 
 
-def _backward_reference(dy, x, array, activated_scale, split: Split, activation, dtype, scale_rule, activated_dtype):
+def _backward_reference(results, activated, activation, dy, x, source, activated_source, split: Split):
     dx = _gradient(dy, x, activation, split)
-    scale = scale_rule.scale(array, dtype, split)
-    values, amax, sums = quantize_reference(dx, dtype, scale), amax_reference(dx), column_sums_reference(dx)
-    activated = quantize_reference(_activated(x, activation, split), activated_dtype, activated_scale)
-    return _backward_results(values, values.T, activated.T, amax, scale, sums, split, activation)
+    pair = results.from_reference(dx, source, split, "m", "n")
+    again = activated.from_reference(_activated(x, activation, split), activated_source, split, "m", "n")
+    return _backward_results(pair, column_sums_reference(dx), again, split, activation)
 
 
-def _backward_results(values, transposed, activated, amax, scale, sums, split, activation):
-    amax, sums = pmax(amax, split, "m", "n"), psum(sums, split, "m")
+def _backward_results(pair, sums, again, split, activation):
+    (values, values_t, *others), sums = pair, psum(sums, split, "m")
     if is_gated(activation):
         m, n = values.shape[0], values.shape[1] // 2
-        values, transposed, sums = values.reshape(m, 2, n), transposed.reshape(2, n, m), sums.reshape(2, n)
-    return values, transposed, activated, amax, scale, sums
+        values, values_t, sums = values.reshape(m, 2, n), values_t.reshape(2, n, m), sums.reshape(2, n)
+    return values, values_t, *others, sums, *again
 
 
 def _backward_amax_kernel(activation, dy, x, split: Split):

@@ -15,8 +15,10 @@ own buffer, as a state wants it: cutting them out of one vector would take a sma
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from typing import Any
+from enum import IntFlag
+from functools import partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,8 @@ import numpy as np
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
-from jax_fp8.kernels.quantize import quantize_reference
 from jax_fp8.kernels.storage import (
     REMAINDER,
     master_of,
@@ -97,11 +99,12 @@ def adam(leaves: Sequence[Leaf], coefficients: Coefficients, seed: jax.Array, ad
     """
     if not leaves:
         return []
-    settings = {"layout": tuple(map(_layout, leaves)), "adam_w_mode": adam_w_mode}
+    settings = {"layouts": tuple(map(_layout, leaves)), "adam_w_mode": adam_w_mode}
     vector = jnp.stack([getattr(coefficients, number.name) for number in fields(Coefficients)])
-    operands = [vector, _scales(leaves), seed, *(array for leaf in leaves for array in _arrays(leaf))]
-    remaining = iter(dispatch(_rule(leaves), partial(_kernel, **settings), partial(_reference, **settings), *operands))
-    return [_replace_arrays(leaf, remaining) for leaf in leaves]
+    operands = [vector, _scales(leaves), seed, *(array for leaf in leaves for array in _arrays(leaf).values())]
+    results = iter(dispatch(_rule(leaves), partial(_kernel, **settings), partial(_reference, **settings), *operands))
+    updated = ({name: next(results) for name in _arrays(leaf) if name != "g"} for leaf in leaves)
+    return [replace(leaf, **_fields(arrays)) for leaf, arrays in zip(leaves, updated, strict=True)]
 
 
 def adam_leaf(
@@ -123,8 +126,9 @@ def adam_leaf(
     updated = _store(leaf, m, v, p, seed, number)
     if leaf.cast is not None:
         weight = updated.master if updated.param is None else updated.param
-        values = quantize_reference(weight, leaf.cast.rowwise.dtype, leaf.scale)
-        values_t = None if leaf.cast.columnwise is None else values.T
+        old, old_t, _, _ = leaf.cast.arrays
+        values = quantize_reference(weight, old.dtype, leaf.scale)
+        values_t = None if old_t is None else values.T
         updated = replace(updated, cast=Fp8Pair.of(values, values_t, leaf.scale, amax_reference(weight)))
     unchanged = c.apply == 0
     updated = jax.tree.map(lambda old, new: jnp.where(unchanged, old, new), leaf, updated)
@@ -173,117 +177,151 @@ def _rounded(product):
     return jnp.where(product == product, product, np.float32(np.nan))
 
 
-# ---- the custom call: leaves as a flat list of arrays ----------------------------------------------------------------------
+# ---- the custom call: leaves as a flat list of arrays ----------------------------------------------------------------
+#
+# A leaf gives the kernel up to eleven arrays, always in the order of ARRAYS, and leaves out those that it does not
+# have. Its Layout says which are there, so that the list can be read again. In this file they are a dict by name.
 
 
-def _arrays(leaf) -> list[jax.Array]:
-    """A leaf's arrays as the kernel takes them: the gradient first, then those that it updates, and those that are there."""
-    moments = [moment.values if isinstance(moment, Fp8Array) else moment for moment in (leaf.mu, leaf.nu)]
-    return [leaf.gradient, *moments, *(array for array in _optional(leaf) if array is not None)]
+class Layout(IntFlag):
+    """Which arrays a leaf has beside g, mu and nu, and whether it decays; names and values as in csrc/adam.cc."""
+
+    HAS_PARAM = 1
+    HAS_MASTER = 2
+    HAS_VALUES = 4  # and their scale and amax
+    HAS_VALUES_T = 8
+    HAS_MU_SCALE = 16  # where mu is FP8
+    HAS_NU_SCALE = 32
+    DECAYS = 64
 
 
-def _optional(leaf) -> list:
-    """What follows the moments: arrays of the leaf's shape or its transpose, then scalars."""
-    copies = [None] * 4 if leaf.cast is None else leaf.cast.arrays
-    scales = [moment.scale if isinstance(moment, Fp8Array) else None for moment in (leaf.mu, leaf.nu)]
-    return [leaf.param, leaf.master, *copies, *scales]
+# The kernel's order; each array with the bit that says it is there, 0 where it always is.
+ARRAYS = {
+    "g": Layout(0),  # only read; all others are updated in place
+    "mu": Layout(0),
+    "nu": Layout(0),
+    "param": Layout.HAS_PARAM,
+    "master": Layout.HAS_MASTER,
+    "values": Layout.HAS_VALUES,
+    "values_t": Layout.HAS_VALUES_T,
+    "scale": Layout.HAS_VALUES,
+    "amax": Layout.HAS_VALUES,
+    "mu_scale": Layout.HAS_MU_SCALE,
+    "nu_scale": Layout.HAS_NU_SCALE,
+}
+SCALARS = ("scale", "amax", "mu_scale", "nu_scale")
 
 
-def _replace_arrays(leaf, arrays) -> Leaf:
-    """The leaf with its arrays, save the gradient, taken from an iterator."""
-    mu, nu = next(arrays), next(arrays)
-    optional: list[Any] = [None if old is None else next(arrays) for old in _optional(leaf)]
-    param, master, *cast, mu_scale, nu_scale = optional
-    return replace(
-        leaf,
-        mu=mu if mu_scale is None else Fp8Array(mu, mu_scale),
-        nu=nu if nu_scale is None else Fp8Array(nu, nu_scale),
-        param=param,
-        master=master,
-        cast=None if leaf.cast is None else Fp8Pair.of(*cast),
-    )
+class Scales(NamedTuple):
+    """The scales of a leaf's FP8 numbers in the kernel's order: of the cast, of moments as they were and will be."""
+
+    cast_scale: Any
+    mu_scale_before: Any
+    mu_scale_after: Any
+    nu_scale_before: Any
+    nu_scale_after: Any
 
 
-def _layout(leaf) -> int:
-    """Which arrays there are and whether the leaf decays, as bits."""
-    param, master, values, values_t, _, _, mu_scale, nu_scale = _optional(leaf)
-    present = (param, master, values, values_t, mu_scale, nu_scale)
-    return sum((array is not None) << bit for bit, array in enumerate(present)) | leaf.decays << len(present)
+def _names(layout: Layout) -> list[str]:
+    """The arrays of a leaf with this layout, in the kernel's order."""
+    return [name for name, needed in ARRAYS.items() if needed in layout]
 
 
-def _scales(leaves) -> jax.Array:
-    """f32[leaves, 5]: of the values; of mu before and after; of nu before and after; 1 where there is none."""
+def _layout(leaf: Leaf) -> Layout:
+    present = [ARRAYS[name] for name in _arrays(leaf)]
+    return reduce(or_, present, Layout.DECAYS if leaf.decays else Layout(0))
+
+
+def _arrays(leaf: Leaf) -> dict[str, jax.Array]:
+    """The arrays of a leaf by name, in the kernel's order."""
+    (mu, mu_scale), (nu, nu_scale) = _values_and_scale(leaf.mu), _values_and_scale(leaf.nu)
+    cast = [None] * 4 if leaf.cast is None else leaf.cast.arrays
+    row = (leaf.gradient, mu, nu, leaf.param, leaf.master, *cast, mu_scale, nu_scale)
+    return {name: array for name, array in zip(ARRAYS, row, strict=True) if array is not None}
+
+
+def _fields(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """The fields of a leaf that the kernel updates, from its arrays."""
+
+    def moment(name):
+        scale = arrays.get(f"{name}_scale")
+        return arrays[name] if scale is None else Fp8Array(arrays[name], scale)
+
+    cast = None
+    if "values" in arrays:
+        cast = Fp8Pair.of(arrays["values"], arrays.get("values_t"), arrays["scale"], arrays["amax"])
+    weight = {name: arrays.get(name) for name in ("param", "master")}
+    return {"mu": moment("mu"), "nu": moment("nu"), **weight, "cast": cast}
+
+
+def _values_and_scale(moment: jax.Array | Fp8Array) -> tuple[jax.Array, jax.Array | None]:
+    return (moment.values, moment.scale) if isinstance(moment, Fp8Array) else (moment, None)
+
+
+def _scales(leaves: Sequence[Leaf]) -> jax.Array:
+    """f32[leaves, 5]: `Scales` of each; 1 where there is none."""
 
     def row(leaf):
-        before = [moment.scale if isinstance(moment, Fp8Array) else None for moment in (leaf.mu, leaf.nu)]
-        return leaf.scale, before[0], leaf.mu_scale, before[1], leaf.nu_scale
+        (_, mu), (_, nu) = _values_and_scale(leaf.mu), _values_and_scale(leaf.nu)
+        return Scales(leaf.scale, mu, leaf.mu_scale, nu, leaf.nu_scale)
 
     one = np.float32(1)
-    return jnp.stack([one if scale is None else scale for leaf in leaves for scale in row(leaf)]).reshape(-1, 5)
+    scales = [one if scale is None else scale for leaf in leaves for scale in row(leaf)]
+    return jnp.stack(scales).reshape(-1, len(Scales._fields))
 
 
-def _rule(leaves) -> str:
-    def dims(number, leaf):
-        names = [f"x{number}d{dim}" for dim in range(leaf.gradient.ndim)]
-        straight, transposed = " ".join(names), " ".join(reversed(names))
-        optional = [straight, straight, straight, transposed, "", "", "", ""]
-        present = [dims for dims, array in zip(optional, _optional(leaf), strict=True) if array is not None]
-        return [straight, straight, straight, *present]
-
-    per_leaf = [dims(number, leaf) for number, leaf in enumerate(leaves)]
-    operands = ["coefficients", "leaves scales", "", *(dim for leaf in per_leaf for dim in leaf)]
-    results = [dim for leaf in per_leaf for dim in leaf[1:]]
+def _rule(leaves: Sequence[Leaf]) -> str:
+    operands, results = ["coefficients", "leaves scales", ""], []
+    for number, leaf in enumerate(leaves):
+        dims = [f"x{number}d{dim}" for dim in range(leaf.gradient.ndim)]
+        special = {"values_t": " ".join(reversed(dims)), **dict.fromkeys(SCALARS, "")}
+        per_array = [special.get(name, " ".join(dims)) for name in _arrays(leaf)]
+        operands += per_array
+        results += per_array[1:]
     return f"{','.join(operands)}->{','.join(results)}"
 
 
-def _kernel(vector, scales, seed, *arrays, split: Split, layout, adam_w_mode):
-    results, aliases, position = [], {}, 3  # three operands stand before the leaves
-    for bits in layout:
-        updated = range(position + 1, position + _count(bits))  # the gradient is only read
-        aliases |= {operand: len(results) + i for i, operand in enumerate(updated)}
-        results += [jax.ShapeDtypeStruct(arrays[i - 3].shape, arrays[i - 3].dtype) for i in updated]
+def _kernel(vector, scales, seed, *arrays, split: Split, layouts, adam_w_mode):
+    results, aliases, position = [], {}, 0
+    for layout in layouts:
+        updated = range(position + 1, position + len(_names(layout)))
+        aliases |= {3 + i: len(results) + j for j, i in enumerate(updated)}  # three operands stand before the leaves
+        results += [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in updated]
         position = updated.stop
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-    attributes = {"layout": np.array(layout, np.int32), "adam_w_mode": adam_w_mode}
-    return _whole_amaxes(call(vector, scales, seed, *arrays, **attributes), layout, split)
+    attributes = {"layout": np.array(layouts, np.int32), "adam_w_mode": adam_w_mode}
+    return _whole_amaxes(call(vector, scales, seed, *arrays, **attributes), layouts, split)
 
 
-def _reference(vector, scales, seed, *arrays, split: Split, layout, adam_w_mode):
+def _reference(vector, scales, seed, *arrays, split: Split, layouts, adam_w_mode):
     coefficients = Coefficients(*vector)
     remaining, results = iter(arrays), []
-    for number, (bits, scale) in enumerate(zip(layout, scales, strict=True)):
-        leaf = _unpack(bits, scale, [next(remaining) for _ in range(_count(bits))])
+    for number, (layout, row) in enumerate(zip(layouts, scales, strict=True)):
+        leaf = _unpack(layout, Scales(*row), {name: next(remaining) for name in _names(layout)})
         updated, _ = adam_leaf(leaf, coefficients, seed, number, adam_w_mode)
-        results += _arrays(updated)[1:]
-    return _whole_amaxes(results, layout, split)
+        results += list(_arrays(updated).values())[1:]
+    return _whole_amaxes(results, layouts, split)
 
 
-def _count(bits) -> int:
-    """Arrays of a leaf with this layout: gradient and moments, what the bits say, and with values their scale and amax."""
-    return 3 + (bits & 63).bit_count() + 2 * bool(bits & 4)
+def _unpack(layout: Layout, scales: Scales, arrays: dict[str, jax.Array]) -> Leaf:
+    return Leaf(
+        gradient=arrays["g"],
+        **_fields(arrays),
+        scale=scales.cast_scale,
+        mu_scale=scales.mu_scale_after,
+        nu_scale=scales.nu_scale_after,
+        decays=Layout.DECAYS in layout,
+    )
 
 
-def _whole_amaxes(results, layout, split) -> tuple[jax.Array, ...]:
+def _whole_amaxes(results, layouts, split) -> tuple[jax.Array, ...]:
     """Results with each amax that of the whole weight, not of this shard."""
-    results, positions, end = list(results), [], 0
-    for bits in layout:
-        end += _count(bits) - 1
-        if bits & 4:
-            positions.append(end - 1 - (bits >> 4 & 3).bit_count())
+    results = list(results)
+    names = [name for layout in layouts for name in _names(layout)[1:]]
+    positions = [i for i, name in enumerate(names) if name == "amax"]
     if split and positions:
-        amaxes = pmax(
-            jnp.stack([results[i] for i in positions]), split, *split
-        )  # the same on all shards of a leaf not split
+        # pmax over every axis that splits any leaf: harmless to a leaf that is the same on all shards.
+        amaxes = pmax(jnp.stack([results[i] for i in positions]), split, *split)
         for i, amax in zip(positions, amaxes, strict=True):
             results[i] = amax
     return tuple(results)
-
-
-def _unpack(bits, scale, arrays) -> Leaf:
-    gradient, mu, nu, *others = arrays
-    remaining = iter(others)
-    param, master, values, values_t = (next(remaining) if bits >> bit & 1 else None for bit in range(4))
-    cast = None if values is None else Fp8Pair.of(values, values_t, next(remaining), next(remaining))
-    mu = Fp8Array(mu, next(remaining)) if bits & 16 else mu
-    nu = Fp8Array(nu, next(remaining)) if bits & 32 else nu
-    return Leaf(gradient, mu, nu, param, master, cast, scale[0], scale[2], scale[4], decays=bool(bits >> 6))

@@ -24,19 +24,22 @@ from jax_fp8.kernels import extension
 Split = dict[str, tuple[str, ...]]
 
 
-def dispatch(rule: str, kernel: Callable, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
-    """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere; both return a tuple."""
+def dispatch(rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
+    """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere; both return a tuple.
+
+    Where nobody has written a kernel, None, the reference runs on CUDA too, and a warning says so once.
+    """
     inputs, outputs = parse_rule(rule)
     explicit = _explicit_split(inputs, outputs, args)
     if not explicit:
-        return _on_platform(_auto_partitioned(kernel, rule), functools.partial(reference, split={}), *args)
+        local = kernel and _auto_partitioned(kernel, rule)
+        return _on_platform(local, functools.partial(reference, split={}), *args)
     mesh = next(jax.typeof(arg).sharding.mesh for arg in args if not jax.typeof(arg).sharding.mesh.empty)
     placed = [
         jax.reshard(arg, NamedSharding(mesh, _spec(dims, explicit))) for dims, arg in zip(inputs, args, strict=True)
     ]
-    local = functools.partial(
-        _on_platform, functools.partial(kernel, split=explicit), functools.partial(reference, split=explicit)
-    )
+    forms = (form and functools.partial(form, split=explicit) for form in (kernel, reference))
+    local = functools.partial(_on_platform, *forms)
     mapped = jax.shard_map(
         local,
         mesh=mesh,
@@ -84,7 +87,19 @@ def _on_platform(kernel, reference, *args):
         # Operands and results are rounded to their dtypes, as at a kernel: fused into its neighbours, an op would see and pass on more.
         return lax.optimization_barrier(reference(*lax.optimization_barrier(operands)))
 
-    return lax.platform_dependent(*args, cuda=kernel if kernels_run() else bounded, default=bounded)
+    if kernel is None and jax.default_backend() == "gpu":
+        _warn_of_reference()
+    on_cuda = kernel if kernel is not None and kernels_run() else bounded
+    return lax.platform_dependent(*args, cuda=on_cuda, default=bounded)
+
+
+@functools.cache
+def _warn_of_reference() -> None:
+    warnings.warn(
+        "a recipe with scales by tile runs on the slow jnp reference: there are no kernels for it yet; "
+        "use DelayedScaling or CurrentScaling for speed",
+        stacklevel=2,
+    )
 
 
 @functools.cache

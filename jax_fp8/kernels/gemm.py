@@ -16,14 +16,15 @@ import numpy as np
 from jax import lax
 
 from jax_fp8.core.formats import E5M2
-from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.fp8_array import Fp8Array, spread
+from jax_fp8.kernels.casting import check_whole_tiles
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
-from jax_fp8.kernels.tuned_gemms import GemmProblem, GemmTable, table_in_use
+from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"
 REFERENCE_SCOPE = "jax_fp8_gemm_reference"
 RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-WORKSPACE_BYTES = 32 * 2**20  # what cuBLASLt's documentation asks for on Hopper
+WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper; as in csrc/gemm_plan.h
 
 
 def matmul(
@@ -57,16 +58,18 @@ def matmul(
     dtype = jnp.dtype(dtype)
     _check(a, b, dtype, accumulation, columns)
     all_columns = "n" if columns is None else "p"
-    operands, rule = [a.values, b.values, a.scale, b.scale], f"m k, {all_columns} k, , "
+    # Scales of tiles are not split: their dims have letters of their own.
+    scales = ["" if x.scale.ndim == 0 else f"{name}0 {name}1" for name, x in (("s", a), ("t", b))]
+    operands, rule = [a.values, b.values, a.scale, b.scale], f"m k, {all_columns} k, {', '.join(scales)}"
     if bias is not None:
         bias = bias.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype)
         operands, rule = [*operands, bias], f"{rule}, {all_columns}"
     if c is not None:
         operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
     settings = {"dtype": dtype, "has_bias": bias is not None, "alpha": np.float32(alpha), "columns": columns}
-    # The table is read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
-    how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "table": table_in_use()}
-    kernel = partial(_kernel, **settings, **how)
+    # Ranks are read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
+    how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "ranks": ranks_in_use()}
+    kernel = partial(_kernel, **settings, **how) if a.scale.ndim == b.scale.ndim == 0 else None
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
     return d
 
@@ -82,7 +85,7 @@ def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has
 
 
 def _call(
-    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, table: GemmTable | None, columns
+    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, ranks: Ranks, columns
 ) -> jax.Array:
     (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
     problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, accumulation)
@@ -99,22 +102,34 @@ def _call(
         fast_accumulation=accumulation == "fast",
         alpha=alpha,
         first_column=np.int64(first),
-        candidate=np.int32(table.candidate(problem) if table is not None else 0),
+        candidate=np.int32(ranks.get(problem, 0)),
     )
     return d
 
 
 def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns):
     b, addends = _gather_columns(b, addends, has_bias, split)
+    if a_scale.ndim == b_scale.ndim == 0:
+        # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
+        a, b, factor, precision = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), alpha * (a_scale * b_scale), None
+    else:
+        a, b = _scaled(a, a_scale, split, "m k", "s0 s1"), _scaled(b, b_scale, split, "n k", "t0 t1")
+        factor, precision = alpha, lax.Precision.HIGHEST
     if columns is not None:
         b = lax.slice_in_dim(b, columns[0], sum(columns))
-    # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
     with jax.named_scope(REFERENCE_SCOPE):
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        product = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        contract = (((1,), (1,)), ((), ()))
+        product = lax.dot_general(a, b, contract, precision, preferred_element_type=jnp.float32)
     axes = split_axes(split, "k")
     product = lax.psum(product, axes) if axes else product
-    return (_add(product * (alpha * (a_scale * b_scale)), addends, has_bias, columns).astype(dtype),)
+    return (_add(product * factor, addends, has_bias, columns).astype(dtype),)
+
+
+def _scaled(x, scale, split: Split, dims: str, scale_dims: str) -> jax.Array:
+    """In float32, by its scale or those of its tiles."""
+    if scale.ndim:
+        check_whole_tiles(split, *dims.split())
+    return x.astype(jnp.float32) * spread(gathered(scale, split, *scale_dims.split()), x.shape)
 
 
 def _gather_columns(b, addends, has_bias, split: Split):

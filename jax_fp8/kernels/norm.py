@@ -8,7 +8,7 @@ normalized tensor is wanted in FP8 only, in one orientation or both, and never h
 read of `x`, rounded as if it had been stored. `norm_backward` also adds the gradient that reaches `x` past the norm, along the residual
 stream, which would be another pass over memory.
 
-    x, source ─normalize, round to the dtype of x, find the scale, cast, measure→ values, transposed, amax, statistics
+    x ─normalize, round to the dtype of x, cast→ a pair, statistics
     dy, x, statistics, residual ─→ dx, gradients of scale and bias
 
 Rows may be shards; features are gathered where somebody split them, since every element needs its whole row.
@@ -22,19 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import NOTHING, SCALAR, PairResults, attributes, check_cast, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule, split_axes
-from jax_fp8.kernels.quantize import (
-    NOTHING,
-    check_orientations,
-    check_source_and_target,
-    fp8_arrays,
-    matrix_results,
-    quantize_reference,
-    wanted,
-)
-from jax_fp8.kernels.scale_source import SCALAR, ScaleRule, ScaleSource
 
 NORMS = ("layernorm", "rmsnorm")
 
@@ -82,46 +74,35 @@ def normalize_backward(
 
 
 def norm_quantize(
-    x: jax.Array,
-    parameters: NormParameters,
-    epsilon: float,
-    dtype: jax.typing.DTypeLike,
-    scale: jax.Array | ScaleSource,
-    *,
-    orientations: str = "both",
-) -> tuple[Fp8Array | None, Fp8Array | None, jax.Array, NormStatistics]:
-    """Normalize a matrix and quantize the result: `quantize(normalize(x, parameters, epsilon, x.dtype)[0], dtype, scale)`.
+    x: jax.Array, parameters: NormParameters, epsilon: float, cast: Cast, *, orientations: str = "both"
+) -> tuple[Fp8Pair, NormStatistics]:
+    """The cast of `normalize(x, parameters, epsilon, x.dtype)[0]` without the tensor in between.
 
     Args:
       x: (m, n) in float32, bfloat16 or float16.
       parameters: with a bias for LayerNorm, without for RMSNorm.
       epsilon: a Python number.
-      dtype: E4M3 or E5M2.
-      scale: float32 scalar, or where it comes from.
-      orientations: "both", or only the "straight" or the "transposed" one.
+      cast: of the normalized tensor.
+      orientations: "both", or only the "rowwise" or the "columnwise" one.
 
     Returns:
-      The FP8 values (m, n) and their transpose (n, m), None where not wanted; the amax of the normalized `x`, f32[]; the statistics.
+      The normalized `x` in FP8, and the statistics.
     """
-    source = ScaleSource.of(scale)
-    check_source_and_target(x.dtype, dtype)
+    cast = check_cast(cast, x.dtype)
     _check("norm_quantize", x, parameters)
-    check_orientations(orientations)
-    how = _Cast(jnp.dtype(dtype), source.rule, epsilon, orientations)
-    operands = [x, source.array, *_in_float32(parameters)]
+    results = PairResults(cast.rule, orientations)
+    operands = [x, cast.source, *_in_float32(parameters)]
     has_bias = parameters.bias is not None
-    matrices = ", ".join(wanted(orientations, "m n", "n m"))
-    rule = f"m k, {source.dims}, p{', p' * has_bias} -> {matrices}, , , m s{', m s' * has_bias}"
-    kernel, reference = partial(_quantize_kernel, how), partial(_quantize_reference, how)
-    results = list(_dispatch(rule, kernel, reference, *operands))
-    mean = results.pop() if has_bias else None
-    *matrices, amax, used, rstd = results
-    return *fp8_arrays(orientations, matrices, used), amax, NormStatistics(mean, rstd)
+    rule = f"m k, {source_dims(cast)}, p{', p' * has_bias} -> {results.dims('m n', 'n m')}, m s{', m s' * has_bias}"
+    kernel = None if cast.rule.tile else partial(_quantize_kernel, results, epsilon)
+    arrays = list(_dispatch(rule, kernel, partial(_quantize_reference, results, epsilon), *operands))
+    mean = arrays.pop() if has_bias else None
+    rstd = arrays.pop()
+    return results.pair(arrays), NormStatistics(mean, rstd)
 
 
 def norm_amax(x: jax.Array, parameters: NormParameters, epsilon: float) -> jax.Array:
     """The amax that `norm_quantize` measures, f32[], without quantizing: current scaling asks for it first."""
-    check_source_and_target(x.dtype, jnp.float8_e4m3fn)
     _check("norm_amax", x, parameters)
     operands = [x, *_in_float32(parameters)]
     rule = f"m k{', p' * (len(operands) - 1)} -> "
@@ -145,7 +126,6 @@ def norm_backward(
     Returns:
       The gradient of `x` (m, n) in its dtype, and those of the parameters in theirs.
     """
-    check_source_and_target(x.dtype, jnp.float8_e4m3fn)
     _check("norm_backward", x, parameters)
     _check_gradients(dy, x, statistics, residual_gradient)
     has_bias, has_residual = parameters.bias is not None, residual_gradient is not None
@@ -168,16 +148,6 @@ def check_norm(norm: str) -> None:
 # ---- the kernels and their references --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Cast:
-    """What is static of `norm_quantize`."""
-
-    dtype: np.dtype
-    scale_rule: ScaleRule
-    epsilon: float
-    orientations: str
-
-
 def _dispatch(rule, kernel, reference, *operands):
     """`dispatch` of forms that want whole rows: of their operands only the dim `m` is ever split."""
     dims_of = parse_rule(rule)[0]
@@ -187,32 +157,24 @@ def _dispatch(rule, kernel, reference, *operands):
         whole = [gathered(arg, others, *dims) for arg, dims in zip(args, dims_of, strict=True)]
         return form(*whole, axes=split_axes(split, "m"))
 
-    return dispatch(rule, partial(on_whole_rows, kernel), partial(on_whole_rows, reference), *operands)
+    kernel = kernel and partial(on_whole_rows, kernel)
+    return dispatch(rule, kernel, partial(on_whole_rows, reference), *operands)
 
 
-def _quantize_kernel(how, x, array, norm_scale, norm_bias=None, *, axes):
+def _quantize_kernel(results, epsilon, x, source, norm_scale, norm_bias=None, *, axes):
     column = (x.shape[0], 1)
-    results = [
-        *matrix_results(how.orientations, x.shape, how.dtype),
-        SCALAR,
-        SCALAR,
-        jax.ShapeDtypeStruct(NOTHING if norm_bias is None else column, jnp.float32),
-        jax.ShapeDtypeStruct(column, jnp.float32),
-    ]
-    call = jax.ffi.ffi_call("jax_fp8_norm_quantize", results)
-    attributes = {"epsilon": np.float32(how.epsilon), **how.scale_rule.attributes()}
-    values, transposed, amax, scale, mean, rstd = call(x, array, norm_scale, _or_nothing(norm_bias, (0,)), **attributes)
-    matrices = wanted(how.orientations, values, transposed)
-    return *matrices, _max_over(axes, amax), scale, rstd, *([] if norm_bias is None else [mean])
+    mean = jax.ShapeDtypeStruct(NOTHING if norm_bias is None else column, jnp.float32)
+    shapes = [*results.shapes(x.shape), mean, jax.ShapeDtypeStruct(column, jnp.float32)]
+    settings = {"epsilon": np.float32(epsilon), **attributes(results.rule)}
+    call = jax.ffi.ffi_call("jax_fp8_norm_quantize", shapes)
+    *pair, mean, rstd = call(x, source, norm_scale, _or_nothing(norm_bias, (0,)), **settings)
+    return *results.from_kernel(pair, {"m": axes}, "m"), rstd, *([] if norm_bias is None else [mean])
 
 
-def _quantize_reference(how, x, array, norm_scale, norm_bias=None, *, axes):
-    y, statistics = _normalize_rounded(how.epsilon, x, norm_scale, norm_bias)
-    scale = how.scale_rule.scale(array, how.dtype, {})
-    values = quantize_reference(y, how.dtype, scale)
-    matrices = wanted(how.orientations, values, values.T)
+def _quantize_reference(results, epsilon, x, source, norm_scale, norm_bias=None, *, axes):
+    y, statistics = _normalize_rounded(epsilon, x, norm_scale, norm_bias)
     mean = [] if norm_bias is None else [statistics.mean]
-    return *matrices, _max_over(axes, amax_reference(y)), scale, statistics.rstd, *mean
+    return *results.from_reference(y, source, {"m": axes}, "m"), statistics.rstd, *mean
 
 
 def _amax_kernel(epsilon, x, norm_scale, norm_bias=None, *, axes):
@@ -299,6 +261,8 @@ def _sum_over(axes, x) -> jax.Array:
 
 
 def _check(operation, x, parameters):
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{operation} needs float32, bfloat16 or float16, got {x.dtype}; cast first")
     if x.ndim != 2 or x.shape[1] == 0:
         raise ValueError(f"{operation} needs a matrix with features, got shape {x.shape}; flatten the leading dims")
     for name in ("scale", "bias"):

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8.core.formats import E4M3, fp8_max
-from jax_fp8.kernels.quantize import NAN_BYTE
+from jax_fp8.kernels.casting import NAN_BYTE
 
 REMAINDER = np.dtype("uint16")
 

@@ -1,36 +1,34 @@
-"""Which of cuBLASLt's algorithms a GEMM takes: its heuristic's first choice, or a better one that was measured once and remembered.
+"""Which of cuBLASLt's algorithms a GEMM takes: its heuristic's first choice, or a better one that was measured.
 
-For every product cuBLASLt offers up to 16 algorithms, in the order of the time it expects, always the same for one of its versions and one
-kind of GPU. A `GemmTable` says which candidate, by its rank, was the fastest on the device. It is a value, used only where someone says so:
+For every product cuBLASLt offers up to 16 algorithms, the candidates, in the order of the time that it expects: always
+the same order for one of its versions and one kind of GPU. So a candidate is told by its rank, and a GEMM asks its
+context for the rank of the product that it is about to compute:
 
-    table = fp8.tune(step, state, batch)  # measures on the device, remembers in a file
-    with fp8.tuned_gemms(table):
-        state, metrics = step(state, batch)
+    with using_ranks(Ranks({GemmProblem(...): 3})):
+        ...  # what is traced here
 
-Candidates add in different orders, so their results differ in the last bits: one table, one result; without a table, the heuristic's.
+Candidates add in different orders, so their results differ in the last bits: the same ranks, the same result.
+Measuring candidates and remembering the best is the work of `jax_fp8/tools`.
 """
 
-import json
-import os
-import re
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass
 
 import jax
 
-from jax_fp8.kernels import extension
-
 MAX_CANDIDATES = 16  # as in csrc/gemm_plan.h
-HEADINGS = f"{'first us':>9} {'TFLOP/s':>7} {'best us':>9} {'TFLOP/s':>7} {'rank':>4} {'gain':>6}  GEMM"
 
 
 @dataclass(frozen=True, order=True)
 class GemmProblem:
-    """What cuBLASLt chooses an algorithm by: (m, k) · (n, k)ᵀ of one device, names of dtypes, what is added, and "fast" or "split"."""
+    """What cuBLASLt chooses an algorithm by: (m, k) · (n, k)ᵀ of one device.
+
+    Args:
+      a, b, dtype: names of the dtypes of the operands and of the result.
+      has_bias, has_c: what is added.
+      accumulation: "fast" or "split".
+    """
 
     m: int
     n: int
@@ -42,159 +40,39 @@ class GemmProblem:
     has_c: bool
     accumulation: str
 
-    def __str__(self):
-        addends = f"{' + bias' if self.has_bias else ''}{' + c' if self.has_c else ''}"
-        short = " ".join(name.removeprefix("float8_").removesuffix("fn") for name in (self.a, self.b))
-        return f"({self.m}, {self.k}) · ({self.n}, {self.k})ᵀ{addends} {short} -> {self.dtype} {self.accumulation}"
 
+class Ranks(Mapping[GemmProblem, int]):
+    """The candidates to take, by their rank; hashable, since jit keeps a program for each that it was traced with."""
 
-@dataclass(frozen=True)
-class Choice:
-    """The fastest candidate and what was measured, in microseconds a call; `skipped` says which ranks were left out, and why."""
+    def __init__(self, ranks: Mapping[GemmProblem, int] | None = None):
+        # Rank 0 is what a product takes that is not listed.
+        self._ranks = {problem: rank for problem, rank in (ranks or {}).items() if rank != 0}
+        self._hash = hash(frozenset(self._ranks.items()))  # jax asks for it hundreds of times while it traces
 
-    candidate: int
-    first_us: float
-    best_us: float
-    skipped: tuple[str, ...] = ()
+    def __getitem__(self, problem: GemmProblem) -> int:
+        return self._ranks[problem]
 
+    def __iter__(self) -> Iterator[GemmProblem]:
+        return iter(self._ranks)
 
-@dataclass(frozen=True)
-class GemmTable:
-    """Choices for one kind of GPU and one version of cuBLASLt; hashable, and printing it gives a table."""
+    def __len__(self) -> int:
+        return len(self._ranks)
 
-    device: str
-    cublaslt: str
-    choices: tuple[tuple[GemmProblem, Choice], ...] = ()
-
-    @classmethod
-    def load(cls, path: str | Path | None = None) -> "GemmTable":
-        """Read a table; None is this machine's own, in the user's cache folder. Needs a GPU only for that."""
-        path = Path(path) if path is not None else default_path(*this_gpu())
-        if not path.exists():
-            raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
-        return _parse(path)
-
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write the table, with what else the file already holds. Another process sees the old file or the new one, never a part."""
-        path = Path(path) if path is not None else default_path(self.device, self.cublaslt)
-        merged = _parse(path).updated(self) if path.exists() else self
-        path.parent.mkdir(parents=True, exist_ok=True)
-        gemms = [{**asdict(problem), **asdict(choice)} for problem, choice in sorted(merged._by_problem.items())]
-        text = json.dumps({"device": self.device, "cublaslt": self.cublaslt, "gemms": gemms}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(text + "\n")
-        os.replace(file.name, path)
-        return path
-
-    def updated(self, other: "GemmTable") -> "GemmTable":
-        """With the choices of another table of the same GPU and cuBLASLt, which win."""
-        if (self.device, self.cublaslt) != (other.device, other.cublaslt):
-            raise ValueError(
-                f"tables of tuned GEMMs can be merged for one GPU and cuBLASLt, got {self.made_on} and {other.made_on}; use another file"
-            )
-        return GemmTable(self.device, self.cublaslt, tuple({**self._by_problem, **other._by_problem}.items()))
-
-    def of(self, problems: Iterable[GemmProblem]) -> "GemmTable":
-        """The part of the table that is about these problems, in their order."""
-        found = ((problem, self._by_problem[problem]) for problem in problems if problem in self._by_problem)
-        return GemmTable(self.device, self.cublaslt, tuple(found))
-
-    def candidate(self, problem: GemmProblem) -> int:
-        """The rank to take; 0, the heuristic's own choice, for a product that was not tuned."""
-        choice = self._by_problem.get(problem)
-        return choice.candidate if choice is not None else 0
-
-    def rows(self) -> list[str]:
-        """A line for every GEMM, to stand under `HEADINGS`."""
-        return [_row(*pair) for pair in self.choices]
-
-    @property
-    def made_on(self) -> str:
-        return f"{self.device} with cuBLASLt {self.cublaslt}"
-
-    @cached_property
-    def _by_problem(self) -> dict[GemmProblem, Choice]:
-        return dict(self.choices)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.device, self.cublaslt, self.choices))
-
-    def __hash__(self):  # jax asks for it hundreds of times while it traces
+    def __hash__(self) -> int:
         return self._hash
 
-    def __str__(self):
-        return "\n".join([f"{self.made_on}: {len(self.choices)} GEMMs", HEADINGS, *self.rows()])
+    def __repr__(self) -> str:
+        return f"Ranks({self._ranks})"
 
 
-def tuned_gemms(table: GemmTable | None) -> AbstractContextManager:
-    """Use a table for the FP8 GEMMs that are traced in this context; None is cuBLASLt's own choice, the default.
-
-    The algorithm is part of the program, so the table must be there when a function is traced, and jit keeps one program a table: a step called inside
-    the context and outside is compiled twice. Put the whole loop inside. With several processes, give all of them the same table, as one file:
-    they would otherwise differ in the last bits. A product that is not in the table takes the heuristic's choice, as does one of arrays that do not
-    start at multiples of 256 bytes, which jax's do.
-    """
-    if table is not None and jax.default_backend() == "gpu":
-        device, cublaslt = this_gpu()
-        if (table.device, table.cublaslt) != (device, cublaslt):
-            raise ValueError(
-                f"a table of tuned GEMMs must be of this GPU and cuBLASLt, {device} and {cublaslt}, got one of {table.made_on}; tune again here"
-            )
-    return _in_use(table)
+def using_ranks(ranks: Ranks) -> AbstractContextManager:
+    """Take these candidates in the FP8 GEMMs that are traced in this context; the heuristic's choice in all others."""
+    return _in_use(ranks)
 
 
-def table_in_use() -> GemmTable | None:
-    """The table of the context being traced in."""
+def ranks_in_use() -> Ranks:
+    """The ranks of the context being traced in."""
     return _in_use.value
 
 
-def this_gpu() -> tuple[str, str]:
-    """The kind of GPU and the version of cuBLASLt that a table of this machine belongs to."""
-    if jax.default_backend() != "gpu":
-        raise ValueError(
-            f"GEMMs are tuned on the GPU that will run them, got platform {jax.default_backend()!r}; run this on the machine that trains"
-        )
-    info = extension.build_info()
-    if info["cublaslt_version"] is None:
-        raise ValueError(f"GEMMs are tuned with cuBLASLt, which cannot be used here: {info['cublaslt_reason']}")
-    return jax.devices()[0].device_kind, info["cublaslt_version"]
-
-
-def default_path(device: str, cublaslt: str) -> Path:
-    """Where the table of a machine is kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "jax_fp8" / "gemm" / f"{re.sub(r'[^A-Za-z0-9.]+', '_', device)}-cublaslt-{cublaslt}.json"
-
-
-_in_use = jax.make_user_context(default_value=None)
-
-
-def _row(problem: GemmProblem, choice: Choice) -> str:
-    flops = 2 * problem.m * problem.n * problem.k
-    figures = [f"{us:9.1f} {flops / us / 1e6:7.0f}" for us in (choice.first_us, choice.best_us)]
-    gain = choice.first_us / choice.best_us - 1
-    return " ".join([*figures, f"{choice.candidate:4} {gain:6.1%}  {problem}", *(f"[{why}]" for why in choice.skipped)])
-
-
-def _parse(path: Path) -> GemmTable:
-    try:
-        content = json.loads(path.read_text())
-        choices = tuple(_read(entry) for entry in content["gemms"])
-        return GemmTable(str(content["device"]), str(content["cublaslt"]), choices)
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"a table of tuned GEMMs must be a file that jax_fp8 wrote, got {path} ({reason}); move it away and tune again"
-        ) from None
-
-
-def _read(entry: dict) -> tuple[GemmProblem, Choice]:
-    problem = GemmProblem(**{field.name: entry[field.name] for field in fields(GemmProblem)})
-    choice = Choice(entry["candidate"], entry["first_us"], entry["best_us"], tuple(entry["skipped"]))
-    sizes = (problem.m, problem.n, problem.k, choice.candidate)
-    if not all(isinstance(size, int) for size in sizes) or not 0 <= choice.candidate < MAX_CANDIDATES:
-        raise ValueError(f"sizes must be integers and a candidate from 0 to {MAX_CANDIDATES - 1}, got {entry}")
-    if not 0 < choice.best_us <= choice.first_us:
-        raise ValueError(f"times must be positive and the best not above the first, got {entry}")
-    return problem, choice
+_in_use = jax.make_user_context(default_value=Ranks())

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8.core.formats import OUTPUT_GRADIENT
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.core.state import OUTPUT_GRADIENT, gemm_states, map_gemms, stage
+from jax_fp8.core.state import gemm_states, map_gemms, stage
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered
 
 TARGET = "jax_fp8_update_state"
@@ -77,7 +78,7 @@ def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | N
 
 
 def _check(gemms, recipe):
-    if not isinstance(recipe, DelayedScaling):
+    if recipe is None or not recipe.has_state:
         raise ValueError(
             f"a collection with amax histories needs the DelayedScaling recipe it was made for, got recipe={recipe!r}"
         )

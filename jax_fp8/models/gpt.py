@@ -5,15 +5,19 @@
 The head stays out of FP8 by default: it is where the noise costs most and, but for small models, speed gains least. `head_recipe` decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 
+from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.head import compute_logits
@@ -152,3 +156,47 @@ def next_token_loss(
         return cross_entropy(jnp.asarray(model.apply(variables, inputs)), labels, mask=mask, z_loss=z_loss)
 
     return loss_fn
+
+
+def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:
+    """Variables of a `GPT` in this library's older layout, in today's; those of today come back as they are.
+
+    Until version 0.1 queries, keys and values were one kernel `attention/qkv/kernel` (hidden_size, columns), all query heads, then all key heads, then
+    all value heads, its norm `attention/qkv/norm`; and a gated MLP had one `mlp/up/kernel`, the gate in its first half. The same function converts
+    what has the structure of params, as the moments of an optimizer: pass it as `{"params": mu}`.
+
+    Args:
+      variables: "params", and "fp8" where there is one, of the older layout. Weight caches are left out: cast them again.
+      config: the model's.
+
+    Returns:
+      The variables for `GPT(config).apply`; arrays are cut, and no number changes.
+    """
+    head_dim = config.hidden_size // config.num_heads
+    widths = [heads * head_dim for heads in (config.num_heads, *[config.num_kv_heads or config.num_heads] * 2)]
+    gated = is_gated(config.activation)
+    params, fp8 = dict(variables["params"]), dict(variables.get("fp8", {}))
+    for name in [name for name in params if name.startswith("layer_")]:
+        attention, mlp = dict(params[name]["attention"]), dict(params[name]["mlp"])
+        if "qkv" in attention:
+            qkv = dict(attention.pop("qkv"))
+            attention["norm"] = qkv.pop("norm")
+            attention |= _cut(qkv, PROJECTIONS, widths)
+        if gated and "gate" not in mlp:
+            mlp |= _cut(mlp["up"], ("gate", "up"), [mlp["up"]["kernel"].shape[-1] // 2] * 2)
+        params[name] = {"attention": attention, "mlp": mlp}
+        if name in fp8:
+            renamed = {"qkv": joined_name(PROJECTIONS), **({"up": joined_name(("gate", "up"))} if gated else {})}
+            fp8[name] = {
+                part: {renamed.get(gemm, gemm): state for gemm, state in gemms.items()}
+                for part, gemms in fp8[name].items()
+            }
+    others = {name: tree for name, tree in variables.items() if name not in ("params", "fp8", "fp8_cache")}
+    return {**others, "params": params, **({"fp8": fp8} if fp8 else {})}
+
+
+def _cut(linear: Mapping, names: tuple[str, ...], widths: list[int]) -> dict[str, dict]:
+    """Kernel and bias of a linear map as those of several, by columns."""
+    ends = np.cumsum(widths)[:-1]
+    leaves = {leaf: jnp.split(array, ends, axis=-1) for leaf, array in linear.items()}
+    return {name: {leaf: pieces[i] for leaf, pieces in leaves.items()} for i, name in enumerate(names)}

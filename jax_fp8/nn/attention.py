@@ -5,22 +5,27 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
+from flax.typing import Initializer
 
-from jax_fp8.core.recipe import DelayedScaling, Recipe
-from jax_fp8.nn.dense import Dense, LayerNormDense
+from jax_fp8.nn.dense import Dense, NormVariables
+from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.norm_linear import norm_linear
 
 ROTARY_BASE = 10_000.0
+PROJECTIONS = ("query", "key", "value")
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Fp8Module):
     """Multi-head self-attention with grouped queries, back to the width of `x`.
 
-    Variables: `qkv`, one Dense whose columns are all query heads, then all key heads, then all value heads; and `out`, a Dense. With
-    `norm` ("layernorm" or "rmsnorm") the input is normalized first, in the same op as the projection.
+    Variables: `params/{query, key, value, out}`, each as of a Dense, and `params/norm` with `norm` ("layernorm" or "rmsnorm"), which normalizes the
+    input first, in the same op as the projections. Queries, keys and values are one GEMM with the state `fp8/query+key+value`. The columns of
+    `query` are its heads one after the other, those of `key` and `value` theirs, as are the rows of `out`: they can be split over devices by heads
+    without moving any.
 
     Args:
-      num_heads: query heads; must divide the width of `x`.
+      num_heads: query heads; must divide the width of `x`, unless `head_dim` says how wide one is.
       num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
       norm: normalize the input first; None takes `x` as it is.
       causal: a position sees itself and what came before.
@@ -28,6 +33,7 @@ class SelfAttention(nn.Module):
       implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU.
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
+      head_dim: features of a head; None is the width of `x` divided by `num_heads`.
       recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway; see `LayerNormDense` and `Dense`.
     """
 
@@ -39,49 +45,45 @@ class SelfAttention(nn.Module):
     use_bias: bool = True
     epsilon: float = 1e-6
     implementation: Literal["cudnn", "xla"] | None = None
-    recipe: Recipe | None = DelayedScaling()
-    dtype: Dtype = jnp.bfloat16
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
     out_init: Initializer | None = None
     residual: bool = False
-    recompute: bool = False
+    head_dim: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
+        x = x.astype(self.dtype)
         width = x.shape[-1]
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        _check_heads(width, self.num_heads, kv_heads)
-        head_dim = width // self.num_heads
-        settings = {
-            "use_bias": self.use_bias,
-            "recipe": self.recipe,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "bias_init": self.bias_init,
-        }
-        parts = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
-        options = {"kernel_init": self.kernel_init, "parts": parts, **settings, "name": "qkv"}
-        if self.norm is None:
-            qkv = Dense(sum(parts), **options)(x)
-        else:
-            options |= {"epsilon": self.epsilon, "return_input": self.residual, "recompute": self.recompute}
-            project = LayerNormDense(sum(parts), self.norm, **options)
-            qkv, x = project(x) if self.residual else (project(x), x)
-        query, key, value = (part.reshape(*x.shape[:-1], -1, head_dim) for part in qkv)  # (batch, seq, heads, head_dim)
+        _check_heads(width, self.num_heads, kv_heads, self.head_dim)
+        head_dim = self.head_dim or width // self.num_heads
+        widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
+        projections, x = _project(self, x, widths)
+        query, key, value = (part.reshape(*x.shape[:-1], -1, head_dim) for part in projections)
         if self.rotary:
             query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
         attended = jax.nn.dot_product_attention(query, key, value, is_causal=self.causal, implementation=implementation)
-        out = Dense(
-            width,
-            kernel_init=self.out_init or self.kernel_init,
-            recompute=self.recompute and implementation == "cudnn",  # whose backward keeps its result; XLA's does not
-            **settings,
-            name="out",
-        )
-        return out(attended.reshape(x.shape), x if self.residual else None)
+        fields = shared_fields(self, Dense) | {
+            "kernel_init": self.out_init or self.kernel_init,
+            "recompute": self.recompute
+            and implementation == "cudnn",  # whose backward keeps its result; XLA's does not
+        }
+        out = Dense(width, **fields, name="out")
+        return out(attended.reshape(*x.shape[:-1], -1), x if self.residual else None)
+
+
+def _project(module, x, widths):
+    """Queries, keys and values, each (batch, seq, heads * head_dim); and `x`, for the residual branch."""
+    norm = None if module.norm is None else NormVariables(module.norm, module.param_dtype, name="norm")(x.shape[-1])
+    gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths)
+    if norm is None:
+        projections, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype)
+    else:
+        options = {"return_input": module.residual, "recompute": module.recompute}
+        out, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, module.epsilon, module.dtype, **options)
+        projections, x = out if module.residual else (out, x)
+    gemm.stage(amaxes)
+    return projections, x
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -94,8 +96,8 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _check_heads(width, heads, kv_heads):
-    if width % heads:
+def _check_heads(width, heads, kv_heads, head_dim):
+    if head_dim is None and width % heads:
         raise ValueError(
             f"num_heads must divide the width, got num_heads={heads} and width {width}; change one of them"
         )

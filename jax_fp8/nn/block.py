@@ -4,20 +4,19 @@ from typing import Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
+from flax.typing import Initializer
 
-from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.nn.attention import SelfAttention
+from jax_fp8.nn.gemm import Fp8Module, shared_fields
 from jax_fp8.nn.mlp import LayerNormMLP
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(Fp8Module):
     """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    Variables: `attention/{qkv, out}` and `mlp/{norm, up, down}`. `residual_init` initializes the two kernels that write into the residual
-    stream; None is `kernel_init`. `recompute` keeps less for the backward: of what a GEMM wants, norms and casts are computed again
-    (see `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
+    Variables: `attention/{norm, query, key, value, out}` and `mlp/{norm, up, down}`, with a gated activation `mlp/gate` too. `residual_init`
+    initializes the two kernels that write into the residual stream; None is `kernel_init`. `recompute` keeps less for the backward: of what a GEMM
+    wants, norms and casts are computed again (see `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
     """
 
     num_heads: int
@@ -30,46 +29,23 @@ class TransformerBlock(nn.Module):
     use_bias: bool = True
     epsilon: float = 1e-6
     attention_implementation: Literal["cudnn", "xla"] | None = None
-    recipe: Recipe | None = DelayedScaling()
-    dtype: Dtype = jnp.bfloat16
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
     residual_init: Initializer | None = None
-    recompute: bool = False
+    head_dim: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
-        shared = {
-            name: getattr(self, name)
-            for name in (
-                "norm",
-                "use_bias",
-                "epsilon",
-                "recipe",
-                "dtype",
-                "param_dtype",
-                "kernel_init",
-                "bias_init",
-                "recompute",
-            )
-        }
-        x = SelfAttention(
-            self.num_heads,
-            self.num_kv_heads,
-            causal=self.causal,
-            rotary=self.rotary,
+        attention = SelfAttention(
+            **shared_fields(self, SelfAttention),
             implementation=self.attention_implementation,
             out_init=self.residual_init,
             residual=True,
-            **shared,
             name="attention",
-        )(x.astype(self.dtype))
-        return LayerNormMLP(
+        )
+        mlp = LayerNormMLP(
             self.mlp_hidden_features,
-            self.activation,
+            **shared_fields(self, LayerNormMLP),
             down_init=self.residual_init,
             residual=True,
-            **shared,
             name="mlp",
-        )(x)
+        )
+        return mlp(attention(x))

@@ -5,42 +5,32 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype
 
-from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.kernels.norm import NormParameters, check_norm
-from jax_fp8.nn.gemm import declare_gemm
+from jax_fp8.nn.gemm import Fp8Module, declare_gemm
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
 
-class Dense(nn.Module):
+class Dense(Fp8Module):
     """`y = x · kernel + bias` in FP8; a drop-in for `flax.linen.Dense`.
 
     Variables: `params/kernel` (in, features), `params/bias` (features,), and under delayed scaling `fp8/scale` f32[3] and
-    `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters.
+    `fp8/amax_history` f32[3, L]. `recipe=None` is a plain product in `dtype` with the same parameters. The other fields are those of `Fp8Module`.
 
     Args:
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8: less memory where `x` is kept anyway.
-      parts: return a tuple of up to three arrays of so many features, which add up to `features`: each is made by a GEMM, none is cut from another.
     """
 
     features: int
     use_bias: bool = True
-    recipe: Recipe | None = DelayedScaling()
-    dtype: Dtype = jnp.bfloat16
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
-    recompute: bool = False
-    parts: tuple[int, ...] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> Any:
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
-        gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
-        options = {"residual": residual, "recompute": self.recompute, "parts": self.parts}
-        y, amaxes = linear(x, gemm.parameters, gemm.scaling, self.dtype, **options)
+        gemm = declare_gemm(self, x.shape[-1], self.features)
+        y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, recompute=self.recompute)
         gemm.stage(amaxes)
         return y
 
@@ -60,33 +50,25 @@ class NormVariables(nn.Module):
         return NormParameters(scale, self.param("bias", nn.initializers.zeros_init(), (features,), self.param_dtype))
 
 
-class LayerNormDense(nn.Module):
+class LayerNormDense(Fp8Module):
     """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`.
 
     Args:
       return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's backward pass.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
-      parts: as in `Dense`.
     """
 
     features: int
     norm: str = "layernorm"
     use_bias: bool = True
     epsilon: float = 1e-6
-    recipe: Recipe | None = DelayedScaling()
-    dtype: Dtype = jnp.bfloat16
-    param_dtype: Dtype = jnp.float32
-    kernel_init: Initializer = nn.initializers.lecun_normal()
-    bias_init: Initializer = nn.initializers.zeros_init()
     return_input: bool = False
-    recompute: bool = False
-    parts: tuple[int, ...] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
-        gemm = declare_gemm(self, x.shape[-1], self.features, self.recipe)
-        options = {"return_input": self.return_input, "recompute": self.recompute, "parts": self.parts}
-        y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.scaling, self.epsilon, self.dtype, **options)
+        gemm = declare_gemm(self, x.shape[-1], self.features)
+        options = {"return_input": self.return_input, "recompute": self.recompute}
+        y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, self.epsilon, self.dtype, **options)
         gemm.stage(amaxes)
         return y

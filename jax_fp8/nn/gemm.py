@@ -1,28 +1,85 @@
-"""The variables of one GEMM: `params/{kernel, bias}`, under delayed scaling `fp8/{scale, amax_history}`, and `fp8_cache/kernel` if there is one."""
+"""The variables of one GEMM, and the fields that every FP8 module has.
 
+    params/<layer>/{kernel, bias}               of each layer whose kernel it multiplies by
+    fp8/<gemm>/{scale, amax_history}            under delayed scaling
+    fp8_cache/<gemm>/kernel                     if there is one: the kernels in FP8, side by side
+
+`<gemm>` is the layer; where several layers make one product, their names joined (core/paths.py).
+"""
+
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
+from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
-from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.ops.linear import LinearParameters
+from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.ops.passes import LinearParameters
+
+
+class Fp8Module(nn.Module, kw_only=True):
+    """The fields of every layer with FP8 GEMMs.
+
+    Args:
+      recipe: how tensors are quantized; None computes in `dtype` with the same parameters.
+      dtype: of inputs, results and of products that are not in FP8.
+      param_dtype: of the parameters.
+      kernel_init, bias_init: initializers of kernels (in, features) and biases (features,).
+      recompute: keep less for the backward, and quantize again what it wants; each layer says what.
+    """
+
+    recipe: Recipe | None = DelayedScaling()
+    dtype: Dtype = jnp.bfloat16
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    recompute: bool = False
+
+
+def shared_fields(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
+    """The fields of a module that a module inside it has too: all of one name mean the same."""
+    names = {field.name for field in dataclasses.fields(cls)} - {"name", "parent"}
+    return {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in names}
+
+
+class LinearVariables(nn.Module):
+    """The parameters of one linear map: `kernel` (in, features), and `bias` (features,) or None."""
+
+    use_bias: bool
+    param_dtype: Dtype
+    kernel_init: Initializer
+    bias_init: Initializer
+
+    @nn.compact
+    def __call__(self, in_features: int, features: int) -> LinearParameters:
+        return declare_linear(self, in_features, features)
+
+
+def declare_linear(module: Any, in_features: int, features: int) -> LinearParameters:
+    """Declare kernel and bias in `module`, whose fields say the rest."""
+    kernel = module.param("kernel", module.kernel_init, (in_features, features), module.param_dtype)
+    bias = module.param("bias", module.bias_init, (features,), module.param_dtype) if module.use_bias else None
+    return LinearParameters(kernel, bias)
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """What a layer hands to a composite op, and the door through which the amaxes come back."""
+class DeclaredGemm:
+    """What a layer hands to a composite op, and the door through which the amaxes come back; `fp8` is None without FP8."""
 
     parameters: LinearParameters
-    scaling: GemmScaling | None
-    amax_history: nn.Variable | None  # None unless the collection is mutable
+    fp8: Fp8Gemm | None = None
+    amax_history: nn.Variable | None = None  # None unless the collection is mutable
 
     def stage(self, amaxes: jax.Array | None) -> None:
         """Stage the forward amaxes f32[2] wherever this call may: in a mutable collection, and in `value_and_grad`'s record.
@@ -30,75 +87,112 @@ class Gemm:
         The backward records them too, so this matters to layers that no gradient reaches. A layer under `nn.scan` relies on its backward:
         Flax's scan refuses a body that writes.
         """
-        if amaxes is None or self.scaling is None:
+        if amaxes is None or self.fp8 is None:
             return
         amaxes = lax.stop_gradient(amaxes)
-        if self.scaling.slot is None:
-            self.scaling.record(amaxes)
+        if self.fp8.record.slot is None:
+            self.fp8.record.amaxes(amaxes)
         if self.amax_history is not None:
             self.amax_history.value = stage(self.amax_history.value, amaxes)
 
 
-def declare_gemm(module: nn.Module, in_features: int, features: int, recipe: Recipe | None) -> Gemm:
-    """Declare the variables of a GEMM in `module`, whose fields say the rest: `use_bias`, `param_dtype`, `kernel_init`, `bias_init`."""
+class GemmVariables(LinearVariables, kw_only=True):
+    """Parameters and FP8 state of a GEMM by one layer, in one module."""
+
+    recipe: Recipe | None
+
+    @nn.compact
+    def __call__(self, in_features: int, features: int) -> DeclaredGemm:
+        return declare_gemm(self, in_features, features)
+
+
+class GemmState(nn.Module):
+    """The FP8 state of a GEMM by several layers, in a module of its name."""
+
+    recipe: Recipe | None
+
+    @nn.compact
+    def __call__(self, parameters: LinearParameters) -> DeclaredGemm:
+        return declare_state(self, parameters, self.recipe)
+
+
+def declare_gemm(module: Any, in_features: int, features: int) -> DeclaredGemm:
+    """The GEMM of a layer that has one: parameters and state in `module` itself."""
+    return declare_state(module, declare_linear(module, in_features, features), module.recipe)
+
+
+def declare_gemm_of(
+    module: Any, names: tuple[str, ...], in_features: int, features: tuple[int, ...], **own
+) -> DeclaredGemm:
+    """One GEMM by the kernels of several layers side by side, or of one, each a module of its name inside `module`.
+
+    `own` are fields of the layers that are not those of `module`.
+    """
+    if len(names) == 1:
+        return GemmVariables(**(shared_fields(module, GemmVariables) | own), name=names[0])(in_features, *features)
+    fields = shared_fields(module, LinearVariables) | own
+    layers = [LinearVariables(**fields, name=name)(in_features, n) for name, n in zip(names, features, strict=True)]
+    parameters = LinearParameters.beside(*layers)
+    if module.recipe is None:
+        return DeclaredGemm(parameters)
+    return GemmState(module.recipe, name=joined_name(names))(parameters)
+
+
+def declare_state(module: nn.Module, parameters: LinearParameters, recipe: Recipe | None) -> DeclaredGemm:
+    """The state of a GEMM, in `module`, if its recipe has any."""
     check_recipe(recipe)
-    layer = "/".join(module.path) or type(module).__name__
-    if recipe is not None:
-        _check_multiple_of_16(layer, "in", in_features)
-        _check_multiple_of_16(layer, "out", features)
-    kernel = module.param("kernel", module.kernel_init, (in_features, features), module.param_dtype)
-    bias = module.param("bias", module.bias_init, (features,), module.param_dtype) if module.use_bias else None
-    parameters = LinearParameters(kernel, bias)
     if recipe is None:
-        return Gemm(parameters, None, None)
+        return DeclaredGemm(parameters)
+    layer = "/".join(module.path) or type(module).__name__
+    _check_multiples_of_16(layer, parameters)
     register_gemm(module.path)
-    if not isinstance(recipe, DelayedScaling):
-        recorder = module.get_variable("fp8", RECORDER)  # there while gradients are added up
-        weight = _cached_weight(module, layer, parameters, recipe)
-        gradient = recorder and recorder.gradient
-        return Gemm(parameters, GemmScaling(recipe, layer, from_current=True, weight=weight, gradient=gradient), None)
-    return _with_delayed_state(module, layer, parameters, recipe)
+    history, scales = None, None
+    recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
+    if recipe.has_state:
+        scales, history = _delayed_state(module, layer, parameters, recipe)
+    if recorder is not None and recorder.from_current:
+        scales = None
+    record = Record() if recorder is None else recorder.record
+    gemm = Fp8Gemm(recipe, layer, scales, record, _cached_weight(module, layer, parameters, recipe))
+    staging = module.is_mutable_collection("fp8") and not module.is_initializing()
+    return DeclaredGemm(parameters, gemm, history if staging else None)
 
 
-def _with_delayed_state(module, layer, parameters, recipe):
+def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Variable]:
+    """The scales f32[3], and the variable of the history."""
     if not module.is_initializing() and not module.has_variable("fp8", "scale"):
         raise ValueError(
             f'{layer}: delayed scaling needs the collection "fp8", which these variables lack; '
             'pass {"params": ..., "fp8": ...} as model.init returned them'
         )
-    initial = initial_state(recipe, amax_reference(parameters.kernel)) if module.is_initializing() else {}
+    initial = {}
+    if module.is_initializing():
+        amaxes = [amax_reference(kernel) for kernel in as_tuple(parameters.kernel)]
+        initial = initial_state(recipe, jnp.max(jnp.stack(amaxes)))
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
-    history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
-    recorder = module.get_variable("fp8", RECORDER)  # there while value_and_grad runs
-    scaling = GemmScaling(
-        recipe,
-        layer,
-        from_current=recorder is not None and recorder.from_current,
-        scale=scale.value,
-        amax_ref=recorder and recorder.amax_ref,
-        slot=recorder and recorder.slot,
-        weight=_cached_weight(module, layer, parameters, recipe),
-        gradient=recorder and recorder.gradient,
-    )
-    staging = module.is_mutable_collection("fp8") and not module.is_initializing()
-    return Gemm(parameters, scaling, history if staging else None)
+    return scale.value, module.variable("fp8", "amax_history", lambda: initial["amax_history"])
 
 
 def _cached_weight(module, layer, parameters, recipe) -> Fp8Pair | None:
     cached = module.get_variable("fp8_cache", "kernel")
     if cached is None:
         return None
-    shape, dtype = parameters.kernel.shape, recipe.fp8_format.forward
+    shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
+    dtype = recipe.fp8_format.forward
     if (cached.rowwise.shape, cached.columnwise.shape, cached.rowwise.dtype) != (shape, shape[::-1], dtype):
         raise ValueError(
-            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, got {cached.rowwise.dtype} of shapes "
-            f"{cached.rowwise.shape} and {cached.columnwise.shape}; make it with cast_weights from these variables"
+            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, "
+            f"got {cached.rowwise.dtype} of shapes {cached.rowwise.shape} and {cached.columnwise.shape}; "
+            "make it with cast_weights from these variables"
         )
     return cached
 
 
-def _check_multiple_of_16(layer, side, size):
-    if size % 16:
-        raise ValueError(
-            f"{layer}: FP8 needs {side} features divisible by 16, got {size}; pad them, or leave this layer in bfloat16 with recipe=None"
-        )
+def _check_multiples_of_16(layer, parameters):
+    sizes = [("in", as_tuple(parameters.kernel)[0].shape[0]), *(("out", width) for width in parameters.widths)]
+    for side, size in sizes:
+        if size % 16:
+            raise ValueError(
+                f"{layer}: FP8 needs {side} features divisible by 16, got {size}; "
+                "pad them, or leave this layer in bfloat16 with recipe=None"
+            )

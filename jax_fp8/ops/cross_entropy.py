@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient
 from jax_fp8.ops.head import check_head, make_head
 
@@ -38,7 +38,7 @@ def linear_cross_entropy(
     mask: jax.Array | None = None,
     z_loss: float = 0.0,
     chunks: int | None = None,
-    recipe: CurrentScaling | None = None,
+    recipe: Recipe | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of the labels under `softmax(x · weightᵀ)`, in nats.
 
@@ -49,7 +49,7 @@ def linear_cross_entropy(
       mask: (batch, seq), bool or weights that are not negative: which tokens count, and how much; None is all alike. Where it is 0 everywhere, the loss is 0.
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 4,096 tokens, at most 16 of them.
-      recipe: CurrentScaling computes the head in FP8; None in the dtype of `x`.
+      recipe: CurrentScaling() computes the head in FP8; None in the dtype of `x`.
 
     Returns:
       f32[].

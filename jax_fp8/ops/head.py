@@ -8,21 +8,24 @@ has one element near -1 beside tens of thousands near 1e-5, and fast accumulatio
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.core.scaling import GemmScaling
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import INPUT, KERNEL
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.recipe import Recipe, accumulation, check_recipe
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.scale_source import ScaleSource
 from jax_fp8.kernels.weight_gradient import after, weight_gradient
-from jax_fp8.ops.linear import LinearParameters, linear
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.passes import LinearParameters, cast_weight
 
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 
@@ -70,64 +73,60 @@ class PlainHead:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Fp8Operand:
-    """A part of the input (batch, seq, hidden) as rows (m, hidden) in FP8, and transposed."""
+    """A part of the input (batch, seq, hidden), as rows (m, hidden) in FP8."""
 
-    rows: Fp8Array
-    transposed: Fp8Array
+    rows: Fp8Pair
     leading: tuple[int, ...] = field(metadata={"static": True})
 
 
 @dataclass(frozen=True)
 class Fp8Head:
-    """Products in FP8 with results in `dtype`; the weight in both orientations, and where the input's scale comes from."""
+    """Products in FP8 with results in `dtype`; the weight (vocab, hidden), and how the input is cast."""
 
-    weight: Fp8Array  # (vocab, hidden)
-    weight_transposed: Fp8Array  # (hidden, vocab)
-    source: ScaleSource
-    recipe: CurrentScaling
+    weight: Fp8Pair
+    input_cast: Cast
+    recipe: Recipe
     dtype: Any
 
     def operand(self, x: jax.Array) -> Fp8Operand:
-        rows, transposed, _ = quantize_transpose(as_matrix(x), self.recipe.fp8_format.forward, self.source)
-        return Fp8Operand(rows, transposed, x.shape[:-1])
+        return Fp8Operand(quantize_transpose(as_matrix(x), self.input_cast), x.shape[:-1])
 
     def logits(self, x: Fp8Operand) -> jax.Array:
-        accumulation = "split" if "fprop" in self.recipe.split_accumulator else "fast"
-        logits = matmul(x.rows, self.weight, dtype=self.dtype, accumulation=accumulation)
-        return logits.reshape(*x.leading, -1)
+        how = {"dtype": self.dtype, "accumulation": accumulation(self.recipe, "fprop")}
+        return matmul(x.rows.rowwise, self.weight.rowwise, **how).reshape(*x.leading, -1)
 
     def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array | None, bound: jax.Array):
-        backward = self.recipe.fp8_format.backward
-        dlogits_fp8, transposed, _ = quantize_transpose(as_matrix(dlogits), backward, scale_from_amax(bound, backward))
-        total = matmul(transposed, x.transposed, c=total, dtype=jnp.float32, accumulation="split")
-        total, values = after(total, dlogits_fp8.values)
-        dlogits_fp8 = Fp8Array(values, dlogits_fp8.scale)
-        dx = matmul(dlogits_fp8, self.weight_transposed, dtype=self.dtype, accumulation="split")
+        cast = Cast.from_amax(self.recipe.fp8_format.backward, bound, ScaleFormula())
+        quantized = quantize_transpose(as_matrix(dlogits), cast)
+        total = matmul(quantized.columnwise, x.rows.columnwise, c=total, dtype=jnp.float32, accumulation="split")
+        total, values = after(total, quantized.rowwise.values)
+        dlogits_fp8 = Fp8Array(values, quantized.rowwise.scale)
+        dx = matmul(dlogits_fp8, self.weight.columnwise, dtype=self.dtype, accumulation="split")
         return dx.reshape(*x.leading, -1), total
 
 
-def make_head(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> Head:
+def make_head(x: jax.Array, weight: jax.Array, recipe: Recipe | None) -> Head:
     """The head of a `weight` (vocab, hidden), for all parts of `x` (batch, seq, hidden)."""
     if recipe is None:
         return PlainHead(weight.astype(x.dtype))
-    source = ScaleSource.from_amax(amax(weight), recipe)
-    straight, transposed, _ = quantize_transpose(weight, recipe.fp8_format.forward, source)
-    return Fp8Head(straight, transposed, ScaleSource.from_amax(amax(x), recipe), recipe, x.dtype)
+    input_cast = recipe.cast(INPUT, None, partial(amax, x))
+    return Fp8Head(cast_weight(weight, partial(recipe.cast, KERNEL, None)), input_cast, recipe, x.dtype)
 
 
-def compute_logits(x: jax.Array, weight: jax.Array, recipe: CurrentScaling | None) -> jax.Array:
+def compute_logits(x: jax.Array, weight: jax.Array, recipe: Recipe | None) -> jax.Array:
     """The logits (batch, seq, vocab) of `x` (batch, seq, hidden) and `weight` (vocab, hidden), differentiable."""
     if recipe is None:
         return PlainHead(weight.astype(x.dtype)).logits(x)
     check_head(x.size // x.shape[-1], weight.shape[0], weight.shape[1], recipe)
-    return linear(x, LinearParameters(weight.T, None), GemmScaling(recipe, "head", from_current=True), x.dtype)[0]
+    return linear(x, LinearParameters(weight.T, None), Fp8Gemm(recipe, "head"), x.dtype)[0]
 
 
 def check_head(tokens: int, vocab: int, hidden: int, recipe: Any) -> None:
     """Raise unless the head can be computed by this recipe, in parts of so many tokens."""
+    check_recipe(recipe)
     if recipe is None:
         return
-    if not isinstance(recipe, CurrentScaling):
+    if recipe.has_state:
         raise ValueError(
             f"the head needs CurrentScaling() or None, got {recipe!r}; it keeps no amax history, whatever the layers do"
         )

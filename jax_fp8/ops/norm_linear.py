@@ -11,23 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.core.state import INPUT
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import INPUT
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
-from jax_fp8.ops.linear import (
+from jax_fp8.ops.passes import (
+    Like,
     LinearParameters,
-    Quantized,
     backward_gemm,
-    check_parts,
-    cut,
-    dtypes_of,
     forward_gemm,
-    fp8_dtype,
     plain_linear,
     quantize_gradient,
-    scale_source,
 )
 
 
@@ -35,13 +31,12 @@ def norm_linear(
     x: jax.Array,
     norm: NormParameters,
     parameters: LinearParameters,
-    scaling: GemmScaling | None,
+    gemm: Fp8Gemm | None,
     epsilon: float = 1e-6,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
     return_input: bool = False,
     recompute: bool = False,
-    parts: tuple[int, ...] | None = None,
 ) -> tuple[Any, jax.Array | None]:
     """`linear(normalize(x))` for `x` (..., k).
 
@@ -49,39 +44,34 @@ def norm_linear(
       return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's backward pass, and needs
         no pass of its own.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
-      parts: the result as a tuple of up to three arrays of so many columns, which add up to n.
 
     Returns:
-      (..., n) in `dtype` or such a tuple, or a pair of it and `x` in `dtype`; and the amaxes f32[2] (None without scaling).
+      (..., n) in `dtype`, or of kernels side by side a tuple; with `return_input` a pair of it and `x` in `dtype`; and the amaxes f32[2] (None
+      without `gemm`).
     """
-    check_parts(parts, parameters)
     x = x.astype(dtype)
-    if scaling is None:
-        y = cut(plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype), parts)
+    if gemm is None:
+        y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype, parameters.in_parts)
         return ((y, x) if return_input else y), None
-    static = _Static(epsilon, dtype, return_input, recompute, parts)
-    out: Any = _norm_linear(static, as_matrix(x), norm, parameters, scaling)
+    static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts)
+    out: Any = _norm_linear(static, as_matrix(x), norm, parameters, gemm)
     (y, rows), amaxes = out
     y = jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y)
     return ((y, rows.reshape(x.shape)) if return_input else y), amaxes
 
 
 def quantize_norm(
-    x: jax.Array, norm: NormParameters, epsilon: float, scaling: GemmScaling, keep: bool
-) -> tuple[Quantized, NormStatistics]:
-    """The normalized `x` (m, k) as the input of a GEMM, with `keep` in both orientations, and what the norm's backward needs."""
-    source = scale_source(INPUT, scaling, partial(norm_amax, x, norm, epsilon))
-    orientations = "both" if keep else "straight"
-    straight, transposed, measured, statistics = norm_quantize(
-        x, norm, epsilon, fp8_dtype(INPUT, scaling), source, orientations=orientations
-    )
-    assert straight is not None, "it was asked for"
-    return Quantized(straight, transposed, measured), statistics
+    x: jax.Array, norm: NormParameters, epsilon: float, gemm: Fp8Gemm, keep: bool
+) -> tuple[Fp8Pair, Cast, NormStatistics]:
+    """The normalized `x` (m, k) as the input of a GEMM, with `keep` in both orientations; its cast, and what the norm's backward needs."""
+    cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
+    pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if keep else "rowwise")
+    return pair, cast, statistics
 
 
-def transpose_norm(norm: NormParameters, epsilon: float, x: jax.Array, dtype, source) -> Fp8Array | None:
+def transpose_norm(norm: NormParameters, epsilon: float, x: jax.Array, cast: Cast) -> Fp8Pair:
     """What `quantize_norm` did not keep."""
-    return norm_quantize(x, norm, epsilon, dtype, source, orientations="transposed")[1]
+    return norm_quantize(x, norm, epsilon, cast, orientations="columnwise")[0]
 
 
 @dataclass(frozen=True)
@@ -90,29 +80,30 @@ class _Static:
     dtype: jax.typing.DTypeLike
     return_input: bool
     recompute: bool
-    parts: tuple[int, ...] | None
+    widths: tuple[int, ...]
+    in_parts: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_linear(static, x, norm, parameters, scaling):
-    normalized, _ = quantize_norm(x, norm, static.epsilon, scaling, keep=False)
-    y, amaxes, _ = forward_gemm(normalized, parameters, scaling, static.dtype, parts=static.parts)
+def _norm_linear(static, x, norm, parameters, gemm):
+    normalized, cast, _ = quantize_norm(x, norm, static.epsilon, gemm, keep=False)
+    y, amaxes, _ = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
     return (y, x if static.return_input else None), amaxes
 
 
-def _forward(static, x, norm, parameters, scaling):
-    normalized, statistics = quantize_norm(x, norm, static.epsilon, scaling, keep=not static.recompute)
-    y, amaxes, kept = forward_gemm(normalized, parameters, scaling, static.dtype, parts=static.parts)
+def _forward(static, x, norm, parameters, gemm):
+    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep=not static.recompute)
+    y, amaxes, kept = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
     out = (y, x if static.return_input else None), amaxes
-    return out, (x, norm, statistics, kept, dtypes_of(parameters), scaling)
+    return out, (x, norm, statistics, kept, Like.of(parameters), gemm)
 
 
 def _backward(static, residuals, cotangents):
-    x, norm, statistics, kept, parameters_like, scaling = residuals
+    x, norm, statistics, kept, parameters_like, gemm = residuals
     (dy, dresidual), _ = cotangents
-    kept = kept.with_input(partial(transpose_norm, norm, static.epsilon), x, scaling, after=dy)
-    quantized, dbias = quantize_gradient(dy, parameters_like, scaling)
-    dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, scaling, static.dtype)
+    kept = kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dy)
+    quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
+    dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dresidual)
     return dx, dnorm, gradients, None
 

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.core.scaling import GemmScaling
-from jax_fp8.core.state import INPUT, OUTPUT_GRADIENT
+from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.activation import (
     activate,
     activation_amax,
@@ -24,20 +23,17 @@ from jax_fp8.kernels.activation import (
 )
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
-from jax_fp8.ops.linear import (
+from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
+from jax_fp8.ops.passes import (
+    Like,
     LinearParameters,
-    Quantized,
     backward_dgrad,
     backward_gemm,
     backward_wgrad,
-    dtypes_of,
     forward_gemm,
-    fp8_dtype,
     plain_linear,
     quantize_gradient,
-    scale_source,
 )
-from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 
 
 def norm_mlp(
@@ -45,7 +41,7 @@ def norm_mlp(
     norm: NormParameters,
     up: LinearParameters,
     down: LinearParameters,
-    scalings: tuple[GemmScaling, GemmScaling] | None,
+    gemms: tuple[Fp8Gemm, Fp8Gemm] | None,
     activation: str = "gelu",
     epsilon: float = 1e-6,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
@@ -56,19 +52,20 @@ def norm_mlp(
     """`linear(activate(linear(normalize(x))))` for `x` (..., k).
 
     Args:
+      up: of a gated activation the kernels of gate and up side by side, or one of twice the width with the gate in its first half.
       residual: add `x` to the result, in the last GEMM; its gradient is added in the norm's backward pass.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
 
     Returns:
-      (..., k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without scalings).
+      (..., k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without `gemms`).
     """
     x = x.astype(dtype)
-    if scalings is None:
+    if gemms is None:
         hidden = plain_linear(normalize(x, norm, epsilon, dtype)[0], up, dtype)
         y = plain_linear(activate(hidden, activation), down, dtype)
         return x + y if residual else y, None
-    static = _Static(activation, epsilon, dtype, residual, recompute)
-    out: Any = _norm_mlp(static, as_matrix(x), norm, up, down, scalings)
+    static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths)
+    out: Any = _norm_mlp(static, as_matrix(x), norm, up, down, gemms)
     y, amaxes = out
     return y.reshape(x.shape), amaxes
 
@@ -80,64 +77,48 @@ class _Static:
     dtype: jax.typing.DTypeLike
     residual: bool
     recompute: bool
+    up_widths: tuple[int, ...]
+    down_widths: tuple[int, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_mlp(static, x, norm, up, down, scalings):
-    return _run(static, x, norm, up, down, scalings, keep=False)[0]
+def _norm_mlp(static, x, norm, up, down, gemms):
+    return _run(static, x, norm, up, down, gemms, keep=False)[0]
 
 
-def _run(static, x, norm, up, down, scalings, keep):
-    normalized, statistics = quantize_norm(x, norm, static.epsilon, scalings[0], keep)
-    hidden, up_amaxes, up_kept = forward_gemm(normalized, up, scalings[0], static.dtype)
-    activated = _quantize_activated(hidden, static.activation, scalings[1])
+def _run(static, x, norm, up, down, gemms, keep):
+    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep)
+    hidden, up_amaxes, up_kept = forward_gemm(normalized, cast, up, gemms[0], static.dtype)
+    activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
+    activated = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
     residual = x if static.residual else None
-    y, down_amaxes, down_kept = forward_gemm(activated, down, scalings[1], static.dtype, residual)
+    y, down_amaxes, down_kept = forward_gemm(activated, activated_cast, down, gemms[1], static.dtype, residual)
     return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
 
 
-def _forward(static, x, norm, up, down, scalings):
-    out, kept = _run(static, x, norm, up, down, scalings, keep=not static.recompute)
-    return out, (x, norm, *kept, dtypes_of(up), dtypes_of(down), scalings)
+def _forward(static, x, norm, up, down, gemms):
+    out, kept = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
+    return out, (x, norm, *kept, Like.of(up), Like.of(down), gemms)
 
 
 def _backward(static, residuals, cotangents):
-    x, norm, statistics, hidden, up_kept, down_kept, up_like, down_like, scalings = residuals
+    x, norm, statistics, hidden, up_kept, down_kept, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
-    quantized, dbias = quantize_gradient(dy, down_like, scalings[1])
-    dactivated = backward_dgrad(quantized, down_kept, scalings[1], static.dtype)
-    hidden_gradient, hidden_sums, activated = _quantize_hidden_gradient(static, dactivated, hidden, scalings, down_kept)
+    quantized, dbias = quantize_gradient(dy, down_like, down_gemm)
+    dactivated = backward_dgrad(quantized, down_kept, down_gemm, static.dtype)
+    # The gradient of the activation's input is the output gradient of the GEMM up; beside it, the input of the GEMM down.
+    measure = partial(activation_backward_amax, dactivated, hidden, static.activation)
+    hidden_cast = up_gemm.cast(OUTPUT_GRADIENT, measure)
+    dhidden, dhidden_sums, activated = activation_backward_quantize(
+        dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
+    )
     down_kept = replace(down_kept, x_transposed=activated)
-    ddown = backward_wgrad(quantized, dbias, down_kept, down_like, scalings[1])
+    ddown = backward_wgrad(quantized, dbias, down_kept, down_like, down_gemm, static.down_widths)
 
-    up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, scalings[0], after=dactivated)
-    dnormalized, dup = backward_gemm(hidden_gradient, hidden_sums, up_kept, up_like, scalings[0], static.dtype)
+    up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dactivated)
+    dnormalized, dup = backward_gemm(dhidden, dhidden_sums, up_kept, up_like, up_gemm, static.dtype, static.up_widths)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
     return dx, dnorm, dup, ddown, None
 
 
 _norm_mlp.defvjp(_forward, _backward)
-
-
-def _quantize_activated(hidden, activation, scaling) -> Quantized:
-    source = scale_source(INPUT, scaling, partial(activation_amax, hidden, activation))
-    dtype = fp8_dtype(INPUT, scaling)
-    straight, _, measured = activation_quantize(hidden, activation, dtype, source, orientations="straight")
-    assert straight is not None, "it was asked for"
-    return Quantized(straight, None, measured)
-
-
-def _quantize_hidden_gradient(static, dactivated, hidden, scalings, down_kept) -> tuple[Quantized, jax.Array, Fp8Array]:
-    """The gradient of the activation's input, as the output gradient of the GEMM up, with the bias gradient; and the input of the GEMM down, transposed."""
-    up, down = scalings
-    measure = partial(activation_backward_amax, dactivated, hidden, static.activation)
-    straight, transposed, measured, sums, activated = activation_backward_quantize(
-        dactivated,
-        hidden,
-        static.activation,
-        fp8_dtype(OUTPUT_GRADIENT, up),
-        scale_source(OUTPUT_GRADIENT, up, measure),
-        fp8_dtype(INPUT, down),
-        down_kept.x_scale,
-    )
-    return Quantized(straight, transposed, measured), sums, activated

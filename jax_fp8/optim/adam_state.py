@@ -1,5 +1,7 @@
 """The state of `fused_adam`: what is kept of each param, in which dtypes, and how it is made and checked."""
 
+from collections import namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +23,10 @@ MASTER_DTYPES = tuple(map(np.dtype, ("float32", "float16")))
 class FusedAdamState(NamedTuple):
     """Optimizer state; `mu`, `nu`, `master` and `fp8` have the params' structure, an FP8 param being one leaf.
 
-    `count` int32[]: steps taken. `mu`, `nu`: moments; in FP8 they are `Fp8Array`, and `nu` then holds the square root. `master`: None for params that
-    are float32 already; with "remainder", the 16 bits, uint16, that a bfloat16 param lacks. `fp8`: None but for params in FP8, where it is
-    `{"amax": f32[], "transposed": FP8 (n, k) or None}`: the amax that the next scale is made from, and the weight in the other orientation,
-    where both its dims are multiples of 16.
+    `count` int32[]: steps taken. `mu`, `nu`: moments; in FP8 they are `Fp8Array`, and `nu` then holds the square root.
+    `master`: None for params that are float32 already; with "remainder", the 16 bits, uint16, that a bfloat16 param
+    lacks. `fp8`: None but for params in FP8, where it is `{"amax": f32[], "transposed": FP8 (n, k) or None}`: the amax
+    that the next scale is made from, and the weight in the other orientation, where both its dims are multiples of 16.
     """
 
     count: jax.Array
@@ -33,14 +35,28 @@ class FusedAdamState(NamedTuple):
     master: Any
     fp8: Any
 
+    @classmethod
+    def of(cls, count: jax.Array, tree: Any, kept: Sequence["Kept"]) -> "FusedAdamState":
+        """From what is kept of each param of a tree."""
+        return cls(count, *(tree.unflatten([getattr(row, name) for row in kept]) for name in Kept._fields))
 
-class Kept(NamedTuple):
-    """What the state keeps of one param; fields as in `FusedAdamState`."""
+    def kept(self, tree: Any) -> list["Kept"]:
+        """What is kept of each param of a tree."""
+        return [Kept(*row) for row in zip(*(self._flatten(name, tree) for name in Kept._fields), strict=True)]
 
-    mu: Any
-    nu: Any
-    master: Any
-    fp8: Any
+    def _flatten(self, name, tree) -> list:
+        found = getattr(self, name)
+        try:
+            return tree.flatten_up_to(found)
+        except ValueError as error:
+            raise ValueError(
+                f"state.{name} must have the structure of params, got {jax.tree.structure(found)} and {tree}; "
+                "pass the state that init made for these params"
+            ) from error
+
+
+# What the state keeps of one param: all of its fields but the count.
+Kept = namedtuple("Kept", FusedAdamState._fields[1:])
 
 
 @dataclass(frozen=True)
@@ -125,21 +141,6 @@ def _transposed(param):
 
 def _describe(shape, dtype) -> str:
     return "nothing" if dtype is None else f"{np.dtype(dtype).name} of shape {shape}"
-
-
-def unflatten(tree, kept) -> list:
-    """The fields of a state from what it keeps of each param."""
-    return [tree.unflatten([getattr(row, name) for row in kept]) for name in Kept._fields]
-
-
-def flatten_field(tree, state, name) -> list:
-    try:
-        return tree.flatten_up_to(getattr(state, name))
-    except ValueError as error:
-        raise ValueError(
-            f"state.{name} must have the structure of params, got {jax.tree.structure(getattr(state, name))} and {tree}; "
-            "pass the state that init made for these params"
-        ) from error
 
 
 def given_masters(master, params, tree) -> list:

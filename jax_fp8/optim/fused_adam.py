@@ -5,9 +5,10 @@ optimizer state, and the param is the master rounded to nearest even after every
 FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the whole tree when it works in place, as `make_train_step` has it.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,18 @@ import optax
 
 from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
+from jax_fp8.core.paths import names_of
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.adam import Coefficients, Leaf, adam, adam_leaf
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.storage import REMAINDER
-from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, flatten_field, given_masters, unflatten
+from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
 from jax_fp8.optim.updates import InPlace, NewParam
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.Array]
+Wrapper = TypeVar("Wrapper", bound=Callable)
 
 
 def fused_adam(
@@ -76,13 +79,13 @@ def fused_adam(
         tree = jax.tree.structure(params, is_leaf=is_fp8)
         masters = given_masters(master, params, tree)
         kept = [storage.init(*row) for row in zip(tree.flatten_up_to(params), masters, strict=True)]
-        return FusedAdamState(jnp.zeros((), jnp.int32), *unflatten(tree, kept))
+        return FusedAdamState.of(jnp.zeros((), jnp.int32), tree, kept)
 
     def update(updates, state, params=None, *, in_place: InPlace | None = None, grad_scale=None, **extra):
         del extra
         tree = _checked_tree(updates, params)
         gradients, params_ = tree.flatten_up_to(updates), tree.flatten_up_to(params)
-        kept = [Kept(*row) for row in zip(*(flatten_field(tree, state, name) for name in Kept._fields), strict=True)]
+        kept = state.kept(tree)
         for param, row in zip(params_, kept, strict=True):
             storage.check(param, row)
 
@@ -119,44 +122,39 @@ def fused_adam(
             results = [_new_param(param, leaf, applied) for param, leaf in zip(params_, leaves, strict=True)]
         kept = [_keep(param, leaf) for param, leaf in zip(params_, leaves, strict=True)]
         count = count if applied is None else jnp.where(applied, count, state.count)
-        return tree.unflatten(results), FusedAdamState(count, *unflatten(tree, kept))
+        return tree.unflatten(results), FusedAdamState.of(count, tree, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _with_keywords_of(function: Callable, *, without: str) -> Callable[[Wrapper], Wrapper]:
+    """A decorator: help, documentation and `optax.inject_hyperparams` see the names that `**settings` stands for."""
+
+    def decorate(wrapper):
+        signature = inspect.signature(wrapper)
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        shared = [
+            parameter
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name != without
+        ]
+        vars(wrapper)["__signature__"] = signature.replace(parameters=[*own, *shared])
+        return wrapper
+
+    return decorate
+
+
+@_with_keywords_of(fused_adam, without="adam_w_mode")
 def fused_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    *,
-    bias_correction: bool = True,
-    master_dtype: Any = FLOAT32,
-    mu_dtype: Any = FLOAT32,
-    nu_dtype: Any = FLOAT32,
-    mask: Any = None,
-    skip_nonfinite: bool = False,
-    max_grad_norm: float | None = None,
-    master: Any = None,
+    **settings: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """`fused_adam` with decoupled weight decay and `optax.adamw`'s default for it."""
-    return fused_adam(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        weight_decay,
-        adam_w_mode=True,
-        bias_correction=bias_correction,
-        master_dtype=master_dtype,
-        mu_dtype=mu_dtype,
-        nu_dtype=nu_dtype,
-        mask=mask,
-        skip_nonfinite=skip_nonfinite,
-        max_grad_norm=max_grad_norm,
-        master=master,
-    )
+    """`fused_adam` with decoupled weight decay and `optax.adamw`'s default for it; all other arguments are the same."""
+    return fused_adam(learning_rate, b1, b2, eps, weight_decay, adam_w_mode=True, **settings)
 
 
 def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
@@ -240,8 +238,8 @@ def _all_finite(gradients, norm):
 
 
 def _requested_casts(in_place, params) -> list:
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
-    return [None if in_place is None else in_place.casts.get(path) for path in paths]
+    names = [names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
+    return [None if in_place is None else in_place.casts.get(of) for of in names]
 
 
 def _decay_mask(mask, params, tree) -> list:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
+from jax_fp8.core.paths import LayerPath
 from jax_fp8.kernels.quantize import quantize
 
 
@@ -20,10 +21,10 @@ from jax_fp8.kernels.quantize import quantize
 class InPlace:
     """The request for new params.
 
-    `casts`: weights to write in FP8 as well, by path (`jax.tree_util.keystr`): the copies to overwrite, and the scale f32[] to write them with.
+    `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale f32[] to write them with.
     """
 
-    casts: Mapping[str, tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
+    casts: Mapping[LayerPath, tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,14 +10,15 @@ import jax
 from jax_fp8.kernels import extension, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
-from jax_fp8.ops.linear import PLAIN_SCOPE
+from jax_fp8.ops.passes import PLAIN_SCOPE
 
 
 @dataclass(frozen=True)
-class Gemm:
+class MatrixProduct:
     """One matrix product (m, k) · (k, n), executed `count` times per call.
 
-    `target` is the custom call, "reference" where kernels are not built, or "xla". `by_design` marks a product that FP8 is not meant for.
+    `target` is the custom call, "reference" where kernels are not built, or "xla". `by_design` marks a product that FP8
+    is not meant for.
     """
 
     layer: str
@@ -36,6 +37,9 @@ class Gemm:
         return f"{'FP8 ' if self.is_fp8 else '    '} {self.target:<14} {self.dtype:<28} {shape:<40} {self.layer}: {self.reason}"
 
 
+IN_THE_HEAD = "the head is kept in bfloat16"
+BY_REFERENCE = "FP8 values multiplied by the reference"
+
 # Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26 in bfloat16 on an H200, and
 # 2.12 and 2.37 on another. With four times the tokens it was 1.08 and 0.96 times as fast; the same product twice as wide gained 16 and 20 %.
 # benchmarks/README.md has the table.
@@ -47,7 +51,7 @@ MAY_NOT_PAY = (
 
 
 class Explanation(tuple):
-    """A tuple of `Gemm`, in program order; printing it gives a table, and says where FP8 may not pay."""
+    """A tuple of `MatrixProduct`, in program order; printing it gives a table, and says where FP8 may not pay."""
 
     @property
     def is_small(self) -> bool:
@@ -68,7 +72,7 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
       strict: raise a ValueError that names the products that are not in FP8 though FP8 is meant for them: those of layers with
         recipe=None and those made outside jax_fp8. Attention scores and a head in bfloat16 are as they should be.
     """
-    gemms = Explanation(_gemm(*product) for product in products(traced(fn, *args)))
+    gemms = Explanation(_matrix_product(*product) for product in products(traced(fn, *args)))
     unquantized = [gemm for gemm in gemms if not gemm.is_fp8 and not gemm.by_design]
     if strict and unquantized:
         raise ValueError(
@@ -129,7 +133,7 @@ def _open(jaxpr):
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _gemm(equation, path, count):
+def _matrix_product(equation, path, count) -> MatrixProduct:
     if is_fp8_gemm(equation):
         return _fp8_gemm(equation, path, count)
     return (_dot if equation.primitive.name == "dot_general" else _weight_gradient)(equation, path, count)
@@ -138,15 +142,15 @@ def _gemm(equation, path, count):
 def _fp8_gemm(equation, path, count):
     a, b = (var.aval for var in equation.invars[:2])
     (m, k), n = a.shape, equation.outvars[0].aval.shape[1]  # b may have rows for more columns
-    dtypes = f"{a.dtype.name} {b.dtype.name}"
-    return Gemm(path, m, n, k, dtypes, TARGET, count, True, True, "by the layer's recipe")
+    reason = "by the layer's recipe"
+    return MatrixProduct(path, m, n, k, _names(a, b), TARGET, count, is_fp8=True, by_design=True, reason=reason)
 
 
 def _weight_gradient(equation, path, count):
     dy, x = (var.aval for var in equation.invars[:2])
     (k, m), n = dy.shape, x.shape[1]
-    dtypes = f"{dy.dtype.name} {x.dtype.name}"
-    return Gemm(path, m, n, k, dtypes, weight_gradient.TARGET, count, False, True, "the head is kept in bfloat16")
+    target, reason = weight_gradient.TARGET, IN_THE_HEAD
+    return MatrixProduct(path, m, n, k, _names(dy, x), target, count, is_fp8=False, by_design=True, reason=reason)
 
 
 def _dot(equation, path, count):
@@ -157,14 +161,23 @@ def _dot(equation, path, count):
     n = math.prod(size for i, size in enumerate(b.shape) if i not in (*contract_b, *batch_b))
     times = count * math.prod(a.shape[i] for i in batch_a)
     if REFERENCE_SCOPE in path:
-        reason = f"FP8 values multiplied by the reference: {extension.missing_reason()}"
-        return Gemm(path, m, n, k, "float8 values in bfloat16", "reference", times, True, True, reason)
-    dtypes = f"{a.dtype.name} {b.dtype.name}"
-    if batch_a:
-        return Gemm(
-            path, m, n, k, dtypes, "xla", times, False, True, "a batched product of activations, such as attention"
-        )
+        dtypes, reason = "float8 values in bfloat16", f"{BY_REFERENCE}: {extension.missing_reason()}"
+        return MatrixProduct(path, m, n, k, dtypes, "reference", times, is_fp8=True, by_design=True, reason=reason)
+    by_design, reason = _why_not_fp8(path, batched=bool(batch_a))
+    return MatrixProduct(path, m, n, k, _names(a, b), "xla", times, is_fp8=False, by_design=by_design, reason=reason)
+
+
+def _why_not_fp8(path, batched) -> tuple[bool, str]:
+    """Whether a product of XLA's own is as it should be, and the reason."""
+    if batched:
+        return True, "a batched product of activations, such as attention"
     if PLAIN_HEAD_SCOPE in path:
-        return Gemm(path, m, n, k, dtypes, "xla", times, False, True, "the head is kept in bfloat16")
-    reason = "the layer has recipe=None" if PLAIN_SCOPE in path else "not made by a jax_fp8 layer; use jax_fp8.Dense"
-    return Gemm(path, m, n, k, dtypes, "xla", times, False, False, reason)
+        return True, IN_THE_HEAD
+    return (
+        False,
+        "the layer has recipe=None" if PLAIN_SCOPE in path else "not made by a jax_fp8 layer; use jax_fp8.Dense",
+    )
+
+
+def _names(a, b) -> str:
+    return f"{a.dtype.name} {b.dtype.name}"

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.kernels.gemm import matmul
-from jax_fp8.kernels.tuned_gemms import Choice, GemmProblem, GemmTable, tuned_gemms
+from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, using_ranks
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 ROTATED_BYTES = 128 * 2**20  # of operands; the L2 cache of an H200 holds 50 MiB
@@ -31,7 +31,7 @@ B_SCALE = 0.125  # keeps sums of random products within float16
 ACCUMULATION = {"fast": 2.0**-10, "split": 2.0**-12}
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
-OFF_THE_LIST = "algorithms that cuBLASLt"  # in the sentence of csrc/gemm_plan.cc about a rank at which there is none
+OFF_THE_LIST = "OUT_OF_RANGE"  # the code by which csrc/gemm.cc reports a rank at which there is no algorithm
 
 
 class Refused(RuntimeError):
@@ -43,10 +43,10 @@ class OffTheList(Refused):
 
 
 class GemmBench:
-    """The candidates of one product; `here` is an empty table of this machine, `clock` counts seconds."""
+    """The candidates of one product; `clock` counts seconds."""
 
-    def __init__(self, problem: GemmProblem, here: GemmTable, clock: Callable[[], float] = time.perf_counter):
-        self._problem, self._here, self._clock = problem, here, clock
+    def __init__(self, problem: GemmProblem, clock: Callable[[], float] = time.perf_counter):
+        self._problem, self._clock = problem, clock
         copies, calls = count_copies_and_calls(problem)
         self._copies = [_random_operands(problem, key) for key in jax.random.split(jax.random.key(0), copies)]
         # Equal calls would be computed once; a scale of its own makes every call another one.
@@ -83,13 +83,12 @@ class GemmBench:
 
     @contextmanager
     def _using(self, candidate) -> Iterator[None]:
-        choice = Choice(candidate, first_us=1.0, best_us=1.0)
         try:
-            with tuned_gemms(GemmTable(self._here.device, self._here.cublaslt, ((self._problem, choice),))):
+            with using_ranks(Ranks({self._problem: candidate})):
                 yield
         except jax.errors.JaxRuntimeError as error:
             sentence = str(error).splitlines()[0]
-            raise (OffTheList if OFF_THE_LIST in sentence else Refused)(sentence) from error
+            raise (OffTheList if sentence.startswith(f"{OFF_THE_LIST}:") else Refused)(sentence) from error
 
 
 def count_copies_and_calls(problem: GemmProblem) -> tuple[int, int]:

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import AxisType
 
-from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, Choice, GemmProblem, GemmTable, default_path, this_gpu
+from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, GemmProblem
 from jax_fp8.tools.explain import is_fp8_gemm, products, traced
 from jax_fp8.tools.gemm_bench import GemmBench, OffTheList, Refused
+from jax_fp8.tools.gemm_table import Choice, GemmTable, default_path, this_gpu
 
 SMALLEST_GAIN = 0.01
 
@@ -54,7 +55,7 @@ def tune(
 
     def measure(problem):
         with jax.set_mesh(one):
-            return choose(GemmBench(problem, here))
+            return choose(GemmBench(problem))
 
     return tune_problems(problems, here, path, measure, again, report)
 

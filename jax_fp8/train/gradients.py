@@ -2,8 +2,8 @@
 
     variables ─a recorder beside each GEMM─ loss, backward → loss, gradients of params; amaxes, staged in the FP8 state
 
-Here `value_and_grad` puts a `Recorder` (core/recorder.py) beside the state of every GEMM, differentiates, and reads what the layers left there. Gradients
-that add up over microbatches come back the same way, in `accumulate_grads`.
+`value_and_grad` puts a `Recorder` (core/recorder.py) beside the state of every GEMM, differentiates, and reads what the
+layers left there. Gradients that add up over microbatches come back the same way, in `accumulate_grads`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,22 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.paths import LayerPath, at_path, put_at_path
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder, listing
-from jax_fp8.core.state import join_amaxes, map_gemms, stage_joined
+from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, stage_joined
+from jax_fp8.ops.passes import share_wgrad
 
 
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """Like `jax.value_and_grad` over the params of a variable dict, and hands back the FP8 state with this pass's amaxes staged.
+    """Like `jax.value_and_grad` over the params of a variable dict,
+    and hands back the FP8 state with this pass's amaxes staged.
 
     Args:
-      loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`. `variables` is a Flax variable dict.
+      loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
+        `variables` is a Flax variable dict.
       has_aux: as in `jax.value_and_grad`.
 
     Returns:
-      A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`. `grads` matches
-      `variables["params"]`; `fp8_state` is `variables["fp8"]` with slot 0 of each history raised to the amaxes of this pass, to be
-      finished by `update_state`, or {} where there is no state.
+      A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`.
+      `grads` matches `variables["params"]`; `fp8_state` is `variables["fp8"]` with slot 0 of each history raised to the
+      amaxes of this pass, to be finished by `update_state`, or {} where there is no state.
     """
 
     record = value_grads_and_amaxes(loss_fn, has_aux)
@@ -42,7 +45,8 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_current: bool = False) -> Callable:
-    """`value_and_grad` that hands back the amaxes of its pass alone, f32[rows], for `finish_step`: a step then stages none.
+    """`value_and_grad` that hands back the amaxes of its pass alone, f32[rows], for `finish_step`:
+    a step then stages none.
 
     With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
     """
@@ -58,56 +62,64 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
 def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = ()) -> Callable:
     """`value_grads_and_amaxes` that adds the gradients to sums: `sums + weight * grads`.
 
-    The kernel of a GEMM with FP8 state, or one of `gemms` for recipes without state (see `list_gemms`), is added up by the GEMM that computes its gradient,
-    in place, unless its layer is stacked by `nn.scan`.
+    The kernels of a GEMM with FP8 state, or of one of `gemms` for recipes without state (see `list_gemms`), are added
+    up by the GEMMs that compute their gradients, in place, unless the layer is stacked by `nn.scan`.
 
     Returns:
-      A function of `(variables, sums, *args)` that returns `(loss, sums, amaxes)`. `sums` matches `variables["params"]`, float32; `amaxes`: f32[rows].
+      A function of `(variables, sums, *args)` that returns `(loss, sums, amaxes)`. `sums` matches
+      `variables["params"]`, float32; `amaxes`: f32[rows].
     """
 
     def run(variables, sums, *args, **kwargs):
-        recorded = map_gemms(partial(_with_recorder, weight=weight), _fp8_state(variables), sums)
-        for path in gemms:
-            put_at_path(recorded, path, _gradient_recorder(at_path(sums, path), weight))
+        added = {path: jax.new_ref(at_path(sums, path)) for path in added_by_gemms(_fp8_state(variables), sums, gemms)}
+        recorded = map_gemms_with_path(partial(_with_sums, added, weight), _fp8_state(variables))
+        for gemm in gemms:
+            if sums_of_gemm := _sums_of(gemm, added):
+                put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None)})
         value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
-        leaves = jax.tree.leaves(_added_up(sums, recorded))
-        sums = jax.tree.unflatten(jax.tree.structure(sums), leaves)
-        # The gradients of kernels that were added up are zeros: this adds what reached a kernel on another way, as a rule nothing.
-        sums = jax.tree.map(lambda total, g: total + np.float32(weight) * g.astype(jnp.float32), sums, grads)
-        return value, sums, _amaxes(variables, recorded)
+
+        # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
+        # what reached the kernel on another way, as a rule nothing.
+        def merge(path, total, gradient):
+            total = added[path][...] if path in added else total
+            return total + np.float32(weight) * gradient.astype(jnp.float32)
+
+        return value, map_with_names(merge, sums, grads), _amaxes(variables, recorded)
 
     return run
 
 
 def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerPath]:
-    """The layers whose GEMMs run in FP8, by path, found by tracing the loss: recipes without state leave no other trace of them in the variables."""
+    """The layers whose GEMMs run in FP8, by path, found by tracing the loss:
+    recipes without state leave no other trace of them in the variables.
+    """
     with listing() as found:
         jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
     return list(found)
 
 
-def added_by_gemms(fp8_state: Mapping, sums: Mapping) -> Any:
-    """Which sums `accumulate_grads` leaves to a GEMM, and which to an addition after it: a tree like `sums` of bools."""
-    mask = jax.tree.map(lambda _: False, sums)
-    return jax.tree.unflatten(jax.tree.structure(sums), jax.tree.leaves(_marked(mask, fp8_state, sums)))
+def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
+    """The kernels whose gradients `accumulate_grads` leaves to their GEMMs, and not to an addition after it.
+
+    They are matrices, not stacked by `nn.scan`, and large enough for a GEMM of their own.
+    """
+    paths = [*gemms]
+    map_gemms_with_path(lambda path, _: paths.append(path), fp8_state)
+    added: dict[LayerPath, None] = {}
+    for path in paths:
+        shapes = [getattr(at_path(sums, kernel), "shape", ()) for kernel in kernel_paths(path)]
+        if all(len(shape) == 2 for shape in shapes) and not share_wgrad(shapes[0][0], tuple(n for _, n in shapes)):
+            added |= dict.fromkeys(kernel_paths(path))
+    return list(added)
 
 
-def _gradient_recorder(sums, weight):
-    """Of a layer without state: it has no amaxes to record. What is stacked by `nn.scan` adds up outside its GEMM."""
-    if "kernel" not in sums or sums["kernel"].ndim != 2:
-        return {}
-    return {RECORDER: Recorder(None, ByIdentity(jax.new_ref(sums["kernel"])), weight, True, None)}
+def _sums_of(gemm, added) -> tuple[ByIdentity, ...]:
+    """The sums of a GEMM's kernels, if they are added up by it."""
+    return tuple(ByIdentity(added[kernel]) for kernel in kernel_paths(gemm) if kernel in added)
 
 
-def _marked(mask, fp8_state, sums):
-    if "amax_history" in fp8_state:
-        return {**mask, "kernel": True} if _adds_up(fp8_state, sums) else mask
-    return {**mask, **{name: _marked(mask[name], child, sums[name]) for name, child in fp8_state.items()}}
-
-
-def _adds_up(gemm, sums) -> bool:
-    """Whether the GEMM with this state can add up the gradients of its kernel: there is one, not stacked by `nn.scan`."""
-    return "kernel" in sums and gemm["scale"].ndim == 1
+def _with_sums(added, weight, path, gemm):
+    return _with_recorder(gemm, sums=_sums_of(path, added), weight=weight)
 
 
 def _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs):
@@ -122,32 +134,24 @@ def _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs):
 def _fp8_state(variables) -> Mapping:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise ValueError(
-            f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; pass {{"params": ..., "fp8": ...}}'
+            f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; '
+            f'pass {{"params": ..., "fp8": ...}}'
         )
     return variables.get("fp8", {})
 
 
-def _with_recorder(gemm, sums: Any = None, *, from_current=False, weight=1.0):
+def _with_recorder(gemm, from_current=False, sums: tuple[ByIdentity, ...] = (), weight=1.0):
     stacked = gemm["scale"].shape[:-1]
     layers = gemm["scale"].size // 3
     ref = jax.new_ref(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32))
     slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
-    total = ByIdentity(jax.new_ref(sums["kernel"])) if sums is not None and _adds_up(gemm, sums) else None
-    return {**gemm, RECORDER: Recorder(ByIdentity(ref), total, weight, from_current, slot)}
+    return {**gemm, RECORDER: Recorder(ByIdentity(ref), sums, weight, from_current, slot)}
 
 
 def _amaxes(variables, recorded) -> jax.Array:
     found = []
-    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].amax_ref[...]), _fp8_state(variables), recorded)
+    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].record.amax_ref[...]), _fp8_state(variables), recorded)
     return join_amaxes(found)
-
-
-def _added_up(sums, recorded):
-    """The sums with those of kernels read from where their GEMMs left them."""
-    if RECORDER not in recorded:
-        return {**sums, **{name: _added_up(sums[name], child) for name, child in recorded.items()}}
-    gradient = recorded[RECORDER].gradient
-    return sums if gradient is None else {**sums, "kernel": gradient.ref[...]}
 
 
 def _without_recorders(tree):

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.paths import LayerPath
-from jax_fp8.core.recipe import DelayedScaling
+from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.train.gradients import accumulate_grads, added_by_gemms
 from jax_fp8.train.train_state import TrainState
@@ -45,7 +44,7 @@ def begin(state: TrainState, recipe, cast: bool, gemms: Collection[LayerPath] = 
     """No microbatch yet. With `cast`, the weights are cast here for all of them: where the state says what is cast, or `gemms` do."""
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
     cache = {}
-    if cast and isinstance(recipe, DelayedScaling):
+    if cast and recipe is not None and recipe.has_state:
         cache = cast_weights(state.variables, recipe)
     elif cast:
         cache = cast_listed(state.params, recipe, gemms)
@@ -80,20 +79,21 @@ def begin_if_needed(
     fresh = is_first_microbatch | (pending.step != state.step)
     if pending.cache:
         fresh = fresh | is_stale(pending.cache, state.variables)
-    sums, tree = jax.tree.flatten(pending.gradients)
-    by_gemm = jax.tree.leaves(added_by_gemms(state.fp8, pending.gradients))
+    by_gemm = added_by_gemms(state.fp8, pending.gradients)
 
     def clear(large):
         cache = cast_weights(state.variables, recipe) if pending.cache else {}
-        return cache, [jnp.zeros_like(total) for total in large[1]]
+        return cache, jax.tree.map(jnp.zeros_like, large[1])
 
-    large = pending.cache, [total for total, gemm in zip(sums, by_gemm, strict=True) if gemm]
+    large = pending.cache, [at_path(pending.gradients, kernel) for kernel in by_gemm]
     cache, cleared = lax.cond(fresh, clear, lambda large: large, large)
-    remaining = iter(cleared)
-    sums = [next(remaining) if gemm else jnp.where(fresh, 0, total) for total, gemm in zip(sums, by_gemm, strict=True)]
+    cleared = dict(zip(by_gemm, cleared, strict=True))
+    sums = map_with_names(
+        lambda names, total: cleared[names] if names in cleared else jnp.where(fresh, 0, total), pending.gradients
+    )
     small = pending.count, pending.loss, pending.amaxes
     count, loss, amaxes = (jnp.where(fresh, jnp.zeros_like(x), x) for x in small)
-    return PendingStep(state.step, count, loss, tree.unflatten(sums), amaxes, cache)
+    return PendingStep(state.step, count, loss, sums, amaxes, cache)
 
 
 def is_complete(state: TrainState, pending: PendingStep, microbatches: int) -> jax.Array:

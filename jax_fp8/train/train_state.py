@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
+from jax_fp8.train.serialization import register_serialization
 from jax_fp8.train.weight_cache import refresh
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TrainState:
     """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without), `opt_state`, and `cache` (the weights in FP8, or {})."""
 
@@ -20,7 +22,7 @@ class TrainState:
     params: Any
     fp8: Any
     opt_state: Any
-    cache: Any = flax.struct.field(default_factory=dict)
+    cache: Any = field(default_factory=dict)
 
     @classmethod
     def create(cls, *, variables: Mapping, tx: optax.GradientTransformation) -> "TrainState":
@@ -48,13 +50,12 @@ class TrainState:
         collections = {"params": self.params, "fp8": self.fp8, "fp8_cache": self.cache}
         return {name: collection for name, collection in collections.items() if collection or name == "params"}
 
+    def replace(self, **changes: Any) -> "TrainState":
+        """Another state with these fields changed; new params or scales are cast to FP8 again where the state keeps such copies."""
+        new = dataclasses.replace(self, **changes)
+        if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):
+            return new
+        return dataclasses.replace(new, cache=refresh(new.cache, new.params, new.fp8))
 
-def _replace(state: TrainState, **changes) -> TrainState:
-    """Another state with these fields changed; new params or scales are cast to FP8 again where the state keeps such copies."""
-    new = dataclasses.replace(state, **changes)
-    if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):
-        return new
-    return dataclasses.replace(new, cache=refresh(new.cache, new.params, new.fp8))
 
-
-setattr(TrainState, "replace", _replace)  # noqa: B010 - Flax's own would leave copies of other weights in the cache
+register_serialization(TrainState, [field.name for field in dataclasses.fields(TrainState)])

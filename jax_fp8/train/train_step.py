@@ -21,7 +21,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jax_fp8.core.paths import LayerPath
-from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe, check_recipe
+from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.state import gemm_states, keep_known_rows, no_amaxes
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
@@ -156,7 +156,7 @@ def make_train_step(
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
     programs = _Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place)
-    return TrainStep(programs, donate, compiler_options, warm_start and isinstance(recipe, DelayedScaling))
+    return TrainStep(programs, donate, compiler_options, warm_start and _has_state(recipe))
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _Programs:
 
     def _gemms(self, state, parts) -> list[LayerPath]:
         """The layers in FP8 where the state does not say; a state with amax histories does."""
-        if not isinstance(self.recipe, CurrentScaling):
+        if self.recipe is None or self.recipe.has_state:
             return []
         return list_gemms(self.loss_fn, state.variables, jax.tree.map(lambda x: x[0], parts))
 
@@ -252,6 +252,10 @@ class _Programs:
         return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics
 
 
+def _has_state(recipe) -> bool:
+    return recipe is not None and recipe.has_state
+
+
 def _with_its_cache(state, recipe):
     """The state with a cache of its own params: a state may be put together from parts."""
     return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
@@ -259,11 +263,11 @@ def _with_its_cache(state, recipe):
 
 def _check_state(state, recipe):
     has_state = bool(gemm_states(state.fp8))
-    if has_state and not isinstance(recipe, DelayedScaling):
+    if has_state and not _has_state(recipe):
         raise ValueError(
             f"the state holds amax histories, but recipe={recipe!r} has none; pass the recipe the model was made with"
         )
-    if not has_state and isinstance(recipe, DelayedScaling):
+    if not has_state and _has_state(recipe):
         raise ValueError(
             'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; give the model the same recipe'
         )

@@ -1,4 +1,4 @@
-"""The weights in FP8, cast once: the collection "fp8_cache", with a `Fp8Pair` for the kernel of every GEMM.
+"""The weights in FP8, cast once: the collection "fp8_cache", with a `Fp8Pair` for the kernels of every GEMM.
 
 A cached weight carries the scale it was cast with, so a later change of scales does not touch it, and the amax it was measured with, so a layer
 that reads the cache stages what a layer that casts would. The weights are those of an uncached step, bit for bit; what XLA sums by itself (the
@@ -12,6 +12,7 @@ on the device, and casts again where they differ: after an optimizer step, a che
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,14 +21,13 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
-from jax_fp8.core.paths import LayerPath, at_path, put_at_path
-from jax_fp8.core.recipe import DelayedScaling, Recipe
-from jax_fp8.core.state import KERNEL, map_gemms
-from jax_fp8.kernels.amax import amax
-from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.scale_source import ScaleSource
-from jax_fp8.ops.linear import CAST_SCOPE
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.ops.passes import cast_weight
 from jax_fp8.optim.updates import NewParam
 
 VERSION = "params_version"
@@ -75,27 +75,28 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
     return cast_weights(variables, recipe, cache) if cache else {}
 
 
-def cast_listed(params: Mapping, recipe: Recipe, gemms: Collection[LayerPath]) -> dict:
-    """`cast_weights` for a recipe without state: the kernels of these layers, each scaled by its own amax."""
+def cast_listed(params: Mapping, recipe: Recipe | None, gemms: Collection[LayerPath]) -> dict:
+    """`cast_weights` for a recipe without state: the kernels of these GEMMs, each GEMM's with a scale of its own."""
     cache: dict = {}
     for path in gemms:
-        put_at_path(cache, path, {"kernel": _cast_by_amax(at_path(params, path)["kernel"], recipe)})
+        assert recipe is not None, "there are GEMMs in FP8"
+        put_at_path(cache, path, {"kernel": _cast(_kernels_of(path, params), partial(recipe.cast, KERNEL), None)})
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 
 def _cast_all(variables, recipe) -> dict:
     params = variables["params"]
 
-    def cast(gemm, params):
-        return {"kernel": _cast(params["kernel"], recipe.fp8_format.forward, gemm["scale"])}
+    def cast(path, gemm):
+        return {"kernel": _cast(_kernels_of(path, params), partial(recipe.cast, KERNEL), gemm["scale"])}
 
-    cache = map_gemms(cast, variables["fp8"], params)
+    cache = map_gemms_with_path(cast, variables["fp8"])
     return {**cache, VERSION: _version(params, cache)}
 
 
 def _version(params, cache) -> jax.Array:
     """A hash, uint32[], of the kernels that have a cached copy: of their samples, each times an odd number of its place."""
-    samples = [_samples(at_path(params, names)) for _, names in _kernels(params, cache)]
+    samples = [_samples(kernel) for path, _ in _cached(cache) for kernel in _kernels_of(path, params)]
     words = jnp.concatenate(samples)
     place = jnp.arange(words.size, dtype=jnp.uint32)
     return jnp.sum(words * (2 * place * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
@@ -108,67 +109,61 @@ def _samples(kernel) -> jax.Array:
     return jnp.concatenate(bits).astype(jnp.uint32)
 
 
-def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[str, tuple[Fp8Pair, jax.Array]]:
+def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[LayerPath, tuple[Fp8Pair, jax.Array]]:
     """For `InPlace`: which weights an optimizer is to write in FP8, and the scales of `fp8_state` to write them with.
 
-    Layers stacked by `nn.scan` have a scale each and are left to `refresh`.
+    Kernels that stand side by side in one copy, and layers stacked by `nn.scan`, which have a scale each, are left to `refresh`.
     """
+    alone = {kernel_paths(path): (path, pair) for path, pair in _cached(cache)}
     return {
-        path: (at_path(cache, names), at_path(fp8_state, names[:-1])["scale"][KERNEL])
-        for path, names in _kernels(params, cache)
-        if at_path(params, names).ndim == 2
+        kernels[0]: (pair, at_path(fp8_state, path)["scale"][KERNEL])
+        for kernels, (path, pair) in alone.items()
+        if len(kernels) == 1 and at_path(params, kernels[0]).ndim == 2
     }
 
 
 def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = None) -> dict:
     """The cache of new params or scales: as the optimizer wrote it, where `updates` are its, and cast here where it did not."""
-    written = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_fp8)
-        if isinstance(leaf, NewParam)
-    }
-    paths = {names: path for path, names in _kernels(params, cache)}
-
-    def renew(node, names) -> Any:
-        if names == (VERSION,):
-            return _version(params, cache)
-        if not isinstance(node, Fp8Pair):
-            return {name: renew(child, (*names, name)) for name, child in node.items()}
-        new = written.get(paths[names])
-        if new is not None and new.cast is not None:
-            return new.cast
-        return _cast(at_path(params, names), node.rowwise.dtype, at_path(fp8_state, names[:-1])["scale"])
-
-    return renew(cache, ())
+    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_fp8)
+    written = {names_of(path): leaf.cast for path, leaf in leaves if isinstance(leaf, NewParam)}
+    renewed: dict = {}
+    for path, old in _cached(cache):
+        kernels = kernel_paths(path)
+        new = written.get(kernels[0]) if len(kernels) == 1 else None
+        if new is None:
+            cast_of = partial(_with_scale_of_state, old.rowwise.dtype)
+            new = _cast(_kernels_of(path, params), cast_of, at_path(fp8_state, path)["scale"])
+        put_at_path(renewed, path, {"kernel": new})
+    return {**renewed, VERSION: _version(params, cache)} if cache else {}
 
 
-def _cast(kernel, dtype, scales) -> Fp8Pair:  # (k, n), f32[3]
-    if kernel.ndim > 2:  # stacked layers
-        return jax.vmap(lambda one, its_scales: _cast(one, dtype, its_scales))(kernel, scales)
-    return _cast_from(kernel, dtype, ScaleSource.row_of(scales, KERNEL))
+def _kernels_of(gemm, params) -> tuple[jax.Array, ...]:
+    """The kernels of a GEMM, as they stand side by side."""
+    return tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
 
 
-def _cast_by_amax(kernel, recipe) -> Fp8Pair:
-    if kernel.ndim > 2:
-        return jax.vmap(lambda one: _cast_by_amax(one, recipe))(kernel)
-    return _cast_from(kernel, recipe.fp8_format.forward, ScaleSource.from_amax(amax(kernel), recipe))
+def _with_scale_of_state(dtype, scales, _measure) -> Cast:
+    return Cast.with_row(dtype, scales, KERNEL)
 
 
-def _cast_from(kernel, dtype, source) -> Fp8Pair:
-    with jax.named_scope(CAST_SCOPE):
-        return Fp8Pair(*quantize_transpose(kernel, dtype, source))
+def _cast(kernels, cast_of, scales) -> Fp8Pair:
+    """Kernels (k, n_i) side by side in FP8, by `cast_of(scales, measure)`; `scales` f32[3], or None."""
+    if kernels[0].ndim > 2:  # stacked layers, each with scales of its own or none
+        return jax.vmap(lambda each, its_scales: _cast(each, cast_of, its_scales))(kernels, scales)
+    return cast_weight(kernels if len(kernels) > 1 else kernels[0], partial(cast_of, scales))
 
 
-def _kernels(params, cache) -> Iterator[tuple[str, tuple]]:
-    """Path and names of every param that has a cached copy."""
-    for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8):
-        names = tuple(getattr(key, "key", None) for key in path)
-        if isinstance(at_path(cache, names), Fp8Pair):
-            yield jax.tree_util.keystr(path), names
+def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
+    """Every GEMM with a cached weight."""
+    for name, node in sorted(cache.items()):
+        if isinstance(node, Fp8Pair):
+            yield path, node
+        elif isinstance(node, Mapping):
+            yield from _cached(node, (*path, name))
 
 
 def _check_recipe(variables, recipe):
-    if not isinstance(recipe, DelayedScaling) or not variables.get("fp8"):
+    if recipe is None or not recipe.has_state or not variables.get("fp8"):
         raise ValueError(
             f'cast_weights needs the DelayedScaling recipe and the collection "fp8" of its model, got recipe={recipe!r} and '
             f"{sorted(variables)}; other recipes have no scales to cast with before the weights are read"

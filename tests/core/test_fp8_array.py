@@ -107,13 +107,19 @@ def test_numpy_sees_numbers_and_never_objects():
 
 def pair(shared=True) -> Fp8Pair:
     values, scale = jnp.arange(6, dtype=jnp.float32).reshape(2, 3).astype(E4M3), jnp.float32(0.5)
-    columnwise = Fp8Array(values.T, scale if shared else jnp.float32(2))
-    return Fp8Pair(Fp8Array(values, scale), columnwise, jnp.float32(2.5))
+    if shared:
+        return Fp8Pair.of(values, values.T, scale, jnp.float32(2.5))
+    return Fp8Pair(Fp8Array(values, scale), Fp8Array(values.T, jnp.float32(2)), jnp.float32(2.5))
 
 
 def test_a_scale_that_both_share_is_one_leaf():
     assert [leaf.shape for leaf in jax.tree.leaves(pair())] == [(2, 3), (3, 2), (), ()]
     assert len(jax.tree.leaves(pair(shared=False))) == 5
+    # A tree may be made of leaves that are one and the same object, as jax does to look at it.
+    for given in (pair(), pair(shared=False)):
+        structure = jax.tree.structure(given)
+        dummy = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+        assert jax.tree.structure(dummy) == structure
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(pair())]
     assert paths == [".values", ".values_t", ".scale", ".amax"]
 

@@ -1,6 +1,9 @@
-"""Nodes of nested dicts by the names that lead to them."""
+"""Nodes of nested dicts by the names that lead to them, and the kernels of a GEMM by its name."""
 
-from jax_fp8.core.paths import at_path, put_at_path
+import jax
+import pytest
+
+from jax_fp8.core.paths import at_path, joined_name, kernel_paths, map_with_names, names_of, put_at_path
 
 
 def test_a_node_is_found_where_its_names_lead():
@@ -16,3 +19,30 @@ def test_a_node_is_added_to_what_stands_there():
     put_at_path(tree, ("layer", "dense"), {"bias": 4})
     put_at_path(tree, ("other",), {"kernel": 5})
     assert tree == {"layer": {"dense": {"kernel": 3, "bias": 4}}, "other": {"kernel": 5}}
+
+
+@pytest.mark.parametrize(
+    ("gemm", "kernels"),
+    [
+        ((), [("kernel",)]),
+        (("dense",), [("dense", "kernel")]),
+        (("layer_0", "mlp", "gate+up"), [("layer_0", "mlp", "gate", "kernel"), ("layer_0", "mlp", "up", "kernel")]),
+    ],
+)
+def test_the_kernels_of_a_gemm(gemm, kernels):
+    assert kernel_paths(gemm) == tuple(kernels)
+
+
+def test_a_name_of_several_layers():
+    assert joined_name(("query", "key", "value")) == "query+key+value"
+    assert joined_name(("up",)) == "up"
+
+
+def test_leaves_are_mapped_with_their_names():
+    tree = {"b": {"kernel": 1}, "a": 2}
+    assert map_with_names(lambda names, x, y: (*names, x + y), tree, tree) == {
+        "b": {"kernel": ("b", "kernel", 2)},
+        "a": ("a", 4),
+    }
+    paths = [names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path([tree])]
+    assert paths == [(None, "a"), (None, "b", "kernel")]

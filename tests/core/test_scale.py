@@ -1,6 +1,7 @@
 """Scales are exact: true division, in jit and out of it, to the last bit.
 
-Amaxes below 2**-126 are left out: they are subnormal, which XLA's CPU compiler flushes to zero in some programs and not in others.
+Amaxes below 2**-126 are left out: they are subnormal, which XLA's CPU compiler flushes to zero in some programs and not
+in others.
 """
 
 import jax
@@ -10,9 +11,9 @@ import pytest
 import reference
 from reference import assert_same_bits
 
-from jax_fp8.core.formats import E4M3, E5M2
+from jax_fp8.core.formats import E4M3, E5M2, INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.scale import current_scale, scale_from_amax
+from jax_fp8.core.scale import ScaleFormula, scale_from_amax
 
 EDGES = np.float32([0, np.inf, np.nan, 2.0**-126, 448 * 2.0**-126, 1, 448, 57344, 3.4e38])
 JIT = [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")]
@@ -69,28 +70,46 @@ def test_the_reciprocal_of_the_smallest_scale_is_finite():
     assert np.isfinite(np.float32(1) / scale)
 
 
+SETTINGS = {
+    "plain": {},
+    "epsilon": {"amax_epsilon": 1e-3},
+    "power_2": {"power_2_scale": True},
+    "power_2_epsilon": {"power_2_scale": True, "amax_epsilon": 0.7},
+}
+
+
 @pytest.mark.parametrize("transform", JIT)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        CurrentScaling(),
-        CurrentScaling(amax_epsilon=1e-3),
-        CurrentScaling(power_2_scale=True),
-        CurrentScaling(power_2_scale=True, amax_epsilon=0.7),
-    ],
-    ids=["plain", "epsilon", "power_2", "power_2_epsilon"],
-)
-def test_current_scale(transform, recipe):
-    settings = {"amax_epsilon": recipe.amax_epsilon, "power_2_scale": recipe.power_2_scale}
-    amax = amaxes(2000)
-    scale = transform(lambda amax: current_scale(amax, E4M3, recipe))(jnp.asarray(amax))
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_formula(transform, settings):
+    amax, formula = amaxes(2000), ScaleFormula(**settings)
+    scale = transform(lambda amax: formula(amax, E4M3))(jnp.asarray(amax))
     assert_same_bits(scale, np.array([reference.current_scale(value, E4M3, **settings) for value in amax], np.float32))
+
+
+@pytest.mark.parametrize("transform", JIT)
+@pytest.mark.parametrize("margin", [0, 3, -2, 120])
+def test_a_formula_with_a_margin(transform, margin):
+    amax, formula = amaxes(2000), ScaleFormula(margin=margin)
+    scale = transform(lambda amax: formula(amax, E5M2))(jnp.asarray(amax))
+    assert_same_bits(scale, oracle(amax, E5M2, margin))
+
+
+def test_a_formula_is_a_value():
+    assert ScaleFormula(margin=2) == ScaleFormula(margin=2) and hash(ScaleFormula()) == hash(ScaleFormula())
+    different = [ScaleFormula(), *(ScaleFormula(**settings) for settings in (*SETTINGS.values(), {"margin": 2}))]
+    assert len(set(different)) == len(SETTINGS) + 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_current_scaling_has_its_settings(settings):
+    cast = CurrentScaling(**settings).cast(OUTPUT_GRADIENT, None, lambda: jnp.float32(0.6))
+    assert_same_bits(cast.rule.scale(cast.source), reference.current_scale(0.6, E5M2, **settings))
 
 
 def test_power_2_scale_rounds_the_multiplier_down():
     amax = jnp.asarray(amaxes(2000))
-    exact = np.asarray(current_scale(amax, E4M3, CurrentScaling()))
-    power = np.asarray(current_scale(amax, E4M3, CurrentScaling(power_2_scale=True)))
+    exact = np.asarray(ScaleFormula()(amax, E4M3))
+    power = np.asarray(ScaleFormula(power_2_scale=True)(amax, E4M3))
     assert set(np.frexp(power)[0]) == {0.5}  # nothing but a power of two
     assert ((power >= exact) & (power < 2 * exact)).all()
     assert set(np.frexp(exact)[0]) != {0.5}
@@ -98,13 +117,14 @@ def test_power_2_scale_rounds_the_multiplier_down():
 
 def test_a_power_of_two_stays_what_it_is():
     amax = jnp.float32(448 * 2.0**5)
-    assert current_scale(amax, E4M3, CurrentScaling(power_2_scale=True)) == 2.0**5
+    assert ScaleFormula(power_2_scale=True)(amax, E4M3) == 2.0**5
 
 
 def test_a_delayed_recipe_warms_up_with_its_own_margin():
-    amax = jnp.float32(0.7)
-    assert_same_bits(current_scale(amax, E4M3, DelayedScaling(margin=2)), oracle([0.7], E4M3, margin=2)[0])
-    assert current_scale(amax, E4M3, DelayedScaling()) != current_scale(amax, E4M3, DelayedScaling(margin=2))
+    casts = [DelayedScaling(margin=margin).cast(INPUT, None, lambda: jnp.float32(0.7)) for margin in (0, 2)]
+    without, scale = (cast.rule.scale(cast.source) for cast in casts)
+    assert_same_bits(scale, oracle([0.7], E4M3, margin=2)[0])
+    assert without != scale
 
 
 def test_no_margin_overflows():

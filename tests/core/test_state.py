@@ -7,11 +7,10 @@ import pytest
 import reference
 from reference import assert_same_bits
 
-from jax_fp8.core.formats import E4M3
+from jax_fp8.core.formats import E4M3, OUTPUT_GRADIENT
 from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.state import (
     JOINED,
-    OUTPUT_GRADIENT,
     gemm_states,
     initial_state,
     join_amaxes,

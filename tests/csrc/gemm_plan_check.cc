@@ -2,10 +2,11 @@
 //
 //     gemm_plan_check <candidate> <offered> <unsound> <address> [<contracting_first>]
 //
-// The heuristic offers `offered` algorithms, that of rank `unsound` (-1: none) in vain; all operands lie at `address`. Prints a line for the
-// failure, and one for: how many were requested, which was run (for full alignment 100 + rank, else 200 + rank; -1 for none), how often the
-// heuristic was asked once prepared, and whether c and d were two addresses. Then a line of what cuBLASLt was told last: whether its
-// operands A and B are transposed, how many scales there are, and rows, columns and leading dim of d, A and B.
+// The heuristic offers `offered` algorithms, that of rank `unsound` (-1: none) in vain; all operands lie at `address`.
+// Prints a line for the failure, and one for: whether it is one of a rank off the list, how many were requested, which
+// was run (for full alignment 100 + rank, else 200 + rank; -1 for none), how often the heuristic was asked once it was
+// prepared, and whether c and d were two addresses. Then a line of what cuBLASLt was told last: whether its operands A
+// and B are transposed, how many scales there are, and rows, columns and leading dim of d, A and B.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -109,11 +110,12 @@ int main(int count, char** arguments) {
       .a = at, .b = at, .a_scale = at, .b_scale = at, .bias = nullptr, .c = elsewhere, .d = at, .workspace = at};
   GemmPlans plans;
   Failure failure = plans.prepare(problem, operands);
-  if (failure.empty()) {
+  if (!failure) {
     cublaslt::asked = 0;
     failure = plans.enqueue(problem, operands, nullptr);
   }
-  std::cout << failure << "\n"
-            << cublaslt::requested << " " << cublaslt::ran << " " << cublaslt::asked << " " << cublaslt::apart << "\n"
+  std::cout << failure.reason << "\n"
+            << failure.off_the_list << " " << cublaslt::requested << " " << cublaslt::ran << " "
+            << cublaslt::asked << " " << cublaslt::apart << "\n"
             << cublaslt::transposed[0] << " " << cublaslt::transposed[1] << " " << cublaslt::scales << cublaslt::layouts << "\n";
 }

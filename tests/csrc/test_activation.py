@@ -1,7 +1,7 @@
 """csrc/activation.cu on the CPU: its functions against float64, its kernels against NumPy.
 
-What the ReLUs make is exact, and compared bit for bit. The others use approximations, which rounding to 16 bits and then to 8 mostly hides:
-compared with float64 rounded the same way, few values may differ, and those by one step of FP8.
+What the ReLUs make is exact, and compared bit for bit. The others use approximations, which rounding to 16 bits and
+then to 8 mostly hides: compared with float64 rounded the same way, few values may differ, and those by one step of FP8.
 """
 
 import ml_dtypes
@@ -15,25 +15,26 @@ from reference import assert_same_bits
 ENTRY = """
 using namespace jax_fp8;
 
-static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                                  int64_t width) {
+static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated,
+                                  int64_t rows, int64_t width) {
   return {dy, x, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows, width};
 }
 
-extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows, int64_t width,
-                        const float* source, int64_t row, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
-                        float* scale, float* partial, float* sums, const float* activated_scale, int64_t activated_format,
-                        uint8_t* activated_t) {
-  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width), .source = source,
-                                .origin = {static_cast<int32_t>(row), false, 0, 0.0f, false},
-                                .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax,
-                                .scale = scale, .sums = {sums, partial}, .activated_scale = activated_scale,
+extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
+                        int64_t width, const float* source, int64_t row, int64_t format, uint8_t* values,
+                        uint8_t* values_t, float* amax, float* scale, float* partial, float* sums,
+                        const float* activated_scale, int64_t activated_format, uint8_t* activated_t) {
+  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width),
+                                .source = {source, {static_cast<int32_t>(row), false, 0, 0.0f, false}},
+                                .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t,
+                                .amax = amax, .scale = scale, .sums = {sums, partial},
+                                .activated_scale = activated_scale,
                                 .activated_format = static_cast<Fp8Type>(activated_format), .activated_t = activated_t};
   return dy ? launch_activation_backward_quantize(arguments, nullptr) : launch_activation_quantize(arguments, nullptr);
 }
 
-extern "C" int amax(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows, int64_t width,
-                    float* amax) {
+extern "C" int amax(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
+                    int64_t width, float* amax) {
   const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
   return dy ? launch_activation_backward_amax(inputs, amax, nullptr) : launch_activation_amax(inputs, amax, nullptr);
 }
@@ -61,7 +62,8 @@ __global__ void functions_kernel(Activation activation, const float* x, int64_t 
 FUNCTIONS_ENTRY = """
 using namespace jax_fp8;
 
-extern "C" int functions(int64_t in_16_bits, int64_t activation, const float* x, int64_t count, float* y, float* slope) {
+extern "C" int functions(int64_t in_16_bits, int64_t activation, const float* x, int64_t count, float* y,
+                         float* slope) {
   const auto kernel = in_16_bits ? functions_kernel<BFloat16> : functions_kernel<float>;
   kernel<<<(count + 255) / 256, 256, 0, nullptr>>>(static_cast<Activation>(activation), x, count, y, slope);
   return cudaGetLastError();
@@ -156,7 +158,7 @@ def run(
     activated_dtype=FORMATS[0],
     orders=ORDERS,
 ):
-    """Values, their transpose, amax, scale and, of a backward, sums and the activated tensor transposed; what is not wanted is None."""
+    """Values, transpose, amax, scale; of a backward, sums and the activated tensor transposed; None where unwanted."""
     gated = activation in plain.GATES
     function = PLAIN.index(plain.GATES.get(activation, activation))
     rows, cols = x.shape[0], x.shape[1] // (2 if gated and dy is None else 1)
@@ -287,16 +289,17 @@ def test_special_values(shape):
     assert amax == np.inf
 
 
+TILE = "device/quantize_tile.cuh"
 MISTAKES = {
     "halves exchanged": ("activation.cu", "(row * kHalves + input) * width", "(row * kHalves + 1 - input) * width"),
-    "a gradient at another place": ("device/quantize_tile.cuh", "(row * kParts + part) * width + col", "row * kParts * width + col"),
+    "a gradient at another place": (TILE, "(row * kParts + part) * width + col", "row * kParts * width + col"),
     "packed as another dtype": ("device/vector.cuh", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"),
-    "one warp's sums left out": ("device/quantize_tile.cuh", "for (int warp = 0; warp < kWarps", "for (int warp = 1; warp < kWarps"),
+    "one warp's sums left out": (TILE, "for (int warp = 0; warp < kWarps", "for (int warp = 1; warp < kWarps"),
     "another slope": ("activation.cu", "in[2] * in[1], in[0]", "in[2] * in[1], in[1]"),
     "activated without a gate": ("activation.cu", "out[2] = value * in[1]", "out[2] = value"),
-    "activated by another scale": ("device/quantize_tile.cuh", "multiplier_of(companion_scale)", "multiplier"),
-    "activated in another format": ("device/quantize_tile.cuh", "with_format(results.companion.format", "with_format(kFormat"),
-    "activated in another's place": ("device/quantize_tile.cuh", "put_patch(tile[kParts], patch", "put_patch(tile[0], patch"),
+    "activated by another scale": (TILE, "multiplier_of(companion_scale)", "multiplier"),
+    "activated in another format": (TILE, "with_format(results.companion.format", "with_format(kFormat"),
+    "activated in another's place": (TILE, "put_patch(tile[kParts], patch", "put_patch(tile[0], patch"),
 }  # fmt: skip
 
 

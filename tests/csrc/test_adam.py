@@ -15,17 +15,19 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 ENTRY = """
 #include <vector>
 
-// Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers behind them.
-extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode, int64_t leaf_count,
-                    void* const* arrays, const int64_t* numbers) {
+// Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers
+// behind them.
+extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode,
+                    int64_t leaf_count, void* const* arrays, const int64_t* numbers) {
   using namespace jax_fp8;
   std::vector<AdamEntry> entries;
   for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 9) {
     const auto storage = [&](int number) { return static_cast<Storage>(numbers[number]); };
     const auto scalar = [&](int number) { return static_cast<float*>(arrays[number]); };
     const auto bytes = [&](int number) { return static_cast<uint8_t*>(arrays[number]); };
-    const AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7), numbers[0],
-                        numbers[1], storage(2), storage(3), storage(4), storage(5), storage(6), storage(7), numbers[8] != 0};
+    const AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7),
+                        numbers[0], numbers[1], storage(2), storage(3), storage(4), storage(5), storage(6), storage(7),
+                        numbers[8] != 0};
     entries.push_back({leaf, {scalar(8), scalar(9), scalar(10)}});
   }
   return launch_adam({scalars, scales, seed, entries.data(), static_cast<int>(leaf_count), adam_w_mode != 0}, nullptr);
@@ -165,12 +167,16 @@ ONE_KERNEL = (
     ("adam.cu", "constexpr Kernel kKernels[] = {", "constexpr Kernel kKernels[] = {\n#if 0"),
     ("adam.cu", "    kernel<Unknown>(),", "#endif\n    kernel<Unknown>(),"),
 )
+ADAM = "device/adam.cuh"
+ROOT = "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)"
+QUOTIENT = "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)"
+STEP = "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))"
 MISTAKES = {
     "no barrier": (("adam.cu", "__syncthreads();", ""), "order of threads"),
     "the swizzle is written only": (("device/tile.cuh", "chunk ^ (group >> 2)", "chunk"), "order of threads"),
-    "roots as they are approximated": (("device/adam.cuh", "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)", "root"), None),
-    "quotients as they are approximated": (("device/adam.cuh", "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)", "quotient"), None),
-    "one rounding less": (("device/adam.cuh", "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))", "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
+    "roots as they are approximated": ((ADAM, ROOT, "root"), None),
+    "quotients as they are approximated": ((ADAM, QUOTIENT, "quotient"), None),
+    "one rounding less": ((ADAM, STEP, "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
     "the number of a leaf within its launch": (("adam.cu", "table.number[slot]", "slot"), None),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""csrc/norm.cu on the CPU: the cast bit for bit, from the statistics that the kernel found; statistics and gradients against float64."""
+"""csrc/norm.cu on the CPU: the cast bit for bit, from the kernel's statistics; these and gradients against float64."""
 
 from contextlib import nullcontext
 
@@ -12,19 +12,21 @@ from reference import assert_close, assert_same_bits
 ENTRY = """
 using namespace jax_fp8;
 
-static NormArguments norm_of(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                             int64_t rows, int64_t cols) {
+static NormArguments norm_of(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias,
+                             double epsilon, int64_t rows, int64_t cols) {
   return {.x = x, .x_type = static_cast<SourceType>(x_type), .norm_scale = norm_scale, .norm_bias = norm_bias,
           .epsilon = static_cast<float>(epsilon), .rows = rows, .cols = cols};
 }
 
-extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                             int64_t rows, int64_t cols, const float* source, int64_t row, int64_t from_amax, int64_t format,
-                             uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* mean, float* rstd) {
+extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias,
+                             double epsilon, int64_t rows, int64_t cols, const float* source, int64_t row,
+                             int64_t from_amax, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
+                             float* scale, float* mean, float* rstd) {
   return launch_norm_quantize(
-      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols), .source = source,
-       .origin = {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}, .format = static_cast<Fp8Type>(format),
-       .scale = scale, .results = {values, values_t, amax, mean, rstd}}, nullptr);
+      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols),
+       .source = {source, {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}},
+       .format = static_cast<Fp8Type>(format), .scale = scale,
+       .results = {values, values_t, amax, mean, rstd}}, nullptr);
 }
 
 extern "C" int norm_amax(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
@@ -33,10 +35,10 @@ extern "C" int norm_amax(const void* x, int64_t x_type, const float* norm_scale,
 }
 
 extern "C" int norm_backward(const void* dy, const void* x, const void* residual, int64_t type, const float* norm_scale,
-                             const float* mean, const float* rstd, int64_t partials, int64_t rows, int64_t cols, void* dx,
-                             float* dscale, float* dbias, float* dscale_partials, float* dbias_partials) {
-  return launch_norm_backward({dy, x, residual, static_cast<SourceType>(type), norm_scale, mean, rstd, dx, dscale, dbias,
-                               dscale_partials, dbias_partials, partials, rows, cols}, nullptr);
+                             const float* mean, const float* rstd, int64_t partials, int64_t rows, int64_t cols,
+                             void* dx, float* dscale, float* dbias, float* dscale_partials, float* dbias_partials) {
+  return launch_norm_backward({dy, x, residual, static_cast<SourceType>(type), norm_scale, mean, rstd, dx, dscale,
+                               dbias, dscale_partials, dbias_partials, partials, rows, cols}, nullptr);
 }
 """
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -120,8 +122,8 @@ def check_quantized(x, norm, dtype, scale, got):
             assert_same_bits(array, wanted)
 
 
-# Clusters of 1, 2, 4, 8 and 16 blocks, which share the columns equally or not, with rows for all of their warps or not; for float32
-# twice as many. Then rows that are too wide for float32, and shapes without vectors.
+# Clusters of 1, 2, 4, 8 and 16 blocks, which share the columns equally or not, with rows for all of their warps or not;
+# for float32 twice as many. Then rows that are too wide for float32, and shapes without vectors.
 CLUSTERS = [(16, 16), (48, 208), (32, 304), (32, 528), (32, 1024), (48, 1040), (16, 3088), (16, 5136)]
 
 
@@ -279,13 +281,14 @@ def test_what_is_left_out_would_be_noticed(source):
         check_backward(dy, x, "layernorm", residual, [got[0], got[1], got[2] * 0])
 
 
+UNTIL = "  wait_for_cluster();  // until"
 MISTAKES = {
-    "no wait for those who have not begun": (CLUSTER, "  wait_for_cluster();  // until", "  if (block == 9) wait_for_cluster();  //"),
+    "no wait for those who have not begun": (CLUSTER, UNTIL, UNTIL.replace("wait", "if (block == 9) wait")),
     "no barrier before the parts are read": (CLUSTER, "  arrive_at_cluster();\n  wait_for_cluster();\n", ""),
-    "a block that ends early": (CLUSTER, "  wait_for_cluster();  // until", "  if (block == 2) return;\n  wait_for_cluster();  //"),
+    "a block that ends early": (CLUSTER, UNTIL, UNTIL.replace("wait", "if (block == 2) return;\n  wait")),
     "parts in the place of others": (CLUSTER, "publish(part, parts[block]", "publish(part, parts[0]"),
-    "parts of equal weight": (CLUSTER, "count[k] = static_cast<float>(first_col_of(block + 1", "count[k] = 260; (void)(first_col_of(block + 1"),
-    "no distance of means": (CLUSTER, "__fmaf_rn(__fmul_rn(count[k], distance), distance, part[k].squares)", "part[k].squares"),
+    "parts of equal weight": (CLUSTER, "count[k] = static_cast<float>(", "count[k] = 260; (void)("),
+    "no distance of means": (CLUSTER, "__fmul_rn(count[k], distance), distance, part", "0.0f, distance, part"),
     "columns beyond the end": (CLUSTER, "return col_of(v) < end;", "return end > 0;"),
     "rows beyond the end": (CLUSTER, "has_rows ? block_cols : 0", "block_cols"),
     "no barrier before the statistics are read": (CLUSTER, "  __syncwarp();", ""),
@@ -300,13 +303,12 @@ MISTAKES = {
 }  # fmt: skip
 
 
-# 48 rows in clusters of 4, of which one block has more columns than the others; in blocks of rows, what is left of slices of 64 columns.
+# 48 rows in clusters of 4, one block with more columns than the others; in blocks of rows, a part of a slice.
 @pytest.mark.parametrize("mistake", planted(MISTAKES))
 def test_a_mistake_is_noticed(mistake):
-    file, *change = MISTAKES[mistake]
-    shape, others = ((48, 1040), ()) if file == CLUSTER else ((32, 1104), NO_CLUSTERS)
+    shape, others = ((48, 1040), ()) if MISTAKES[mistake][0] == CLUSTER else ((32, 1104), NO_CLUSTERS)
     x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
-    changes = ((file, *change), *others, *ONLY_BFLOAT16)
+    changes = (MISTAKES[mistake], *others, *ONLY_BFLOAT16)
     with pytest.raises((EmulationError, AssertionError)):
         check_quantized(x, "layernorm", FORMATS[0], SCALE, quantize(x, "layernorm", changes=changes))
 

@@ -14,42 +14,46 @@ static QuantizeArguments arguments_of(Matrices x, int64_t x_type, const float* s
                                       int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
                                       uint8_t* values, uint8_t* values_t, float* amax, float* scale, int64_t rows,
                                       int64_t cols) {
-  return {.x = x, .x_type = static_cast<SourceType>(x_type), .source = source,
-          .origin = {static_cast<int32_t>(row), from_amax != 0, static_cast<int32_t>(margin),
-                     static_cast<float>(amax_epsilon), power_2_scale != 0},
+  const ScaleRule rule{static_cast<int32_t>(row), from_amax != 0, static_cast<int32_t>(margin),
+                       static_cast<float>(amax_epsilon), power_2_scale != 0};
+  return {.x = x, .x_type = static_cast<SourceType>(x_type), .source = {source, rule},
           .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax, .scale = scale,
           .rows = rows, .cols = cols};
 }
 
-static Matrices alone(const void* x, int64_t cols) { return {{x}, {cols, cols, cols}}; }
-
-extern "C" int quantize(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax, int64_t margin,
-                        double amax_epsilon, int64_t power_2_scale, int64_t format, int64_t rows, int64_t cols,
-                        uint8_t* values, float* amax, float* scale) {
-  return launch_quantize(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format, values,
-                                      nullptr, amax, scale, rows, cols), nullptr);
+static Matrices alone(const void* x, int64_t cols) { return {{x}, {cols, cols,
+                      cols}}; }  extern "C" int quantize(const void* x, int64_t x_type, const float* source,
+                      int64_t row, int64_t from_amax, int64_t margin, double amax_epsilon, int64_t power_2_scale,
+                      int64_t format, int64_t rows, int64_t cols, uint8_t* values, float* amax, float* scale) {
+  return launch_quantize(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon,
+                                      power_2_scale, format, values, nullptr, amax, scale, rows, cols), nullptr);
 }
 
 extern "C" int quantize_transpose(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
-                                  int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format, int64_t rows,
-                                  int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale) {
-  return launch_quantize_transpose(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon, power_2_scale, format,
+                                  int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
+                                  int64_t rows, int64_t cols, uint8_t* values, uint8_t* values_t, float* amax,
+                                  float* scale) {
+  return launch_quantize_transpose(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon,
+                                                power_2_scale, format,
                                                 values, values_t, amax, scale, rows, cols), nullptr);
 }
 
 extern "C" int quantize_transpose_sums(const void* x, int64_t x_type, const float* source, int64_t format, int64_t rows,
-                                       int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* sums,
-                                       float* partial) {
-  QuantizeArguments arguments = arguments_of(alone(x, cols), x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale, rows, cols);
+                                       int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale,
+                                       float* sums, float* partial) {
+  QuantizeArguments arguments = arguments_of(alone(x, cols), x_type, source, 0, 0, 0, 0, 0, format, values, values_t,
+                                             amax, scale, rows, cols);
   arguments.sums = {sums, partial};
   return launch_quantize_transpose(arguments, nullptr);
 }
 
-extern "C" int side_by_side(const void* first, const void* second, const void* third, int64_t x_type, const float* source,
-                            int64_t format, int64_t rows, int64_t end, int64_t second_end, int64_t cols, uint8_t* values,
-                            uint8_t* values_t, float* amax, float* scale, float* sums, float* partial) {
+extern "C" int side_by_side(const void* first, const void* second, const void* third, int64_t x_type,
+                            const float* source, int64_t format, int64_t rows, int64_t end, int64_t second_end,
+                            int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* sums,
+                            float* partial) {
   const Matrices x{{first, second, third}, {end, second_end, cols}};
-  QuantizeArguments arguments = arguments_of(x, x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale, rows, cols);
+  QuantizeArguments arguments = arguments_of(x, x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale,
+                                             rows, cols);
   arguments.sums = {sums, partial};
   return launch_quantize_transpose(arguments, nullptr);
 }
@@ -203,17 +207,20 @@ def test_a_wrong_matrix_is_noticed():
 
 
 # What is wrong then, and the mistake that the harness names; None where only the numbers are wrong.
+TILE, FP8 = "device/quantize_tile.cuh", "device/fp8.cuh"
+APPROXIMATE = 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale)); return y;'
+LAST = "if (out_row < width && out_col < rows) {"
 MISTAKES = {
-    "no barrier": (("device/quantize_tile.cuh", "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
-    "the swizzle is written only": (("device/quantize_tile.cuh", "(chunk ^ (column / kVectorWidth))", "chunk"), "order of threads"),
-    "bytes of a patch in another order": (("device/fp8.cuh", "low23, 0x7632", "low23, 0x6732"), None),
-    "one row too many": (("device/quantize_tile.cuh", "if (row < rows && col < width)", "if (row <= rows && col < width)"), "argument 0: byte"),
-    "one column too many": (("device/quantize_tile.cuh", "if (out_row < width && out_col < rows) {", "if (out_row <= width && out_col < rows) {"), "argument"),
-    "half of the transpose": (("device/quantize_tile.cuh", "pass < kCols * kChunksPerColumn", "pass < kCols / 2 * kChunksPerColumn"), "order of threads"),
-    "a tile too small": (("device/quantize_tile.cuh", "uint4 tile[kMade][kCols * kChunksPerColumn]", "uint4 tile[kMade][kCols * kChunksPerColumn - 1]"), "shared|index"),
-    "never aligned": (("device/quantize_tile.cuh", "results.rows % 16 == 0 && results.width % 16 == 0", "true"), "not aligned|argument"),
-    "an approximate reciprocal": (("device/fp8.cuh", "return __frcp_rn(scale);", 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale)); return y;'), None),
-    "the halves exchanged": (("device/fp8.cuh", '"f"(second), "f"(first)', '"f"(first), "f"(second)'), None),
+    "no barrier": ((TILE, "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
+    "the swizzle is written only": ((TILE, "(chunk ^ (column / kVectorWidth))", "chunk"), "order of threads"),
+    "bytes of a patch in another order": ((FP8, "low23, 0x7632", "low23, 0x6732"), None),
+    "one row too many": ((TILE, "if (row < rows && col", "if (row <= rows && col"), "argument 0: byte"),
+    "one column too many": ((TILE, LAST, LAST.replace("out_row <", "out_row <=")), "argument"),
+    "half of the transpose": ((TILE, "pass < kCols *", "pass < kCols / 2 *"), "order of threads"),
+    "a tile too small": ((TILE, "kChunksPerColumn];", "kChunksPerColumn - 1];"), "shared|index"),
+    "never aligned": ((TILE, "results.rows % 16 == 0 && results.width % 16 == 0", "true"), "not aligned|argument"),
+    "an approximate reciprocal": ((FP8, "return __frcp_rn(scale);", APPROXIMATE), None),
+    "the halves exchanged": ((FP8, '"f"(second), "f"(first)', '"f"(first), "f"(second)'), None),
 }  # fmt: skip
 
 

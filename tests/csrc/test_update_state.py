@@ -14,11 +14,13 @@ ENTRY = """
 
 // Per leaf: pointers to scale and history; rows and length.
 extern "C" int update_state(const float* recorded, uint32_t* nonfinite, int64_t leaf_count, float* const* arrays,
-                            const int64_t* numbers, int64_t forward, int64_t backward, double headroom, int64_t most_recent) {
+                            const int64_t* numbers, int64_t forward, int64_t backward, double headroom,
+                            int64_t most_recent) {
   using namespace jax_fp8;
   std::vector<StateLeaf> leaves;
-  for (int i = 0; i < leaf_count; ++i) leaves.push_back({arrays[2 * i], arrays[2 * i + 1], numbers[2 * i], numbers[2 * i + 1]});
-  const ScalingRule rule{static_cast<Fp8Type>(forward), static_cast<Fp8Type>(backward), static_cast<float>(headroom),
+  for (int i = 0; i < leaf_count; ++i) leaves.push_back({arrays[2 * i], arrays[2 * i + 1], numbers[2 * i],
+                                                         numbers[2 * i + 1]});
+  const UpdateRule rule{static_cast<Fp8Type>(forward), static_cast<Fp8Type>(backward), static_cast<float>(headroom),
                          most_recent != 0};
   return launch_update_state({leaves.data(), static_cast<int>(leaf_count), recorded, nonfinite, rule}, nullptr);
 }

@@ -58,7 +58,7 @@ __all__ = [
 ORDERS = {"forward": (0, 0xA5), "backward": (1, 0x5A), "random": (7, 0xFF)}
 
 # Changes that leave kernels for bfloat16 only: a mistake is compiled sooner without the others.
-ONLY_BFLOAT16 = tuple(("device/dispatch.cuh", f"launch({other}{{}});", ";") for other in ("float", "Float16"))
+ONLY_BFLOAT16 = tuple(("device/by_dtype.cuh", f"launch({other}{{}});", ";") for other in ("float", "Float16"))
 
 
 def planted(mistakes: dict[str, tuple]) -> list:

@@ -1,11 +1,12 @@
-"""The activation kernels on a GPU: bit for bit where the arithmetic is exact, else against float64 rounded the same way; and then speed.
+"""The activation kernels on a GPU: bit for bit where arithmetic is exact, else against float64 rounded so; then speed.
 
     python tests/gpu/activation_check.py --output activation_check.json      # about three minutes on an H200
-    python tests/gpu/activation_check.py --self-test                         # the references, with small arrays, on a CPU
+    python tests/gpu/activation_check.py --self-test                      # the references, with small arrays, on a CPU
 
-Every program runs twice, over memory filled with two different patterns before. What the ReLUs make is exact, signs of zeros included. Of the
-others nearly all FP8 values must be those of float64, and the rest one step beside: the kernels' float32 is off by some 2**-22, which shows
-where it decides a rounding. Ends with a table of timings, one line per group of checks, and exit code 1 when anything is wrong.
+Every program runs twice, over memory filled with two different patterns before. What the ReLUs make is exact, signs of
+zeros included. Of the others nearly all FP8 values must be those of float64, and the rest one step beside: the kernels'
+float32 is off by some 2**-22, which shows where it decides a rounding. Ends with a table of timings, one line per group
+of checks, and exit code 1 when anything is wrong.
 """
 
 import itertools
@@ -22,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import plain
+import reference
 from gpu.kernel_check import (
     AMAX,
     E4M3,
@@ -29,15 +31,13 @@ from gpu.kernel_check import (
     GIVEN,
     IN_A_GRAPH,
     SOURCES,
-    oracle_amax,
-    oracle_quantize,
-    oracle_scale,
     seconds_per_call,
     twice_over_poison,
 )
 from gpu.report import Report, Script, on_gpu, run_script
 
-from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.activation import (
     TARGET,
     activate,
@@ -48,7 +48,6 @@ from jax_fp8.kernels.activation import (
     activation_quantize,
 )
 from jax_fp8.kernels.quantize import quantize_transpose, quantize_transpose_sums, sums_results
-from jax_fp8.kernels.scale_source import ScaleSource
 
 ALL = (*plain.ACTIVATIONS, *plain.GATES)
 EXACT = ("relu", "squared_relu", "reglu")
@@ -81,11 +80,12 @@ class Case:
         return random.standard_normal(self.shape, dtype=np.float32).astype(self.source), x.astype(self.source)
 
     def fused(self, dy, x, scale):
-        """Values, transpose, amax; the sums of a gradient, and what it makes beside: the activated tensor, transposed."""
-        if self.backward:
-            beside = self.activated_dtype, ACTIVATED_SCALE
-            return activation_backward_quantize(dy, x, self.activation, self.dtype, scale, *beside)
-        return *activation_quantize(x, self.activation, self.dtype, scale), None, None
+        """The pair; the sums of a gradient, and what it makes beside: the activated tensor, columnwise."""
+        cast = Cast.with_scale(self.dtype, scale)
+        if not self.backward:
+            return activation_quantize(x, self.activation, cast), None, None
+        activated_cast = Cast.with_scale(self.activated_dtype, ACTIVATED_SCALE)
+        return activation_backward_quantize(dy, x, self.activation, cast, activated_cast)
 
     @property
     def activated_dtype(self):
@@ -98,10 +98,11 @@ class Case:
         )
 
     def everything(self, dy, x, scale):
-        """Values, transpose, amax, scale; the amax measured alone; and the sums of a gradient with what it makes beside."""
-        values, transposed, amax, sums, activated = self.fused(dy, x, scale)
+        """Values, transpose, amax, scale; the amax measured alone; the sums of a gradient and what it makes beside."""
+        pair, sums, activated = self.fused(dy, x, scale)
+        values, transposed, scale, amax = pair.arrays
         beside = None if activated is None else activated.values
-        return values.values, transposed.values, amax, values.scale, self.amax(dy, x), sums, beside
+        return values, transposed, amax, scale, self.amax(dy, x), sums, beside
 
     def __str__(self):
         direction = "gradient of " if self.backward else ""
@@ -161,14 +162,14 @@ def check_case(report: Report, case: Case, inputs=None):
         report.bits("deterministic", first, second, str(case))
     values, transposed, amax, scale, alone, sums, activated = runs[0]
     made = exact(case, dy, x) if case.activation in EXACT else in_float64(case, dy, x)
-    wanted = oracle_quantize(made, SCALE, case.dtype)
+    wanted = reference.quantize(made, case.dtype, SCALE)[0]
     report.bits("transpose", transposed, values.T, str(case))
     report.bits("scale", scale, SCALE, str(case))
     report.bits("amax alone", alone, amax, str(case))
     if case.activation in EXACT:
         group = "exact"
         report.bits(group, values if on_gpu() else np.abs(values), wanted if on_gpu() else np.abs(wanted), str(case))
-        report.bits(group, amax, oracle_amax(made), f"amax of {case}")
+        report.bits(group, amax, reference.amax(made), f"amax of {case}")
     elif made.size:
         group = "float64 rounded the same way"
         steps, share = steps_between(values, wanted), SHARE_EQUAL[np.dtype(case.source).name]
@@ -177,7 +178,7 @@ def check_case(report: Report, case: Case, inputs=None):
         report.expect(
             group, bool(holds), f"{case}: {np.count_nonzero(steps)} of {steps.size} differ, up to {steps.max()}"
         )
-        largest = oracle_amax(made)
+        largest = reference.amax(made)
         close = abs(amax - largest) <= largest * (1e-6 if case.source == np.float32 else 2.0**-7) or amax == largest
         report.expect(group, bool(close), f"amax of {case}: {amax} instead of {largest}")
     if activated is not None:
@@ -190,7 +191,8 @@ def check_activated(report: Report, case: Case, x, activated):
     """What a gradient makes beside is what the forward would have written, bit for bit; by another scale it is not."""
 
     def of_the_forward(scale):
-        return activation_quantize(x, case.activation, case.activated_dtype, scale, orientations="transposed")[1].values
+        cast = Cast.with_scale(case.activated_dtype, scale)
+        return activation_quantize(x, case.activation, cast, orientations="columnwise").columnwise.values
 
     report.bits("activated beside its gradient", activated, of_the_forward(ACTIVATED_SCALE), str(case))
     other = np.asarray(of_the_forward(ACTIVATED_SCALE * np.float32(1.3)))
@@ -203,9 +205,9 @@ def check_sums(report: Report, case: Case, dy, x, results):
     """Values, amax and sums of a gradient follow from its elements, as the kernel itself makes these."""
     values, _, amax, _, _, sums, _ = results
     own = elements(case, dy, x)
-    quantized = oracle_quantize(own, SCALE, case.dtype)
+    quantized = reference.quantize(own, case.dtype, SCALE)[0]
     report.bits("sums", np.where(values == 0, 0, values), np.where(quantized == 0, 0, quantized), f"values of {case}")
-    report.bits("sums", amax, oracle_amax(own), f"amax of {case}")
+    report.bits("sums", amax, reference.amax(own), f"amax of {case}")
     error = error_of_sums(sums, own)
     report.expect("sums", bool((error <= 1).all()), f"{case}: off by up to {np.max(error, initial=0):.2g} bounds")
 
@@ -213,7 +215,8 @@ def check_sums(report: Report, case: Case, dy, x, results):
 def elements(case: Case, dy, x) -> np.ndarray:
     """The elements of a gradient that the kernel sums up: the sums of columns in which nothing else is.
 
-    All elements lie in one row, beside each other; 15 rows of zeros below it where the case is one for the kernel of whole vectors.
+    All elements lie in one row, beside each other; 15 rows of zeros below it where the case is one for the kernel of
+    whole vectors.
     """
     (rows, width), halves = case.shape, 2 if case.gated else 1
     zeros = 15 if rows % 16 == 0 and width % 16 == 0 else 0
@@ -224,7 +227,7 @@ def elements(case: Case, dy, x) -> np.ndarray:
         dy, x = (jnp.pad(row, ((0, zeros), (0, 0))) for row in (dy.reshape(1, -1), one_row))
         return case.fused(dy, x, SCALE)
 
-    own = np.asarray(run(dy, x)[3]).reshape(halves, rows, width)
+    own = np.asarray(run(dy, x)[1]).reshape(halves, rows, width)
     return own.swapaxes(0, 1).reshape(rows, halves * width)
 
 
@@ -274,7 +277,7 @@ def check_another_function(report: Report):
     dy, x = case.inputs()
     values = np.asarray(jax.jit(case.everything)(dy, x, SCALE)[0])
     other = in_float64(Case("gelu_exact", False, (256, 192), ml_dtypes.bfloat16, E4M3), dy, x)
-    different = np.count_nonzero(steps_between(values, oracle_quantize(other, SCALE, E4M3)))
+    different = np.count_nonzero(steps_between(values, reference.quantize(other, E4M3, SCALE)[0]))
     report.expect("another function is noticed", different > 2 * (1 - SHARE_EQUAL["bfloat16"]) * x.size, f"{different}")
 
 
@@ -312,22 +315,23 @@ def check_orientations_and_scales(report: Report):
         dy, x = Case(activation, False, shape, ml_dtypes.bfloat16, E4M3).inputs()
         run = jax.jit(
             lambda x, scale, activation=activation: [
-                activation_quantize(x, activation, E4M3, scale, orientations=which)
-                for which in ("both", "straight", "transposed")
+                activation_quantize(x, activation, Cast.with_scale(E4M3, scale), orientations=which)
+                for which in ("both", "rowwise", "columnwise")
             ]
         )
-        for both, straight, transposed in twice_over_poison(run, x, SCALE):
-            for got, wanted in ((straight[0], both[0]), (transposed[1], both[1])):
+        for both, rowwise, columnwise in twice_over_poison(run, x, SCALE):
+            for got, wanted in ((rowwise.rowwise, both.rowwise), (columnwise.columnwise, both.columnwise)):
                 report.bits("orientations", got.values, wanted.values, activation)
-            for one in (straight, transposed):
-                report.bits("orientations", one[2], both[2], f"amax of {activation}")
-        rows = ScaleSource.row_of(jnp.float32([1, SCALE, 3]), 1)
+            for one in (rowwise, columnwise):
+                report.bits("orientations", one.amax, both.amax, f"amax of {activation}")
+        row = Cast.with_row(E4M3, jnp.float32([1, SCALE, 3]), 1)
         largest = activation_backward_amax(dy, x, activation)
-        from_amax = ScaleSource.from_amax(largest, CurrentScaling())
+        from_amax = Cast.from_amax(E4M3, largest, ScaleFormula())
+        activated_cast = Cast.with_scale(E4M3, ACTIVATED_SCALE)
         # By NumPy's division: XLA's on a GPU is not always rounded to nearest.
-        for source, scale in ((rows, SCALE), (from_amax, oracle_scale(largest, E4M3))):
-            got = activation_backward_quantize(dy, x, activation, E4M3, source, E4M3, ACTIVATED_SCALE)
-            given = activation_backward_quantize(dy, x, activation, E4M3, scale, E4M3, ACTIVATED_SCALE)
+        for cast, scale in ((row, SCALE), (from_amax, reference.current_scale(largest, E4M3))):
+            got = activation_backward_quantize(dy, x, activation, cast, activated_cast)
+            given = activation_backward_quantize(dy, x, activation, Cast.with_scale(E4M3, scale), activated_cast)
             for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(given), strict=True):
                 report.bits("sources of the scale", one, other, activation)
 
@@ -345,9 +349,10 @@ def check_sums_of_a_cast(report: Report):
     random = np.random.default_rng(0)
     for shape, source in itertools.product((*SMALL_SHAPES, *SHAPES[: 8 if on_gpu() else 0], *EMPTY), SOURCES):
         x = random.integers(-9, 10, shape).astype(source)  # their sums are exact
-        run = jax.jit(lambda x: (quantize_transpose_sums(x, E4M3, SCALE), quantize_transpose(x, E4M3, SCALE)))
-        for (*quantized, sums), plainly in twice_over_poison(run, x):
-            for one, other in zip(jax.tree.leaves(quantized), jax.tree.leaves(plainly), strict=True):
+        cast = Cast.with_scale(E4M3, SCALE)
+        run = jax.jit(lambda x, cast=cast: (quantize_transpose_sums(x, cast), quantize_transpose(x, cast)))
+        for (pair, sums), plainly in twice_over_poison(run, x):
+            for one, other in zip(jax.tree.leaves(pair), jax.tree.leaves(plainly), strict=True):
                 report.bits("cast with sums", one, other, f"{source}{shape}")
             report.bits("cast with sums", sums, x.astype(np.float32).sum(axis=0), f"sums {source}{shape}")
 
@@ -367,16 +372,16 @@ def check_beyond_2_to_31_elements(report: Report):
     """The last rows and the last columns, and an amax in the last place of all."""
     rows, width = (2**17 + 144, 2**14) if on_gpu() else (272, 64)
     x = jax.jit(lambda key: jax.random.normal(key, (rows, width), jnp.bfloat16).at[-1, -1].set(99))(jax.random.key(0))
-    values, transposed, amax = jax.jit(lambda x: activation_quantize(x, "relu", E4M3, SCALE))(x)
-    report.bits("beyond 2**31 elements", amax, np.float32(99), "amax")
+    cast = Cast.with_scale(E4M3, SCALE)
+    pair = jax.jit(lambda x: activation_quantize(x, "relu", cast))(x)
+    report.bits("beyond 2**31 elements", pair.amax, np.float32(99), "amax")
     tail = np.asarray(x[-256:])
-    wanted = oracle_quantize(exact(Case("relu", False, tail.shape, tail.dtype, E4M3), tail, tail), SCALE, E4M3)
-    report.bits("beyond 2**31 elements", values.values[-256:], wanted, "last rows")
-    report.bits("beyond 2**31 elements", transposed.values[:, -256:], wanted.T, "last columns of the transpose")
-    del values, transposed
-    make = jax.jit(lambda x: activation_backward_quantize(x, x, "relu", E4M3, SCALE, E4M3, SCALE))
-    gradient, _, amax, sums, activated = make(x)
-    report.bits("beyond 2**31 elements", gradient.values[-256:], wanted, "last rows of a gradient")
+    wanted = reference.quantize(exact(Case("relu", False, tail.shape, tail.dtype, E4M3), tail, tail), E4M3, SCALE)[0]
+    report.bits("beyond 2**31 elements", pair.rowwise.values[-256:], wanted, "last rows")
+    report.bits("beyond 2**31 elements", pair.columnwise.values[:, -256:], wanted.T, "last columns of the transpose")
+    del pair
+    gradient, sums, activated = jax.jit(lambda x: activation_backward_quantize(x, x, "relu", cast, cast))(x)
+    report.bits("beyond 2**31 elements", gradient.rowwise.values[-256:], wanted, "last rows of a gradient")
     report.bits("beyond 2**31 elements", activated.values[:, -256:], wanted.T, "last columns beside it")
     exact_sums = jnp.sum(jnp.maximum(x, 0), axis=0, dtype=jnp.float32)
     close = jnp.abs(sums - exact_sums) <= 1e-5 * exact_sums
@@ -439,15 +444,15 @@ def copy_seconds(bytes_moved: int) -> float:
 
 
 def separately(activation: str, backward: bool):
-    """The same results from XLA's activation, the cast alone and XLA's sums: of a forward and a backward both transposes."""
+    """The same results from XLA's activation, the cast alone and XLA's sums, with all transposes."""
 
     def forward(dy, x):
-        return quantize_transpose(activate(x, activation), E4M3, SCALE)
+        return quantize_transpose(activate(x, activation), Cast.with_scale(E4M3, SCALE))
 
     def gradient(dy, x):
-        dx = activate_backward(dy, x, activation)
-        activated = quantize_transpose(activate(x, activation), E4M3, SCALE)
-        return quantize_transpose(dx, E5M2, SCALE), jnp.sum(dx, axis=0, dtype=jnp.float32), activated[1]
+        dx, activated = activate_backward(dy, x, activation), forward(dy, x)
+        pair = quantize_transpose(dx, Cast.with_scale(E5M2, SCALE))
+        return pair, jnp.sum(dx, axis=0, dtype=jnp.float32), activated.columnwise
 
     return gradient if backward else forward
 
@@ -474,7 +479,7 @@ def time_everything(report: Report):
         if not backward:  # as a layer takes it
             sizes["values"] = 2 * int(read) + int(made)
             calls["values"] = lambda dy, x, case=case: activation_quantize(
-                x, case.activation, E4M3, SCALE, orientations="straight"
+                x, case.activation, Cast.with_scale(E4M3, SCALE), orientations="rowwise"
             )
         copies = {name: copy_seconds(size) for name, size in sizes.items()}
         for name, call in calls.items():
@@ -493,7 +498,7 @@ def time_everything(report: Report):
         ("quantize_transpose", quantize_transpose),
         ("quantize_transpose_sums", quantize_transpose_sums),
     ):
-        seconds = seconds_per_call(lambda x, call=call: call(x, E4M3, SCALE), x)
+        seconds = seconds_per_call(lambda x, call=call: call(x, Cast.with_scale(E4M3, SCALE)), x)
         row = {"what": name, "shape": f"bfloat16{list(shape)}", "us": seconds * 1e6, "GB/s": size / seconds / 1e9}
         report.timings.append(row | {"share of copy": copy / seconds})
 

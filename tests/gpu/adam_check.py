@@ -1,11 +1,12 @@
 """The kernel of Adam on a GPU: bit for bit against NumPy and against the reference on the CPU, in every mode it has.
 
     python tests/gpu/adam_check.py --output adam_check.json      # about a minute on an H200
-    python tests/gpu/adam_check.py --self-test                   # the reference against NumPy, with small arrays, on a CPU
+    python tests/gpu/adam_check.py --self-test                  # the reference against NumPy, small arrays, on a CPU
 
-Steps follow each other on donated arrays, as in training. A NaN is a NaN whatever its payload; everything else is compared byte for byte.
-Subnormal numbers, which XLA's CPU compiler flushes to zero, are compared with NumPy only, and only on a GPU. Ends with one line per group
-of checks, and with exit code 1 when anything is wrong. How fast it is, `benchmarks/optimizer_step.py` says.
+Steps follow each other on donated arrays, as in training. A NaN is a NaN whatever its payload; everything else is
+compared byte for byte. Subnormal numbers, which XLA's CPU compiler flushes to zero, are compared with NumPy only, and
+only on a GPU. Ends with one line per group of checks, and with exit code 1 when anything is wrong. How fast it is,
+`benchmarks/optimizer_step.py` says.
 """
 
 import itertools
@@ -20,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu.kernel_check import E4M3, E5M2, oracle_amax, oracle_quantize
+import reference
+from gpu.kernel_check import E4M3, E5M2
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
@@ -75,7 +77,8 @@ SIX_MODES = (
     Mode(F32, (E5M2, E5M2), (None, F16, E5M2)),
 )
 
-# Ordinary in the sense that every intermediate result is a normal number, infinite or NaN; the ties are those of bfloat16, float16 and FP8.
+# Ordinary in the sense that every intermediate result is a normal number, infinite or NaN; the ties are those of
+# bfloat16, float16 and FP8.
 ORDINARY = (0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e-4, 3e38, -3.4e38, 65504.0, 65520.0, 447.9, -464.0)
 TIES = (1 + 2**-8, -(1 + 3 * 2**-8), 1 + 2**-8 + 2**-23, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-4, 1 + 3 * 2**-4)
 TIES += (3.3961775e38, 57344.0)
@@ -103,9 +106,9 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     if leaf.cast is None:
         return updated
     weight = wide(updated.master if updated.param is None else updated.param)
-    values = oracle_quantize(weight, leaf.scale, leaf.cast.rowwise.dtype.type)
+    values = reference.quantize(weight, leaf.cast.rowwise.dtype.type, leaf.scale)[0]
     transposed = None if leaf.cast.columnwise is None else values.reshape(leaf.gradient.shape).T
-    return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, oracle_amax(weight)))
+    return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, reference.amax(weight)))
 
 
 def wide(array) -> np.ndarray:
@@ -141,7 +144,7 @@ def oracle_weight(leaf, p) -> dict:
 
 def oracle_mu(leaf, m):
     if isinstance(leaf.mu, Fp8Array):
-        return Fp8Array(oracle_quantize(m, leaf.mu_scale, leaf.mu.dtype.type), leaf.mu_scale)
+        return Fp8Array(reference.quantize(m, leaf.mu.dtype.type, leaf.mu_scale)[0], leaf.mu_scale)
     return m.astype(leaf.mu.dtype)
 
 
@@ -316,7 +319,7 @@ def check_steps(report: Report, group: str, draw: Draw, leaves, gradient_dtypes,
 
 
 def check_modes(report: Report):
-    """Every pair of moments with every kind of weight, gradients in turn; a fifth of them with L2. A CPU, slow to compile, takes a few."""
+    """Every pair of moments with every kind of weight, gradients in turn, a fifth of them with L2. A CPU takes few."""
     draw = Draw(0)
     gradients, shapes = itertools.cycle((F32, BF16, F16)), itertools.cycle(SMALL_SHAPES)
     modes = [
@@ -358,7 +361,7 @@ def check_many_leaves(report: Report):
 
 
 def check_special_values(report: Report):
-    """Every special gradient with every special master and moment, at rates that move the master and leave it on its tie."""
+    """Every special gradient with every special master and moment, at rates that move a master or leave it on a tie."""
     draw = Draw(4)
     special = np.array(ORDINARY + TIES + (TINY if on_gpu() else ()), np.float32)
     gradient, master, moment = (grid.reshape(-1) for grid in np.meshgrid(special, special, special[::3]))
@@ -405,7 +408,7 @@ def check_all_16_bit_patterns(report: Report):
 
 
 def check_what_is_written(report: Report):
-    """A skipped step leaves every byte; donated arrays are updated where they lie; arrays that are not donated stay as they were."""
+    """A skipped step leaves every byte; donated arrays are updated where they lie; others stay as they were."""
     draw = Draw(6)
     modes = SIX_MODES[:: 1 if on_gpu() else 3]
     leaves = [draw.leaf((48, 32), mode) for mode in modes]

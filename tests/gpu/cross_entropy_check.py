@@ -1,10 +1,10 @@
-"""The kernel of the loss and the GEMM that adds up a weight's gradient, on a GPU: against NumPy in float64, and then speed.
+"""The kernel of the loss and the GEMM that adds up a weight's gradient, on a GPU: against NumPy in float64; then speed.
 
     python tests/gpu/cross_entropy_check.py --output cross_entropy_check.json      # two minutes on an H200
-    python tests/gpu/cross_entropy_check.py --self-test                            # the reference in the kernels' place, on a CPU
+    python tests/gpu/cross_entropy_check.py --self-test                # the reference in the kernels' place, on a CPU
 
-Every program runs twice, over memory filled with two different patterns before, and must give the same bytes. Ends with one line per timing
-and per group of checks, and with exit code 1 when anything is wrong.
+Every program runs twice, over memory filled with two different patterns before, and must give the same bytes. Ends with
+one line per timing and per group of checks, and with exit code 1 when anything is wrong.
 """
 
 import sys
@@ -304,7 +304,7 @@ def check_refusals(report: Report):
 
 
 def seconds_in_place(function, batches) -> float:
-    """Of one call that overwrites its first argument: three in a row less one, so that the copy of what is kept does not count."""
+    """Of one call that overwrites its first argument: three in a row less one, so that copying it does not count."""
 
     def repeated(times, first, *others):
         for _ in range(times):

@@ -1,11 +1,12 @@
-"""The kernels of norms on a GPU: against NumPy in float64, bit for bit where their own statistics are given, and then speed.
+"""The kernels of norms on a GPU: against NumPy in float64, bit for bit from their own statistics, and then speed.
 
     python tests/gpu/norm_check.py --output norm_check.json      # a few minutes on an H200
-    python tests/gpu/norm_check.py --self-test                   # the reference in the kernels' place, small arrays, on a CPU
+    python tests/gpu/norm_check.py --self-test                   # the reference in the kernels' place, on a CPU
 
-What a row's mean and deviation are depends on the order of a sum, by an ulp or two; all that follows from them does not, and is compared
-byte for byte. Every program runs twice, over memory filled with two different patterns before, and must give the same bytes. Ends with one
-line per timing and per group of checks, and with exit code 1 when anything is wrong.
+What a row's mean and deviation are depends on the order of a sum, by an ulp or two; all that follows from them does
+not, and is compared byte for byte. Every program runs twice, over memory filled with two different patterns before, and
+must give the same bytes. Ends with one line per timing and per group of checks, and with exit code 1 when anything is
+wrong.
 """
 
 import sys
@@ -18,20 +19,19 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import reference
 from gpu.kernel_check import (
     E4M3,
     E5M2,
     IN_A_GRAPH,
     SOURCES,
-    oracle_amax,
-    oracle_quantize,
-    oracle_scale,
     seconds_per_call,
     twice_over_poison,
 )
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
-from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.norm import (
     NormParameters,
     NormStatistics,
@@ -42,7 +42,6 @@ from jax_fp8.kernels.norm import (
     normalize_backward,
 )
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.scale_source import ScaleSource
 
 EPSILON = 1e-5
 SCALE = np.float32(0.0123)
@@ -90,16 +89,17 @@ def statistics_of(x, norm):
 def is_near(statistic, exact, n, absolute=0.0) -> bool:
     """Whether a statistic of rows of `n` elements is as near as sums in float32 allow.
 
-    A lane of the kernel for any shape, and of the one for wide rows, adds n / 32 squares one after another. Squares of bfloat16 lie on a
-    grid, and the halves among them are rounded the same way, so that the error grows with their number. At worst 1 / deviation is off by
-    n / 32 half units of 2**-24; in the kernel's order NumPy finds up to 0.04 units of n / 32, and 0.06 are allowed.
+    A lane of the kernel for any shape, and of the one for wide rows, adds n / 32 squares one after another. Squares of
+    bfloat16 lie on a grid, and the halves among them are rounded the same way, so that the error grows with their
+    number. At worst 1 / deviation is off by n / 32 half units of 2**-24; in the kernel's order NumPy finds up to 0.04
+    units of n / 32, and 0.06 are allowed.
     """
     relative = max(STATISTICS, n / 32 * 2**-24 / 16)
     return bool(np.allclose(statistic, exact, rtol=relative, atol=absolute))
 
 
 def normalized(x, norm, mean, rstd):
-    """From given statistics: float32 after every operation, but the product with the scale and the sum with the bias rounded once."""
+    """From given statistics: float32 after every operation, but scale and bias applied with one rounding."""
     with np.errstate(all="ignore"):
         centered = x.astype(np.float32) - (np.float32(0) if mean is None else mean)
         y = (centered * rstd).astype(np.float64) * norm.scale + (-0.0 if norm.bias is None else norm.bias)
@@ -132,17 +132,18 @@ def relative(got, wanted) -> float:
 @partial(jax.jit, static_argnames="dtype")
 def forward(x, norm, scale, dtype):
     """Everything that is asked of one x."""
-    quantize = partial(norm_quantize, x, norm, EPSILON, dtype, scale)
-    both, straight, transposed = (quantize(orientations=which) for which in ("both", "straight", "transposed"))
-    return both, straight[0], transposed[1], norm_amax(x, norm, EPSILON)
+    quantize = partial(norm_quantize, x, norm, EPSILON, Cast.with_scale(dtype, scale))
+    both, (rowwise, _), (columnwise, _) = (quantize(orientations=which) for which in ("both", "rowwise", "columnwise"))
+    return both, rowwise.rowwise, columnwise.columnwise, norm_amax(x, norm, EPSILON)
 
 
 def check_values(report: Report, label, x, norm, got, dtype):
     """Values of one call against its own statistics, and against float64."""
-    (values, transposed, amax, statistics), straight, only_transposed, measured = got
-    report.bits("transposed", transposed.values, np.asarray(values.values).T, label)
-    report.bits("one orientation", straight.values, values.values, f"straight {label}")
-    report.bits("one orientation", only_transposed.values, transposed.values, f"transposed {label}")
+    (pair, statistics), rowwise, columnwise, measured = got
+    values, amax = pair.rowwise, pair.amax
+    report.bits("transposed", pair.columnwise.values, np.asarray(values.values).T, label)
+    report.bits("one orientation", rowwise.values, values.values, f"rowwise {label}")
+    report.bits("one orientation", columnwise.values, pair.columnwise.values, f"columnwise {label}")
     report.bits("norm_amax", measured, amax, label)
     report.bits("the scale handed on", values.scale, SCALE, label)
     mean, rstd = statistics_of(x, norm)
@@ -152,10 +153,10 @@ def check_values(report: Report, label, x, norm, got, dtype):
         report.expect("statistics", near, f"mean of {label}")
     if on_gpu():
         y = normalized(x, norm, statistics.mean, statistics.rstd)
-        report.bits("values from the kernel's statistics", values.values, oracle_quantize(y, SCALE, dtype), label)
-        report.bits("amax from the kernel's statistics", amax, oracle_amax(y), label)
+        report.bits("values from the kernel's statistics", values.values, reference.quantize(y, dtype, SCALE)[0], label)
+        report.bits("amax from the kernel's statistics", amax, reference.amax(y), label)
     y = normalized(x, norm, mean.astype(np.float32), rstd.astype(np.float32))
-    wanted = oracle_quantize(y, SCALE, dtype)
+    wanted = reference.quantize(y, dtype, SCALE)[0]
     apart = steps_apart(values.values, wanted)
     distance = np.abs(np.asarray(values.values, np.float32) - wanted.astype(np.float32)).reshape(-1) * SCALE
     far = int(np.sum((apart > 1) & (distance > CANCELLED)))
@@ -181,7 +182,7 @@ def check_quantize(report: Report):
 def check_forward_controls(report: Report):
     """A bias, a scale, a rounding or a column that is left out is noticed."""
     x, norm = draw(1, (64, 2048), jnp.bfloat16), parameters("layernorm", 2048)
-    (values, _, _, statistics), *_ = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3))
+    (pair, statistics), *_ = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3))
     given = statistics.mean, statistics.rstd
     wrong = {
         "no bias": normalized(x, NormParameters(norm.scale, None), *given),
@@ -190,7 +191,7 @@ def check_forward_controls(report: Report):
         "not rounded": normalized(x.astype(np.float32), norm, *given),
     }
     for what, y in wrong.items():
-        differ = float(np.mean(steps_apart(values.values, oracle_quantize(y, SCALE, E4M3)) != 0))
+        differ = float(np.mean(steps_apart(pair.rowwise.values, reference.quantize(y, E4M3, SCALE)[0]) != 0))
         report.expect("controls of values", differ > 1e-3, f"{what}: only {differ:.1e} of the values change")
     for n in (2048, 32768):
         x, norm = draw(1, (16, n), jnp.bfloat16), parameters("layernorm", n)
@@ -204,18 +205,19 @@ def check_special_values(report: Report):
     for shape in ((64, 2048), (33, 100)):
         for name in NORMS:
             x, norm = draw(2, shape, jnp.float32), parameters(name, shape[1])
-            clean = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3)[0])
+            clean, _ = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3)[0])
             x[1], x[5, 3], x[9, 0], x[13], x[20, 1] = 0, np.nan, np.inf, 7.5, 1e30
-            values, transposed, amax, statistics = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3)[0])
+            pair, statistics = jax.tree.map(np.asarray, forward(x, norm, SCALE, E4M3)[0])
+            values, transposed, _, amax = pair.arrays
             label, others = f"{name} {list(shape)}", np.delete(np.arange(shape[0]), [1, 5, 9, 13, 20])
-            report.bits("special values", values.values[others], clean[0].values[others], f"other rows of {label}")
-            report.bits("special values", transposed.values, values.values.T, f"transpose of {label}")
+            report.bits("special values", values[others], clean.rowwise.values[others], f"other rows of {label}")
+            report.bits("special values", transposed, values.T, f"transpose of {label}")
             bytes_of_nan = np.full(shape[1], 0x7F, np.uint8)
-            report.bits("special values", values.values[5], bytes_of_nan, f"NaN of {label}")
+            report.bits("special values", values[5], bytes_of_nan, f"NaN of {label}")
             if on_gpu():
                 y = normalized(x, norm, statistics.mean, statistics.rstd)
-                report.bits("special values", values.values, oracle_quantize(y, SCALE, E4M3), f"all of {label}")
-                report.bits("special values", amax, oracle_amax(y), f"amax of {label}")
+                report.bits("special values", values, reference.quantize(y, E4M3, SCALE)[0], f"all of {label}")
+                report.bits("special values", amax, reference.amax(y), f"amax of {label}")
 
 
 def check_current_scaling(report: Report):
@@ -224,10 +226,11 @@ def check_current_scaling(report: Report):
     @jax.jit
     def run(x):
         amax = norm_amax(x, norm, EPSILON)
-        return norm_quantize(x, norm, EPSILON, E4M3, ScaleSource.from_amax(amax, CurrentScaling()))[0], amax
+        pair, _ = norm_quantize(x, norm, EPSILON, Cast.from_amax(E4M3, amax, ScaleFormula()))
+        return pair.rowwise, amax
 
     for quantized, amax in twice_over_poison(run, x):
-        report.bits("current scaling", quantized.scale, oracle_scale(amax, E4M3).astype(np.float32), "its scale")
+        report.bits("current scaling", quantized.scale, reference.current_scale(amax, E4M3), "its scale")
         largest = np.max(np.abs(quantized.values.astype(np.float32)))
         report.expect("current scaling", largest == 448, f"the largest is {largest} instead of 448")
 
@@ -290,11 +293,11 @@ def check_backward_controls(report: Report):
         report.expect("controls of gradients", caught, f"{what} is not noticed")
 
 
-# ---- size, graphs ------------------------------------------------------------------------------------------------------
+# ---- size, graphs ----------------------------------------------------------------------------------------------------
 
 
 def check_many_elements(report: Report):
-    """More than 2**31 elements: the last rows are what they are alone, and so are sums to which all others contribute zeros."""
+    """More than 2**31 elements: the last rows are what they are alone, and so are sums to which others add zeros."""
     if not on_gpu():
         return
     for rows, n in ((2**20 + 48, 2048), (2**20 + 33, 2056)):  # vectors, and one element at a time
@@ -302,16 +305,18 @@ def check_many_elements(report: Report):
         kept, norm = np.r_[0:16, last:rows], parameters("layernorm", n)
         ends = jnp.asarray(draw(5, (len(kept), n), jnp.bfloat16))
         x = jnp.zeros((rows, n), jnp.bfloat16).at[kept].set(ends)
-        values, transposed, amax, statistics = jax.jit(lambda x: norm_quantize(x, norm, EPSILON, E4M3, SCALE))(x)  # noqa: B023
-        alone = forward(ends, norm, SCALE, E4M3)[0]
+        cast = Cast.with_scale(E4M3, SCALE)
+        pair, statistics = jax.jit(lambda x: norm_quantize(x, norm, EPSILON, cast))(x)  # noqa: B023
+        alone, statistics_alone = forward(ends, norm, SCALE, E4M3)[0]
         label = f"[{rows}, {n}]"
-        report.bits("over 2**31 elements", values.values[kept], alone[0].values, f"values of {label}")
-        report.bits("over 2**31 elements", transposed.values[:, kept], alone[1].values, f"transpose of {label}")
-        report.bits("over 2**31 elements", statistics.rstd[kept], alone[3].rstd, f"rstd of {label}")
-        report.expect("over 2**31 elements", float(amax) >= float(alone[2]), f"amax of {label}")
-        del values, transposed
+        values, transposed, _, amax = pair.arrays
+        report.bits("over 2**31 elements", values[kept], alone.rowwise.values, f"values of {label}")
+        report.bits("over 2**31 elements", transposed[:, kept], alone.columnwise.values, f"transpose of {label}")
+        report.bits("over 2**31 elements", statistics.rstd[kept], statistics_alone.rstd, f"rstd of {label}")
+        report.expect("over 2**31 elements", float(amax) >= float(alone.amax), f"amax of {label}")
+        del pair, values, transposed
         dx, sums = jax.jit(norm_backward)(x, x, norm, statistics, x)
-        dx_alone, sums_alone = jax.jit(norm_backward)(ends, ends, norm, alone[3], ends)
+        dx_alone, sums_alone = jax.jit(norm_backward)(ends, ends, norm, statistics_alone, ends)
         report.bits("over 2**31 elements", dx[kept], dx_alone, f"dx of {label}")
         for got, wanted in ((sums.scale, sums_alone.scale), (sums.bias, sums_alone.bias)):
             report.expect(
@@ -327,9 +332,9 @@ def check_graphs(report: Report):
     norm = parameters("layernorm", 2048)
 
     def chain(x, dy):
-        source = ScaleSource.from_amax(norm_amax(x, norm, EPSILON), CurrentScaling())
-        quantized = norm_quantize(x, norm, EPSILON, E4M3, source)
-        return quantized, norm_backward(dy, x, norm, quantized[3], dy)
+        cast = Cast.from_amax(E4M3, norm_amax(x, norm, EPSILON), ScaleFormula())
+        pair, statistics = norm_quantize(x, norm, EPSILON, cast)
+        return pair, statistics, norm_backward(dy, x, norm, statistics, dy)
 
     captured = jax.jit(chain, compiler_options=IN_A_GRAPH)
     plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
@@ -400,7 +405,7 @@ def copy_rate(bytes_moved) -> float:
 
 def separate_quantize(x, norm, scale):
     y, statistics = normalize(x, norm, EPSILON, x.dtype)
-    return *quantize_transpose(y, E4M3, scale), statistics
+    return quantize_transpose(y, Cast.with_scale(E4M3, scale)), statistics
 
 
 def separate_backward(dy, x, norm, statistics, residual):
@@ -418,10 +423,9 @@ def time_norms(report: Report):
             statistics = [normalize(x, norm, EPSILON, x.dtype)[1] for x in xs]
             forwards = [(x, norm, SCALE) for x in xs]
             backwards = [(xs[i - 1], xs[i], norm, statistics[i], xs[i - 2]) for i in range(12)]
-            quantize = partial(norm_quantize, epsilon=EPSILON, dtype=E4M3)
             calls = (
-                ("norm_quantize", 4, lambda x, norm, scale, call=quantize: call(x, norm, scale=scale), forwards),
-                ("  transposed only", 3, partial(only_transposed, quantize), forwards),
+                ("norm_quantize", 4, quantize, forwards),
+                ("  columnwise only", 3, partial(quantize, orientations="columnwise"), forwards),
                 ("  separate operations", 4, separate_quantize, forwards),
                 ("norm_amax", 2, lambda x, norm, scale: norm_amax(x, norm, EPSILON), forwards),
                 ("norm_backward", 8, norm_backward, backwards),
@@ -439,8 +443,8 @@ def time_norms(report: Report):
                 report.timings.append(row | {"share of copy": rate / copies.get(width, copies[4])})
 
 
-def only_transposed(quantize, x, norm, scale):
-    return quantize(x, norm, scale=scale, orientations="transposed")
+def quantize(x, norm, scale, orientations="both"):
+    return norm_quantize(x, norm, EPSILON, Cast.with_scale(E4M3, scale), orientations=orientations)
 
 
 CHECKS = [check_quantize, check_forward_controls, check_special_values, check_current_scaling, check_backward]

@@ -1,10 +1,11 @@
 """The kernel that updates the state of delayed scaling, on a GPU: bit for bit against NumPy, and how fast it is.
 
     python tests/gpu/state_check.py --output state_check.json      # seconds on an H200
-    python tests/gpu/state_check.py --self-test                    # the reference against NumPy, with few rows, on a CPU
+    python tests/gpu/state_check.py --self-test                    # the reference against NumPy, few rows, on a CPU
 
-Steps follow each other on donated arrays, as in training, over memory filled before. Subnormal numbers, which XLA's CPU compiler flushes to
-zero, are in it only on a GPU. Ends with one line per group of checks, and with exit code 1 when anything is wrong.
+Steps follow each other on donated arrays, as in training, over memory filled before. Subnormal numbers, which XLA's CPU
+compiler flushes to zero, are in it only on a GPU. Ends with one line per group of checks, and with exit code 1 when
+anything is wrong.
 """
 
 import itertools
@@ -42,7 +43,7 @@ SPECIAL = (0.0, 1.0, 448.0, 3.4e38, 2.0**-125, 1e-30, np.inf, np.nan)
 TINY = (2.0**-149, 1e-40, 1.1754942e-38, 2.0**-126)
 
 
-# ---- the oracle --------------------------------------------------------------------------------------------------------
+# ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
 def oracle(state, recorded, recipe) -> tuple[dict, np.int32]:
@@ -64,7 +65,7 @@ def oracle(state, recorded, recipe) -> tuple[dict, np.int32]:
         return map_gemms(update, state), np.int32(count)
 
 
-# ---- states ------------------------------------------------------------------------------------------------------------
+# ---- states ----------------------------------------------------------------------------------------------------------
 
 
 def amaxes(random, *shape) -> np.ndarray:
@@ -93,7 +94,7 @@ def rows_of(state) -> int:
     return sum(gemm["scale"].size for gemm in gemm_states(state))
 
 
-# ---- running and comparing ---------------------------------------------------------------------------------------------
+# ---- running and comparing -------------------------------------------------------------------------------------------
 
 in_place = jax.jit(finish_step, static_argnums=2, donate_argnums=0)
 apart = jax.jit(finish_step, static_argnums=2)
@@ -124,7 +125,7 @@ def check_steps(report: Report, group: str, random, stacks, recipe, steps=4):
         compare(report, group, (kept, count), wanted, f"step {step} of {recipe}")
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_controls(report: Report):
@@ -169,7 +170,7 @@ def check_many_leaves(report: Report):
 
 
 def check_special_values(report: Report):
-    """Every special number staged, recorded and in the history, each with every other; in a history also what no step leaves there."""
+    """Every special number staged, recorded and in the history, each with every other, also where no step leaves it."""
     values = np.float32(SPECIAL + TINY if on_gpu() else SPECIAL)
     grids = np.meshgrid(values, values, np.append(values, np.float32([-1, -np.inf])))
     staged, recorded, old = (grid.reshape(-1) for grid in grids)
@@ -186,7 +187,7 @@ def check_special_values(report: Report):
 
 
 def check_what_is_written(report: Report):
-    """Donated arrays are updated where they lie, arrays that are not donated stay as they were, and both give the same."""
+    """Donated arrays are updated where they lie, others stay as they were, and both give the same."""
     random, recipe = np.random.default_rng(4), DelayedScaling()
     state = state_of(random, STACKS, 1024)
     given, recorded = on_device(state), jnp.asarray(seen(random, rows_of(state)))
@@ -260,11 +261,11 @@ def check_refusals(report: Report):
             )
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------------
+# ---- speed -----------------------------------------------------------------------------------------------------------
 
 
 def time_update(report: Report, updates=50):
-    """The 96 GEMMs of 24 layers, as one kernel and as XLA's own: updates one after the other in one program, in place."""
+    """The 96 GEMMs of 24 layers, as one kernel and as XLA's own: updates one after the other in one program."""
     random, recipe = np.random.default_rng(6), DelayedScaling()
     recorded = jnp.asarray(seen(random, 288))
 
@@ -292,7 +293,7 @@ def time_update(report: Report, updates=50):
         report.timings.append({"what": f"96 GEMMs, {what}", "us": statistics.median(samples) / updates * 1e6})
 
 
-# ---- the report --------------------------------------------------------------------------------------------------------
+# ---- the report ------------------------------------------------------------------------------------------------------
 
 CHECKS = [check_controls, check_lengths, check_recipes, check_many_leaves, check_special_values]
 CHECKS += [check_what_is_written, check_graphs, check_refusals]

@@ -1,4 +1,4 @@
-"""Adam's kernel on the device against NumPy and the reference; `adam_check.py --self-test` has the reference in the kernel's place."""
+"""Adam's kernel on the device against NumPy and the reference; `adam_check.py --self-test` needs no device."""
 
 import pytest
 from gpu import adam_check, kernel_check

@@ -1,4 +1,4 @@
-"""The kernel of the loss on the device against NumPy; `cross_entropy_check.py` alone also times it, and has a self-test that needs no device."""
+"""The kernel of the loss on the device against NumPy; `cross_entropy_check.py` also times it, and has a self-test."""
 
 import pytest
 from gpu import cross_entropy_check, kernel_check

@@ -1,4 +1,4 @@
-"""The kernels of norms on the device against NumPy; `norm_check.py` alone also times them, and has a self-test that needs no device."""
+"""The kernels of norms on the device against NumPy; `norm_check.py` alone also times them, and has a self-test."""
 
 import pytest
 from gpu import kernel_check, norm_check

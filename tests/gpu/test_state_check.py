@@ -1,4 +1,4 @@
-"""The kernel of the state's update on the device against NumPy; `state_check.py --self-test` has the reference in the kernel's place."""
+"""The kernel of the state's update on the device against NumPy; `state_check.py --self-test` needs no device."""
 
 import pytest
 from gpu import kernel_check, state_check

@@ -65,7 +65,7 @@ def test_a_graph_trains_as_plain_launches_do(recipe, microbatches):
 
 
 def losses_with_the_cast(apart, steps, rate=1e-3):
-    """Losses, and the state after them, with the next step's FP8 weights written by the optimizer or by a cast of their own.
+    """Losses, and the state after them, with the next step's FP8 weights written by the optimizer or by their own cast.
 
     Gradients come from one and the same program, or XLA would be free to add up what it adds up in another order.
     """
@@ -95,7 +95,7 @@ def losses_with_the_cast(apart, steps, rate=1e-3):
 
 
 def test_the_optimizer_writes_the_weights_that_a_cast_would(monkeypatch):
-    """200 steps: FP8 weights by the optimizer's kernel, and by a cast of their own, give the same losses and state to the last bit."""
+    """200 steps: FP8 weights by the optimizer's kernel, and by their own cast, give the same losses and state."""
     attention = jax.nn.dot_product_attention  # cuDNN may add the gradients of its queries in any order
     in_order = lambda *args, **how: attention(*args, **how | {"implementation": "xla"})  # noqa: E731
     monkeypatch.setattr(jax.nn, "dot_product_attention", in_order)
@@ -111,8 +111,9 @@ def test_the_optimizer_writes_the_weights_that_a_cast_would(monkeypatch):
 
 
 def test_microbatches_have_the_same_bits_however_they_are_run(monkeypatch):
-    """Gradients and FP8 state of three steps, each of four microbatches: scanned, with weights cast every time, with a cache in the state, unrolled, and
-    driven by the caller. Params stand still, so that what XLA might add up in another order in another program could not spread.
+    """Gradients and FP8 state of three steps, each of four microbatches: scanned, with weights cast every time, with a
+    cache in the state, unrolled, and driven by the caller. Params stand still, so that what XLA might add up in another
+    order in another program could not spread.
     """
     settings = {"tx": micro.STILL, "compiler_options": DETERMINISTIC}
     expected = micro.scanned(4, **settings)

@@ -1,4 +1,4 @@
-"""Activations and their gradients against float64 formulas written anew; followed by the cast, against the separate operations too.
+"""Activations and their gradients against float64; followed by the cast, against the separate operations too.
 
 "Bit for bit" is of bfloat16: its rounding hides how a compiler fuses float32 arithmetic.
 """
@@ -17,8 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_close, assert_same_bits
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.activation import (
     activate,
     activate_backward,
@@ -29,10 +30,11 @@ from jax_fp8.kernels.activation import (
     is_gated,
 )
 from jax_fp8.kernels.quantize import quantize_transpose_sums
-from jax_fp8.kernels.scale_source import ScaleSource
 
 ALL = [*plain.ACTIVATIONS, *plain.GATES]
-SCALE, ACTIVATED_SCALE = 0.07, 0.05
+SCALE = 0.07
+CAST, ACTIVATED_CAST = Cast.with_scale(E4M3, SCALE), Cast.with_scale(E4M3, 0.05)
+BY_TILE = Cast.by_tile(E5M2, (1, 16), ScaleFormula())
 TRANSFORMS = [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")]
 
 
@@ -96,7 +98,7 @@ def test_an_unknown_activation_is_refused(call):
         call("tanh")
 
 
-# ---- followed by the cast ---------------------------------------------------------------------------------------------
+# ---- followed by the cast --------------------------------------------------------------------------------------------
 
 
 def arguments(activation, shape=(48, 32), dtype=ml_dtypes.bfloat16, seed=0):
@@ -106,21 +108,20 @@ def arguments(activation, shape=(48, 32), dtype=ml_dtypes.bfloat16, seed=0):
     return jnp.asarray(array(seed + 1, rows, width, dtype=dtype)), jnp.asarray(x)
 
 
-def fused(backward, activation, scale=SCALE, fp8=E4M3):
-    """Of (dy, x): both orientations, the amax and, of a gradient, the sums and the activated tensor."""
+def fused(backward, activation, cast=CAST, activated_cast=ACTIVATED_CAST):
+    """Of (dy, x): the pair and, of a gradient, the sums and the activated tensor."""
     if backward:
-        beside = E4M3, jnp.float32(ACTIVATED_SCALE)
-        return lambda dy, x: activation_backward_quantize(dy, x, activation, fp8, scale, *beside)
-    return lambda dy, x: activation_quantize(x, activation, fp8, scale)
+        return lambda dy, x: activation_backward_quantize(dy, x, activation, cast, activated_cast)
+    return lambda dy, x: (activation_quantize(x, activation, cast),)
 
 
-def separate(backward, activation, scale=SCALE, fp8=E4M3):
+def separate(backward, activation, cast=CAST, activated_cast=ACTIVATED_CAST):
     make = jax.jit(lambda dy, x: activate_backward(dy, x, activation) if backward else activate(x, activation))
-    cast = jax.jit(lambda made: quantize_transpose_sums(made, fp8, scale)[: 4 if backward else 3])
+    quantize = jax.jit(lambda made: quantize_transpose_sums(made, cast))
     if not backward:
-        return lambda dy, x: cast(make(dy, x))
-    activated = separate(False, activation, jnp.float32(ACTIVATED_SCALE))
-    return lambda dy, x: (*cast(make(dy, x)), activated(dy, x)[1])
+        return lambda dy, x: quantize(make(dy, x))[:1]
+    activated = separate(False, activation, activated_cast)
+    return lambda dy, x: (*quantize(make(dy, x)), activated(dy, x)[0].columnwise)
 
 
 def assert_same_results(actual, expected):
@@ -136,7 +137,19 @@ def test_the_separate_operations_bit_for_bit(activation, backward, transform):
     actual = transform(fused(backward, activation))(*args)
     assert_same_results(actual, separate(backward, activation)(*args))
     measured = activation_backward_amax(*args, activation) if backward else activation_amax(args[1], activation)
-    assert_same_bits(measured, actual[2])
+    assert_same_bits(measured, actual[0].amax)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("casts", [(BY_TILE, ACTIVATED_CAST), (CAST, BY_TILE), (BY_TILE, BY_TILE)])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_gradient_and_what_it_makes_beside_have_each_their_cast(activation, casts, transform):
+    args = arguments(activation)
+    pair, sums, activated = transform(fused(True, activation, *casts))(*args)
+    assert_same_results((pair, sums, activated), separate(True, activation, *casts)(*args))
+    width = args[1].shape[1] // 16
+    assert pair.rowwise.scale.shape == ((48, width) if casts[0] is BY_TILE else ())
+    assert activated.scale.shape == ((32, 3) if casts[1] is BY_TILE else ())
 
 
 def test_not_rounding_in_between_would_be_noticed():
@@ -144,31 +157,32 @@ def test_not_rounding_in_between_would_be_noticed():
     _, x = arguments("silu", (64, 64))
     exact = reference.quantize(plain.activate(np.asarray(x, np.float64), "silu"), E4M3, SCALE)
     with pytest.raises(AssertionError, match="elements differ"):
-        assert_same_bits(activation_quantize(x, "silu", E4M3, SCALE)[0].values, exact[0])
+        assert_same_bits(activation_quantize(x, "silu", CAST).rowwise.values, exact[0])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("activation", ALL)
 def test_float64_rounded_the_same_way(activation, backward, dtype):
-    """Nearly all values are those of float64; a float32 that is off in its last bits may fall to the other side of a tie."""
+    """Nearly all values are those of float64; a float32 off in its last bits may fall to the other side of a tie."""
     dy, x = arguments(activation, (64, 64), dtype)
     y, dx = expected(np.asarray(x), activation, np.asarray(dy))
     made = (dx if backward else y).astype(np.float32).astype(dtype)
     fp8, wanted_amax = E5M2 if backward else E4M3, reference.amax(made)
     scale = reference.scale_from_amax(wanted_amax, fp8)
-    quantized, transposed, amax, *beside = fused(backward, activation, scale, fp8)(dy, x)
+    pair, *beside = fused(backward, activation, Cast.with_scale(fp8, scale))(dy, x)
     values, _ = reference.quantize(made, fp8, scale)
-    assert np.mean(np.asarray(quantized.values) == values) > 0.995
-    assert_close(quantized.dequantize(), made, np.dtype(quantized.dtype).name)
-    assert_same_bits(transposed.values, np.asarray(quantized.values).T)
-    np.testing.assert_allclose(amax, wanted_amax, rtol=1e-5 if dtype == np.float32 else 2.0**-8)
+    assert pair.rowwise.dtype == pair.columnwise.dtype == fp8
+    assert np.mean(np.asarray(pair.rowwise.values) == values) > 0.995
+    assert_close(pair.rowwise.dequantize(), made, np.dtype(fp8).name)
+    assert_same_bits(pair.columnwise.values, np.asarray(pair.rowwise.values).T)
+    np.testing.assert_allclose(pair.amax, wanted_amax, rtol=1e-5 if dtype == np.float32 else 2.0**-8)
     if backward:
         sums, activated = beside
         assert_close(sums, made.astype(np.float64).sum(axis=0), "float16")
         with pytest.raises(AssertionError, match="relative error"):  # a row left out
             assert_close(sums, made.astype(np.float64)[1:].sum(axis=0), "float16")
-        values, _ = reference.quantize(y.astype(np.float32).astype(dtype), E4M3, np.float32(ACTIVATED_SCALE))
+        values, _ = reference.quantize(y.astype(np.float32).astype(dtype), E4M3, 0.05)
         assert np.mean(np.asarray(activated.values) == values.T) > 0.995
 
 
@@ -178,38 +192,41 @@ def test_orientations(transform, activation):
     _, x = arguments(activation)
 
     def quantize(orientations):
-        return transform(lambda x: activation_quantize(x, activation, E4M3, SCALE, orientations=orientations))(x)
+        return transform(lambda x: activation_quantize(x, activation, CAST, orientations=orientations))(x)
 
-    straight, transposed, amax = quantize("both")
-    assert_same_results(quantize("straight"), (straight, None, amax))
-    assert_same_results(quantize("transposed"), (None, transposed, amax))
+    both = quantize("both")
+    rowwise, columnwise = quantize("rowwise"), quantize("columnwise")
+    assert rowwise.columnwise is None and columnwise.rowwise is None
+    assert_same_results((rowwise.rowwise, rowwise.amax), (both.rowwise, both.amax))
+    assert_same_results((columnwise.columnwise, columnwise.amax), (both.columnwise, both.amax))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "reglu"])
 def test_sources_of_the_scale(activation):
     dy, x = arguments(activation)
-    rows = ScaleSource.row_of(jnp.float32([1, SCALE, 3]), 1)
+    row = Cast.with_row(E4M3, jnp.float32([1, SCALE, 3]), 1)
     for backward, amax in (
         (False, activation_amax(x, activation)),
         (True, activation_backward_amax(dy, x, activation)),
     ):
         given = fused(backward, activation)(dy, x)
-        assert_same_results(fused(backward, activation, rows)(dy, x), given)
-        current = fused(backward, activation, ScaleSource.from_amax(amax, CurrentScaling()))(dy, x)
-        assert_same_bits(current[0].scale, reference.current_scale(amax, E4M3))
-        assert np.max(np.abs(np.asarray(current[1].values, np.float32))) == 448
-        assert_same_bits(current[2], given[2])
+        assert_same_results(fused(backward, activation, row)(dy, x), given)
+        current, *_ = fused(backward, activation, Cast.from_amax(E4M3, amax, ScaleFormula()))(dy, x)
+        assert_same_bits(current.rowwise.scale, reference.current_scale(amax, E4M3))
+        assert np.max(np.abs(np.asarray(current.columnwise.values, np.float32))) == 448
+        assert_same_bits(current.amax, given[0].amax)
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_nothing(activation, shape):
     dy, x = arguments(activation, shape)
-    quantized, transposed, amax, sums, activated = fused(True, activation)(dy, x)
-    assert (quantized.shape, transposed.shape, activated.shape) == (x.shape, x.shape[::-1], shape[::-1])
-    assert_same_bits(amax, np.float32(0))
+    pair, sums, activated = fused(True, activation)(dy, x)
+    shapes = pair.rowwise.shape, pair.columnwise.shape, activated.shape
+    assert shapes == (x.shape, x.shape[::-1], shape[::-1])
+    assert_same_bits(pair.amax, np.float32(0))
     assert_same_bits(sums, np.zeros(x.shape[1], np.float32))
-    assert_same_bits(fused(False, activation)(dy, x)[0].scale, np.float32(SCALE))
+    assert_same_bits(activation_quantize(x, activation, CAST).rowwise.scale, np.float32(SCALE))
 
 
 def integers(seed, activation):
@@ -238,22 +255,22 @@ def test_sharded(activation, spec, axis_type):
     with jax.set_mesh(mesh):
         args = [jax.device_put(array, NamedSharding(mesh, spec)) for array in (dy, x)]
         for backward, expected_results in zip((False, True), wanted, strict=True):
-            results = jax.jit(fused(backward, activation))(*args)
-            assert_same_results(results, expected_results)
+            pair, *beside = jax.jit(fused(backward, activation))(*args)
+            assert_same_results((pair, *beside), expected_results)
             if axis_type == AxisType.Explicit:
                 rows, cols = (*spec, None)[:2]
-                assert results[0].values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-                for transposed in (results[1], results[-1]) if backward else results[1:2]:
-                    assert transposed.values.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
-        assert_same_bits(jax.jit(lambda x: activation_amax(x, activation))(args[1]), wanted[0][2])
-        assert_same_bits(jax.jit(lambda dy, x: activation_backward_amax(dy, x, activation))(*args), wanted[1][2])
+                assert pair.rowwise.values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+                for transpose in (pair.columnwise, *beside[1:]):
+                    assert transpose.values.sharding.is_equivalent_to(NamedSharding(mesh, P(cols, rows)), 2)
+        assert_same_bits(jax.jit(lambda x: activation_amax(x, activation))(args[1]), wanted[0][0].amax)
+        assert_same_bits(jax.jit(lambda dy, x: activation_backward_amax(dy, x, activation))(*args), wanted[1][0].amax)
 
 
 def test_what_the_kernels_are_told(with_kernels):
     dy, x = arguments("swiglu")
 
     def everything(dy, x):
-        one_way = activation_quantize(x, "swiglu", E4M3, SCALE, orientations="transposed")
+        one_way = activation_quantize(x, "swiglu", CAST, orientations="columnwise")
         amaxes = activation_amax(x, "swiglu"), activation_backward_amax(dy, x, "swiglu")
         return one_way, fused(True, "swiglu")(dy, x), amaxes
 
@@ -274,29 +291,31 @@ X = jnp.ones((4, 6), jnp.bfloat16)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: activation_quantize(X, "tanh", E4M3, 1.0), "activation must be one of .* got 'tanh'"),
-        (
-            lambda: activation_quantize(X, "gelu", E4M3, 1.0, orientations="x"),
-            "orientations must be one of .*, got 'x'",
-        ),
-        (lambda: activation_quantize(X, "gelu", jnp.float16, 1.0), "dtype must be E4M3 or E5M2"),
-        (lambda: activation_quantize(X[0], "gelu", E4M3, 1.0), r"needs x of shape \(m, n\), got \(6,\); flatten"),
-        (
-            lambda: activation_quantize(X[:, 1:], "reglu", E4M3, 1.0),
-            r"of shape \(m, 2n\), gate and linear, got \(4, 5\)",
-        ),
+        (lambda: activation_quantize(X, "tanh", CAST), "activation must be one of .* got 'tanh'"),
+        (lambda: activation_quantize(X, "gelu", CAST, orientations="x"), "orientations must be one of .*, got 'x'"),
+        (lambda: activation_quantize(X, "gelu", Cast.with_scale(jnp.float16, 1)), "dtype must be E4M3 or E5M2"),
+        (lambda: activation_quantize(X[0], "gelu", CAST), r"needs x of shape \(m, n\), got \(6,\); flatten"),
+        (lambda: activation_quantize(X[:, 1:], "reglu", CAST), r"of shape \(m, 2n\), gate and linear, got \(4, 5\)"),
         (lambda: activation_amax(X.astype(jnp.int8), "gelu"), "needs float32, bfloat16 or float16, got int8; cast"),
         (
             lambda: activation_backward_amax(X, X, "reglu"),
             r"dy like the activated x, bfloat16\(4, 3\), got bfloat16\(4, 6\)",
         ),
         (
-            lambda: activation_backward_quantize(X.astype(jnp.float32), X, "gelu", E4M3, 1.0, E4M3, 1.0),
+            lambda: activation_backward_quantize(X.astype(jnp.float32), X, "gelu", CAST, CAST),
             r"activation_backward_quantize needs dy like .* bfloat16\(4, 6\), got float32\(4, 6\); reshape or cast it",
         ),
         (
-            lambda: activation_backward_quantize(X, X, "gelu", E4M3, 1.0, jnp.bfloat16, 1.0),
+            lambda: activation_backward_quantize(X, X, "gelu", CAST, Cast.with_scale(jnp.bfloat16, 1)),
             "dtype must be E4M3 or E5M2",
+        ),
+        (
+            lambda: activation_backward_quantize(X, X, "gelu", CAST, Cast.with_row(E4M3, jnp.ones(3), 1)),
+            r"needs the activated tensor's scale f32\[\], got .* float32\(3,\) .*; pass `cast.again\(scale\)`",
+        ),
+        (
+            lambda: activation_backward_quantize(X, X, "gelu", CAST, Cast.from_amax(E4M3, 1, ScaleFormula())),
+            r"needs the activated tensor's scale f32\[\], got .* with formula ScaleFormula\(margin=0",
         ),
     ],
 )

@@ -3,9 +3,11 @@
 Left out are subnormal float32 numbers, which XLA's CPU compiler flushes to zero.
 """
 
+import re
 from dataclasses import fields, replace
 from typing import NamedTuple
 
+import cpp
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.kernels.adam import Coefficients, Leaf, adam, adam_leaf
+from jax_fp8.kernels.adam import ARRAYS, Coefficients, Layout, Leaf, Scales, adam, adam_leaf
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 REMAINDER = jnp.uint16
@@ -75,7 +77,7 @@ def coefficients(step) -> Coefficients:
 
 
 def make_leaf(kind, seed) -> Leaf:
-    """A leaf in the middle of a training: nothing in it is zero but a few elements, and its scales are about to change."""
+    """A leaf in the middle of a training: nothing in it is zero but a few elements; its scales are about to change."""
     random = np.random.default_rng(seed)
 
     def normal(size):
@@ -270,8 +272,28 @@ def element_five(leaf) -> np.ndarray:
     return np.arange(leaf.gradient.size).reshape(leaf.gradient.shape) == 5
 
 
-def test_the_kernels_order_of_the_coefficients():
-    assert [field.name for field in fields(Coefficients)] == list(PLAIN)
+# ---- the table of arrays is the C++ side's --------------------------------------------------------------------------
+
+
+def test_bits_of_a_layout():
+    theirs = cpp.enum("adam.cc", "Layout")
+    assert theirs.pop("HAS_ALL") == sum(Layout) - Layout.DECAYS
+    assert {bit.name: bit.value for bit in Layout} == theirs
+
+
+def test_order_of_arrays_and_numbers():
+    order = re.findall(r'\b(?:operand|updated|scalar)\("(\w+)"', cpp.source("adam.cc"))
+    assert list(ARRAYS) == order
+    assert [*names_in(Coefficients), "adam_scalars"] == lower(cpp.enum("adam.h", "AdamScalar"))
+    assert [*Scales._fields, "adam_scales"] == lower(cpp.enum("adam.h", "AdamScale"))
+
+
+def names_in(dataclass) -> list[str]:
+    return [field.name for field in fields(dataclass)]
+
+
+def lower(members) -> list[str]:
+    return [name.lower() for name in members]
 
 
 def test_no_leaves():

@@ -4,7 +4,10 @@ Sums over a sharded contraction are compared exactly: their terms are small inte
 """
 
 import contextlib
+import functools
 import re
+import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +19,24 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.core.scaling import GemmScaling
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.dispatch import parse_rule, pmax, psum, split_axes
 from jax_fp8.kernels.gemm import matmul
-from jax_fp8.kernels.quantize import quantize_transpose, quantize_with_amax
-from jax_fp8.ops.linear import LinearParameters, linear
+from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.passes import LinearParameters
 
 pytestmark = pytest.mark.versions
 
 SCALE = 0.3
+CAST, BY_TILE = Cast.with_scale(E4M3, SCALE), Cast.by_tile(E4M3, (1, 16), ScaleFormula())
 SPECS = [P("data", None), P(None, "model"), P("data", "model"), P(("data", "model"), None), P(None, None)]
 
 
@@ -77,23 +84,23 @@ def test_split_axes():
 def test_quantize(mesh, spec):
     x = input_with_one_largest()
     values, expected_amax = reference.quantize(x, E4M3, SCALE)
-    quantized, measured = jax.jit(lambda x: quantize_with_amax(x, E4M3, SCALE))(place(mesh, spec, x))
-    assert_same_bits(quantized.values, values)
-    assert_same_bits(measured, expected_amax)
-    assert quantized.values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)  # nothing was gathered
-    assert measured.sharding.is_fully_replicated
+    pair = jax.jit(lambda x: quantize_rowwise(x, CAST))(place(mesh, spec, x))
+    assert_same_bits(pair.rowwise.values, values)
+    assert_same_bits(pair.amax, expected_amax)
+    assert pair.rowwise.values.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)  # nothing was gathered
+    assert pair.amax.sharding.is_fully_replicated
 
 
 def test_quantize_transpose_gathers_nothing(mesh):
     x = input_with_one_largest()
     values, expected_amax = reference.quantize(x, E4M3, SCALE)
     x = place(mesh, P("data", "model"), x)
-    compiled = jax.jit(lambda x: quantize_transpose(x, E4M3, SCALE)).lower(x).compile()
-    quantized, transposed, measured = compiled(x)
-    assert_same_bits(quantized.values, values)
-    assert_same_bits(transposed.values, values.T)
-    assert_same_bits(measured, expected_amax)
-    assert transposed.values.sharding.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
+    compiled = jax.jit(lambda x: quantize_transpose(x, CAST)).lower(x).compile()
+    pair = compiled(x)
+    assert_same_bits(pair.rowwise.values, values)
+    assert_same_bits(pair.columnwise.values, values.T)
+    assert_same_bits(pair.amax, expected_amax)
+    assert pair.columnwise.values.sharding.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
     assert not re.search(r"all-gather|all-to-all|collective-permute", compiled.as_text())
     assert "all-reduce" in compiled.as_text()  # the amax
 
@@ -131,28 +138,12 @@ def test_matmul(mesh, a_spec, b_spec, result_spec):
         assert d.sharding.is_equivalent_to(NamedSharding(mesh, result_spec), 2)
 
 
-def test_matmul_adds_a_sharded_accumulator_once():
-    mesh = make_mesh()
-    a, b, c = integers(0, 32, 64, dtype=E4M3), integers(1, 16, 64, dtype=E4M3), integers(2, 32, 16)
-
-    def accumulate(a, b, c):
-        return matmul(Fp8Array(a, jnp.float32(1)), Fp8Array(b, jnp.float32(1)), dtype=jnp.float32, c=c)
-
-    with jax.set_mesh(mesh):
-        arguments = (
-            place(mesh, P(None, "data"), a),
-            place(mesh, P("model", "data"), b),
-            place(mesh, P(None, "model"), c),
-        )
-        assert_same_bits(jax.jit(accumulate)(*arguments), reference.matmul(a, b, c=c).astype(np.float32))
-
-
 def test_manual_shards_are_operated_on_as_they_are():
     mesh, x = make_mesh(), input_with_one_largest()
 
     def shard(x):
-        quantized, measured = quantize_with_amax(x, E4M3, SCALE)
-        return quantized.values, lax.pmax(measured, ("data", "model")), measured[None, None]
+        pair = quantize_rowwise(x, CAST)
+        return pair.rowwise.values, lax.pmax(pair.amax, ("data", "model")), pair.amax[None, None]
 
     spec = P("data", "model")
     with jax.set_mesh(mesh):
@@ -171,11 +162,10 @@ def test_manual_contraction_is_summed_by_the_user():
     def shard(a, b):
         return lax.psum(matmul(Fp8Array(a, jnp.float32(1)), Fp8Array(b, jnp.float32(1)), dtype=jnp.float32), "model")
 
+    specs = P("data", "model"), P(None, "model")
     with jax.set_mesh(mesh):
-        sharded = jax.shard_map(
-            shard, in_specs=(P("data", "model"), P(None, "model")), out_specs=P("data", None), check_vma=False
-        )
-        d = jax.jit(sharded)(place(mesh, P("data", "model"), a), place(mesh, P(None, "model"), b))
+        sharded = jax.shard_map(shard, in_specs=specs, out_specs=P("data", None), check_vma=False)
+        d = jax.jit(sharded)(place(mesh, specs[0], a), place(mesh, specs[1], b))
     assert_same_bits(d, reference.matmul(a, b).astype(np.float32))
 
 
@@ -184,18 +174,14 @@ def test_explicit_axes_inside_manual_ones():
     mesh, x = make_mesh(), input_with_one_largest()
 
     def stage(x):
-        quantized, measured = quantize_with_amax(x, E4M3, SCALE)
-        return quantized.values, measured[None]
+        pair = quantize_rowwise(x, CAST)
+        return pair.rowwise.values, pair.amax[None]
 
     with jax.set_mesh(mesh):
-        stages = jax.shard_map(
-            stage, in_specs=P("data"), out_specs=(P("data"), P("data")), axis_names={"data"}, check_vma=False
-        )
-        values, each = jax.jit(stages)(place(mesh, P("data", "model"), x))
+        how = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
+        values, each = jax.jit(jax.shard_map(stage, **how))(place(mesh, P("data", "model"), x))
     assert_same_bits(values, reference.quantize(x, E4M3, SCALE)[0])
-    assert_same_bits(
-        each, np.array([reference.amax(rows) for rows in x.reshape(4, 8, 64)])
-    )  # over both shards of "model"
+    assert_same_bits(each, np.array([reference.amax(rows) for rows in x.reshape(4, 8, 64)]))  # over all of "model"
 
 
 LINEAR_SPECS = {
@@ -207,8 +193,8 @@ LINEAR_SPECS = {
 
 
 def linear_and_gradients(x, parameters, dy):
-    scaling = GemmScaling(CurrentScaling(power_2_scale=True), "dense", from_current=True)
-    (y, amaxes), pullback = jax.vjp(lambda x, parameters: linear(x, parameters, scaling, jnp.float32), x, parameters)
+    gemm = Fp8Gemm(CurrentScaling(power_2_scale=True), "dense")
+    (y, amaxes), pullback = jax.vjp(lambda x, parameters: linear(x, parameters, gemm, jnp.float32), x, parameters)
     return y, amaxes, pullback((dy, jnp.zeros_like(amaxes)))
 
 
@@ -218,12 +204,9 @@ def test_linear_and_its_gradients(mesh, case):
     x, kernel, bias, dy = integers(0, 8, 16, 32), integers(1, 32, 48), integers(2, 48), integers(3, 8, 16, 48)
     parameters = LinearParameters(place(mesh, kernel_spec, kernel), place(mesh, bias_spec, bias))
     dy_spec = P("data", None, kernel_spec[1])
-    y, amaxes, (dx, gradients) = jax.jit(linear_and_gradients)(
-        place(mesh, x_spec, x), parameters, place(mesh, dy_spec, dy)
-    )
-    assert_same_bits(y, x @ kernel + bias)
-    assert_same_bits(amaxes, np.float32([3, 3]))
-    assert_same_bits(dx, dy @ kernel.T)
+    placed = place(mesh, x_spec, x), parameters, place(mesh, dy_spec, dy)
+    y, amaxes, (dx, gradients) = jax.jit(linear_and_gradients)(*placed)
+    jax.tree.map(assert_same_bits, (y, amaxes, dx), (x @ kernel + bias, np.float32([3, 3]), dy @ kernel.T))
     assert_same_bits(gradients.kernel, x.reshape(-1, 32).T @ dy.reshape(-1, 48))
     assert_same_bits(gradients.bias, dy.sum((0, 1)))
     if mesh.axis_types[0] == AxisType.Explicit:
@@ -269,16 +252,17 @@ def test_a_rule_without_its_collective_would_be_noticed(mesh, kernels_on_cpu):
         assert_same_bits(d, a @ b.T)
 
 
+@pytest.mark.parametrize("case", GEMM_SPECS)
+def test_without_a_kernel_the_reference_is_split(mesh, case):
+    (a_spec, b_spec, _), a, b = GEMM_SPECS[case], integers(0, 32, 64), integers(1, 16, 64)
+    fn = jax.jit(lambda a, b: dispatch.dispatch("m k, n k -> m n", None, rows_times_columns, a, b)[0])
+    assert_same_bits(fn(place(mesh, a_spec, a), place(mesh, b_spec, b)), a @ b.T)
+
+
 @pytest.fixture
-def fresh_kernels_run():
-    dispatch.kernels_run.cache_clear()
-    yield
-    dispatch.kernels_run.cache_clear()
-
-
-class Gpu:
-    def __init__(self, compute_capability):
-        self.compute_capability = compute_capability
+def nobody_warned(monkeypatch):
+    for name in ("kernels_run", "_warn_of_reference"):
+        monkeypatch.setattr(dispatch, name, functools.cache(getattr(dispatch, name).__wrapped__))
 
 
 @pytest.mark.parametrize(
@@ -292,32 +276,54 @@ class Gpu:
         ("cpu", "built without nvcc", "", False, None),  # nobody expects kernels here
     ],
 )
-def test_kernels_run_or_a_warning_says_why_not(
-    fresh_kernels_run, monkeypatch, backend, missing, capability, runs, warning
-):
+def test_kernels_run_or_a_warning_says_why_not(nobody_warned, monkeypatch, backend, missing, capability, runs, warning):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [Gpu(capability)])
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
     monkeypatch.setattr(extension, "missing_reason", lambda: missing)
     with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
         assert dispatch.kernels_run() is runs
-    assert dispatch.kernels_run() is runs  # and once is enough: a second warning would be an error here
+    with warnings.catch_warnings(action="error"):  # once is enough
+        assert dispatch.kernels_run() is runs
 
 
-def test_cuda_is_given_the_kernel_and_the_cpu_the_reference(fresh_kernels_run, monkeypatch):
+def double(x, split):
+    return (x * 2.0,)
+
+
+def apply(x, kernel):
+    return dispatch.dispatch("m n -> m n", kernel, lambda x, split: (jnp.sin(x),), x)[0]
+
+
+def lowered(platform, fn) -> str:
+    return jax.jit(fn).trace(jnp.ones((16, 16))).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_cuda_is_given_the_kernel_and_the_cpu_the_reference(nobody_warned, monkeypatch):
     monkeypatch.setattr(extension, "missing_reason", lambda: None)
+    cuda, cpu = (lowered(platform, lambda x: apply(x, double)) for platform in ("cuda", "cpu"))
+    assert "multiply" in cuda and "sine" not in cuda
+    assert "sine" in cpu and "multiply" not in cpu
 
-    def double(x):
-        return dispatch.dispatch("m n -> m n", lambda x, split: (x * 2.0,), lambda x, split: (jnp.sin(x),), x)[0]
 
-    def lowered(platform):
-        return jax.jit(double).trace(jnp.ones((16, 16))).lower(lowering_platforms=(platform,)).as_text()
+def test_without_a_kernel_cuda_is_given_the_reference(with_kernels):
+    assert "sine" in lowered("cuda", lambda x: apply(x, None))
+    by_tile, by_one = (lowered("cuda", lambda x, cast=cast: quantize_transpose(x, cast)) for cast in (BY_TILE, CAST))
+    assert "custom_call" not in by_tile and "custom_call @jax_fp8_quantize_transpose" in by_one
+    product = lowered("cuda", lambda x: matmul(*[quantize_rowwise(x, BY_TILE).rowwise] * 2))
+    assert "custom_call" not in product and "dot_general" in product
 
-    assert "multiply" in lowered("cuda") and "sine" not in lowered("cuda")
-    assert "sine" in lowered("cpu") and "multiply" not in lowered("cpu")
+
+@pytest.mark.parametrize("run", [lambda x: apply(x, None), lambda x: quantize_transpose(x, BY_TILE)])
+def test_without_a_kernel_somebody_with_a_gpu_is_told_once(run, nobody_warned, monkeypatch):
+    x = jnp.ones((16, 16))
+    with warnings.catch_warnings(action="error"):
+        run(x)  # on a CPU nobody expects kernels
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        with pytest.warns(UserWarning, match="scales by tile runs on the slow jnp reference: there are no kernels"):
+            run(x)
+        run(x)
 
 
 def test_as_many_arrays_as_the_rule_names():
     with pytest.raises(ValueError, match="zip"):
-        dispatch.dispatch(
-            "m n -> m n", lambda x, split: (x,), lambda x, split: (x,), jnp.ones((2, 2)), jnp.ones((2, 2))
-        )
+        dispatch.dispatch("m n -> m n", double, double, jnp.ones((2, 2)), jnp.ones((2, 2)))

@@ -129,6 +129,18 @@ def test_an_addend_that_stays(c_in_place, with_kernels):
     assert "has_c = true" in text and ("output_operand_alias" in text) == c_in_place
 
 
+def test_an_accumulator_is_added_once_where_a_mesh_splits_the_contraction():
+    a, b, c = integers(0, (32, 64), E4M3), integers(1, (16, 64), E4M3), jnp.arange(512.0).reshape(32, 16)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    specs = P(None, "data"), P("model", "data"), P(None, "model")
+    with jax.set_mesh(mesh):
+        arrays = zip((a.values, b.values, c), specs, strict=True)
+        *placed, total = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in arrays]
+        accumulate = jax.jit(lambda a, b, c: matmul(a, b, dtype=jnp.float32, c=c))
+        d = accumulate(*(Fp8Array(values, jnp.float32(1)) for values in placed), total)
+    assert_same_bits(d, oracle(a, b, c=c).astype(np.float32))
+
+
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("c_in_place", [True, False])
 def test_an_addend_is_copied_where_it_should_stay_and_not_where_it_is_donated(c_in_place):
@@ -171,10 +183,115 @@ def test_some_columns_where_a_mesh_splits_them(spec, axis_type):
     assert_same_bits(product, expected)
 
 
+# ---- with scales by tile ---------------------------------------------------------------------------------------------
+
+TILES = {  # of a (48, 64) and of b (32, 64); None is one scale
+    "1 x 16": ((1, 16), (1, 16)),
+    "rows by blocks": ((1, 16), (16, 16)),
+    "blocks by rows": ((16, 32), (1, 16)),
+    "by one scale": ((1, 16), None),
+    "one scale by": (None, (8, 64)),
+}
+REPLICATED = P()
+
+
+def tiled(seed, shape, tile, dtype=E4M3) -> Fp8Array:
+    """With scales that are no powers of two, between 2**-5 and 2**5."""
+    scales = () if tile is None else tuple(size // length for size, length in zip(shape, tile, strict=True))
+    exponents = np.random.default_rng(seed + 10).uniform(-5, 5, scales)
+    return Fp8Array(operand(seed, shape, dtype).values, jnp.asarray(np.exp2(exponents), jnp.float32))
+
+
+def spread(array, shift=0) -> np.ndarray:
+    """The scale of every element; with a shift, that of a tile further on."""
+    scale = np.asarray(array.scale, np.float64)
+    if scale.ndim == 0:
+        return scale
+    lengths = [size // tiles for size, tiles in zip(array.shape, scale.shape, strict=True)]
+    return np.kron(np.roll(scale, shift, axis=1), np.ones(lengths))
+
+
+def oracle_by_tile(a, b, shift=0, **addends) -> np.ndarray:
+    return reference.matmul(a.values, b.values, spread(a, shift), spread(b, shift), **addends)
+
+
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), OPERANDS)
+@pytest.mark.parametrize(("a_tile", "b_tile"), TILES.values(), ids=TILES)
+def test_scales_by_tile_against_float64(a_tile, b_tile, a_dtype, b_dtype):
+    a, b = tiled(0, (48, 64), a_tile, a_dtype), tiled(1, (32, 64), b_tile, b_dtype)
+    bias, c = normal(2, 32), normal(3, 48, 32)
+    product = jax.jit(lambda a, b: matmul(a, b, dtype=jnp.float32))(a, b)
+    assert_close(product, oracle_by_tile(a, b), "gemm_float32")
+    assert_close(matmul(a, b), oracle_by_tile(a, b), "gemm_bfloat16")
+    full = matmul(a, b, dtype=jnp.float32, bias=bias, c=c, alpha=0.3)
+    addends = {"bias": bias.astype(jnp.bfloat16), "c": c, "alpha": np.float32(0.3)}
+    assert_close(full, oracle_by_tile(a, b, **addends), "gemm_float32")
+    wrong = oracle_by_tile(a, b, shift=1) if b_tile != (8, 64) else oracle(a, Fp8Array(b.values, b.scale.mean()))
+    with pytest.raises(AssertionError, match="relative error"):  # the scales of other tiles
+        assert_close(product, wrong, "gemm_bfloat16")
+
+
+@pytest.mark.parametrize("columns", [(0, 16), (16, 16), (0, 32), (16, 0)])
+@pytest.mark.parametrize(("a_tile", "b_tile"), TILES.values(), ids=TILES)
+def test_some_columns_with_scales_by_tile(a_tile, b_tile, columns):
+    a, b, bias, c = tiled(0, (48, 64), a_tile), tiled(1, (32, 64), b_tile), normal(2, 32), normal(3, 48, 32)
+    wanted = slice(columns[0], sum(columns))
+    whole = oracle_by_tile(a, b, bias=bias.astype(jnp.bfloat16), c=c)
+    some = matmul(a, b, dtype=jnp.float32, bias=bias, c=c[:, wanted], columns=columns)
+    assert some.shape == (48, columns[1])
+    if columns[1]:
+        assert_close(some, whole[:, wanted], "gemm_float32")
+
+
+def test_equal_scales_of_tiles_are_one_scale():
+    a, b = integers(0, (48, 64), E4M3, 0.5), integers(1, (32, 64), E5M2, 4.0)
+    same = (Fp8Array(x.values, jnp.full((x.shape[0], 4), x.scale)) for x in (a, b))
+    assert_same_bits(matmul(*same, dtype=jnp.float32), matmul(a, b, dtype=jnp.float32))
+
+
+def on_mesh(axis_type, array, spec, scale_spec=REPLICATED) -> Fp8Array:
+    """Placed on two devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    values = jax.device_put(array.values, NamedSharding(mesh, spec))
+    return Fp8Array(values, jax.device_put(array.scale, NamedSharding(mesh, scale_spec)))
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize(("a_tile", "b_tile"), [((16, 16), (16, 16)), ((1, 16), None)])
+def test_scales_by_tile_where_the_compiler_splits(a_tile, b_tile, spec):
+    a, b = tiled(0, (32, 64), a_tile), tiled(1, (32, 64), b_tile)
+    placed = [on_mesh(AxisType.Auto, x, spec) for x in (a, b)]
+    assert_close(jax.jit(lambda a, b: matmul(a, b, dtype=jnp.float32))(*placed), oracle_by_tile(a, b), "gemm_float32")
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_matrix_with_scales_by_tile_that_an_explicit_axis_splits_is_refused(which, spec):
+    """Else the scales of (16, 16) tiles would be taken for those of (8, 16) ones, and nothing would say so."""
+    a, b = tiled(0, (32, 64), (16, 16)), tiled(1, (32, 64), (16, 16))
+    operands = [on_mesh(AxisType.Explicit, x, spec if i == which else P()) for i, x in enumerate((a, b))]
+    with jax.set_mesh(operands[0].values.sharding.mesh), pytest.raises(ValueError, match="that no mesh splits yet"):
+        matmul(*operands)
+
+
+def test_scales_by_tile_that_an_explicit_axis_splits_are_gathered():
+    a, b = tiled(0, (32, 64), (16, 16)), tiled(1, (32, 64), None)
+    placed = on_mesh(AxisType.Explicit, a, P(), P("data")), on_mesh(AxisType.Explicit, b, P("data"))
+    with jax.set_mesh(placed[0].values.sharding.mesh):  # rows of b, which has one scale, may be split
+        assert_close(matmul(*placed, dtype=jnp.float32), oracle_by_tile(a, b), "gemm_float32")
+
+
 def test_the_result_is_bfloat16_unless_asked():
     a = operand(0, (16, 16), E4M3)
     assert matmul(a, a).dtype == jnp.bfloat16
     assert matmul(a, a, dtype=np.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("scales", [(5, 4), (0, 4), (4,), (4, 3)], ids=str)
+def test_scales_that_are_of_no_tiles_are_refused(scales):
+    a = Fp8Array(operand(0, (16, 64), E4M3).values, jnp.ones(scales))
+    with pytest.raises(ValueError, match=r"scale must be a scalar, or divide each dim of the values \(16, 64\) into"):
+        matmul(a, operand(1, (16, 64), E4M3))
 
 
 def call(a_shape=(16, 16), b_shape=(16, 16), dtypes=(E4M3, E4M3), **settings):

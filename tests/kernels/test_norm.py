@@ -1,4 +1,4 @@
-"""Norms against float64, forward and the hand-written backward, plain and fused; the fused forward is quantize after normalize, bit for bit."""
+"""Norms against float64, forward and backward, plain and fused; the fused forward is norm and cast, bit for bit."""
 
 import re
 
@@ -13,8 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_close, assert_same_bits
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.norm import (
     NormParameters,
     check_norm,
@@ -25,10 +26,10 @@ from jax_fp8.kernels.norm import (
     normalize_backward,
 )
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.scale_source import ScaleSource
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
 SCALE = 0.0123
+CAST = Cast.with_scale(E4M3, SCALE)
 EPSILON = 1e-3  # large enough to matter to the numbers below
 
 
@@ -134,18 +135,19 @@ def steps_apart(a, b) -> np.ndarray:
 def test_quantized_as_float64_would_be(norm, dtype, fp8):
     """One element in a thousand may be rounded the other way, when float32 has it next to a tie."""
     x, norm = array(0, 64, 48, dtype=dtype, mean=0.5), parameters(norm, 48)
-    values, transposed, amax, statistics = norm_quantize(jnp.asarray(x), norm, EPSILON, fp8, SCALE)
+    pair, statistics = norm_quantize(jnp.asarray(x), norm, EPSILON, Cast.with_scale(fp8, SCALE))
     y, _ = expected(x, norm, x)
     wanted, wanted_amax = reference.quantize(y.astype(dtype), fp8, SCALE)
-    apart = steps_apart(values.values, wanted)
+    apart = steps_apart(pair.rowwise.values, wanted)
     assert apart.max() <= 1 and np.mean(apart == 0) > 0.999
-    assert_same_bits(transposed.values, np.asarray(values.values).T)
-    assert_close(amax, wanted_amax, np.dtype(dtype).name)
+    assert_same_bits(pair.columnwise.values, np.asarray(pair.rowwise.values).T)
+    assert_close(pair.amax, wanted_amax, np.dtype(dtype).name)
     wide = x.astype(np.float64)
     variance = np.mean(wide**2, axis=-1) if norm.bias is None else np.var(wide, axis=-1)
     assert_close(statistics.rstd, 1 / np.sqrt(variance + EPSILON)[:, None], "float32")
     other, _ = expected(x, NormParameters(norm.scale, None if norm.bias is not None else norm.scale), x)
-    assert np.mean(steps_apart(values.values, reference.quantize(other, fp8, SCALE)[0]) == 0) < 0.5  # the other norm
+    apart = steps_apart(pair.rowwise.values, reference.quantize(other, fp8, SCALE)[0])
+    assert np.mean(apart == 0) < 0.5  # the other norm
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
@@ -155,32 +157,35 @@ def test_the_definition(norm, dtype, transform):
     """The operations one after the other: what is between them is rounded, under jit as well."""
     x, norm = jnp.asarray(array(0, 48, 64, dtype=dtype)), parameters(norm, 64)
     y, statistics = jax.jit(lambda x: normalize(x, norm, EPSILON, dtype))(x)
-    separate = *quantize_transpose(y, E4M3, SCALE), statistics
-    fused = transform(lambda x: norm_quantize(x, norm, EPSILON, E4M3, SCALE))(x)
+    separate = quantize_transpose(y, CAST), statistics
+    fused = transform(lambda x: norm_quantize(x, norm, EPSILON, CAST))(x)
     jax.tree.map(assert_same_bits, fused, separate)
-    assert_same_bits(transform(lambda x: norm_amax(x, norm, EPSILON))(x), separate[2])
+    assert_same_bits(transform(lambda x: norm_amax(x, norm, EPSILON))(x), separate[0].amax)
     if dtype != np.float32:
         unrounded, _ = normalize(x, norm, EPSILON, jnp.float32)
-        assert np.asarray(steps_apart(quantize_transpose(unrounded, E4M3, SCALE)[0].values, fused[0].values)).any()
+        assert steps_apart(quantize_transpose(unrounded, CAST).rowwise.values, fused[0].rowwise.values).any()
 
 
-@pytest.mark.parametrize(("orientations", "wanted"), [("straight", (True, False)), ("transposed", (False, True))])
-def test_one_orientation(orientations, wanted):
+@pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("tile", [None, (1, 16)])
+def test_one_orientation(tile, orientation):
     x, norm = jnp.asarray(array(0, 16, 32)), parameters("layernorm", 32)
-    both = norm_quantize(x, norm, EPSILON, E5M2, SCALE)
-    one = norm_quantize(x, norm, EPSILON, E5M2, SCALE, orientations=orientations)
-    assert tuple(array is not None for array in one[:2]) == wanted
-    jax.tree.map(assert_same_bits, one, (*(a if w else None for a, w in zip(both, wanted, strict=False)), *both[2:]))
+    cast = Cast.by_tile(E5M2, tile, ScaleFormula()) if tile else Cast.with_scale(E5M2, SCALE)
+    both, statistics = norm_quantize(x, norm, EPSILON, cast)
+    one, its_statistics = norm_quantize(x, norm, EPSILON, cast, orientations=orientation)
+    assert {name for name in ("rowwise", "columnwise") if getattr(one, name) is not None} == {orientation}
+    jax.tree.map(assert_same_bits, getattr(one, orientation), getattr(both, orientation))
+    jax.tree.map(assert_same_bits, (one.amax, its_statistics), (both.amax, statistics))
 
 
 def test_current_scaling_and_an_empty_batch():
     x, norm = jnp.asarray(array(0, 16, 32)), parameters("rmsnorm", 32)
-    source = ScaleSource.from_amax(norm_amax(x, norm, EPSILON), CurrentScaling())
-    values, _, amax, _ = norm_quantize(x, norm, EPSILON, E4M3, source)
-    assert_same_bits(values.scale, reference.current_scale(np.asarray(amax), E4M3))
-    assert np.max(np.abs(np.asarray(values.values, np.float32))) == 448
-    values, transposed, amax, statistics = norm_quantize(x[:0], norm, EPSILON, E4M3, SCALE)
-    assert (values.shape, transposed.shape, float(amax), statistics.rstd.shape) == ((0, 32), (32, 0), 0, (0, 1))
+    pair, _ = norm_quantize(x, norm, EPSILON, Cast.from_amax(E4M3, norm_amax(x, norm, EPSILON), ScaleFormula()))
+    assert_same_bits(pair.rowwise.scale, reference.current_scale(np.asarray(pair.amax), E4M3))
+    assert np.max(np.abs(np.asarray(pair.rowwise.values, np.float32))) == 448
+    pair, statistics = norm_quantize(x[:0], norm, EPSILON, CAST)
+    shapes = pair.rowwise.shape, pair.columnwise.shape, statistics.rstd.shape
+    assert (shapes, float(pair.amax)) == (((0, 32), (32, 0), (0, 1)), 0)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
@@ -227,8 +232,8 @@ def test_sharded(axis_type, spec, norm):
     norm = parameters(norm, 64)
 
     def run(x, dy, residual, norm):
-        quantized = norm_quantize(x, norm, EPSILON, E4M3, SCALE)
-        gradients = norm_backward(dy, x, norm, quantized[3], residual)
+        quantized = norm_quantize(x, norm, EPSILON, CAST)
+        gradients = norm_backward(dy, x, norm, quantized[1], residual)
         return quantized, norm_amax(x, norm, EPSILON), *gradients
 
     alone = jax.jit(run)(x, dy, residual, norm)
@@ -241,17 +246,18 @@ def test_sharded(axis_type, spec, norm):
     jax.tree.map(lambda actual, wanted: assert_close(actual, wanted, "float32"), dnorm, alone[3])
     rows = NamedSharding(mesh, P(spec[0], None))
     if axis_type == AxisType.Explicit:
-        assert quantized[0].values.sharding.is_equivalent_to(rows, 2) and dx.sharding.is_equivalent_to(rows, 2)
+        assert quantized[0].rowwise.values.sharding.is_equivalent_to(rows, 2)
+        assert dx.sharding.is_equivalent_to(rows, 2)
 
 
 def test_vmap():
     x, norm = jnp.asarray(array(0, 3, 16, 32)), parameters("layernorm", 32)
-    batched = jax.vmap(lambda x: norm_quantize(x, norm, EPSILON, E4M3, SCALE))(x)
-    gradients = jax.vmap(lambda x, s: norm_backward(x, x, norm, s, x))(x, batched[3])
+    batched = jax.vmap(lambda x: norm_quantize(x, norm, EPSILON, CAST))(x)
+    gradients = jax.vmap(lambda x, s: norm_backward(x, x, norm, s, x))(x, batched[1])
     for i in range(3):
-        one = norm_quantize(x[i], norm, EPSILON, E4M3, SCALE)
+        one = norm_quantize(x[i], norm, EPSILON, CAST)
         jax.tree.map(lambda a, b, i=i: assert_same_bits(a[i], b), batched, one)
-        one = norm_backward(x[i], x[i], norm, one[3], x[i])
+        one = norm_backward(x[i], x[i], norm, one[1], x[i])
         jax.tree.map(lambda a, b, i=i: assert_close(a[i], b, "float32"), gradients, one)
 
 
@@ -266,26 +272,20 @@ def test_what_the_kernels_are_told(with_kernels):
     x, norm = jnp.ones((32, 48), jnp.bfloat16), parameters("layernorm", 48)
 
     def run(x, scales):
-        how = ScaleSource.row_of(scales, 2)
-        _, _, _, statistics = norm_quantize(x, norm, 0.25, E4M3, how, orientations="transposed")
+        cast = Cast.with_row(E4M3, scales, 2)
+        _, statistics = norm_quantize(x, norm, 0.25, cast, orientations="columnwise")
         return norm_amax(x, norm, 0.5), norm_backward(x, x, norm, statistics)
 
     calls = lowered(run, x, jnp.ones(3))
     assert set(calls) == {"jax_fp8_norm_quantize", "jax_fp8_norm_amax", "jax_fp8_norm_backward"}
     results, text = calls["jax_fp8_norm_quantize"]
-    assert re.findall(r"tensor<(.*?)>", results) == [
-        "0x0xf8E4M3FN",
-        "48x32xf8E4M3FN",
-        "f32",
-        "f32",
-        "32x1xf32",
-        "32x1xf32",
-    ]
+    wanted = ["0x0xf8E4M3FN", "48x32xf8E4M3FN", "f32", "f32", "32x1xf32", "32x1xf32"]
+    assert re.findall(r"tensor<(.*?)>", results) == wanted
     assert "epsilon = 2.500000e-01" in text and "row = 2" in text and "from_amax = false" in text
     assert "epsilon = 5.000000e-01" in calls["jax_fp8_norm_amax"][1]
     results, text = calls["jax_fp8_norm_backward"]
     assert re.findall(r"tensor<(.*?)>", results) == ["32x48xbf16", "48xf32", "48xf32", "1056x48xf32", "1056x48xf32"]
-    calls = lowered(lambda x: norm_quantize(x, NormParameters(norm.scale, None), 0.25, E4M3, 1.0), x)
+    calls = lowered(lambda x: norm_quantize(x, NormParameters(norm.scale, None), 0.25, CAST), x)
     results, _ = calls["jax_fp8_norm_quantize"]
     assert re.findall(r"tensor<(.*?)>", results)[4:] == ["0x0xf32", "32x1xf32"]
 
@@ -297,14 +297,14 @@ STATISTICS = normalize(X, PARAMETERS, EPSILON, X.dtype)[1]
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: norm_quantize(X[0], PARAMETERS, 1e-5, E4M3, 1.0), r"norm_quantize needs a matrix .*\(32,\); flatten"),
+        (lambda: norm_quantize(X[0], PARAMETERS, 1e-5, CAST), r"norm_quantize needs a matrix .*\(32,\); flatten"),
         (lambda: norm_amax(X[:, :0], PARAMETERS, 1e-5), r"norm_amax needs a matrix with features, got shape \(16, 0\)"),
-        (lambda: norm_quantize(X[:, 1:], PARAMETERS, 1e-5, E4M3, 1.0), r"a norm's scale of shape \(31,\), got \(32,\)"),
-        (lambda: norm_quantize(X, PARAMETERS, 1e-5, jnp.float16, 1.0), "dtype must be E4M3 or E5M2"),
-        (lambda: norm_quantize(X, PARAMETERS, 1e-5, E4M3, jnp.ones(2)), r"scale must be a scalar, got shape \(2,\)"),
+        (lambda: norm_quantize(X[:, 1:], PARAMETERS, 1e-5, CAST), r"a norm's scale of shape \(31,\), got \(32,\)"),
+        (lambda: norm_quantize(X, PARAMETERS, 1e-5, Cast.with_scale(jnp.float16, 1)), "dtype must be E4M3 or E5M2"),
+        (lambda: norm_quantize(X.astype(int), PARAMETERS, 1e-5, CAST), "float32, bfloat16 or float16, got int32; cast"),
         (
-            lambda: norm_quantize(X, PARAMETERS, 1e-5, E4M3, 1.0, orientations="neither"),
-            r"orientations must be one of \('both', 'straight', 'transposed'\), got 'neither'",
+            lambda: norm_quantize(X, PARAMETERS, 1e-5, CAST, orientations="neither"),
+            r"orientations must be one of \('both', 'rowwise', 'columnwise'\), got 'neither'",
         ),
         (lambda: norm_amax(X.astype(int), PARAMETERS, 1e-5), "needs float32, bfloat16 or float16, got int32"),
         (

@@ -1,8 +1,10 @@
 """Quantizing, bit for bit against NumPy: every bfloat16, every float16, and random bit patterns of float32.
 
-Left out are inputs below 2**-126 in size: they are subnormal in float32, and XLA's CPU compiler flushes them to zero (see kernels/quantize.py).
-They matter only to scales near 2**-126. Subnormal float16 are normal in float32, and stay in.
+Left out are inputs below 2**-126 in size: they are subnormal in float32, and XLA's CPU compiler flushes them to zero
+(see kernels/quantize.py). They matter only to scales near 2**-126. Subnormal float16 are normal in float32: they stay.
 """
+
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +17,24 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, E5M2, fp8_max
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.scale import ScaleFormula
+from jax_fp8.kernels import dispatch
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.quantize import (
-    NOTHING,
-    ORIENTATIONS,
-    fp8_arrays,
-    matrix_results,
+    column_sums_reference,
     quantize,
+    quantize_rowwise,
     quantize_transpose,
     quantize_transpose_sums,
-    quantize_with_amax,
-    wanted,
 )
-from jax_fp8.kernels.scale_source import ScaleSource
 
+quantize_module = importlib.import_module("jax_fp8.kernels.quantize")
+
+CAST = Cast.with_scale(E4M3, 0.3)
 SCALES = [1.0, 0.0123, 3.7, 448.0, 1e30, 2.0**-126, 2.0**126]
 
 
@@ -67,18 +73,19 @@ def test_the_inputs_are_all_there():
 @EAGER_AND_JITTED
 def test_bits(dtype, source, transform):
     x = INPUTS[source]
-    fn = transform(lambda x, scale: quantize_with_amax(x, dtype, scale))
+    fn = transform(lambda x, scale: quantize_rowwise(x, Cast.with_scale(dtype, scale)))
     for scale in SCALES:
-        quantized, amax = fn(jnp.asarray(x), jnp.float32(scale))
+        pair = fn(jnp.asarray(x), jnp.float32(scale))
         values, expected_amax = reference.quantize(x, dtype, scale)
-        assert_same_bits(quantized.values, values)
-        assert_same_bits(quantized.scale, np.float32(scale))
-        assert_same_bits(amax, expected_amax)
+        assert_same_bits(pair.rowwise.values, values)
+        assert_same_bits(pair.rowwise.scale, np.float32(scale))
+        assert_same_bits(pair.amax, expected_amax)
+        assert pair.columnwise is None
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_halfway_between_two_values_the_last_bit_of_the_reciprocal_decides(dtype):
-    """And so a division instead of a multiplication with the rounded reciprocal would be noticed: the negative control."""
+    """The negative control: a division instead of a multiplication with the rounded reciprocal would be noticed."""
     values = np.arange(1, 0x7B, dtype=np.uint8).view(np.dtype(dtype)).astype(np.float32)
     halfway = (values[1:] + values[:-1]) / 2 * np.float32(3.7)
     x = np.concatenate([np.nextafter(halfway, np.float32(0)), halfway, np.nextafter(halfway, np.float32(np.inf))])
@@ -116,10 +123,10 @@ def test_values_times_scale_is_x(dtype, kind):
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 5), (0, 5), (5, 0)])
 def test_any_shape(shape):
     x = normal(*shape)
-    quantized, amax = quantize_with_amax(jnp.asarray(x), E4M3, 0.5)
+    pair = quantize_rowwise(jnp.asarray(x), Cast.with_scale(E4M3, 0.5))
     values, expected_amax = reference.quantize(x, E4M3, 0.5)
-    assert_same_bits(quantized.values, values)
-    assert_same_bits(amax, expected_amax)
+    assert_same_bits(pair.rowwise.values, values)
+    assert_same_bits(pair.amax, expected_amax)
     assert_same_bits(quantize(jnp.asarray(x), E4M3, 0.5).values, values)
 
 
@@ -130,31 +137,15 @@ def test_both_orientations(dtype, shape, transform):
     x = normal(*shape)
     if x.size:
         x.flat[:3] = [np.inf, np.nan, -0.0]
-    quantized, transposed, amax = transform(lambda x, scale: quantize_transpose(x, dtype, scale))(
+    pair = transform(lambda x, scale: quantize_transpose(x, Cast.with_scale(dtype, scale)))(
         jnp.asarray(x), jnp.float32(0.3)
     )
     values, expected_amax = reference.quantize(x, dtype, 0.3)
-    assert_same_bits(quantized.values, values)
-    assert_same_bits(transposed.values, values.T)
-    assert_same_bits(amax, expected_amax)
-    assert_same_bits(transposed.scale, quantized.scale)
-
-
-@pytest.mark.parametrize("orientations", ORIENTATIONS)
-def test_what_is_wanted_keeps_its_place(orientations):
-    matrix = jnp.arange(6, dtype=jnp.float32).reshape(2, 3).astype(E4M3)
-    results = matrix_results(orientations, matrix.shape, E5M2)
-    arrays = fp8_arrays(orientations, wanted(orientations, matrix, matrix.T), jnp.float32(2))
-    for form, result, array, expected in zip(
-        ("straight", "transposed"), results, arrays, (matrix, matrix.T), strict=True
-    ):
-        assert result.dtype == E5M2
-        if orientations in ("both", form):
-            assert result.shape == expected.shape
-            assert_same_bits(array.values, expected)
-            assert_same_bits(array.scale, np.float32(2))
-        else:
-            assert result.shape == NOTHING and array is None
+    assert_same_bits(pair.rowwise.values, values)
+    assert_same_bits(pair.columnwise.values, values.T)
+    assert_same_bits(pair.amax, expected_amax)
+    assert_same_bits(pair.columnwise.scale, pair.rowwise.scale)
+    assert pair.shares_scale
 
 
 @pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float16, np.float32])
@@ -163,11 +154,8 @@ def test_what_is_wanted_keeps_its_place(orientations):
 def test_sums_of_columns(shape, source, transform):
     """In float32, whatever the dtype: a sum of 300 bfloat16 would be off by a percent."""
     x = (normal(*shape).astype(np.float32) + 1).astype(source)
-    *quantized, sums = transform(lambda x: quantize_transpose_sums(x, E4M3, 0.3))(jnp.asarray(x))
-    for actual, expected in zip(
-        jax.tree.leaves(quantized), jax.tree.leaves(quantize_transpose(jnp.asarray(x), E4M3, 0.3)), strict=True
-    ):
-        assert_same_bits(actual, expected)
+    pair, sums = transform(lambda x: quantize_transpose_sums(x, CAST))(jnp.asarray(x))
+    jax.tree.map(assert_same_bits, pair, quantize_transpose(jnp.asarray(x), CAST))
     assert (sums.shape, sums.dtype) == (shape[1:], np.float32)
     if x.size:
         reference.assert_close(sums, x.astype(np.float64).sum(axis=0), "float32")
@@ -191,85 +179,143 @@ def side_by_side(x, widths):
 @EAGER_AND_JITTED
 def test_matrices_side_by_side_are_one(quantized, widths, transform):
     x = normal(33, 96)
-    whole = quantized(jnp.asarray(x), E5M2, 0.3)
+    cast = Cast.with_scale(E5M2, 0.3)
+    whole = quantized(jnp.asarray(x), cast)
     parts = side_by_side(x, widths)
-    jax.tree.map(assert_same_bits, transform(lambda parts: quantized(parts, E5M2, 0.3))(parts), whole)
+    jax.tree.map(assert_same_bits, transform(lambda parts: quantized(parts, cast))(parts), whole)
     if len(parts) > 1:
         with pytest.raises(AssertionError, match=r"elements differ|shape"):
-            jax.tree.map(assert_same_bits, quantized(parts[::-1], E5M2, 0.3), whole)
+            jax.tree.map(assert_same_bits, quantized(parts[::-1], cast), whole)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+@AXIS_TYPES
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
 def test_matrices_side_by_side_on_a_mesh(spec, axis_type):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     x = np.random.default_rng(0).integers(-3, 4, (32, 96)).astype(ml_dtypes.bfloat16)
     with jax.set_mesh(mesh):
         parts = tuple(jax.device_put(part, NamedSharding(mesh, spec)) for part in side_by_side(x, WIDTHS[0]))
-        got = jax.jit(lambda parts: quantize_transpose_sums(parts, E4M3, 0.3))(parts)
-    jax.tree.map(assert_same_bits, got, quantize_transpose_sums(jnp.asarray(x), E4M3, 0.3))
+        got = jax.jit(lambda parts: quantize_transpose_sums(parts, CAST))(parts)
+    jax.tree.map(assert_same_bits, got, quantize_transpose_sums(jnp.asarray(x), CAST))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.fixture
+def seen(monkeypatch, traced_anew) -> list[tuple[int, int]]:
+    """The kernels run, written in `jnp`, and note the shape of what they are given, side by side."""
+    shapes = []
+
+    def ffi_call(target, results):
+        def call(first, scale, *further, **attributes):
+            x = jnp.concatenate([first, *further], axis=1)
+            shapes.append(x.shape)
+            values = quantize_reference(x, results[0].dtype, scale)
+            partial_sums = [jnp.zeros(result.shape) for result in results[5:]]
+            sums = [column_sums_reference(x)] * len(partial_sums)
+            found = [values, values.T, amax_reference(x), scale, *sums, *partial_sums]
+            assert [array.shape for array in found] == [result.shape for result in results]
+            return found
+
+        return call
+
+    monkeypatch.setattr(dispatch, "_on_platform", lambda kernel, reference, *args: kernel(*args))
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    return shapes
+
+
+ALL, FIRST = [P(None, "model")] * 3, [P(None, "model"), P(), P()]
+# What splits the columns of matrices, on how many devices, and the shape of what a kernel is given.
+COLUMN_SPLITS = {
+    "2": ((1, 2), ALL, (32, 48)),
+    "4": ((1, 4), ALL, (32, 24)),
+    "2, rows by 2": ((2, 2), [P("data", "model")] * 3, (16, 48)),
+    "2, of the first": ((1, 2), FIRST, (32, 88)),
+    "4, of the first": ((1, 4), FIRST, (32, 84)),
+    "each by another": ((2, 2), [P(None, "model"), P(None, "data"), P()], (32, 72)),
+}
+
+
+def cast_columns(shape, specs, axis_type, quantized):
+    """What is made of matrices that are placed so, and what it should be: of the one matrix, by the reference."""
+    x = np.random.default_rng(0).integers(-3, 4, (32, 96)).astype(ml_dtypes.bfloat16)
+    x[17, 40] = -99  # the amax, which one shard sees
+    values, largest = reference.quantize(x, E4M3, 0.3)
+    sums = x.astype(np.float32).sum(axis=0)
+    expected = Fp8Pair.of(values, values.T, np.float32(0.3), largest)
+    devices = jax.devices()[: np.prod(shape)]
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
+    with jax.set_mesh(mesh):
+        placed = zip(side_by_side(x, WIDTHS[0]), specs, strict=True)
+        parts = tuple(jax.device_put(part, NamedSharding(mesh, spec)) for part, spec in placed)
+        got = jax.jit(lambda parts: quantized(parts, CAST))(parts)
+    return got, (expected, sums) if quantized is quantize_transpose_sums else expected
+
+
+@AXIS_TYPES
+@pytest.mark.parametrize("quantized", [quantize_transpose, quantize_transpose_sums])
+@pytest.mark.parametrize(("shape", "specs", "given"), COLUMN_SPLITS.values(), ids=COLUMN_SPLITS)
+@pytest.mark.parametrize("form", ["reference", "kernel"])
+def test_columns_that_a_mesh_splits(form, shape, specs, given, quantized, axis_type, request):
+    seen = request.getfixturevalue("seen") if form == "kernel" else [given]
+    jax.tree.map(assert_same_bits, *cast_columns(shape, specs, axis_type, quantized))
+    assert (
+        min(seen) == given
+    )  # kernels cast shards: bytes are gathered, and not numbers of twice or four times their size
+
+
+@AXIS_TYPES
+def test_columns_in_the_order_of_shards_would_be_noticed(axis_type, seen, monkeypatch):
+    def in_the_order_of_shards(array, matrices, split, dim):
+        return dispatch.gathered(array, {"n": split.get("a", ())}, *[""] * dim, "n")
+
+    monkeypatch.setattr(quantize_module, "_whole_columns", in_the_order_of_shards)
+    got, expected = cast_columns((1, 2), ALL, axis_type, quantize_transpose_sums)
+    for actual, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if actual.ndim:
+            with pytest.raises(AssertionError, match="elements differ"):
+                assert_same_bits(actual, wanted)
+
+
+@AXIS_TYPES
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")], ids=str)
 def test_sums_are_over_all_shards(spec, axis_type):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     x = np.random.default_rng(0).integers(-3, 4, (32, 16)).astype(ml_dtypes.bfloat16)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
-        sums = jax.jit(lambda x: quantize_transpose_sums(x, E4M3, 0.3)[3])(placed)
+        sums = jax.jit(lambda x: quantize_transpose_sums(x, CAST)[1])(placed)
     assert_same_bits(sums, x.astype(np.float32).sum(axis=0))
+
+
+ROW, MATRIX = jnp.ones(2), jnp.ones((2, 2))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: quantize(jnp.ones(2), jnp.float16, 1.0),
-            "dtype must be E4M3 or E5M2, got .*float16.*pass jax_fp8.E4M3",
-        ),
+        (lambda: quantize(ROW, jnp.float16, 1.0), "dtype must be E4M3 or E5M2, got .*float16.*pass jax_fp8.E4M3"),
         (
             lambda: quantize(jnp.ones(2, jnp.int32), E4M3, 1.0),
             "quantize needs float32, bfloat16 or float16, got int32; cast first",
         ),
+        (lambda: quantize(ROW, E4M3, ROW), r"scale must be a scalar, got shape \(2,\); quantize with one scale"),
+        (lambda: quantize_rowwise(ROW, Cast.with_scale(jnp.float16, 1)), "dtype must be E4M3 or E5M2, got .*float16"),
+        (lambda: quantize_rowwise(jnp.ones(2, E4M3), CAST), "needs float32, bfloat16 or float16, got float8_e4m3fn"),
         (
-            lambda: quantize(jnp.ones(2), E4M3, jnp.ones(2)),
-            r"scale must be a scalar, got shape \(2,\); quantize with one scale",
+            lambda: quantize_transpose(MATRIX.astype(int), Cast.from_amax(E4M3, 1, ScaleFormula())),
+            "quantize needs float32, bfloat16 or float16, got int32",
         ),
+        (lambda: quantize_transpose(ROW, CAST), r"quantize_transpose needs a matrix, got shape \(2,\); flatten"),
+        (lambda: quantize_transpose_sums(ROW, CAST), r"quantize_transpose_sums needs a matrix, got shape \(2,\)"),
+        (lambda: quantize_transpose(MATRIX[None], CAST), r"quantize_transpose needs a matrix, got shape \(1, 2, 2\)"),
         (
-            lambda: quantize_with_amax(jnp.ones(2), E4M3, ScaleSource.row_of(jnp.ones(3), 3)),
-            r"with the row it names, got shape \(3,\) and row 3; pass",
-        ),
-        (
-            lambda: quantize_transpose(jnp.ones((2, 2)), E4M3, ScaleSource.row_of(jnp.ones(3), -1)),
-            r"got shape \(3,\) and row -1",
-        ),
-        (
-            lambda: quantize_transpose(jnp.ones((2, 2)), E4M3, ScaleSource.from_amax(jnp.ones((2, 3)), None)),
-            r"must be f32\[\] or f32\[r\] with the row it names, got shape \(2, 3\)",
-        ),
-        (
-            lambda: quantize_with_amax(jnp.ones(2, E4M3), E4M3, 1.0),
-            "quantize needs float32, bfloat16 or float16, got float8_e4m3fn",
-        ),
-        (
-            lambda: quantize_transpose(jnp.ones(2), E4M3, 1.0),
-            r"quantize_transpose needs a matrix, got shape \(2,\); flatten",
-        ),
-        (
-            lambda: quantize_transpose_sums(jnp.ones(2), E4M3, 1.0),
-            r"quantize_transpose_sums needs a matrix, got shape \(2,\)",
-        ),
-        (
-            lambda: quantize_transpose(jnp.ones((2, 2, 2)), E4M3, 1.0),
-            r"quantize_transpose needs a matrix, got shape \(2, 2, 2\)",
-        ),
-        (
-            lambda: quantize_transpose((jnp.ones((2, 2)),) * 4, E4M3, 1.0),
+            lambda: quantize_transpose((MATRIX,) * 4, CAST),
             "quantize_transpose takes 1 to 3 matrices side by side, got 4",
         ),
         (
-            lambda: quantize_transpose((jnp.ones((2, 2)), jnp.ones((3, 2))), E4M3, 1.0),
+            lambda: quantize_transpose((MATRIX, jnp.ones((3, 2))), CAST),
             r"must have as many rows and the same dtype, got float32\[2, 2\], float32\[3, 2\]",
         ),
     ],

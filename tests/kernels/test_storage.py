@@ -1,5 +1,5 @@
-"""Numbers in few bits, bit for bit against NumPy, and what must hold of them: 16 bits that complete a param, roundings that are fair,
-and moments in FP8 with which an optimizer takes nearly the same steps.
+"""Numbers in few bits, bit for bit against NumPy, and what must hold of them: 16 bits that complete a param, roundings
+that are fair, and moments in FP8 with which an optimizer takes nearly the same steps.
 
 Left out are subnormal float32 numbers, which XLA's CPU compiler flushes to zero.
 """
@@ -131,7 +131,7 @@ def test_root_of_what_fp8_holds_is_exact_for_every_seed(dtype):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_root_is_right_on_average(dtype):
-    """Over seeds and over elements; rounding to nearest, and a hash that ignores the seed, are the negative controls."""
+    """Over seeds and over elements; rounding to nearest and a hash that ignores the seed are the negative controls."""
     x = np.float32([1.03, 3.3, 17.9, 30.01, 0.2, SMALLEST[dtype] * 1.7, SMALLEST[dtype] * 40.3])
     root = np.sqrt(np.square(x))
     seeds = jnp.arange(10_000, dtype=jnp.uint32)
@@ -169,7 +169,7 @@ def test_rounding_is_decided_by_seed_and_leaf():
     assert min(different) > 0.2  # of the elements; a third, for independent roundings
 
 
-# ---- an optimizer that keeps its numbers so ---------------------------------------------------------------------------------
+# ---- an optimizer that keeps its numbers so --------------------------------------------------------------------------
 
 MODES = pytest.mark.parametrize("in_place", [None, InPlace()], ids=["deltas", "in_place"])
 
@@ -288,8 +288,8 @@ def update_errors(updates, exact) -> UpdateErrors:
 def test_updates_from_fp8_moments(dtype, bound):
     """Measured: 0.12, 1.28, 0.005 in E4M3 and 0.31, 1.68, -0.001 in E5M2.
 
-    Rounding second moments to nearest is the negative control: 0.33, 1.54, 0.30 and 0.59, 1.96, 0.55, as in rows that wake up late they
-    cease to grow.
+    Rounding second moments to nearest is the negative control: 0.33, 1.54, 0.30 and 0.59, 1.96, 0.55, as in rows that
+    wake up late they cease to grow.
     """
     gradients = noisy_gradients()
     exact = updates_of(fused_adam(1.0), gradients)

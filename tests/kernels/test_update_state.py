@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
-from jax_fp8.core.formats import E4M3, Format
+from jax_fp8.core.formats import E4M3, INPUT, KERNEL, Format
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.state import INPUT, KERNEL, gemm_states, map_gemms, no_amaxes, stage_joined
+from jax_fp8.core.state import gemm_states, map_gemms, no_amaxes, stage_joined
 from jax_fp8.kernels import dispatch
 from jax_fp8.kernels.update_state import TARGET, count_nonfinite, finish_step, update_state
 
@@ -26,7 +26,8 @@ RECIPES = {
     "one_step": DelayedScaling(amax_history_len=1),
     "e4m3": DelayedScaling(amax_history_len=5, fp8_format=Format(forward=E4M3, backward=E4M3)),
 }
-# A GEMM of its own, three stacked by a scan, and 2 x 2 by two scans. Not in alphabetical order: jit sorts the keys of a dict.
+# A GEMM of its own, three stacked by a scan, and 2 x 2 by two scans. Not in alphabetical order: jit sorts the keys of
+# a dict.
 STACKED = {"top": (), "layers": (3,), "nested": (2, 2)}
 
 
@@ -182,7 +183,7 @@ def test_recorded_amaxes_are_as_good_as_staged_ones(recipe):
         assert_same_state(updated, oracle(stage_joined(state, recorded[::-1]), recipe))
 
 
-# ---- on a mesh, and as a program for CUDA ----------------------------------------------------------------------------------
+# ---- on a mesh, and as a program for CUDA ----------------------------------------------------------------------------
 
 SPLITS = {"replicated": (P(), P()), "layers": (P("data"), P("data")), "history": (P(), P(None, None, "data"))}
 
@@ -203,7 +204,7 @@ def reference_in_the_kernels_place(monkeypatch, traced_anew):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_state_that_is_split_is_gathered(mesh, reference_in_the_kernels_place, split):
-    """Rows of a shard would be taken for others, and half of a history for all of it; its result is whole on every device."""
+    """Rows of a shard would be taken for others, and half of a history for all of it; the result is whole."""
     recipe, rng = DelayedScaling(amax_history_len=6), np.random.default_rng(3)
     scale, history = random_amaxes(rng, (2, 3)), random_amaxes(rng, (2, 3, 6))
     state = {"dense": {"scale": scale, "amax_history": history}}

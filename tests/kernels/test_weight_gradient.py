@@ -1,4 +1,4 @@
-"""The gradient of a weight against float64: alone, added to a total, of shards; and where the custom call runs, in place."""
+"""The gradient of a weight against float64: alone, added to a total, of shards; and where a kernel runs, in place."""
 
 import h200
 import jax

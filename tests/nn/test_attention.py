@@ -18,11 +18,14 @@ def attention(params, x, heads, kv_heads, causal):
     """softmax(q kᵀ / sqrt(d)) v in float64, one query head at a time."""
     params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
     dim = x.shape[-1] // heads
-    qkv = (x @ params["qkv"]["kernel"] + params["qkv"]["bias"]).reshape(*x.shape[:2], -1, dim)
+    queries, keys, values = (
+        (x @ params[name]["kernel"] + params[name]["bias"]).reshape(*x.shape[:2], -1, dim)
+        for name in ("query", "key", "value")
+    )
     out = np.zeros((*x.shape[:2], heads, dim))
     for head in range(heads):
         shared = head // (heads // kv_heads)
-        query, key, value = qkv[:, :, head], qkv[:, :, heads + shared], qkv[:, :, heads + kv_heads + shared]
+        query, key, value = queries[:, :, head], keys[:, :, shared], values[:, :, shared]
         logits = query @ key.swapaxes(1, 2) / np.sqrt(dim)
         if causal:
             logits = np.where(np.tril(np.ones(logits.shape[1:])), logits, -np.inf)
@@ -37,7 +40,10 @@ def test_against_float64(recipe, heads, kv_heads, causal):
     x = jax.random.normal(jax.random.key(0), (2, 16, 64), jnp.bfloat16)
     module = fp8.SelfAttention(heads, kv_heads, causal=causal, recipe=recipe)
     params = module.init(jax.random.key(1), x)["params"]
-    assert params["qkv"]["kernel"].shape == (64, (heads + 2 * kv_heads) * 16)
+    assert [params[name]["kernel"].shape for name in ("query", "key", "value")] == [
+        (64, 64),
+        *[(64, kv_heads * 16)] * 2,
+    ]
     expected = attention(params, np.asarray(x, np.float64), heads, kv_heads, causal)
     reference.assert_close(module.apply({"params": params}, x), expected, "block" if recipe else "bfloat16")
 
@@ -50,10 +56,8 @@ def test_queries_keys_and_values_are_made_apart_and_their_gradients_cast_togethe
     variables = jax.eval_shape(module.init, jax.random.key(0), x)
     gradient = jax.jit(jax.grad(lambda variables, x: module.apply(variables, x).astype(jnp.float32).sum(), argnums=1))
     text = gradient.trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert sorted(re.findall(r"first_column = (\d+)", text))[-2:] == [
-        "64",
-        "96",
-    ]  # beside the queries: 0, as every other
+    # Beside the queries: 0, as every other. The gradient is that of x: kernels have none here.
+    assert sorted(re.findall(r"first_column = (\d+)", text))[-3:] == ["0", "64", "96"]
     (cast,) = re.findall(r"custom_call @jax_fp8_quantize_transpose_sums.*tensor<32x128xf8E5M2>", text)
     assert [cast.count(f"tensor<32x{width}xbf16>") for width in (64, 32, 128)] == [1, 2, 0]
     assert "tensor<32x128xbf16>" not in text and "tensor<2x16x128xbf16>" not in text

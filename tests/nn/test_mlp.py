@@ -14,7 +14,9 @@ pytestmark = pytest.mark.versions
 
 def flax_mlp(params, x, activation):
     normalized = nn.LayerNorm().apply({"params": params["norm"]}, x)
-    hidden = nn.Dense(params["up"]["kernel"].shape[1]).apply({"params": params["up"]}, normalized)
+    names = ("gate", "up") if is_gated(activation) else ("up",)
+    parts = [nn.Dense(128).apply({"params": params[name]}, normalized) for name in names]
+    hidden = jnp.concatenate(parts, axis=-1)
     return nn.Dense(x.shape[-1]).apply({"params": params["down"]}, activate(hidden, activation))
 
 
@@ -24,7 +26,7 @@ def test_forward_and_gradients(activation):
     dy = jax.random.normal(jax.random.key(1), (16, 64), jnp.float32)
     module = fp8.LayerNormMLP(128, activation, recipe=fp8.CurrentScaling())
     params = module.init(jax.random.key(2), x)["params"]
-    assert params["up"]["kernel"].shape == (64, 256 if is_gated(activation) else 128)
+    assert params["up"]["kernel"].shape == (64, 128) and ("gate" in params) == is_gated(activation)
 
     def ours(params):
         return jnp.sum(module.apply({"params": params}, x).astype(jnp.float32) * dy)

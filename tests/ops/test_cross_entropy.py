@@ -1,4 +1,6 @@
-"""The loss by chunks against its formula in float64: value, gradients, masks, z-loss, and numbers that overflow naive code."""
+"""The loss by chunks against its formula in float64: value, gradients, masks, z-loss,
+and numbers that overflow naive code.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The head's logits and gradients against float64, in bfloat16 and FP8; that FP8 GEMMs are called; the bound of what is quantized unmeasured."""
+"""The head's logits and gradients against float64, in bfloat16 and FP8; that FP8 GEMMs are called;
+the bound of what is quantized unmeasured.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""`linear`: exactly its three GEMMs of quantized operands, close to the layer without FP8, and what it keeps for its backward."""
+"""`linear`: exactly its three GEMMs of quantized operands, close to the layer without FP8,
+and what it keeps for its backward.
+"""
 
 import functools
 import re
@@ -13,10 +15,12 @@ from reference import assert_close, assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2, Format
 from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.kernels.gemm import matmul
-from jax_fp8.ops.linear import LinearParameters, linear
+from jax_fp8.ops import passes
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.passes import LinearParameters
 
 pytestmark = pytest.mark.versions
 
@@ -44,19 +48,17 @@ def scales(fp8_format=FORMATS["hybrid"]) -> np.ndarray:
     )
 
 
-def delayed(scale, fp8_format=FORMATS["hybrid"], amax_ref=None) -> GemmScaling:
-    return GemmScaling(
-        DelayedScaling(fp8_format=fp8_format), "mlp/up", from_current=False, scale=jnp.asarray(scale), amax_ref=amax_ref
-    )
+def delayed(scale, fp8_format=FORMATS["hybrid"], amax_ref=None) -> Fp8Gemm:
+    return Fp8Gemm(DelayedScaling(fp8_format=fp8_format), "mlp/up", jnp.asarray(scale), Record(amax_ref))
 
 
-def current(**settings) -> GemmScaling:
-    return GemmScaling(CurrentScaling(**settings), "mlp/up", from_current=True)
+def current(**settings) -> Fp8Gemm:
+    return Fp8Gemm(CurrentScaling(**settings), "mlp/up")
 
 
-def run(scaling, x=X, parameters=PARAMETERS, dy=DY, dtype=jnp.bfloat16, **options):
+def run(gemm, x=X, parameters=PARAMETERS, dy=DY, dtype=jnp.bfloat16, **options):
     """y, the amaxes, and the gradients of x and of the parameters."""
-    fn = functools.partial(linear, scaling=scaling, dtype=dtype, **options)
+    fn = functools.partial(linear, gemm=gemm, dtype=dtype, **options)
     (y, amaxes), pullback = jax.vjp(fn, x, parameters)
     return y, amaxes, *pullback((dy, amaxes if amaxes is None else jnp.zeros_like(amaxes)))
 
@@ -103,9 +105,9 @@ def test_power_2_scale_quantizes_with_powers_of_two():
     jax.tree.map(assert_same_bits, run(current(power_2_scale=True)), run(delayed(powers.astype(np.float32))))
 
 
-def test_a_warm_start_ignores_the_state():
+def test_a_warm_start_measures_with_the_margin():
     recipe = DelayedScaling(margin=2)
-    warm = GemmScaling(recipe, "mlp/up", from_current=True, scale=jnp.zeros(3))
+    warm = Fp8Gemm(recipe, "mlp/up")
     jax.tree.map(assert_same_bits, run(warm), run(delayed(4 * scales())))
 
 
@@ -234,40 +236,47 @@ def test_a_residual_is_added_before_the_rounding_and_its_gradient_is_that_of_the
     assert_same_bits(pullback((DY, jax.tree.map(jnp.zeros_like, linear(X, PARAMETERS, scaling)[1])))[0], DY)
 
 
-PARTS = [(16, 16, 16), (32, 16), (48,), (20, 20, 8)]  # the last: too narrow for a GEMM each
+WIDTHS = [(16, 16, 16), (32, 16), (48,)]
 
 
-def in_parts(array, parts):
-    return tuple(jnp.split(array, np.cumsum(parts)[:-1], axis=-1))
+def in_parts(array, widths):
+    return tuple(jnp.split(array, np.cumsum(widths)[:-1], axis=-1))
 
 
-@pytest.mark.parametrize("scaling", [current(), delayed(scales()), None], ids=["current", "delayed", "plain"])
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_parts_are_the_whole_and_so_are_their_gradients(parts, scaling):
-    y, *others = run(scaling)
-    got, *others_of_parts = run(scaling, dy=in_parts(DY, parts), parts=parts)
-    jax.tree.map(assert_same_bits, (got, others_of_parts), (in_parts(y, parts), others))
-    if len(parts) > 1:  # every part counts
-        *_, gradients = run(scaling, dy=in_parts(DY.at[..., -parts[-1] :].set(0), parts), parts=parts)
+def side_by_side(parameters, widths) -> LinearParameters:
+    return LinearParameters(*(in_parts(leaf, widths) for leaf in (parameters.kernel, parameters.bias)))
+
+
+@pytest.mark.parametrize("smallest_wgrad", [0, 2**30], ids=["wgrads", "one wgrad"])
+@pytest.mark.parametrize("gemm", [current(), delayed(scales()), None], ids=["current", "delayed", "plain"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_kernels_side_by_side_are_one_kernel(widths, gemm, smallest_wgrad, monkeypatch):
+    """To the bit, with a result a kernel and the gradients of each where they belong."""
+    monkeypatch.setattr(passes, "SMALLEST_WGRAD", smallest_wgrad)
+    y, amaxes, dx, gradients = run(gemm)
+    expected = in_parts(y, widths), amaxes, dx, side_by_side(gradients, widths)
+    got = run(gemm, parameters=side_by_side(PARAMETERS, widths), dy=in_parts(DY, widths))
+    jax.tree.map(assert_same_bits, got, expected)
+    if len(widths) > 1:  # every kernel counts
+        dy = in_parts(DY.at[..., -widths[-1] :].set(0), widths)
         with pytest.raises(AssertionError):
-            jax.tree.map(assert_same_bits, gradients, others[-1])
+            jax.tree.map(assert_same_bits, run(gemm, parameters=side_by_side(PARAMETERS, widths), dy=dy), expected)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("parameters", "options", "message"),
     [
-        ({"parts": (16, 16)}, r"parts must be at most 3 widths that add up to 48 features, got \(16, 16\)"),
-        ({"parts": (12, 12, 12, 12)}, r"got \(12, 12, 12, 12\)"),
-        ({"parts": (64, -16)}, r"got \(64, -16\)"),
+        (side_by_side(PARAMETERS, (12, 12, 12, 12)), {}, "takes 1 to 3 matrices side by side, got 4"),
         (
-            {"parts": (32, 16), "residual": DY},
-            "a residual is added to a result in one part, got one with parts; add it",
+            side_by_side(PARAMETERS, (32, 16)),
+            {"residual": DY},
+            "a residual is added to a result in one part, got one with kernels side by side; add it",
         ),
     ],
 )
-def test_errors_of_parts(options, message):
+def test_errors_of_kernels_side_by_side(parameters, options, message):
     with pytest.raises(ValueError, match=message):
-        linear(X, PARAMETERS, current(), **options)
+        linear(X, parameters, current(), **options)
 
 
 @pytest.mark.parametrize("split_accumulator", [("dgrad", "wgrad"), (), ("fprop",)])
@@ -288,7 +297,10 @@ def test_only_the_named_gemms_split_their_accumulator(split_accumulator, with_ke
 
 
 def test_rows_must_be_a_multiple_of_16_for_the_gradient():
-    message = r"mlp/up: the weight gradient contracts over batch \* sequence, which must be a multiple of 16, got 15; change the batch"
+    message = (
+        r"mlp/up: the weight gradient contracts over batch \* sequence, which must be a multiple of 16, got 15; "
+        "change the batch"
+    )
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: run(current(), x=array(0, 15, K), dy=array(0, 15, N)))
     assert jax.eval_shape(lambda: linear(array(0, 15, K), PARAMETERS, current()))[0].shape == (

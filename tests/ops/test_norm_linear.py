@@ -1,4 +1,6 @@
-"""`norm_linear` is `linear` after `normalize`, to the bit; close to the layers without FP8; and keeps no normalized tensor."""
+"""`norm_linear` is `linear` after `normalize`, to the bit; close to the layers without FP8;
+and keeps no normalized tensor.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +11,21 @@ import pytest
 import reference
 from reference import assert_close, assert_same_bits
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
-from jax_fp8.ops.linear import LinearParameters, linear
+from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
+from jax_fp8.ops.passes import LinearParameters
 
 pytestmark = pytest.mark.versions
 
 BATCH, SEQUENCE, K, N = 2, 24, 32, 48
 EPSILON = 1e-2
-CURRENT = GemmScaling(CurrentScaling(), "qkv", from_current=True)
-DELAYED = GemmScaling(DelayedScaling(), "qkv", from_current=False, scale=jnp.float32([0.01, 0.02, 1e-4]))
+CURRENT = Fp8Gemm(CurrentScaling(), "qkv")
+DELAYED = Fp8Gemm(DelayedScaling(), "qkv", jnp.float32([0.01, 0.02, 1e-4]))
 
 
 def array(seed, *shape, dtype=np.float32, mean=0.0) -> jax.Array:
@@ -57,7 +61,9 @@ def expected(norm):
 def test_is_its_parts_to_the_bit(norm, scaling):
     rows = X.reshape(-1, K)
     normalized, _ = normalize(rows, norm, EPSILON, jnp.bfloat16)
-    *_, statistics = norm_quantize(rows, norm, EPSILON, E4M3, 1.0)  # the compiler's to the last bit, as the op's are
+    *_, statistics = norm_quantize(
+        rows, norm, EPSILON, Cast.with_scale(E4M3, 1.0)
+    )  # the compiler's to the last bit, as the op's are
     (y, amaxes), pullback = jax.vjp(lambda x, parameters: linear(x, parameters, scaling), normalized, PARAMETERS)
     dnormalized, gradients = pullback((DY.reshape(-1, N), jnp.zeros_like(amaxes)))
     dx, dnorm = norm_backward(dnormalized, rows, norm, statistics)
@@ -103,7 +109,7 @@ def test_without_scaling_it_is_plain(norm):
 
 def test_the_amax_is_that_of_the_normalized_input(norm):
     ref = jax.new_ref(jnp.zeros(3))
-    scaling = GemmScaling(DelayedScaling(), "qkv", from_current=False, scale=jnp.ones(3), amax_ref=ref)
+    scaling = Fp8Gemm(DelayedScaling(), "qkv", jnp.ones(3), Record(ref))
     amaxes = run(norm, scaling)[1]
     normalized, _ = normalize(X, norm, EPSILON, jnp.bfloat16)
     measured = np.array([reference.amax(array) for array in (normalized, PARAMETERS.kernel, DY)])

@@ -1,4 +1,6 @@
-"""`norm_mlp` is norm, linear, activation and linear, to the bit; close to the MLP without FP8; and keeps FP8 where it can."""
+"""`norm_mlp` is norm, linear, activation and linear, to the bit; close to the MLP without FP8;
+and keeps FP8 where it can.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +11,19 @@ import pytest
 import reference
 from reference import assert_close, assert_same_bits
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.kernels.activation import activate, activate_backward, is_gated
 from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
-from jax_fp8.ops.linear import LinearParameters, linear
+from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_mlp import norm_mlp
+from jax_fp8.ops.passes import LinearParameters
 
 BATCH, SEQUENCE, K, HIDDEN = 2, 24, 32, 64
 EPSILON = 1e-2
-SCALINGS = tuple(GemmScaling(CurrentScaling(), name, from_current=True) for name in ("up", "down"))
+SCALINGS = tuple(Fp8Gemm(CurrentScaling(), name) for name in ("up", "down"))
 CASES = [("layernorm", "gelu"), ("rmsnorm", "swiglu")]
 
 
@@ -62,7 +66,9 @@ def parts(norm, up, activation, scalings):
     """The same from the separate operations."""
     rows = X.reshape(-1, K)
     normalized, _ = normalize(rows, norm, EPSILON, jnp.bfloat16)
-    *_, statistics = norm_quantize(rows, norm, EPSILON, E4M3, 1.0)  # the compiler's to the last bit, as the op's are
+    *_, statistics = norm_quantize(
+        rows, norm, EPSILON, Cast.with_scale(E4M3, 1.0)
+    )  # the compiler's to the last bit, as the op's are
     (hidden, up_amaxes), up_pullback = jax.vjp(lambda x, up: linear(x, up, scalings[0]), normalized, up)
     (y, down_amaxes), down_pullback = jax.vjp(
         lambda x, down: linear(x, down, scalings[1]), activate(hidden, activation), DOWN
@@ -90,7 +96,7 @@ def test_each_gemm_has_a_scaling_of_its_own():
     refs = jax.new_ref(jnp.zeros(3)), jax.new_ref(jnp.zeros(3))
     scale = {"up": [0.01, 0.002, 1e-4], "down": [0.02, 0.001, 1e-3]}
     scalings = tuple(
-        GemmScaling(DelayedScaling(), name, from_current=False, scale=jnp.float32(scale[name]), amax_ref=ref)
+        Fp8Gemm(DelayedScaling(), name, jnp.float32(scale[name]), Record(ref))
         for name, ref in zip(scale, refs, strict=True)
     )
     actual = run(norm, up, "gelu", scalings)
@@ -194,3 +200,17 @@ def test_errors():
             jax.eval_shape(lambda scalings=scalings: norm_mlp(X, norm, up, DOWN, scalings, "tanh"))
     with pytest.raises(ValueError, match=r"matmul needs a \(m, k\) and b \(n, k\)"):
         jax.eval_shape(lambda: norm_mlp(X, norm, up, DOWN, SCALINGS, "geglu"))  # halves what DOWN takes whole
+
+
+@pytest.mark.parametrize("scalings", [SCALINGS, None], ids=["fp8", "plain"])
+def test_gate_and_up_side_by_side_are_one_kernel(scalings):
+    """To the bit, the gate in the first half."""
+    norm, up = make_parameters("rmsnorm", "swiglu")
+    apart = LinearParameters(*(tuple(jnp.split(leaf, 2, axis=-1)) for leaf in (up.kernel, up.bias)))
+    y, amaxes, dx, dnorm, dup, ddown = run(norm, up, "swiglu", scalings)
+    dup = LinearParameters(*(tuple(jnp.split(leaf, 2, axis=-1)) for leaf in (dup.kernel, dup.bias)))
+    got = run(norm, apart, "swiglu", scalings)
+    jax.tree.map(assert_same_bits, got, (y, amaxes, dx, dnorm, dup, ddown))
+    swapped = LinearParameters(apart.kernel[::-1], apart.bias[::-1])
+    with pytest.raises(AssertionError):
+        assert_same_bits(run(norm, swapped, "swiglu", scalings)[0], y)

@@ -1,5 +1,6 @@
 """fused_adam against Optax and float64; masters, params and moments of every dtype; steps that are skipped; saved states; errors."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -67,6 +68,26 @@ def test_float32_is_optax(ours, theirs):
     assert jax.tree.leaves(state.master) == []
     moved = np.abs(np.asarray(actual["matrix"] - tree(0)["matrix"])).mean()
     assert moved > 1e-3  # the tolerance is far below what the steps did
+
+
+def test_fused_adamw_shows_and_takes_what_fused_adam_does():
+    wanted = dict(inspect.signature(fp8.fused_adam).parameters)
+    del wanted["adam_w_mode"]
+    wanted["weight_decay"] = wanted["weight_decay"].replace(default=1e-4)
+    assert list(inspect.signature(fp8.fused_adamw).parameters.values()) == list(wanted.values())
+    params, grads = tree(0), tree(1)
+    ours, same = fp8.fused_adamw(1e-2, 0.8, 0.9, 1e-6), fp8.fused_adam(1e-2, 0.8, 0.9, 1e-6, 1e-4)
+    injected = optax.inject_hyperparams(fp8.fused_adamw)(1e-2, 0.8, 0.9, 1e-6, mu_dtype=jnp.dtype("bfloat16"))
+    assert injected.init(params).hyperparams.keys() >= {"learning_rate", "b1", "b2", "eps", "weight_decay"}
+    assert injected.init(params).inner_state.mu["matrix"].dtype == jnp.bfloat16
+    jax.tree.map(
+        assert_same_bits,
+        ours.update(grads, ours.init(params), params)[0],
+        same.update(grads, same.init(params), params)[0],
+    )
+    for wrong in ("adam_w_mode", "nesterov"):
+        with pytest.raises(TypeError, match=wrong):
+            fp8.fused_adamw(1e-2, **{wrong: True})
 
 
 def float64_run(params, steps, shapes, adam_w_mode, weight_decay, bias_correction, rate=1e-3):

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jax_fp8 as fp8
+from jax_fp8.core.cast import Cast
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.tools.capture import Branch, CaptureReport, capture_report
@@ -34,8 +35,8 @@ WEIGHT, STACK = (SIZE, SIZE), (LAYERS, SIZE, SIZE)
 
 def cast(weight, scale, scope="cast_weights"):
     with jax.named_scope(scope):
-        values, transposed, _ = quantize_transpose(weight, fp8.E4M3, scale)
-    return values.values, transposed.values
+        pair = quantize_transpose(weight, Cast.with_scale(fp8.E4M3, scale))
+    return pair.arrays[:2]
 
 
 def lowered(function, *arguments, donate=(), **options):
@@ -90,8 +91,8 @@ def test_a_cache_that_is_not_donated_is_copied(size, copied_bytes):
 def test_products_are_counted_as_often_as_loops_run_them():
     def layers(stack, x, scale):
         def layer(x, weight):
-            values, _, _ = quantize_transpose(x, fp8.E4M3, scale)
-            return fp8.matmul(values, fp8.Fp8Array(weight, scale)), None
+            pair = quantize_transpose(x, Cast.with_scale(fp8.E4M3, scale))
+            return fp8.matmul(pair.rowwise, fp8.Fp8Array(weight, scale)), None
 
         return lax.scan(layer, x, stack)[0]
 

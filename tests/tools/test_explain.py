@@ -40,9 +40,8 @@ def test_a_gpt_has_nothing_left_behind_but_attention_and_head(head_recipe):
     tokens = jnp.ones((2, 17), jnp.int32)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens[:, :-1])
     gemms = fp8.explain(fp8.value_and_grad(fp8.next_token_loss(model)), variables, tokens, strict=True)
-    assert sum(gemm.is_fp8 for gemm in gemms) == (6 + 4 + 4) * 2 + (
-        3 if head_recipe else 0
-    )  # queries, keys and values apart
+    # Queries, keys and values are apart in the forward.
+    assert sum(gemm.is_fp8 for gemm in gemms) == (6 + 4 + 4) * 2 + (3 if head_recipe else 0)
     head = set() if head_recipe else {"the head is kept in bfloat16"}
     reasons = {gemm.reason.split(",")[0] for gemm in gemms if not gemm.is_fp8}
     assert reasons == {"a batched product of activations"} | head
@@ -61,7 +60,9 @@ def test_a_plain_head_is_three_products_on_a_gpu_too(with_kernels):
 
 @pytest.mark.parametrize("compiler_options", [None, {"xla_cpu_enable_fast_math": False}], ids=str)
 def test_a_training_step_is_explained_without_running(compiler_options):
-    """Also one with options for the compiler, as it has on a GPU: JAX refuses to trace such a function as part of another."""
+    """Also one with options for the compiler, as it has on a GPU:
+    JAX refuses to trace such a function as part of another.
+    """
     module, tx = fp8.Dense(64), fp8.fused_adam(1e-3)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     state = jax.eval_shape(lambda v: fp8.TrainState.create(variables=v, tx=tx), variables)

@@ -9,7 +9,7 @@ from reference import assert_close
 from reference import matmul as exact_product
 
 from jax_fp8.kernels import extension
-from jax_fp8.kernels.tuned_gemms import GemmProblem, GemmTable, table_in_use
+from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, GemmProblem, ranks_in_use
 from jax_fp8.tools import gemm_bench
 from jax_fp8.tools.gemm_bench import (
     B_SCALE,
@@ -26,7 +26,6 @@ from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 REASON = h200.missing_reason() or extension.missing_reason()
 compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-HERE = GemmTable("NVIDIA H200", "13.1.0")
 KINDS = [  # a, b, result, bias, c, accumulation
     ("float8_e4m3fn", "float8_e4m3fn", "bfloat16", True, False, "fast"),
     ("float8_e5m2", "float8_e4m3fn", "bfloat16", False, False, "split"),
@@ -41,7 +40,7 @@ def problem(kind, m=48, n=32, k=64) -> GemmProblem:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_product_of_the_bench_is_that_of_the_problem(kind):
-    bench = GemmBench(problem(kind), HERE)
+    bench = GemmBench(problem(kind))
     a, b, *addends = bench._copies[0]
     assert (a.shape, b.shape) == ((48, 64), (32, 64)) and (a.dtype.name, b.dtype.name) == kind[:2]
     assert np.mean(np.asarray(a, np.float32) != 0) > 0.95  # nothing is timed on zeros
@@ -56,7 +55,7 @@ def test_the_product_of_the_bench_is_that_of_the_problem(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_is_tolerated_and_a_wrong_product_is_not(kind):
-    bench = GemmBench(problem(kind), HERE)
+    bench = GemmBench(problem(kind))
     first, tolerated = bench._first, bench._tolerated
     rounded = (first.astype(jnp.float32) * (1 + gemm_bench.ROUNDING[kind[2]] / 2)).astype(first.dtype)
     assert distance(rounded, first, tolerated) < 1
@@ -76,7 +75,7 @@ def test_rounding_is_tolerated_and_a_wrong_product_is_not(kind):
 def test_the_timed_program_is_a_graph_of_gemms(kind, monkeypatch):
     monkeypatch.setattr(gemm_bench, "CALLS", 5)
     monkeypatch.setattr(gemm_bench, "MOST_COPIES", 2)
-    bench = GemmBench(problem(kind), HERE)
+    bench = GemmBench(problem(kind))
     arguments = h200.shapes((bench._copies, bench._scales), h200.on_mesh(h200.mesh(data=1)))
     program = h200.compile(bench._many, *arguments, **CUDA_GRAPH_OPTIONS)
     assert program.custom_calls == {"jax_fp8_gemm": 5} and program.graphs == 1
@@ -87,7 +86,7 @@ def test_every_call_of_the_timed_program_stays(monkeypatch, with_kernels):
     """Each is a custom call of its own with the candidate; equal ones would be computed once."""
     monkeypatch.setattr(gemm_bench, "CALLS", 5)
     monkeypatch.setattr(gemm_bench, "MOST_COPIES", 2)
-    bench = GemmBench(problem(KINDS[3]), HERE)
+    bench = GemmBench(problem(KINDS[3]))
     with bench._using(9):
         jaxpr = jax.make_jaxpr(bench._many)(bench._copies, bench._scales)
         text = bench._many.trace(bench._copies, bench._scales).lower(lowering_platforms=("cuda",)).as_text()
@@ -132,19 +131,27 @@ class FakeClock:
 
 def test_seconds_are_of_one_call(monkeypatch):
     times = iter(range(10**6))
-    bench = GemmBench(problem(KINDS[0]), HERE, clock=lambda: float(next(times)))
+    bench = GemmBench(problem(KINDS[0]), clock=lambda: float(next(times)))
     assert bench.seconds(1) == pytest.approx(1 / 10 / len(bench._scales))  # a second a sample of ten programs
 
 
 def test_a_candidate_is_in_use_only_while_it_runs_and_its_failure_is_told_apart():
-    bench = GemmBench(problem(KINDS[0]), HERE)
+    bench = GemmBench(problem(KINDS[0]))
     with bench._using(4):
-        assert table_in_use().candidate(problem(KINDS[0])) == 4
-    assert table_in_use() is None
+        assert ranks_in_use() == {problem(KINDS[0]): 4}
+    assert not ranks_in_use()
     for sentence, error in (
-        (f"INTERNAL: one of the 7 {OFF_THE_LIST} 13.1.0 offers", OffTheList),
-        ("INTERNAL: no", Refused),
+        (f"{OFF_THE_LIST}: one of the 7 that cuBLASLt offers", OffTheList),
+        (f"INTERNAL: no {OFF_THE_LIST}: here", Refused),
     ):
         with pytest.raises(error) as raised, bench._using(4):
             raise jax.errors.JaxRuntimeError(f"{sentence}\nat some line")
         assert type(raised.value) is error and str(raised.value) == sentence
+
+
+@compiled
+def test_the_kernels_own_error_of_a_rank_is_known():
+    bench = GemmBench(problem(KINDS[0]))
+    arguments = h200.shapes((bench._copies[0], bench._scales[0]), h200.on_one_device())
+    with pytest.raises(OffTheList, match=f"got {MAX_CANDIDATES}"), bench._using(MAX_CANDIDATES):
+        bench._one.lower(*arguments).compile()

@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
-from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, Choice, GemmProblem, GemmTable
+from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, GemmProblem
 from jax_fp8.tools import tune as tune_module
 from jax_fp8.tools.gemm_bench import OffTheList, Refused
+from jax_fp8.tools.gemm_table import Choice, GemmTable
 from jax_fp8.tools.tune import choose, list_fp8_gemms, tune, tune_problems
 
 HERE = GemmTable("NVIDIA H200", "13.1.0")
@@ -167,7 +168,7 @@ def test_tune_measures_on_one_device_whatever_the_mesh(with_kernels, monkeypatch
     placed = []
 
     class OnOneDevice(FakeBench):
-        def __init__(self, problem, here):
+        def __init__(self, problem):
             super().__init__({0: 100, 1: 80})
             placed.append(len(jnp.zeros(3).sharding.device_set))
 

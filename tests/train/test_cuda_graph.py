@@ -1,4 +1,6 @@
-"""What keeps addresses of a step where they are: buffers of the metrics that nothing else uses, and room for small arrays on GPUs alone."""
+"""What keeps addresses of a step where they are: buffers of the metrics that nothing else uses,
+and room for small arrays on GPUs alone.
+"""
 
 import re
 from types import SimpleNamespace
@@ -44,7 +46,9 @@ def tower_state(batch) -> fp8.TrainState:
 
 
 def shared_with_results(function, *arguments, folder) -> list[str]:
-    """Values in buffers of results that are no arguments: new ones every step, which no command of the graph should know. The tuple of all is one."""
+    """Values in buffers of results that are no arguments:
+    new ones every step, which no command of the graph should know. The tuple of all is one.
+    """
     options = h200.UNTIMED | {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     function.lower(*arguments).compile(compiler_options=options)
     [path] = folder.glob("*buffer-assignment.txt")

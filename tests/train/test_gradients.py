@@ -12,17 +12,14 @@ from jax import lax
 from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.recorder import RECORDER
-from jax_fp8.core.scaling import GemmScaling
 from jax_fp8.core.state import initial_state
-from jax_fp8.ops.linear import LinearParameters, linear
-from jax_fp8.train.gradients import (
-    accumulate_grads,
-    added_by_gemms,
-    value_and_grad,
-    value_grads_and_amaxes,
-)
+from jax_fp8.ops import passes
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.train.gradients import accumulate_grads, added_by_gemms, value_and_grad, value_grads_and_amaxes
 
 pytestmark = pytest.mark.versions
 
@@ -50,12 +47,11 @@ def make_variables(*names, recipe=RECIPE) -> dict:
 def apply_gemm(kernel, gemm, x):
     """What a layer does: scale by its state, and record where it may."""
     recorder = gemm.get(RECORDER)
-    names = ("from_current", "amax_ref", "slot", "gradient")
-    found = {name: getattr(recorder, name) for name in names} if recorder else {"from_current": False}
-    scaling = GemmScaling(RECIPE, "dense", scale=gemm["scale"], **found)
-    y, amaxes = linear(x, LinearParameters(kernel, None), scaling)
-    if scaling.slot is None:
-        scaling.record(lax.stop_gradient(amaxes))
+    scales = None if recorder and recorder.from_current else gemm["scale"]
+    record = recorder.record if recorder else Record()
+    y, amaxes = linear(x, LinearParameters(kernel, None), Fp8Gemm(RECIPE, "dense", scales, record))
+    if record.slot is None:
+        record.amaxes(lax.stop_gradient(amaxes))
     return y
 
 
@@ -219,7 +215,7 @@ def test_keyword_arguments_reach_the_loss():
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["bfloat16", "current"])
 def test_without_state_there_is_none_to_hand_back(recipe):
     variables, (x, dy) = make_variables("dense", recipe=recipe), inputs(0)
-    scaling = recipe and GemmScaling(recipe, "dense", from_current=True)
+    scaling = recipe and Fp8Gemm(recipe, "dense")
 
     def loss_fn(variables, x, dy):
         assert "fp8" not in variables
@@ -236,7 +232,7 @@ def test_warm_start_scales_every_tensor_by_itself():
     loss, grads, amaxes = value_grads_and_amaxes(one_use, from_current=True)(variables, x, dy)
 
     def with_current_scaling(params):
-        scaling = GemmScaling(CurrentScaling(), "dense", from_current=True)
+        scaling = Fp8Gemm(CurrentScaling(), "dense")
         return weighted_sum(linear(x, LinearParameters(params["dense"]["kernel"], None), scaling)[0], dy)
 
     expected_loss, expected_grads = jax.value_and_grad(with_current_scaling)(variables["params"])
@@ -258,10 +254,8 @@ def test_a_plain_gradient_is_the_same_and_stages_nothing():
     [({"fp8": {}}, r"a dict with \['fp8'\]"), ({}, r"a dict with \[\]"), ([1.0], "list"), (jnp.ones(2), "ArrayImpl")],
 )
 def test_variables_without_params_are_refused(variables, arrived):
-    with pytest.raises(
-        ValueError,
-        match=rf'must take a variable dict with "params" first, got {arrived}; pass \{{"params": ..., "fp8": ...\}}',
-    ):
+    message = rf'must take a variable dict with "params" first, got {arrived}; pass \{{"params": ..., "fp8": ...\}}'
+    with pytest.raises(ValueError, match=message):
         value_and_grad(one_use)(variables)
 
 
@@ -298,11 +292,36 @@ def test_gradients_add_up_in_their_gemms():
 def test_which_gradients_add_up_in_their_gemms():
     variables = make_variables("dense", "other")
     params = variables["params"] | {"norm": {"scale": jnp.ones(3)}}
-    params["other"]["bias"] = jnp.ones(3)
+    params["other"] = {"kernel": jnp.ones((2, 3, 3)), "bias": jnp.ones(3)}
     stacked = {"scale": jnp.ones((2, 3)), "amax_history": jnp.zeros((2, 3, 4))}
     fp8_state = {"dense": variables["fp8"]["dense"], "other": stacked}
-    assert added_by_gemms(fp8_state, params) == {
-        "dense": {"kernel": True},
-        "other": {"kernel": False, "bias": False},
-        "norm": {"scale": False},
-    }
+    assert added_by_gemms(fp8_state, params) == [("dense", "kernel")]
+    assert added_by_gemms({}, params, [("dense",), ("other",)]) == [("dense", "kernel")]
+
+
+@pytest.mark.parametrize("smallest_wgrad", [0, 2**30], ids=["wgrads", "one wgrad"])
+def test_the_gradients_of_kernels_side_by_side_add_up(smallest_wgrad, monkeypatch):
+    """One GEMM, two kernels, and a loss that uses one of them on another way too."""
+    monkeypatch.setattr(passes, "SMALLEST_WGRAD", smallest_wgrad)
+    params = {name: {"kernel": array(seed, FEATURES, 32).astype(jnp.float32)} for seed, name in enumerate("ab")}
+
+    def loss_fn(variables, x, dy):
+        kernels = tuple(variables["params"][name]["kernel"] for name in "ab")
+        state = variables["fp8"]["a+b"]
+        record = state[RECORDER].record if RECORDER in state else Record()
+        a, b = linear(x, LinearParameters(kernels, None), Fp8Gemm(RECIPE, "a+b", state["scale"], record))[0]
+        return weighted_sum(a, dy) + 2 * weighted_sum(b, dy) + jnp.sum(kernels[1])
+
+    x, dy = array(1, 16, FEATURES), array(2, 16, 32)
+    variables = {"params": params, "fp8": {"a+b": initial_state(RECIPE, jnp.float32(4))}}
+    by_gemm = [] if smallest_wgrad else [("a", "kernel"), ("b", "kernel")]
+    assert added_by_gemms(variables["fp8"], params) == by_gemm
+    start = jax.tree.map(lambda p: jnp.full(p.shape, 3.0), params)
+    _, sums, amaxes = jax.jit(accumulate_grads(loss_fn, 0.5))(variables, start, x, dy)
+    _, grads, state = jax.jit(value_and_grad(loss_fn))(variables, x, dy)
+    assert_same_bits(amaxes, staged(state, "a+b"))
+    for name in "ab":
+        assert float(jnp.linalg.norm(grads[name]["kernel"])) > 1
+        reference.assert_close(sums[name]["kernel"], 3 + 0.5 * grads[name]["kernel"], "float32")
+    with pytest.raises(AssertionError, match="relative error"):
+        reference.assert_close(sums["a"]["kernel"], 3 + 0.5 * grads["b"]["kernel"], "float32")

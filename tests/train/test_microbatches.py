@@ -1,4 +1,4 @@
-"""A step of several microbatches has the same bits however it is run: scanned, unrolled, in the caller's loop, with weights cast once or every time."""
+"""A step of microbatches has the same bits scanned, unrolled or called, with weights cast once or every time."""
 
 import functools
 import gc
@@ -215,7 +215,7 @@ def test_gradients_are_not_used_twice():
 
 @pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), None], ids=["current", "bf16"])
 def test_recipes_without_state(recipe):
-    """With weights cast once and every time the same bits; the caller's loop, where no GEMM adds, may round once more."""
+    """Weights cast once or every time: the same bits. The caller's loop, where no GEMM adds, may round once more."""
     module, tx = fp8.LayerNormMLP(48, recipe=recipe), optax.chain(RECORDED, optax.sgd(0.1))
 
     def state():

@@ -1,4 +1,7 @@
-"""The training step: microbatches, warm start, donation, and what reaches the optimizer. The FP8 state is compared bit for bit."""
+"""The training step: microbatches, warm start, donation, and what reaches the optimizer.
+
+The FP8 state is compared bit for bit.
+"""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Recording amaxes: by maximum, into the rows they belong to, and nowhere without a Ref."""
+"""What a GEMM asks of its recipe, and recording amaxes: by maximum, into the rows they belong to, nowhere without a Ref."""
 
 import jax
 import jax.numpy as jnp
@@ -6,28 +6,25 @@ import numpy as np
 import pytest
 from reference import assert_same_bits
 
+from jax_fp8.core.formats import E4M3, E5M2, INPUT, KERNEL, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
-from jax_fp8.core.scaling import GemmScaling
 
 pytestmark = pytest.mark.versions
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-def scaling(amax_ref=None, slot=None) -> GemmScaling:
-    return GemmScaling(RECIPE, "block/dense", from_current=False, scale=jnp.ones(3), amax_ref=amax_ref, slot=slot)
-
-
 def recorded(start, *records, slot=None):
     """What a Ref that begins as `start` holds after these amaxes were recorded, one after another."""
     ref = jax.new_ref(jnp.asarray(start, jnp.float32))
     for amaxes in records:
-        scaling(ref, slot).record(jnp.asarray(amaxes, jnp.float32))
+        Record(ref, slot).amaxes(jnp.asarray(amaxes, jnp.float32))
     return ref[...]
 
 
 def test_without_a_ref_nothing_happens():
-    assert scaling().record(jnp.ones(2)) is None
+    assert Record().amaxes(jnp.ones(2)) is None
 
 
 def test_a_forward_pass_records_the_first_two_rows_and_a_backward_pass_all():
@@ -54,16 +51,40 @@ def test_a_slot_is_a_row_of_a_shared_ref():
 
 def test_in_jit_with_a_traced_slot():
     ref = jax.new_ref(jnp.zeros((2, 3)))
-    record = jax.jit(lambda slot, amaxes: scaling(ref, slot).record(amaxes))
+    record = jax.jit(lambda slot, amaxes: Record(ref, slot).amaxes(amaxes))
     record(jnp.int32(1), jnp.float32([1, 2, 3]))
     record(jnp.int32(1), jnp.float32([0.5, 4, 3]))
     assert_same_bits(ref[...], np.float32([[0, 0, 0], [1, 4, 3]]))
 
 
 def test_only_arrays_are_leaves():
-    arrays, treedef = jax.tree.flatten(scaling())
+    arrays, treedef = jax.tree.flatten(Fp8Gemm(RECIPE, "block/dense", jnp.ones(3)))
     assert [leaf.shape for leaf in arrays] == [(3,)]
-    stateless = GemmScaling(CurrentScaling(), "dense", from_current=True)
+    stateless = Fp8Gemm(CurrentScaling(), "dense")
     assert jax.tree.leaves(stateless) == []
     assert hash(treedef) != hash(jax.tree.structure(stateless))
-    assert jax.jit(lambda scaling: scaling)(stateless) == stateless
+    assert jax.jit(lambda gemm: gemm)(stateless) == stateless
+
+
+def not_measured():
+    raise AssertionError("a state has the scale")
+
+
+def test_a_tensor_is_cast_with_its_row_of_the_state():
+    gemm = Fp8Gemm(RECIPE, "block/dense", jnp.float32([2, 3, 5]))
+    casts = [gemm.cast(tensor, not_measured) for tensor in (INPUT, KERNEL, OUTPUT_GRADIENT)]
+    assert [cast.rule.row for cast in casts] == [0, 1, 2]
+    assert [cast.rule.dtype for cast in casts] == [E4M3, E4M3, E5M2]
+    assert all(cast.source is gemm.scales and cast.rule.formula is None for cast in casts)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()])
+def test_without_scales_a_tensor_is_measured(recipe):
+    cast = Fp8Gemm(recipe, "block/dense").cast(OUTPUT_GRADIENT, lambda: jnp.float32(57344))
+    assert cast.rule.scale(cast.source) == 1 and cast.rule.dtype == E5M2
+
+
+def test_the_layer_names_its_gemms():
+    gemm = Fp8Gemm(CurrentScaling(split_accumulator=("wgrad",)), "block/mlp/up")
+    assert gemm.name == "up"
+    assert [gemm.accumulation(which) for which in ("fprop", "dgrad", "wgrad")] == ["fast", "fast", "split"]

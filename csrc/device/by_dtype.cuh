@@ -1,4 +1,4 @@
-// From the dtype a call arrives with to the template that handles it.
+// From the dtypes a call arrives with to the template that handles them.
 #pragma once
 
 #include "../dtypes.h"
@@ -8,7 +8,7 @@ namespace jax_fp8 {
 
 // Calls launch(T{}) with the element type of the source.
 template <typename Launch>
-void dispatch(SourceType source, Launch launch) {
+void by_dtype(SourceType source, Launch launch) {
   switch (source) {
     case SourceType::kFloat32: return launch(float{});
     case SourceType::kBFloat16: return launch(BFloat16{});
@@ -33,8 +33,8 @@ __device__ inline void with_format(Fp8Type format, With with) {
 
 // Calls launch(T{}, Fp8Constant<format>{}).
 template <typename Launch>
-void dispatch(SourceType source, Fp8Type format, Launch launch) {
-  dispatch(source, [&](auto element) {
+void by_dtype(SourceType source, Fp8Type format, Launch launch) {
+  by_dtype(source, [&](auto element) {
     if (format == Fp8Type::kE4M3) {
       launch(element, Fp8Constant<Fp8Type::kE4M3>{});
     } else {

@@ -1,0 +1,25 @@
+// `ScaleSource` as XLA hands it over, its rule and its array, and the checks of both.
+#pragma once
+
+#include "ffi.h"
+#include "scale_source.h"
+
+// XLA decodes either all attributes of a call into one struct, or each by itself. So an operation with attributes of
+// its own has a struct of them, the rule last, and lists these after its own: under the same names everywhere.
+#define JAX_FP8_SCALE_RULE_MEMBERS                                                          \
+  xla::ffi::StructMember<int32_t>("row"), xla::ffi::StructMember<bool>("from_amax"),        \
+      xla::ffi::StructMember<int32_t>("margin"), xla::ffi::StructMember<float>("amax_epsilon"), \
+      xla::ffi::StructMember<bool>("power_2_scale")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ScaleRule, JAX_FP8_SCALE_RULE_MEMBERS);
+
+namespace jax_fp8 {
+
+inline Checks& check_source(Checks& checks, const ffi::AnyBuffer& source, const ScaleRule& rule) {
+  return checks.dtype("source", source, {ffi::F32})
+      .require(source.dimensions().size() <= 1, "source", source, "have rank 0 or 1")
+      .require(rule.row >= 0 && rule.row < static_cast<int64_t>(source.element_count()), "source", source,
+               "have an element " + std::to_string(rule.row));
+}
+
+}  // namespace jax_fp8

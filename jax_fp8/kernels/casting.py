@@ -1,0 +1,152 @@
+"""The cast at the end of every kernel that makes FP8:
+what the kernel is told, what the reference does, how a pair comes out.
+
+    values = saturate(f32(x) * (1 / scale)), rounded once to nearest even
+
+Overflow and ±inf saturate to ±fp8_max; NaN becomes the one byte 0x7F. A producer (a matrix as it is, a norm, an
+activation) is followed by this cast in the same pass.
+Its results are a `Fp8Pair`, the orientations that are wanted, as a list of arrays:
+
+    the matrices, the amax f32[], and one scale f32[], or by tile one array of scales for each matrix
+
+Kernels know one scale a tensor. What is cast by tile has a reference and no kernel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fp8.core.cast import Cast, CastRule, Tile
+from jax_fp8.core.formats import fp8_max
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, spread
+from jax_fp8.core.scale import ScaleFormula
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.dispatch import Split, gathered, pmax, split_axes
+
+NAN_BYTE = np.uint8(0x7F)
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)  # an amax or a scale, as a kernel returns it
+NOTHING = (0, 0)  # the shape of an operand or a result that a kernel does without
+ORIENTATIONS = ("both", "rowwise", "columnwise")
+
+
+def check_cast(cast: Cast, x_dtype: jax.typing.DTypeLike) -> Cast:
+    """The cast as kernels can follow it, if they can cast from this dtype:
+    a formula that they do not know is computed here.
+    """
+    fp8_max(cast.rule.dtype)  # says what it must be
+    if x_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x_dtype}; cast first")
+    rule = cast.rule
+    if rule.tile is not None or rule.formula is None or type(rule.formula) is ScaleFormula:
+        return cast
+    return Cast.with_scale(rule.dtype, rule.scale(cast.source))
+
+
+def source_dims(cast: Cast) -> str:
+    """The source's part of a dispatch rule. Kernels need all of it: a row of a shard would be another row."""
+    return "r" if cast.source.ndim else ""
+
+
+def attributes(rule: CastRule) -> dict[str, Any]:
+    """A rule in the kernels' words."""
+    formula = rule.formula if isinstance(rule.formula, ScaleFormula) else ScaleFormula()
+    return {
+        "row": np.int32(rule.row),
+        "from_amax": rule.formula is not None,
+        "margin": np.int32(formula.margin),
+        "amax_epsilon": np.float32(formula.amax_epsilon),
+        "power_2_scale": formula.power_2_scale,
+    }
+
+
+def quantize_reference(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array) -> jax.Array:
+    """The FP8 values of `x`, of any shape; `scale` f32[], or one for each tile."""
+    scaled = x.astype(jnp.float32) * (np.float32(1) / spread(scale, x.shape))
+    largest = fp8_max(dtype)
+    rounded = jnp.clip(scaled, -largest, largest).astype(dtype)
+    return jnp.where(jnp.isnan(scaled), lax.bitcast_convert_type(NAN_BYTE, dtype), rounded)
+
+
+def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:
+    """The amax of each tile of a matrix (m, n): f32[m / tile[0], n / tile[1]]."""
+    if any(size % length for size, length in zip(x.shape, tile, strict=True)):
+        raise ValueError(f"scales by tile need a matrix of whole tiles of {tile}, got shape {x.shape}; pad it")
+    (m, n), (rows, columns) = x.shape, tile
+    tiles = x.reshape(m // rows, rows, n // columns, columns).swapaxes(1, 2)
+    return jax.vmap(jax.vmap(amax_reference))(tiles)
+
+
+def check_whole_tiles(split: Split, *dims: str) -> None:
+    """Raise where a mesh splits a matrix with scales by tile along any of the dims: a shard of it has other tiles."""
+    axes = split_axes(split, *dims)
+    if axes:
+        raise ValueError(
+            f"scales by tile are for matrices that no mesh splits yet, got one split over {axes}; "
+            "use a recipe with one scale a tensor on this mesh"
+        )
+
+
+@dataclass(frozen=True)
+class PairResults:
+    """How a pair comes out of a kernel or its reference: a list of arrays, by a rule,
+    in "both" orientations or one of them.
+    """
+
+    rule: CastRule
+    orientations: str = "both"
+
+    def __post_init__(self):
+        if self.orientations not in ORIENTATIONS:
+            raise ValueError(f"orientations must be one of {ORIENTATIONS}, got {self.orientations!r}")
+
+    def wanted(self, rowwise: Any, columnwise: Any) -> tuple:
+        """Those of the two that are wanted."""
+        both = rowwise, columnwise
+        return {"both": both, "rowwise": both[:1], "columnwise": both[1:]}[self.orientations]
+
+    def dims(self, rowwise: str, columnwise: str) -> str:
+        """The results' part of a dispatch rule, from the dims of the matrices."""
+        scales = ("",) if self.rule.tile is None else self.wanted("r0 r1", "c0 c1")
+        return ", ".join([*self.wanted(rowwise, columnwise), "", *scales])
+
+    def shapes(self, shape: tuple[int, int]) -> list[jax.ShapeDtypeStruct]:
+        """What a kernel returns for a matrix (m, n): both orientations, NOTHING for one that is not wanted;
+        amax and scale.
+        """
+        rowwise = NOTHING if self.orientations == "columnwise" else shape
+        columnwise = NOTHING if self.orientations == "rowwise" else shape[::-1]
+        matrices = (jax.ShapeDtypeStruct(dims, self.rule.dtype) for dims in (rowwise, columnwise))
+        return [*matrices, SCALAR, SCALAR]
+
+    def from_kernel(self, arrays: Sequence[jax.Array], split: Split, *dims: str) -> tuple[jax.Array, ...]:
+        """The list, from what a kernel returned for a shard; `dims` are those of the matrix."""
+        values, values_t, amax, scale = arrays
+        return *self.wanted(values, values_t), pmax(amax, split, *dims), scale
+
+    def from_reference(self, y: jax.Array, source: jax.Array, split: Split, *dims: str) -> tuple[jax.Array, ...]:
+        """The list, for a matrix as it is cast, or a shard of one."""
+        rule, amax = self.rule, pmax(amax_reference(y), split, *dims)
+        if rule.tile is None:
+            element = gathered(source, split, "r")[rule.row] if source.ndim else source
+            scale = rule.scale(element)
+            values = quantize_reference(y, rule.dtype, scale)
+            return *self.wanted(values, values.T), amax, scale
+        check_whole_tiles(split, *dims)
+        matrices = self.wanted(y, y.T)
+        scales = [rule.scale(tile_amaxes(matrix, rule.tile)) for matrix in matrices]
+        values = [quantize_reference(*pair) for pair in zip(matrices, [rule.dtype] * len(scales), scales, strict=True)]
+        return *values, amax, *scales
+
+    def pair(self, arrays: Sequence[jax.Array]) -> Fp8Pair:
+        """The pair of such a list."""
+        count, by_tile = len(self.wanted(0, 1)), self.rule.tile is not None
+        matrices, amax, scales = arrays[:count], arrays[count], arrays[count + 1 :]
+        found = [Fp8Array(*of) for of in zip(matrices, scales if by_tile else [*scales] * count, strict=True)]
+        rowwise = None if self.orientations == "columnwise" else found[0]
+        columnwise = None if self.orientations == "rowwise" else found[-1]
+        return Fp8Pair(rowwise, columnwise, amax, shares_scale=count == 2 and not by_tile)

@@ -1,0 +1,289 @@
+"""The passes of a GEMM, from operands that are quantized already: what every composite op is made of.
+
+    fprop  y[m, n]  = x[m, k]  · w[n, k]ᵀ       x, w E4M3
+    dgrad  dx[m, k] = dy[m, n] · kernel[k, n]ᵀ   dy  E5M2
+    wgrad  dw[k, n] = xᵀ[k, m] · dyᵀ[n, m]ᵀ      as the params; sums of microbatches float32
+
+Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes x and wᵀ, and keeps
+xᵀ and w for the backward, in FP8.
+
+The kernel may be several, side by side: (k, n_i), each a parameter of its own, as queries, keys and values or gate and up are. They are
+cast into one pair (k, n), and every tensor that another GEMM reads as a whole is one array. What goes separate ways is made apart: the result by
+one fprop a kernel, where an op wants it in parts, and the gradients by one wgrad a kernel, written where they belong. Nothing large is
+cut from an array or put together in one; the gradients of the parts are cast side by side into one dy. Kernels so small that their gradients
+would leave most of a GPU idle share a wgrad, and its result is cut.
+
+None of this differentiates: an op owns one `custom_vjp` around its passes, and a quantized value never crosses its boundary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
+from jax_fp8.kernels.quantize import (
+    Matrices,
+    as_tuple,
+    quantize_rowwise,
+    quantize_transpose,
+    quantize_transpose_sums,
+)
+
+PLAIN_SCOPE = "jax_fp8_plain_linear"
+# Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy, in tiles of 128 x 256.
+SMALLEST_WGRAD = 2**21
+CAST_SCOPE = "cast_weights"  # every cast of a weight, but for those that the optimizer makes on its way
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LinearParameters:
+    """`kernel` (k, n), and `bias` (n,) or None; or both as tuples, of kernels (k, n_i) side by side."""
+
+    kernel: Matrices
+    bias: Matrices | None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each kernel."""
+        return tuple(kernel.shape[1] for kernel in as_tuple(self.kernel))
+
+    @property
+    def in_parts(self) -> bool:
+        return isinstance(self.kernel, tuple)
+
+    @classmethod
+    def beside(cls, *parameters: "LinearParameters") -> "LinearParameters":
+        """Those of several layers, side by side."""
+        kernels, biases = tuple(each.kernel for each in parameters), tuple(each.bias for each in parameters)
+        return cls(kernels, None if biases[0] is None else biases)  # type: ignore[arg-type]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GemmResidual:
+    """What the backward of one GEMM keeps.
+
+    Args:
+      x_transposed: (k, m), or None where the backward makes it again.
+      x_cast: how, to the same bits.
+      kernel: (k, n).
+      amaxes: f32[2], of input and kernel.
+    """
+
+    x_transposed: Fp8Array | None
+    x_cast: Cast
+    kernel: Fp8Array
+    amaxes: jax.Array
+
+    def with_input(
+        self, requantize: Callable[[jax.Array, Cast], Fp8Pair], made_of: jax.Array, after: jax.Array
+    ) -> "GemmResidual":
+        """With xᵀ, if it was not kept: `requantize(made_of, cast)` gives it again, once `after` is there."""
+        if self.x_transposed is not None:
+            return self
+        made_of, _ = lax.optimization_barrier((made_of, after))  # or it might be made early, and kept after all
+        return replace(self, x_transposed=requantize(made_of, self.x_cast).columnwise)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Like:
+    """What a backward must know of a parameter whose value it does not keep: how its gradient is to look."""
+
+    dtype: Any
+    sharding: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> Any:
+        """For every array of a tree."""
+        return jax.tree.map(lambda leaf: cls(leaf.dtype, jax.typeof(leaf).sharding), tree)
+
+    def place(self, gradient: jax.Array) -> jax.Array:
+        """On an Explicit mesh, a cotangent has the sharding of its primal in its type; elsewhere there is nothing to do."""
+        return gradient if self.sharding.mesh.empty else jax.reshard(gradient, self.sharding)
+
+
+def plain_linear(x: jax.Array, parameters: LinearParameters, dtype, in_parts: bool = False) -> Any:
+    """The product in `dtype`, without FP8; with `in_parts` a tuple, of each kernel's columns."""
+    kernel, bias = (_joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
+    with jax.named_scope(PLAIN_SCOPE):
+        y = x @ kernel
+    y = y if bias is None else y + bias
+    return split_columns(y, parameters.widths) if in_parts else y
+
+
+def cast_weight(kernel: Matrices, cast_of: Callable[[Callable[[], jax.Array]], Cast]) -> Fp8Pair:
+    """A kernel (k, n), or several side by side, in FP8, as `cast_of(measure)` says."""
+    with jax.named_scope(CAST_SCOPE):
+        return quantize_transpose(kernel, cast_of(partial(amax, *as_tuple(kernel))))
+
+
+def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> tuple[Fp8Pair, Cast]:
+    """An input (m, k), with `keep` in both orientations; and its cast."""
+    cast = gemm.cast(INPUT, partial(amax, x))
+    return (quantize_transpose if keep else quantize_rowwise)(x, cast), cast
+
+
+def quantize_gradient(
+    dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm
+) -> tuple[Fp8Pair, jax.Array | None]:
+    """An output gradient (m, n), or its parts, and the bias gradient f32[n] from the same pass, where there is a bias."""
+    cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
+    if parameters_like.bias is None:
+        return quantize_transpose(dy, cast), None
+    return quantize_transpose_sums(dy, cast)
+
+
+def forward_gemm(
+    x: Fp8Pair,
+    x_cast: Cast,
+    parameters: LinearParameters,
+    gemm: Fp8Gemm,
+    dtype,
+    residual: jax.Array | None = None,
+    in_parts: bool = False,
+) -> tuple[Any, jax.Array, GemmResidual]:
+    """fprop: y (m, n), with bias and residual (m, n) added, or `in_parts` a tuple of (m, n_i); amaxes f32[2] of input and
+    kernel; and what the backward needs.
+    """
+    weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
+    product = partial(
+        matmul,
+        x.rowwise,
+        weight.columnwise,
+        bias=_joined(parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype),  # as the GEMM takes it
+        c=residual,
+        c_in_place=False,  # the backward of a norm keeps the residual stream
+        dtype=dtype,
+        accumulation=gemm.accumulation("fprop"),
+    )
+    with jax.named_scope(f"{gemm.name}/fprop"):
+        y = tuple(product(columns=columns) for columns in _columns(parameters.widths)) if in_parts else product()
+    amaxes = jnp.stack([x.amax, weight.amax])
+    return y, amaxes, GemmResidual(x.columnwise, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
+
+
+def backward_gemm(
+    dy: Fp8Pair,
+    dbias: jax.Array | None,
+    residual: GemmResidual,
+    parameters_like: LinearParameters,
+    gemm: Fp8Gemm,
+    dtype,
+    widths: tuple[int, ...],
+) -> tuple[jax.Array, LinearParameters]:
+    """dgrad and wgrad: dx (m, k) in `dtype` and the gradients of kernel and bias; records the three amaxes.
+
+    Args:
+      dbias: f32[n], the column sums of dy; unused without a bias.
+      widths: columns of each kernel.
+
+    Where the record collects the kernel's gradients, this one is added there, and None is returned for it.
+    """
+    dx = backward_dgrad(dy, residual, gemm, dtype)
+    return dx, backward_wgrad(dy, dbias, residual, parameters_like, gemm, widths)
+
+
+def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype) -> jax.Array:
+    """The first half of `backward_gemm`, which does without xᵀ."""
+    _check_rows(dy.rowwise.shape[0], gemm)
+    gemm.record.amaxes(jnp.append(residual.amaxes, dy.amax))
+    with jax.named_scope(f"{gemm.name}/dgrad"):
+        return matmul(dy.rowwise, residual.kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
+
+
+def backward_wgrad(
+    dy: Fp8Pair,
+    dbias: jax.Array | None,
+    residual: GemmResidual,
+    parameters_like: LinearParameters,
+    gemm: Fp8Gemm,
+    widths: tuple[int, ...],
+) -> LinearParameters:
+    """The second half of `backward_gemm`."""
+    with jax.named_scope(f"{gemm.name}/wgrad"):
+        dkernel = _kernel_gradients(residual, dy.columnwise, as_tuple(parameters_like.kernel), gemm, widths)
+    bias_like = parameters_like.bias
+    if not isinstance(parameters_like.kernel, tuple):
+        dkernel = dkernel[0]
+    if bias_like is None or dbias is None:
+        return LinearParameters(dkernel, None)
+    # Behind a barrier: the compiler would otherwise make the cut part of the optimizer's kernel, wrapping the one into the other.
+    dbiases = lax.optimization_barrier(split_columns(dbias, widths)) if len(widths) > 1 else (dbias,)
+    return LinearParameters(dkernel, _like(dbiases, bias_like))
+
+
+def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """The columns of (..., n) by the widths n_i of kernels side by side."""
+    return (x,) if len(widths) == 1 else tuple(jnp.split(x, list(accumulate(widths))[:-1], axis=-1))
+
+
+def _columns(widths) -> Iterator[tuple[int, int]]:
+    """First and number of the columns of each kernel, as `matmul` takes them."""
+    return ((end - width, width) for width, end in zip(widths, accumulate(widths), strict=True))
+
+
+def _like(parts, like) -> Any:
+    """Parts of a gradient, in the dtypes and the structure of what they are gradients of."""
+    cast = tuple(part.astype(one.dtype) for part, one in zip(parts, as_tuple(like), strict=True))
+    return cast if isinstance(like, tuple) else cast[0]
+
+
+def _joined(arrays, dtype) -> Any:
+    """Kernels or biases side by side as one, in `dtype`: the cast, which is needed anyway, puts them together."""
+    if arrays is None:
+        return None
+    cast = [array.astype(dtype) for array in as_tuple(arrays)]
+    return cast[0] if len(cast) == 1 else jnp.concatenate(cast, axis=-1)
+
+
+def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:
+    """Whether the gradients of kernels (k, n_i) side by side are made by one GEMM, whose result is cut.
+
+    Each alone would leave most of the GPU idle. Such gradients are not added to a sum by their GEMM.
+    """
+    return len(widths) > 1 and in_features * min(widths) < SMALLEST_WGRAD
+
+
+def _kernel_gradients(residual, dy_transposed, likes, gemm, widths) -> tuple[Any, ...]:
+    """dw of each kernel, or None for those that were added to their sums."""
+    product = partial(matmul, residual.x_transposed, dy_transposed, accumulation=gemm.accumulation("wgrad"))
+    sums = gemm.record.gradient
+    if sums is None and share_wgrad(residual.kernel.shape[0], widths):
+        whole = product(dtype=likes[0].dtype if likes[0].dtype in RESULT_DTYPES else jnp.float32)
+        pieces = zip(split_columns(whole, widths), likes, strict=True)
+        return tuple(like.place(piece.astype(like.dtype)) for piece, like in pieces)
+    columns = [None] if len(widths) == 1 else list(_columns(widths))
+    if sums is None:
+        return tuple(_written_as(like, partial(product, columns=of)) for of, like in zip(columns, likes, strict=True))
+    for ref, of in zip(sums.refs, columns, strict=True):
+        total = ref[...]
+        added = product(columns=of, dtype=jnp.float32, c=total, alpha=sums.weight)
+        ref[...] = Like.of(total).place(added)
+    return (None,) * len(widths)
+
+
+def _written_as(like, product) -> jax.Array:
+    """A gradient, rounded by the GEMM itself where it can."""
+    written = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
+    return like.place(product(dtype=written).astype(like.dtype))
+
+
+def _check_rows(rows, gemm):
+    if rows % 16:
+        raise ValueError(
+            f"{gemm.layer}: the weight gradient contracts over batch * sequence, which must be a multiple of 16, got {rows}; "
+            "change the batch or sequence size, pad, or use recipe=None"
+        )

@@ -1,0 +1,185 @@
+"""The fastest candidates of a machine's GEMMs: measured once, kept in a file, used only where someone says so.
+
+    table = fp8.tune(step, state, batch)  # measures on the device, remembers in a file
+    with fp8.tuned_gemms(table):
+        state, metrics = step(state, batch)
+
+One table, one result; without a table, the heuristic's. What a candidate is: `jax_fp8/kernels/tuned_gemms.py`.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, GemmProblem, Ranks, using_ranks
+
+HEADINGS = f"{'first us':>9} {'TFLOP/s':>7} {'best us':>9} {'TFLOP/s':>7} {'rank':>4} {'gain':>6}  GEMM"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest candidate and what was measured, in microseconds a call.
+
+    `skipped`: which ranks were left out, and why.
+    """
+
+    candidate: int
+    first_us: float
+    best_us: float
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GemmTable:
+    """Choices for one kind of GPU and one version of cuBLASLt; hashable, and printing it gives a table."""
+
+    device: str
+    cublaslt: str
+    choices: tuple[tuple[GemmProblem, Choice], ...] = ()
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> "GemmTable":
+        """Read a table; None is this machine's own, in the user's cache folder. Needs a GPU only for that."""
+        path = Path(path) if path is not None else default_path(*this_gpu())
+        if not path.exists():
+            raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
+        return _parse(path)
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the table, with what else the file already holds.
+
+        Another process sees the old file or the new one, never a part.
+        """
+        path = Path(path) if path is not None else default_path(self.device, self.cublaslt)
+        merged = _parse(path).updated(self) if path.exists() else self
+        path.parent.mkdir(parents=True, exist_ok=True)
+        gemms = [{**asdict(problem), **asdict(choice)} for problem, choice in sorted(merged._by_problem.items())]
+        text = json.dumps({"device": self.device, "cublaslt": self.cublaslt, "gemms": gemms}, indent=1)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(text + "\n")
+        os.replace(file.name, path)
+        return path
+
+    def updated(self, other: "GemmTable") -> "GemmTable":
+        """With the choices of another table of the same GPU and cuBLASLt, which win."""
+        if (self.device, self.cublaslt) != (other.device, other.cublaslt):
+            raise ValueError(
+                "tables of tuned GEMMs can be merged for one GPU and cuBLASLt, "
+                f"got {self.made_on} and {other.made_on}; use another file"
+            )
+        return GemmTable(self.device, self.cublaslt, tuple({**self._by_problem, **other._by_problem}.items()))
+
+    def of(self, problems: Iterable[GemmProblem]) -> "GemmTable":
+        """The part of the table that is about these problems, in their order."""
+        found = ((problem, self._by_problem[problem]) for problem in problems if problem in self._by_problem)
+        return GemmTable(self.device, self.cublaslt, tuple(found))
+
+    def candidate(self, problem: GemmProblem) -> int:
+        """The rank to take; 0, the heuristic's own choice, for a product that was not tuned."""
+        return self.ranks.get(problem, 0)
+
+    def rows(self) -> list[str]:
+        """A line for every GEMM, to stand under `HEADINGS`."""
+        return [_row(*pair) for pair in self.choices]
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """What GEMMs need of the table."""
+        return Ranks({problem: choice.candidate for problem, choice in self.choices})
+
+    @property
+    def made_on(self) -> str:
+        return f"{self.device} with cuBLASLt {self.cublaslt}"
+
+    @cached_property
+    def _by_problem(self) -> dict[GemmProblem, Choice]:
+        return dict(self.choices)
+
+    def __str__(self):
+        return "\n".join([f"{self.made_on}: {len(self.choices)} GEMMs", HEADINGS, *self.rows()])
+
+
+def tuned_gemms(table: GemmTable | None) -> AbstractContextManager:
+    """Use a table for the FP8 GEMMs that are traced in this context; None is cuBLASLt's own choice, the default.
+
+    The algorithm is part of the program, so the table must be there when a function is traced, and jit keeps one
+    program a table: a step called inside the context and outside is compiled twice. Put the whole loop inside. With
+    several processes, give all of them the same table, as one file: they would otherwise differ in the last bits. A
+    product that is not in the table takes the heuristic's choice, as does one of arrays that do not start at multiples
+    of 256 bytes, which jax's do.
+    """
+    if table is not None and jax.default_backend() == "gpu":
+        device, cublaslt = this_gpu()
+        if (table.device, table.cublaslt) != (device, cublaslt):
+            raise ValueError(
+                f"a table of tuned GEMMs must be of this GPU and cuBLASLt, {device} and {cublaslt}, "
+                f"got one of {table.made_on}; tune again here"
+            )
+    return using_ranks(table.ranks if table is not None else Ranks())
+
+
+def this_gpu() -> tuple[str, str]:
+    """The kind of GPU and the version of cuBLASLt that a table of this machine belongs to."""
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            f"GEMMs are tuned on the GPU that will run them, got platform {jax.default_backend()!r}; "
+            "run this on the machine that trains"
+        )
+    info = extension.build_info()
+    if info["cublaslt_version"] is None:
+        raise ValueError(f"GEMMs are tuned with cuBLASLt, which cannot be used here: {info['cublaslt_reason']}")
+    return jax.devices()[0].device_kind, info["cublaslt_version"]
+
+
+def default_path(device: str, cublaslt: str) -> Path:
+    """Where the table of a machine is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "jax_fp8" / "gemm" / f"{re.sub(r'[^A-Za-z0-9.]+', '_', device)}-cublaslt-{cublaslt}.json"
+
+
+def _row(problem: GemmProblem, choice: Choice) -> str:
+    flops = 2 * problem.m * problem.n * problem.k
+    figures = [f"{us:9.1f} {flops / us / 1e6:7.0f}" for us in (choice.first_us, choice.best_us)]
+    gain = choice.first_us / choice.best_us - 1
+    name = _describe(problem)
+    return " ".join([*figures, f"{choice.candidate:4} {gain:6.1%}  {name}", *(f"[{why}]" for why in choice.skipped)])
+
+
+def _describe(problem: GemmProblem) -> str:
+    addends = f"{' + bias' if problem.has_bias else ''}{' + c' if problem.has_c else ''}"
+    dtypes = " ".join(name.removeprefix("float8_").removesuffix("fn") for name in (problem.a, problem.b))
+    shapes = f"({problem.m}, {problem.k}) · ({problem.n}, {problem.k})ᵀ"
+    return f"{shapes}{addends} {dtypes} -> {problem.dtype} {problem.accumulation}"
+
+
+def _parse(path: Path) -> GemmTable:
+    try:
+        content = json.loads(path.read_text())
+        choices = tuple(_read(entry) for entry in content["gemms"])
+        return GemmTable(str(content["device"]), str(content["cublaslt"]), choices)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"a table of tuned GEMMs must be a file that jax_fp8 wrote, got {path} ({reason}); "
+            "move it away and tune again"
+        ) from None
+
+
+def _read(entry: dict) -> tuple[GemmProblem, Choice]:
+    problem = GemmProblem(**{field.name: entry[field.name] for field in fields(GemmProblem)})
+    choice = Choice(entry["candidate"], entry["first_us"], entry["best_us"], tuple(entry["skipped"]))
+    sizes = (problem.m, problem.n, problem.k, choice.candidate)
+    if not all(isinstance(size, int) for size in sizes) or not 0 <= choice.candidate < MAX_CANDIDATES:
+        raise ValueError(f"sizes must be integers and a candidate from 0 to {MAX_CANDIDATES - 1}, got {entry}")
+    if not 0 < choice.best_us <= choice.first_us:
+        raise ValueError(f"times must be positive and the best not above the first, got {entry}")
+    return problem, choice

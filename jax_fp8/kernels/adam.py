@@ -201,7 +201,7 @@ def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared
         was, to_write = on_this_shard(cast, members, casts[4 * cast : 4 * cast + 4], sum(widths[cast]), split)
         old, room = [*old, was], [*room, *to_write]
     written, updated = form(vector, scales, seed, room, arrays, layouts, shared, places(shared, shapes), adam_w_mode)
-    unchanged = Coefficients(*vector).apply == 0
+    unchanged = vector[-1] == 0  # `apply`
     rows = zip(shared, widths, written, old, strict=True)
     whole = [with_all_columns(*row, split, unchanged) for row in rows]
     return _whole_amaxes([*(array for pair in whole for array in pair), *updated], layouts, len(shared), split)
@@ -220,7 +220,7 @@ def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, a
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
     numbers = {"layout": layouts}
     numbers |= {"shared_cast": [of.cast for of in leaf_places], "first_column": [of.first_column for of in leaf_places]}
-    attributes = {name: np.array(list_, np.int32) for name, list_ in numbers.items()}
+    attributes = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
     attributes |= {"shared_casts": np.int32(len(shared)), "adam_w_mode": adam_w_mode}
     new = call(*operands, **attributes)
     return [new[4 * cast : 4 * cast + 4] for cast in range(len(shared))], new[len(casts) :]

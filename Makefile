@@ -1,12 +1,16 @@
 # make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
-# make test     install what tests need, then run them; where Python 3.11 and 3.12 both exist, those marked `versions` under both
+# make check    ruff, pyright and the fast tests, 50 seconds on two cores: what to run after every change
+# make test     every test that is not marked `slow`, 4 minutes, or 3 when it is run again
+# make test-all `make lint`, every test, and `make versions`, 7 minutes
+# make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist
 # make lint     ruff and pyright
+# make install  what all these need; they install it themselves where it is missing
 # make clean    remove environments and built files; runs/ stays
 #
 # With --jobs 2, what one environment needs is downloaded while the kernels are compiled for the other; they are compiled once.
 # PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes to examples/train_gpt.py.
 
-.PHONY: train test lint clean
+.PHONY: train check test test-all versions lint install clean
 
 # An interpreter is usable if it is 3.11 or newer and can make an environment and compile an extension.
 USABLE := import ensurepip, os, sys, sysconfig, venv; \
@@ -26,6 +30,7 @@ COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v cl
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
 JAX := jax<0.12
 SOURCES := jax_fp8 tests examples benchmarks csrc
+FAST := tests/test_layout.py tests/core tests/ops tests/nn
 comma := ,
 CUDA := $(if $(GPU),$(comma)cuda)
 TARGET := $(if $(GPU),CUDA,for the CPU)
@@ -33,6 +38,8 @@ TARGET := $(if $(GPU),CUDA,for the CPU)
 # which takes half the time.
 NEVER_RUN := $(if $(GPU),,--config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTURES=90a-real \
     --config-settings=cmake.define.CMAKE_CUDA_FLAGS="-Xptxas -O1")
+# One test process for every core that this one may use.
+WORKERS := $(shell nproc 2>/dev/null || echo auto)
 # What `pip install ".[test]"` would install, without the project itself.
 REQUIREMENTS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     names = sum(map(project["optional-dependencies"].get, ("train", "test"$(if $(GPU),$(comma) "cuda"))), project["dependencies"]); \
@@ -48,11 +55,19 @@ NO_COMPILER := needs a C++ compiler (on Debian or Ubuntu: g++); install one, or 
 train: .venv/.train
 	.venv/bin/python examples/train_gpt.py --preset tiny --compare $(ARGS)
 
-test: .venv/.test $(OTHERS:%=.venv-%/.test)
-	.venv/bin/ruff check $(SOURCES)
-	.venv/bin/ruff format --check $(SOURCES)
+check: lint
+	$(call run_tests,.venv,-m "not slow" $(FAST))
+
+test: .venv/.test
+	$(call run_tests,.venv,-m "not slow")
+
+test-all: lint versions
 	$(call run_tests,.venv)
-	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m versions))
+
+versions: $(OTHERS:%=.venv-%/.test)
+	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m "versions and not slow"))
+
+install: .venv/.test $(OTHERS:%=.venv-%/.test)
 
 lint: .venv/.test
 	.venv/bin/ruff check $(SOURCES)
@@ -65,7 +80,8 @@ clean:
 
 # The compiler for GPUs is only on the tests' path: where no GPU is, jax would complain about it in every other program.
 define run_tests
-	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 15 --durations-min 10 $(2)
+	PYTHONPATH=$(1)/gpu-compiler $(1)/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist worksteal \
+	    --durations 15 --durations-min 10 $(2)
 
 endef
 

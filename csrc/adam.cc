@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "ffi.h"
 
@@ -56,6 +57,24 @@ struct Part {
   Storage storage = Storage::kNone;
 };
 
+// A cast that leaves side by side write, each its own columns. Its arrays are operands once, in this order.
+struct SharedCast {
+  uint8_t* values;
+  uint8_t* values_t;
+  float* scale;
+  float* amax;
+  Storage storage;
+  int64_t rows, cols;
+};
+constexpr size_t kSharedCastArrays = 4;
+constexpr int32_t kUnshared = -1;
+
+// Where the values of a leaf are in a shared cast.
+struct Place {
+  int32_t shared_cast;  // its number, or kUnshared
+  int32_t first_column;
+};
+
 // Walks the operands and results in order. The first broken rule stops it. A message costs more than a check, and a call makes
 // thousands of checks, so the sentence is composed only for a rule that does not hold.
 class LeafReader {
@@ -63,8 +82,8 @@ class LeafReader {
   LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
 
   // The leaf of the next operands.
-  AdamEntry read(int32_t layout) {
-    ++number_;
+  AdamEntry read(int32_t layout, Place place) {
+    owner_ = "leaf", ++number_;
     const Part g = operand("g");
     check_alignment(g);
     dimensions_ = g.buffer ? g.buffer->dimensions() : ffi::AnyBuffer::Dimensions{};
@@ -95,8 +114,9 @@ class LeafReader {
         .values = static_cast<uint8_t*>(values.data),
         .values_t = static_cast<uint8_t*>(values_t.data),
         .amax = amax,
-        .rows = transposing ? dimensions_[0] : 1,
         .cols = transposing ? dimensions_[1] : static_cast<int64_t>(g.buffer->element_count()),
+        .rows = transposing ? static_cast<int32_t>(dimensions_[0]) : 1,
+        .values_stride = 0,
         .g_storage = g.storage,
         .mu_storage = mu.storage,
         .nu_storage = nu.storage,
@@ -105,8 +125,31 @@ class LeafReader {
         .values_storage = values.storage,
         .decays = (layout & kDecays) != 0,
     };
-    return {leaf, {.scale = scale, .mu_scale = mu_scale, .nu_scale = nu_scale}};
+    AdamEntry entry{leaf, {.scale = scale, .mu_scale = mu_scale, .nu_scale = nu_scale}};
+    if (place.shared_cast != kUnshared) share(place, g, values, entry);
+    return entry;
   }
+
+  // The cast of the next operands; all of them stand before the leaves.
+  void read_shared_cast() {
+    owner_ = "shared cast", ++number_;
+    if (const auto next = operands_.get<ffi::AnyBuffer>(next_operand_); next.has_value()) dimensions_ = next->dimensions();
+    const Part values = updated("values"), values_t = updated("values_t", Shape::kTransposed);
+    float* const scale = scalar("scale");
+    float* const amax = scalar("amax");
+    check_values(values, values_t);
+    if (!checks_.passed()) return;
+    shared_casts_.push_back({
+        .values = static_cast<uint8_t*>(values.data),
+        .values_t = static_cast<uint8_t*>(values_t.data),
+        .scale = scale,
+        .amax = amax,
+        .storage = values.storage,
+        .rows = dimensions_[0],
+        .cols = dimensions_[1],
+    });
+  }
+  void start_leaves() { number_ = -1; }
 
   bool passed() const { return checks_.passed(); }
   ffi::Error error() const { return checks_.error(); }
@@ -116,7 +159,7 @@ class LeafReader {
 
   void require(bool holds, const Part& part, const char* rule) {
     if (holds || !part.buffer || !checks_.passed()) return;
-    const std::string argument = std::string(part.name) + " of leaf " + std::to_string(number_);
+    const std::string argument = std::string(part.name) + " of " + owner_ + " " + std::to_string(number_);
     checks_.require(false, argument.c_str(), *part.buffer, rule);
   }
 
@@ -178,19 +221,47 @@ class LeafReader {
     if (!values_t.buffer || dimensions_.size() != 2) return;
     require(dimensions_[0] % 16 == 0 && dimensions_[1] % 16 == 0, values_t,
             "have rows and columns divisible by 16; transpose other shapes after the step");
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    require(dimensions_[0] <= kMost && dimensions_[1] <= kMost, values_t, "have fewer than 2**31 rows and columns");
+  }
+
+  // Gives a leaf its columns of a shared cast.
+  void share(Place place, const Part& g, const Part& values, AdamEntry& entry) {
+    const bool known = place.shared_cast >= 0 && place.shared_cast < static_cast<int32_t>(shared_casts_.size());
+    if (!known) return require(false, g, "have a place in a shared cast of the call");
+    const SharedCast& cast = shared_casts_[place.shared_cast];
+    require(!values.buffer, values, "be absent where the leaf has a place in a shared cast");
+    require(dimensions_.size() == 2 && dimensions_[0] == cast.rows && dimensions_[1] % 16 == 0, g,
+            "be a matrix with the rows of its shared cast and columns divisible by 16");
+    if (!checks_.passed()) return;
+    const int64_t first = place.first_column;
+    require(first >= 0 && first % 16 == 0 && first + dimensions_[1] <= cast.cols, g,
+            "lie within its shared cast, from a column divisible by 16 on");
+    AdamLeaf& leaf = entry.leaf;
+    leaf.values = cast.values + first;
+    leaf.values_t = cast.values_t + first * cast.rows;
+    leaf.amax = cast.amax;
+    leaf.cols = dimensions_[1];
+    leaf.rows = static_cast<int32_t>(cast.rows);
+    leaf.values_stride = static_cast<int32_t>(cast.cols);
+    leaf.values_storage = cast.storage;
+    if (first == 0) entry.renewed.scale = cast.scale;  // and with it the amax becomes zero
   }
 
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
-  ffi::AnyBuffer::Dimensions dimensions_;  // of the leaf's g
+  ffi::AnyBuffer::Dimensions dimensions_;  // of the leaf's g, or the shared cast's values
+  std::vector<SharedCast> shared_casts_;
   Checks checks_{kOperation};
+  const char* owner_ = "";
   int number_ = -1;
   size_t next_operand_ = 0, next_result_ = 0;
 };
 
-// The lists must have the lengths that `layout` says, before anything in them has a meaning.
-ffi::Error check_lengths(ffi::Span<const int32_t> layout, ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  size_t operand_count = 0, result_count = 0;
+// The lists must have the lengths that `layout` and the number of shared casts say, before anything in them has a meaning.
+ffi::Error check_lengths(ffi::Span<const int32_t> layout, int32_t shared_casts, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results) {
+  size_t operand_count = kSharedCastArrays * shared_casts, result_count = operand_count;
   for (int32_t leaf : layout) operand_count += operands_of(leaf), result_count += results_of(leaf);
   if (operands.size() == operand_count && results.size() == result_count) return ffi::Error::Success();
   const auto text = [](size_t operands, size_t results) {
@@ -201,8 +272,13 @@ ffi::Error check_lengths(ffi::Span<const int32_t> layout, ffi::RemainingArgs ope
 }
 
 ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scales, ffi::AnyBuffer seed,
-                ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout, bool adam_w_mode) {
-  if (ffi::Error wrong = check_lengths(layout, operands, results); wrong.failure()) return wrong;
+                ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout,
+                int32_t shared_casts, ffi::Span<const int32_t> shared_cast, ffi::Span<const int32_t> first_column,
+                bool adam_w_mode) {
+  if (ffi::Error wrong = check_lengths(layout, shared_casts, operands, results); wrong.failure()) return wrong;
+  if (shared_cast.size() != layout.size() || first_column.size() != layout.size()) {
+    return ffi::Error::InvalidArgument(std::string(kOperation) + ": shared_cast and first_column must have a number per leaf");
+  }
   const auto leaf_count = static_cast<int64_t>(layout.size());
   Checks checks(kOperation);
   checks.dtype("scalars", scalars, {ffi::F32})
@@ -216,7 +292,10 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
   LeafReader reader(operands, results);
   std::vector<AdamEntry> entries;
   entries.reserve(layout.size());
-  for (int32_t leaf : layout) entries.push_back(reader.read(leaf));
+  for (int32_t i = 0; i < shared_casts; ++i) reader.read_shared_cast();
+  if (!reader.passed()) return reader.error();
+  reader.start_leaves();
+  for (size_t i = 0; i < layout.size(); ++i) entries.push_back(reader.read(layout[i], {shared_cast[i], first_column[i]}));
   if (!reader.passed()) return reader.error();
   const AdamArguments arguments{
       .scalars = scalars.typed_data<float>(),
@@ -235,9 +314,12 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Arg<ffi::AnyBuffer>()  // scalars
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // seed
-                           .RemainingArgs()        // for each leaf: g, mu, nu and what its layout has
-                           .RemainingRets()        // for each leaf: the same without g
+                           .RemainingArgs()        // of each shared cast; for each leaf: g, mu, nu and what its layout has
+                           .RemainingRets()        // of each shared cast; for each leaf: the same without g
                            .Attr<ffi::Span<const int32_t>>("layout")
+                           .Attr<int32_t>("shared_casts")                   // how many
+                           .Attr<ffi::Span<const int32_t>>("shared_cast")   // of each leaf, -1 for none
+                           .Attr<ffi::Span<const int32_t>>("first_column")  // of each leaf in its shared cast
                            .Attr<bool>("adam_w_mode"),
                        {ffi::Traits::kCmdBufferCompatible});
 

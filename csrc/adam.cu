@@ -56,6 +56,16 @@ __device__ inline Walk tile_walk(const AdamLeaf& leaf, int64_t tile_row, int64_t
   return {row * leaf.cols + col, kRoundRows * leaf.cols, leaf.cols, col < leaf.cols ? leaf.rows * leaf.cols : 0};
 }
 
+// A patch of the rowwise values in a shared cast, whose rows are longer than those of the leaf.
+__device__ inline void store_patch(const AdamLeaf& leaf, int64_t tile_row, int64_t tile_col, int round,
+                                   const uint32_t (&rows)[kPatchRows]) {
+  const int64_t row = tile_row + round * kRoundRows + threadIdx.x / kGroups * kPatchRows;
+  const int64_t col = tile_col + threadIdx.x % kGroups * kTileWidth;
+  if (row >= leaf.rows || col >= leaf.cols) return;
+#pragma unroll
+  for (int i = 0; i < kPatchRows; ++i) store_words(leaf.values, (row + i) * leaf.values_stride + col, kTileWidth, rows + i);
+}
+
 // How the leaves of a kernel are kept. What is known to the compiler costs no instruction; a kernel that takes every leaf decides at
 // run time, the same way for a whole block, in code that is several times as long. kInFlight vectors are loaded by a thread before it
 // needs the first; kBlocks are resident on a multiprocessor.
@@ -119,7 +129,10 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
       if (first + i * walk.stride + kTileWidth > walk.end) continue;
       rows[kPatchRows - kCount + i] = update(leaf, step, first + i * walk.stride, words[i], amax);
     }
-    if (transposing && (vector + kCount) % kPatchRows == 0) put_patch(tile, vector / kPatchRows, rows);
+    if (transposing && (vector + kCount) % kPatchRows == 0) {
+      if (leaf.values_stride != 0) store_patch(leaf, tile_row, tile_col, vector / kPatchRows, rows);
+      put_patch(tile, vector / kPatchRows, rows);
+    }
   }
 
   // The last elements of a flat leaf, fewer than a vector. The rows of a tile are whole vectors.

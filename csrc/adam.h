@@ -36,7 +36,7 @@ enum AdamScale { kCastScale, kMuScaleBefore, kMuScaleAfter, kNuScaleBefore, kNuS
 
 // The scalars that a step renews beside a leaf's arrays; null where there is none.
 struct AdamRenewed {
-  float* scale;  // of values
+  float* scale;  // of values; of a shared cast, its first leaf renews it
   float* mu_scale;
   float* nu_scale;
 };
@@ -48,11 +48,12 @@ struct AdamLeaf {
   void* nu;  // in FP8: the square root of nu
   void* param;
   void* master;
-  uint8_t* values;    // [rows, cols]
-  uint8_t* values_t;  // [cols, rows]
-  float* amax;        // of what is cast: the rounded param, or the master where there is none; null without values
-  int64_t rows;       // 1 without values_t: then the shape does not matter
-  int64_t cols;
+  uint8_t* values;        // [rows, cols]; in a cast that leaves side by side share: its columns among those of the others
+  uint8_t* values_t;      // [cols, rows]
+  float* amax;            // of what is cast: the rounded param, or the master where there is none; null without values
+  int64_t cols;           // all elements without values_t: then the shape does not matter,
+  int32_t rows;           // and this is 1
+  int32_t values_stride;  // of a shared cast: from a row of values to the next; 0 where the values are the leaf's own
   Storage g_storage;
   Storage mu_storage;
   Storage nu_storage;

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.slow
 def test_gpt_step_runs_whole(benchmark, tmp_path):
     gpt_step = benchmark("gpt_step")
     assert gpt_step.main(["--self-test", "--variants", "bf16", "delayed", "--output", str(tmp_path)]) == 0
@@ -24,6 +25,7 @@ def test_gpt_step_runs_whole(benchmark, tmp_path):
     assert "| jax_fp8, `DelayedScaling` |" in (tmp_path / "gpt_step.md").read_text()
 
 
+@pytest.mark.slow
 def test_scaling_runs_whole(benchmark, tmp_path):
     scaling = benchmark("scaling")
     assert scaling.main(["--self-test", "--variants", "current", "--output", str(tmp_path)]) == 0
@@ -68,6 +70,7 @@ def test_a_profile_that_fails_costs_no_times(benchmark, tmp_path):
     assert "No profile of bf16: the trace must hold" in page
 
 
+@pytest.mark.slow
 def test_optimizer_step_runs_whole(benchmark, tmp_path):
     optimizer_step = benchmark("optimizer_step")
     variants = ["optax", "in_place", "remainder"]
@@ -116,6 +119,7 @@ def test_an_optimizer_that_does_nothing_has_no_time(benchmark):
         optimizer_step.check(before, (moved, None, casts), scales)
 
 
+@pytest.mark.slow
 def test_microbatches_runs_whole(benchmark, tmp_path):
     microbatches = benchmark("microbatches")
     assert microbatches.main(["--self-test", "--variants", "cached", "caller", "small", "--output", str(tmp_path)]) == 0
@@ -217,6 +221,7 @@ def test_the_verdict_follows_from_the_losses(benchmark, verdict, losses):
 RUNS = ("frozen", "bf16", "delayed")  # the control shares a program with the run before it
 
 
+@pytest.mark.slow
 def test_convergence_runs_whole(tmp_path):
     """FP8 is close to bfloat16 after a few steps of a tiny model, and the control is not: the verdict is real.
 

@@ -31,10 +31,6 @@ from jax_fp8.train.lowering import Lowering
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-side_by_side_is_cast_apart = pytest.mark.xfail(
-    strict=True,
-    reason="the optimizer writes no cached weight of kernels side by side: they are cast after it, and copied",
-)
 in_place = pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 
 CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
@@ -188,8 +184,8 @@ def check_loop_over_microbatches(program: h200.Program):
         ("current", 1, False),
         ("delayed", 2, False),
         ("current", 2, False),
-        pytest.param("delayed", 1, True, marks=[in_place, side_by_side_is_cast_apart]),
-        pytest.param("delayed", 2, True, marks=[in_place, side_by_side_is_cast_apart]),
+        pytest.param("delayed", 1, True, marks=in_place),
+        pytest.param("delayed", 2, True, marks=in_place),
     ],
 )
 def test_step_on_one_device(recipe_name, microbatches, cached):

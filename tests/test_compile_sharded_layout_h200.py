@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.paths import map_with_names
 from jax_fp8.kernels import extension
 from jax_fp8.ops import passes
@@ -220,6 +221,41 @@ def test_on_other_meshes_split_kernels_give_the_same_bits(axis_type):
         }
         got = jax.jit(lambda params, x: layer.apply({"params": params}, x))(placed, x)
     reference.assert_same_bits(np.asarray(got), np.asarray(expected))
+
+
+@compiled
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("spec", "gathers"), [((None, None), 0), (("tensor", None), 0), ((None, "tensor"), 1)], ids=str
+)
+def test_the_optimizer_casts_kernels_side_by_side_in_place(spec, gathers, axis_type):
+    """Shards of columns are gathered once, in FP8; whole kernels and shards of rows not at all."""
+    mesh, tx = h200.mesh(axis_type, tensor=SHARDS), fp8.fused_adamw(1e-3)
+    widths = {"query": 256, "key": 128, "value": 128}
+    key = tuple((name, "kernel") for name in widths)
+
+    def sharded(shape, dtype, *dims):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200.on_mesh(mesh, *dims))
+
+    def step(params, opt_state, pair, grads, scale):
+        request = fp8.InPlace({key: (pair, scale)})
+        updates, opt_state = tx.update(grads, opt_state, params, in_place=request)
+        return fp8.apply_updates(params, updates), opt_state, updates["query"]["kernel"].cast
+
+    with jax.set_mesh(mesh):
+        params = {name: {"kernel": sharded((WIDTH, width), jnp.float32, *spec)} for name, width in widths.items()}
+        whole, scalar = sum(widths.values()), sharded((), jnp.float32)
+        values, values_t = sharded((WIDTH, whole), fp8.E4M3, spec[0]), sharded((whole, WIDTH), fp8.E4M3, None, spec[0])
+        opt_state = jax.eval_shape(tx.init, params)
+        opt_state = jax.tree.map(lambda x: sharded(x.shape, x.dtype, *(spec if x.ndim else ())), opt_state)
+        state = params, opt_state, Fp8Pair.of(values, values_t, scalar, scalar)
+        program = h200.compile(jax.jit(step, donate_argnums=(0, 1, 2)), *state, params, scalar)
+    shard_bytes = sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert program.custom_calls == {"jax_fp8_adam": 1}
+    assert program.aliased_bytes == shard_bytes
+    assert [copy for copy in program.copies if copy.results[0].bytes > 4] == []
+    assert len(program.all_gathers) == gathers
+    assert {operand.dtype for gather in program.all_gathers for operand in gather.operands} <= {"f8e4m3fn"}
 
 
 @compiled

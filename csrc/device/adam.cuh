@@ -241,7 +241,7 @@ __device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (
   }
 }
 
-// Updates kCount neighbours; returns their FP8 values.
+// Updates kCount neighbours; returns their FP8 values. Into a shared cast they are stored by patches.
 template <int kCount>
 __device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words, float& amax) {
   float g[kCount], m[kCount], v[kCount], p[kCount];
@@ -265,7 +265,7 @@ __device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_
   if (leaf.values == nullptr) return 0;
   amax = amax_of(amax, p);
   const uint32_t bytes = quantize(leaf.values_storage, p, step.cast_multiplier);
-  store_words(leaf.values, index, kCount, &bytes);
+  if (leaf.values_stride == 0) store_words(leaf.values, index, kCount, &bytes);
   return bytes;
 }
 

@@ -9,83 +9,60 @@ All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.0510
 itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU compiler flushes them to zero.
 
 One launch serves all leaves, in place: XLA copies an array first only where it is still needed. A leaf with a `cast` is written in FP8 as
-well, with its transpose, its scale, and the maximum of its magnitudes, from which the next scale can be made. Every scalar of a leaf has its
-own buffer, as a state wants it: cutting them out of one vector would take a small kernel each.
+well, with its transpose, its scale, and the maximum of its magnitudes, from which the next scale can be made; leaves side by side may share
+one such copy (kernels/shared_cast.py). Every scalar of a leaf has its own buffer, as a state wants it: cutting them out of one vector would
+take a small kernel each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from enum import IntFlag
-from functools import partial, reduce
-from operator import or_
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.kernels.adam_arrays import (
+    SCALARS,
+    Coefficients,
+    Leaf,
+    Scales,
+    arrays_of,
+    fields_of,
+    layout_of,
+    leaf_of,
+    names_in,
+    values_and_scale,
+)
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
-from jax_fp8.kernels.storage import (
-    REMAINDER,
-    master_of,
-    off_the_tie,
-    quantize_root,
-    remainder_of,
-    round_second_moment,
+from jax_fp8.kernels.shared_cast import (
+    SHARED_ARRAYS,
+    Members,
+    SharedCast,
+    check_shared_casts,
+    on_this_shard,
+    places,
+    row_dim,
+    shared_cast_reference,
+    shared_dims,
+    with_all_columns,
 )
+from jax_fp8.kernels.storage import REMAINDER, master_of, off_the_tie, quantize_root, remainder_of, round_second_moment
 
 TARGET = "jax_fp8_adam"
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Coefficients:
-    """The numbers of one step, float32 scalars in the kernel's order; `apply` is 1, or 0 for a step that changes nothing."""
-
-    rate: jax.Array
-    b1: jax.Array
-    one_minus_b1: jax.Array
-    b2: jax.Array
-    one_minus_b2: jax.Array
-    eps: jax.Array
-    weight_decay: jax.Array
-    correction1: jax.Array
-    correction2: jax.Array
-    grad_scale: jax.Array
-    apply: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Leaf:
-    """One array of the tree and everything that belongs to it; all of one shape, save the columnwise cast, which is a transposed matrix.
-
-    Args:
-      gradient: float32, bfloat16 or float16.
-      mu, nu: the moments: float32, bfloat16, float16 or `Fp8Array`; in FP8, `nu` holds the square root.
-      param: float32, bfloat16 or float16; None for a param in FP8, which is `values`.
-      master: None for a float32 param, else float32 or float16, or uint16: the remainder of a bfloat16 param.
-      cast: the weight in FP8 with one scale, to be written anew, or None; without `columnwise` in one orientation.
-      scale, mu_scale, nu_scale: float32 scalars to write the cast and FP8 moments with, which become the scales of these.
-      decays: whether weight decay applies; static.
-    """
-
-    gradient: jax.Array
-    mu: jax.Array | Fp8Array
-    nu: jax.Array | Fp8Array
-    param: Any
-    master: Any
-    cast: Fp8Pair | None = None
-    scale: Any = None
-    mu_scale: Any = None
-    nu_scale: Any = None
-    decays: bool = field(default=True, metadata={"static": True})
-
-
-def adam(leaves: Sequence[Leaf], coefficients: Coefficients, seed: jax.Array, adam_w_mode: bool) -> list[Leaf]:
+def adam(
+    leaves: Sequence[Leaf],
+    coefficients: Coefficients,
+    seed: jax.Array,
+    adam_w_mode: bool,
+    shared: Sequence[SharedCast] = (),
+) -> tuple[list[Leaf], list[Fp8Pair]]:
     """Update all leaves.
 
     Args:
@@ -93,18 +70,24 @@ def adam(leaves: Sequence[Leaf], coefficients: Coefficients, seed: jax.Array, ad
       coefficients: the numbers of this step.
       seed: uint32 scalar, different at every step: for the rounding of second moments in FP8.
       adam_w_mode: decoupled weight decay, else an L2 term.
+      shared: casts of leaves side by side, to be written anew.
 
     Returns:
-      The leaves with new moments, params, masters and casts; as they were where `apply` is 0.
+      The leaves with new moments, params, masters and casts, and the pairs of the shared casts; as they were where `apply` is 0.
     """
     if not leaves:
-        return []
-    settings = {"layouts": tuple(map(_layout, leaves)), "adam_w_mode": adam_w_mode}
+        return [], []
+    check_shared_casts(shared, leaves)
+    members = tuple(cast.leaves for cast in shared)
+    settings = {"layouts": tuple(map(layout_of, leaves)), "shared": members, "adam_w_mode": adam_w_mode}
+    kernel, reference = (partial(_on_shard, form, **settings) for form in (_kernel, _reference))
     vector = jnp.stack([getattr(coefficients, number.name) for number in fields(Coefficients)])
-    operands = [vector, _scales(leaves), seed, *(array for leaf in leaves for array in _arrays(leaf).values())]
-    results = iter(dispatch(_rule(leaves), partial(_kernel, **settings), partial(_reference, **settings), *operands))
-    updated = ({name: next(results) for name in _arrays(leaf) if name != "g"} for leaf in leaves)
-    return [replace(leaf, **_fields(arrays)) for leaf, arrays in zip(leaves, updated, strict=True)]
+    operands = [vector, _scales(leaves, shared), seed, *(array for cast in shared for array in cast.pair.arrays)]
+    operands += [array for leaf in leaves for array in arrays_of(leaf).values()]
+    results = iter(dispatch(_rule(leaves, members), kernel, reference, *operands))
+    pairs = [Fp8Pair.of(*(next(results) for _ in cast.pair.arrays)) for cast in shared]
+    updated = ({name: next(results) for name in arrays_of(leaf) if name != "g"} for leaf in leaves)
+    return [replace(leaf, **fields_of(arrays)) for leaf, arrays in zip(leaves, updated, strict=True)], pairs
 
 
 def adam_leaf(
@@ -177,147 +160,94 @@ def _rounded(product):
     return jnp.where(product == product, product, np.float32(np.nan))
 
 
-# ---- the custom call: leaves as a flat list of arrays ----------------------------------------------------------------
-#
-# A leaf gives the kernel up to eleven arrays, always in the order of ARRAYS, and leaves out those that it does not
-# have. Its Layout says which are there, so that the list can be read again. In this file they are a dict by name.
+# ---- the custom call: the arrays of every shared cast, then those of every leaf -----------------------------------------
 
 
-class Layout(IntFlag):
-    """Which arrays a leaf has beside g, mu and nu, and whether it decays; names and values as in csrc/adam.cc."""
-
-    HAS_PARAM = 1
-    HAS_MASTER = 2
-    HAS_VALUES = 4  # and their scale and amax
-    HAS_VALUES_T = 8
-    HAS_MU_SCALE = 16  # where mu is FP8
-    HAS_NU_SCALE = 32
-    DECAYS = 64
-
-
-# The kernel's order; each array with the bit that says it is there, 0 where it always is.
-ARRAYS = {
-    "g": Layout(0),  # only read; all others are updated in place
-    "mu": Layout(0),
-    "nu": Layout(0),
-    "param": Layout.HAS_PARAM,
-    "master": Layout.HAS_MASTER,
-    "values": Layout.HAS_VALUES,
-    "values_t": Layout.HAS_VALUES_T,
-    "scale": Layout.HAS_VALUES,
-    "amax": Layout.HAS_VALUES,
-    "mu_scale": Layout.HAS_MU_SCALE,
-    "nu_scale": Layout.HAS_NU_SCALE,
-}
-SCALARS = ("scale", "amax", "mu_scale", "nu_scale")
-
-
-class Scales(NamedTuple):
-    """The scales of a leaf's FP8 numbers in the kernel's order: of the cast, of moments as they were and will be."""
-
-    cast_scale: Any
-    mu_scale_before: Any
-    mu_scale_after: Any
-    nu_scale_before: Any
-    nu_scale_after: Any
-
-
-def _names(layout: Layout) -> list[str]:
-    """The arrays of a leaf with this layout, in the kernel's order."""
-    return [name for name, needed in ARRAYS.items() if needed in layout]
-
-
-def _layout(leaf: Leaf) -> Layout:
-    present = [ARRAYS[name] for name in _arrays(leaf)]
-    return reduce(or_, present, Layout.DECAYS if leaf.decays else Layout(0))
-
-
-def _arrays(leaf: Leaf) -> dict[str, jax.Array]:
-    """The arrays of a leaf by name, in the kernel's order."""
-    (mu, mu_scale), (nu, nu_scale) = _values_and_scale(leaf.mu), _values_and_scale(leaf.nu)
-    cast = [None] * 4 if leaf.cast is None else leaf.cast.arrays
-    row = (leaf.gradient, mu, nu, leaf.param, leaf.master, *cast, mu_scale, nu_scale)
-    return {name: array for name, array in zip(ARRAYS, row, strict=True) if array is not None}
-
-
-def _fields(arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """The fields of a leaf that the kernel updates, from its arrays."""
-
-    def moment(name):
-        scale = arrays.get(f"{name}_scale")
-        return arrays[name] if scale is None else Fp8Array(arrays[name], scale)
-
-    cast = None
-    if "values" in arrays:
-        cast = Fp8Pair.of(arrays["values"], arrays.get("values_t"), arrays["scale"], arrays["amax"])
-    weight = {name: arrays.get(name) for name in ("param", "master")}
-    return {"mu": moment("mu"), "nu": moment("nu"), **weight, "cast": cast}
-
-
-def _values_and_scale(moment: jax.Array | Fp8Array) -> tuple[jax.Array, jax.Array | None]:
-    return (moment.values, moment.scale) if isinstance(moment, Fp8Array) else (moment, None)
-
-
-def _scales(leaves: Sequence[Leaf]) -> jax.Array:
+def _scales(leaves: Sequence[Leaf], shared: Sequence[SharedCast]) -> jax.Array:
     """f32[leaves, 5]: `Scales` of each; 1 where there is none."""
+    of_shared = {number: cast.scale for cast in shared for number in cast.leaves}
 
-    def row(leaf):
-        (_, mu), (_, nu) = _values_and_scale(leaf.mu), _values_and_scale(leaf.nu)
-        return Scales(leaf.scale, mu, leaf.mu_scale, nu, leaf.nu_scale)
+    def row(number, leaf):
+        (_, mu), (_, nu) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
+        return Scales(of_shared.get(number, leaf.scale), mu, leaf.mu_scale, nu, leaf.nu_scale)
 
     one = np.float32(1)
-    scales = [one if scale is None else scale for leaf in leaves for scale in row(leaf)]
+    scales = [one if scale is None else scale for place in enumerate(leaves) for scale in row(*place)]
     return jnp.stack(scales).reshape(-1, len(Scales._fields))
 
 
-def _rule(leaves: Sequence[Leaf]) -> str:
-    operands, results = ["coefficients", "leaves scales", ""], []
+def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...]) -> str:
+    operands, results = shared_dims(len(shared), "in"), shared_dims(len(shared), "out")
+    operands = ["coefficients", "leaves scales", "", *operands]
+    rows_of = {number: row_dim(cast) for cast, members in enumerate(shared) for number in members}
     for number, leaf in enumerate(leaves):
         dims = [f"x{number}d{dim}" for dim in range(leaf.gradient.ndim)]
+        dims[:1] = [rows_of.get(number, name) for name in dims[:1]]
         special = {"values_t": " ".join(reversed(dims)), **dict.fromkeys(SCALARS, "")}
-        per_array = [special.get(name, " ".join(dims)) for name in _arrays(leaf)]
+        per_array = [special.get(name, " ".join(dims)) for name in arrays_of(leaf)]
         operands += per_array
         results += per_array[1:]
     return f"{','.join(operands)}->{','.join(results)}"
 
 
-def _kernel(vector, scales, seed, *arrays, split: Split, layouts, adam_w_mode):
-    results, aliases, position = [], {}, 0
+def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, adam_w_mode):
+    """One of the two forms below on the arrays of this shard."""
+    casts, arrays = arrays[: 4 * len(shared)], arrays[4 * len(shared) :]
+    starts = accumulate((len(names_in(layout)) for layout in layouts), initial=0)
+    shapes = [arrays[start].shape for start, _ in zip(starts, layouts, strict=False)]
+    widths = [[shapes[number][1] for number in members] for members in shared]
+    old, room = [], []
+    for cast, members in enumerate(shared):
+        was, to_write = on_this_shard(cast, members, casts[4 * cast : 4 * cast + 4], sum(widths[cast]), split)
+        old, room = [*old, was], [*room, *to_write]
+    written, updated = form(vector, scales, seed, room, arrays, layouts, shared, places(shared, shapes), adam_w_mode)
+    unchanged = vector[-1] == 0  # `apply`
+    rows = zip(shared, widths, written, old, strict=True)
+    whole = [with_all_columns(*row, split, unchanged) for row in rows]
+    return _whole_amaxes([*(array for pair in whole for array in pair), *updated], layouts, len(shared), split)
+
+
+def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, adam_w_mode):
+    """The new arrays of each shared cast, and of all leaves."""
+    operands = [vector, scales, seed, *casts, *arrays]
+    updated = list(range(3, 3 + len(casts)))
+    position = 3 + len(casts)
     for layout in layouts:
-        updated = range(position + 1, position + len(_names(layout)))
-        aliases |= {3 + i: len(results) + j for j, i in enumerate(updated)}  # three operands stand before the leaves
-        results += [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in updated]
-        position = updated.stop
+        updated += range(position + 1, position + len(names_in(layout)))
+        position += len(names_in(layout))
+    results = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in updated]
+    aliases = {operand: result for result, operand in enumerate(updated)}
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-    attributes = {"layout": np.array(layouts, np.int32), "adam_w_mode": adam_w_mode}
-    return _whole_amaxes(call(vector, scales, seed, *arrays, **attributes), layouts, split)
+    numbers = {"layout": layouts}
+    numbers |= {"shared_cast": [of.cast for of in leaf_places], "first_column": [of.first_column for of in leaf_places]}
+    attributes = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
+    attributes |= {"shared_casts": np.int32(len(shared)), "adam_w_mode": adam_w_mode}
+    new = call(*operands, **attributes)
+    return [new[4 * cast : 4 * cast + 4] for cast in range(len(shared))], new[len(casts) :]
 
 
-def _reference(vector, scales, seed, *arrays, split: Split, layouts, adam_w_mode):
+def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, adam_w_mode):
     coefficients = Coefficients(*vector)
-    remaining, results = iter(arrays), []
+    remaining, leaves = iter(arrays), []
     for number, (layout, row) in enumerate(zip(layouts, scales, strict=True)):
-        leaf = _unpack(layout, Scales(*row), {name: next(remaining) for name in _names(layout)})
-        updated, _ = adam_leaf(leaf, coefficients, seed, number, adam_w_mode)
-        results += list(_arrays(updated).values())[1:]
-    return _whole_amaxes(results, layouts, split)
+        leaf = leaf_of(layout, Scales(*row), {name: next(remaining) for name in names_in(layout)})
+        leaves.append(adam_leaf(leaf, coefficients, seed, number, adam_w_mode)[0])
+    written = [
+        shared_cast_reference(
+            [leaves[number].param for number in members],
+            casts[4 * cast : 4 * cast + 4],
+            Scales(*scales[members[0]]).cast_scale,
+            coefficients.apply == 0,
+        )
+        for cast, members in enumerate(shared)
+    ]
+    return written, [array for leaf in leaves for array in list(arrays_of(leaf).values())[1:]]
 
 
-def _unpack(layout: Layout, scales: Scales, arrays: dict[str, jax.Array]) -> Leaf:
-    return Leaf(
-        gradient=arrays["g"],
-        **_fields(arrays),
-        scale=scales.cast_scale,
-        mu_scale=scales.mu_scale_after,
-        nu_scale=scales.nu_scale_after,
-        decays=Layout.DECAYS in layout,
-    )
-
-
-def _whole_amaxes(results, layouts, split) -> tuple[jax.Array, ...]:
+def _whole_amaxes(results, layouts, shared_casts: int, split: Split) -> tuple[jax.Array, ...]:
     """Results with each amax that of the whole weight, not of this shard."""
     results = list(results)
-    names = [name for layout in layouts for name in _names(layout)[1:]]
+    names = [*SHARED_ARRAYS * shared_casts, *(name for layout in layouts for name in names_in(layout)[1:])]
     positions = [i for i, name in enumerate(names) if name == "amax"]
     if split and positions:
         # pmax over every axis that splits any leaf: harmless to a leaf that is the same on all shards.

@@ -19,8 +19,10 @@ from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import names_of
 from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.kernels.adam import Coefficients, Leaf, adam, adam_leaf
+from jax_fp8.kernels.adam import adam, adam_leaf
+from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
 from jax_fp8.optim.updates import InPlace, NewParam
@@ -109,7 +111,7 @@ def fused_adam(
         coefficients = Coefficients(**{name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()})
 
         decays = [bool(decay) and not no_decay for decay in _decay_mask(mask, params, tree)]
-        casts = _requested_casts(in_place, params)
+        casts, shared = _requested_casts(in_place, params)
         rows = zip(gradients, params_, kept, casts, decays, strict=True)
         leaves = [_leaf(*row, coefficients, l2=not adam_w_mode) for row in rows]
         seed = state.count.astype(jnp.uint32)
@@ -118,8 +120,10 @@ def fused_adam(
             results = [_delta(param, leaf, delta) for param, (leaf, delta) in zip(params_, stepped, strict=True)]
             leaves = [_landed(*row) for row in zip(params_, results, [leaf for leaf, _ in stepped], strict=True)]
         else:
-            leaves = adam(leaves, coefficients, seed, adam_w_mode)
-            results = [_new_param(param, leaf, applied) for param, leaf in zip(params_, leaves, strict=True)]
+            leaves, pairs = adam(leaves, coefficients, seed, adam_w_mode, shared)
+            pair_of = {cast.leaves[0]: pair for cast, pair in zip(shared, pairs, strict=True)}
+            rows = zip(params_, leaves, strict=True)
+            results = [_new_param(param, leaf, pair_of.get(i), applied) for i, (param, leaf) in enumerate(rows)]
         kept = [_keep(param, leaf) for param, leaf in zip(params_, leaves, strict=True)]
         count = count if applied is None else jnp.where(applied, count, state.count)
         return tree.unflatten(results), FusedAdamState.of(count, tree, kept)
@@ -209,10 +213,10 @@ def _landed(param, delta, leaf) -> Leaf:
     return replace(leaf, master=jnp.where(landed == leaf.param, leaf.master, jnp.zeros((), REMAINDER)))
 
 
-def _new_param(param, leaf, applied) -> NewParam:
+def _new_param(param, leaf, shared_pair, applied) -> NewParam:
     if is_fp8(param):
         return NewParam(leaf.cast.rowwise, None, applied)
-    return NewParam(leaf.param, leaf.cast, applied)
+    return NewParam(leaf.param, leaf.cast or shared_pair, applied)
 
 
 def _keep(param, leaf) -> Kept:
@@ -237,9 +241,17 @@ def _all_finite(gradients, norm):
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients], jnp.bool_))
 
 
-def _requested_casts(in_place, params) -> list:
-    names = [names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)]
-    return [None if in_place is None else in_place.casts.get(of) for of in names]
+def _requested_casts(in_place, params) -> tuple[list, list[SharedCast]]:
+    """For each param its copy and scale, or None; and the copies of several that are all among these params."""
+    arrays = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)
+    requests = {} if in_place is None else in_place.casts
+    numbers = {names_of(path): number for number, (path, param) in enumerate(arrays) if not is_fp8(param)}
+    shared = [
+        SharedCast(pair, scale, tuple(numbers[kernel] for kernel in kernels))
+        for kernels, (pair, scale) in requests.items()
+        if not isinstance(kernels[0], str) and all(kernel in numbers for kernel in kernels)
+    ]
+    return [requests.get(names_of(path)) for path, _ in arrays], shared
 
 
 def _decay_mask(mask, params, tree) -> list:

@@ -21,16 +21,18 @@ from jax_fp8.kernels.quantize import quantize
 class InPlace:
     """The request for new params.
 
-    `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale f32[] to write them with.
+    `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale f32[] to write them with. Kernels
+    that stand side by side in one copy go by the tuple of their names, from left to right.
     """
 
-    casts: Mapping[LayerPath, tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
+    casts: Mapping[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class NewParam:
     """A new param in the place of an update, and the FP8 copies of it that were asked for; not an array.
 
+    `cast`: None where none was asked for. A copy of kernels side by side is with the first of them.
     `applied`: bool[], False where the step was skipped and nothing changed; None where steps are never skipped.
     """
 

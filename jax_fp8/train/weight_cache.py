@@ -109,17 +109,20 @@ def _samples(kernel) -> jax.Array:
     return jnp.concatenate(bits).astype(jnp.uint32)
 
 
-def cast_requests(cache: Mapping, params: Mapping, fp8_state: Mapping) -> dict[LayerPath, tuple[Fp8Pair, jax.Array]]:
+def cast_requests(
+    cache: Mapping, params: Mapping, fp8_state: Mapping
+) -> dict[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array]]:
     """For `InPlace`: which weights an optimizer is to write in FP8, and the scales of `fp8_state` to write them with.
 
-    Kernels that stand side by side in one copy, and layers stacked by `nn.scan`, which have a scale each, are left to `refresh`.
+    Layers stacked by `nn.scan`, which have a scale each, are left to `refresh`.
     """
-    alone = {kernel_paths(path): (path, pair) for path, pair in _cached(cache)}
-    return {
-        kernels[0]: (pair, at_path(fp8_state, path)["scale"][KERNEL])
-        for kernels, (path, pair) in alone.items()
-        if len(kernels) == 1 and at_path(params, kernels[0]).ndim == 2
-    }
+    requests = {}
+    for path, pair in _cached(cache):
+        kernels = kernel_paths(path)
+        if all(kernel.ndim == 2 for kernel in _kernels_of(path, params)):
+            first, *others = kernels
+            requests[kernels if others else first] = pair, at_path(fp8_state, path)["scale"][KERNEL]
+    return requests
 
 
 def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = None) -> dict:
@@ -128,8 +131,7 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
     written = {names_of(path): leaf.cast for path, leaf in leaves if isinstance(leaf, NewParam)}
     renewed: dict = {}
     for path, old in _cached(cache):
-        kernels = kernel_paths(path)
-        new = written.get(kernels[0]) if len(kernels) == 1 else None
+        new = written.get(kernel_paths(path)[0])
         if new is None:
             cast_of = partial(_with_scale_of_state, old.rowwise.dtype)
             new = _cast(_kernels_of(path, params), cast_of, at_path(fp8_state, path)["scale"])

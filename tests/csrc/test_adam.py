@@ -5,30 +5,50 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulation import EmulationError, InPlace, compile_for_cpu
+from emulation import EmulationError, InPlace, compile_for_cpu, planted
 from gpu import adam_check
-from gpu.adam_check import MOMENTS, WEIGHTS, Draw, Mode, assembled, bare, by_oracle, numbers_of_step
+from gpu.adam_check import (
+    BF16,
+    F32,
+    MOMENTS,
+    WEIGHTS,
+    Draw,
+    Mode,
+    assembled,
+    bare,
+    numbers_of_step,
+    shared_by_oracle,
+)
 from gpu.kernel_check import Report
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.kernels.shared_cast import places
 
 ENTRY = """
 #include <vector>
 
 // Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers
-// behind them.
+// behind them. Per shared cast: pointers to values, values_t, amax and scale.
 extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode,
-                    int64_t leaf_count, void* const* arrays, const int64_t* numbers) {
+                    int64_t leaf_count, void* const* arrays, const int64_t* numbers, void* const* casts) {
   using namespace jax_fp8;
   std::vector<AdamEntry> entries;
-  for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 9) {
+  for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 12) {
     const auto storage = [&](int number) { return static_cast<Storage>(numbers[number]); };
     const auto scalar = [&](int number) { return static_cast<float*>(arrays[number]); };
     const auto bytes = [&](int number) { return static_cast<uint8_t*>(arrays[number]); };
-    const AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7),
-                        numbers[0], numbers[1], storage(2), storage(3), storage(4), storage(5), storage(6), storage(7),
-                        numbers[8] != 0};
-    entries.push_back({leaf, {scalar(8), scalar(9), scalar(10)}});
+    const auto rows = static_cast<int32_t>(numbers[0]), stride = static_cast<int32_t>(numbers[11]);
+    AdamLeaf leaf{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], bytes(5), bytes(6), scalar(7),
+                  numbers[1], rows, stride, storage(2), storage(3), storage(4), storage(5), storage(6), storage(7),
+                  numbers[8] != 0};
+    float* scale = scalar(8);
+    if (const int64_t cast = numbers[9], first = numbers[10]; cast >= 0) {
+      leaf.values = static_cast<uint8_t*>(casts[4 * cast]) + first;
+      leaf.values_t = static_cast<uint8_t*>(casts[4 * cast + 1]) + first * rows;
+      leaf.amax = static_cast<float*>(casts[4 * cast + 2]);
+      if (first == 0) scale = static_cast<float*>(casts[4 * cast + 3]);
+    }
+    entries.push_back({leaf, {scale, scalar(9), scalar(10)}});
   }
   return launch_adam({scalars, scales, seed, entries.data(), static_cast<int>(leaf_count), adam_w_mode != 0}, nullptr);
 }
@@ -45,10 +65,12 @@ def values_and_scale(array):
     return (array.values, array.scale) if isinstance(array, Fp8Array) else (array, None)
 
 
-def update(leaves, inputs, coefficients, seed, adam_w_mode, changes=()):
-    """What `adam_check.update` does, in the emulation."""
+def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=()):
+    """What `adam_check.update_shared` does, in the emulation."""
     arrays, numbers, scales = [], [], []
-    for leaf in map(assembled, leaves, inputs):
+    of_leaves = places([cast.leaves for cast in shared], [row["gradient"].shape for row in inputs])
+    for leaf, place in zip(map(assembled, leaves, inputs), of_leaves, strict=True):
+        cast = shared[place.cast] if place.cast >= 0 else None
         (mu, mu_scale), (nu, nu_scale) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
         values, values_t, scale, amax = leaf.cast.arrays if leaf.cast else (None,) * 4
         changed = [
@@ -67,19 +89,29 @@ def update(leaves, inputs, coefficients, seed, adam_w_mode, changes=()):
             np.asarray(leaf.gradient),
             *(None if array is None else InPlace(np.asarray(array)) for array in changed),
         ]
-        transposed = values_t is not None
+        transposed = values_t is not None or cast is not None
         numbers.append([*(leaf.gradient.shape if transposed else (1, leaf.gradient.size)), storage(leaf.gradient)])
-        numbers[-1] += [*map(storage, (mu, nu, leaf.param, leaf.master, values)), leaf.decays]
-        row = [leaf.scale, mu_scale, leaf.mu_scale, nu_scale, leaf.nu_scale]
+        stride = 0 if cast is None else cast.pair.rowwise.shape[1]
+        values = values if cast is None else cast.pair.rowwise
+        numbers[-1] += [*map(storage, (mu, nu, leaf.param, leaf.master, values)), leaf.decays, *place, stride]
+        row = [leaf.scale if cast is None else cast.scale, mu_scale, leaf.mu_scale, nu_scale, leaf.nu_scale]
         scales.append([1 if scale is None else scale for scale in row])
     scalars = np.array(list(vars(coefficients).values()), np.float32)
+    pairs = [cast.pair.arrays for cast in shared]
+    casts = [
+        InPlace(np.asarray(array))
+        for values, values_t, scale, amax in pairs
+        for array in (values, values_t, amax, scale)
+    ]
     results = iter(
         compile_for_cpu("adam.cu", ENTRY, changes).call(
             *("adam", scalars, np.array(scales, np.float32), np.array(seed, np.uint32), adam_w_mode, len(leaves)),
-            *(arrays, np.array(numbers, np.int64)),
+            *(arrays, np.array(numbers, np.int64), casts),
         )
     )
-    return [updated(leaf, results) for leaf in leaves]
+    leaves = [updated(leaf, results) for leaf in leaves]
+    written = ([next(results) for _ in pair] for pair in pairs)
+    return [*leaves, *(Fp8Pair.of(values, values_t, scale, amax) for values, values_t, amax, scale in written)]
 
 
 def updated(leaf, results):
@@ -103,10 +135,10 @@ def updated(leaf, results):
     return bare(replace(leaf, **moments, param=param, master=master, cast=cast))
 
 
-def check(leaves, inputs, coefficients, adam_w_mode=True, changes=()):
-    args = leaves, inputs, coefficients, np.uint32(0x9E3779B9), adam_w_mode
+def check(leaves, inputs, coefficients, adam_w_mode=True, changes=(), shared=()):
+    args = leaves, shared, inputs, coefficients, np.uint32(0x9E3779B9), adam_w_mode
     report = Report()
-    adam_check.compare(report, "emulated", update(*args, changes=changes), by_oracle(*args), "")
+    adam_check.compare(report, "emulated", update(*args, changes=changes), shared_by_oracle(*args), "")
     assert report.passed["emulated"]
     assert not report.failures
 
@@ -162,6 +194,19 @@ def test_a_step_that_is_not_applied_writes_nothing():
     check(*draw_leaves(adam_check.SIX_MODES, itertools.cycle([(48, 32)])), numbers_of_step(1, apply=0))
 
 
+def draw_side_by_side(shapes=adam_check.SHARED_SHAPES):
+    draw = Draw(5)
+    leaves, shared = draw.side_by_side(shapes, adam_check.SHARED_MODES)
+    return leaves, [draw.inputs(leaf, F32 if leaf.param.dtype == F32 else BF16) for leaf in leaves], shared
+
+
+@pytest.mark.parametrize(("adam_w_mode", "apply"), [(True, 1), (False, 1), (True, 0)])
+def test_leaves_side_by_side(adam_w_mode, apply):
+    """Two and three of several widths in one cast, other leaves between them."""
+    leaves, inputs, shared = draw_side_by_side()
+    check(leaves, inputs, numbers_of_step(1, apply=apply), adam_w_mode, shared=shared)
+
+
 # The kernel that takes every leaf, and no other: a mistake is compiled sooner without them.
 ONE_KERNEL = (
     ("adam.cu", "constexpr Kernel kKernels[] = {", "constexpr Kernel kKernels[] = {\n#if 0"),
@@ -179,12 +224,28 @@ MISTAKES = {
     "one rounding less": ((ADAM, STEP, "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
     "the number of a leaf within its launch": (("adam.cu", "table.number[slot]", "slot"), None),
 }  # fmt: skip
+STRIDE = "(row + i) * leaf.values_stride"
+SIDE_BY_SIDE_MISTAKES = {
+    "rows as long as those of the leaf": ("adam.cu", STRIDE, "(row + i) * leaf.cols"),
+    "rows one after the other": ("adam.cu", STRIDE, "row * leaf.values_stride + i * leaf.cols"),
+    "the amax of the last leaf only": ("adam.cu", "merge_amax<kTileThreads>(amax, leaf.amax)", "*leaf.amax = amax"),
+    "an amax that is never zero": ("adam.cu", "*table.amax[slot] = 0.0f", ""),
+    "values where a leaf of its own has them": (ADAM, "leaf.values_stride == 0", "true"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", planted(MISTAKES))
 def test_a_mistake_is_noticed(mistake):
     change, sentence = MISTAKES[mistake]
     modes = [*adam_check.SIX_MODES, adam_check.SIX_MODES[1]]
     leaves, inputs = draw_leaves(modes, iter([(33,), (144, 80), (16, 16), (48, 48), (32, 32), (4, 4), (48, 272)]))
     with pytest.raises(EmulationError if sentence else AssertionError, match=sentence):
         check(leaves, inputs, numbers_of_step(0), changes=(change, *ONE_KERNEL))
+
+
+@pytest.mark.parametrize("mistake", SIDE_BY_SIDE_MISTAKES)
+def test_a_mistake_side_by_side_is_noticed(mistake):
+    leaves, inputs, shared = draw_side_by_side(adam_check.SHARED_SHAPES[:2])
+    changes = (SIDE_BY_SIDE_MISTAKES[mistake], *ONE_KERNEL)
+    with pytest.raises((EmulationError, AssertionError)):
+        check(leaves, inputs, numbers_of_step(0), changes=changes, shared=shared)

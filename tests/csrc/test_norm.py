@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from emulation import ONLY_BFLOAT16, EmulationError, InPlace, Input, Result, compile_for_cpu
+from emulation import ONLY_BFLOAT16, EmulationError, InPlace, Input, Result, compile_for_cpu, planted
 from reference import assert_close, assert_same_bits
 
 ENTRY = """
@@ -304,7 +304,7 @@ MISTAKES = {
 
 
 # 48 rows in clusters of 4, one block with more columns than the others; in blocks of rows, a part of a slice.
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", planted(MISTAKES))
 def test_a_mistake_is_noticed(mistake):
     shape, others = ((48, 1040), ()) if MISTAKES[mistake][0] == CLUSTER else ((32, 1104), NO_CLUSTERS)
     x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
@@ -322,7 +322,7 @@ BACKWARD_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", BACKWARD_MISTAKES)
+@pytest.mark.parametrize("mistake", planted(BACKWARD_MISTAKES))
 def test_a_mistake_of_the_backward_is_noticed(mistake):
     x, dy = (array(seed, 43, 520, dtype=ml_dtypes.bfloat16, mean=0.5) for seed in (1, 2))
     with pytest.raises((EmulationError, AssertionError)):

@@ -52,6 +52,7 @@ __all__ = [
     "Input",
     "Result",
     "compile_for_cpu",
+    "planted",
 ]
 
 # Threads and blocks first to last, last to first, and as a seed has it; each with the byte that memory starts as.
@@ -59,6 +60,17 @@ ORDERS = {"forward": (0, 0xA5), "backward": (1, 0x5A), "random": (7, 0xFF)}
 
 # Changes that leave kernels for bfloat16 only: a mistake is compiled sooner without the others.
 ONLY_BFLOAT16 = tuple(("device/by_dtype.cuh", f"launch({other}{{}});", ";") for other in ("float", "Float16"))
+
+
+def planted(mistakes: dict[str, tuple]) -> list:
+    """The names of mistakes to parametrise over: the first in each file is for every run, the others are marked `slow`.
+
+    Args:
+      mistakes: by name what `compile_for_cpu` is to change, alone or followed by what the test must then say.
+    """
+    files = {name: mistake[0] if isinstance(mistake[0], str) else mistake[0][0] for name, mistake in mistakes.items()}
+    first = {file: name for name, file in reversed(files.items())}
+    return [pytest.param(name, marks=[] if first[file] == name else pytest.mark.slow) for name, file in files.items()]
 
 
 @functools.cache

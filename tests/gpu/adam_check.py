@@ -26,7 +26,9 @@ from gpu.kernel_check import E4M3, E5M2
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.kernels.adam import TARGET, Coefficients, Leaf, adam
+from jax_fp8.kernels.adam import TARGET, adam
+from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
+from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 
@@ -77,6 +79,16 @@ SIX_MODES = (
     Mode(F32, (E5M2, E5M2), (None, F16, E5M2)),
 )
 
+# Leaves side by side in one cast: their rows, and the columns of each.
+SHARED_SHAPES = ((144, (96, 32, 16)), (16, (128, 144)), (272, (16, 16, 16)), (128, (128, 256)))
+LARGE_SHARED_SHAPES = ((4096, (4096, 1024, 1024)), (1024, (2816, 2816)))
+SHARED_MODES = (
+    Mode(F32, (F32, F32), (F32, None, None)),
+    Mode(BF16, (F32, F32), (BF16, U16, None)),
+    Mode(BF16, (E4M3, E4M3), (BF16, F32, None)),
+    Mode(F16, (F16, BF16), (F16, F16, None), decays=False),
+)
+
 # Ordinary in the sense that every intermediate result is a normal number, infinite or NaN; the ties are those of
 # bfloat16, float16 and FP8.
 ORDINARY = (0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e-4, 3e38, -3.4e38, 65504.0, 65520.0, 447.9, -464.0)
@@ -109,6 +121,14 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     values = reference.quantize(weight, leaf.cast.rowwise.dtype.type, leaf.scale)[0]
     transposed = None if leaf.cast.columnwise is None else values.reshape(leaf.gradient.shape).T
     return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, reference.amax(weight)))
+
+
+def oracle_pair(leaves: list[Leaf], cast: SharedCast) -> Fp8Pair:
+    """The shared cast of updated leaves."""
+    rows = cast.pair.rowwise.shape[0]
+    weight = np.concatenate([wide(leaves[number].param).reshape(rows, -1) for number in cast.leaves], axis=1)
+    values = reference.quantize(weight, cast.pair.rowwise.dtype.type, cast.scale)[0]
+    return Fp8Pair.of(values, values.T, cast.scale, reference.amax(weight))
 
 
 def wide(array) -> np.ndarray:
@@ -218,6 +238,18 @@ class Draw:
             decays=mode.decays,
         )
 
+    def side_by_side(self, shapes, modes) -> tuple[list[Leaf], list[SharedCast]]:
+        """Leaves of several shared casts, those of one cast from right to left and with a leaf of nobody after each; modes in turn."""
+        leaves, shared, modes = [], [], itertools.cycle(modes)
+        for number, (rows, widths) in enumerate(shapes):
+            start = len(leaves)
+            for width in reversed(widths):
+                leaves += [self.leaf((rows, width), next(modes)), self.leaf((width,), SIX_MODES[0])]
+            shape, dtype = (rows, sum(widths)), FP8[number % 2]
+            pair = Fp8Pair.of(np.zeros(shape, dtype), np.zeros(shape[::-1], dtype), self.scale(), np.float32(99))
+            shared.append(SharedCast(pair, self.scale(), tuple(range(start, len(leaves), 2))[::-1]))
+        return leaves, shared
+
     def scale(self) -> np.float32:
         """Some FP8 moments saturate with it, most do not."""
         return np.float32(self.random.uniform(4e-3, 8e-3))
@@ -260,11 +292,19 @@ def numbers_of_step(step: int, **changes) -> Coefficients:
 
 
 def update(leaves, inputs, coefficients, seed, adam_w_mode):
-    return list(map(bare, adam(list(map(assembled, leaves, inputs)), coefficients, seed, adam_w_mode)))
+    return list(map(bare, adam(list(map(assembled, leaves, inputs)), coefficients, seed, adam_w_mode)[0]))
+
+
+def update_shared(leaves, pairs, shared, inputs, *args):
+    """The updated leaves, then the pairs of the shared casts, which are overwritten."""
+    shared = [replace(cast, pair=pair) for cast, pair in zip(shared, pairs, strict=True)]
+    updated, pairs = adam(list(map(assembled, leaves, inputs)), *args, shared)
+    return [*map(bare, updated), *pairs]
 
 
 in_place = jax.jit(update, static_argnums=4, donate_argnums=0)
 apart = jax.jit(update, static_argnums=4)
+shared_in_place = jax.jit(update_shared, static_argnums=6, donate_argnums=(0, 1))
 
 
 def on_the_cpu(leaves, *args):
@@ -279,6 +319,11 @@ def by_oracle(leaves, inputs, coefficients, seed, adam_w_mode):
             bare(oracle(assembled(leaf, row), coefficients, int(seed), number, adam_w_mode))
             for number, (leaf, row) in enumerate(zip(leaves, inputs, strict=True))
         ]
+
+
+def shared_by_oracle(leaves, shared, inputs, coefficients, *args):
+    updated = by_oracle(leaves, inputs, coefficients, *args)
+    return [*updated, *(oracle_pair(updated, cast) if coefficients.apply else cast.pair for cast in shared)]
 
 
 def poison(pattern: int):
@@ -358,6 +403,26 @@ def check_many_leaves(report: Report):
     leaves = [draw.leaf(SMALL_SHAPES[number % 8], mode) for number, mode in enumerate(modes)]
     gradients = [mode.gradient for mode in modes]
     check_steps(report, "many leaves", draw, leaves, gradients, True, steps=2)
+
+
+def check_shared_casts(report: Report):
+    """Leaves side by side in one cast, several steps in a row, the third one skipped. A wrong order of leaves is noticed."""
+    draw = Draw(10)
+    for adam_w_mode in (True, False):
+        leaves, shared = draw.side_by_side(SHARED_SHAPES + (LARGE_SHARED_SHAPES if on_gpu() else ()), SHARED_MODES)
+        kept, pairs = leaves, [cast.pair for cast in shared]
+        for step in range(4):
+            shared = [replace(cast, pair=pair, scale=draw.scale()) for cast, pair in zip(shared, pairs, strict=True)]
+            inputs = [draw.inputs(leaf, F32 if leaf.param.dtype == F32 else BF16) for leaf in leaves]
+            args = inputs, numbers_of_step(step, apply=step != 2), np.uint32(step + 5), adam_w_mode
+            wanted = shared_by_oracle(kept, shared, *args)
+            poison(0xA5 if step % 2 else 0x5A)
+            got = jax.device_get(shared_in_place(kept, pairs, [replace(cast, pair=None) for cast in shared], *args))
+            compare(report, "shared casts", got, wanted, f"step {step}, {'AdamW' if adam_w_mode else 'L2'}")
+            kept, pairs = got[: len(leaves)], got[len(leaves) :]
+        swapped = oracle_pair(kept, replace(shared[2], leaves=shared[2].leaves[::-1]))
+        noticed = not np.array_equal(as_bytes(swapped.rowwise.values), as_bytes(pairs[2].rowwise.values))
+        report.expect("controls: a wrong number is noticed", noticed, "the order of leaves does not change their cast")
 
 
 def check_special_values(report: Report):
@@ -533,12 +598,16 @@ def check_refusals(report: Report):
     scalars = one_scale, one_scale  # of values: their scale and amax
     brain, weight, integer = x.astype(BF16), x.astype(E4M3), x.astype(jnp.int32)
 
-    def raw(layout, *arrays, shared=one, seed=None, aliased=True):
-        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *arrays]
-        results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[1:]]
-        aliases = {4 + number: number for number in range(len(arrays) - 1)} if aliased else None
+    def raw(layout, *arrays, shared=one, seed=None, aliased=True, place=(-1, 0), casts=()):
+        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *casts, *arrays]
+        shared_casts = len(casts) // 4
+        updated = [*range(3, 3 + len(casts)), *range(4 + len(casts), len(operands))]
+        results = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in updated]
+        aliases = {operand: result for result, operand in enumerate(updated)} if aliased else None
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-        return lambda: call(*operands, layout=np.array(layout, np.int32), adam_w_mode=True)
+        attributes = {"layout": layout, "shared_cast": [place[0]], "first_column": [place[1]]}
+        attributes = {name: np.array(numbers, np.int32) for name, numbers in attributes.items()}
+        return lambda: call(*operands, **attributes, shared_casts=np.int32(shared_casts), adam_w_mode=True)
 
     cases = [
         (raw([1], x, x, x), "the arrays of its layout"),
@@ -572,6 +641,23 @@ def check_refusals(report: Report):
         ),
         (raw([13], *[x[:, :40]] * 4, weight[:, :40], weight[:, :40].T, *scalars), "divisible by 16"),
     ]
+    pair = weight, weight.T, *scalars
+    half, odd, short = [x[:, :32]] * 4, [x[:, :40]] * 4, [x[:16, :32]] * 4
+    cases += [
+        (raw([1], *half, place=(0, 0)), "g of leaf 0 must have a place in a shared cast of the call"),
+        (raw([1], *half, place=(1, 0), casts=pair), "g of leaf 0 must have a place in a shared cast of the call"),
+        (raw([1], *half, place=(0, 48), casts=pair), "g of leaf 0 must lie within its shared cast"),
+        (raw([1], *half, place=(0, 8), casts=pair), "g of leaf 0 must lie within its shared cast"),
+        (raw([1], *half, place=(0, -16), casts=pair), "g of leaf 0 must lie within its shared cast"),
+        (raw([1], *odd, place=(0, 0), casts=pair), "g of leaf 0 must be a matrix with the rows of its shared cast"),
+        (raw([1], *short, place=(0, 0), casts=pair), "g of leaf 0 must be a matrix with the rows of its shared cast"),
+        (
+            raw([5], *half, weight[:, :32], *scalars, place=(0, 0), casts=pair),
+            "values of leaf 0 must be absent where the leaf has a place in a shared cast",
+        ),
+        (raw([1], *half, casts=(weight, weight, *scalars)), "values_t of shared cast 0 must have rank 2"),
+        (raw([1], *half, casts=(x, x.T, *scalars)), "values of shared cast 0 must be float8_e4m3fn or float8_e5m2"),
+    ]
     for call, fragment in cases:
         try:
             jax.block_until_ready(jax.jit(call)())
@@ -585,6 +671,7 @@ def check_refusals(report: Report):
 
 
 CHECKS = [check_controls, check_what_is_written, check_shapes, check_modes, check_many_leaves, check_special_values]
+CHECKS += [check_shared_casts]
 CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_elements, check_graphs, check_refusals]
 
 

@@ -15,7 +15,7 @@ import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import map_gemms
-from jax_fp8.train.weight_cache import VERSION
+from jax_fp8.train.weight_cache import VERSION, cast_requests
 
 RECIPE = fp8.DelayedScaling(amax_history_len=3)
 BATCH = jax.random.normal(jax.random.key(2), (64, 32), jnp.bfloat16)
@@ -191,6 +191,37 @@ def test_stacked_layers():
         results.append(state)
     assert_same_trees(results[0].params, results[1].params)
     assert_same_trees(results[0].fp8, results[1].fp8)
+
+
+def without_queries(tx):
+    """An optimizer that sees keys and values only cannot write what the three share."""
+    labels = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "query" in str(path), params)  # noqa: E731
+    return optax.multi_transform({True: optax.set_to_zero(), False: tx}, labels)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, without_queries], ids=["written", "cast_after"])
+def test_kernels_side_by_side(wrap):
+    module = fp8.TransformerBlock(
+        num_heads=4, num_kv_heads=2, mlp_hidden_features=96, activation="swiglu", recipe=RECIPE
+    )
+    x, tx = jax.random.normal(jax.random.key(0), (2, 16, 64), jnp.bfloat16), wrap(fp8.fused_adamw(1e-3))
+    step = fp8.make_train_step(loss_of(module), tx, RECIPE, warm_start=False)
+    variables = dict(module.init(jax.random.key(1), x))
+    cache = fp8.cast_weights(variables, RECIPE)
+    groups = {kernels for kernels in cast_requests(cache, variables["params"], variables["fp8"]) if len(kernels) == 3}
+    assert (
+        ("attention", "query", "kernel"),
+        ("attention", "key", "kernel"),
+        ("attention", "value", "kernel"),
+    ) in groups
+    results = []
+    for collections in ({**variables, "fp8_cache": cache}, variables):
+        state = fp8.TrainState.create(variables=jax.tree.map(jnp.array, collections), tx=tx)
+        for _ in range(3):
+            state, _ = step(state, x)
+        results.append(state)
+    assert_same_trees(*((state.params, state.fp8, state.opt_state) for state in results))
+    assert_same_trees(results[0].cache, fp8.cast_weights(results[0].variables, RECIPE))
 
 
 def test_scale_and_amax_are_the_weights():

@@ -7,8 +7,9 @@
 # make install  what all these need; they install it themselves where it is missing
 # make clean    remove environments and built files; runs/ stays
 #
-# With --jobs 2, what one environment needs is downloaded while the kernels are compiled for the other; they are compiled once.
-# PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes to examples/train_gpt.py.
+# With --jobs 2, what one environment needs is downloaded while the kernels are compiled for the other; they are
+# compiled once. PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes
+# to examples/train_gpt.py.
 
 .PHONY: train check test test-all versions lint install clean
 
@@ -34,8 +35,8 @@ FAST := tests/test_layout.py tests/core tests/ops tests/nn
 comma := ,
 CUDA := $(if $(GPU),$(comma)cuda)
 TARGET := $(if $(GPU),CUDA,for the CPU)
-# Without a GPU nothing runs the kernels: they are compiled for the one architecture that tests compile programs for, and hardly optimized,
-# which takes half the time.
+# Without a GPU nothing runs the kernels: they are compiled for the one architecture that tests compile programs for,
+# and hardly optimized, which takes half the time.
 NEVER_RUN := $(if $(GPU),,--config-settings=cmake.define.JAX_FP8_CUDA_ARCHITECTURES=90a-real \
     --config-settings=cmake.define.CMAKE_CUDA_FLAGS="-Xptxas -O1")
 # One test process for every core that this one may use.
@@ -85,9 +86,10 @@ define run_tests
 
 endef
 
-# One environment: $(1) its folder, $(2) the interpreter, $(3) its version, $(4) empty for the first. What it holds is installed again
-# when the C++ code or pyproject.toml changes; Python sources are used in place. What is there for tests is enough for training.
-# The first compiles the kernels before it downloads what tests need, the others download before they link the first one's kernels.
+# One environment: $(1) its folder, $(2) the interpreter, $(3) its version, $(4) empty for the first. What it holds is
+# installed again when the C++ code or pyproject.toml changes; Python sources are used in place. What is there for tests
+# is enough for training. The first compiles the kernels before it downloads what tests need, the others download before
+# they link the first one's kernels.
 define environment
 $(1)/.made:
 	$$(if $(2),,$$(error $(NO_PYTHON)))

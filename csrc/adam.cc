@@ -75,8 +75,8 @@ struct Place {
   int32_t first_column;
 };
 
-// Walks the operands and results in order. The first broken rule stops it. A message costs more than a check, and a call makes
-// thousands of checks, so the sentence is composed only for a rule that does not hold.
+// Walks the operands and results in order. The first broken rule stops it. A message costs more than a check, and a
+// call makes thousands of checks, so the sentence is composed only for a rule that does not hold.
 class LeafReader {
  public:
   LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
@@ -133,7 +133,8 @@ class LeafReader {
   // The cast of the next operands; all of them stand before the leaves.
   void read_shared_cast() {
     owner_ = "shared cast", ++number_;
-    if (const auto next = operands_.get<ffi::AnyBuffer>(next_operand_); next.has_value()) dimensions_ = next->dimensions();
+    const auto next = operands_.get<ffi::AnyBuffer>(next_operand_);
+    if (next.has_value()) dimensions_ = next->dimensions();
     const Part values = updated("values"), values_t = updated("values_t", Shape::kTransposed);
     float* const scale = scalar("scale");
     float* const amax = scalar("amax");
@@ -177,11 +178,13 @@ class LeafReader {
     if (!part.buffer || !result.has_value()) return part;
     const auto arrived = part.buffer->dimensions();
     if (shape == Shape::kSame) {
-      require(std::equal(arrived.begin(), arrived.end(), dimensions_.begin(), dimensions_.end()), part, "have the shape of g");
+      require(std::equal(arrived.begin(), arrived.end(), dimensions_.begin(), dimensions_.end()), part,
+              "have the shape of g");
     } else if (shape == Shape::kScalar) {
       require(arrived.size() == 0 && part.storage == Storage::kFloat32, part, "be a float32 scalar");
     } else {
-      require(arrived.size() == 2 && dimensions_.size() == 2 && arrived[0] == dimensions_[1] && arrived[1] == dimensions_[0],
+      require(arrived.size() == 2 && dimensions_.size() == 2 && arrived[0] == dimensions_[1] &&
+                  arrived[1] == dimensions_[0],
               part, "have rank 2 and the transposed shape of g");
     }
     const ffi::AnyBuffer kept = **result;
@@ -202,12 +205,14 @@ class LeafReader {
     require(is_fp8(moment.storage) == (scale != nullptr), moment, "come with a scale if it is FP8, and only then");
   }
 
-  // A float32 param is its own master; bfloat16 and float16 have one beside them; an FP8 param is its values, with a master.
+  // A float32 param is its own master; bfloat16 and float16 have one beside them; an FP8 param is its values,
+  // with a master.
   void check_weight(const Part& param, const Part& master, const Part& values) {
     require(is_float(param.storage), param, "be float32, bfloat16 or float16");
     require(param.storage == Storage::kFloat32 || master.buffer, param, "be float32 when it has no master");
     require(param.storage != Storage::kFloat32 || !master.buffer, param, "be bfloat16 or float16 when it has a master");
-    require(master.storage == Storage::kFloat32 || master.storage == Storage::kFloat16 || master.storage == Storage::kRemainder,
+    require(master.storage == Storage::kFloat32 || master.storage == Storage::kFloat16 ||
+                master.storage == Storage::kRemainder,
             master, "be float32, float16 or, as a remainder, uint16");
     require(master.storage != Storage::kRemainder || param.storage == Storage::kBFloat16, master,
             "be float32 or float16 when there is no bfloat16 param");
@@ -258,7 +263,8 @@ class LeafReader {
   size_t next_operand_ = 0, next_result_ = 0;
 };
 
-// The lists must have the lengths that `layout` and the number of shared casts say, before anything in them has a meaning.
+// The lists must have the lengths that `layout` and the number of shared casts say,
+// before anything in them has a meaning.
 ffi::Error check_lengths(ffi::Span<const int32_t> layout, int32_t shared_casts, ffi::RemainingArgs operands,
                          ffi::RemainingRets results) {
   size_t operand_count = kSharedCastArrays * shared_casts, result_count = operand_count;
@@ -268,7 +274,8 @@ ffi::Error check_lengths(ffi::Span<const int32_t> layout, int32_t shared_casts, 
     return std::to_string(kSharedOperands + operands) + " operands and " + std::to_string(results) + " results";
   };
   return ffi::Error::InvalidArgument(std::string(kOperation) + ": the call must have the arrays of its layout, " +
-                                     text(operand_count, result_count) + ", got " + text(operands.size(), results.size()));
+                                     text(operand_count, result_count) + ", got " +
+                                     text(operands.size(), results.size()));
 }
 
 ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scales, ffi::AnyBuffer seed,
@@ -277,7 +284,8 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
                 bool adam_w_mode) {
   if (ffi::Error wrong = check_lengths(layout, shared_casts, operands, results); wrong.failure()) return wrong;
   if (shared_cast.size() != layout.size() || first_column.size() != layout.size()) {
-    return ffi::Error::InvalidArgument(std::string(kOperation) + ": shared_cast and first_column must have a number per leaf");
+    return ffi::Error::InvalidArgument(std::string(kOperation) +
+                                       ": shared_cast and first_column must have a number per leaf");
   }
   const auto leaf_count = static_cast<int64_t>(layout.size());
   Checks checks(kOperation);
@@ -295,7 +303,9 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
   for (int32_t i = 0; i < shared_casts; ++i) reader.read_shared_cast();
   if (!reader.passed()) return reader.error();
   reader.start_leaves();
-  for (size_t i = 0; i < layout.size(); ++i) entries.push_back(reader.read(layout[i], {shared_cast[i], first_column[i]}));
+  for (size_t i = 0; i < layout.size(); ++i) {
+    entries.push_back(reader.read(layout[i], {shared_cast[i], first_column[i]}));
+  }
   if (!reader.passed()) return reader.error();
   const AdamArguments arguments{
       .scalars = scalars.typed_data<float>(),
@@ -314,8 +324,8 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Arg<ffi::AnyBuffer>()  // scalars
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // seed
-                           .RemainingArgs()        // of each shared cast; for each leaf: g, mu, nu and what its layout has
-                           .RemainingRets()        // of each shared cast; for each leaf: the same without g
+                           .RemainingArgs()  // of each shared cast; for each leaf: g, mu, nu and what its layout has
+                           .RemainingRets()  // of each shared cast; for each leaf: the same without g
                            .Attr<ffi::Span<const int32_t>>("layout")
                            .Attr<int32_t>("shared_casts")                   // how many
                            .Attr<ffi::Span<const int32_t>>("shared_cast")   // of each leaf, -1 for none

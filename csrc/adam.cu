@@ -12,7 +12,7 @@ constexpr int kVectors = kRounds * kPatchRows;  // of four neighbours, per threa
 constexpr int kChunk = kTileThreads * kTileWidth * kVectors;
 static_assert(kTileRows * kTileCols == kChunk, "a chunk is a tile, or as many elements in a row");
 
-// ---- the table: which leaves a launch updates, in its parameters ---------------------------------------------------------
+// ---- the table: which leaves a launch updates, in its parameters ----------------------------------------------------
 
 constexpr int kParameterBytes = 32764;  // of a kernel
 constexpr int kTableLeaves = 336;
@@ -38,9 +38,10 @@ __device__ inline int slot_of(const AdamTable& table, uint32_t block) {
   return low;
 }
 
-// ---- the kernel ----------------------------------------------------------------------------------------------------------
+// ---- the kernel -----------------------------------------------------------------------------------------------------
 
-// Which elements a thread updates: vector v starts at first + v / 4 * round_stride + v % 4 * stride, if it ends before `end`.
+// Which elements a thread updates: vector v starts at first + v / 4 * round_stride + v % 4 * stride,
+// if it ends before `end`.
 struct Walk {
   int64_t first, round_stride, stride, end;
 };
@@ -63,12 +64,14 @@ __device__ inline void store_patch(const AdamLeaf& leaf, int64_t tile_row, int64
   const int64_t col = tile_col + threadIdx.x % kGroups * kTileWidth;
   if (row >= leaf.rows || col >= leaf.cols) return;
 #pragma unroll
-  for (int i = 0; i < kPatchRows; ++i) store_words(leaf.values, (row + i) * leaf.values_stride + col, kTileWidth, rows + i);
+  for (int i = 0; i < kPatchRows; ++i) {
+    store_words(leaf.values, (row + i) * leaf.values_stride + col, kTileWidth, rows + i);
+  }
 }
 
-// How the leaves of a kernel are kept. What is known to the compiler costs no instruction; a kernel that takes every leaf decides at
-// run time, the same way for a whole block, in code that is several times as long. kInFlight vectors are loaded by a thread before it
-// needs the first; kBlocks are resident on a multiprocessor.
+// How the leaves of a kernel are kept. What is known to the compiler costs no instruction; a kernel that takes every
+// leaf decides at run time, the same way for a whole block, in code that is several times as long. kInFlight vectors
+// are loaded by a thread before it needs the first; kBlocks are resident on a multiprocessor.
 template <Storage kG, Storage kMoments, Storage kParam, Storage kMaster>
 struct Known {
   static bool takes(const AdamLeaf& leaf) {
@@ -79,8 +82,8 @@ struct Known {
     leaf.g_storage = kG, leaf.mu_storage = leaf.nu_storage = kMoments;
     leaf.param_storage = kParam, leaf.master_storage = kMaster;
   }
-  // FP8 moments are mostly arithmetic, and want more warps. The others want long runs of loads between runs of stores, for memory
-  // that turns around less often: measured, 9.3 instead of 9.5 ms for 1.3 billion params.
+  // FP8 moments are mostly arithmetic, and want more warps. The others want long runs of loads between runs of stores,
+  // for memory that turns around less often: measured, 9.3 instead of 9.5 ms for 1.3 billion params.
   static constexpr int kInFlight = is_fp8(kMoments) ? 2 : 4;
   static constexpr int kBlocks = is_fp8(kMoments) ? 4 : 2;
 };
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
   if (leaf.amax != nullptr) merge_amax<kTileThreads>(amax, leaf.amax);
 }
 
-// ---- before the kernel: scales as they will be, and amaxes at zero ---------------------------------------------------------
+// ---- before the kernel: scales as they will be, and amaxes at zero --------------------------------------------------
 
 constexpr int kScalarLeaves = 800;
 
@@ -174,7 +177,7 @@ __global__ void scalar_kernel(const __grid_constant__ ScalarTable table) {
   if (table.amax[slot] != nullptr) *table.amax[slot] = 0.0f;
 }
 
-// ---- launching -----------------------------------------------------------------------------------------------------------
+// ---- launching ------------------------------------------------------------------------------------------------------
 
 struct Kernel {
   bool (*takes)(const AdamLeaf&);
@@ -218,7 +221,8 @@ int64_t blocks_of(const AdamLeaf& leaf) {
 // Collects leaves, and launches them when the table is full.
 class Launcher {
  public:
-  Launcher(const AdamArguments& arguments, const Kernel& kernel, cudaStream_t stream) : kernel_(kernel), stream_(stream) {
+  Launcher(const AdamArguments& arguments, const Kernel& kernel, cudaStream_t stream)
+      : kernel_(kernel), stream_(stream) {
     table_.leaf_count = 0;
     table_.adam_w_mode = arguments.adam_w_mode;
     table_.scalars = arguments.scalars;

@@ -1,9 +1,10 @@
-// One step of Adam over all leaves of a parameter tree, in place: moments, master, param, and its FP8 values in both orientations.
+// One step of Adam over all leaves of a parameter tree, in place: moments, master, param,
+// and its FP8 values in both orientations.
 //
 //     m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g²      p -= rate (m̂ / (sqrt(v̂) + eps) + weight_decay p)
 //
-// Memory is the limit: every array is read once and written once, and whatever is derived from the new param leaves in the same
-// pass. Every operation is float32, rounded by itself, so that the reference in JAX arrives at the same bits.
+// Memory is the limit: every array is read once and written once, and whatever is derived from the new param leaves in
+// the same pass. Every operation is float32, rounded by itself, so that the reference in JAX arrives at the same bits.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -48,7 +49,8 @@ struct AdamLeaf {
   void* nu;  // in FP8: the square root of nu
   void* param;
   void* master;
-  uint8_t* values;        // [rows, cols]; in a cast that leaves side by side share: its columns among those of the others
+  uint8_t* values;        // [rows, cols]; in a cast that leaves side by side share:
+                          // its columns among those of the others
   uint8_t* values_t;      // [cols, rows]
   float* amax;            // of what is cast: the rounded param, or the master where there is none; null without values
   int64_t cols;           // all elements without values_t: then the shape does not matter,

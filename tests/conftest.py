@@ -43,10 +43,12 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_kept_programs())
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(not _SOME_GPU)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Eight devices; and the fastest way through the compiler, since compiling is what these tests spend their time on: LLVM without its
-# optimizer and a module as a whole, and XLA's older emitters of fusions, which take a third of the newer ones' time.
+# Eight devices; and the fastest way through the compiler, since compiling is what these tests spend their time on: LLVM
+# without its optimizer and a module as a whole, and XLA's older emitters of fusions, which take a third of the newer
+# ones' time.
 _FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the process that started it
@@ -99,7 +101,8 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture
 def traced_anew():
-    """Nothing that was traced before the test is taken for what it traces, nor the other way round: what it replaces counts."""
+    """Nothing that was traced before the test is taken for what it traces, nor the other way round:
+    what it replaces counts."""
     with _TRACED(next(_NUMBERS)):
         yield
 

@@ -38,10 +38,12 @@ _FIELDS_SINCE_0_11 = (
     "max_blocks_per_multiprocessor",
 )
 
-# What is chosen by timing needs a device. Without Triton every GEMM that XLA makes is cuBLAS; fusions take the emitter they would have without a tuner.
+# What is chosen by timing needs a device. Without Triton every GEMM that XLA makes is cuBLAS;
+# fusions take the emitter they would have without a tuner.
 UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fusion_autotuner": False}
 
-# The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not, and what it slices out of a stack.
+# The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not,
+# and what it slices out of a stack.
 COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
 
 _GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_(gemm|weight_gradient)$")

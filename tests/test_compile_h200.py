@@ -102,7 +102,8 @@ def big_copies(program: h200.Program) -> list[str]:
 
 
 def scales_made_apart(program: h200.Program) -> list[str]:
-    """Kernels and copies of a layer that make one float32 of a few: a scale sliced out of three, or computed from an amax."""
+    """Kernels and copies of a layer that make one float32 of a few: a scale sliced out of three,
+    or computed from an amax."""
     return [
         str(made)
         for made in program.instructions
@@ -158,7 +159,8 @@ def promised(recipe_name: str, state_bytes: int) -> dict:
 
 
 def check_casts_of_weights(report: CaptureReport, cached: bool):
-    """Each once; and where they are cached none, unless it is not the cache of these params: one conditional, for which nothing is copied."""
+    """Each once; and where they are cached none, unless it is not the cache of these params: one conditional,
+    for which nothing is copied."""
     assert (report.cuts, report.unknown_trips, report.weight_copies) == ({}, 0, ())
     if cached:
         [(keep, cast)] = report.conditionals

@@ -1,4 +1,5 @@
-// Adam for a few neighbours of one leaf: load words, convert, update, round, store. What the elements are is adam.cu's business.
+// Adam for a few neighbours of one leaf: load words, convert, update, round, store.
+// What the elements are is adam.cu's business.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace jax_fp8 {
 
-// ---- the arithmetic ------------------------------------------------------------------------------------------------------
+// ---- the arithmetic -------------------------------------------------------------------------------------------------
 
 // What all elements of a leaf share.
 struct Step {
@@ -36,13 +37,16 @@ __device__ inline Step step_of(const float* scalars, const float* scales, const 
   return step;
 }
 
-// IEEE's square root and quotient cost a branch an element each, to code for rare operands, and at each the elements wait for one
-// another. Here all neighbours take the common way together, the compiler's own from the hardware's approximation to the rounded
-// result; if an operand of one of them is uncommon, all take the compiler's. Common are zero, for a param without gradients, and
-// numbers between which neither a result nor the rest that corrects it leaves the normal numbers.
+// IEEE's square root and quotient cost a branch an element each, to code for rare operands, and at each the elements
+// wait for one another. Here all neighbours take the common way together, the compiler's own from the hardware's
+// approximation to the rounded result; if an operand of one of them is uncommon, all take the compiler's. Common are
+// zero, for a param without gradients, and numbers between which neither a result nor the rest that corrects it leaves
+// the normal numbers.
 __device__ inline bool is_common_square(float x) { return (x == 0.0f) | ((x >= 0x1p-100f) & (x <= 0x1p38f)); }
 
-__device__ inline bool is_common_dividend(float x) { return (x == 0.0f) | ((fabsf(x) >= 0x1p-100f) & (fabsf(x) <= 0x1p60f)); }
+__device__ inline bool is_common_dividend(float x) {
+  return (x == 0.0f) | ((fabsf(x) >= 0x1p-100f) & (fabsf(x) <= 0x1p60f));
+}
 
 __device__ inline bool is_common_divisor(float x) { return (x >= 0x1p-60f) & (x <= 0x1p19f); }
 
@@ -117,8 +121,8 @@ __device__ inline void update(const Step& step, bool decays, float (&g)[kCount],
   }
 }
 
-// A float32 halfway between two bfloat16 that rounds up is the one case in which the 16 bits below the bfloat16 do not tell which
-// of the two it is beside. One unit in the last place further it is; the bfloat16 is the same.
+// A float32 halfway between two bfloat16 that rounds up is the one case in which the 16 bits below the bfloat16 do not
+// tell which of the two it is beside. One unit in the last place further it is; the bfloat16 is the same.
 __device__ inline float off_the_tie(float p) {
   const uint32_t bits = __float_as_uint(p);
   return __uint_as_float((bits & 0x1FFFFu) == 0x18000u ? bits + 1 : bits);
@@ -129,9 +133,10 @@ __device__ inline float join_remainder(uint32_t param, uint32_t low) {
   return __uint_as_float((param << 16) + low - (low > 0x8000u ? 0x10000u : 0u));
 }
 
-__device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }  // and what is above its 16 bits
+// And what is above its 16 bits.
+__device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }
 
-// ---- the moments as they are kept -----------------------------------------------------------------------------------------
+// ---- the moments as they are kept -----------------------------------------------------------------------------------
 
 template <Fp8Type kFormat, int kCount>
 __device__ inline uint32_t quantize_root(const Step& step, uint32_t index, const float (&v)[kCount]) {
@@ -158,7 +163,8 @@ __device__ inline void pack_mu(const Step& step, Storage storage, const float (&
 
 // What is positive stays positive in 16 bits too: at least the smallest of their numbers.
 template <int kCount>
-__device__ inline void pack_nu(const Step& step, Storage storage, uint32_t index, const float (&v)[kCount], uint32_t* words) {
+__device__ inline void pack_nu(const Step& step, Storage storage, uint32_t index, const float (&v)[kCount],
+                               uint32_t* words) {
   if (storage == Storage::kE4M3) {
     words[0] = quantize_root<Fp8Type::kE4M3>(step, index, v);
   } else if (storage == Storage::kE5M2) {
@@ -174,7 +180,7 @@ __device__ inline void pack_nu(const Step& step, Storage storage, uint32_t index
   }
 }
 
-// ---- one vector ----------------------------------------------------------------------------------------------------------
+// ---- one vector -----------------------------------------------------------------------------------------------------
 
 // kCount neighbours as loaded. `weight` is the master; beside a remainder, the param and from kLow on the remainder.
 template <int kCount>
@@ -211,7 +217,8 @@ __device__ inline void unpack_weight(Storage master, const uint32_t* words, floa
   }
 }
 
-// Stores the master and the param; p becomes the weight that the model sees: the param, or the master where that is all there is.
+// Stores the master and the param; p becomes the weight that the model sees: the param,
+// or the master where that is all there is.
 template <int kCount>
 __device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (&p)[kCount]) {
   uint32_t words[kCount];
@@ -243,7 +250,8 @@ __device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (
 
 // Updates kCount neighbours; returns their FP8 values. Into a shared cast they are stored by patches.
 template <int kCount>
-__device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words, float& amax) {
+__device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words,
+                                  float& amax) {
   float g[kCount], m[kCount], v[kCount], p[kCount];
   unpack_words(leaf.g_storage, words.g, g);
   unpack_words(leaf.mu_storage, words.mu, m);

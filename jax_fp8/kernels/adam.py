@@ -5,13 +5,14 @@
     u = (m correction1) / (sqrt(v correction2) + eps)      (AdamW mode: u = u + weight_decay p)
     p = p - rate u
 
-All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), `p` being the master, and every operation rounded by
-itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU compiler flushes them to zero.
+All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), `p` being the master, and every
+operation rounded by itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU
+compiler flushes them to zero.
 
-One launch serves all leaves, in place: XLA copies an array first only where it is still needed. A leaf with a `cast` is written in FP8 as
-well, with its transpose, its scale, and the maximum of its magnitudes, from which the next scale can be made; leaves side by side may share
-one such copy (kernels/shared_cast.py). Every scalar of a leaf has its own buffer, as a state wants it: cutting them out of one vector would
-take a small kernel each.
+One launch serves all leaves, in place: XLA copies an array first only where it is still needed. A leaf with a `cast` is
+written in FP8 as well, with its transpose, its scale, and the maximum of its magnitudes, from which the next scale can
+be made; leaves side by side may share one such copy (kernels/shared_cast.py). Every scalar of a leaf has its own
+buffer, as a state wants it: cutting them out of one vector would take a small kernel each.
 """
 
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ def adam(
       shared: casts of leaves side by side, to be written anew.
 
     Returns:
-      The leaves with new moments, params, masters and casts, and the pairs of the shared casts; as they were where `apply` is 0.
+      The leaves with new moments, params, masters and casts, and the pairs of the shared casts; as they were where
+      `apply` is 0.
     """
     if not leaves:
         return [], []
@@ -156,11 +158,12 @@ def _second_moment(nu):
 
 
 def _rounded(product):
-    """A product as float32 has it. Compilers fuse a product into the sum it enters and round once; a selection keeps them apart."""
+    """A product as float32 has it. Compilers fuse a product into the sum it enters and round once;
+    a selection keeps them apart."""
     return jnp.where(product == product, product, np.float32(np.nan))
 
 
-# ---- the custom call: the arrays of every shared cast, then those of every leaf -----------------------------------------
+# ---- the custom call: the arrays of every shared cast, then those of every leaf --------------------------------------
 
 
 def _scales(leaves: Sequence[Leaf], shared: Sequence[SharedCast]) -> jax.Array:

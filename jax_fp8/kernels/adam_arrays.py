@@ -1,7 +1,8 @@
-"""What the optimizer's kernel updates: leaves, each everything that belongs to one array of the tree, and their flat list of arrays.
+"""What the optimizer's kernel updates: leaves, each everything that belongs to one array of the tree, and their flat
+list of arrays.
 
-A leaf gives the kernel up to eleven arrays, always in the order of ARRAYS, and leaves out those that it does not have. Its Layout says which
-are there, so that the list can be read again. In Python they are a dict by name.
+A leaf gives the kernel up to eleven arrays, always in the order of ARRAYS, and leaves out those that it does not have.
+Its Layout says which are there, so that the list can be read again. In Python they are a dict by name.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Coefficients:
-    """The numbers of one step, float32 scalars in the kernel's order; `apply` is 1, or 0 for a step that changes nothing."""
+    """The numbers of one step, float32 scalars in the kernel's order; `apply` is 1,
+    or 0 for a step that changes nothing."""
 
     rate: jax.Array
     b1: jax.Array
@@ -36,7 +38,8 @@ class Coefficients:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the tree and everything that belongs to it; all of one shape, save the columnwise cast, which is a transposed matrix.
+    """One array of the tree and everything that belongs to it; all of one shape, save the columnwise cast, which is a
+    transposed matrix.
 
     Args:
       gradient: float32, bfloat16 or float16.
@@ -44,7 +47,8 @@ class Leaf:
       param: float32, bfloat16 or float16; None for a param in FP8, which is `values`.
       master: None for a float32 param, else float32 or float16, or uint16: the remainder of a bfloat16 param.
       cast: the weight in FP8 with one scale, to be written anew, or None; without `columnwise` in one orientation.
-      scale, mu_scale, nu_scale: float32 scalars to write the cast and FP8 moments with, which become the scales of these.
+      scale, mu_scale, nu_scale: float32 scalars to write the cast and FP8 moments with, which become the scales of
+        these.
       decays: whether weight decay applies; static.
     """
 

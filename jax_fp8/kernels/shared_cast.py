@@ -1,7 +1,9 @@
-"""One FP8 copy of several leaves of an optimizer: kernels (k, n_i) that one GEMM multiplies by, side by side as one matrix (k, n).
+"""One FP8 copy of several leaves of an optimizer: kernels (k, n_i) that one GEMM multiplies by, side by side as one
+matrix (k, n).
 
-Every leaf writes its own columns of the copy, rows of the transpose, with one scale for all, and raises one amax. On shards of the columns the
-leaves of a device are not beside each other in the whole: there the device writes a copy of its own, and the pieces are gathered.
+Every leaf writes its own columns of the copy, rows of the transpose, with one scale for all, and raises one amax. On
+shards of the columns the leaves of a device are not beside each other in the whole: there the device writes a copy of
+its own, and the pieces are gathered.
 """
 
 from collections.abc import Sequence
@@ -77,13 +79,15 @@ def check_shared_casts(shared: Sequence[SharedCast], leaves: Sequence[Any]) -> N
         whole = cast.pair.rowwise.shape
         if any(len(shape) != 2 or shape[0] % STEP or shape[1] % STEP for shape in shapes) or len(rows) > 1:
             raise ValueError(
-                f"kernels side by side must be matrices with as many rows, all sizes divisible by {STEP}, got shapes {shapes}; "
+                f"kernels side by side must be matrices with as many rows, all sizes divisible by {STEP}, "
+                f"got shapes {shapes}; "
                 "cast others after the step"
             )
         if whole != (*rows, sum(columns)) or cast.pair.columnwise is None:
             orientations = "one orientation" if cast.pair.columnwise is None else "both orientations"
             raise ValueError(
-                f"the shared cast of kernels of shapes {shapes} must have shape {(*rows, sum(columns))} and both orientations, got "
+                f"the shared cast of kernels of shapes {shapes} must have shape {(*rows, sum(columns))} "
+                "and both orientations, got "
                 f"{whole} in {orientations}; make it with quantize_transpose of these kernels, in this order"
             )
 
@@ -109,7 +113,8 @@ def column_dim(leaf: int) -> str:
 
 
 def shared_dims(count: int, side: str) -> list[str]:
-    """The dims of all arrays of shared casts, for a rule. The columns of operands and of results have two names: they come out whole."""
+    """The dims of all arrays of shared casts, for a rule. The columns of operands and of results have two names:
+    they come out whole."""
     dims = ((row_dim(cast), f"c{cast}{side}") for cast in range(count))
     return [text for rows, columns in dims for text in (f"{rows} {columns}", f"{columns} {rows}", "", "")]
 
@@ -119,7 +124,8 @@ def is_split(members: Members, split: Split) -> bool:
 
 
 def on_this_shard(cast: int, members: Members, old: Arrays, width: int, split: Split) -> tuple[Arrays, Arrays]:
-    """The copy as it was, with all columns; and what to write on: the same, or on shards of columns room for the columns that are here."""
+    """The copy as it was, with all columns; and what to write on: the same,
+    or on shards of columns room for the columns that are here."""
     values, values_t, scale, amax = old
     name = f"c{cast}in"
     whole = gathered(values, split, "", name), gathered(values_t, split, name, ""), scale, amax

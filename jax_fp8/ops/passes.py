@@ -4,16 +4,18 @@
     dgrad  dx[m, k] = dy[m, n] · kernel[k, n]ᵀ   dy  E5M2
     wgrad  dw[k, n] = xᵀ[k, m] · dyᵀ[n, m]ᵀ      as the params; sums of microbatches float32
 
-Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes x and wᵀ, and keeps
-xᵀ and w for the backward, in FP8.
+Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes
+x and wᵀ, and keeps xᵀ and w for the backward, in FP8.
 
-The kernel may be several, side by side: (k, n_i), each a parameter of its own, as queries, keys and values or gate and up are. They are
-cast into one pair (k, n), and every tensor that another GEMM reads as a whole is one array. What goes separate ways is made apart: the result by
-one fprop a kernel, where an op wants it in parts, and the gradients by one wgrad a kernel, written where they belong. Nothing large is
-cut from an array or put together in one; the gradients of the parts are cast side by side into one dy. Kernels so small that their gradients
-would leave most of a GPU idle share a wgrad, and its result is cut.
+The kernel may be several, side by side: (k, n_i), each a parameter of its own, as queries, keys and values or gate and
+up are. They are cast into one pair (k, n), and every tensor that another GEMM reads as a whole is one array. What goes
+separate ways is made apart: the result by one fprop a kernel, where an op wants it in parts, and the gradients by one
+wgrad a kernel, written where they belong. Nothing large is cut from an array or put together in one; the gradients of
+the parts are cast side by side into one dy. Kernels so small that their gradients would leave most of a GPU idle share
+a wgrad, and its result is cut.
 
-None of this differentiates: an op owns one `custom_vjp` around its passes, and a quantized value never crosses its boundary.
+None of this differentiates: an op owns one `custom_vjp` around its passes, and a quantized value never crosses its
+boundary.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +43,8 @@ from jax_fp8.kernels.quantize import (
 )
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
-# Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy, in tiles of 128 x 256.
+# Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy,
+# in tiles of 128 x 256.
 SMALLEST_WGRAD = 2**21
 CAST_SCOPE = "cast_weights"  # every cast of a weight, but for those that the optimizer makes on its way
 
@@ -111,7 +114,8 @@ class Like:
         return jax.tree.map(lambda leaf: cls(leaf.dtype, jax.typeof(leaf).sharding), tree)
 
     def place(self, gradient: jax.Array) -> jax.Array:
-        """On an Explicit mesh, a cotangent has the sharding of its primal in its type; elsewhere there is nothing to do."""
+        """On an Explicit mesh, a cotangent has the sharding of its primal in its type;
+        elsewhere there is nothing to do."""
         return gradient if self.sharding.mesh.empty else jax.reshard(gradient, self.sharding)
 
 
@@ -139,7 +143,8 @@ def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> tuple[Fp8Pair, Ca
 def quantize_gradient(
     dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm
 ) -> tuple[Fp8Pair, jax.Array | None]:
-    """An output gradient (m, n), or its parts, and the bias gradient f32[n] from the same pass, where there is a bias."""
+    """An output gradient (m, n), or its parts, and the bias gradient f32[n] from the same pass,
+    where there is a bias."""
     cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
     if parameters_like.bias is None:
         return quantize_transpose(dy, cast), None
@@ -155,8 +160,8 @@ def forward_gemm(
     residual: jax.Array | None = None,
     in_parts: bool = False,
 ) -> tuple[Any, jax.Array, GemmResidual]:
-    """fprop: y (m, n), with bias and residual (m, n) added, or `in_parts` a tuple of (m, n_i); amaxes f32[2] of input and
-    kernel; and what the backward needs.
+    """fprop: y (m, n), with bias and residual (m, n) added, or `in_parts` a tuple of (m, n_i); amaxes f32[2] of input
+    and kernel; and what the backward needs.
     """
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
     product = partial(
@@ -220,7 +225,8 @@ def backward_wgrad(
         dkernel = dkernel[0]
     if bias_like is None or dbias is None:
         return LinearParameters(dkernel, None)
-    # Behind a barrier: the compiler would otherwise make the cut part of the optimizer's kernel, wrapping the one into the other.
+    # Behind a barrier: the compiler would otherwise make the cut part of the optimizer's kernel,
+    # wrapping the one into the other.
     dbiases = lax.optimization_barrier(split_columns(dbias, widths)) if len(widths) > 1 else (dbias,)
     return LinearParameters(dkernel, _like(dbiases, bias_like))
 
@@ -284,6 +290,7 @@ def _written_as(like, product) -> jax.Array:
 def _check_rows(rows, gemm):
     if rows % 16:
         raise ValueError(
-            f"{gemm.layer}: the weight gradient contracts over batch * sequence, which must be a multiple of 16, got {rows}; "
+            f"{gemm.layer}: the weight gradient contracts over batch * sequence, "
+            f"which must be a multiple of 16, got {rows}; "
             "change the batch or sequence size, pad, or use recipe=None"
         )

@@ -1,8 +1,9 @@
 """Adam and AdamW with master weights, as an Optax transform.
 
-Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has a master in the
-optimizer state, and the param is the master rounded to nearest even after every step. Moments may be kept in 16 or 8 bits, and params in
-FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the whole tree when it works in place, as `make_train_step` has it.
+Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has
+a master in the optimizer state, and the param is the master rounded to nearest even after every step. Moments may be
+kept in 16 or 8 bits, and params in FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the
+whole tree when it works in place, as `make_train_step` has it.
 """
 
 import inspect
@@ -52,27 +53,31 @@ def fused_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with master weights.
 
-    Params are float32, bfloat16, float16 or `Fp8Array`, in any mixture; gradients are arrays of the same shapes. A param in FP8 is written with the
-    scale that the amax after the step before gave.
+    Params are float32, bfloat16, float16 or `Fp8Array`, in any mixture; gradients are arrays of the same shapes. A
+    param in FP8 is written with the scale that the amax after the step before gave.
 
     Args:
       learning_rate: a number, or a schedule of the step count.
       b1, b2, eps: as in `optax.adam`; `eps` is added outside the root, after bias correction.
       weight_decay: decoupled (AdamW) with `adam_w_mode`, else an L2 term added to the gradient.
       bias_correction: divide the moments by `1 - b**count`.
-      master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as float32 masters.
-      mu_dtype, nu_dtype: float32, bfloat16, float16, E4M3 or E5M2 storage of the moments; FP8 has one scale per array, found from the largest
-        gradient, and rounds second moments stochastically.
+      master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as
+        float32 masters.
+      mu_dtype, nu_dtype: float32, bfloat16, float16, E4M3 or E5M2 storage of the moments; FP8 has one scale per array,
+        found from the largest gradient, and rounds second moments stochastically.
       mask: a tree of bools like the params, or a function of the params that returns one: which leaves decay.
-      skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes nothing, `count` included.
-      max_grad_norm: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs no pass that writes them.
-      master: masters to start from, a tree like the params, instead of the params themselves; they must round to the params. A float32 param is its own
-        master and ignores it.
+      skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes
+        nothing, `count` included.
+      max_grad_norm: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs no pass
+        that writes them.
+      master: masters to start from, a tree like the params, instead of the params themselves; they must round to the
+        params. A float32 param is its own master and ignores it.
 
     Returns:
-      A transform whose `update(grads, state, params)` returns float32 deltas: `optax.apply_updates` lands on the rounded master. For a param in FP8
-      it returns the new `Fp8Array`, which `jax_fp8.apply_updates` puts in its place. Extra arguments of `update`: `grad_scale`, a scalar that
-      multiplies every gradient (one over the loss scale), and `in_place`, an `InPlace`.
+      A transform whose `update(grads, state, params)` returns float32 deltas: `optax.apply_updates` lands on the
+      rounded master. For a param in FP8 it returns the new `Fp8Array`, which `jax_fp8.apply_updates` puts in its place.
+      Extra arguments of `update`: `grad_scale`, a scalar that multiplies every gradient (one over the loss scale), and
+      `in_place`, an `InPlace`.
     """
     storage = Storage.of(master_dtype, mu_dtype, nu_dtype)
     no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
@@ -204,8 +209,8 @@ def _delta(param, leaf, update):
 
 
 def _landed(param, delta, leaf) -> Leaf:
-    """A remainder is worth nothing beside another param. No float32 delta leads from a bfloat16 param to one that is 2**16 times smaller: there the
-    param that adding the delta gives becomes the master.
+    """A remainder is worth nothing beside another param. No float32 delta leads from a bfloat16 param to one that is
+    2**16 times smaller: there the param that adding the delta gives becomes the master.
     """
     if leaf.master is None or leaf.master.dtype != REMAINDER:
         return leaf
@@ -235,7 +240,8 @@ def _clipped(scale, norm, max_norm):
 
 
 def _all_finite(gradients, norm):
-    """Where the norm is known, nothing is read again: it is finite unless a gradient is not, or squares too large for float32."""
+    """Where the norm is known, nothing is read again: it is finite unless a gradient is not,
+    or squares too large for float32."""
     if norm is not None:
         return jnp.isfinite(norm)
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients], jnp.bool_))
@@ -262,7 +268,8 @@ def _decay_mask(mask, params, tree) -> list:
         return tree.flatten_up_to(decays)
     except ValueError as error:
         raise ValueError(
-            f"mask must have the structure of params, got {jax.tree.structure(decays)} and {tree}; make it with jax.tree.map over params"
+            f"mask must have the structure of params, got {jax.tree.structure(decays)} and {tree}; "
+            "make it with jax.tree.map over params"
         ) from error
 
 
@@ -274,14 +281,16 @@ def _checked_tree(updates, params):
     tree = jax.tree.structure(params, is_leaf=is_fp8)
     if jax.tree.structure(updates) != tree:
         raise ValueError(
-            f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}; pass the gradients of these params, "
+            f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}; "
+            "pass the gradients of these params, "
             "one array for each (for an Fp8Array too)"
         )
     for gradient, param in zip(jax.tree.leaves(updates), tree.flatten_up_to(params), strict=True):
         found = f"{getattr(gradient, 'dtype', type(gradient).__name__)} of shape {jnp.shape(gradient)}"
         if jnp.shape(gradient) != param.shape or getattr(gradient, "dtype", None) not in GRADIENT_DTYPES:
             raise ValueError(
-                f"grads must be float32, bfloat16 or float16 arrays of the shapes of params, got {found} for a param of shape {param.shape}; "
+                "grads must be float32, bfloat16 or float16 arrays of the shapes of params, "
+                f"got {found} for a param of shape {param.shape}; "
                 "pass the gradients of these params"
             )
     return tree

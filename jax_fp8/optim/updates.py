@@ -1,8 +1,10 @@
-"""What an optimizer hands back: numbers to add to the params or, when it was asked to work in place, the new params themselves.
+"""What an optimizer hands back: numbers to add to the params or, when it was asked to work in place, the new params
+themselves.
 
-Optax adds updates to params, which costs a pass over both. `update(grads, state, params, in_place=InPlace())` passes through `optax.chain` and
-its like to `fused_adam`, which then returns a `NewParam` for every leaf. Nothing can be computed with a `NewParam`: a transform that would
-change the updates after `fused_adam` ends in an error instead of scaling the params.
+Optax adds updates to params, which costs a pass over both. `update(grads, state, params, in_place=InPlace())` passes
+through `optax.chain` and its like to `fused_adam`, which then returns a `NewParam` for every leaf. Nothing can be
+computed with a `NewParam`: a transform that would change the updates after `fused_adam` ends in an error instead of
+scaling the params.
 """
 
 from collections.abc import Mapping
@@ -21,8 +23,9 @@ from jax_fp8.kernels.quantize import quantize
 class InPlace:
     """The request for new params.
 
-    `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale f32[] to write them with. Kernels
-    that stand side by side in one copy go by the tuple of their names, from left to right.
+    `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale
+    f32[] to write them with. Kernels that stand side by side in one copy go by the tuple of their names, from left to
+    right.
     """
 
     casts: Mapping[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
@@ -43,7 +46,8 @@ class NewParam:
 
 def _refuse(*_):
     raise ValueError(
-        "fused_adam must be the last transform that touches the updates when it works in place, but another one computes with its result; "
+        "fused_adam must be the last transform that touches the updates when it works in place, "
+        "but another one computes with its result; "
         "move fused_adam to the end of the chain, or pass in_place=False to make_train_step"
     )
 
@@ -61,14 +65,16 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Args:
       params: a tree of arrays, and of `Fp8Array` for params in FP8.
-      updates: for each param a delta, which is added in float32 and rounded once to the param's dtype (a param in FP8 keeps its scale); or an
-        `Fp8Array`, or what `fused_adam` returns when it works in place: these take the param's place.
+      updates: for each param a delta, which is added in float32 and rounded once to the param's dtype (a param in FP8
+        keeps its scale); or an `Fp8Array`, or what `fused_adam` returns when it works in place: these take the param's
+        place.
     """
     return jax.tree.map(_apply, params, updates, is_leaf=is_fp8)
 
 
 def was_applied(updates: Any) -> jax.Array | None:
-    """Whether the step was taken, bool[], from the updates of an optimizer that may skip it and works in place; None if it never skips."""
+    """Whether the step was taken, bool[], from the updates of an optimizer that may skip it and works in place;
+    None if it never skips."""
     answers = [leaf.applied for leaf in jax.tree.leaves(updates) if isinstance(leaf, NewParam)]
     answers = [applied for applied in answers if applied is not None]
     return jnp.all(jnp.stack(answers)) if answers else None

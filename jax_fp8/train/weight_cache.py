@@ -1,13 +1,16 @@
 """The weights in FP8, cast once: the collection "fp8_cache", with a `Fp8Pair` for the kernels of every GEMM.
 
-A cached weight carries the scale it was cast with, so a later change of scales does not touch it, and the amax it was measured with, so a layer
-that reads the cache stages what a layer that casts would. The weights are those of an uncached step, bit for bit; what XLA sums by itself (the
-gradients of biases, norms and embeddings) it may sum in another order in another program.
+A cached weight carries the scale it was cast with, so a later change of scales does not touch it, and the amax it was
+measured with, so a layer that reads the cache stages what a layer that casts would. The weights are those of an
+uncached step, bit for bit; what XLA sums by itself (the gradients of biases, norms and embeddings) it may sum in
+another order in another program.
 
-    params, scales ─cast_weights→ cache ─forward, backward→ gradients ─fused_adam→ params, and the cache for the next step
+    params, scales ─cast_weights→ cache ─forward, backward→ gradients ─fused_adam→ params, and the cache for the next
+    step
 
-The cache also carries the version of the params it was made from, a hash of samples of them. Whoever reads a cache compares versions first,
-on the device, and casts again where they differ: after an optimizer step, a checkpoint or an overwritten weight, no flag need be remembered.
+The cache also carries the version of the params it was made from, a hash of samples of them. Whoever reads a cache
+compares versions first, on the device, and casts again where they differ: after an optimizer step, a checkpoint or an
+overwritten weight, no flag need be remembered.
 """
 
 import warnings
@@ -39,18 +42,21 @@ def cast_weights(
     cache: Mapping | None = None,
     is_first_microbatch: bool | jax.Array | None = None,
 ) -> dict:
-    """The kernel of every GEMM in FP8, cast with the scale that its state has now, or kept from a cache that still holds.
+    """The kernel of every GEMM in FP8, cast with the scale that its state has now, or kept from a cache that still
+    holds.
 
-    With a cache it is one `lax.cond` over the whole of it. Call it inside the jitted function that takes the cache, and donate the cache there: then
-    keeping it costs nothing, while a cache that is not donated is copied. (The compiler of jax 0.10 copies it in any case; since 0.11 it does not.)
+    With a cache it is one `lax.cond` over the whole of it. Call it inside the jitted function that takes the cache, and
+    donate the cache there: then keeping it costs nothing, while a cache that is not donated is copied. (The compiler of
+    jax 0.10 copies it in any case; since 0.11 it does not.)
 
     Args:
       variables: "params" and "fp8", as `model.init` returned them.
       recipe: the model's, a `DelayedScaling`.
       cache: of an earlier microbatch, or None: cast.
-      is_first_microbatch: bool, or bool[] that may be traced: cast. Where it is False or None, a cache is kept while the params are those that it was made
-        from, and made again otherwise: their version tells. That is a hash of the first row and the first column of each kernel, so
-        it can miss a change of a few elements; the first microbatch of the next step does not.
+      is_first_microbatch: bool, or bool[] that may be traced: cast. Where it is False or None, a cache is kept while
+        the params are those that it was made from, and made again otherwise: their version tells. That is a hash of the
+        first row and the first column of each kernel, so it can miss a change of a few elements; the first microbatch
+        of the next step does not.
 
     Returns:
       The collection for `variables["fp8_cache"]`.
@@ -95,7 +101,8 @@ def _cast_all(variables, recipe) -> dict:
 
 
 def _version(params, cache) -> jax.Array:
-    """A hash, uint32[], of the kernels that have a cached copy: of their samples, each times an odd number of its place."""
+    """A hash, uint32[], of the kernels that have a cached copy: of their samples,
+    each times an odd number of its place."""
     samples = [_samples(kernel) for path, _ in _cached(cache) for kernel in _kernels_of(path, params)]
     words = jnp.concatenate(samples)
     place = jnp.arange(words.size, dtype=jnp.uint32)
@@ -103,7 +110,8 @@ def _version(params, cache) -> jax.Array:
 
 
 def _samples(kernel) -> jax.Array:
-    """The bits of the first row and of the first column of (..., k, n): one element of every column and of every row."""
+    """The bits of the first row and of the first column of (..., k, n):
+    one element of every column and of every row."""
     sampled = [kernel[..., 0, :].reshape(-1), kernel[..., :, 0].reshape(-1)]
     bits = [lax.bitcast_convert_type(line, f"uint{8 * kernel.dtype.itemsize}") for line in sampled]
     return jnp.concatenate(bits).astype(jnp.uint32)
@@ -126,7 +134,8 @@ def cast_requests(
 
 
 def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = None) -> dict:
-    """The cache of new params or scales: as the optimizer wrote it, where `updates` are its, and cast here where it did not."""
+    """The cache of new params or scales: as the optimizer wrote it, where `updates` are its,
+    and cast here where it did not."""
     leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_fp8)
     written = {names_of(path): leaf.cast for path, leaf in leaves if isinstance(leaf, NewParam)}
     renewed: dict = {}
@@ -167,7 +176,8 @@ def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
 def _check_recipe(variables, recipe):
     if recipe is None or not recipe.has_state or not variables.get("fp8"):
         raise ValueError(
-            f'cast_weights needs the DelayedScaling recipe and the collection "fp8" of its model, got recipe={recipe!r} and '
+            'cast_weights needs the DelayedScaling recipe and the collection "fp8" of its model, '
+            f"got recipe={recipe!r} and "
             f"{sorted(variables)}; other recipes have no scales to cast with before the weights are read"
         )
 
@@ -178,7 +188,8 @@ def _check_cache(cache, variables, recipe):
     differences = set(map(_describe, arrived)) ^ set(map(_describe, wanted))
     if differences:
         raise ValueError(
-            f"cache must be what cast_weights made of this model with this recipe, but {len(differences)} of its arrays are missing, differ or do "
+            "cache must be what cast_weights made of this model with this recipe, "
+            f"but {len(differences)} of its arrays are missing, differ or do "
             f"not belong to it, such as {min(differences)}; make it anew with cast_weights(variables, recipe)"
         )
 
@@ -204,7 +215,8 @@ def _warn_of_copies(cache):
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         size = sum(leaf.nbytes for leaf in leaves)
         warnings.warn(
-            f"cast_weights copies the cache it is given when it is called outside jit, {size / 2**20:,.1f} MiB a call; call it in a jitted function "
+            "cast_weights copies the cache it is given when it is called outside jit, "
+            f"{size / 2**20:,.1f} MiB a call; call it in a jitted function "
             "that takes the cache with donate_argnums",
             stacklevel=3,
         )

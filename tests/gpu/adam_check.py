@@ -239,7 +239,8 @@ class Draw:
         )
 
     def side_by_side(self, shapes, modes) -> tuple[list[Leaf], list[SharedCast]]:
-        """Leaves of several shared casts, those of one cast from right to left and with a leaf of nobody after each; modes in turn."""
+        """Leaves of several shared casts, those of one cast from right to left and with a leaf of nobody after each;
+        modes in turn."""
         leaves, shared, modes = [], [], itertools.cycle(modes)
         for number, (rows, widths) in enumerate(shapes):
             start = len(leaves)
@@ -406,7 +407,8 @@ def check_many_leaves(report: Report):
 
 
 def check_shared_casts(report: Report):
-    """Leaves side by side in one cast, several steps in a row, the third one skipped. A wrong order of leaves is noticed."""
+    """Leaves side by side in one cast, several steps in a row, the third one skipped.
+    A wrong order of leaves is noticed."""
     draw = Draw(10)
     for adam_w_mode in (True, False):
         leaves, shared = draw.side_by_side(SHARED_SHAPES + (LARGE_SHARED_SHAPES if on_gpu() else ()), SHARED_MODES)

@@ -131,9 +131,18 @@ def test_a_copy_whose_columns_are_split_comes_out_whole(axis_type):
 
 
 REFUSED = {
-    "another order of sizes": ({"pair": old_pair(160)}, r"must have shape \(64, 144\) and both orientations, got \(64, 160\)"),
-    "other rows": ({"pair": old_pair(144, rows=48)}, r"must have shape \(64, 144\) and both orientations, got \(48, 144\)"),
-    "one orientation": ({"pair": replace(old_pair(144), columnwise=None)}, "both orientations, got .* in one orientation"),
+    "another order of sizes": (
+        {"pair": old_pair(160)},
+        r"must have shape \(64, 144\) and both orientations, got \(64, 160\)",
+    ),
+    "other rows": (
+        {"pair": old_pair(144, rows=48)},
+        r"must have shape \(64, 144\) and both orientations, got \(48, 144\)",
+    ),
+    "one orientation": (
+        {"pair": replace(old_pair(144), columnwise=None)},
+        "both orientations, got .* in one orientation",
+    ),
     "kernels of other rows": ({"leaves": (0, 3)}, "no cast of their own"),
     "a kernel twice": ({"leaves": (2, 0, 2)}, "each leaf a place in one cast"),
     "no kernels": ({"leaves": ()}, "must have leaves"),

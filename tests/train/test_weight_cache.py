@@ -1,4 +1,4 @@
-"""The weight cache: cached steps have the bits of steps that cast, whoever wrote the cache, and new params are never read from an old one."""
+"""Cached steps have the bits of steps that cast, whoever wrote the cache; an old cache is never read for new params."""
 
 import warnings
 from functools import cache, partial
@@ -41,7 +41,7 @@ def loss_of(module):
 
 def frozen_kernels(tx):
     """Weights that the optimizer never sees still change their scale."""
-    labels = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in str(path), params)  # noqa: E731
+    labels = partial(jax.tree_util.tree_map_with_path, lambda path, _: "kernel" in str(path))
     return optax.multi_transform({True: optax.set_to_zero(), False: tx}, labels)
 
 

@@ -133,7 +133,7 @@ __device__ inline float join_remainder(uint32_t param, uint32_t low) {
   return __uint_as_float((param << 16) + low - (low > 0x8000u ? 0x10000u : 0u));
 }
 
-// And what is above its 16 bits.
+// What a bfloat16 param lacks of its master in the low 16 bits; what stands above them does not count.
 __device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }
 
 // ---- the moments as they are kept -----------------------------------------------------------------------------------

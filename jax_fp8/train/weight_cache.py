@@ -5,8 +5,7 @@ measured with, so a layer that reads the cache stages what a layer that casts wo
 uncached step, bit for bit; what XLA sums by itself (the gradients of biases, norms and embeddings) it may sum in
 another order in another program.
 
-    params, scales ─cast_weights→ cache ─forward, backward→ gradients ─fused_adam→ params, and the cache for the next
-    step
+    params, scales ─cast_weights→ cache ─forward, backward→ gradients ─fused_adam→ params, and the next step's cache
 
 The cache also carries the version of the params it was made from, a hash of samples of them. Whoever reads a cache
 compares versions first, on the device, and casts again where they differ: after an optimizer step, a checkpoint or an

@@ -170,7 +170,7 @@ def run(
             FORMATS.index(activated_dtype),
             Result(dy.shape[::-1], activated_dtype, offset),
         )
-    wanted = {"values": orientations != "transposed", "values_t": orientations != "straight"}
+    wanted = {"values": orientations != "columnwise", "values_t": orientations != "rowwise"}
     results = [Result((rows, cols), dtype, offset) if wanted["values"] else None]
     results += [Result((cols, rows), dtype, offset) if wanted["values_t"] else None, SCALAR, SCALAR]
     of = (SOURCES.index(x.dtype), function, gated, rows, x.shape[1] // (2 if gated else 1))
@@ -202,7 +202,7 @@ def check(activation, dy, x, dtype, got, scale=SCALE):
         assert_few_differ(shown, wanted)
         np.testing.assert_allclose(amax, wanted_amax, rtol=1e-6 if x.dtype == np.float32 else 2.0**-8)
     if activated is not None:
-        of_the_forward = run(activation, None, x, activated.dtype, ACTIVATED_SCALE, "transposed", orders=ONE_ORDER)[1]
+        of_the_forward = run(activation, None, x, activated.dtype, ACTIVATED_SCALE, "columnwise", orders=ONE_ORDER)[1]
         assert_same_bits(activated, of_the_forward)
     if sums is not None and made.size:
         own = elements(activation, dy, x, dtype)
@@ -260,12 +260,12 @@ def test_shapes(shape, activation, backward):
 
 @pytest.mark.parametrize("shape", [(144, 80), (33, 65)], ids=str)
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("orientations", ["straight", "transposed"])
+@pytest.mark.parametrize("orientations", ["rowwise", "columnwise"])
 def test_one_orientation(orientations, activation, shape):
     _, x = inputs(activation, shape, ml_dtypes.bfloat16, False)
     both = run(activation, None, x, FORMATS[0])
     one = run(activation, None, x, FORMATS[0], orientations=orientations)
-    kept, dropped = (0, 1) if orientations == "straight" else (1, 0)
+    kept, dropped = (0, 1) if orientations == "rowwise" else (1, 0)
     assert one[dropped] is None
     assert_same_bits(one[kept], both[kept])
     assert_same_bits(one[2], both[2])

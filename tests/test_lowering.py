@@ -59,8 +59,11 @@ def dense_and_its_gradient(recipe):
         return jnp.sum(jnp.sin(forward(variables, x).astype(jnp.float32)))
 
     def gradient(variables, x):
-        params = {"params": variables["params"]}
-        return jax.grad(lambda params, x: loss({**variables, **params}, x), argnums=(0, 1))(params, x)
+        def of_params_and_input(given):
+            return loss({**given, "params": given["params"]["layer"]}, given["params"]["x"])
+
+        given = {**variables, "params": {"layer": variables["params"], "x": x}}
+        return fp8.value_and_grad(of_params_and_input)(given)
 
     return forward, gradient, (variables, x)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
+from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.paths import joined_name
@@ -96,7 +97,8 @@ class DeclaredGemm:
         if self.fp8.record.slot is None:
             self.fp8.record.amaxes(amaxes)
         if self.amax_history is not None:
-            self.amax_history.value = stage(self.amax_history.value, amaxes)
+            history = self.amax_history.value
+            self.amax_history.value = stage(history, shared_amaxes(history, amaxes))
 
 
 class GemmVariables(LinearVariables, kw_only=True):
@@ -156,7 +158,8 @@ def declare_state(module: nn.Module, parameters: LinearParameters, recipe: Recip
     if recorder is not None and recorder.from_current:
         scales = None
     record = Record() if recorder is None else recorder.record
-    gemm = Fp8Gemm(recipe, layer, scales, record, _cached_weight(module, layer, parameters, recipe))
+    weight = _cached_weight(module, layer, parameters, recipe)
+    gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded=recorder is not None)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return DeclaredGemm(parameters, gemm, history if staging else None)
 

@@ -155,6 +155,11 @@ def declare_state(module: nn.Module, parameters: LinearParameters, recipe: Recip
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     if recipe.has_state:
         scales, history = _delayed_state(module, layer, parameters, recipe)
+    elif module.has_variable("fp8", "amax_history"):
+        raise ValueError(
+            f"{layer}: {recipe!r} keeps no state, but these variables hold amax histories of delayed scaling; "
+            'leave the collection "fp8" out, or give the model the recipe that they were made with'
+        )
     if recorder is not None and recorder.from_current:
         scales = None
     record = Record() if recorder is None else recorder.record
@@ -176,7 +181,13 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
         amaxes = [amax_reference(kernel) for kernel in as_tuple(parameters.kernel)]
         initial = initial_state(recipe, jnp.max(jnp.stack(amaxes)))
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
-    return scale.value, module.variable("fp8", "amax_history", lambda: initial["amax_history"])
+    history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
+    if history.value.shape[-1] != recipe.amax_history_len:
+        raise ValueError(
+            f"{layer}: the recipe's amax_history_len is {recipe.amax_history_len}, but these variables hold a history "
+            f"of {history.value.shape[-1]} steps; pass the recipe that they were made with"
+        )
+    return scale.value, history
 
 
 def _cached_weight(module, layer, parameters, recipe) -> Fp8Pair | None:

@@ -17,8 +17,17 @@ from flax.linen.fp8_ops import fp32_max_grad
 from jax import lax
 
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
+from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
-from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, no_amaxes, stage_joined
+from jax_fp8.core.state import (
+    join_amaxes,
+    keep_known_rows,
+    map_gemms,
+    map_gemms_with_path,
+    no_amaxes,
+    stage_joined,
+)
+from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.ops.passes import share_wgrad
 
 
@@ -59,6 +68,34 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
         return _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
 
     return run
+
+
+def warm_start(loss_fn: Callable, recipe: Recipe | None, has_aux: bool = False) -> Callable:
+    """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
+    amax. `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
+
+        fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
+
+    Args:
+      loss_fn, has_aux: as in `value_and_grad`.
+      recipe: that of the model's layers.
+
+    Returns:
+      A function of the same arguments as `loss_fn` that returns the FP8 state, the amaxes of this pass its first
+      history. Rows that have a history already, calibrated ones, are left as they are; {} where there is no state.
+    """
+    record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
+
+    def run(variables, *args, **kwargs):
+        _, _, amaxes = record(variables, *args, **kwargs)
+        return with_first_scales(_fp8_state(variables), amaxes, recipe)
+
+    return run
+
+
+def with_first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | None) -> dict:
+    """The state after a warm start that found the amaxes f32[rows]."""
+    return keep_known_rows(fp8_state, finish_step(fp8_state, amaxes, recipe)[0])
 
 
 def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = ()) -> Callable:

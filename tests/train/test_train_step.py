@@ -213,14 +213,17 @@ def test_the_given_state_is_donated():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_a_nonfinite_amax_is_counted_and_leaves_its_row():
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_a_nonfinite_amax_is_counted_and_leaves_its_row(value, microbatches):
     tx = optax.sgd(0.0)
     module, state = start(tx)
-    step = fp8.make_train_step(loss_of(module), tx, RECIPE)
-    state, _ = step(state, batch_of())
+    step = fp8.make_train_step(loss_of(module), tx, RECIPE, microbatches)
+    state, metrics = step(state, batch_of())
+    assert int(metrics["nonfinite_amaxes"]) == 0
     before = copy(state.fp8)
     batch = batch_of()
-    state, metrics = step(state, {**batch, "x": batch["x"].at[0, 0].set(jnp.inf)})
+    state, metrics = step(state, {**batch, "x": batch["x"].at[0, 0].set(value)})
     assert int(metrics["nonfinite_amaxes"]) > 0
     np.testing.assert_array_equal(state.fp8["twice"]["amax_history"][0], before["twice"]["amax_history"][0])
     assert state.fp8["twice"]["scale"][0] == before["twice"]["scale"][0]

@@ -9,30 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 6".split()
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """A module of examples/ by name, imported as the script imports it."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield lambda name: __import__(name)
-    for name in ("train_gpt", "settings", "text", "record"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def book(tmp_path):
-    """A user's own text: a few thousand words, not all of them ASCII."""
-    words = np.random.default_rng(0).choice(["naïve", "model", "learns", "to", "predict", "bytes", "—", "\n"], 3000)
-    path = tmp_path / "book.txt"
-    path.write_text(" ".join(words))
-    return path
 
 
 def run_script(*arguments):
@@ -279,43 +260,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(example, book, tmp_path, capsys)
     arguments = [*SMALL, "--data", str(book), "--recipe", "bf16", "--learning-rate", "1e38", "--output", str(tmp_path)]
     assert example("train_gpt").main(arguments) == 1
     assert "lower --learning-rate" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_documents_are_held_out_and_files_that_are_not_text_left_out(example, tmp_path, capsys):
-    text = example("text")
-    for number in range(40):
-        (tmp_path / f"{number:02}.txt").write_text(f"document {number}\n")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    (tmp_path / ".hidden").write_text("secret")
-    corpus = text.read_corpus(text.user_files(tmp_path))
-    assert corpus.held_out == b"document 19\n\ndocument 39\n"
-    assert corpus.train.count(b"document") == 38 and b"secret" not in corpus.train
-    assert "picture.png" in capsys.readouterr().out
-    first = b"".join(text.read_corpus(text.user_files(tmp_path), max_bytes=100))
-    assert len(first.replace(b"\n\n", b"\n")) == 100
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_tokens_decode_to_the_text_they_came_from(tokenizer, example, book, tmp_path):
-    text, content = example("text"), book.read_bytes()
-    encoder = text.ByteEncoder() if tokenizer == "bytes" else text.PairEncoder.trained_on(content, 300, tmp_path)
-    ids = encoder.encode(content)
-    assert encoder.decode(ids) == content.decode()
-    assert ids.max() < encoder.vocab_size
-    assert len(encoder.encode(b"")) == 0
-
-
-def test_batches_are_a_function_of_seed_and_step(example):
-    text, tokens = example("text"), np.arange(1000)
-    batch = text.training_batch(tokens, 3, 0, 4, 16)
-    assert batch.shape == (4, 17) and batch.dtype == np.int32
-    assert (np.diff(batch) == 1).all()
-    assert (batch == text.training_batch(tokens, 3, 0, 4, 16)).all()
-    assert (batch != text.training_batch(tokens, 4, 0, 4, 16)).any()
-    assert (batch != text.training_batch(tokens, 3, 1, 4, 16)).any()
-    everything = np.concatenate(text.validation_batches(tokens, 2, 4, 16))
-    assert everything.shape == (8, 17) and everything.min() == 0 and everything.max() == 999
-    assert (text.training_batch(np.arange(17), 1, 0, 2, 16) == np.arange(17)).all()  # the last token is within reach
 
 
 README = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)

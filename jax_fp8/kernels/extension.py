@@ -45,15 +45,16 @@ def _load_installed() -> tuple[ModuleType | None, str]:
     if not (PACKAGE.parent / "csrc/module.cc").is_file():
         return None, f"jax_fp8 in {PACKAGE} lacks its extension{_for_another_python(PACKAGE)}; install jax_fp8 again"
     here = f"jax_fp8 was imported from its source folder {PACKAGE.parent}, which has no extension"
-    for path in _installed_extensions():
-        if _sources(path.parent) == _sources(PACKAGE):
-            return _load_from(path)
+    path = next(_installed_extensions(), None)
+    if path is None:
+        missing = f"{sys.executable} has no jax_fp8 installed{_for_another_python(PACKAGE)}"
+        return None, f"{here}, and {missing}; run `pip install .` in the source folder"
+    if _sources(path.parent) != _sources(PACKAGE):
         return None, (
             f"{here}, and the jax_fp8 installed in {path.parent} came with other Python sources; "
             "run `pip install .` in the source folder again, or start Python in another folder"
         )
-    missing = f"{sys.executable} has no jax_fp8 installed{_for_another_python(PACKAGE)}"
-    return None, f"{here}, and {missing}; run `pip install .` in the source folder"
+    return _load_from(path)
 
 
 def _installed_extensions() -> Iterator[Path]:

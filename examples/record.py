@@ -62,16 +62,19 @@ class Folder:
             file.write(json.dumps(row) + "\n")
 
     def plot(self, title: str) -> None:
-        """Training and validation loss of every run of this folder, on one plot."""
+        """Training and validation loss of every run of this folder, on one plot; the first is drawn thin, over the
+        second, for they may lie on each other.
+        """
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         axes = figure.subplots()
         runs = dict.fromkeys(row["run"] for row in self.rows)
-        for color, run in zip(("tab:green", "tab:gray"), runs, strict=False):
+        for color, width, run in zip(("tab:green", "silver"), (1.2, 5), runs, strict=False):
             for key, style, label in (("loss", "-", "training"), ("val_loss", "o--", "validation")):
                 points = [(row["step"], row[key]) for row in self.rows if row["run"] == run and row[key] is not None]
                 alpha = 0.5 if key == "loss" else 1.0
                 steps, losses = zip(*points, strict=True) if points else ((), ())
-                axes.plot(steps, losses, style, color=color, alpha=alpha, label=f"{run}, {label}")
+                look = {"color": color, "alpha": alpha, "linewidth": width, "markersize": 4 + width, "zorder": -width}
+                axes.plot(steps, losses, style, label=f"{run}, {label}", **look)
         axes.set(title=title, xlabel="step", ylabel="cross entropy, nats per token")
         axes.grid(alpha=0.3)
         axes.legend()

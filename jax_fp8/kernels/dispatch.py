@@ -120,13 +120,14 @@ def kernels_run() -> bool:
 
     Where a GPU is present and cannot, warn once: training would crawl unnoticed.
     """
-    reason = extension.missing_reason() or _too_old_gpu()
+    reason = extension.missing_reason() or too_old_gpu()
     if reason and jax.default_backend() == "gpu":
         warnings.warn(f"FP8 runs on the slow jnp reference: {reason}", stacklevel=2)
     return reason is None
 
 
-def _too_old_gpu():
+def too_old_gpu() -> str | None:
+    """Why this machine's GPU cannot run the kernels, in one sentence; None where it can, or where there is none."""
     if jax.default_backend() != "gpu":
         return None  # compiling for another machine's GPU: take it to be a current one
     capability = jax.devices()[0].compute_capability

@@ -1,4 +1,4 @@
-"""The example as a user meets it: what it writes, what it says when it cannot run, and the README's code."""
+"""The example as a user meets it: what it writes, and what it says when it cannot run."""
 
 import json
 import math
@@ -204,17 +204,3 @@ def test_batches_are_a_function_of_seed_and_step(example):
     everything = np.concatenate(text.validation_batches(tokens, 2, 4, 16))
     assert everything.shape == (8, 17) and everything.min() == 0 and everything.max() == 999
     assert (text.training_batch(np.arange(17), 1, 0, 2, 16) == np.arange(17)).all()  # the last token is within reach
-
-
-README = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("number", range(len(README)))
-def test_readme_examples_run(number):
-    exec(compile(README[number], f"README.md, example {number + 1}", "exec"), {})
-
-
-def test_the_readme_has_its_examples():
-    assert len(README) == 4
-    assert all(name in "".join(README) for name in ("fp8.Dense", "optax.chain", "fp8.make_train_step"))

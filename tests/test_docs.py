@@ -7,6 +7,8 @@ that breaks it.
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,6 +238,18 @@ def test_code_runs(block, recwarn):
     page, code = CODE[block]
     exec(compile(code, block, "exec"), {"__name__": "__main__"})
     assert page in WARNS or not recwarn.list
+
+
+@pytest.mark.slow
+def test_code_passes_a_type_checker(tmp_path):
+    """As in a user's own editor, which sees the package and its types."""
+    for block, (_, code) in CODE.items():
+        (tmp_path / re.sub(r"\W", "_", block)).with_suffix(".py").write_text(code)
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0 and "0 errors" in checked.stdout, checked.stdout + checked.stderr
 
 
 def test_readme_trains_a_gpt_in_twelve_lines():

@@ -5,8 +5,10 @@ Each rule is a function from a source tree to the sentences that say where it is
 that breaks it.
 """
 
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,6 +146,9 @@ def unknown_programs(root: Path) -> list[str]:
         broken += [f"{page}: {script} does not exist" for script in sorted(scripts) if not (root / script).exists()]
         named = set(re.findall(r"python -m jax_fp8 (\w+)", text))
         broken += [f"{page}: python -m jax_fp8 has no command {name}" for name in sorted(named - {*commands})]
+        flags = set(re.findall(r"--[\w-]+", " ".join(re.findall(r"python -m jax_fp8 \w+ ([^`\n]+)", text))))
+        unknown = sorted(flag for flag in flags if not cli.exists() or f'"{flag}"' not in cli.read_text())
+        broken += [f"{page}: python -m jax_fp8 knows no {flag}" for flag in unknown]
     return broken
 
 
@@ -205,6 +210,7 @@ PLANTED = [
     (long_readme, {"README.md": "a\n" * (README_LINES + 1)}, f"got {README_LINES + 1}"),
     (unknown_programs, {"docs/a.md": "`python examples/a.py`"}, "examples/a.py does not exist"),
     (unknown_programs, {"docs/a.md": "`python -m jax_fp8 docter`"}, "no command docter"),
+    (unknown_programs, {"docs/a.md": "    python -m jax_fp8 tune --quick"}, "knows no --quick"),
     (
         wrong_figures,
         {"README.md": TABLE, "benchmarks/results/gpt_step_1.3b.json": RESULTS},
@@ -238,6 +244,16 @@ def test_code_runs(block, recwarn):
     page, code = CODE[block]
     exec(compile(code, block, "exec"), {"__name__": "__main__"})
     assert page in WARNS or not recwarn.list
+
+
+def test_the_example_understands_its_commands(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    commands = [c for text in pages(ROOT).values() for c in re.findall(r"examples/train_gpt\.py (--[^`\n]+)", text)]
+    assert commands
+    settings = importlib.import_module("settings")
+    for command in commands:
+        settings.parse(shlex.split(command, comments=True))
+    sys.modules.pop("settings")
 
 
 @pytest.mark.slow

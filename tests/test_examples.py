@@ -1,4 +1,4 @@
-"""The example as a user meets it: what it writes, what it says when it cannot run, and the README's code."""
+"""The example as a user meets it: what it writes, and what it says when it cannot run."""
 
 import errno
 import json
@@ -260,17 +260,3 @@ def test_a_loss_that_is_not_finite_ends_the_run(example, book, tmp_path, capsys)
     arguments = [*SMALL, "--data", str(book), "--recipe", "bf16", "--learning-rate", "1e38", "--output", str(tmp_path)]
     assert example("train_gpt").main(arguments) == 1
     assert "lower --learning-rate" in capsys.readouterr().err.splitlines()[-1]
-
-
-README = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("number", range(len(README)))
-def test_readme_examples_run(number):
-    exec(compile(README[number], f"README.md, example {number + 1}", "exec"), {})
-
-
-def test_the_readme_has_its_examples():
-    assert len(README) == 4
-    assert all(name in "".join(README) for name in ("fp8.Dense", "optax.chain", "fp8.make_train_step"))

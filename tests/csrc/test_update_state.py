@@ -14,8 +14,8 @@ ENTRY = """
 
 // Per leaf: pointers to scale and history; rows and length.
 extern "C" int update_state(const float* recorded, jax_fp8::StateCounts* counts, int64_t leaf_count,
-                            float* const* arrays, const int64_t* numbers, int64_t forward, int64_t backward, double headroom,
-                            int64_t most_recent, int64_t forget_outliers) {
+                            float* const* arrays, const int64_t* numbers, int64_t forward, int64_t backward,
+                            double headroom, int64_t most_recent, int64_t forget_outliers) {
   using namespace jax_fp8;
   std::vector<StateLeaf> leaves;
   for (int i = 0; i < leaf_count; ++i) leaves.push_back({arrays[2 * i], arrays[2 * i + 1], numbers[2 * i],

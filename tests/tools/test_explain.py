@@ -24,6 +24,7 @@ def gradient_of(module):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 def test_three_products_of_a_layer():
     module = fp8.Dense(32)
     variables = module.init(jax.random.key(0), X)
@@ -108,6 +109,7 @@ def on_a_gpu(monkeypatch, traced_anew):
     return monkeypatch
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 def test_products_outside_the_library_are_named(on_a_gpu):
     module = nn.Sequential([fp8.Dense(32), nn.Dense(48)])
     gemms = fp8.explain(*gradient_of(module))

@@ -5,9 +5,11 @@ What goes wrong without care is silent: an output gradient that keeps the scale 
 
 import jax
 import jax.numpy as jnp
+import layers
 import numpy as np
 import optax
 import pytest
+import reference
 from flax import nnx
 
 import jax_fp8 as fp8
@@ -159,3 +161,36 @@ def test_through_an_nnx_bridge(expected):
 
 def is_fp8(_path, variable):
     return type(variable).__name__ == "fp8"
+
+
+def test_a_warm_start_is_the_first_step_of_current_scaling():
+    """Its scales are those of the tensors of the pass, from current scaling; its history has them once."""
+    x, weights = layers.inputs()
+    module, tiny = layers.dense(), 2.0**-30
+    variables = module.init(jax.random.key(0), x)
+    warmed = jax.jit(fp8.warm_start(layers.weighted_sum(module), layers.RECIPE))(variables, x, tiny * weights)
+    kernel = variables["params"]["kernel"]
+    amaxes = [reference.amax(array) for array in (x, kernel, tiny * weights)]
+    scales = [reference.scale_from_amax(a, d) for a, d in zip(amaxes, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)]
+    np.testing.assert_array_equal(warmed["scale"], np.float32(scales))
+    np.testing.assert_array_equal(warmed["amax_history"][:, -1], np.float32(amaxes))
+    np.testing.assert_array_equal(warmed["amax_history"][:, :-1], 0)
+    _, grads, _ = jax.jit(fp8.value_and_grad(layers.weighted_sum(module)))(
+        {**variables, "fp8": warmed}, x, tiny * weights
+    )
+    _, cold, _ = jax.jit(fp8.value_and_grad(layers.weighted_sum(module)))(variables, x, tiny * weights)
+    assert np.any(grads["kernel"]) and not np.any(cold["kernel"])
+
+
+def test_a_warm_start_keeps_what_was_calibrated_and_has_nothing_to_do_without_state():
+    x, weights = layers.inputs()
+    module = layers.dense()
+    variables = module.init(jax.random.key(0), x)
+    _, staged = module.apply(variables, 8 * x, mutable=["fp8"])
+    calibrated = fp8.update_state(staged["fp8"], layers.RECIPE)
+    warmed = fp8.warm_start(layers.weighted_sum(module), layers.RECIPE)({**variables, "fp8": calibrated}, x, weights)
+    np.testing.assert_array_equal(warmed["scale"][:2], calibrated["scale"][:2])
+    assert warmed["scale"][2] != calibrated["scale"][2]
+    current = fp8.Dense(layers.FEATURES, recipe=fp8.CurrentScaling())
+    loss = layers.weighted_sum(current)
+    assert fp8.warm_start(loss, fp8.CurrentScaling())({"params": variables["params"]}, x, weights) == {}

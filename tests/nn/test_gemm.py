@@ -199,6 +199,18 @@ def test_missing_state_is_an_error():
         dense().apply({"params": variables["params"]}, x)
 
 
+def test_state_of_another_recipe_is_an_error():
+    x, _ = inputs()
+    variables = dense().init(jax.random.key(0), x)
+    longer = fp8.Dense(FEATURES, recipe=fp8.DelayedScaling(amax_history_len=RECIPE.amax_history_len + 1))
+    with pytest.raises(ValueError, match="but these variables hold a history of 4 steps"):
+        longer.apply(variables, x)
+    with pytest.raises(ValueError, match="keeps no state, but these variables hold amax histories of delayed scaling"):
+        fp8.Dense(FEATURES, recipe=fp8.CurrentScaling()).apply(variables, x)
+    fp8.Dense(FEATURES, recipe=fp8.CurrentScaling()).apply({"params": variables["params"]}, x)
+    fp8.Dense(FEATURES, recipe=None).apply(variables, x)  # bfloat16 with the same parameters, as for a comparison
+
+
 @pytest.mark.parametrize(("in_features", "features"), [(24, 16), (16, 24)])
 def test_sizes_that_fp8_cannot_multiply_are_errors(in_features, features):
     x = jnp.ones((16, in_features), jnp.bfloat16)

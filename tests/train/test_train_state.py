@@ -22,6 +22,19 @@ def test_create():
     assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(state.params)
 
 
+def test_a_step_that_donates_its_state_leaves_the_callers_arrays_alone():
+    recipe = fp8.DelayedScaling(amax_history_len=2)
+    given = dict(variables(recipe))
+    given["fp8_cache"] = fp8.cast_weights(given, recipe)
+    tx = fp8.fused_adamw(1e-3)
+    state = fp8.TrainState.create(variables=given, tx=tx)
+    step = fp8.make_train_step(lambda v, x: jnp.sum(fp8.Dense(16, recipe=recipe).apply(v, x) ** 2), tx, recipe)
+    before = jax.tree.map(jnp.copy, given)
+    step(state, jnp.ones((16, 16)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))  # the control: it does donate
+    jax.tree.map(lambda kept, leaf: jnp.array_equal(kept, leaf) or pytest.fail("changed"), before, given)
+
+
 def test_replace_leaves_the_given_state_alone():
     state = fp8.TrainState.create(variables=variables(None), tx=optax.sgd(1e-3))
     assert int(state.replace(step=jnp.int32(7)).step) == 7

@@ -83,16 +83,16 @@ def _linear(static, x, parameters, gemm, residual):
 def _forward(static, x, parameters, gemm, residual):
     quantized, cast = quantize_input(x, gemm, keep=not static.recompute)
     y, amaxes, kept = forward_gemm(quantized, cast, parameters, gemm, static.dtype, residual, static.in_parts)
-    return (y, amaxes), (x if static.recompute else None, kept, Like.of(parameters), gemm)
+    return (y, amaxes), (x if static.recompute else None, kept, Like.of((x, residual, parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):
-    x, kept, parameters_like, gemm = residuals
+    x, kept, (x_like, residual_like, parameters_like), gemm = residuals
     dy, _ = cotangents
     kept = kept.with_input(quantize_transpose, x, after=dy)
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
     dx, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
-    return dx, gradients, None, dy if static.has_residual else None
+    return x_like.place(dx), gradients, None, residual_like.place(dy) if static.has_residual else None
 
 
 _linear.defvjp(_forward, _backward)

@@ -97,16 +97,16 @@ def _forward(static, x, norm, parameters, gemm):
     normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep=not static.recompute)
     y, amaxes, kept = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
     out = (y, x if static.return_input else None), amaxes
-    return out, (x, norm, statistics, kept, Like.of(parameters), gemm)
+    return out, (x, norm, statistics, kept, Like.of(((x, norm), parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):
-    x, norm, statistics, kept, parameters_like, gemm = residuals
+    x, norm, statistics, kept, (likes, parameters_like), gemm = residuals
     (dy, dresidual), _ = cotangents
     kept = kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dy)
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
     dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
-    dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dresidual)
+    dx, dnorm = Like.place_all(likes, norm_backward(dnormalized, x, norm, statistics, dresidual))
     return dx, dnorm, gradients, None
 
 

@@ -100,11 +100,11 @@ def _run(static, x, norm, up, down, gemms, keep):
 
 def _forward(static, x, norm, up, down, gemms):
     out, kept = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
-    return out, (x, norm, *kept, Like.of(up), Like.of(down), gemms)
+    return out, (x, norm, *kept, Like.of((x, norm)), Like.of(up), Like.of(down), gemms)
 
 
 def _backward(static, residuals, cotangents):
-    x, norm, statistics, hidden, up_kept, down_kept, up_like, down_like, (up_gemm, down_gemm) = residuals
+    x, norm, statistics, hidden, up_kept, down_kept, likes, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
     quantized, dbias = quantize_gradient(dy, down_like, down_gemm)
     dactivated = backward_dgrad(quantized, down_kept, down_gemm, static.dtype)
@@ -121,6 +121,7 @@ def _backward(static, residuals, cotangents):
     up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dactivated)
     dnormalized, dup = backward_gemm(dhidden, dhidden_sums, up_kept, up_like, up_gemm, static.dtype, static.up_widths)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
+    dx, dnorm = Like.place_all(likes, (dx, dnorm))
     return dx, dnorm, dup, ddown, None
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder, listing
 from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, stage_joined
+from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.ops.passes import share_wgrad
 
 
@@ -37,6 +38,7 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
     record = value_grads_and_amaxes(loss_fn, has_aux)
 
+    @inside_its_mesh
     def run(variables, *args, **kwargs):
         value, grads, amaxes = record(variables, *args, **kwargs)
         return value, grads, stage_joined(_fp8_state(variables), amaxes)
@@ -51,6 +53,7 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
     With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
     """
 
+    @inside_its_mesh
     def run(variables, *args, **kwargs):
         recorded = map_gemms(partial(_with_recorder, from_current=from_current), _fp8_state(variables))
         value, grads = _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs)

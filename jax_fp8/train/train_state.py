@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.train.serialization import register_serialization
 from jax_fp8.train.weight_cache import refresh
 
@@ -45,7 +46,8 @@ class TrainState:
             )
         params = variables["params"]
         collections = [dict(variables.get(name, {})) for name in ("fp8", "fp8_cache")]
-        return cls(jnp.zeros((), jnp.int32), params, collections[0], tx.init(params), collections[1])
+        with inside_mesh_of(params):
+            return cls(jnp.zeros((), jnp.int32), params, collections[0], tx.init(params), collections[1])
 
     @property
     def variables(self) -> dict:

@@ -34,6 +34,7 @@ from jax_fp8.kernels.explicit import (
     place,
     spec_of,
 )
+from jax_fp8.kernels.varying import vary, varying_axes
 
 
 def dispatch(
@@ -132,7 +133,10 @@ def _on_platform(kernel, reference, *args):
     if kernel is None and jax.default_backend() == "gpu":
         _warn_of_reference()
     on_cuda = kernel if kernel is not None and kernels_run() else bounded
-    return lax.platform_dependent(*args, cuda=on_cuda, default=bounded)
+    axes = varying_axes(args)
+    forms = (lambda *operands, form=form: vary(form(*operands), axes) for form in (on_cuda, bounded))
+    on_cuda, elsewhere = forms
+    return lax.platform_dependent(*args, cuda=on_cuda, default=elsewhere)
 
 
 @functools.cache

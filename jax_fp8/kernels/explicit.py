@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -125,10 +126,13 @@ def einsum(rule: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(letters, *placed, out_sharding=NamedSharding(mesh, spec_of(outputs[0], split)))
 
 
-def whole_at(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    """`array[index]`, all of it on every device of an Explicit mesh."""
-    mesh = explicit_mesh(array)
-    return array[index] if mesh is None else array.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
+def whole_first(array: jax.Array, dim: int) -> jax.Array:
+    """The first slice along a dim, -1 or -2, all of it on every device of an Explicit mesh."""
+    mesh, after = explicit_mesh(array), (slice(None),) * (-1 - dim)
+    if mesh is None:
+        return array[(..., 0, *after)]
+    # An index that is an array makes a gather, which may cross shards; a slice may not.
+    return array.at[(..., np.array([0]), *after)].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:

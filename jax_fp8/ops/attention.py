@@ -18,6 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
+from jax_fp8.kernels.varying import alike
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
 SPLIT_DIMS = ("b", "h")
@@ -34,7 +35,7 @@ def attention(
         inputs, outputs = parse_rule(RULE)
         local = _split(mesh, inputs, operands)
         return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
-    return attend(*(_split_alike(*operands) if implementation == "cudnn" else operands))
+    return attend(*(_split_alike(*alike(*operands)) if implementation == "cudnn" else operands))
 
 
 def as_heads(x: jax.Array, head_dim: int) -> jax.Array:

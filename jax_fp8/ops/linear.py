@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
@@ -59,7 +60,8 @@ def linear(
         return (y if residual is None else y + residual.astype(dtype)), None
     rows = None if residual is None else as_matrix(residual.astype(dtype))
     static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, residual is not None)
-    out: Any = _linear(static, as_matrix(x), parameters, gemm, rows)
+    matrix, parameters, rows = alike(as_matrix(x), parameters, rows)
+    out: Any = _linear(static, matrix, parameters, gemm, rows)
     y, amaxes = out
     return jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y), amaxes
 

@@ -17,6 +17,7 @@ from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
@@ -54,7 +55,7 @@ def norm_linear(
         y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype, parameters.in_parts)
         return ((y, x) if return_input else y), None
     static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts)
-    out: Any = _norm_linear(static, as_matrix(x), norm, parameters, gemm)
+    out: Any = _norm_linear(static, *alike(as_matrix(x), norm, parameters), gemm)
     (y, rows), amaxes = out
     y = jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y)
     return ((y, rows.reshape(x.shape)) if return_input else y), amaxes

@@ -24,6 +24,7 @@ from jax_fp8.kernels.activation import (
 )
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 from jax_fp8.ops.passes import (
     Like,
@@ -67,7 +68,7 @@ def norm_mlp(
         y = plain_linear(activate(hidden, activation), down, dtype)
         return x + y if residual else y, None
     static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths)
-    out: Any = _norm_mlp(static, as_matrix(x), norm, up, down, gemms)
+    out: Any = _norm_mlp(static, *alike(as_matrix(x), norm, up, down), gemms)
     y, amaxes = out
     return y.reshape(x.shape), amaxes
 

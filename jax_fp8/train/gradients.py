@@ -18,6 +18,7 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names,
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder, listing
 from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, stage_joined
 from jax_fp8.kernels.explicit import inside_its_mesh
+from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
 
 
@@ -55,7 +56,8 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
 
     @inside_its_mesh
     def run(variables, *args, **kwargs):
-        recorded = map_gemms(partial(_with_recorder, from_current=from_current), _fp8_state(variables))
+        record = partial(_with_recorder, from_current=from_current, axes=varying_axes(variables, args, kwargs))
+        recorded = map_gemms(record, _fp8_state(variables))
         value, grads = _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs)
         return value, grads, _amaxes(variables, recorded)
 
@@ -145,10 +147,10 @@ def _fp8_state(variables) -> Mapping:
     return variables.get("fp8", {})
 
 
-def _with_recorder(gemm, from_current=False, sums: tuple[ByIdentity, ...] = (), weight=1.0):
+def _with_recorder(gemm, from_current=False, sums: tuple[ByIdentity, ...] = (), weight=1.0, axes=frozenset()):
     stacked = gemm["scale"].shape[:-1]
     layers = gemm["scale"].size // 3
-    ref = jax.new_ref(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32))
+    ref = jax.new_ref(vary(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32), axes))
     slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
     return {**gemm, RECORDER: Recorder(ByIdentity(ref), sums, weight, from_current, slot)}
 

@@ -35,7 +35,11 @@ def attention(
         inputs, outputs = parse_rule(RULE)
         local = _split(mesh, inputs, operands)
         return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
-    return attend(*(_split_alike(*alike(*operands)) if implementation == "cudnn" else operands))
+    if implementation != "cudnn":
+        return attend(*operands)
+    kv_heads = key.shape[2]
+    (attended,) = _tied(kv_heads, attend(*_tied(kv_heads, *alike(*operands))))
+    return attended
 
 
 def as_heads(x: jax.Array, head_dim: int) -> jax.Array:
@@ -53,45 +57,56 @@ def _split(mesh, inputs, operands) -> Split:
     return {dim: axes for dim, axes in split.items() if dim == "b" or (dim == "h" and divides(mesh, axes, kv_heads))}
 
 
-@jax.custom_vjp
-def _split_alike(query, key, value):
-    return _tied(query, key, value)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tied(kv_heads, *operands):
+    return _tie(kv_heads, *operands)
 
 
-def _forward(query, key, value):
-    return _tied(query, key, value), None
+def _forward(kv_heads, *operands):
+    return _tie(kv_heads, *operands), None
 
 
-def _backward(_, gradients):
+def _backward(kv_heads, _, gradients):
+    del kv_heads
     return gradients
 
 
-_split_alike.defvjp(_forward, _backward)
+_tied.defvjp(_forward, _backward)
 
 
-def _partition(mesh, arg_shapes, result_shapes):
-    shardings = tuple(arg.sharding for arg in arg_shapes)
+def _tie(kv_heads, *operands):
+    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike. Under `vmap` they are left
+    alone.
+    """
+    tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
+    tied.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
+    return tied(*operands)
+
+
+def _partition(kv_heads, mesh, arg_shapes, result_shapes):
+    del kv_heads, arg_shapes
+    shardings = tuple(result.sharding for result in result_shapes)
     return mesh, lambda *operands: operands, shardings, shardings
 
 
-def _shardy_rule(mesh, operand_types, result_types):
-    """Heads are (kv_heads, queries of one): the same dim of all three, if every axis that might split them divides it."""
-    (heads, kv_heads), group = (operand_types[position].shape[2] for position in (0, 1)), "g"
-    queries = "h" if heads == kv_heads else f"(h {group})"
-    operands = f"b s {queries} d, b t h e, b t h e"
-    whole = [] if all(kv_heads % size == 0 for size in mesh.shape.values()) else ["h"]
-    sizes = {} if heads == kv_heads else {"h": kv_heads, group: heads // kv_heads}
-    replicated = ("s", "t", "d", "e", *whole, *([] if heads == kv_heads else [group]))
-    return f"{operands} -> {operands}", {"need_replication_factors": replicated, **sizes}
+def _shardy_rule(kv_heads, mesh, operand_types, result_types):
+    """Batches are one dim of all arrays. Heads are (kv_heads, queries of each): one dim too, if every axis that might
+    split it divides the number of kv_heads. Dims that nothing else is tied to are nowhere split.
+    """
+    del result_types
+    operands, results, sizes = [], [], {}
+    can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
+    for number, operand in enumerate(operand_types):
+        group = operand.shape[2] // kv_heads
+        heads = "h" if group == 1 else f"(h g{number})"
+        operands.append(f"b s{number} {heads if can_be_split else f'o{number}'} d{number}")
+        results.append(f"b t{number} {heads if can_be_split else f'r{number}'} e{number}")
+        if can_be_split and group > 1:
+            sizes[f"g{number}"] = group
+    if sizes and not any(" h " in operand for operand in operands):  # a factor that is nowhere a dim of its own
+        sizes["h"] = kv_heads
+    return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 
 
-_identity = custom_partitioning(lambda query, key, value: (query, key, value))
+_identity = custom_partitioning(lambda kv_heads, *operands: operands, static_argnums=(0,))
 _identity.def_partition(partition=_partition, sharding_rule=_shardy_rule)
-_tied = jax.custom_batching.custom_vmap(_identity)
-
-
-@_tied.def_vmap
-def _under_vmap(size, batched, *operands):
-    """As they are: a batch of such attentions is not split alike by this."""
-    del size
-    return operands, tuple(batched)

@@ -49,7 +49,7 @@ def spec_of(dims: Sequence[str], split: Split) -> PartitionSpec:
 
 
 def explicit_mesh(*arrays: Any) -> Any:
-    """The mesh of the first array that lies on one with Explicit axes, as jax's types have it; None if there is none."""
+    """The mesh of the first array that lies on one with Explicit axes, as jax's types have it; or None."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and AxisType.Explicit in mesh.axis_types:
@@ -64,8 +64,18 @@ def explicit_spec(array: Any) -> tuple[Any, ...]:
 
 def divides(mesh: Any, axes: Any, size: int) -> bool:
     """Whether these axes of a mesh, a name, some or None, split so many elements evenly."""
+    return size % _size(mesh, axes) == 0
+
+
+def _size(mesh, axes) -> int:
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-    return size % math.prod(mesh.shape[name] for name in names) == 0
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def shards_of(array: Any, dim: int) -> int:
+    """How many parts an Explicit mesh makes of a dim."""
+    mesh, spec = explicit_mesh(array), explicit_spec(array)
+    return 1 if mesh is None or len(spec) <= dim else _size(mesh, spec[dim])
 
 
 def place(mesh: Any, array: jax.Array, spec: PartitionSpec) -> jax.Array:

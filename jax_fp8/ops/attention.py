@@ -43,7 +43,7 @@ def attention(
 
 
 def as_heads(x: jax.Array, head_dim: int) -> jax.Array:
-    """(batch, seq, heads * head_dim) as (batch, seq, heads, head_dim); where an Explicit mesh cuts heads apart, whole."""
+    """(batch, seq, heads * head_dim) as (batch, seq, heads, head_dim); whole, where an Explicit mesh cuts heads apart."""
     mesh, heads = explicit_mesh(x), x.shape[-1] // head_dim
     if mesh is not None and not divides(mesh, explicit_spec(x)[-1], heads):
         x = whole_rows(x)
@@ -75,8 +75,8 @@ _tied.defvjp(_forward, _backward)
 
 
 def _tie(kv_heads, *operands):
-    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike. Under `vmap` they are left
-    alone.
+    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike.
+    Under `vmap` they are left alone.
     """
     tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
     tied.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))

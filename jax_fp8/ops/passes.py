@@ -33,7 +33,7 @@ from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import amax
-from jax_fp8.kernels.explicit import like_columns, product, whole_rows
+from jax_fp8.kernels.explicit import like_columns, product, shards_of, whole_rows
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import (
     Matrices,
@@ -219,7 +219,7 @@ def backward_gemm(
 
 def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype) -> jax.Array:
     """The first half of `backward_gemm`, which does without xᵀ."""
-    _check_rows(dy.rowwise.shape[0], gemm)
+    _check_rows(dy.rowwise.values, gemm)
     gemm.record.amaxes(jnp.append(residual.amaxes, dy.amax))
     with jax.named_scope(f"{gemm.name}/dgrad"):
         return matmul(dy.rowwise, residual.kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
@@ -304,10 +304,12 @@ def _written_as(like, multiply) -> jax.Array:
     return like.place(multiply(dtype=written).astype(like.dtype))
 
 
-def _check_rows(rows, gemm):
-    if rows % 16:
+def _check_rows(dy, gemm):
+    rows, shards = dy.shape[0], shards_of(dy, 0)
+    if rows % (16 * shards):
+        of_each = f" on each of {shards} devices" if shards > 1 else ""
         raise ValueError(
             f"{gemm.layer}: the weight gradient contracts over batch * sequence, "
-            f"which must be a multiple of 16, got {rows}; "
+            f"which must be a multiple of 16{of_each}, got {rows // shards}; "
             "change the batch or sequence size, pad, or use recipe=None"
         )

@@ -91,7 +91,8 @@ def inside_mesh_of(*trees: Any) -> AbstractContextManager:
             if mesh is not None and isinstance(leaf, Tracer):
                 return jax.sharding.use_abstract_mesh(mesh)
             if mesh is not None:
-                return jax.set_mesh(leaf.sharding.mesh)
+                sharding: Any = leaf.sharding
+                return jax.set_mesh(sharding.mesh)
     return nullcontext()
 
 

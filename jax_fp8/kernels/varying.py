@@ -24,7 +24,9 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
         missing = tuple(sorted(axes - varying_axes(leaf)))
         if not missing:
             return leaf
-        return lax.pcast(leaf, missing, to="varying") if hasattr(lax, "pcast") else lax.pvary(leaf, missing)
+        if hasattr(lax, "pcast"):
+            return lax.pcast(leaf, missing, to="varying")
+        return getattr(lax, "pvary")(leaf, missing)  # noqa: B009 - its name in jax 0.10
 
     return jax.tree.map(cast, tree)
 

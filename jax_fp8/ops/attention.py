@@ -21,14 +21,14 @@ from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, exp
 from jax_fp8.kernels.varying import alike
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
-SPLIT_DIMS = ("b", "h")
 
 
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: str | None
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none."""
-    attend: Any = partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
+    options: Any = {"is_causal": causal, "implementation": implementation}
+    attend = partial(jax.nn.dot_product_attention, **options)
     operands = query, key, value
     mesh = explicit_mesh(*operands)
     if mesh is not None:
@@ -38,12 +38,13 @@ def attention(
     if implementation != "cudnn":
         return attend(*operands)
     kv_heads = key.shape[2]
-    (attended,) = _tied(kv_heads, attend(*_tied(kv_heads, *alike(*operands))))
-    return attended
+    tied: Any = _tied(kv_heads, *alike(*operands))
+    attended: Any = _tied(kv_heads, attend(*tied))  # where heads are whole, they are on both sides
+    return attended[0]
 
 
 def as_heads(x: jax.Array, head_dim: int) -> jax.Array:
-    """(batch, seq, heads * head_dim) as (batch, seq, heads, head_dim); whole, where an Explicit mesh cuts heads apart."""
+    """(batch, seq, heads * head_dim) as (batch, seq, heads, head_dim); whole where an Explicit mesh would cut heads."""
     mesh, heads = explicit_mesh(x), x.shape[-1] // head_dim
     if mesh is not None and not divides(mesh, explicit_spec(x)[-1], heads):
         x = whole_rows(x)
@@ -58,7 +59,7 @@ def _split(mesh, inputs, operands) -> Split:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tied(kv_heads, *operands):
+def _tied(kv_heads, *operands) -> Any:
     return _tie(kv_heads, *operands)
 
 

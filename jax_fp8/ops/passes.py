@@ -187,11 +187,8 @@ def forward_gemm(
         accumulation=gemm.accumulation("fprop"),
     )
     with jax.named_scope(f"{gemm.name}/fprop"):
-        y = (
-            tuple(multiply(**columns) for columns in _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths))
-            if in_parts
-            else multiply()
-        )
+        parts = _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths)
+        y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.amax, weight.amax])
     return y, amaxes, GemmResidual(x.columnwise, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
 
@@ -252,15 +249,16 @@ def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...
     return (x,) if len(widths) == 1 else tuple(jnp.split(x, list(accumulate(widths))[:-1], axis=-1))
 
 
-def _columns(likes, widths) -> Iterator[dict[str, tuple]]:
+def _columns(likes, widths) -> Iterator[dict[str, Any]]:
     """The columns of each kernel as `matmul` takes them: the first and their number, and what splits them."""
     for like, width, end in zip(likes, widths, accumulate(widths), strict=True):
         yield {"columns": (end - width, width), "columns_over": like.columns_over}
 
 
-def _like(parts, like) -> Any:
+def _like(parts, like: Any) -> Any:
     """Parts of a gradient, in the dtypes, the places and the structure of what they are gradients of."""
-    cast = tuple(one.place(part.astype(one.dtype)) for part, one in zip(parts, as_tuple(like), strict=True))
+    likes: Any = as_tuple(like)
+    cast = tuple(one.place(part.astype(one.dtype)) for part, one in zip(parts, likes, strict=True))
     return cast if isinstance(like, tuple) else cast[0]
 
 

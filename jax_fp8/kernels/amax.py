@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
+from jax_fp8.kernels.explicit import explicit_spec, shards_of
 
 
 def amax_reference(x: jax.Array) -> jax.Array:
@@ -31,6 +32,11 @@ def as_matrix(x: jax.Array) -> jax.Array:
     """Leading dims flattened: (..., n) as (m, n), a scalar as (1, 1)."""
     if x.ndim == 2:
         return x
+    if any(shards_of(x, dim) > 1 for dim in range(1, x.ndim - 1)):
+        raise ValueError(
+            f"leading dims are flattened, so only the first may be split on an Explicit mesh, got {explicit_spec(x)} "
+            f"for shape {x.shape}; split the batch and not the sequence, or use Auto axes"
+        )
     return x.reshape(-1, x.shape[-1]) if x.ndim and x.size else x.reshape(1, x.size)
 
 

@@ -13,51 +13,91 @@ already. A bare custom call on a sharded array would make the compiler gather th
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from jax_fp8.kernels import extension
+from jax_fp8.kernels.explicit import (
+    Dims,
+    Split,
+    collect,
+    divides,
+    explicit_mesh,
+    explicit_spec,
+    parse_rule,
+    place,
+    spec_of,
+)
+from jax_fp8.kernels.varying import vary, varying_axes
 
-Split = dict[str, tuple[str, ...]]
 
-
-def dispatch(rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
+def dispatch(
+    rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array, part: "Part | None" = None
+) -> tuple[jax.Array, ...]:
     """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere;
     both return a tuple.
 
     Where nobody has written a kernel, None, the reference runs on CUDA too, and a warning says so once.
+
+    Args:
+      part: of which result a device may make its part alone, though it is split otherwise in the operands.
     """
     inputs, outputs = parse_rule(rule)
-    explicit = _explicit_split(inputs, outputs, args)
-    if not explicit:
-        local = kernel and _auto_partitioned(kernel, rule)
+    mesh = explicit_mesh(*args)
+    split = collect(inputs, outputs, [explicit_spec(arg) for arg in args])
+    if part is not None and mesh is not None and part.can_be(mesh, part.axes, split):
+        split[part.dim] = part.axes
+    if mesh is None or (not split and AxisType.Auto in mesh.axis_types):
+        local = kernel and _auto_partitioned(kernel, rule, part)
         return _on_platform(local, functools.partial(reference, split={}), *args)
-    mesh = next(jax.typeof(arg).sharding.mesh for arg in args if not jax.typeof(arg).sharding.mesh.empty)
-    placed = [
-        jax.reshard(arg, NamedSharding(mesh, _spec(dims, explicit))) for dims, arg in zip(inputs, args, strict=True)
-    ]
-    forms = (form and functools.partial(form, split=explicit) for form in (kernel, reference))
-    local = functools.partial(_on_platform, *forms)
+    forms = (form and functools.partial(form, split=split) for form in (kernel, reference))
+    return on_shards(mesh, inputs, outputs, split, functools.partial(_on_platform, *forms), *args)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A dim that only results have, some columns of a matrix, say. The operation gathers what they are made of,
+    and each device makes those that it is to have.
+
+    Args:
+      dim: of the results.
+      of: the dim of the operands that it is a part of.
+      size: elements of it.
+      axes: of an Explicit mesh, by which it is to be split. On an Auto mesh the compiler says so.
+    """
+
+    dim: str
+    of: str
+    size: int
+    axes: tuple[str, ...] = ()
+
+    def can_be(self, mesh, axes: tuple[str, ...], split: Split) -> bool:
+        """Whether these axes can split it: into multiples of 16, as GEMMs want them, and no other dim."""
+        used = {axis for dim, others in split.items() if dim != self.of for axis in others}
+        return bool(axes) and not used & set(axes) and self.size % 16 == 0 and divides(mesh, axes, self.size // 16)
+
+
+def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, *args: jax.Array) -> Any:
+    """Run `local` on the shards of an Explicit mesh that `split` makes of arrays with these dims."""
+    placed = [place(mesh, arg, spec_of(dims, split)) for dims, arg in zip(inputs, args, strict=True)]
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=tuple(_spec(dims, explicit) for dims in inputs),
-        out_specs=tuple(_spec(dims, explicit) for dims in outputs),
-        axis_names={axis for axes in explicit.values() for axis in axes},
+        in_specs=tuple(spec_of(dims, split) for dims in inputs),
+        out_specs=tuple(spec_of(dims, split) for dims in outputs),
+        axis_names={
+            axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+        },
         check_vma=False,
     )
     return jax.jit(mapped)(*placed)  # outside jit, a shard_map over some axes of a mesh does not run
-
-
-def parse_rule(rule: str) -> tuple[list[list[str]], list[list[str]]]:
-    """Dims of every operand and of every result: "m k, -> m" is ([["m", "k"], []], [["m"]])."""
-    operands, results = rule.split("->")
-    return [dims.split() for dims in operands.split(",")], [dims.split() for dims in results.split(",")]
 
 
 def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
@@ -102,7 +142,10 @@ def _on_platform(kernel, reference, *args):
     if kernel is None and jax.default_backend() == "gpu":
         _warn_of_reference()
     on_cuda = kernel if kernel is not None and kernels_run() else bounded
-    return lax.platform_dependent(*args, cuda=on_cuda, default=bounded)
+    axes = varying_axes(args)
+    forms = (lambda *operands, form=form: vary(form(*operands), axes) for form in (on_cuda, bounded))
+    on_cuda, elsewhere = forms
+    return lax.platform_dependent(*args, cuda=on_cuda, default=elsewhere)
 
 
 @functools.cache
@@ -138,39 +181,17 @@ def too_old_gpu() -> str | None:
     )
 
 
-def _explicit_split(inputs, outputs, args) -> Split:
-    """Which Explicit mesh axes split which dim."""
-    return _collect(inputs, outputs, [getattr(jax.typeof(arg).sharding, "spec", ()) for arg in args])
-
-
-def _collect(inputs, outputs, specs) -> Split:
-    """The first operand that splits a dim decides for all; no two dims of one array are split by the same axis."""
-    split = {}
-    for dims, spec in zip(inputs, specs, strict=True):
-        for dim, axes in zip(dims, spec, strict=False):
-            axes = axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
-            if axes and dim not in split and not set(axes) & _axes_beside(dim, inputs + outputs, split):
-                split[dim] = axes
-    return split
-
-
-def _axes_beside(dim, arrays, split) -> set[str]:
-    """Axes that already split another dim of an array that has this one."""
-    return {axis for dims in arrays if dim in dims for other in dims for axis in split.get(other, ())}
-
-
-def _spec(dims, split) -> PartitionSpec:
-    return PartitionSpec(*(split.get(dim) for dim in dims))
-
-
-def _auto_partitioned(kernel, rule):
+def _auto_partitioned(kernel, rule, part):
     inputs, outputs = parse_rule(rule)
 
     def partition(mesh, arg_shapes, result_shapes):
-        split = _collect(inputs, outputs, [arg.sharding.spec for arg in arg_shapes])
+        split = collect(inputs, outputs, [arg.sharding.spec for arg in arg_shapes])
+        if part is not None:
+            wanted = collect(outputs, [], [result.sharding.spec for result in result_shapes]).get(part.dim, ())
+            split |= {part.dim: wanted} if part.can_be(mesh, wanted, split) else {}
 
         def place(arrays):
-            return tuple(NamedSharding(mesh, _spec(dims, split)) for dims in arrays)
+            return tuple(NamedSharding(mesh, spec_of(dims, split)) for dims in arrays)
 
         return mesh, functools.partial(kernel, split=split), place(outputs), place(inputs)
 

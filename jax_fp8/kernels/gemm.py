@@ -20,7 +20,7 @@ from jax import lax
 from jax_fp8.core.formats import E5M2
 from jax_fp8.core.fp8_array import Fp8Array, spread
 from jax_fp8.kernels.casting import check_whole_tiles
-from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.dispatch import Part, Split, dispatch, gathered, split_axes
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"
@@ -40,6 +40,7 @@ def matmul(
     alpha: float = 1.0,
     accumulation: str = "fast",
     columns: tuple[int, int] | None = None,
+    columns_over: tuple[str, ...] = (),
 ) -> jax.Array:
     """Multiply `a` (m, k) by the transpose of `b` (n, k).
 
@@ -54,6 +55,7 @@ def matmul(
       accumulation: "fast" or "split".
       columns: the first and the number of those that are wanted, multiples of 16; None is all. `c` has these columns
         only. Where a mesh splits the rows of `b`, they are gathered.
+      columns_over: with `columns`, the axes of an Explicit mesh that split them in the result.
 
     Returns:
       (m, n) in `dtype`, or with `columns` so many of them.
@@ -73,12 +75,14 @@ def matmul(
     # Ranks are read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
     how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "ranks": ranks_in_use()}
     kernel = partial(_kernel, **settings, **how) if a.scale.ndim == b.scale.ndim == 0 else None
-    (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands)
+    # Of some columns each device makes those that it is to have; of all, those whose rows of b it has.
+    part = None if columns is None else Part("n", of="p", size=columns[1], axes=columns_over)
+    (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands, part=part)
     return d
 
 
 def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, columns, **how):
-    b, addends = _gather_columns(b, addends, has_bias, split)
+    b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     how["columns"] = columns
     axes = split_axes(split, "k")
     if axes:  # partial products: sum them in float32, then add once
@@ -111,7 +115,7 @@ def _call(
 
 
 def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns):
-    b, addends = _gather_columns(b, addends, has_bias, split)
+    b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     if a_scale.ndim == b_scale.ndim == 0:
         # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
         a, b, factor, precision = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), alpha * (a_scale * b_scale), None
@@ -135,9 +139,17 @@ def _scaled(x, scale, split: Split, dims: str, scale_dims: str) -> jax.Array:
     return x.astype(jnp.float32) * spread(gathered(scale, split, *scale_dims.split()), x.shape)
 
 
-def _gather_columns(b, addends, has_bias, split: Split):
-    bias = tuple(gathered(addend, split, "p") for addend in addends[:has_bias])
-    return gathered(b, split, "p"), (*bias, *addends[has_bias:])
+def _gather_columns(b, addends, has_bias, split: Split, columns):
+    """Rows of b and elements of the bias from all shards; of those, where `columns` are to be made in parts,
+    this shard's, which are all of its columns then.
+    """
+    b, *bias = (gathered(array, split, "p") for array in (b, *addends[:has_bias]))
+    if columns is not None and split.get("n"):
+        first, count = columns[0], columns[1] // lax.axis_size(split["n"])
+        first = first + lax.axis_index(split["n"]) * count
+        b, *bias = (lax.dynamic_slice_in_dim(array, first, count) for array in (b, *bias))
+        columns = None
+    return b, (*bias, *addends[has_bias:]), columns
 
 
 def _add(product, addends, has_bias, columns):

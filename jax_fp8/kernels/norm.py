@@ -29,6 +29,7 @@ from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import NOTHING, SCALAR, PairResults, attributes, check_cast, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, largest_amax, parse_rule, split_axes
+from jax_fp8.kernels.explicit import whole
 
 NORMS = ("layernorm", "rmsnorm")
 
@@ -53,7 +54,7 @@ class NormStatistics:
 
 def normalize(x: jax.Array, parameters: NormParameters, epsilon: float, dtype) -> tuple[jax.Array, NormStatistics]:
     """Normalize `x` (..., n): the result in `dtype`, and its statistics."""
-    x = x.astype(jnp.float32)
+    x, parameters = x.astype(jnp.float32), jax.tree.map(whole, parameters)
     mean = None if parameters.bias is None else jnp.mean(x, axis=-1, keepdims=True)
     centered = x if mean is None else x - mean
     rstd = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)

@@ -18,6 +18,7 @@ from flax.typing import Dtype
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.explicit import lookup, whole
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
@@ -78,6 +79,22 @@ PRESETS = {
 }
 
 
+class _WholeParams:
+    """A Linen norm with all of its parameters on every device, where an Explicit mesh splits them."""
+
+    @nn.nowrap
+    def param(self, *args, **kwargs) -> jax.Array:
+        return whole(super().param(*args, **kwargs))  # type: ignore[misc]
+
+
+class _LayerNorm(_WholeParams, nn.LayerNorm):
+    pass
+
+
+class _RMSNorm(_WholeParams, nn.RMSNorm):
+    pass
+
+
 class GPT(nn.Module):
     """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss,
     without the logits of a whole batch.
@@ -106,14 +123,14 @@ class GPT(nn.Module):
             )
         init = nn.initializers.normal(0.02)
         embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
-        x = embedding.astype(jnp.float32)[tokens]  # so that gradients of a token are added up in float32
+        x = lookup(embedding.astype(jnp.float32), tokens)  # so that gradients of a token are added up in float32
         if config.positions == "learned":
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
-            x = x + positions[: tokens.shape[-1]]
+            x = x + whole(positions)[: tokens.shape[-1]]
         x = x.astype(self.dtype)
         for index in range(config.num_layers):
             x = self._layer(index)(x)
-        norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+        norm = _LayerNorm if config.norm == "layernorm" else _RMSNorm
         x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
         if not config.tie_embeddings:
             embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)

@@ -9,6 +9,7 @@ from flax.typing import Initializer
 
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
+from jax_fp8.ops.attention import as_heads, attention
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
@@ -59,11 +60,11 @@ class SelfAttention(Fp8Module):
         head_dim = self.head_dim or width // self.num_heads
         widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
         projections, x = _project(self, x, widths)
-        query, key, value = (part.reshape(*x.shape[:-1], -1, head_dim) for part in projections)
+        query, key, value = (as_heads(part, head_dim) for part in projections)
         if self.rotary:
             query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=self.causal, implementation=implementation)
+        attended = attention(query, key, value, causal=self.causal, implementation=implementation)
         fields = shared_fields(self, Dense) | {
             "kernel_init": self.out_init or self.kernel_init,
             "recompute": self.recompute

@@ -24,6 +24,7 @@ from jax import lax
 
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.head import check_head, make_head
 
 # A chunk reads and writes the gradient of the weight, and holds its logits:
@@ -73,7 +74,8 @@ def linear_cross_entropy(
         raise ValueError(f"chunks must divide the sequence, got {chunks=} and a sequence of {seq}")
     check_head(labels.size // chunks, weight.shape[0], weight.shape[1], recipe)
     with jax.named_scope("cross_entropy"):
-        return _loss(chunks, z_loss, recipe, x, weight, *_labels_and_shares(labels, mask, weight.shape[0]))
+        of_tokens = _labels_and_shares(labels, mask, weight.shape[0])
+        return _loss(chunks, z_loss, recipe, *alike(x, weight, *of_tokens))
 
 
 def cross_entropy(

@@ -23,6 +23,7 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.recipe import Recipe, accumulation, check_recipe
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.amax import amax, as_matrix
+from jax_fp8.kernels.explicit import einsum
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.kernels.weight_gradient import after, weight_gradient
@@ -65,12 +66,12 @@ class PlainHead:
 
     def logits(self, x: jax.Array) -> jax.Array:
         with jax.named_scope(PLAIN_HEAD_SCOPE):
-            return jnp.einsum("bsh,vh->bsv", x, self.weight)
+            return einsum("b s h, v h -> b s v", x, self.weight)
 
     def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array | None, bound: jax.Array):
         with jax.named_scope(PLAIN_HEAD_SCOPE):
             total, dlogits = after(weight_gradient(dlogits, x, total), dlogits)
-            return jnp.einsum("bsv,vh->bsh", dlogits, self.weight), total
+            return einsum("b s v, v h -> b s h", dlogits, self.weight), total
 
 
 @jax.tree_util.register_dataclass

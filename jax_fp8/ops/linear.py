@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
@@ -59,7 +60,8 @@ def linear(
         return (y if residual is None else y + residual.astype(dtype)), None
     rows = None if residual is None else as_matrix(residual.astype(dtype))
     static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, residual is not None)
-    out: Any = _linear(static, as_matrix(x), parameters, gemm, rows)
+    matrix, parameters, rows = alike(as_matrix(x), parameters, rows)
+    out: Any = _linear(static, matrix, parameters, gemm, rows)
     y, amaxes = out
     return jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y), amaxes
 
@@ -83,17 +85,17 @@ def _linear(static, x, parameters, gemm, residual):
 def _forward(static, x, parameters, gemm, residual):
     quantized, cast = quantize_input(x, gemm, keep=not static.recompute)
     y, amaxes, kept = forward_gemm(quantized, cast, parameters, gemm, static.dtype, residual, static.in_parts)
-    return (y, amaxes), (x if static.recompute else None, kept, Like.of(parameters), gemm)
+    return (y, amaxes), (x if static.recompute else None, kept, Like.of((x, residual, parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):
-    x, kept, parameters_like, gemm = residuals
+    x, kept, (x_like, residual_like, parameters_like), gemm = residuals
     dy, _ = cotangents
     kept = kept.with_input(quantize_transpose, x, after=dy)
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
     dx, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
     recorded = gemm.record_backward(kept.all_amaxes(quantized))
-    return dx, gradients, recorded, dy if static.has_residual else None
+    return x_like.place(dx), gradients, recorded, residual_like.place(dy) if static.has_residual else None
 
 
 _linear.defvjp(_forward, _backward)

@@ -17,6 +17,7 @@ from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
@@ -54,7 +55,7 @@ def norm_linear(
         y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype, parameters.in_parts)
         return ((y, x) if return_input else y), None
     static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts)
-    out: Any = _norm_linear(static, as_matrix(x), norm, parameters, gemm)
+    out: Any = _norm_linear(static, *alike(as_matrix(x), norm, parameters), gemm)
     (y, rows), amaxes = out
     y = jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y)
     return ((y, rows.reshape(x.shape)) if return_input else y), amaxes
@@ -97,16 +98,16 @@ def _forward(static, x, norm, parameters, gemm):
     normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep=not static.recompute)
     y, amaxes, kept = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
     out = (y, x if static.return_input else None), amaxes
-    return out, (x, norm, statistics, kept, Like.of(parameters), gemm)
+    return out, (x, norm, statistics, kept, Like.of(((x, norm), parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):
-    x, norm, statistics, kept, parameters_like, gemm = residuals
+    x, norm, statistics, kept, (likes, parameters_like), gemm = residuals
     (dy, dresidual), _ = cotangents
     kept = kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dy)
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
     dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
-    dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dresidual)
+    dx, dnorm = Like.place_all(likes, norm_backward(dnormalized, x, norm, statistics, dresidual))
     return dx, dnorm, gradients, gemm.record_backward(kept.all_amaxes(quantized))
 
 

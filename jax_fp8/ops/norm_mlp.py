@@ -24,6 +24,7 @@ from jax_fp8.kernels.activation import (
 )
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
+from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 from jax_fp8.ops.passes import (
     Like,
@@ -67,7 +68,7 @@ def norm_mlp(
         y = plain_linear(activate(hidden, activation), down, dtype)
         return x + y if residual else y, None
     static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths)
-    out: Any = _norm_mlp(static, as_matrix(x), norm, up, down, gemms)
+    out: Any = _norm_mlp(static, *alike(as_matrix(x), norm, up, down), gemms)
     y, amaxes = out
     return y.reshape(x.shape), amaxes
 
@@ -100,11 +101,11 @@ def _run(static, x, norm, up, down, gemms, keep):
 
 def _forward(static, x, norm, up, down, gemms):
     out, kept = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
-    return out, (x, norm, *kept, Like.of(up), Like.of(down), gemms)
+    return out, (x, norm, *kept, Like.of((x, norm)), Like.of(up), Like.of(down), gemms)
 
 
 def _backward(static, residuals, cotangents):
-    x, norm, statistics, hidden, up_kept, down_kept, up_like, down_like, (up_gemm, down_gemm) = residuals
+    x, norm, statistics, hidden, up_kept, down_kept, likes, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
     quantized, dbias = quantize_gradient(dy, down_like, down_gemm)
     dactivated = backward_dgrad(quantized, down_kept, down_gemm, static.dtype)
@@ -121,6 +122,7 @@ def _backward(static, residuals, cotangents):
     up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dactivated)
     dnormalized, dup = backward_gemm(dhidden, dhidden_sums, up_kept, up_like, up_gemm, static.dtype, static.up_widths)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
+    dx, dnorm = Like.place_all(likes, (dx, dnorm))
     recorded = (
         up_gemm.record_backward(up_kept.all_amaxes(dhidden)),
         down_gemm.record_backward(down_kept.all_amaxes(quantized)),

@@ -33,6 +33,7 @@ from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.explicit import like_columns, product, shards_of, whole_rows
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import (
     Matrices,
@@ -122,13 +123,24 @@ class Like:
         elsewhere there is nothing to do."""
         return gradient if self.sharding.mesh.empty else jax.reshard(gradient, self.sharding)
 
+    @property
+    def columns_over(self) -> tuple[str, ...]:
+        """The Explicit axes that split its last dim."""
+        axes = tuple(self.sharding.spec)[-1:]
+        return axes[0] if axes and isinstance(axes[0], tuple) else tuple(axis for axis in axes if axis)
+
+    @staticmethod
+    def place_all(likes: Any, gradients: Any) -> Any:
+        """`place` for every array of a tree; where there is no gradient, there is nothing to place."""
+        return jax.tree.map(lambda gradient, like: like.place(gradient), gradients, likes)
+
 
 def plain_linear(x: jax.Array, parameters: LinearParameters, dtype, in_parts: bool = False) -> Any:
     """The product in `dtype`, without FP8; with `in_parts` a tuple, of each kernel's columns."""
     kernel, bias = (_joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
     with jax.named_scope(PLAIN_SCOPE):
-        y = x @ kernel
-    y = y if bias is None else y + bias
+        y = product(x, kernel)
+    y = y if bias is None else y + like_columns(bias, y)
     return split_columns(y, parameters.widths) if in_parts else y
 
 
@@ -168,7 +180,7 @@ def forward_gemm(
     and kernel; and what the backward needs.
     """
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
-    product = partial(
+    multiply = partial(
         matmul,
         x.rowwise,
         weight.columnwise,
@@ -179,7 +191,8 @@ def forward_gemm(
         accumulation=gemm.accumulation("fprop"),
     )
     with jax.named_scope(f"{gemm.name}/fprop"):
-        y = tuple(product(columns=columns) for columns in _columns(parameters.widths)) if in_parts else product()
+        parts = _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths)
+        y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.amax, weight.amax])
     return y, amaxes, GemmResidual(x.columnwise, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
 
@@ -207,7 +220,7 @@ def backward_gemm(
 
 def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype) -> jax.Array:
     """The first half of `backward_gemm`, which does without xᵀ."""
-    _check_rows(dy.rowwise.shape[0], gemm)
+    _check_rows(dy.rowwise.values, gemm)
     with jax.named_scope(f"{gemm.name}/dgrad"):
         return matmul(dy.rowwise, residual.kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
 
@@ -239,14 +252,16 @@ def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...
     return (x,) if len(widths) == 1 else tuple(jnp.split(x, list(accumulate(widths))[:-1], axis=-1))
 
 
-def _columns(widths) -> Iterator[tuple[int, int]]:
-    """First and number of the columns of each kernel, as `matmul` takes them."""
-    return ((end - width, width) for width, end in zip(widths, accumulate(widths), strict=True))
+def _columns(likes, widths) -> Iterator[dict[str, Any]]:
+    """The columns of each kernel as `matmul` takes them: the first and their number, and what splits them."""
+    for like, width, end in zip(likes, widths, accumulate(widths), strict=True):
+        yield {"columns": (end - width, width), "columns_over": like.columns_over}
 
 
-def _like(parts, like) -> Any:
-    """Parts of a gradient, in the dtypes and the structure of what they are gradients of."""
-    cast = tuple(part.astype(one.dtype) for part, one in zip(parts, as_tuple(like), strict=True))
+def _like(parts, like: Any) -> Any:
+    """Parts of a gradient, in the dtypes, the places and the structure of what they are gradients of."""
+    likes: Any = as_tuple(like)
+    cast = tuple(one.place(part.astype(one.dtype)) for part, one in zip(parts, likes, strict=True))
     return cast if isinstance(like, tuple) else cast[0]
 
 
@@ -255,7 +270,7 @@ def _joined(arrays, dtype) -> Any:
     if arrays is None:
         return None
     cast = [array.astype(dtype) for array in as_tuple(arrays)]
-    return cast[0] if len(cast) == 1 else jnp.concatenate(cast, axis=-1)
+    return cast[0] if len(cast) == 1 else jnp.concatenate([whole_rows(array) for array in cast], axis=-1)
 
 
 def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:
@@ -268,32 +283,34 @@ def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:
 
 def _kernel_gradients(residual, dy_transposed, likes, gemm, widths) -> tuple[Any, ...]:
     """dw of each kernel, or None for those that were added to their sums."""
-    product = partial(matmul, residual.x_transposed, dy_transposed, accumulation=gemm.accumulation("wgrad"))
+    multiply = partial(matmul, residual.x_transposed, dy_transposed, accumulation=gemm.accumulation("wgrad"))
     sums = gemm.record.gradient
     if sums is None and share_wgrad(residual.kernel.shape[0], widths):
-        whole = product(dtype=likes[0].dtype if likes[0].dtype in RESULT_DTYPES else jnp.float32)
+        whole = multiply(dtype=likes[0].dtype if likes[0].dtype in RESULT_DTYPES else jnp.float32)
         pieces = zip(split_columns(whole, widths), likes, strict=True)
         return tuple(like.place(piece.astype(like.dtype)) for piece, like in pieces)
-    columns = [None] if len(widths) == 1 else list(_columns(widths))
+    columns = [{}] if len(widths) == 1 else list(_columns(likes, widths))
     if sums is None:
-        return tuple(_written_as(like, partial(product, columns=of)) for of, like in zip(columns, likes, strict=True))
+        return tuple(_written_as(like, partial(multiply, **of)) for of, like in zip(columns, likes, strict=True))
     for ref, of in zip(sums.refs, columns, strict=True):
         total = ref[...]
-        added = product(columns=of, dtype=jnp.float32, c=total, alpha=sums.weight)
+        added = multiply(**of, dtype=jnp.float32, c=total, alpha=sums.weight)
         ref[...] = Like.of(total).place(added)
     return (None,) * len(widths)
 
 
-def _written_as(like, product) -> jax.Array:
+def _written_as(like, multiply) -> jax.Array:
     """A gradient, rounded by the GEMM itself where it can."""
     written = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
-    return like.place(product(dtype=written).astype(like.dtype))
+    return like.place(multiply(dtype=written).astype(like.dtype))
 
 
-def _check_rows(rows, gemm):
-    if rows % 16:
+def _check_rows(dy, gemm):
+    rows, shards = dy.shape[0], shards_of(dy, 0)
+    if rows % (16 * shards):
+        of_each = f" on each of {shards} devices" if shards > 1 else ""
         raise ValueError(
             f"{gemm.layer}: the weight gradient contracts over batch * sequence, "
-            f"which must be a multiple of 16, got {rows}; "
+            f"which must be a multiple of 16{of_each}, got {rows // shards}; "
             "change the batch or sequence size, pad, or use recipe=None"
         )

@@ -13,6 +13,7 @@ from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8
 from jax_fp8.core.scale import SMALLEST_SCALE
 from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.explicit import zeros_like
 from jax_fp8.kernels.storage import REMAINDER, off_the_tie, remainder_of
 
 FP8_DTYPES = (np.dtype(E4M3), np.dtype(E5M2))
@@ -79,7 +80,8 @@ class Storage:
 
     def init(self, param, master) -> Kept:
         _check_param(param)
-        mu, nu = _zeros(param.shape, self.mu_dtype), _zeros(param.shape, self.nu_dtype)
+        like = param.values if is_fp8(param) else param
+        mu, nu = _zeros(like, self.mu_dtype), _zeros(like, self.nu_dtype)
         if param.dtype == jnp.float32:
             return Kept(mu, nu, None, None)
         if self.master_dtype == REMAINDER and param.dtype != jnp.bfloat16:
@@ -121,8 +123,8 @@ class Storage:
                 )
 
 
-def _zeros(shape, dtype):
-    zeros = jnp.zeros(shape, dtype)
+def _zeros(like, dtype):
+    zeros = zeros_like(like, dtype)
     return Fp8Array(zeros, jnp.float32(SMALLEST_SCALE)) if dtype in FP8_DTYPES else zeros
 
 

@@ -23,6 +23,7 @@ from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.adam import adam, adam_leaf
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.amax import amax
+from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
@@ -82,6 +83,7 @@ def fused_adam(
     storage = Storage.of(master_dtype, mu_dtype, nu_dtype)
     no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
 
+    @inside_its_mesh
     def init(params):
         tree = jax.tree.structure(params, is_leaf=is_fp8)
         masters = given_masters(master, params, tree)

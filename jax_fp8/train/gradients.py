@@ -27,7 +27,9 @@ from jax_fp8.core.state import (
     no_amaxes,
     stage_joined,
 )
+from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
+from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
 
 
@@ -48,6 +50,7 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
     record = value_grads_and_amaxes(loss_fn, has_aux)
 
+    @inside_its_mesh
     def run(variables, *args, **kwargs):
         value, grads, amaxes = record(variables, *args, **kwargs)
         return value, grads, stage_joined(_fp8_state(variables), amaxes)
@@ -62,9 +65,10 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
     With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
     """
 
+    @inside_its_mesh
     def run(variables, *args, **kwargs):
-        cotangents = Cotangents()
-        recorded = _recorded(variables, cotangents, from_current)
+        cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
+        recorded = _recorded(variables, cotangents, axes, from_current)
         return _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
 
     return run
@@ -112,8 +116,8 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
     def run(variables, sums, *args, **kwargs):
         added = {path: jax.new_ref(at_path(sums, path)) for path in added_by_gemms(_fp8_state(variables), sums, gemms)}
 
-        cotangents = Cotangents()
-        recorded = _recorded(variables, cotangents, False, added, weight)
+        cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
+        recorded = _recorded(variables, cotangents, axes, False, added, weight)
         for gemm in gemms:
             if sums_of_gemm := _sums_of(gemm, added):
                 put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None, cotangents)})
@@ -169,24 +173,21 @@ def _sums_of(gemm, added) -> tuple[ByIdentity, ...]:
     return tuple(ByIdentity(added[kernel]) for kernel in kernel_paths(gemm) if kernel in added)
 
 
-def _recorded(variables, cotangents, from_current, sums: Mapping = MappingProxyType({}), weight=1.0) -> dict:
+def _recorded(variables, cotangents, axes, from_current, sums: Mapping = MappingProxyType({}), weight=1.0) -> dict:
     """The FP8 state with a recorder beside the state of each GEMM."""
     first_row = 0
 
     def with_recorder(path, gemm):
         nonlocal first_row
-        recorder = _recorder(gemm, _sums_of(path, sums), weight, from_current, cotangents, first_row)
-        first_row += gemm["scale"].size
+        stacked, layers = gemm["scale"].shape[:-1], gemm["scale"].size // 3
+        ref = jax.new_ref(vary(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32), axes))
+        slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
+        own = _sums_of(path, sums)
+        recorder = Recorder(ByIdentity(ref), own, weight, from_current, slot, cotangents, first_row)
+        first_row += 3 * layers
         return {**gemm, RECORDER: recorder}
 
     return map_gemms_with_path(with_recorder, _fp8_state(variables))
-
-
-def _recorder(gemm, sums, weight, from_current, cotangents, first_row) -> Recorder:
-    stacked, layers = gemm["scale"].shape[:-1], gemm["scale"].size // 3
-    ref = jax.new_ref(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32))
-    slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
-    return Recorder(ByIdentity(ref), sums, weight, from_current, slot, cotangents, first_row)
 
 
 def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
@@ -199,7 +200,8 @@ def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
         return (out[0], _without_recorders(out[1])) if has_aux else out
 
     differentiate = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
-    value, (grads, from_cotangents) = differentiate(variables["params"], no_amaxes(_fp8_state(variables)))
+    rows = vary(no_amaxes(_fp8_state(variables)), varying_axes(variables, args, kwargs))
+    value, (grads, from_cotangents) = differentiate(variables["params"], rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
 

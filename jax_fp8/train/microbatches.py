@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.kernels.explicit import shards_of
 from jax_fp8.train.gradients import accumulate_grads, added_by_gemms
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
@@ -114,6 +115,12 @@ def split(batch: Any, microbatches: int) -> Any:
         if x.shape[0] % microbatches:
             raise ValueError(
                 f"microbatches must divide the batch size, got {microbatches=} and a batch of {x.shape[0]}"
+            )
+        shards, sequences = shards_of(x, 0), x.shape[0] // microbatches
+        if sequences % shards:
+            raise ValueError(
+                f"every device must have whole sequences of each microbatch, got {sequences} of them over {shards} "
+                "devices; change the batch size or the number of microbatches"
             )
         return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 0)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.train.serialization import register_serialization
 from jax_fp8.train.weight_cache import refresh
 
@@ -45,7 +46,8 @@ class TrainState:
             )
         names = ("params", "fp8", "fp8_cache")
         params, fp8, cache = jax.tree.map(jnp.copy, [variables[name] if name in variables else {} for name in names])
-        return cls(jnp.zeros((), jnp.int32), params, dict(fp8), tx.init(params), dict(cache))
+        with inside_mesh_of(params):
+            return cls(jnp.zeros((), jnp.int32), params, dict(fp8), tx.init(params), dict(cache))
 
     @property
     def variables(self) -> dict:

@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.state import gemm_states, no_amaxes
+from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
@@ -52,7 +53,9 @@ class TrainStep:
 
     def __init__(self, programs: "_Programs", donate: bool, compiler_options: dict, warm_start: bool):
         def jit(function, donated):
-            return jax.jit(function, donate_argnums=donated if donate else (), compiler_options=compiler_options)
+            return jax.jit(
+                inside_its_mesh(function), donate_argnums=donated if donate else (), compiler_options=compiler_options
+            )
 
         self._step, self._start = jit(programs.step, (0, 2)), jax.jit(programs.start)
         self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))

@@ -29,6 +29,7 @@ from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.ops.passes import cast_weight
 from jax_fp8.optim.updates import NewParam
 
@@ -111,7 +112,7 @@ def _version(params, cache) -> jax.Array:
 def _samples(kernel) -> jax.Array:
     """The bits of the first row and of the first column of (..., k, n):
     one element of every column and of every row."""
-    sampled = [kernel[..., 0, :].reshape(-1), kernel[..., :, 0].reshape(-1)]
+    sampled = [whole_first(kernel, dim).reshape(-1) for dim in (-2, -1)]
     bits = [lax.bitcast_convert_type(line, f"uint{8 * kernel.dtype.itemsize}") for line in sampled]
     return jnp.concatenate(bits).astype(jnp.uint32)
 

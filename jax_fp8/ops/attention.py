@@ -1,0 +1,113 @@
+"""Attention on shards: JAX's own fused kernel (cuDNN on a GPU) over each device's part of the batch and of the heads.
+
+    query (batch, seq, heads, head_dim), key and value (batch, seq, kv_heads, head_dim) → like query
+
+cuDNN's attention wants its three operands split alike, and does not say so to the compiler. So here, on each kind of
+mesh: on Explicit axes it runs in a `shard_map` over those that split batch and heads; on Auto axes the three operands
+first go through an operation that does nothing, whose rule ties their batches and their heads together. A group of
+queries and its key stay on one device, so heads are split where an axis divides the number of key and value heads, and
+computed whole on every device where it does not.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.custom_batching
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from jax_fp8.kernels.dispatch import on_shards
+from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
+from jax_fp8.kernels.varying import alike
+
+RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
+
+
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: str | None
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none."""
+    options: Any = {"is_causal": causal, "implementation": implementation}
+    attend = partial(jax.nn.dot_product_attention, **options)
+    operands = query, key, value
+    mesh = explicit_mesh(*operands)
+    if mesh is not None:
+        inputs, outputs = parse_rule(RULE)
+        local = _split(mesh, inputs, operands)
+        return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
+    if implementation != "cudnn":
+        return attend(*operands)
+    kv_heads = key.shape[2]
+    tied: Any = _tied(kv_heads, *alike(*operands))
+    attended: Any = _tied(kv_heads, attend(*tied))  # where heads are whole, they are on both sides
+    return attended[0]
+
+
+def as_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """(batch, seq, heads * head_dim) as (batch, seq, heads, head_dim); whole where an Explicit mesh would cut heads."""
+    mesh, heads = explicit_mesh(x), x.shape[-1] // head_dim
+    if mesh is not None and not divides(mesh, explicit_spec(x)[-1], heads):
+        x = whole_rows(x)
+    return x.reshape(*x.shape[:-1], heads, head_dim)
+
+
+def _split(mesh, inputs, operands) -> Split:
+    """The axes that split the batch, and the heads where every device has whole groups."""
+    split = collect(inputs, inputs[:1], [explicit_spec(operand) for operand in operands])
+    kv_heads = operands[1].shape[2]
+    return {dim: axes for dim, axes in split.items() if dim == "b" or (dim == "h" and divides(mesh, axes, kv_heads))}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tied(kv_heads, *operands) -> Any:
+    return _tie(kv_heads, *operands)
+
+
+def _forward(kv_heads, *operands):
+    return _tie(kv_heads, *operands), None
+
+
+def _backward(kv_heads, _, gradients):
+    del kv_heads
+    return gradients
+
+
+_tied.defvjp(_forward, _backward)
+
+
+def _tie(kv_heads, *operands):
+    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike.
+    Under `vmap` they are left alone.
+    """
+    tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
+    tied.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
+    return tied(*operands)
+
+
+def _partition(kv_heads, mesh, arg_shapes, result_shapes):
+    del kv_heads, arg_shapes
+    shardings = tuple(result.sharding for result in result_shapes)
+    return mesh, lambda *operands: operands, shardings, shardings
+
+
+def _shardy_rule(kv_heads, mesh, operand_types, result_types):
+    """Batches are one dim of all arrays. Heads are (kv_heads, queries of each): one dim too, if every axis that might
+    split it divides the number of kv_heads. Dims that nothing else is tied to are nowhere split.
+    """
+    del result_types
+    operands, results, sizes = [], [], {}
+    can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
+    for number, operand in enumerate(operand_types):
+        group = operand.shape[2] // kv_heads
+        heads = "h" if group == 1 else f"(h g{number})"
+        operands.append(f"b s{number} {heads if can_be_split else f'o{number}'} d{number}")
+        results.append(f"b t{number} {heads if can_be_split else f'r{number}'} e{number}")
+        if can_be_split and group > 1:
+            sizes[f"g{number}"] = group
+    if sizes and not any(" h " in operand for operand in operands):  # a factor that is nowhere a dim of its own
+        sizes["h"] = kv_heads
+    return f"{', '.join(operands)} -> {', '.join(results)}", sizes
+
+
+_identity = custom_partitioning(lambda kv_heads, *operands: operands, static_argnums=(0,))
+_identity.def_partition(partition=_partition, sharding_rule=_shardy_rule)

@@ -1,0 +1,81 @@
+"""Attention on shards is attention; how its operands are tied together, and when heads can be split."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import assert_close
+
+from jax_fp8.ops import attention as attention_op
+from jax_fp8.ops.attention import as_heads, attention
+
+BATCH, SEQ, HEADS, HEAD_DIM = 4, 8, 4, 16
+
+
+def operands(kv_heads):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [
+        jax.random.normal(key, (BATCH, SEQ, n, HEAD_DIM))
+        for key, n in zip(keys, (HEADS, kv_heads, kv_heads), strict=True)
+    ]
+
+
+def loss(*operands):
+    return jnp.sum(jnp.square(attention(*operands, causal=True, implementation="xla")))
+
+
+@pytest.mark.parametrize(("kv_heads", "heads_are_split"), [(4, True), (2, False)])
+@pytest.mark.parametrize("spec", [P("data"), P("data", None, "tensor"), P(None, "data", "tensor")], ids=str)
+def test_on_explicit_shards(kv_heads, heads_are_split, spec):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    arrays = operands(kv_heads)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec if x.shape[2] % 4 == 0 else P(*spec[:2]))) for x in arrays]
+    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*arrays)
+    got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*placed)
+    jax.tree.map(lambda actual, wanted: assert_close(actual, wanted, "float32"), got, expected)
+    result = jax.eval_shape(lambda *x: attention(*x, causal=True, implementation="xla"), *placed)
+    batch, seq, heads, _ = (*result.sharding.spec, None, None, None, None)[:4]
+    assert (batch == ("data",) or batch == "data") == (spec[0] == "data") and seq is None
+    assert bool(heads) == (heads_are_split and len(spec) == 3)
+
+
+def test_heads_that_a_mesh_cuts_apart_are_brought_together():
+    mesh, x = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4]), jnp.ones((2, 4, 64))
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "tensor")))
+    assert jax.typeof(as_heads(placed, 16)).sharding.spec[2] == "tensor"
+    assert jax.typeof(as_heads(placed, 32)).sharding.spec[2] is None
+    assert as_heads(x, 32).shape == (2, 4, 2, 32)
+
+
+def rule(kv_heads, **axes):
+    types = [SimpleNamespace(shape=(BATCH, SEQ, heads, HEAD_DIM)) for heads in (HEADS, kv_heads, kv_heads)]
+    return attention_op._shardy_rule(kv_heads, SimpleNamespace(shape=axes), types, types)
+
+
+def test_how_operands_are_tied_together():
+    assert rule(4, tensor=2) == (
+        "b s0 h d0, b s1 h d1, b s2 h d2 -> b t0 h e0, b t1 h e1, b t2 h e2", {}
+    )  # fmt: skip
+    assert rule(2, data=2) == (
+        "b s0 (h g0) d0, b s1 h d1, b s2 h d2 -> b t0 (h g0) e0, b t1 h e1, b t2 h e2", {"g0": 2}
+    )  # fmt: skip
+    assert rule(2, tensor=4) == (
+        "b s0 o0 d0, b s1 o1 d1, b s2 o2 d2 -> b t0 r0 e0, b t1 r1 e1, b t2 r2 e2", {}
+    )  # fmt: skip
+    alone = SimpleNamespace(shape=(BATCH, SEQ, HEADS, HEAD_DIM))
+    assert attention_op._shardy_rule(2, SimpleNamespace(shape={"tensor": 2}), [alone], [alone]) == (
+        "b s0 (h g0) d0 -> b t0 (h g0) e0", {"g0": 2, "h": 2}
+    )  # fmt: skip
+
+
+def test_tied_arrays_are_what_they_were():
+    arrays = operands(2)
+    jax.tree.map(np.testing.assert_array_equal, list(jax.jit(attention_op._tied, static_argnums=0)(2, *arrays)), arrays)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(attention_op._tied(2, x)[0])))(arrays[1])
+    np.testing.assert_array_equal(gradient, jnp.cos(arrays[1]))
+    batched = jax.vmap(lambda x: attention_op._tied(2, x)[0])(arrays[1][None])
+    np.testing.assert_array_equal(batched[0], arrays[1])

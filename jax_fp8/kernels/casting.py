@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_fp8.core.cast import Cast, CastRule, Tile
 from jax_fp8.core.formats import fp8_max
@@ -69,7 +68,12 @@ def quantize_reference(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Arr
     scaled = x.astype(jnp.float32) * (np.float32(1) / spread(scale, x.shape))
     largest = fp8_max(dtype)
     rounded = jnp.clip(scaled, -largest, largest).astype(dtype)
-    return jnp.where(jnp.isnan(scaled), lax.bitcast_convert_type(NAN_BYTE, dtype), rounded)
+    return jnp.where(jnp.isnan(scaled), nan_of(dtype), rounded)
+
+
+def nan_of(dtype: jax.typing.DTypeLike) -> np.generic:
+    """The NaN of an FP8 dtype, a NumPy constant: no operation computes it, which `jax_debug_nans` would report."""
+    return NAN_BYTE.view(np.dtype(dtype))
 
 
 def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:

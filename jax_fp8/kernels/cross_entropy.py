@@ -74,9 +74,9 @@ def _reference(z_loss, logits, labels, shares, split: Split):
     largest = lax.pmax(largest, axes) if axes else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     lse = jnp.log(_sum(jnp.exp(logits - largest), axes)) + largest
-    is_label = labels[..., None] - first == jnp.arange(logits.shape[-1])
+    is_label = labels[..., None] - first == jnp.arange(logits.shape[-1])[None, None, :]
     chosen = _sum(jnp.where(is_label, logits, 0), axes)
-    gradient = (jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - is_label) * shares
+    gradient = (jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - is_label.astype(jnp.float32)) * shares
     loss = (lse - chosen + z_loss * jnp.square(lse)) * shares
     return gradient.astype(dtype), loss[..., 0], lse[..., 0]
 

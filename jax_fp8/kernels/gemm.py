@@ -144,7 +144,7 @@ def _add(product, addends, has_bias, columns):
     if has_bias and columns is not None:
         addends = (addends[0][columns[0] : sum(columns)], *addends[1:])
     for addend in addends:
-        product = product + addend.astype(jnp.float32)
+        product = product + lax.broadcast_to_rank(addend.astype(jnp.float32), product.ndim)
     return product
 
 

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
+from jax import lax
 
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
+from jax_fp8.nn.promotion import implicit_promotion
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.head import compute_logits
 
@@ -109,12 +111,13 @@ class GPT(nn.Module):
         x = embedding.astype(jnp.float32)[tokens]  # so that gradients of a token are added up in float32
         if config.positions == "learned":
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
-            x = x + positions[: tokens.shape[-1]]
+            x = x + lax.broadcast_to_rank(positions[: tokens.shape[-1]].astype(jnp.float32), x.ndim)
         x = x.astype(self.dtype)
         for index in range(config.num_layers):
             x = self._layer(index)(x)
         norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-        x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
+        with implicit_promotion():
+            x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
         if not config.tie_embeddings:
             embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)
         if labels is not None:

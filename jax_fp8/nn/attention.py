@@ -6,9 +6,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
+from jax import lax
 
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
+from jax_fp8.nn.promotion import attend
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
@@ -63,7 +65,7 @@ class SelfAttention(Fp8Module):
         if self.rotary:
             query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=self.causal, implementation=implementation)
+        attended = attend(query, key, value, is_causal=self.causal, implementation=implementation)
         fields = shared_fields(self, Dense) | {
             "kernel_init": self.out_init or self.kernel_init,
             "recompute": self.recompute
@@ -91,9 +93,9 @@ def rotate(x: jax.Array) -> jax.Array:
     """Rotate pairs (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by position times base^(-2i / head_dim)."""
     half = x.shape[-1] // 2
     frequency = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[-3], dtype=jnp.float32)[:, None, None] * frequency  # (seq, 1, head_dim / 2)
+    angle = jnp.arange(x.shape[-3], dtype=jnp.float32)[:, None, None] * frequency[None, None, :]  # (seq, 1, half)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (lax.broadcast_to_rank(wave(angle), x.ndim) for wave in (jnp.cos, jnp.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 

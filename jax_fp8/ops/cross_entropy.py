@@ -120,7 +120,7 @@ def _forward(chunks, z_loss, recipe, x, weight, labels, shares):
 
 def _backward(chunks, z_loss, recipe, kept, dloss):
     dx, dweight, like = kept
-    return (dloss * dx).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
+    return (dloss * dx.astype(jnp.float32)).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
 
 
 _loss.defvjp(_forward, _backward)

@@ -100,6 +100,7 @@ def fused_adam(
         norm = None if max_grad_norm is None else _global_norm(gradients, scale)
         applied = _all_finite(gradients, norm) if skip_nonfinite else None
         count = jnp.asarray(optax.safe_increment(state.count))
+        steps = count.astype(jnp.float32)
         numbers = {
             "rate": learning_rate(state.count) if callable(learning_rate) else learning_rate,
             "b1": b1,
@@ -108,8 +109,8 @@ def fused_adam(
             "one_minus_b2": 1 - b2,
             "eps": eps,
             "weight_decay": weight_decay,
-            "correction1": 1 / (1 - jnp.float32(b1) ** count) if bias_correction else 1,
-            "correction2": 1 / (1 - jnp.float32(b2) ** count) if bias_correction else 1,
+            "correction1": 1 / (1 - jnp.float32(b1) ** steps) if bias_correction else 1,
+            "correction2": 1 / (1 - jnp.float32(b2) ** steps) if bias_correction else 1,
             "grad_scale": scale if norm is None else _clipped(scale, norm, max_grad_norm),
             "apply": True if applied is None else applied,
         }

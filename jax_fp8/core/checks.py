@@ -1,0 +1,96 @@
+"""What must hold of a number, a flag or a tree that a user gives, in one sentence with what arrived.
+
+Every function raises a ValueError or returns nothing; what to do ends the sentence, where the caller knows more than the
+check does.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+INTEGERS, NUMBERS = int | np.integer, int | float | np.integer | np.floating
+
+
+def check_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Raise unless this is a Python or NumPy integer of at least `least`, and at most `most`."""
+    is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    fits = is_number and least <= value and (most is None or value <= most)
+    if fits and isinstance(value, INTEGERS):
+        return
+    wanted = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    remedy = f"; pass {int(value)}" if fits and math.isfinite(value) and value == int(value) else ""
+    raise ValueError(f"{name} must be {wanted}, got {value!r}{remedy}")
+
+
+def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool], remedy: str = "") -> None:
+    """Raise unless this is a finite number that has a property, as float32 too, which everything is computed in.
+
+    Args:
+      wanted: the property, after "must be a finite number".
+      holds: whether a float has it.
+    """
+    if isinstance(value, NUMBERS) and not isinstance(value, bool):
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(value))
+        if math.isfinite(rounded) and holds(rounded):
+            return
+    raise ValueError(f"{name} must be a finite number {wanted}, got {value!r}{remedy and '; '}{remedy}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise unless this is True or False: every string is true."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def describe(x: Any) -> str:
+    """A node of a tree in a few words: float32[4, 8], a dict with 'bias' and 'kernel', a FusedAdamState."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    if isinstance(x, Mapping):
+        names = [repr(name) for name in x]
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        return f"a {type(x).__name__} with {shown}" if names else f"an empty {type(x).__name__}"
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+def first_difference(
+    expected: Any, arrived: Any, *, is_leaf: Callable[[Any], bool] | None = None, arrays: bool = True, path: tuple = ()
+) -> str | None:
+    """Where a tree is not as expected, first, and how, in words; None where it is.
+
+    Args:
+      is_leaf: what ends the expected tree; anything may stand in its place.
+      arrays: whether arrays must have the shapes and dtypes of the expected ones.
+      path: that leads to both, as jax writes it.
+    """
+    if is_leaf is not None and is_leaf(expected):
+        return None
+    (wanted, wanted_leaf), (found, found_leaf) = _one_level(expected), _one_level(arrived)
+    if wanted_leaf and found_leaf and not (arrays and describe(expected) != describe(arrived)):
+        return None
+    if wanted_leaf or found_leaf or type(expected) is not type(arrived):
+        return f"{_place(path)} must be {describe(expected)}, got {describe(arrived)}"
+    missing, extra = ([key for key in here if key not in there] for here, there in ((wanted, found), (found, wanted)))
+    if missing:
+        return f"{_place((*path, missing[0]))} is missing" + (f", {_place((*path, extra[0]))} is new" if extra else "")
+    if extra:
+        return f"{_place((*path, extra[0]))} does not belong there"
+    below = (
+        first_difference(child, found[key], is_leaf=is_leaf, arrays=arrays, path=(*path, key))
+        for key, child in wanted.items()
+    )
+    return next(filter(None, below), None)
+
+
+def _one_level(tree) -> tuple[dict, bool]:
+    """The children of a node by their keys, and whether it has none because it is a leaf."""
+    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is not tree)
+    return {key[0]: child for key, child in children if key}, any(not key for key, _ in children)
+
+
+def _place(path) -> str:
+    return jax.tree_util.keystr(path) or "the tree"

@@ -46,6 +46,11 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
+def is_array(x: Any) -> bool:
+    """Whether this is one array, traced or not."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
 def describe(x: Any) -> str:
     """A node of a tree in a few words: float32[4, 8], a dict with 'bias' and 'kernel', a FusedAdamState."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):

@@ -19,6 +19,7 @@ from jax import lax
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.kernels.activation import is_gated
+from jax_fp8.models.checks import check_call, check_config, check_loss_settings, check_tokens
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.promotion import implicit_promotion
@@ -47,17 +48,12 @@ class GPTConfig:
     tie_embeddings: bool = True
 
     def __post_init__(self):
-        if self.positions not in ("learned", "rotary"):
-            raise ValueError(f'positions must be "learned" or "rotary", got {self.positions!r}')
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads must divide hidden_size, got num_heads={self.num_heads} and hidden_size={self.hidden_size}"
-            )
+        check_config(self)
 
     @classmethod
     def preset(cls, name: str, **overrides) -> "GPTConfig":
         """A known shape by name, with any field overridden."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
         return replace(PRESETS[name], **overrides)
 
@@ -102,10 +98,7 @@ class GPT(nn.Module):
         self, tokens: jax.Array, labels: jax.Array | None = None, *, mask: jax.Array | None = None, z_loss: float = 0.0
     ) -> jax.Array:
         config = self.config
-        if tokens.shape[-1] > config.max_seq_len:
-            raise ValueError(
-                f"a sequence must be at most max_seq_len={config.max_seq_len} tokens long, got {tokens.shape[-1]}"
-            )
+        check_call(config, tokens, labels, mask, z_loss)
         init = nn.initializers.normal(0.02)
         embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
         x = embedding.astype(jnp.float32)[tokens]  # so that gradients of a token are added up in float32
@@ -157,7 +150,10 @@ def next_token_loss(
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
     """
 
+    check_loss_settings(model, ignore_label, z_loss)
+
     def loss_fn(variables, tokens):
+        check_tokens(tokens, "(batch, seq + 1)", least=2)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         mask = None if ignore_label is None else labels != ignore_label
         if mask is not None:  # what is ignored need not be a token

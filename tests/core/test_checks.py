@@ -45,7 +45,7 @@ def test_what_is_no_size(value, end):
 
 def test_bounds_of_an_integer():
     check_integer("margin", -16, -16, 16)
-    with pytest.raises(ValueError, match="^margin must be an integer from -16 to 16, got 17$"):
+    with pytest.raises(ValueError, match=r"^margin must be an integer from -16 to 16, got 17$"):
         check_integer("margin", 17, -16, 16)
 
 
@@ -56,7 +56,7 @@ def test_numbers_pass(value):
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), 1e39, "0.1", None, True, np.ones(3), 1j])
 def test_what_is_no_number(value):
-    with pytest.raises(ValueError, match="^decay must be a finite number that is not negative, got .*; leave it out$"):
+    with pytest.raises(ValueError, match=r"^decay must be a finite number that is not negative, got .*; leave it out$"):
         check_number("decay", value, "that is not negative", lambda x: x >= 0, "leave it out")
 
 

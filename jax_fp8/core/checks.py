@@ -37,7 +37,9 @@ def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bo
             rounded = float(np.float32(value))
         if math.isfinite(rounded) and holds(rounded):
             return
-    raise ValueError(f"{name} must be a finite number {wanted}, got {value!r}{remedy and '; '}{remedy}")
+    arrived = describe(value) if isinstance(value, jax.Array | np.ndarray) else repr(value)
+    property_, what_to_do = f" {wanted}" if wanted else "", f"; {remedy}" if remedy else ""
+    raise ValueError(f"{name} must be a finite number{property_}, got {arrived}{what_to_do}")
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -54,7 +56,8 @@ def is_array(x: Any) -> bool:
 def describe(x: Any) -> str:
     """A node of a tree in a few words: float32[4, 8], a dict with 'bias' and 'kernel', a FusedAdamState."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+        kind = "" if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else f"a {type(x).__name__} "
+        return f"{kind}{np.dtype(x.dtype).name}{list(x.shape)}"
     if isinstance(x, Mapping):
         names = [repr(name) for name in x]
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jax_fp8.core.cast import Cast
-from jax_fp8.core.checks import check_bool, check_integer, check_number
+from jax_fp8.core.checks import check_bool, check_integer, check_number, describe
 from jax_fp8.core.formats import HYBRID, Format
 from jax_fp8.core.scale import ScaleFormula
 
@@ -131,7 +131,8 @@ def accumulation(recipe: Recipe, gemm: str) -> str:
 def check_recipe(recipe: Any) -> None:
     """Raise unless `recipe` is a recipe or None (plain bfloat16)."""
     if recipe is not None and (isinstance(recipe, type) or not isinstance(recipe, Recipe)):
-        raise ValueError(f"recipe must be DelayedScaling(...), CurrentScaling(...) or None, got {recipe!r}")
+        arrived = repr(recipe) if isinstance(recipe, str | type | int | float) else describe(recipe)
+        raise ValueError(f"recipe must be DelayedScaling(...), CurrentScaling(...) or None, got {arrived}")
 
 
 def _check_common(recipe):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.formats import OUTPUT_GRADIENT
-from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import gemm_states, map_gemms, stage
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered
@@ -74,6 +74,7 @@ def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | N
     """`update_state` of a state in which these amaxes f32[rows] are yet to be staged,
     and how many staged ones were infinite or NaN, int32[].
     """
+    check_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return {}, jnp.int32(0)

@@ -26,7 +26,7 @@ from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
-from jax_fp8.optim.updates import InPlace, NewParam
+from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
@@ -202,7 +202,7 @@ def _second_moment_scale(nu, largest, c):
 def _delta(param, leaf, update):
     """What to add to a param to arrive at the new one."""
     if is_fp8(param):
-        return leaf.cast.rowwise
+        return NewValues.of(leaf.cast.rowwise)
     if leaf.master is None:
         return update
     new, old = leaf.param.astype(jnp.float32), param.astype(jnp.float32)

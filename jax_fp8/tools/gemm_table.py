@@ -117,6 +117,8 @@ def tuned_gemms(table: GemmTable | None) -> AbstractContextManager:
     product that is not in the table takes the heuristic's choice, as does one of arrays that do not start at multiples
     of 256 bytes, which jax's do.
     """
+    if table is not None and not isinstance(table, GemmTable):
+        raise ValueError(f"tuned_gemms needs a GemmTable or None, got {table!r}; pass fp8.GemmTable.load(path)")
     if table is not None and jax.default_backend() == "gpu":
         device, cublaslt = this_gpu()
         if (table.device, table.cublaslt) != (device, cublaslt):

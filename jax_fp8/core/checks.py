@@ -48,6 +48,12 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
+def check_flags(**flags: Any) -> None:
+    """`check_bool` of several, by their names."""
+    for name, value in flags.items():
+        check_bool(name, value)
+
+
 def is_array(x: Any) -> bool:
     """Whether this is one array, traced or not."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
@@ -77,6 +83,8 @@ def first_difference(
     """
     if is_leaf is not None and is_leaf(expected):
         return None
+    if not path and is_leaf is None and _alike(expected, arrived, arrays):  # as a rule, and quickly known
+        return None
     (wanted, wanted_leaf), (found, found_leaf) = _one_level(expected), _one_level(arrived)
     if wanted_leaf and found_leaf and not (arrays and describe(expected) != describe(arrived)):
         return None
@@ -92,6 +100,29 @@ def first_difference(
         for key, child in wanted.items()
     )
     return next(filter(None, below), None)
+
+
+def flatten_like(name: str, tree: Any, arrived: Any, remedy: str) -> list:
+    """What stands in the place of each leaf of params with the structure `tree`."""
+    try:
+        return tree.flatten_up_to(arrived)
+    except ValueError:
+        raise structure_error(name, tree, arrived, remedy) from None
+
+
+def structure_error(name: str, tree: Any, arrived: Any, remedy: str) -> ValueError:
+    """The error of one that has not the structure `tree` of the params, with the first difference."""
+    expected = tree.unflatten(range(tree.num_leaves))
+    difference = first_difference(expected, arrived, is_leaf=lambda node: isinstance(node, int))
+    difference = difference or "below a param it goes on"
+    return ValueError(f"{name} must have the structure of params, but {difference}; {remedy}")
+
+
+def _alike(expected, arrived, arrays) -> bool:
+    if jax.tree.structure(expected) != jax.tree.structure(arrived):
+        return False
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(arrived), strict=True)
+    return not arrays or all(describe(one) == describe(other) for one, other in pairs)
 
 
 def _one_level(tree) -> tuple[dict, bool]:

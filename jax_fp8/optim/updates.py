@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.cast import Cast
-from jax_fp8.core.checks import describe, first_difference, is_array
+from jax_fp8.core.checks import describe, flatten_like
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.kernels.quantize import quantize_rowwise
@@ -104,10 +104,9 @@ def apply_updates(params: Any, updates: Any) -> Any:
         keeps its scale); or an `Fp8Array`, or what `fused_adam` returns when it works in place: these take the param's
         place.
     """
-    difference = first_difference(params, updates, is_leaf=_is_param)
-    if difference is not None:
-        raise ValueError(f"updates must have the structure of params, but {difference}; pass what update returned")
-    return jax.tree.map(_apply, params, updates, is_leaf=is_fp8)
+    tree = jax.tree.structure(params, is_leaf=is_fp8)
+    found = flatten_like("updates", tree, updates, "pass what update returned")
+    return tree.unflatten(list(map(_apply, tree.flatten_up_to(params), found)))
 
 
 def was_applied(updates: Any) -> jax.Array | None:
@@ -116,10 +115,6 @@ def was_applied(updates: Any) -> jax.Array | None:
     answers = [leaf.applied for leaf in jax.tree.leaves(updates) if isinstance(leaf, NewParam)]
     answers = [applied for applied in answers if applied is not None]
     return jnp.all(jnp.stack(answers)) if answers else None
-
-
-def _is_param(node):
-    return is_fp8(node) or is_array(node)
 
 
 def _apply(param, update):

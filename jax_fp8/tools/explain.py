@@ -95,6 +95,10 @@ def traced(fn: Callable, *args: Any) -> Any:
     What is jitted, such as a training step, is traced as it is:
     with compiler options it cannot be part of another program.
     """
+    if not callable(fn) or (hasattr(fn, "init") and hasattr(fn, "apply")):
+        raise ValueError(
+            f"a function is traced with its arguments, got a {type(fn).__name__}; of a model pass model.apply"
+        )
     trace = getattr(fn, "trace", None)
     return (trace(*args).jaxpr if trace else jax.make_jaxpr(fn)(*args)).jaxpr
 

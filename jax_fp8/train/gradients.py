@@ -18,6 +18,7 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names,
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder, listing
 from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, stage_joined
 from jax_fp8.ops.passes import share_wgrad
+from jax_fp8.train.checks import check_loss, check_loss_fn
 
 
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
@@ -35,6 +36,7 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       amaxes of this pass, to be finished by `update_state`, or {} where there is no state.
     """
 
+    check_loss_fn(loss_fn)
     record = value_grads_and_amaxes(loss_fn, has_aux)
 
     def run(variables, *args, **kwargs):
@@ -128,6 +130,7 @@ def _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs):
     def of_params(params):
         replaced = {**variables, "params": params}
         out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
+        check_loss(out, has_aux)
         return (out[0], _without_recorders(out[1])) if has_aux else out
 
     return jax.value_and_grad(of_params, has_aux=has_aux)(variables["params"])

@@ -111,10 +111,6 @@ def split(batch: Any, microbatches: int) -> Any:
     """
 
     def split_leaf(x):
-        if x.shape[0] % microbatches:
-            raise ValueError(
-                f"microbatches must divide the batch size, got {microbatches=} and a batch of {x.shape[0]}"
-            )
         return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 0)
 
     return jax.tree.map(split_leaf, batch)

@@ -1,7 +1,6 @@
 """What must hold of a number, a flag or a tree that a user gives, in one sentence with what arrived.
 
-Every function raises a ValueError or returns nothing; what to do ends the sentence, where the caller knows more than the
-check does.
+Whoever knows what to do about it says so in `remedy`, which ends the sentence.
 """
 
 import math

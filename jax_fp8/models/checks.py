@@ -30,7 +30,8 @@ def check_config(config: Any) -> None:
         raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}")
     if config.positions == "rotary" and width // heads % 2:
         raise ValueError(
-            f"rotary positions turn pairs and need an even hidden_size / num_heads, got {width // heads}; change one of them"
+            f"rotary positions turn pairs and need an even hidden_size / num_heads, got {width // heads}; "
+            "change one of them"
         )
 
 

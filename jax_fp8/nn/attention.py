@@ -116,7 +116,8 @@ def _check_heads(module, width, kv_heads):
     head_dim = module.head_dim or width // heads
     if module.rotary and head_dim % 2:
         raise ValueError(
-            f"{layer}: rotary positions turn pairs and need an even head_dim, got {head_dim}; change num_heads or head_dim"
+            f"{layer}: rotary positions turn pairs and need an even head_dim, got {head_dim}; "
+            "change num_heads or head_dim"
         )
     if module.implementation not in (None, "cudnn", "xla"):
         raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {module.implementation!r}')

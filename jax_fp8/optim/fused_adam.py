@@ -60,8 +60,8 @@ def fused_adam(
 
     Args:
       learning_rate: a number, or a schedule of the step count.
-      b1, b2, eps: as in `optax.adam`; the betas from 0 to below 1, and `eps`, which is added outside the root after bias
-        correction, above 0: a weight without any gradient would be 0 / 0.
+      b1, b2, eps: as in `optax.adam`, the betas from 0 to below 1. `eps` is added outside the root, after bias
+        correction, and must be above 0: a weight without any gradient would be 0 / 0.
       weight_decay: decoupled (AdamW) with `adam_w_mode`, else an L2 term added to the gradient.
       bias_correction: divide the moments by `1 - b**count`.
       master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as
@@ -71,8 +71,8 @@ def fused_adam(
       mask: a tree of bools like the params, or a function of the params that returns one: which leaves decay.
       skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes
         nothing, `count` included.
-      max_grad_norm: scale the gradients down to this global norm, above 0; unlike `optax.clip_by_global_norm` it costs no pass
-        that writes them.
+      max_grad_norm: above 0: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs
+        no pass that writes them.
       master: masters to start from, a tree like the params, instead of the params themselves; they must round to the
         params. A float32 param is its own master and ignores it.
 

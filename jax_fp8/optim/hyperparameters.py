@@ -1,7 +1,7 @@
 """The numbers of `fused_adam`: which make sense.
 
-`optax.inject_hyperparams` makes arrays of all of them, which may be traced: only Python's and NumPy's numbers are looked
-at, and the shape of arrays.
+`optax.inject_hyperparams` makes arrays of all of them, which may be traced: only Python's and NumPy's numbers are
+looked at, and the shape of arrays.
 """
 
 import math

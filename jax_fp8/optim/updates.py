@@ -81,8 +81,8 @@ class NewValues:
 
 def _refuse_values(*_):
     raise ValueError(
-        "the update of an FP8 param takes its place, but something computes with it, such as optax.apply_updates, which "
-        "adds it; use jax_fp8.apply_updates, and let fused_adam be the last transform of a chain"
+        "the update of an FP8 param takes its place, but something computes with it, such as optax.apply_updates, "
+        "which adds it; use jax_fp8.apply_updates, and let fused_adam be the last transform of a chain"
     )
 
 

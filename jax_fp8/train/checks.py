@@ -1,4 +1,4 @@
-"""What must hold of a loss, an optimizer, a state and a batch, said before anything is traced or as soon as it is known.
+"""What must hold of a loss, an optimizer, a state and a batch, said as soon as it is known.
 
 The arguments of `make_train_step` are functions of functions: swapped or not yet called, they would fail far from where
 they were given.

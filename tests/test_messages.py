@@ -78,7 +78,7 @@ MISUSES = {
     "explain variables": (lambda: fp8.explain(VARIABLES), "a function is traced with its arguments, got a dict"),
     "update's rows": (
         lambda: fp8.apply_updates({"w": X}, {"w": X[0]}),
-        r"an update must have the shape of its param, got float32\[16\] for float32\[16, 16\]",
+        r"an update must be an array of the shape of its param, got float32\[16\] for float32\[16, 16\]",
     ),
 }
 

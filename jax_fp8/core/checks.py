@@ -109,11 +109,15 @@ def flatten_like(name: str, tree: Any, arrived: Any, remedy: str) -> list:
         raise structure_error(name, tree, arrived, remedy) from None
 
 
+class SingleArray:
+    """Stands for a param where only the structure of a tree is known."""
+
+
 def structure_error(name: str, tree: Any, arrived: Any, remedy: str) -> ValueError:
     """The error of one that has not the structure `tree` of the params, with the first difference."""
-    expected = tree.unflatten(range(tree.num_leaves))
-    difference = first_difference(expected, arrived, is_leaf=lambda node: isinstance(node, int))
-    difference = difference or "below a param it goes on"
+    expected = tree.unflatten([SingleArray()] * tree.num_leaves)
+    difference = first_difference(expected, arrived, is_leaf=lambda node: isinstance(node, SingleArray))
+    difference = difference or first_difference(expected, arrived, arrays=False)
     return ValueError(f"{name} must have the structure of params, but {difference}; {remedy}")
 
 

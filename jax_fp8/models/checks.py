@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
+from jax_fp8.nn.checks import check_dtype
 
 
 def check_config(config: Any) -> None:
@@ -35,11 +36,17 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_call(config: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any) -> None:
-    """Raise unless a GPT of this config can be called with these."""
+def check_call(model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any) -> None:
+    """Raise unless a GPT can be called with these."""
+    config = model.config
     if not hasattr(config, "max_seq_len"):
         raise ValueError(f"config must be a GPTConfig, got {config!r}; pass GPTConfig.preset(name) or GPTConfig(...)")
+    for name in ("dtype", "param_dtype"):
+        check_dtype(name, getattr(model, name))
     check_tokens(tokens, "(batch, seq)", least=1)
+    for name, array in (("labels", labels), ("mask", mask)):
+        if array is not None and not is_array(array):
+            raise ValueError(f"{name} must be an array like tokens, got {describe(array)}; pass jnp.asarray({name})")
     longest = config.max_seq_len
     if tokens.shape[-1] > longest:
         raise ValueError(f"a sequence must be at most max_seq_len={longest} tokens long, got {tokens.shape[-1]}")

@@ -98,7 +98,7 @@ class GPT(nn.Module):
         self, tokens: jax.Array, labels: jax.Array | None = None, *, mask: jax.Array | None = None, z_loss: float = 0.0
     ) -> jax.Array:
         config = self.config
-        check_call(config, tokens, labels, mask, z_loss)
+        check_call(self, tokens, labels, mask, z_loss)
         init = nn.initializers.normal(0.02)
         embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
         x = embedding.astype(jnp.float32)[tokens]  # so that gradients of a token are added up in float32

@@ -28,6 +28,11 @@ def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[i
         check_number(f"{layer}: epsilon", fields["epsilon"], "that is not negative", lambda epsilon: epsilon >= 0)
     for name in ("dtype", "param_dtype"):
         check_dtype(f"{layer}: {name}", fields[name])
+    for name in ("kernel_init", "bias_init"):
+        if not callable(fields[name]):
+            raise ValueError(
+                f"{layer}: {name} must be an initializer, got {fields[name]!r}; see flax.linen.initializers"
+            )
     _check_input(layer, x, dims)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.checks import flatten_like
+from jax_fp8.core.checks import describe, flatten_like
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8
 from jax_fp8.core.scale import SMALLEST_SCALE
@@ -159,6 +159,8 @@ def given_masters(master, params, tree) -> list:
 
 
 def _check_param(param):
+    if not hasattr(param, "dtype"):
+        raise ValueError(f"fused_adam needs params that are arrays, got {describe(param)}; pass jnp.float32(...)")
     if not is_fp8(param) and param.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"fused_adam needs floating point params (float32, bfloat16, float16 or Fp8Array), "

@@ -27,7 +27,7 @@ from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
-from jax_fp8.optim.hyperparameters import check_hyperparameters, check_update
+from jax_fp8.optim.hyperparameters import check_hyperparameters, check_scalars, check_update
 from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
@@ -120,6 +120,7 @@ def fused_adam(
             "grad_scale": scale if norm is None else _clipped(scale, norm, max_grad_norm),
             "apply": True if applied is None else applied,
         }
+        check_scalars(numbers)
         coefficients = Coefficients(**{name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()})
 
         decays = [bool(decay) and not no_decay for decay in _decay_mask(mask, params, tree)]

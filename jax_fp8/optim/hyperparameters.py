@@ -5,6 +5,7 @@ looked at, and the shape of arrays.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,6 +45,13 @@ def check_update(state: Any, in_place: Any, grad_scale: Any) -> None:
         raise ValueError(f"in_place must be an InPlace or None, got {in_place!r}; pass jax_fp8.InPlace()")
     if grad_scale is not None and jnp.shape(grad_scale) != ():
         raise ValueError(f"grad_scale must be a scalar, got {describe(grad_scale)}; multiply the gradients by it")
+
+
+def check_scalars(numbers: Mapping[str, Any]) -> None:
+    """Raise where a number of a step is an array of several, such as what a schedule returned."""
+    for name, number in numbers.items():
+        if jnp.shape(number) != ():
+            raise ValueError(f"the {name} of a step must be one number, got {describe(number)}; return a scalar")
 
 
 def _check(name, value, wanted, least, *, below=math.inf, above=False, remedy=""):

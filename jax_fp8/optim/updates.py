@@ -122,8 +122,10 @@ def _apply(param, update):
         return update.value
     if isinstance(update, Fp8Array):
         return Fp8Array(update.values.array, update.scale) if isinstance(update.values, NewValues) else update
-    if jnp.shape(update) != param.shape:
-        raise ValueError(f"an update must have the shape of its param, got {describe(update)} for {describe(param)}")
+    if jnp.shape(update) != jnp.shape(param) or not hasattr(param, "dtype") or not hasattr(update, "dtype"):
+        raise ValueError(
+            f"an update must be an array of the shape of its param, got {describe(update)} for {describe(param)}"
+        )
     if isinstance(param, Fp8Array):
         new = param.dequantize() + update.astype(jnp.float32)
         return quantize_rowwise(new, Cast.with_scale(param.dtype, param.scale)).rowwise

@@ -50,7 +50,7 @@ class GemmTable:
     def load(cls, path: str | Path | None = None) -> "GemmTable":
         """Read a table; None is this machine's own, in the user's cache folder. Needs a GPU only for that."""
         path = Path(path) if path is not None else default_path(*this_gpu())
-        if not path.exists():
+        if not path.is_file():
             raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
         return _parse(path)
 

@@ -46,12 +46,25 @@ def check_variables(variables: Any) -> None:
         raise ValueError(
             f'variables must be a dict with "params", got {describe(variables)}; pass what model.init returned'
         )
+    for name, collection in variables.items():
+        if not isinstance(collection, Mapping):
+            raise ValueError(
+                f'variables["{name}"] must be a dict, got {describe(collection)}; leave out what is not there'
+            )
 
 
 def check_is(name: str, value: Any, cls: type, remedy: str) -> None:
     """Raise unless an argument is of its class."""
     if not isinstance(value, cls):
         raise ValueError(f"{name} must be a {cls.__name__}, got {describe(value)}; {remedy}")
+
+
+def check_not_donated(state: Any) -> None:
+    """Raise where a state was given to a step before: its arrays are gone."""
+    if getattr(state.step, "is_deleted", bool)():
+        raise ValueError(
+            "state must be the one that the last step returned, got one that a step has taken; use the new one"
+        )
 
 
 def check_opt_state(opt_state: Any, tx: Any, params: Any) -> None:

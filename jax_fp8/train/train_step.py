@@ -32,6 +32,7 @@ from jax_fp8.train.checks import (
     check_is,
     check_kept_types,
     check_loss_fn,
+    check_not_donated,
     check_opt_state,
     check_optimizer,
 )
@@ -73,6 +74,7 @@ class TrainStep:
         check_is("state", state, TrainState, STATE_REMEDY)
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, zero_metrics())
+        check_not_donated(state)
         # Only a state this object did not return itself can be a fresh one;
         # asking its step count would otherwise wait for the device.
         if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
@@ -179,6 +181,8 @@ def make_train_step(
     check_recipe(recipe)
     check_integer("microbatches", microbatches)
     check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, in_place=in_place)
+    if not isinstance(compiler_options, dict | None):
+        raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")
     if compiler_options is None:
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
@@ -227,14 +231,16 @@ class _Programs:
         return begin(state, self.recipe, self.cache_weights)
 
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
-        self._check(state, microbatch, pending=pending)
+        self._check(state, microbatch)
+        _check_pending(pending, state)
         pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         state = dataclasses.replace(state, cache={})
         return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
 
     def apply(self, state, pending):
-        self._check(state, pending=pending)
+        self._check(state)
+        _check_pending(pending, state)
         complete = is_complete(state, pending, self.microbatches)
 
         def update(state):
@@ -250,20 +256,12 @@ class _Programs:
         metrics["microbatches"] = pending.count
         return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
 
-    def _check(self, state, batch=None, microbatches=1, pending=None):
+    def _check(self, state, batch=None, microbatches=1):
         """Raise unless all of this belongs together."""
         check_is("state", state, TrainState, STATE_REMEDY)
         check_batch(batch, microbatches)
         _check_state(state, self.recipe)
         check_opt_state(state.opt_state, self.optimizer, state.params)
-        if pending is not None:
-            check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
-            sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
-            difference = first_difference(sums, pending.gradients)
-            if difference is not None:
-                raise ValueError(
-                    f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
-                )
 
     def _scan(self, state, batch):
         parts = split(batch, self.microbatches)
@@ -305,6 +303,16 @@ def _has_state(recipe) -> bool:
 def _with_its_cache(state, recipe):
     """The state with a cache of its own params: a state may be put together from parts."""
     return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
+
+
+def _check_pending(pending, state):
+    check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
+    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
+    difference = first_difference(sums, pending.gradients)
+    if difference is not None:
+        raise ValueError(
+            f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
+        )
 
 
 def _check_state(state, recipe):

@@ -109,6 +109,9 @@ def test_tokens_of_a_loss(tokens, message):
             lambda: call(TOKENS, mask=jnp.ones((2, 17))),
             "mask and z_loss are for the loss, got them without labels; pass",
         ),
+        (lambda: call(TOKENS, [[1]]), r"labels must be an array like tokens, got a list; pass jnp.asarray\(labels\)"),
+        (lambda: call(TOKENS, TOKENS, mask="all"), "mask must be an array like tokens, got a str"),
+        (lambda: fp8.GPT(CONFIG, dtype="bf16").init(jax.random.key(0), TOKENS), "dtype must be jnp.bfloat16, .*'bf16'"),
         (lambda: call(TOKENS, TOKENS, z_loss="a"), "z_loss must be a finite number .*, got 'a'"),
     ],
 )

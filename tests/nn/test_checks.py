@@ -65,6 +65,11 @@ def test_none_where_it_is_no_default():
         (fp8.Dense(16, dtype="bf16"), MATRIX, "Dense: dtype must be jnp.bfloat16, .*, got 'bf16'"),
         (fp8.Dense(16, dtype=fp8.E4M3), MATRIX, "Dense: dtype must be jnp.bfloat16, .*, got <class"),
         (fp8.Dense(16, param_dtype=jnp.int32), MATRIX, "Dense: param_dtype must be jnp.bfloat16, .*, got <class"),
+        (
+            fp8.Dense(16, kernel_init="zeros"),
+            MATRIX,
+            "Dense: kernel_init must be an initializer, got 'zeros'; see flax",
+        ),
         (fp8.Dense(16), jnp.float32(1), r"Dense needs an array of at least 1 dims, got float32\[\]; reshape"),
         (fp8.Dense(16), jnp.ones((4, 16), jnp.complex64), r"Dense needs real numbers, got complex64\[4, 16\]; pass"),
         (fp8.SelfAttention(2), SEQUENCES[None], r"SelfAttention needs an array of 2 or 3 dims, .*\[1, 2, 16, 32\]"),

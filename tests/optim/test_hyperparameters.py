@@ -107,6 +107,24 @@ def test_extra_arguments(extra, message):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)
 
 
+@pytest.mark.parametrize("gradient", [None, fp8.Fp8Array(jnp.ones(3), jnp.ones(())), {"x": jnp.ones(3)}])
+def test_a_gradient_is_one_array(gradient):
+    tx = fp8.fused_adam(1e-3)
+    with pytest.raises(ValueError, match=r"grads must have .*, but \['w'\] must be a SingleArray, got .*; pass the gr"):
+        tx.update({"w": gradient}, tx.init(PARAMS), PARAMS)
+
+
+def test_what_a_schedule_returns():
+    tx = fp8.fused_adam(lambda count: jnp.ones(3))
+    with pytest.raises(ValueError, match=r"the rate of a step must be one number, got float32\[3\]; return a scalar"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_params_that_are_no_arrays():
+    with pytest.raises(ValueError, match=r"fused_adam needs params that are arrays, got a float; pass jnp.float32"):
+        fp8.fused_adam(1e-3).init({"w": 1.0})
+
+
 def test_a_mask_is_of_whole_params():
     with pytest.raises(ValueError, match=r"mask must have one bool for each param, got bool\[3\]; say of whole params"):
         tx = fp8.fused_adamw(1e-3, mask={"w": jnp.ones(3, bool)})

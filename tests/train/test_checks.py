@@ -77,6 +77,18 @@ def test_options_are_true_or_false(option):
         make(**{option: "no"})
 
 
+def test_compiler_options_are_named():
+    with pytest.raises(ValueError, match="compiler_options must be a dict or None, got 'fast'"):
+        make(compiler_options="fast")
+
+
+def test_a_state_that_a_step_has_taken():
+    step, old = make(warm_start=False), state()
+    step(old, X)
+    with pytest.raises(ValueError, match="got one that a step has taken; use the new one"):
+        step(old, X)
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -137,6 +149,8 @@ def test_batches(batch, microbatches, message):
             lambda step: step.accumulate_step(state(), state(), X, True),
             "pending must be a PendingStep, got a TrainState",
         ),
+        (lambda step: step.accumulate_step(state(), None, X, True), "pending must be a PendingStep, got None"),
+        (lambda step: step.apply_step(state(), None), "pending must be a PendingStep, got None; pass what start"),
         (lambda step: step.apply_step(step.start(state()), state()), "state must be a TrainState, got a PendingStep"),
     ],
 )
@@ -209,6 +223,10 @@ def test_an_optimizer_that_changes_the_type_of_its_state():
     [
         ((VARIABLES, fp8.fused_adamw), "tx must be an optax.GradientTransformation, got the function fused_adamw"),
         ((VARIABLES, optax.adamw), "tx must be an optax.GradientTransformation, got the function adamw; call it"),
+        (
+            ({"params": {}, "fp8": None}, TX),
+            r'variables\["fp8"\] must be a dict, got None; leave out what is not there',
+        ),
         ((MODULE, TX), 'variables must be a dict with "params", got a Dense; pass what model.init returned'),
         ((TX, VARIABLES), 'variables must be a dict with "params", got a GradientTransformationExtraArgs'),
     ],

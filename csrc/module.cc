@@ -70,6 +70,8 @@ int cuda_version() { return CUDART_VERSION; }
 
 std::string architectures() { return JAX_FP8_ARCHITECTURES; }
 
+std::string why_no_kernels() { return ""; }
+
 // (version, reason): one of them is empty.
 std::pair<std::string, std::string> cublaslt_version() {
   const std::string& missing = cublaslt::library().missing;
@@ -83,6 +85,7 @@ py::dict targets() { return {}; }
 py::dict types() { return {}; }
 int cuda_version() { return 0; }
 std::string architectures() { return ""; }
+std::string why_no_kernels() { return JAX_FP8_WHY_NO_KERNELS; }
 std::pair<std::string, std::string> cublaslt_version() { return {"", "this build of jax_fp8 has no CUDA kernels"}; }
 
 #endif
@@ -95,5 +98,6 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("types", &types, "type name -> {type_id, type_info}");
   module.def("cuda_version", &cuda_version, "CUDA version of the build, 1000 * major + 10 * minor; 0 without kernels");
   module.def("architectures", &architectures, "GPU architectures compiled for, in CMake's words, separated by spaces");
+  module.def("why_no_kernels", &why_no_kernels, "what made this a build without kernels; empty with them");
   module.def("cublaslt_version", &cublaslt_version, "(version, '') or ('', reason it cannot be used)");
 }

@@ -77,8 +77,8 @@ class LeafReader {
 };
 
 ffi::Error update_state(cudaStream_t stream, ffi::AnyBuffer recorded, ffi::RemainingArgs operands,
-                        ffi::Result<ffi::AnyBuffer> nonfinite, ffi::RemainingRets results, std::string_view forward,
-                        std::string_view backward, int32_t margin, bool most_recent) {
+                        ffi::Result<ffi::AnyBuffer> counts, ffi::RemainingRets results, std::string_view forward,
+                        std::string_view backward, int32_t margin, bool most_recent, bool forget_outliers) {
   if (operands.size() % 2 != 0 || results.size() != operands.size()) {
     return ffi::Error::InvalidArgument(
         std::string(kOperation) +
@@ -101,15 +101,15 @@ ffi::Error update_state(cudaStream_t stream, ffi::AnyBuffer recorded, ffi::Remai
   checks.dtype("recorded", recorded, {ffi::F32})
       .shape("recorded", recorded, {rows})
       .require(rows <= std::numeric_limits<int32_t>::max(), "recorded", recorded, "have fewer than 2**31 rows")
-      .dtype("the result nonfinite", *nonfinite, {ffi::S32})
-      .shape("the result nonfinite", *nonfinite, {});
+      .dtype("the result counts", *counts, {ffi::S32})
+      .shape("the result counts", *counts, {sizeof(StateCounts) / sizeof(uint32_t)});
   if (!checks.passed()) return checks.error();
   const UpdateStateArguments arguments{
       .leaves = leaves.data(),
       .leaf_count = static_cast<int>(leaves.size()),
       .recorded = recorded.typed_data<float>(),
-      .nonfinite = static_cast<uint32_t*>(nonfinite->untyped_data()),
-      .rule = {*forward_type, *backward_type, std::ldexp(1.0f, margin), most_recent},
+      .counts = static_cast<StateCounts*>(counts->untyped_data()),
+      .rule = {*forward_type, *backward_type, std::ldexp(1.0f, margin), most_recent, forget_outliers},
   };
   return launch_result(kOperation, launch_update_state(arguments, stream));
 }
@@ -119,12 +119,13 @@ XLA_FFI_DEFINE_HANDLER(handler, update_state,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Arg<ffi::AnyBuffer>()  // recorded
                            .RemainingArgs()        // for each leaf: scale, history
-                           .Ret<ffi::AnyBuffer>()  // nonfinite
+                           .Ret<ffi::AnyBuffer>()  // counts
                            .RemainingRets()        // for each leaf: scale, history
                            .Attr<std::string_view>("forward")
                            .Attr<std::string_view>("backward")
                            .Attr<int32_t>("margin")
-                           .Attr<bool>("most_recent"),
+                           .Attr<bool>("most_recent")
+                           .Attr<bool>("forget_outliers"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -21,7 +21,7 @@ struct StateTable {
   StateLeaf leaves[kTableLeaves];
   int leaf_count;
   const float* recorded;  // of the first row in the table
-  uint32_t* nonfinite;
+  StateCounts* counts;
   UpdateRule rule;
 };
 static_assert(sizeof(StateTable) <= kParameterBytes, "the leaves of a launch travel in its parameters");
@@ -54,9 +54,28 @@ __device__ inline float largest_of_block(float largest) {
   return largest;
 }
 
-__device__ inline float scale_of(float amax, int64_t row, const UpdateRule& rule) {
+__device__ inline Fp8Type format_of(int64_t row, const UpdateRule& rule) {
+  return row % kGemmRows == kGemmRows - 1 ? rule.backward : rule.forward;
+}
+
+template <Fp8Type kFormat>
+constexpr float kSmallestNormal = kFormat == Fp8Type::kE4M3 ? 0x1p-6f : 0x1p-14f;
+
+__device__ inline float smallest_normal_of(Fp8Type format) {
+  return format == Fp8Type::kE4M3 ? kSmallestNormal<Fp8Type::kE4M3> : kSmallestNormal<Fp8Type::kE5M2>;
+}
+
+// The largest amax whose scale keeps `staged` a normal number; infinity where no amax is too large.
+__device__ inline float limit_of(float staged, Fp8Type format, const UpdateRule& rule) {
+  if (!rule.forget_outliers) return __int_as_float(0x7F800000);
+  const float range = format == Fp8Type::kE4M3
+                          ? kFp8Max<Fp8Type::kE4M3> / kSmallestNormal<Fp8Type::kE4M3>
+                          : kFp8Max<Fp8Type::kE5M2> / kSmallestNormal<Fp8Type::kE5M2>;  // exact
+  return __fdiv_rn(__fmul_rn(staged, range), rule.headroom);
+}
+
+__device__ inline float scale_of(float amax, Fp8Type format, const UpdateRule& rule) {
   const AmaxRule amax_rule{.headroom = rule.headroom, .amax_epsilon = 0.0f, .power_2_scale = false};
-  const Fp8Type format = row % kGemmRows == kGemmRows - 1 ? rule.backward : rule.forward;
   return format == Fp8Type::kE4M3 ? scale_from_amax<Fp8Type::kE4M3>(amax, amax_rule)
                                   : scale_from_amax<Fp8Type::kE5M2>(amax, amax_rule);
 }
@@ -71,6 +90,8 @@ __global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_con
   // All threads read slot 0, and the first barrier stands between this and its being cleared.
   const float staged = larger_of(history[0], table.recorded[blockIdx.x]);
   const bool ran = staged > 0.0f && staged < infinity;
+  const Fp8Type format = format_of(row, table.rule);
+  const float limit = limit_of(staged, format, table.rule);
   float largest = staged;
   for (int64_t start = 0; start < leaf.length; start += kChunk) {
     const int64_t place = start + threadIdx.x;
@@ -85,15 +106,16 @@ __global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_con
     for (int i = 0; i < kPerThread; ++i) {
       const int64_t to = place + i * kThreads;
       if (to < leaf.length && (ran || to == 0)) history[to] = to == 0 ? 0.0f : moved[i];
-      largest = larger_of(largest, moved[i]);
+      largest = larger_of(largest, moved[i] > limit ? staged : moved[i]);
     }
   }
   const float amax = table.rule.most_recent ? staged : largest_of_block(largest);
   if (threadIdx.x != 0) return;
   if (ran) {
-    leaf.scale[row] = scale_of(amax, row, table.rule);
+    if (staged < __fmul_rn(leaf.scale[row], smallest_normal_of(format))) atomicAdd(&table.counts->underflowing, 1u);
+    leaf.scale[row] = scale_of(amax, format, table.rule);
   } else if (!(fabsf(staged) < infinity)) {
-    atomicAdd(table.nonfinite, 1u);
+    atomicAdd(&table.counts->nonfinite, 1u);
   }
 }
 
@@ -105,7 +127,7 @@ class Launcher {
   Launcher(const UpdateStateArguments& arguments, cudaStream_t stream) : stream_(stream) {
     table_.leaf_count = 0;
     table_.recorded = arguments.recorded;
-    table_.nonfinite = arguments.nonfinite;
+    table_.counts = arguments.counts;
     table_.rule = arguments.rule;
   }
 
@@ -135,7 +157,7 @@ class Launcher {
 }  // namespace
 
 cudaError_t launch_update_state(const UpdateStateArguments& arguments, cudaStream_t stream) {
-  cudaError_t status = cudaMemsetAsync(arguments.nonfinite, 0, sizeof(uint32_t), stream);
+  cudaError_t status = cudaMemsetAsync(arguments.counts, 0, sizeof(StateCounts), stream);
   Launcher launcher(arguments, stream);
   for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
     if (arguments.leaves[i].rows != 0) status = launcher.add(arguments.leaves[i]);

@@ -5,6 +5,9 @@
 //     where 0 < staged < ∞: scale = clip(amax * 2**margin / fp8_max, 2**-126, 2**126)  history = 0, history[2:], staged
 //     elsewhere:            scale and history stay as they were before anything was staged: history[0] = 0
 //
+// `amax` is the largest of the history, or what was staged. With `forget_outliers`, what is so large that this step's
+// amax would fall below the smallest normal number of its format is none of the history.
+//
 // One launch serves all rows of all GEMMs, in place. There is little to read: what costs is to begin.
 #pragma once
 
@@ -32,13 +35,20 @@ struct UpdateRule {
   Fp8Type backward;  // of output gradients
   float headroom;    // 2**margin
   bool most_recent;  // amax is what was staged, else the largest of the history
+  bool forget_outliers;
+};
+
+// What becomes a metric of the step. Both count rows.
+struct StateCounts {
+  uint32_t nonfinite;    // whose staged amax is infinite or NaN
+  uint32_t underflowing;  // whose staged amax, at the scale of this step, was below the smallest normal number
 };
 
 struct UpdateStateArguments {
   const StateLeaf* leaves;  // on the host
   int leaf_count;
   const float* recorded;  // [rows of all leaves]
-  uint32_t* nonfinite;    // how many staged amaxes are infinite or NaN
+  StateCounts* counts;
   UpdateRule rule;
 };
 

@@ -10,13 +10,18 @@ import jax
 import tqdm
 from matplotlib.figure import Figure
 
+ROW_BYTES = 256  # of the log, at most
+PICTURE_BYTES = 2**20  # and configuration, at most
 READ_BEHIND = 2  # a loss is read this many steps late, so that the device never waits for the host
 
 
 class Folder:
-    """A new `runs/<name>/`. A name already taken gets a number: nothing is ever overwritten."""
+    """A new `runs/<name>/`, with room for so many rows of log.
 
-    def __init__(self, parent: Path, name: str):
+    A name already taken gets a number: nothing is ever overwritten. ValueError where nothing can be written.
+    """
+
+    def __init__(self, parent: Path, name: str, rows: int):
         number = 1
         while True:
             self.path = parent / (name if number == 1 else f"{name}-{number}")
@@ -25,9 +30,28 @@ class Folder:
                 break
             except FileExistsError:
                 number += 1
+            except OSError as error:
+                raise ValueError(
+                    f"a run needs a folder to write to, got {error.strerror} for {self.path}; choose one by --output"
+                ) from None
+        self._try_to_write(PICTURE_BYTES + ROW_BYTES * rows)
         if number > 1:
             print(f"{parent / name} exists already and is left as it is; this run is written to {self.path}")
         self.rows = []
+
+    def _try_to_write(self, size: int) -> None:
+        """Write as much as a run will, and remove it: a full disk shows now, and not after training."""
+        trial = self.path / "trial"
+        try:
+            trial.write_bytes(bytes(size))
+        except OSError as error:
+            trial.unlink(missing_ok=True)
+            self.path.rmdir()
+            raise ValueError(
+                f"a run writes up to {math.ceil(size / 2**20)} MiB, got {error.strerror} in {self.path.parent}; "
+                "free some space, or choose another folder by --output"
+            ) from None
+        trial.unlink()
 
     def write_config(self, config: dict) -> None:
         (self.path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
@@ -38,15 +62,19 @@ class Folder:
             file.write(json.dumps(row) + "\n")
 
     def plot(self, title: str) -> None:
-        """Training and validation loss of every run of this folder, on one plot."""
+        """Training and validation loss of every run of this folder, on one plot; the first is drawn thin, over the
+        second, for they may lie on each other.
+        """
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         axes = figure.subplots()
         runs = dict.fromkeys(row["run"] for row in self.rows)
-        for color, run in zip(("tab:green", "tab:gray"), runs, strict=False):
+        for color, width, run in zip(("tab:green", "silver"), (1.2, 5), runs, strict=False):
             for key, style, label in (("loss", "-", "training"), ("val_loss", "o--", "validation")):
                 points = [(row["step"], row[key]) for row in self.rows if row["run"] == run and row[key] is not None]
                 alpha = 0.5 if key == "loss" else 1.0
-                axes.plot(*zip(*points, strict=True), style, color=color, alpha=alpha, label=f"{run}, {label}")
+                steps, losses = zip(*points, strict=True) if points else ((), ())
+                look = {"color": color, "alpha": alpha, "linewidth": width, "markersize": 4 + width, "zorder": -width}
+                axes.plot(steps, losses, style, label=f"{run}, {label}", **look)
         axes.set(title=title, xlabel="step", ylabel="cross entropy, nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -57,12 +85,13 @@ class Progress:
     """Progress bar and log of one training run. Losses stay on the device until they are `READ_BEHIND` steps old.
 
     Training loss is averaged over the steps since the last row; tokens/s counts neither compilation nor validation.
+    A run that is interrupted logs the steps that the device has finished.
     """
 
     def __init__(self, folder: Folder, run: str, steps: int, tokens_per_step: int, log_every: int):
         self.folder, self.run, self.steps = folder, run, steps
         self.tokens_per_step, self.log_every = tokens_per_step, log_every
-        self.pending = collections.deque()
+        self.pending, self.last_step = collections.deque(), 0
         self.losses, self.val_loss, self.tokens_per_second = [], math.nan, None
         self.counted = self.started = None  # steps timed since the last row, and when they began
         self.bar = tqdm.tqdm(total=steps, desc=f"{run:>7}", unit="step", mininterval=0.5)
@@ -70,7 +99,12 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind is KeyboardInterrupt:
+            while self.pending:
+                self._read(*self.pending.popleft())
+            if self.losses:
+                self._write(self.last_step, None)
         self.bar.close()
 
     def add(self, step: int, loss: jax.Array, val_loss: jax.Array | None = None) -> None:
@@ -85,6 +119,7 @@ class Progress:
 
     def _read(self, step, loss, val_loss):
         self.losses.append(float(loss))  # waits until the device has finished this step
+        self.last_step = step
         now = time.perf_counter()
         if not math.isfinite(self.losses[-1]):
             raise FloatingPointError(

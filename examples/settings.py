@@ -37,7 +37,7 @@ class Settings:
     """Bytes, or byte pairs learnt from the training text (and cached)."""
     vocab_size: int = 16384
     """Tokens that bpe may learn."""
-    steps: int = 300
+    steps: int = 450
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences a step."""
@@ -45,8 +45,8 @@ class Settings:
     """Tokens a sequence."""
     microbatches: int = 1
     """Parts a batch is split into, to save memory; gradients are accumulated over them."""
-    learning_rate: float = 3e-3
-    """Peak of the schedule: linear warmup, then cosine decay to a tenth."""
+    learning_rate: float = 1e-3
+    """Peak of the schedule: linear warmup, then linear decay to zero."""
     seed: int = 0
     """Of parameters, data order and sample."""
     mesh: str = "data=1"
@@ -60,7 +60,7 @@ class Settings:
     eval_every: int = 50
     """Steps between two validations."""
     sample_tokens: int = 256
-    """Length of the text generated at the end."""
+    """Length of the text generated at the end; 0 is none."""
     name: str = ""
     """Of the run's folder; by default the preset and the recipe."""
     output: Path = Path("runs")
@@ -111,8 +111,12 @@ def check(settings: Settings) -> None:
     for field in ("steps", "batch_size", "seq_len", "microbatches", "eval_every", "num_layers", "num_heads"):
         if (value := getattr(settings, field)) < 1:
             raise ValueError(f"--{field.replace('_', '-')} must be at least 1, got {value}")
-    if settings.seed < 0:
-        raise ValueError(f"--seed must not be negative, got {settings.seed}")
+    if not 0 <= settings.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
+    if settings.sample_tokens < 0:
+        raise ValueError(f"--sample-tokens must not be negative, got {settings.sample_tokens}; 0 writes no sample")
+    if settings.vocab_size <= 256:
+        raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {settings.vocab_size}")
     if not 0 < settings.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {settings.learning_rate}")
     if settings.hidden_size < 16 or settings.hidden_size % 16:
@@ -125,7 +129,7 @@ def check(settings: Settings) -> None:
         raise ValueError(
             "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
         )
-    if settings.name != Path(settings.name).name:
+    if settings.name != Path(settings.name).name or settings.name == "..":
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
     if settings.batch_size % settings.microbatches:
         raise ValueError(f"--microbatches must divide --batch-size {settings.batch_size}, got {settings.microbatches}")

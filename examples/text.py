@@ -55,19 +55,27 @@ def read_corpus(files: list[Path], max_bytes: int | None = None) -> Corpus:
     """Read files in order, up to `max_bytes` in all, and hold out a part for validation.
 
     Many files: every 20th is held out, so both parts look alike. A few: the last 20th of their text is.
-    Among several files those that are not UTF-8 text (pictures, archives) are left out, and named.
+    Among several files those that are not UTF-8 text (pictures, archives) are left out, and named; ValueError if none
+    is left.
     """
-    documents, size = [], 0
+    documents, size, left_out = [], 0, 0
     for file in files:
         content = file.read_bytes()
-        if len(files) > 1 and not is_text(content):
-            print(f"left out {file}: it is not UTF-8 text")
+        if not is_text(content):
+            left_out += 1
+            if len(files) > 1:
+                print(f"left out {file}: it is not UTF-8 text")
             continue
         documents.append(content)
         size += len(content)
         if max_bytes is not None and size >= max_bytes:
             documents[-1] = content[: len(content) - (size - max_bytes)]
             break
+    if left_out == len(files):
+        raise ValueError(
+            f"--data must hold UTF-8 text, but {files[0] if left_out == 1 else 'no file of the folder'} "
+            f"{'does not' if left_out == 1 else 'does'}; name a text file, or convert it (iconv --to-code utf-8)"
+        )
     if not any(documents):
         raise ValueError(f"--data must hold text, but {files[0] if len(files) == 1 else 'every file'} is empty")
     if len(documents) >= HELD_OUT_EVERY:
@@ -80,6 +88,9 @@ def read_corpus(files: list[Path], max_bytes: int | None = None) -> Corpus:
 
 
 def is_text(content: bytes) -> bool:
+    """Whether this is UTF-8 without zeros, which text has none of."""
+    if b"\0" in content:
+        return False
     try:
         content.decode()
     except UnicodeDecodeError:

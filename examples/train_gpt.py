@@ -5,6 +5,10 @@
     python examples/train_gpt.py --data book.txt --tokenizer bpe --steps 500
     python examples/train_gpt.py --preset gpt2-124m --mesh data=4       # on four GPUs
 
+The comparison is one of recipes alone: both runs begin with the same parameters, read the same batches, and are
+measured on the same held-out text. What else sets two runs apart is noise. It grows with the learning rate, from
+rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
+
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
 Settings are in settings.py, text and tokens in text.py, logs and pictures in record.py.
 """
@@ -38,7 +42,9 @@ import jax_fp8 as fp8
 
 RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling}
 LOG_EVERY = 10  # steps between two rows of the log
-VALIDATION_BATCHES = 8
+VALIDATION_BATCHES = 8  # at least
+VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 TEMPERATURE = 0.8  # of the sample: below 1 prefers likely tokens
 
 
@@ -88,7 +94,9 @@ def prepare(argv: list[str]) -> Job:
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     peak, warmup = settings.learning_rate, max(1, min(settings.steps // 10, 200))
-    schedule = optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, settings.steps + 1, peak / 10)
+    up = optax.linear_schedule(peak / warmup, peak, warmup)
+    down = optax.linear_schedule(peak, 0.0, settings.steps + 1 - warmup)
+    schedule = optax.join_schedules([up, down], [warmup])
     return optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(schedule, b2=0.95, weight_decay=0.1))
 
 
@@ -98,6 +106,22 @@ def make_model(job: Job, recipe: str) -> fp8.GPT:
         return fp8.GPT(job.model, recipe=None)
     layers = RECIPES[recipe](split_accumulator=()) if job.settings.fast else RECIPES[recipe]()
     return fp8.GPT(job.model, recipe=layers, head_recipe=fp8.CurrentScaling() if job.settings.fp8_head else None)
+
+
+def compiler_options(recipe: str) -> dict[str, str] | None:
+    """Options for the compiler of a step; None is what the library chooses.
+
+    On the CPU, XLA multiplies the bfloat16 matrices of a weight's gradient in a plain loop, which makes a step of the
+    tiny model four times as long, unless it is kept from handing products to its library for them.
+    """
+    if recipe != "bf16" or jax.default_backend() != "cpu":
+        return None
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:  # another jaxlib, which does not know it
+        return None
+    return options
 
 
 class Trained(NamedTuple):
@@ -122,8 +146,13 @@ def train(job: Job, recipe: str, folder: Folder) -> Trained:
         return fp8.TrainState.create(variables=variables, tx=optimizer)
 
     state = jax.jit(create, out_shardings=everywhere)(jax.random.key(settings.seed))
-    train_step = fp8.make_train_step(loss_fn, optimizer, model.recipe, microbatches=settings.microbatches)
-    validation = jax.device_put(validation_batches(job.held_out, VALIDATION_BATCHES, *shape), by_sequence)
+    options = compiler_options(recipe)
+    train_step = fp8.make_train_step(
+        loss_fn, optimizer, model.recipe, microbatches=settings.microbatches, compiler_options=options
+    )
+    measured = min(VALIDATION_TOKENS, len(job.held_out))
+    count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
+    validation = jax.device_put(validation_batches(job.held_out, count, *shape), by_sequence)
     batch_loss = jax.jit(loss_fn)
 
     def validate(variables):
@@ -161,6 +190,22 @@ def sample(job: Job, trained: Trained) -> tuple[str, str]:
     return job.encoder.decode(prompt), job.encoder.decode(np.asarray(written))
 
 
+def log_rows(settings: Settings) -> int:
+    """How many rows the log will have, at most."""
+    return 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3)
+
+
+def interruption(settings: Settings, folder: Folder) -> str:
+    """Where a run was when it was interrupted, and what it left."""
+    if not folder.rows:
+        return f"interrupted before the first step; the configuration is in {folder.path}"
+    last = folder.rows[-1]
+    return (
+        f"interrupted after step {last['step']} of {settings.steps} of {last['run']}; "
+        f"log, configuration and the curves so far are in {folder.path}"
+    )
+
+
 def versions(mesh: Mesh) -> dict[str, Any]:
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     device = mesh.devices.flat[0]
@@ -171,34 +216,54 @@ def versions(mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def complain(sentence: str, status: int) -> int:
+    print(f"train_gpt.py: {sentence}", file=sys.stderr)
+    return status
+
+
 def main(argv: list[str]) -> int:
     try:
         job = prepare(argv)
         settings = job.settings
-        folder = Folder(settings.output, settings.name or f"{settings.preset}-{settings.recipe}")
+        folder = Folder(settings.output, settings.name or f"{settings.preset}-{settings.recipe}", log_rows(settings))
     except (ValueError, OSError) as error:
-        print(f"train_gpt.py: {error}", file=sys.stderr)
-        return 2
-    found = versions(job.mesh)
+        return complain(str(error), 2)
+    except KeyboardInterrupt:
+        return complain("interrupted before training", INTERRUPTED)
+    try:
+        return run(job, folder)
+    except KeyboardInterrupt:
+        if folder.rows:
+            folder.plot(title(job))
+        return complain(interruption(settings, folder), INTERRUPTED)
+    except FloatingPointError as error:
+        return complain(str(error), 1)
+    except OSError as error:
+        return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", 1)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return complain("out of device memory; use more --microbatches or a smaller --preset", 1)
+
+
+def title(job: Job) -> str:
+    return f"{job.settings.preset}, {job.model.num_layers} layers, {job.model.hidden_size} wide"
+
+
+def run(job: Job, folder: Folder) -> int:
+    """What a run is once nothing in its settings is wrong: train, plot, write a sample, sum up."""
+    settings, found = job.settings, versions(job.mesh)
     folder.write_config({"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(job.model)} | found)
     print(
         f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {found['device']}; "
         f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"
     )
-    try:
-        trained = train(job, settings.recipe, folder)
-        baseline = train(job, "bf16", folder) if settings.compare else None
-    except FloatingPointError as error:
-        print(f"train_gpt.py: {error}", file=sys.stderr)
-        return 1
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print("train_gpt.py: out of device memory; use more --microbatches or a smaller --preset", file=sys.stderr)
-        return 1
-    folder.plot(f"{settings.preset}, {job.model.num_layers} layers, {job.model.hidden_size} wide")
-    prompt, text = sample(job, trained)
-    print(f"\n--- after the held-out text\n{prompt}\n--- the model writes\n{text}\n---")
+    trained = train(job, settings.recipe, folder)
+    baseline = train(job, "bf16", folder) if settings.compare else None
+    folder.plot(title(job))
+    if settings.sample_tokens:
+        prompt, text = sample(job, trained)
+        print(f"\n--- after the held-out text\n{prompt}\n--- the model writes\n{text}\n---")
     summary = f"validation loss: {settings.recipe} {trained.val_loss:.4f}"
     if baseline is not None:
         difference = 100 * (trained.val_loss / baseline.val_loss - 1)

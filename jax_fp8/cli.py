@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_fp8 import __version__
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
@@ -63,8 +64,10 @@ def doctor() -> int:
 
 
 def find_versions() -> list[Finding]:
+    """Of this package, with the folder it was imported from, of Python, and of what computes."""
+    own = Finding("jax_fp8", f"{__version__}, from {extension.PACKAGE}")
     packages = [Finding(package, importlib.metadata.version(package)) for package in PACKAGES]
-    return [Finding("python", platform.python_version()), *packages]
+    return [own, Finding("python", platform.python_version()), *packages]
 
 
 def find_devices() -> list[Finding]:
@@ -101,15 +104,16 @@ def find_kernels() -> list[Finding]:
     """Whether the CUDA kernels are compiled and registered, and whether cuBLASLt is there; only a GPU needs them."""
     info = extension.build_info()
     needed = jax.default_backend() == "gpu"
+    module = [Finding("extension", info["path"])] if info["path"] else []
     if not info["built"]:
-        return [Finding("kernels", "none", info["reason"], broken=needed)]
+        return [*module, Finding("kernels", "none", info["reason"], broken=needed)]
     calls = f"{len(info['targets'])} custom calls registered, CUDA {info['cuda_version']}"
     architectures = ", ".join(f"sm_{architecture}" for architecture in info["architectures"])
     registered = Finding("kernels", f"{calls}, compiled for {architectures}")
     if info["cublaslt_version"]:
-        return [registered, Finding("cuBLASLt", info["cublaslt_version"])]
+        return [*module, registered, Finding("cuBLASLt", info["cublaslt_version"])]
     remedy = info["cublaslt_reason"] if needed else "needed on a GPU only"
-    return [registered, Finding("cuBLASLt", "not found", remedy, broken=needed)]
+    return [*module, registered, Finding("cuBLASLt", "not found", remedy, broken=needed)]
 
 
 def find_training() -> Finding:
@@ -181,6 +185,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> int:
     parser = _Parser(prog="python -m jax_fp8", description="FP8 training of Transformers in JAX.")
+    parser.add_argument("--version", action="version", version=f"jax_fp8 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("doctor", help="what was found on this machine, what is missing, and what to do about it")
     tuner = commands.add_parser("tune", help="measure cuBLASLt's algorithms for the FP8 GEMMs of a GPT on this GPU")

@@ -59,6 +59,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `i
 gc.set_threshold(200_000)
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
@@ -126,3 +127,21 @@ def benchmark(monkeypatch):
         *(file.stem for file in folder.glob("*.py")),
     ):  # `text` is an example's, which one of them imports
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """A module of examples/ by name, imported as the script imports it."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "examples"))
+    yield importlib.import_module
+    for name in ("train_gpt", "settings", "text", "record"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A user's own text: a few thousand words, not all of them ASCII."""
+    words = np.random.default_rng(0).choice(["naïve", "model", "learns", "to", "predict", "bytes", "—", "\n"], 3000)
+    path = tmp_path / "book.txt"
+    path.write_text(" ".join(words))
+    return path

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 FP8_MAX = {np.dtype(ml_dtypes.float8_e4m3fn): np.float32(448), np.dtype(ml_dtypes.float8_e5m2): np.float32(57344)}
+SMALLEST_NORMAL = {dtype: np.float32(2.0**exponent) for dtype, exponent in zip(FP8_MAX, (-6, -14), strict=True)}
 SMALLEST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite
 NAN_BYTE = 0x7F  # one NaN for both formats: positive, all mantissa bits set
 
@@ -32,9 +33,9 @@ TOLERANCE = {
 
 
 def amax(x) -> np.float32:
-    """Largest magnitude in float32; infinity counts, NaN does not; 0 for an empty array."""
+    """Largest magnitude in float32, infinity and NaN included; 0 for an empty array."""
     magnitudes = np.abs(np.asarray(x).astype(np.float32))
-    return np.float32(np.max(magnitudes, initial=0, where=~np.isnan(magnitudes)))
+    return np.float32(np.max(magnitudes, initial=0))
 
 
 def quantize(x, dtype, scale) -> tuple[np.ndarray, np.float32]:
@@ -80,7 +81,7 @@ def quantize_by_tile(x, dtype, tile, scale_of=scale_from_amax) -> tuple[np.ndarr
     return values, scales
 
 
-def update_state(scale, amax_history, dtypes, margin=0, algorithm="max") -> tuple[np.ndarray, np.ndarray]:
+def update_state(scale, amax_history, dtypes, margin=0, algorithm="max", forget_outliers=False):
     """The delayed update of one GEMM, row by row.
 
     Args:
@@ -88,19 +89,35 @@ def update_state(scale, amax_history, dtypes, margin=0, algorithm="max") -> tupl
       amax_history: f32[3, L] with staged amaxes in slot 0.
       dtypes: the FP8 dtype of each row.
       algorithm: "max" or "most_recent".
+      forget_outliers: whether amaxes at whose scale the staged one is below the smallest normal number are left out.
 
     Returns:
-      The new scale and history. A row that did not run, or staged something not finite, is as before staging.
+      The new scale f32[3] and history f32[3, L]. A row that did not run, or staged something not finite, is as before
+      staging.
     """
     scale, amax_history = np.array(scale, np.float32), np.array(amax_history, np.float32)
     for row, dtype in enumerate(dtypes):
         history = amax_history[row]
         staged = history[0]
         if staged != 0 and np.isfinite(staged):
-            scale[row] = scale_from_amax(history.max() if algorithm == "max" else staged, dtype, margin)
+            amaxes = history
+            if forget_outliers:
+                largest_ratio = FP8_MAX[np.dtype(dtype)] / SMALLEST_NORMAL[np.dtype(dtype)]
+                with np.errstate(all="ignore"):
+                    limit = staged * largest_ratio * np.float32(np.ldexp(1.0, -margin))
+                amaxes = np.where(history > limit, staged, history)
+            scale[row] = scale_from_amax(amaxes.max() if algorithm == "max" else staged, dtype, margin)
             history[:] = np.roll(history, -1)  # the staged one is now last; the oldest came to slot 0
         history[0] = 0
     return scale, amax_history
+
+
+def count_amaxes(staged, scale, dtypes) -> np.ndarray:
+    """How many staged amaxes f32[rows] are not finite, and how many lie below the smallest normal number at the scale
+    f32[rows] of their step; int32[2]. `dtypes` are those of three rows, again and again.
+    """
+    smallest = np.resize([SMALLEST_NORMAL[np.dtype(dtype)] for dtype in dtypes], len(scale)).astype(np.float32)
+    return np.array([np.sum(~np.isfinite(staged)), np.sum((staged > 0) & (staged < scale * smallest))], np.int32)
 
 
 def matmul(a, b, a_scale=1.0, b_scale=1.0, bias=None, c=None, alpha=1.0) -> np.ndarray:
@@ -217,7 +234,7 @@ def assert_close(actual, expected, kind: str) -> None:
 
 
 def assert_same_bits(actual, expected) -> None:
-    """Raise unless dtype, shape and every bit are equal: -0 is not 0, and NaNs are compared too."""
+    """Raise unless dtype, shape and every bit are equal: -0 is not 0. In float32 one NaN is as good as another."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         raise AssertionError(f"must both be {expected.dtype}{expected.shape}, got {actual.dtype}{actual.shape}")
@@ -229,6 +246,8 @@ def assert_same_bits(actual, expected) -> None:
 
 
 def _bits(array):
+    if array.dtype == np.float32:
+        array = np.where(np.isnan(array), np.float32(np.nan), array)
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
 
 

@@ -1,11 +1,14 @@
 """`python -m jax_fp8`: the diagnosis, the tuner, their exit codes, and one sentence for what does not exist."""
 
+import importlib.metadata
+import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 
+import jax_fp8 as fp8
 from jax_fp8 import CurrentScaling, cli
 from jax_fp8.kernels import extension
 from jax_fp8.models.gpt import GPTConfig
@@ -25,6 +28,7 @@ def test_doctor_finds_everything_needed(capsys):
     printed = capsys.readouterr().out
     for what in (*cli.PACKAGES, "python", "devices", "kernels", "training", jax.__version__):
         assert what in printed
+    assert f"jax_fp8    {fp8.__version__}, from {pathlib.Path(fp8.__file__).parent}\n" in printed
     assert "FP8 training works here" in printed
 
 
@@ -51,6 +55,7 @@ def describe(built, backend, cublaslt_version, monkeypatch):
     info = {
         "built": built,
         "reason": None if built else "no kernels; reinstall",
+        "path": "/site/_kernels.so" if built else None,
         "targets": ("a", "b"),
         "cuda_version": "13.0",
         "architectures": ("90a",),
@@ -73,6 +78,17 @@ def test_missing_cublaslt_breaks_training_on_a_gpu_only(monkeypatch):
     assert on_gpu.broken and "jax[cuda13]" in on_gpu.remedy
     assert not describe(True, "cpu", None, monkeypatch)[-1].broken
     assert describe(True, "gpu", "13.1.0", monkeypatch)[-1] == cli.Finding("cuBLASLt", "13.1.0")
+
+
+def test_doctor_says_where_the_extension_is(monkeypatch):
+    assert describe(True, "cpu", "13.1.0", monkeypatch)[0] == cli.Finding("extension", "/site/_kernels.so")
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"jax_fp8 {importlib.metadata.version('jax_fp8')}\n"
 
 
 def test_a_wrong_gradient_is_broken(monkeypatch):

@@ -1,5 +1,6 @@
-"""The example as a user meets it: what it writes, what it says when it cannot run, and the README's code."""
+"""The example as a user meets it: what it writes, and what it says when it cannot run."""
 
+import errno
 import json
 import math
 import os
@@ -8,30 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 6".split()
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """A module of examples/ by name, imported as the script imports it."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield lambda name: __import__(name)
-    for name in ("train_gpt", "settings", "text", "record"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def book(tmp_path):
-    """A user's own text: a few thousand words, not all of them ASCII."""
-    words = np.random.default_rng(0).choice(["naïve", "model", "learns", "to", "predict", "bytes", "—", "\n"], 3000)
-    path = tmp_path / "book.txt"
-    path.write_text(" ".join(words))
-    return path
 
 
 def run_script(*arguments):
@@ -114,8 +96,23 @@ CANNOT_RUN = {
     "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head are about FP8"),
     "bf16 with an FP8 head": (["--recipe", "bf16", "--fp8-head"], "--recipe delayed"),
     "name": (["--name", "../mine"], "--name must be a plain folder name"),
+    "parent folder": (["--name", ".."], "--name must be a plain folder name"),
     "learning rate": (["--learning-rate", "nan"], "--learning-rate"),
+    "no learning": (["--learning-rate", "0"], "--learning-rate must be a positive number, got 0.0"),
+    "falling learning rate": (["--learning-rate", "-1e-3"], "--learning-rate"),
+    "infinite learning rate": (["--learning-rate", "inf"], "--learning-rate"),
+    "negative steps": (["--steps", "-1"], "--steps must be at least 1"),
+    "no batch": (["--batch-size", "0"], "--batch-size must be at least 1"),
+    "no sequence": (["--seq-len", "-16"], "--seq-len must be at least 1"),
+    "no microbatches": (["--microbatches", "0"], "--microbatches must be at least 1"),
+    "no layers": (["--num-layers", "-2"], "--num-layers must be at least 1"),
+    "no width": (["--hidden-size", "-16"], "--hidden-size must be a multiple of 16"),
+    "no validation": (["--eval-every", "0"], "--eval-every must be at least 1"),
+    "sample": (["--sample-tokens", "-5"], "--sample-tokens must not be negative, got -5"),
+    "negative seed": (["--seed", "-1"], "--seed must be from 0"),
+    "large seed": (["--seed", str(2**63)], "--seed must be from 0"),
     "vocabulary": (["--tokenizer", "bpe", "--vocab-size", "10"], "--vocab-size"),
+    "vocabulary of bytes": (["--vocab-size", "-1"], "--vocab-size"),
 }
 
 
@@ -151,6 +148,102 @@ def test_too_little_text_is_one_sentence(text, expected, example, tmp_path, caps
     check_one_sentence(code, capsys.readouterr(), expected)
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 100, "UTF-8"),
+        (b"\0\1" * 5000, "UTF-8"),
+        ("ä".encode("latin1"), "iconv"),
+    ],
+    ids=["PNG", "zeros", "Latin-1"],
+)
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_what_is_not_text_is_one_sentence(content, expected, in_folder, example, tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("first", "second") if in_folder else ("picture.png",):
+        (folder / name).write_bytes(content)
+    data = folder if in_folder else folder / "picture.png"
+    code = example("train_gpt").main(["--data", str(data), "--output", str(tmp_path / "runs")])
+    check_one_sentence(code, capsys.readouterr(), expected)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_training(example, book, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    code = example("train_gpt").main([*SMALL, "--data", str(book), "--output", str(tmp_path / "file")])
+    check_one_sentence(code, capsys.readouterr(), "choose one by --output")
+
+
+@pytest.fixture
+def small_disk():
+    """Files may grow to 256 KiB in this process, which is what a full disk looks like to it."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_found_before_training(example, book, tmp_path, capsys, small_disk):
+    code = example("train_gpt").main([*SMALL, "--data", str(book), "--output", str(tmp_path / "runs")])
+    check_one_sentence(code, capsys.readouterr(), "free some space")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_disk_that_fills_during_training_is_one_sentence(example, book, tmp_path, capsys, monkeypatch):
+    def train(job, recipe, folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    script = example("train_gpt")
+    monkeypatch.setattr(script, "train", train)
+    assert script.main([*SMALL, "--data", str(book), "--output", str(tmp_path)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left on device" in last and str(tmp_path) in last
+
+
+def interrupt_after(script, batches, monkeypatch):
+    """Ctrl-C while the batch after so many is made."""
+    count, make = iter(range(batches)), script.training_batch
+
+    def training_batch(*arguments):
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+        return make(*arguments)
+
+    monkeypatch.setattr(script, "training_batch", training_batch)
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(0, [0]), (4, [0, 3, 4])], ids=["first step", "later"])
+def test_an_interrupted_run_leaves_its_log_and_the_curves_so_far(
+    batches, steps, example, book, tmp_path, capsys, monkeypatch
+):
+    script = example("train_gpt")
+    interrupt_after(script, batches, monkeypatch)
+    arguments = [*SMALL, "--data", str(book), "--recipe", "bf16", "--eval-every", "3", "--output", str(tmp_path)]
+    assert script.main([*arguments, "--name", "mine"]) == 130
+    rows = [json.loads(line) for line in (tmp_path / "mine/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == steps
+    assert all(math.isfinite(row["loss"]) for row in rows if row["step"])
+    assert (tmp_path / "mine/loss.png").read_bytes().startswith(b"\x89PNG")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"interrupted after step {steps[-1]} of 6 of bf16" in last and str(tmp_path / "mine") in last
+
+
+def test_an_interruption_before_the_first_step_leaves_the_configuration(example, book, tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    script = example("train_gpt")
+    monkeypatch.setattr(script, "train", interrupted)
+    assert script.main([*SMALL, "--data", str(book), "--output", str(tmp_path), "--name", "mine"]) == 130
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
+    assert "interrupted before the first step" in capsys.readouterr().err
+    monkeypatch.setattr(script, "read_corpus", interrupted)
+    assert script.main(["--output", str(tmp_path / "other")]) == 130
+    assert not (tmp_path / "other").exists()
+
+
 def check_one_sentence(code, printed, expected):
     assert code == 2
     assert len(printed.err.splitlines()) == 1 and "Traceback" not in printed.err
@@ -167,54 +260,3 @@ def test_a_loss_that_is_not_finite_ends_the_run(example, book, tmp_path, capsys)
     arguments = [*SMALL, "--data", str(book), "--recipe", "bf16", "--learning-rate", "1e38", "--output", str(tmp_path)]
     assert example("train_gpt").main(arguments) == 1
     assert "lower --learning-rate" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_documents_are_held_out_and_files_that_are_not_text_left_out(example, tmp_path, capsys):
-    text = example("text")
-    for number in range(40):
-        (tmp_path / f"{number:02}.txt").write_text(f"document {number}\n")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
-    (tmp_path / ".hidden").write_text("secret")
-    corpus = text.read_corpus(text.user_files(tmp_path))
-    assert corpus.held_out == b"document 19\n\ndocument 39\n"
-    assert corpus.train.count(b"document") == 38 and b"secret" not in corpus.train
-    assert "picture.png" in capsys.readouterr().out
-    first = b"".join(text.read_corpus(text.user_files(tmp_path), max_bytes=100))
-    assert len(first.replace(b"\n\n", b"\n")) == 100
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_tokens_decode_to_the_text_they_came_from(tokenizer, example, book, tmp_path):
-    text, content = example("text"), book.read_bytes()
-    encoder = text.ByteEncoder() if tokenizer == "bytes" else text.PairEncoder.trained_on(content, 300, tmp_path)
-    ids = encoder.encode(content)
-    assert encoder.decode(ids) == content.decode()
-    assert ids.max() < encoder.vocab_size
-    assert len(encoder.encode(b"")) == 0
-
-
-def test_batches_are_a_function_of_seed_and_step(example):
-    text, tokens = example("text"), np.arange(1000)
-    batch = text.training_batch(tokens, 3, 0, 4, 16)
-    assert batch.shape == (4, 17) and batch.dtype == np.int32
-    assert (np.diff(batch) == 1).all()
-    assert (batch == text.training_batch(tokens, 3, 0, 4, 16)).all()
-    assert (batch != text.training_batch(tokens, 4, 0, 4, 16)).any()
-    assert (batch != text.training_batch(tokens, 3, 1, 4, 16)).any()
-    everything = np.concatenate(text.validation_batches(tokens, 2, 4, 16))
-    assert everything.shape == (8, 17) and everything.min() == 0 and everything.max() == 999
-    assert (text.training_batch(np.arange(17), 1, 0, 2, 16) == np.arange(17)).all()  # the last token is within reach
-
-
-README = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("number", range(len(README)))
-def test_readme_examples_run(number):
-    exec(compile(README[number], f"README.md, example {number + 1}", "exec"), {})
-
-
-def test_the_readme_has_its_examples():
-    assert len(README) == 4
-    assert all(name in "".join(README) for name in ("fp8.Dense", "optax.chain", "fp8.make_train_step"))

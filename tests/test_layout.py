@@ -221,9 +221,10 @@ def kernels_without_mistakes(root: pathlib.Path) -> list[str]:
 def unknown_commands(root: pathlib.Path) -> list[str]:
     """Commands that a text names and the Makefile lacks, and continuous integration without README's `make test`."""
     makefile, integration = root / "Makefile", root / ".ci/run"
+    texts = [root / "README.md", root / "BUILD.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
     targets = re.findall(r"^([a-z-]+):", makefile.read_text() if makefile.exists() else "", re.MULTILINE)
     broken = []
-    for path in (root / "README.md", root / "BUILD.md", integration):
+    for path in (*texts, integration):
         text = path.read_text() if path.exists() else ""
         named = re.findall(r"(?:^ *|`)make(?: --jobs \d)? ([a-z-]+)", text, re.MULTILINE)
         broken += [f"{path.name}: make {name} is no target of the Makefile" for name in named if name not in targets]
@@ -337,6 +338,7 @@ PLANTED = [
     (long_lines, {"csrc/a.cu": "\n" + "/" * (MAX_COLUMNS + 1)}, "longer: [2]"),
     (kernels_without_mistakes, {"csrc/a.cu": "", "tests/csrc/test_a.py": ""}, "must plant mistakes"),
     (unknown_commands, {"BUILD.md": "    make tset"}, "make tset is no target"),
+    (unknown_commands, {"docs/a.md": "`make tset`"}, "a.md: make tset is no target"),
     (unknown_commands, {".ci/run": "make lint", "Makefile": "lint:"}, "must run README's `make test`"),
 ]
 

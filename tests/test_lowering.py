@@ -59,8 +59,11 @@ def dense_and_its_gradient(recipe):
         return jnp.sum(jnp.sin(forward(variables, x).astype(jnp.float32)))
 
     def gradient(variables, x):
-        params = {"params": variables["params"]}
-        return jax.grad(lambda params, x: loss({**variables, **params}, x), argnums=(0, 1))(params, x)
+        def of_params_and_input(given):
+            return loss({**given, "params": given["params"]["layer"]}, given["params"]["x"])
+
+        given = {**variables, "params": {"layer": variables["params"], "x": x}}
+        return fp8.value_and_grad(of_params_and_input)(given)
 
     return forward, gradient, (variables, x)
 
@@ -131,3 +134,32 @@ def test_calls_through_inner_functions_are_counted():
     inner = jax.jit(lambda x: jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(x))
     twice = custom_calls(lambda x: inner(x) + inner(2 * x), jnp.ones((16, 16)))
     assert twice == Counter({"jax_fp8_amax": 2})
+
+
+def gradient_of_a_layer():
+    layer, x = fp8.Dense(48), jnp.ones((32, 16), jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x)
+
+    def gradient(variables, x):
+        loss = fp8.value_and_grad(lambda v, x: jnp.sum(jnp.sin(layer.apply(v, x).astype(jnp.float32))))
+        return loss(variables, x)
+
+    return jax.jit(gradient), variables, x
+
+
+def test_a_program_is_exported_for_cuda_by_who_vouches_for_the_kernels():
+    """jax asks, for it cannot know whether the kernels will mean the same when the program is loaded."""
+    gradient, variables, x = gradient_of_a_layer()
+    with pytest.raises(ValueError, match="jax_fp8_quantize"):
+        jax.export.export(gradient, platforms=["cuda"])(variables, x)
+    targets = set(custom_calls(gradient, variables, x))
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
+    exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(variables, x)
+    assert exported.platforms == ("cuda",) and "jax_fp8_gemm" in exported.mlir_module()
+
+
+def test_an_exported_program_computes_the_same():
+    gradient, variables, x = gradient_of_a_layer()
+    exported = jax.export.export(gradient, platforms=["cpu"])(variables, x)
+    for mine, its in zip(*map(jax.tree.leaves, (gradient(variables, x), exported.call(variables, x))), strict=True):
+        assert (mine == its).all()

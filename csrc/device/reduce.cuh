@@ -8,13 +8,17 @@ namespace jax_fp8 {
 
 constexpr int kWarp = 32;
 
-// ---- amax: max|x| over everything but NaN, one atomic per block -----------------------------------------------------
+// ---- amax: max|x|, NaN where there is one; one atomic per block -----------------------------------------------------
 //
-// Non-negative floats order as their bits, so an integer maximum is exact, independent of the order of blocks, and
-// needs nothing but a zero to start from.
+// Non-negative floats order as their bits, infinity above all numbers and NaN above it, so an integer maximum is exact,
+// independent of the order of blocks, and needs nothing but a zero to start from.
 
-// fmaxf returns the other operand when one is NaN, so NaN never enters.
-__device__ inline float amax_of(float amax, float x) { return fmaxf(amax, fabsf(x)); }
+// fmaxf would return the other operand when one is NaN.
+__device__ inline float amax_of(float amax, float x) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(amax), "f"(fabsf(x)));
+  return larger;
+}
 
 template <int kCount>
 __device__ inline float amax_of(float amax, const float (&x)[kCount]) {

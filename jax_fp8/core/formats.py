@@ -44,6 +44,11 @@ class Format:
 HYBRID = Format(forward=E4M3, backward=E5M2)
 
 
+def smallest_normal(dtype: jax.typing.DTypeLike) -> np.float32:
+    """The smallest number of an FP8 dtype with a full mantissa: 2**-6 for E4M3, 2**-14 for E5M2."""
+    return np.float32(jnp.finfo(dtype).smallest_normal)
+
+
 def fp8_max(dtype: jax.typing.DTypeLike) -> np.float32:
     """The largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2."""
     if dtype not in (E4M3, E5M2):

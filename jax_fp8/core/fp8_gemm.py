@@ -2,13 +2,18 @@
 and the way out for amaxes.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.recipe import Recipe, accumulation
 
@@ -30,18 +35,44 @@ class GradientSum:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class AmaxCotangent:
+    """The way out where a backward pass cannot write to a Ref: amaxes as the cotangent of a vector.
+
+    Args:
+      vector: (rows,), the rows of all GEMMs, in a dtype whose sums are maxima: so a layer that is used twice
+        leaves its larger amax.
+      first_row: of this GEMM; static.
+    """
+
+    vector: jax.Array
+    first_row: int = field(metadata={"static": True})
+
+    def of(self, amaxes: jax.Array, slot: jax.Array | None) -> "AmaxCotangent":
+        """The cotangent that holds the amaxes f32[3] of this GEMM, or of one that is stacked at `slot`."""
+        first = self.first_row + (0 if slot is None else 3 * slot)
+        row = jnp.arange(self.vector.size) - first
+        mine = (row >= 0) & (row < 3)
+        cotangent = jnp.where(mine, amaxes[jnp.clip(row, 0, 2)], 0)
+        shared = lax.convert_element_type(self.vector, jnp.float32)
+        return replace(self, vector=lax.convert_element_type(shared_amaxes(shared, cotangent), self.vector.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Record:
-    """The Refs of one GEMM while gradients are taken.
+    """What one GEMM leaves behind while gradients are taken.
 
     Args:
       amax_ref: of f32[..., 3], collects amaxes by maximum; None where there is no state.
-      slot: this GEMM's row of a Ref that layers under `nn.scan` share, else None.
+      slot: this GEMM's row of a Ref that stacked layers share, else None.
       gradient: where to add the kernel's gradient instead of returning it, else None.
+      cotangent: takes the amaxes of a backward instead of the Ref, else None.
     """
 
     amax_ref: jax.Ref | None = None
     slot: jax.Array | None = None
     gradient: GradientSum | None = None
+    cotangent: AmaxCotangent | None = None
 
     def amaxes(self, amaxes: jax.Array) -> None:
         """Raise the first recorded amaxes to f32[rows]; without a Ref, nothing. Recording twice is recording once."""
@@ -64,6 +95,7 @@ class Fp8Gemm:
         None for a recipe without, and where every tensor is to be scaled by its own amax.
       record: the way out of the pass.
       weight: the kernel where it has been cast already, else None.
+      is_recorded: whether the backward's amax reaches the state; static.
     """
 
     recipe: Recipe = field(metadata={"static": True})
@@ -71,18 +103,47 @@ class Fp8Gemm:
     scales: jax.Array | None = None
     record: Record = Record()
     weight: Fp8Pair | None = None
+    is_recorded: bool = field(default=True, metadata={"static": True})
 
     def cast(self, tensor: int, measure: Callable[[], jax.Array]) -> Cast:
         """How INPUT, KERNEL or OUTPUT_GRADIENT is cast;
         `measure` finds its amax f32[] where the recipe wants it first.
+
+        An output gradient whose amax reaches no state is scaled by its own: no history would ever follow it, and at
+        the scale it began with it would vanish.
         """
+        if tensor == OUTPUT_GRADIENT and self.scales is not None and not self.is_recorded:
+            _warn_unrecorded()
+            return self.recipe.cast(tensor, None, measure)
         return self.recipe.cast(tensor, self.scales, measure)
 
     def accumulation(self, gemm: str) -> str:
         """How "fprop", "dgrad" or "wgrad" accumulates, as `matmul` takes it."""
         return accumulation(self.recipe, gemm)
 
+    def record_backward(self, amaxes: jax.Array) -> "Fp8Gemm | None":
+        """Record the amaxes f32[3] of a backward pass.
+
+        Returns:
+          The cotangent of this value, as the backward of a `custom_vjp` returns it.
+        """
+        if self.record.cotangent is None:
+            self.record.amaxes(amaxes)
+            return None
+        left = Record(cotangent=self.record.cotangent.of(amaxes, self.record.slot))
+        return replace(self, scales=None, record=left, weight=None)
+
     @property
     def name(self) -> str:
         """The last name of the path."""
         return self.layer.rsplit("/", 1)[-1]
+
+
+@functools.cache
+def _warn_unrecorded() -> None:
+    warnings.warn(
+        "delayed scaling is differentiated without jax_fp8.value_and_grad, so output gradients are scaled by their own "
+        "amax: right, but one more read of each; differentiate with jax_fp8.value_and_grad, or train with "
+        "jax_fp8.make_train_step",
+        stacklevel=2,
+    )

@@ -63,6 +63,9 @@ class DelayedScaling:
       margin: powers of two of headroom, from -16 to 16: `scale = amax * 2**margin / fp8_max`.
       amax_history_len: steps remembered.
       amax_compute_algo: "max" over the history, or the "most_recent" amax.
+      forget_outliers: leave amaxes out of the history that are so much larger than the newest one that its tensor would
+        vanish: below the smallest normal number, 2.9e4 times for E4M3 and 9.4e8 times for E5M2. Without it, one batch
+        with values of 1e30 leaves a layer without input for as many steps as the history is long.
       split_accumulator: GEMMs (of "fprop", "dgrad", "wgrad") that promote partial sums to float32;
         the others accumulate fast.
     """
@@ -71,6 +74,7 @@ class DelayedScaling:
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
+    forget_outliers: bool = False
     split_accumulator: tuple[str, ...] = ("dgrad", "wgrad")
 
     @property

@@ -6,15 +6,22 @@ microbatches or clipped with the gradients. Here whoever differentiates puts a `
 the scale and the history of each GEMM. The layer and its `custom_vjp` backward write amaxes there by maximum. Gradients
 that add up over microbatches leave by the same door: the GEMM adds to the sum in place,
 and no pass over memory is spent on it.
+
+Two places have no such door either. What a branch of `lax.cond` keeps for its backward is among the results of the
+branch, and a Ref is no result; under `jax.vmap` nobody writes to a Ref that the batch shares. There a layer hands its
+backward's amaxes out as the cotangent of a vector whose sums are maxima (see `AmaxCotangent`), and the gradients of its
+kernel like everybody else.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax
+from jax.extend.core import take_current_trace
 
-from jax_fp8.core.fp8_gemm import GradientSum, Record
+from jax_fp8.core.fp8_gemm import AmaxCotangent, GradientSum, Record
 from jax_fp8.core.paths import LayerPath
 
 RECORDER = "recorder"
@@ -30,6 +37,23 @@ class ByIdentity:
         self.ref = ref
 
 
+class Cotangents:
+    """The vector (rows,) whose cotangent takes amaxes where Refs cannot: there while the loss is traced.
+
+    It knows how many branches were around it when it was made, and whether any layer has asked for it.
+    """
+
+    def __init__(self):
+        self.vector: Any = None
+        self.branches, _ = _transformations()
+        self.is_used = False
+
+    def are_needed(self) -> bool:
+        """Whether the caller is traced in a branch, or under `jax.vmap`."""
+        branches, batches = _transformations()
+        return branches > self.branches or batches > 0
+
+
 @jax.tree_util.register_pytree_node_class
 class Recorder:
     """A GEMM's way out of a backward pass, beside its state in the collection while `value_and_grad` runs.
@@ -37,24 +61,71 @@ class Recorder:
     The Refs are static data of the pytree and are closed over wherever a transformation (`nn.scan`, `nn.remat`, `jit`)
     rebuilds the collection; only the slot is an array, one number per stacked layer, so that a scan over layers hands
     each layer its own. `from_current` says that the state's scales are not to be trusted yet: a warm start.
+
+    Args:
+      amax: the Ref of amaxes; None for a GEMM without state.
+      sums: the Refs of its kernels' gradients, or ().
+      weight: of those.
+      from_current: bool.
+      slot: i32[...] of stacked layers, else None.
+      cotangents: where Refs cannot be written to.
+      first_row: of this GEMM in `cotangents`.
     """
 
-    def __init__(self, amax: ByIdentity | None, sums: tuple[ByIdentity, ...], weight: float, from_current: bool, slot):
-        self._amax, self._sums, self._weight = amax, sums, weight
-        self.from_current, self.slot = from_current, slot
+    def __init__(
+        self,
+        amax: ByIdentity | None,
+        sums: tuple[ByIdentity, ...],
+        weight: float,
+        from_current: bool,
+        slot,
+        cotangents: Cotangents | None = None,
+        first_row: int = 0,
+    ):
+        self._static = amax, sums, weight, from_current, cotangents, first_row
+        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static
+        self.slot = slot
+
+    @property
+    def amax_ref(self) -> jax.Ref | None:
+        return None if self._amax is None else self._amax.ref
 
     @property
     def record(self) -> Record:
-        """The same as an op takes it, with the Refs as arguments."""
+        """The same as an op takes it, with the Refs as arguments, or, where they cannot be written to, without any."""
+        if self._cotangents is not None and self._cotangents.are_needed():
+            if self._amax is None:
+                return Record()
+            self._cotangents.is_used = True
+            return Record(slot=self.slot, cotangent=AmaxCotangent(self._cotangents.vector, self._first_row))
         gradient = GradientSum(tuple(total.ref for total in self._sums), self._weight) if self._sums else None
-        return Record(None if self._amax is None else self._amax.ref, self.slot, gradient)
+        return Record(self.amax_ref, self.slot, gradient)
 
     def tree_flatten(self):
-        return (self.slot,), (self._amax, self._sums, self._weight, self.from_current)
+        return (self.slot,), self._static
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        return cls(*static, *children)
+        amax, sums, weight, from_current, cotangents, first_row = static
+        return cls(amax, sums, weight, from_current, children[0], cotangents, first_row)
+
+
+def _transformations() -> tuple[int, int]:
+    """How many branches of `lax.cond` and `lax.switch`, and how many `jax.vmap`, are being traced around the caller.
+
+    The body of `nn.scan` is traced once to see that what all its turns share depends on none of them; nothing may be
+    written there, so this counts as a branch, and is traced again as a scan.
+    jax documents no names for this. Should a later jax name them otherwise, a layer there fails as it would without:
+    with a Ref among the results of a branch, or one that a batch shares. Nothing goes wrong in silence.
+    """
+    branches, batches = 0, 0
+    with take_current_trace() as trace:
+        while trace is not None:
+            info = getattr(getattr(trace, "frame", None), "debug_info", None)
+            branches += getattr(info, "traced_for", None) in ("cond", "switch", "flax scan")
+            batches += type(trace).__name__ == "BatchTrace"
+            trace = getattr(trace, "parent_trace", None)
+    return branches, batches
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def stage_joined(fp8_state: Mapping, amaxes: jax.Array) -> dict:
 
 
 def no_amaxes(fp8_state: Mapping) -> jax.Array:
-    """f32[rows] of zeros, which raise nothing."""
-    return jnp.zeros((sum(gemm["scale"].size for gemm in gemm_states(fp8_state)),), jnp.float32)
+    """f32[rows] of zeros, which raise nothing; under a `jax.vmap` over the state, zeros for each of the batch."""
+    return join_amaxes([jnp.where(False, gemm["scale"], jnp.float32(0)) for gemm in gemm_states(fp8_state)])
 
 
 def map_gemms(fn: Callable, fp8_state: Mapping, *others: Mapping) -> dict:

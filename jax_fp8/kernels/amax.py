@@ -1,19 +1,23 @@
-"""The largest absolute value of an array, or of several, float32: over everything that is not NaN, infinities included;
-0 for an empty array.
+"""The largest absolute value of an array, or of several, float32: infinite or NaN where one of its values is,
+so that no NaN passes unseen; 0 for an empty array.
 """
 
 from functools import reduce
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
 
 
 def amax_reference(x: jax.Array) -> jax.Array:
-    """max|x| as f32[]."""
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    return jnp.max(jnp.where(jnp.isnan(magnitude), 0, magnitude), initial=0)
+    """max|x| as f32[].
+
+    As integers: what is not negative orders as its bits, NaN above all, which a maximum of floats may lose on a CPU.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.uint32)
+    return lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
 
 
 def amax(*arrays: jax.Array) -> jax.Array:

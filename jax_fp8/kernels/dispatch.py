@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.custom_batching
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -60,9 +61,17 @@ def parse_rule(rule: str) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
-    """The maximum over the shards that split any of the dims."""
-    axes = split_axes(split, *dims)
-    return lax.pmax(x, axes) if axes else x
+    """The maximum of amaxes over the shards that split any of the dims; NaN where one is."""
+    return largest_amax(x, split_axes(split, *dims))
+
+
+def largest_amax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The maximum of amaxes over mesh axes, as integers: what is not negative orders as its bits, and a maximum of
+    floats may lose a NaN on its way.
+    """
+    if not axes:
+        return x
+    return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(x, jnp.uint32), axes), jnp.float32)
 
 
 def psum(x: jax.Array, split: Split, *dims: str) -> jax.Array:
@@ -111,13 +120,14 @@ def kernels_run() -> bool:
 
     Where a GPU is present and cannot, warn once: training would crawl unnoticed.
     """
-    reason = extension.missing_reason() or _too_old_gpu()
+    reason = extension.missing_reason() or too_old_gpu()
     if reason and jax.default_backend() == "gpu":
         warnings.warn(f"FP8 runs on the slow jnp reference: {reason}", stacklevel=2)
     return reason is None
 
 
-def _too_old_gpu():
+def too_old_gpu() -> str | None:
+    """Why this machine's GPU cannot run the kernels, in one sentence; None where it can, or where there is none."""
     if jax.default_backend() != "gpu":
         return None  # compiling for another machine's GPU: take it to be a current one
     capability = jax.devices()[0].compute_capability

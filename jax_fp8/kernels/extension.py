@@ -7,20 +7,94 @@ to do about it.
 """
 
 import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
 
 PLATFORM = "CUDA"
+NAME = "jax_fp8._kernels"
+PACKAGE = Path(__file__).parents[1]
+ROOMS = ("core", "kernels")  # the Python side of what the extension is called with
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """The extension, or None and why."""
+    """The extension, or None and why: of this package, or of an installed one that has the same Python sources."""
     try:
-        return importlib.import_module("jax_fp8._kernels"), ""
+        return importlib.import_module(NAME), ""
+    except ModuleNotFoundError as error:
+        if error.name != NAME:
+            return None, _not_loaded(error)
+        return _load_installed()
     except ImportError as error:
-        return None, str(error)
+        return None, _not_loaded(error)
+
+
+def _load_installed() -> tuple[ModuleType | None, str]:
+    """A source folder that stands first on Python's path hides the installed package, and has no extension itself.
+
+    The extension of the installed one is called in the same way if it came with the same Python sources; with others,
+    its kernels may mean something else by the same arguments.
+    """
+    if not (PACKAGE.parent / "csrc/module.cc").is_file():
+        return None, f"jax_fp8 in {PACKAGE} lacks its extension{_for_another_python(PACKAGE)}; install jax_fp8 again"
+    here = f"jax_fp8 was imported from its source folder {PACKAGE.parent}, which has no extension"
+    path = next(_installed_extensions(), None)
+    if path is None:
+        missing = f"{sys.executable} has no jax_fp8 installed{_for_another_python(PACKAGE)}"
+        return None, f"{here}, and {missing}; run `pip install .` in the source folder"
+    if _sources(path.parent) != _sources(PACKAGE):
+        return None, (
+            f"{here}, and the jax_fp8 installed in {path.parent} came with other Python sources; "
+            "run `pip install .` in the source folder again, or start Python in another folder"
+        )
+    return _load_from(path)
+
+
+def _installed_extensions() -> Iterator[Path]:
+    """Files that this Python can load, of the distributions on its path."""
+    for distribution in importlib.metadata.distributions(name="jax_fp8"):
+        for file in distribution.files or ():
+            path = Path(str(distribution.locate_file(file)))
+            if path.parent.name == "jax_fp8" and _is_extension(path) and path.exists():
+                yield path
+
+
+def _is_extension(path: Path) -> bool:
+    return path.name in {f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES}
+
+
+def _for_another_python(package: Path) -> str:
+    others = [path.name for path in sorted(package.glob("_kernels.*.so")) if not _is_extension(path)]
+    return f" for this Python ({sys.implementation.cache_tag}), only {others[0]}" if others else ""
+
+
+def _sources(package: Path) -> dict[Path, bytes]:
+    paths = (path for room in ROOMS for path in (package / room).rglob("*.py"))
+    return {path.relative_to(package): path.read_bytes() for path in paths}
+
+
+def _load_from(path: Path) -> tuple[ModuleType | None, str]:
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None and spec.loader is not None, path
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        return None, _not_loaded(error)
+    sys.modules[NAME] = module
+    return module, ""
+
+
+def _not_loaded(error: ImportError) -> str:
+    text = " ".join(str(error).split())
+    return f"jax_fp8's extension is there and cannot be loaded ({text}); install jax_fp8 again, on this machine"
 
 
 def _register(extension: ModuleType) -> tuple[str, ...]:
@@ -33,7 +107,7 @@ def _register(extension: ModuleType) -> tuple[str, ...]:
     return tuple(targets)
 
 
-_extension, _import_error = _load()
+_extension, _not_there = _load()
 TARGETS: tuple[str, ...] = _register(_extension) if _extension is not None else ()
 
 
@@ -47,25 +121,31 @@ def missing_reason() -> str | None:
     if built():
         return None
     if _extension is None:
-        return (
-            f"jax_fp8 was imported without its extension ({_import_error}); run `pip install .` in its source directory"
-        )
+        return _not_there
     return (
-        "jax_fp8 was built without CUDA kernels because no nvcc was found; "
-        "reinstall it with `pip install . -C cmake.define.JAX_FP8_KERNELS=ON`"
+        f"jax_fp8 was built without CUDA kernels ({_why_not_built(_extension)}); "
+        "reinstall it with `pip install . -C cmake.define.JAX_FP8_KERNELS=ON`, which brings a compiler where none is"
     )
+
+
+def _why_not_built(extension: ModuleType) -> str:
+    """In the words of the build; older builds do not tell."""
+    tell = getattr(extension, "why_no_kernels", None)
+    return tell() if tell else "with JAX_FP8_KERNELS=OFF, or where no nvcc was found"
 
 
 def build_info() -> dict[str, Any]:
     """What the extension contains and what it finds at run time.
 
     Returns:
-        `built`, `reason` (None when built), `targets`, `cuda_version` ("13.0" or None), `architectures` (compiled for),
-        `cublaslt_version` ("13.1.0" or None) and `cublaslt_reason` (why it cannot be used, or None).
+        `built`, `reason` (None when built), `path` (of the extension, or None), `targets`, `cuda_version` ("13.0" or
+        None), `architectures` (compiled for), `cublaslt_version` ("13.1.0" or None) and `cublaslt_reason` (why it
+        cannot be used, or None).
     """
     info = {
         "built": built(),
         "reason": missing_reason(),
+        "path": getattr(_extension, "__file__", None),
         "targets": TARGETS,
         "cuda_version": None,
         "architectures": (),

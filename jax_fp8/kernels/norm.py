@@ -28,7 +28,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import NOTHING, SCALAR, PairResults, attributes, check_cast, source_dims
-from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule, split_axes
+from jax_fp8.kernels.dispatch import Split, dispatch, gathered, largest_amax, parse_rule, split_axes
 
 NORMS = ("layernorm", "rmsnorm")
 
@@ -183,11 +183,11 @@ def _quantize_reference(results, epsilon, x, source, norm_scale, norm_bias=None,
 
 def _amax_kernel(epsilon, x, norm_scale, norm_bias=None, *, axes):
     call = jax.ffi.ffi_call("jax_fp8_norm_amax", SCALAR)
-    return (_max_over(axes, call(x, norm_scale, _or_nothing(norm_bias, (0,)), epsilon=np.float32(epsilon))),)
+    return (largest_amax(call(x, norm_scale, _or_nothing(norm_bias, (0,)), epsilon=np.float32(epsilon)), axes),)
 
 
 def _amax_reference(epsilon, x, norm_scale, norm_bias=None, *, axes):
-    return (_max_over(axes, amax_reference(_normalize_rounded(epsilon, x, norm_scale, norm_bias)[0])),)
+    return (largest_amax(amax_reference(_normalize_rounded(epsilon, x, norm_scale, norm_bias)[0]), axes),)
 
 
 @partial(jax.jit, static_argnums=0)  # the same bits outside of jit as inside: XLA's sums depend on what it fuses
@@ -256,10 +256,6 @@ def _in_dtypes_of(parameters, dscale, dbias) -> NormParameters:
 
 def _or_nothing(array, shape, dtype=jnp.float32) -> jax.Array:
     return jnp.zeros(shape, dtype) if array is None else array
-
-
-def _max_over(axes, x) -> jax.Array:
-    return lax.pmax(x, axes) if axes else x
 
 
 def _sum_over(axes, x) -> jax.Array:

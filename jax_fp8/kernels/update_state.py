@@ -5,9 +5,10 @@ the amaxes of the step become the scales of the next one.
     where 0 < staged < ∞:  scale = amax * 2**margin / fp8_max        history = 0, history[2:], staged
     elsewhere:             scale and history stay as they were before anything was staged: history[0] = 0
 
-`amax` is the largest of the history or, with "most_recent", what was staged. What the backward passes of a step
-recorded may come beside the state, f32[rows], and is then never written into it:
-that would be a kernel for each GEMM, once a microbatch.
+`amax` is the largest of the history or, with "most_recent", what was staged. With `forget_outliers` what is so large
+that the staged amax would fall below the smallest normal number of its dtype is none of the history. What the backward
+passes of a step recorded may come beside the state, f32[rows], and is then never written into it: that would be a
+kernel for each GEMM, once a microbatch.
 
 One launch serves all rows of a collection, in place: XLA copies a history first only where it is still needed. State is
 the same on all devices, and what someone has split is gathered: a row of a shard would be another row.
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.formats import OUTPUT_GRADIENT
+from jax_fp8.core.formats import OUTPUT_GRADIENT, fp8_max, smallest_normal
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import gemm_states, map_gemms, stage
@@ -38,19 +39,31 @@ def update_rows(
     """
     staged = history[:, 0]
     ran = (staged > 0) & jnp.isfinite(staged)
-    amax = jnp.max(history, axis=-1) if recipe.amax_compute_algo == "max" else staged
-    forward, backward = (
-        scale_from_amax(amax, dtype, recipe.margin) for dtype in (recipe.fp8_format.forward, recipe.fp8_format.backward)
-    )
-    new_scale = jnp.where(jnp.arange(amax.size) % 3 == OUTPUT_GRADIENT, backward, forward)
+    amaxes = history
+    if recipe.forget_outliers:
+        limit = staged * _of_rows(recipe, staged.size, lambda dtype: fp8_max(dtype) / smallest_normal(dtype))
+        limit = limit * np.float32(2.0**-recipe.margin)
+        amaxes = jnp.where(history > limit[:, None], staged[:, None], history)
+    amax = jnp.max(amaxes, axis=-1) if recipe.amax_compute_algo == "max" else staged
+    new_scale = _of_rows(recipe, amax.size, lambda dtype: scale_from_amax(amax, dtype, recipe.margin))
     unstaged = history.at[:, 0].set(0)
     rolled = jnp.roll(history, -1, axis=-1).at[:, 0].set(0)
     return jnp.where(ran, new_scale, scale), jnp.where(ran[:, None], rolled, unstaged)
 
 
-def count_nonfinite(staged: jax.Array) -> jax.Array:
-    """How many staged amaxes are infinite or NaN, int32[]."""
-    return jnp.sum(~jnp.isfinite(staged), dtype=jnp.int32)
+def _of_rows(recipe, rows, of_dtype) -> jax.Array:
+    """`of_dtype(dtype)` by the dtype of each row's tensor."""
+    is_gradient = jnp.arange(rows) % 3 == OUTPUT_GRADIENT
+    return jnp.where(is_gradient, of_dtype(recipe.fp8_format.backward), of_dtype(recipe.fp8_format.forward))
+
+
+def count_amaxes(staged: jax.Array, scale: jax.Array, recipe: DelayedScaling) -> jax.Array:
+    """Of the staged amaxes f32[rows], int32[2]: how many are infinite or NaN, and how many, at the scale f32[rows] with
+    which their tensor was cast, lie below the smallest normal number of its dtype: of such a tensor little is left.
+    """
+    smallest = scale * _of_rows(recipe, scale.size, smallest_normal)
+    counted = ~jnp.isfinite(staged), (staged > 0) & (staged < smallest)
+    return jnp.stack([jnp.sum(rows, dtype=jnp.int32) for rows in counted])
 
 
 def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
@@ -71,19 +84,17 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
 
 
 def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
-    """`update_state` of a state in which these amaxes f32[rows] are yet to be staged,
-    and how many staged ones were infinite or NaN, int32[].
-    """
+    """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_amaxes`, int32[2]."""
     check_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
-        return {}, jnp.int32(0)
+        return {}, jnp.zeros(2, jnp.int32)
     _check(gemms, recipe)
     recorded = np.zeros(sum(gemm["scale"].size for gemm in gemms), np.float32) if amaxes is None else amaxes
-    nonfinite, *updated = _update(recorded, *_leaves(gemms), recipe=recipe)
+    counts, *updated = _update(recorded, *_leaves(gemms), recipe=recipe)
     remaining = iter(updated)
     state = map_gemms(lambda _: {"scale": next(remaining), "amax_history": next(remaining)}, fp8_state)
-    return state, nonfinite
+    return state, counts
 
 
 def _check(gemms, recipe):
@@ -107,7 +118,7 @@ def _leaves(gemms) -> list[jax.Array]:
 @partial(jax.jit, static_argnames="recipe")  # so that a loop that does not jit its update compiles it once
 def _update(recorded, *leaves, recipe):
     operands, results = ([_dims(side, i, x) for i, x in enumerate((recorded, *leaves))] for side in "xy")
-    rule = f"{','.join(operands)} -> {','.join(['', *results[1:]])}"
+    rule = f"{','.join(operands)} -> {','.join(['counts', *results[1:]])}"
     return dispatch(rule, partial(_kernel, recipe), partial(_reference, recipe), recorded, *leaves)
 
 
@@ -124,7 +135,7 @@ def _kernel(recipe, *arrays, split: Split):
     arrays = _whole(arrays, split)
     leaves = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[1:]]
     aliases = {number: number for number in range(1, len(arrays))}
-    call = jax.ffi.ffi_call(TARGET, [jax.ShapeDtypeStruct((), jnp.int32), *leaves], input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(TARGET, [jax.ShapeDtypeStruct((2,), jnp.int32), *leaves], input_output_aliases=aliases)
     return tuple(
         call(
             *arrays,
@@ -132,6 +143,7 @@ def _kernel(recipe, *arrays, split: Split):
             backward=jnp.dtype(recipe.fp8_format.backward).name,
             margin=np.int32(recipe.margin),
             most_recent=recipe.amax_compute_algo == "most_recent",
+            forget_outliers=recipe.forget_outliers,
         )
     )
 
@@ -145,4 +157,4 @@ def _reference(recipe, *arrays, split: Split):
     ends = np.cumsum([leaf.size for leaf in leaves[::2]])[:-1]
     pieces = [piece for pair in zip(*(jnp.split(rows, ends) for rows in updated), strict=True) for piece in pair]
     reshaped = (piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True))
-    return count_nonfinite(history[:, 0]), *reshaped
+    return count_amaxes(history[:, 0], scale, recipe), *reshaped

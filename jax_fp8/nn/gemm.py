@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 from jax import lax
 
+from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.paths import joined_name
@@ -96,7 +97,8 @@ class DeclaredGemm:
         if self.fp8.record.slot is None:
             self.fp8.record.amaxes(amaxes)
         if self.amax_history is not None:
-            self.amax_history.value = stage(self.amax_history.value, amaxes)
+            history = self.amax_history.value
+            self.amax_history.value = stage(history, shared_amaxes(history, amaxes))
 
 
 class GemmVariables(LinearVariables, kw_only=True):
@@ -153,10 +155,16 @@ def declare_state(module: nn.Module, parameters: LinearParameters, recipe: Recip
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     if recipe.has_state:
         scales, history = _delayed_state(module, layer, parameters, recipe)
+    elif module.has_variable("fp8", "amax_history"):
+        raise ValueError(
+            f"{layer}: {recipe!r} keeps no state, but these variables hold amax histories of delayed scaling; "
+            'leave the collection "fp8" out, or give the model the recipe that they were made with'
+        )
     if recorder is not None and recorder.from_current:
         scales = None
     record = Record() if recorder is None else recorder.record
-    gemm = Fp8Gemm(recipe, layer, scales, record, _cached_weight(module, layer, parameters, recipe))
+    weight = _cached_weight(module, layer, parameters, recipe)
+    gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded=recorder is not None)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return DeclaredGemm(parameters, gemm, history if staging else None)
 
@@ -173,7 +181,13 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
         amaxes = [amax_reference(kernel) for kernel in as_tuple(parameters.kernel)]
         initial = initial_state(recipe, jnp.max(jnp.stack(amaxes)))
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
-    return scale.value, module.variable("fp8", "amax_history", lambda: initial["amax_history"])
+    history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
+    if history.value.shape[-1] != recipe.amax_history_len:
+        raise ValueError(
+            f"{layer}: the recipe's amax_history_len is {recipe.amax_history_len}, but these variables hold a history "
+            f"of {history.value.shape[-1]} steps; pass the recipe that they were made with"
+        )
+    return scale.value, history
 
 
 def _cached_weight(module, layer, parameters, recipe) -> Fp8Pair | None:

@@ -97,7 +97,8 @@ def _backward(static, residuals, cotangents):
     kept = kept.with_input(quantize_transpose, x, after=dy)
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
     dx, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
-    return dx, gradients, None, dy if static.has_residual else None
+    recorded = gemm.record_backward(kept.all_amaxes(quantized))
+    return dx, gradients, recorded, dy if static.has_residual else None
 
 
 _linear.defvjp(_forward, _backward)

@@ -107,7 +107,7 @@ def _backward(static, residuals, cotangents):
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
     dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dresidual)
-    return dx, dnorm, gradients, None
+    return dx, dnorm, gradients, gemm.record_backward(kept.all_amaxes(quantized))
 
 
 _norm_linear.defvjp(_forward, _backward)

@@ -121,7 +121,11 @@ def _backward(static, residuals, cotangents):
     up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dactivated)
     dnormalized, dup = backward_gemm(dhidden, dhidden_sums, up_kept, up_like, up_gemm, static.dtype, static.up_widths)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
-    return dx, dnorm, dup, ddown, None
+    recorded = (
+        up_gemm.record_backward(up_kept.all_amaxes(dhidden)),
+        down_gemm.record_backward(down_kept.all_amaxes(quantized)),
+    )
+    return dx, dnorm, dup, ddown, recorded
 
 
 _norm_mlp.defvjp(_forward, _backward)

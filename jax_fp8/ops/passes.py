@@ -90,6 +90,10 @@ class GemmResidual:
     kernel: Fp8Array
     amaxes: jax.Array
 
+    def all_amaxes(self, dy: Fp8Pair) -> jax.Array:
+        """f32[3], with that of the output gradient."""
+        return jnp.append(self.amaxes, dy.amax)
+
     def with_input(
         self, requantize: Callable[[jax.Array, Cast], Fp8Pair], made_of: jax.Array, after: jax.Array
     ) -> "GemmResidual":
@@ -189,7 +193,7 @@ def backward_gemm(
     dtype,
     widths: tuple[int, ...],
 ) -> tuple[jax.Array, LinearParameters]:
-    """dgrad and wgrad: dx (m, k) in `dtype` and the gradients of kernel and bias; records the three amaxes.
+    """dgrad and wgrad: dx (m, k) in `dtype` and the gradients of kernel and bias.
 
     Args:
       dbias: f32[n], the column sums of dy; unused without a bias.
@@ -204,7 +208,6 @@ def backward_gemm(
 def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype) -> jax.Array:
     """The first half of `backward_gemm`, which does without xᵀ."""
     _check_rows(dy.rowwise.shape[0], gemm)
-    gemm.record.amaxes(jnp.append(residual.amaxes, dy.amax))
     with jax.named_scope(f"{gemm.name}/dgrad"):
         return matmul(dy.rowwise, residual.kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
 

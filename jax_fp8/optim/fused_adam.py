@@ -32,7 +32,7 @@ from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
-ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.Array]
+ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]  # optax.Schedule, among others
 Wrapper = TypeVar("Wrapper", bound=Callable)
 
 

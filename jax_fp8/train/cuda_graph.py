@@ -29,7 +29,7 @@ def zero_metrics() -> dict[str, np.generic]:
 
     To be donated: read to the end, its buffers are shared with nothing else.
     """
-    return {"loss": np.float32(0), "nonfinite_amaxes": np.int32(0)}
+    return {"loss": np.float32(0), "nonfinite_amaxes": np.int32(0), "underflowing_amaxes": np.int32(0)}
 
 
 def make_room(near: jax.Array) -> list[jax.Array]:

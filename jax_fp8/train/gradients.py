@@ -7,16 +7,27 @@ layers left there. Gradients that add up over microbatches come back the same wa
 """
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.fp8_ops import fp32_max_grad
+from jax import lax
 
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
-from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder, listing
-from jax_fp8.core.state import join_amaxes, map_gemms, map_gemms_with_path, stage_joined
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
+from jax_fp8.core.state import (
+    join_amaxes,
+    keep_known_rows,
+    map_gemms,
+    map_gemms_with_path,
+    no_amaxes,
+    stage_joined,
+)
+from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.ops.passes import share_wgrad
 from jax_fp8.train.checks import check_loss, check_loss_fn
 
@@ -54,11 +65,39 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
     """
 
     def run(variables, *args, **kwargs):
-        recorded = map_gemms(partial(_with_recorder, from_current=from_current), _fp8_state(variables))
-        value, grads = _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs)
-        return value, grads, _amaxes(variables, recorded)
+        cotangents = Cotangents()
+        recorded = _recorded(variables, cotangents, from_current)
+        return _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
 
     return run
+
+
+def warm_start(loss_fn: Callable, recipe: Recipe | None, has_aux: bool = False) -> Callable:
+    """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
+    amax. `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
+
+        fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
+
+    Args:
+      loss_fn, has_aux: as in `value_and_grad`.
+      recipe: that of the model's layers.
+
+    Returns:
+      A function of the same arguments as `loss_fn` that returns the FP8 state, the amaxes of this pass its first
+      history. Rows that have a history already, calibrated ones, are left as they are; {} where there is no state.
+    """
+    record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
+
+    def run(variables, *args, **kwargs):
+        _, _, amaxes = record(variables, *args, **kwargs)
+        return with_first_scales(_fp8_state(variables), amaxes, recipe)
+
+    return run
+
+
+def with_first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | None) -> dict:
+    """The state after a warm start that found the amaxes f32[rows]."""
+    return keep_known_rows(fp8_state, finish_step(fp8_state, amaxes, recipe)[0])
 
 
 def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = ()) -> Callable:
@@ -74,11 +113,13 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
 
     def run(variables, sums, *args, **kwargs):
         added = {path: jax.new_ref(at_path(sums, path)) for path in added_by_gemms(_fp8_state(variables), sums, gemms)}
-        recorded = map_gemms_with_path(partial(_with_sums, added, weight), _fp8_state(variables))
+
+        cotangents = Cotangents()
+        recorded = _recorded(variables, cotangents, False, added, weight)
         for gemm in gemms:
             if sums_of_gemm := _sums_of(gemm, added):
-                put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None)})
-        value, grads = _differentiate(loss_fn, False, variables, recorded, args, kwargs)
+                put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None, cotangents)})
+        value, grads, amaxes = _differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs)
 
         # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
         # what reached the kernel on another way, as a rule nothing.
@@ -86,7 +127,7 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
             total = added[path][...] if path in added else total
             return total + np.float32(weight) * gradient.astype(jnp.float32)
 
-        return value, map_with_names(merge, sums, grads), _amaxes(variables, recorded)
+        return value, map_with_names(merge, sums, grads), amaxes
 
     return run
 
@@ -94,10 +135,18 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
 def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerPath]:
     """The layers whose GEMMs run in FP8, by path, found by tracing the loss:
     recipes without state leave no other trace of them in the variables.
+
+    A loss may apply a model to a part of the variables: then its layers know other paths, and are not listed.
     """
     with listing() as found:
         jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
-    return list(found)
+    return [
+        path for path in found if all(_is_kernel(at_path(variables["params"], name)) for name in kernel_paths(path))
+    ]
+
+
+def _is_kernel(leaf) -> bool:
+    return getattr(leaf, "ndim", 0) >= 2
 
 
 def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
@@ -122,18 +171,53 @@ def _sums_of(gemm, added) -> tuple[ByIdentity, ...]:
     return tuple(ByIdentity(added[kernel]) for kernel in kernel_paths(gemm) if kernel in added)
 
 
-def _with_sums(added, weight, path, gemm):
-    return _with_recorder(gemm, sums=_sums_of(path, added), weight=weight)
+def _recorded(variables, cotangents, from_current, sums: Mapping = MappingProxyType({}), weight=1.0) -> dict:
+    """The FP8 state with a recorder beside the state of each GEMM."""
+    first_row = 0
+
+    def with_recorder(path, gemm):
+        nonlocal first_row
+        recorder = _recorder(gemm, _sums_of(path, sums), weight, from_current, cotangents, first_row)
+        first_row += gemm["scale"].size
+        return {**gemm, RECORDER: recorder}
+
+    return map_gemms_with_path(with_recorder, _fp8_state(variables))
 
 
-def _differentiate(loss_fn, has_aux, variables, recorded, args, kwargs):
-    def of_params(params):
+def _recorder(gemm, sums, weight, from_current, cotangents, first_row) -> Recorder:
+    stacked, layers = gemm["scale"].shape[:-1], gemm["scale"].size // 3
+    ref = jax.new_ref(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32))
+    slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
+    return Recorder(ByIdentity(ref), sums, weight, from_current, slot, cotangents, first_row)
+
+
+def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
+    """Loss (and aux), gradients of the params, and the amaxes f32[rows] of the pass."""
+
+    def of_params(params, rows):
+        cotangents.vector = _sums_are_maxima(rows)
         replaced = {**variables, "params": params}
         out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
         check_loss(out, has_aux)
         return (out[0], _without_recorders(out[1])) if has_aux else out
 
-    return jax.value_and_grad(of_params, has_aux=has_aux)(variables["params"])
+    differentiate = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
+    value, (grads, from_cotangents) = differentiate(variables["params"], no_amaxes(_fp8_state(variables)))
+    amaxes = _amaxes(variables, recorded)
+    return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
+
+
+@jax.custom_vjp
+def _sums_are_maxima(rows: jax.Array) -> jax.Array:
+    """f32[rows] in a dtype whose cotangents are "added" by taking the larger one."""
+    with jax.debug_nans(False):  # which cannot look at such a dtype outside of jit
+        return lax.convert_element_type(rows, fp32_max_grad)
+
+
+_sums_are_maxima.defvjp(
+    lambda rows: (_sums_are_maxima(rows), None),
+    lambda _, maxima: (jnp.maximum(lax.convert_element_type(maxima, jnp.float32), 0),),
+)
 
 
 def _fp8_state(variables) -> Mapping:
@@ -145,17 +229,9 @@ def _fp8_state(variables) -> Mapping:
     return variables.get("fp8", {})
 
 
-def _with_recorder(gemm, from_current=False, sums: tuple[ByIdentity, ...] = (), weight=1.0):
-    stacked = gemm["scale"].shape[:-1]
-    layers = gemm["scale"].size // 3
-    ref = jax.new_ref(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32))
-    slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
-    return {**gemm, RECORDER: Recorder(ByIdentity(ref), sums, weight, from_current, slot)}
-
-
 def _amaxes(variables, recorded) -> jax.Array:
     found = []
-    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].record.amax_ref[...]), _fp8_state(variables), recorded)
+    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].amax_ref[...]), _fp8_state(variables), recorded)
     return join_amaxes(found)
 
 

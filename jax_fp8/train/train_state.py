@@ -29,7 +29,7 @@ class TrainState:
 
     @classmethod
     def create(cls, *, variables: Mapping, tx: optax.GradientTransformation) -> "TrainState":
-        """The state before the first step.
+        """The state before the first step, of copies: a step may donate its state, and `variables` stay as they are.
 
         Args:
           variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from
@@ -46,9 +46,9 @@ class TrainState:
                 f'TrainState carries "params", "fp8" and "fp8_cache", got also {sorted(others)}, which would be lost; '
                 "keep them beside it"
             )
-        params = variables["params"]
-        collections = [dict(variables.get(name, {})) for name in ("fp8", "fp8_cache")]
-        return cls(jnp.zeros((), jnp.int32), params, collections[0], tx.init(params), collections[1])
+        names = ("params", "fp8", "fp8_cache")
+        params, fp8, cache = jax.tree.map(jnp.copy, [variables[name] if name in variables else {} for name in names])
+        return cls(jnp.zeros((), jnp.int32), params, dict(fp8), tx.init(params), dict(cache))
 
     @property
     def variables(self) -> dict:

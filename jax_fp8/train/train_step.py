@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax_fp8.core.checks import check_flags, check_integer, first_difference
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe, check_recipe
-from jax_fp8.core.state import gemm_states, keep_known_rows, no_amaxes
+from jax_fp8.core.state import gemm_states, no_amaxes
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.train.checks import (
@@ -37,7 +37,7 @@ from jax_fp8.train.checks import (
     check_optimizer,
 )
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
-from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes
+from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, warm_start, with_first_scales
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.train_state import TrainState
@@ -50,8 +50,9 @@ class TrainStep:
     """`state, metrics = step(state, batch)`; made by `make_train_step`.
 
     The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over
-    microbatches) and "nonfinite_amaxes" (int32, tensors whose amax was infinite or NaN and whose scale was therefore
-    left alone).
+    microbatches); "nonfinite_amaxes" (int32, tensors with an infinity or a NaN, whose scale was therefore left alone);
+    "underflowing_amaxes" (int32, tensors so small at their scale that little more than zeros was left of them: more
+    than 0 for many steps says that an outlier has blown up scales; see `DelayedScaling(forget_outliers=True)`).
 
     The same step in pieces, for callers who drive the microbatches themselves:
 
@@ -214,17 +215,15 @@ class _Programs:
 
     def warm(self, state, batch):
         self._check(state, batch, self.microbatches)
-        record = value_grads_and_amaxes(self.loss_fn, from_current=True)
         if self.microbatches == 1:
-            _, _, amaxes = record(state.variables, batch)
-        else:
+            return state.replace(fp8=warm_start(self.loss_fn, self.recipe)(state.variables, batch))
+        record = value_grads_and_amaxes(self.loss_fn, from_current=True)
 
-            def largest(amaxes, microbatch):
-                return jnp.maximum(amaxes, record(state.variables, microbatch)[2]), None
+        def largest(amaxes, microbatch):
+            return jnp.maximum(amaxes, record(state.variables, microbatch)[2]), None
 
-            amaxes, _ = lax.scan(largest, no_amaxes(state.fp8), split(batch, self.microbatches))
-        fp8, _ = finish_step(state.fp8, amaxes, self.recipe)
-        return state.replace(fp8=keep_known_rows(state.fp8, fp8))
+        amaxes, _ = lax.scan(largest, no_amaxes(state.fp8), split(batch, self.microbatches))
+        return state.replace(fp8=with_first_scales(state.fp8, amaxes, self.recipe))
 
     def start(self, state):
         self._check(state)
@@ -249,8 +248,7 @@ class _Programs:
             return updated
 
         def keep(state):
-            metrics = {"loss": jnp.float32(jnp.nan), "nonfinite_amaxes": jnp.int32(0)}
-            return state, metrics
+            return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
 
         new_state, metrics = lax.cond(complete, update, keep, state)
         metrics["microbatches"] = pending.count
@@ -282,8 +280,7 @@ class _Programs:
     def _update(self, state, loss, gradients, amaxes):
         """The end of a step: scales from the amaxes, params and the rest of the state from the gradients."""
         with jax.named_scope("fp8_state"):
-            fp8, nonfinite = finish_step(state.fp8, amaxes, self.recipe)
-        metrics = {"loss": loss, "nonfinite_amaxes": nonfinite}
+            fp8, counts = finish_step(state.fp8, amaxes, self.recipe)
         with jax.named_scope("optimizer"):
             casts = cast_requests(state.cache, state.params, fp8)
             request = {"in_place": InPlace(casts)} if self.in_place else {}
@@ -293,7 +290,11 @@ class _Programs:
         if applied is not None:
             fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
         cache = refresh(state.cache, params, fp8, updates)
-        return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics
+        return TrainState(state.step + 1, params, fp8, opt_state, cache), _metrics(loss, counts)
+
+
+def _metrics(loss, counts) -> dict[str, jax.Array]:
+    return {"loss": loss, "nonfinite_amaxes": counts[0], "underflowing_amaxes": counts[1]}
 
 
 def _has_state(recipe) -> bool:

@@ -16,6 +16,7 @@ def test_defaults():
         "margin": 0,
         "amax_history_len": 1024,
         "amax_compute_algo": "max",
+        "forget_outliers": False,
         "split_accumulator": ("dgrad", "wgrad"),
     }
     assert dataclasses.asdict(CurrentScaling()) == {

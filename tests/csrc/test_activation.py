@@ -273,7 +273,7 @@ def test_one_orientation(orientations, activation, shape):
 
 @pytest.mark.parametrize("shape", [(16, 16), (3, 5)], ids=str)
 def test_special_values(shape):
-    """NaN stays NaN and is in no amax; infinities saturate; a gradient that a ReLU stops is 0 even of infinite dy."""
+    """NaN stays NaN and is seen by the amax; infinities saturate; what a ReLU stops is 0 even of infinite dy."""
     x = np.zeros(shape, ml_dtypes.bfloat16)
     x.flat[:4] = [np.nan, np.inf, -np.inf, 2]
     dy = np.full(shape, np.inf, x.dtype)
@@ -281,12 +281,12 @@ def test_special_values(shape):
     wanted = np.zeros(shape, np.float32)
     wanted.flat[:4] = [np.nan, np.inf, 0, 2]
     assert_same_bits(values, reference.quantize(wanted, FORMATS[0], SCALE)[0])
-    assert amax == np.inf
+    assert np.isnan(amax)
     wanted.flat[:4] = [0, np.inf, 0, np.inf]
     assert_same_bits(run("relu", dy, x, FORMATS[0])[0], reference.quantize(wanted, FORMATS[0], SCALE)[0])
     values, _, amax, *_ = run("silu", None, x, FORMATS[0])
     assert_same_bits(values.ravel()[:2].view(np.uint8), np.array([0x7F, 0x7E], np.uint8))
-    assert amax == np.inf
+    assert np.isnan(amax)
 
 
 TILE = "device/quantize_tile.cuh"

@@ -13,16 +13,16 @@ ENTRY = """
 #include <vector>
 
 // Per leaf: pointers to scale and history; rows and length.
-extern "C" int update_state(const float* recorded, uint32_t* nonfinite, int64_t leaf_count, float* const* arrays,
-                            const int64_t* numbers, int64_t forward, int64_t backward, double headroom,
-                            int64_t most_recent) {
+extern "C" int update_state(const float* recorded, jax_fp8::StateCounts* counts, int64_t leaf_count,
+                            float* const* arrays, const int64_t* numbers, int64_t forward, int64_t backward,
+                            double headroom, int64_t most_recent, int64_t forget_outliers) {
   using namespace jax_fp8;
   std::vector<StateLeaf> leaves;
   for (int i = 0; i < leaf_count; ++i) leaves.push_back({arrays[2 * i], arrays[2 * i + 1], numbers[2 * i],
                                                          numbers[2 * i + 1]});
   const UpdateRule rule{static_cast<Fp8Type>(forward), static_cast<Fp8Type>(backward), static_cast<float>(headroom),
-                         most_recent != 0};
-  return launch_update_state({leaves.data(), static_cast<int>(leaf_count), recorded, nonfinite, rule}, nullptr);
+                         most_recent != 0, forget_outliers != 0};
+  return launch_update_state({leaves.data(), static_cast<int>(leaf_count), recorded, counts, rule}, nullptr);
 }
 """
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -38,6 +38,7 @@ class Rule:
     dtypes: tuple = (E4M3, E4M3, E5M2)
     margin: int = 0
     algorithm: str = "max"
+    forget_outliers: bool = False
 
 
 RULES = {
@@ -47,6 +48,9 @@ RULES = {
     "largest": Rule(margin=120),
     "no smaller": Rule(margin=-160),
     "e4m3": Rule((E4M3,) * 3),
+    "forget outliers": Rule(forget_outliers=True),
+    "forget outliers, with a margin": Rule(margin=3, forget_outliers=True),
+    "forget outliers, most recent": Rule(algorithm="most_recent", forget_outliers=True),
     "e5m2 forward": Rule((E5M2, E5M2, E4M3)),
 }
 
@@ -75,38 +79,41 @@ def state(leaves, seed=0):
 
 
 def update(recorded, scales, histories, rule=RULES["max"], changes=(), orders=tuple(ORDERS)):
-    """The count, then scale and history of every leaf."""
+    """The counts, then scale and history of every leaf."""
     arrays = [InPlace(array) for leaf in zip(scales, histories, strict=True) for array in leaf]
     return compile_for_cpu(FILE, ENTRY, changes).call(
-        *("update_state", recorded, Result((), np.uint32), len(scales), arrays),
+        *("update_state", recorded, Result((2,), np.int32), len(scales), arrays),
         np.array([history.shape for history in histories], np.int64),
         *(FORMATS.index(rule.dtypes[row]) for row in (0, 2)),
         float(np.ldexp(np.float32(1), rule.margin)),
         rule.algorithm == "most_recent",
+        rule.forget_outliers,
         orders=orders,
     )
 
 
 def oracle(recorded, scales, histories, rule=RULES["max"]):
     """`reference.update_state` of every GEMM."""
-    updated, nonfinite, remaining = [], 0, iter(recorded)
+    updated, counts, remaining = [], np.zeros(2, np.int32), iter(recorded)
     for scale, history in zip(scales, histories, strict=True):
         scale, history = scale.copy(), history.copy()
         for row in range(len(scale)):
             history[row, 0] = np.maximum(history[row, 0], next(remaining))
-        nonfinite += np.sum(~np.isfinite(history[:, 0]))
+        counts += reference.count_amaxes(history[:, 0], scale, rule.dtypes)
         for row in range(0, len(scale), 3):
             gemm = slice(row, row + 3)
-            results = reference.update_state(scale[gemm], history[gemm], rule.dtypes, rule.margin, rule.algorithm)
+            results = reference.update_state(
+                scale[gemm], history[gemm], rule.dtypes, rule.margin, rule.algorithm, rule.forget_outliers
+            )
             scale[gemm], history[gemm] = results
         updated += [scale, history]
-    return [np.uint32(nonfinite), *updated]
+    return [counts, *updated]
 
 
 def check(leaves, rule=RULES["max"], seed=0, **how):
     given = state(leaves, seed)
     wanted = oracle(*given, rule)
-    assert wanted[0] > 0 or len(given[0]) < 12
+    assert np.all(wanted[0] > 0) or len(given[0]) < 18
     for got, expected in zip(update(*given, rule, **how), wanted, strict=True):
         assert_same_bits(got, expected)
 
@@ -134,8 +141,8 @@ def test_leaves_of_all_kinds_in_launches_of_two():
 
 @pytest.mark.parametrize("leaves", [[], [(0, 8)]])
 def test_no_row_leaves_the_count_at_zero(leaves):
-    count, *arrays = update(*state(leaves))
-    assert count == 0 and len(arrays) == 2 * len(leaves)
+    counts, *arrays = update(*state(leaves))
+    assert not counts.any() and len(arrays) == 2 * len(leaves)
 
 
 @pytest.mark.parametrize("value", [0, np.inf, np.nan])
@@ -144,11 +151,11 @@ def test_a_row_that_did_not_run_is_left_exactly_as_it_was(value, place):
     recorded, (scale,), (history,) = state([(3, 5)])
     recorded[:], history[:, 0] = 0, 0
     (recorded if place == "recorded" else history[:, 0])[:] = value
-    nonfinite, new_scale, new_history = update(recorded, [scale], [history])
+    counts, new_scale, new_history = update(recorded, [scale], [history])
     history[:, 0] = 0
     assert_same_bits(new_scale, scale)
     assert_same_bits(new_history, history)
-    assert nonfinite == (0 if value == 0 else 3)
+    assert list(counts) == [0 if value == 0 else 3, 0]
 
 
 @pytest.mark.parametrize("place", [1, 700, 1024, 1500])
@@ -176,11 +183,24 @@ MISTAKES = {
         "argument|order of threads",
     ),
     "the other format": ((FILE, "== kGemmRows - 1", "!= kGemmRows - 1"), "elements differ"),
-    "not all of the history": ((FILE, "largest = larger_of(largest, moved[i]);", ""), "elements differ"),
+    "not all of the history": (
+        (FILE, "largest = larger_of(largest, moved[i] > limit ? staged : moved[i]);", ""),
+        "elements differ",
+    ),
     "recorded not seen": ((FILE, "larger_of(history[0], table.recorded[blockIdx.x])", "history[0]"), "elements differ"),
     "infinity runs": ((FILE, "&& staged < infinity", ""), "elements differ"),
     "slot 0 not cleared": ((FILE, "(ran || to == 0)", "ran"), "elements differ"),
-    "the count not cleared": ((FILE, "0, sizeof(uint32_t)", "0, 0"), "order of threads|elements differ"),
+    "the counts not cleared": ((FILE, "0, sizeof(StateCounts)", "0, 0"), "order of threads|elements differ"),
+    "counted at the new scale": (
+        (FILE, "leaf.scale[row], smallest", "scale_of(amax, format, table.rule), smallest"),
+        "elements differ",
+    ),
+    "all outliers forgotten": ((FILE, "moved[i] > limit", "moved[i] > staged"), "elements differ"),
+    "no outlier forgotten": ((FILE, "moved[i] > limit ? staged : moved[i]", "moved[i]"), "elements differ"),
+    "one range for both formats": (
+        (FILE, "format == Fp8Type::kE4M3\n                          ?", "true ?"),
+        "elements differ",
+    ),
     "the second launch reads the first's amaxes": ((FILE, "table_.recorded += rows_;", ""), "elements differ"),
     "a leaf forgotten": ((FILE, "<= row ? low", "< row ? low"), "elements differ|argument"),
 }
@@ -190,4 +210,6 @@ MISTAKES = {
 def test_a_mistake_is_noticed(mistake):
     change, sentence = MISTAKES[mistake]
     with pytest.raises((EmulationError, AssertionError), match=sentence):
-        check([(3, 5), (6, 1030), (3, 2), (3, 300)], changes=(change, SMALL_TABLE), orders=("forward", "backward"))
+        for rule in (RULES["max"], RULES["forget outliers"]):
+            leaves = [(3, 5), (6, 1030), (3, 2), (3, 300)]
+            check(leaves, rule, changes=(change, SMALL_TABLE), orders=("forward", "backward"))

@@ -83,6 +83,10 @@ inline void cvt_rn_bf16_f32(uint16_t& d, float x) { d = encode(kBFloat16, x); }
 inline void cvt_f32_f16(float& d, uint16_t x) { d = decode(kFloat16, x); }
 inline void cvt_f32_bf16(float& d, uint16_t x) { d = decode(kBFloat16, x); }
 
+inline void max_NaN_f32(float& d, float x, float y) {
+  d = x != x || y != y ? std::bit_cast<float>(0x7FFFFFFFu) : std::fmax(x, y);
+}
+
 inline void rcp_approx_ftz_f32(float& d, float x) { d = flush(approximate(1.0 / flush(x), 0x1p-23, x)); }
 inline void rsqrt_approx_ftz_f32(float& d, float x) { d = approximate(1.0 / std::sqrt(double{flush(x)}), 0x1p-22, x); }
 inline void sqrt_approx_ftz_f32(float& d, float x) { d = approximate(std::sqrt(double{flush(x)}), 0x1p-22, x); }

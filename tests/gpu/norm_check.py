@@ -201,7 +201,7 @@ def check_forward_controls(report: Report):
 
 
 def check_special_values(report: Report):
-    """Rows of NaN, infinities, huge and equal numbers spoil no other row; the amax is that of what is not NaN."""
+    """Rows of NaN, infinities, huge and equal numbers spoil no other row; the amax is NaN."""
     for shape in ((64, 2048), (33, 100)):
         for name in NORMS:
             x, norm = draw(2, shape, jnp.float32), parameters(name, shape[1])

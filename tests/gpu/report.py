@@ -60,7 +60,11 @@ class Report:
 
 
 def as_bytes(array) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+    """The bytes of an array; in float32 one NaN is as good as another."""
+    array = np.asarray(array)
+    if array.dtype == np.float32:
+        array = np.where(np.isnan(array), np.float32(np.nan), array)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def on_gpu() -> bool:

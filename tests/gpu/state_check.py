@@ -38,6 +38,7 @@ RECIPES = [
     DelayedScaling(amax_history_len=5, margin=margin, amax_compute_algo=algorithm, fp8_format=fp8_format)
     for margin, algorithm, fp8_format in itertools.product((0, 3, -2, 16, -16), ("max", "most_recent"), FORMATS)
 ]
+RECIPES += [DelayedScaling(amax_history_len=5, margin=margin, forget_outliers=True) for margin in (0, 3, -2)]
 PLAIN = RECIPES[0]
 SPECIAL = (0.0, 1.0, 448.0, 3.4e38, 2.0**-125, 1e-30, np.inf, np.nan)
 TINY = (2.0**-149, 1e-40, 1.1754942e-38, 2.0**-126)
@@ -46,23 +47,22 @@ TINY = (2.0**-149, 1e-40, 1.1754942e-38, 2.0**-126)
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def oracle(state, recorded, recipe) -> tuple[dict, np.int32]:
-    """Every GEMM of every leaf, and how many staged amaxes are not finite."""
+def oracle(state, recorded, recipe) -> tuple[dict, np.ndarray]:
+    """Every GEMM of every leaf, and the counts of `reference.count_amaxes`."""
     dtypes = [recipe.fp8_format.forward] * 2 + [recipe.fp8_format.backward]
-    remaining, count = iter(np.asarray(recorded).reshape(-1, 3)), 0
+    remaining, counts = iter(np.asarray(recorded).reshape(-1, 3)), np.zeros(2, np.int32)
 
     def update(gemm):
-        nonlocal count
         scale, history = np.array(gemm["scale"]), np.array(gemm["amax_history"])
         for index in np.ndindex(scale.shape[:-1]):
             history[index][:, 0] = np.maximum(history[index][:, 0], next(remaining))
-            count += int(np.sum(~np.isfinite(history[index][:, 0])))
-            settings = dtypes, recipe.margin, recipe.amax_compute_algo
+            counts[:] += reference.count_amaxes(history[index][:, 0], scale[index], dtypes)
+            settings = dtypes, recipe.margin, recipe.amax_compute_algo, recipe.forget_outliers
             scale[index], history[index] = reference.update_state(scale[index], history[index], *settings)
         return {"scale": scale, "amax_history": history}
 
     with np.errstate(all="ignore"):
-        return map_gemms(update, state), np.int32(count)
+        return map_gemms(update, state), counts
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def check_steps(report: Report, group: str, random, stacks, recipe, steps=4):
         recorded = seen(random, rows_of(kept))
         wanted = oracle(jax.device_get(kept), recorded, recipe)
         poison(0xA5 if step % 2 else 0x5A)
-        kept, count = in_place(kept, jnp.asarray(recorded), recipe)
-        compare(report, group, (kept, count), wanted, f"step {step} of {recipe}")
+        kept, counts = in_place(kept, jnp.asarray(recorded), recipe)
+        compare(report, group, (kept, counts), wanted, f"step {step} of {recipe}")
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -200,11 +200,11 @@ def check_what_is_written(report: Report):
     if on_gpu():
         moved = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(updated[0])] != addresses
         report.expect("in place", not moved, "a donated array was copied")
-    still, count = in_place(on_device(state), jnp.full(recorded.shape, jnp.inf), recipe)
+    still, counts = in_place(on_device(state), jnp.full(recorded.shape, jnp.inf), recipe)
     for gemm in gemm_states(state):
         gemm["amax_history"][..., 0] = 0
     compare(report, "a step of infinities changes nothing", still, state, "the state")
-    report.expect("a step of infinities changes nothing", int(count) == recorded.size, f"{count} of {recorded.size}")
+    report.expect("a step of infinities changes nothing", list(counts) == [recorded.size, 0], f"{counts}")
 
 
 def check_graphs(report: Report):
@@ -227,13 +227,14 @@ def check_refusals(report: Report):
         return  # the reference takes anything
     scale, history = jnp.ones(3), jnp.ones((3, 8))
     names = {"forward": "float8_e4m3fn", "backward": "float8_e5m2"}
+    switches = {"most_recent": False, "forget_outliers": False}
 
     def raw(*leaves, recorded=None, count=jnp.int32, aliased=True, **formats):
         recorded = jnp.zeros(3 * (len(leaves) // 2)) if recorded is None else recorded
-        results = [jax.ShapeDtypeStruct((), count), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)]
+        results = [jax.ShapeDtypeStruct((2,), count), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)]
         aliases = {number: number for number in range(1, len(results))} if aliased else None
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-        return lambda: call(recorded, *leaves, **names | formats, margin=np.int32(0), most_recent=False)
+        return lambda: call(recorded, *leaves, **names | formats, margin=np.int32(0), **switches)
 
     cases = [
         (raw(scale), "a scale and a history for each leaf"),
@@ -247,7 +248,7 @@ def check_refusals(report: Report):
         (raw(scale, history, aliased=False), "scale of leaf 0 must be updated in place"),
         (raw(scale, history, recorded=jnp.zeros(6)), "recorded must have shape [3]"),
         (raw(scale, history, recorded=jnp.zeros(3, jnp.bfloat16)), "recorded must be float32"),
-        (raw(scale, history, count=jnp.float32), "nonfinite must be int32"),
+        (raw(scale, history, count=jnp.float32), "counts must be int32"),
         (raw(scale, history, forward="bfloat16"), "forward must be float8_e4m3fn or float8_e5m2, got bfloat16"),
         (raw(scale, history, backward="float8"), "backward must be float8_e4m3fn or float8_e5m2, got float8"),
     ]

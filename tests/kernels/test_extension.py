@@ -3,6 +3,8 @@
 What the kernels compute is checked on a device, by tests/gpu/kernel_check.py.
 """
 
+import importlib
+import importlib.machinery
 import importlib.util
 import pathlib
 import re
@@ -34,30 +36,118 @@ GEMM_ATTRIBUTES |= {"alpha": np.float32(1), "first_column": np.int64(0), "candid
 
 
 def import_again(monkeypatch, found):
-    """A second copy of kernels/extension.py that finds this extension; None means that there is none to import."""
-    monkeypatch.setitem(sys.modules, "jax_fp8._kernels", found)
+    """A second copy of kernels/extension.py that finds this extension; None means that there is none beside it."""
+    monkeypatch.setitem(sys.modules, extension.NAME, found)
     spec = importlib.util.spec_from_file_location("kernels_again", extension.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     return copy
 
 
-def test_without_the_extension_the_reason_says_to_install(monkeypatch):
-    copy = import_again(monkeypatch, None)
-    assert not copy.built()
-    assert "pip install" in copy.missing_reason() and "_kernels" in copy.missing_reason()
-    assert copy.build_info()["cublaslt_version"] is None
+def without_kernels(**functions):
+    """An extension as a build without nvcc leaves it."""
+    module = types.ModuleType(extension.NAME)
+    module.__dict__.update({"targets": dict, "types": dict, **functions})
+    return module
 
 
-def test_an_extension_without_kernels_says_so_when_asked(monkeypatch):
-    empty = types.ModuleType("jax_fp8._kernels")
-    empty.targets = empty.types = dict
-    copy = import_again(monkeypatch, empty)
+@pytest.mark.parametrize(
+    ("functions", "why"),
+    [
+        ({"why_no_kernels": lambda: "JAX_FP8_KERNELS=OFF"}, "(JAX_FP8_KERNELS=OFF)"),
+        ({"why_no_kernels": lambda: "no nvcc was found"}, "(no nvcc was found)"),
+        ({}, "(with JAX_FP8_KERNELS=OFF, or where no nvcc was found)"),
+    ],
+    ids=["off", "no nvcc", "does not tell"],
+)
+def test_a_build_without_kernels_says_why(functions, why, monkeypatch):
+    copy = import_again(monkeypatch, without_kernels(**functions))
     assert not copy.built()
-    assert "nvcc" in copy.missing_reason()
+    assert why in copy.missing_reason() and "JAX_FP8_KERNELS=ON" in copy.missing_reason()
     info = copy.build_info()
     assert info["targets"] == () and info["architectures"] == () and info["cuda_version"] is None
     assert info["cublaslt_reason"] == copy.missing_reason()
+
+
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of installed packages, on the path of a Python that has no other jax_fp8 but the source folder."""
+    monkeypatch.setattr(sys, "path", [str(extension.PACKAGE.parent), str(tmp_path)])
+    return tmp_path
+
+
+def install(site, name=f"_kernels{SUFFIX}", content=None):
+    """What pip leaves: the Python sources, the extension (the real one, or one of this content), the list of files."""
+    package = site / "jax_fp8"
+    for room in ("core", "kernels"):
+        shutil.copytree(extension.PACKAGE / room, package / room, ignore=shutil.ignore_patterns("__pycache__"))
+    if content is None:
+        (package / name).symlink_to(importlib.util.find_spec(extension.NAME).origin)
+    else:
+        (package / name).write_bytes(content)
+    metadata = site / "jax_fp8-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jax_fp8\nVersion: 0.1.0\n")
+    (metadata / "RECORD").write_text(f"jax_fp8/kernels/extension.py,,\njax_fp8/{name},,\n")
+    return package
+
+
+def test_a_source_folder_uses_the_extension_that_is_installed(site, monkeypatch):
+    install(site)
+    copy = import_again(monkeypatch, None)
+    assert copy.TARGETS == extension.TARGETS
+    assert copy.build_info()["path"].endswith(f"_kernels{SUFFIX}")  # of one library, Python says where it was first
+
+
+@pytest.mark.parametrize("room", ["core", "kernels"])
+def test_an_extension_that_came_with_other_sources_is_refused(room, site, monkeypatch):
+    package = install(site)
+    with next((package / room).glob("f*.py" if room == "core" else "g*.py")).open("a") as file:
+        file.write("# changed\n")
+    copy = import_again(monkeypatch, None)
+    assert not copy.built() and copy.build_info()["cublaslt_version"] is None
+    source = extension.PACKAGE.parent
+    for part in (f"from its source folder {source}", f"installed in {package} came with other", "pip install"):
+        assert part in copy.missing_reason()
+
+
+def test_a_source_folder_without_an_installed_package_says_where_it_stands(site, monkeypatch):
+    copy = import_again(monkeypatch, None)
+    assert not copy.built() and copy.build_info()["path"] is None
+    for part in (f"from its source folder {extension.PACKAGE.parent}", f"{sys.executable} has no", "pip install"):
+        assert part in copy.missing_reason()
+
+
+def test_an_extension_for_another_python_is_not_taken(site, monkeypatch):
+    install(site, name="_kernels.cpython-27-x86_64-linux-gnu.so", content=b"")
+    assert f"{sys.executable} has no" in import_again(monkeypatch, None).missing_reason()
+
+
+def test_an_installed_package_that_lost_its_extension_says_so(site, monkeypatch):
+    package = install(site, name="_kernels.cpython-27-x86_64-linux-gnu.so", content=b"")
+    shutil.copy(extension.__file__, package / "kernels/extension.py")
+    monkeypatch.setattr(extension, "__file__", str(package / "kernels/extension.py"))
+    reason = import_again(monkeypatch, None).missing_reason()
+    assert f"jax_fp8 in {package} lacks its extension" in reason
+    assert "only _kernels.cpython-27-x86_64-linux-gnu.so" in reason
+
+
+def test_a_library_that_does_not_load_is_quoted(site, monkeypatch):
+    install(site, content=b"not a library")
+    reason = import_again(monkeypatch, None).missing_reason()
+    assert "cannot be loaded" in reason and f"_kernels{SUFFIX}" in reason and "install jax_fp8 again" in reason
+
+
+def test_what_the_extension_itself_lacks_is_quoted(monkeypatch):
+    def find(name):
+        raise ImportError("libstdc++.so.6: version `GLIBCXX_3.4.40' not found")
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    reason = import_again(monkeypatch, None).missing_reason()
+    assert "cannot be loaded (libstdc++.so.6: version `GLIBCXX_3.4.40' not found)" in reason
 
 
 def test_the_module_has_handlers_exactly_when_it_is_built():

@@ -15,7 +15,7 @@ from jax_fp8.core.formats import E4M3, INPUT, KERNEL, Format
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.state import gemm_states, map_gemms, no_amaxes, stage_joined
 from jax_fp8.kernels import dispatch
-from jax_fp8.kernels.update_state import TARGET, count_nonfinite, finish_step, update_state
+from jax_fp8.kernels.update_state import TARGET, finish_step, update_state
 
 update_state_module = importlib.import_module("jax_fp8.kernels.update_state")
 
@@ -24,6 +24,7 @@ RECIPES = {
     "most_recent": DelayedScaling(amax_history_len=5, amax_compute_algo="most_recent"),
     "margin": DelayedScaling(amax_history_len=5, margin=3),
     "one_step": DelayedScaling(amax_history_len=1),
+    "forget": DelayedScaling(amax_history_len=5, forget_outliers=True),
     "e4m3": DelayedScaling(amax_history_len=5, fp8_format=Format(forward=E4M3, backward=E4M3)),
 }
 # A GEMM of its own, three stacked by a scan, and 2 x 2 by two scans. Not in alphabetical order: jit sorts the keys of
@@ -68,7 +69,12 @@ def stage_random(rng, state) -> dict:
 def oracle(state, recipe, **settings) -> dict:
     """`reference.update_state` of every GEMM of a collection, one at a time."""
     dtypes = [recipe.fp8_format.forward, recipe.fp8_format.forward, recipe.fp8_format.backward]
-    settings = {"margin": recipe.margin, "algorithm": recipe.amax_compute_algo, **settings}
+    defaults = {
+        "margin": recipe.margin,
+        "algorithm": recipe.amax_compute_algo,
+        "forget_outliers": recipe.forget_outliers,
+    }
+    settings = {**defaults, **settings}
 
     def leaves(gemm):
         scale, history = np.array(gemm["scale"]), np.array(gemm["amax_history"])
@@ -154,17 +160,46 @@ def test_another_history_length_is_refused():
         update_state(one_gemm(0, 1), DelayedScaling(amax_history_len=8))
 
 
-def test_staged_amaxes_that_are_not_finite_are_counted():
+def counts_of(state, recipe) -> np.ndarray:
+    """`reference.count_amaxes` of a collection."""
+    dtypes = [recipe.fp8_format.forward, recipe.fp8_format.forward, recipe.fp8_format.backward]
+    rows = [(gemm["amax_history"][..., 0].ravel(), gemm["scale"].ravel()) for gemm in gemm_states(state)]
+    return sum(reference.count_amaxes(*map(np.asarray, of_gemm), dtypes) for of_gemm in rows)
+
+
+def test_staged_amaxes_that_are_not_finite_or_far_too_small_are_counted():
     recipe = RECIPES["max"]
     state = stage_random(np.random.default_rng(0), random_state(np.random.default_rng(1), recipe))
-    staged = [gemm["amax_history"][..., 0] for gemm in gemm_states(state)]
-    expected = sum(int((~np.isfinite(np.asarray(amax))).sum()) for amax in staged)
-    assert expected > 1
-    updated, count = finish_step(state, None, recipe)
-    assert (count, count.dtype) == (expected, jnp.int32)
-    assert finish_step(updated, None, recipe)[1] == 0
-    assert finish_step({}, None, recipe) == ({}, 0)
-    assert count_nonfinite(jnp.float32([0, np.inf, 1, -np.inf, np.nan])) == 3
+    expected = counts_of(state, recipe)
+    assert np.all(expected > 1)
+    updated, counts = finish_step(state, None, recipe)
+    assert_same_bits(counts, expected)
+    np.testing.assert_array_equal(finish_step(updated, None, recipe)[1], 0)
+    np.testing.assert_array_equal(finish_step({}, None, recipe)[1], [0, 0])
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_below_the_smallest_normal_number_is_too_small(row):
+    """E4M3 begins at 2**-6, E5M2 at 2**-14."""
+    smallest = 2.0 ** (-14 if row == 2 else -6)
+    for staged, count in ((smallest, 0), (0.99 * smallest, 1), (0.0, 0)):
+        state = one_gemm(0, 1, scale=(1.0, 1.0, 1.0))
+        state["dense"]["amax_history"] = state["dense"]["amax_history"].at[row, 0].set(staged)
+        counts = finish_step(state, None, DelayedScaling(amax_history_len=2))[1]
+        np.testing.assert_array_equal(counts, [0, count])
+
+
+def test_one_outlier_and_how_it_is_forgotten():
+    """A batch of 1e30: without the option its scale stays for the whole history, with it for one step."""
+    for forget in (False, True):
+        recipe = DelayedScaling(amax_history_len=4, forget_outliers=forget)
+        state, underflowing = one_gemm(0, 2, 2, 2), []
+        for staged in (1e30, 2, 2, 2, 2, 2):
+            state["dense"]["amax_history"] = state["dense"]["amax_history"].at[:, 0].set(staged)
+            state, counts = finish_step(state, None, recipe)
+            underflowing.append(int(counts[1]))
+        assert underflowing == ([0, 3, 0, 0, 0, 0] if forget else [0, 3, 3, 3, 3, 0])
+        assert_same_bits(state["dense"]["scale"], np.float32([2 / 448, 2 / 448, 2 / 57344]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -174,9 +209,10 @@ def test_recorded_amaxes_are_as_good_as_staged_ones(recipe):
     state = stage_random(rng, random_state(rng, recipe))
     recorded = jnp.asarray(random_staged(rng, no_amaxes(state).shape))
     staged = stage_joined(state, recorded)
-    updated, count = jax.jit(lambda state, recorded: finish_step(state, recorded, recipe))(state, recorded)
+    updated, counts = jax.jit(lambda state, recorded: finish_step(state, recorded, recipe))(state, recorded)
     assert_same_state(updated, oracle(staged, recipe))
-    assert count == sum(int((~np.isfinite(gemm["amax_history"][..., 0])).sum()) for gemm in gemm_states(staged)) > 1
+    assert_same_bits(counts, counts_of(staged, recipe))
+    assert np.all(counts > 1)
     with pytest.raises(AssertionError):  # they matter, and so does their order
         assert_same_state(updated, oracle(state, recipe))
     with pytest.raises(AssertionError):
@@ -238,6 +274,7 @@ def test_cuda_is_asked_once_and_told_the_recipe(with_kernels):
         'backward = "float8_e5m2"',
         "margin = 3 : i32",
         "most_recent = true",
+        "forget_outliers = false",
     ):
         assert attribute in text
     assert text.count("output_operand_alias<") == 2 * len(STACKED)  # every scale and history where it lies

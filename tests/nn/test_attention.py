@@ -48,6 +48,7 @@ def test_against_float64(recipe, heads, kv_heads, causal):
     reference.assert_close(module.apply({"params": params}, x), expected, "block" if recipe else "bfloat16")
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 @pytest.mark.parametrize("norm", [None, "layernorm"])
 def test_queries_keys_and_values_are_made_apart_and_their_gradients_cast_together(norm, with_kernels):
     """No array of all their columns is cut, and none is put together."""

@@ -40,6 +40,7 @@ def test_dense_is_flax_dense_within_fp8(recipe):
     reference.assert_close(y, expected, "linear" if recipe else "bfloat16")
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 @recipes
 def test_gradients_of_every_input(recipe):
     x, module = data(), fp8.Dense(32, recipe=recipe)
@@ -84,6 +85,7 @@ def test_layer_norm_dense_is_norm_then_dense(recipe, norm):
     reference.assert_close(y, nn.Dense(32).apply({"params": dense}, normalized), "linear" if recipe else "bfloat16")
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 @recipes
 def test_vmap_is_a_loop(recipe):
     x, module = data((3, 16, 64)), fp8.Dense(32, recipe=recipe)

@@ -1,5 +1,7 @@
 """The FP8 state survives what users do to layers: sharing, remat, scan, jit, evaluation. All of it is exact."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import reference
 from layers import FEATURES, RECIPE, Chain, Scanned, dense, inputs, unstack, weighted_sum
 
 import jax_fp8 as fp8
+from jax_fp8.core import fp8_gemm
 
 pytestmark = pytest.mark.versions
 
@@ -161,13 +164,32 @@ def test_aux_with_the_mutated_collection_has_no_extra_leaves():
     np.testing.assert_array_equal(amaxes(aux["fp8"])[:OUTPUT_GRADIENT], amaxes(state)[:OUTPUT_GRADIENT])
 
 
-def test_a_plain_gradient_works_and_stages_nothing():
+def test_a_plain_gradient_is_scaled_by_its_own_amax():
+    """Without a recorder no history ever follows an output gradient: its scale must come from itself, however small."""
     x, weights = inputs()
-    module = dense()
-    variables, grads, _ = staged(module, x, weights)
-    plain = jax.jit(jax.grad(weighted_sum(module), allow_int=False))(variables, x, weights)
-    np.testing.assert_array_equal(plain["params"]["kernel"], grads["kernel"])
-    np.testing.assert_array_equal(plain["fp8"]["amax_history"], 0)
+    module, tiny = dense(), 2.0**-30
+    variables, _, state = staged(module, x, tiny * weights)
+    warmed = fp8.update_state(state, RECIPE)  # scales as they would be after a step
+
+    def of(take_gradient, fp8_state, weights):
+        return take_gradient({"params": variables["params"], "fp8": fp8_state}, x, weights)
+
+    fp8_gemm._warn_unrecorded.cache_clear()
+    plain = jax.jit(jax.grad(weighted_sum(module)))
+    with pytest.warns(UserWarning, match="differentiate with jax_fp8.value_and_grad"):
+        own = of(plain, variables["fp8"] | {"scale": warmed["scale"].at[OUTPUT_GRADIENT].set(1.0)}, tiny * weights)
+    recorded = jax.jit(fp8.value_and_grad(weighted_sum(module)))
+    _, expected, _ = of(recorded, warmed, tiny * weights)
+    np.testing.assert_array_equal(own["params"]["kernel"], expected["kernel"])
+    assert np.any(own["params"]["kernel"])
+    np.testing.assert_array_equal(own["fp8"]["amax_history"], 0)
+    # The control: a scale of 1, which is believed where somebody records, makes zeros of such a gradient.
+    _, lost, _ = of(recorded, warmed | {"scale": warmed["scale"].at[OUTPUT_GRADIENT].set(1.0)}, tiny * weights)
+    np.testing.assert_array_equal(lost["kernel"], 0)
+    # It is said once.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(weighted_sum(dense()))(variables, x, weights)
 
 
 def test_missing_state_is_an_error():

@@ -150,7 +150,7 @@ def test_warm_start_saves_gradients_that_a_scale_of_1_would_flush():
     wanted = jax.grad(loss(None))({"params": state.params}, batch)["params"]["twice"]["kernel"]
 
     def error(fp8_state):
-        grads = jax.grad(loss(RECIPE))({"params": state.params, "fp8": fp8_state}, batch)["params"]
+        _, grads, _ = fp8.value_and_grad(loss(RECIPE))({"params": state.params, "fp8": fp8_state}, batch)
         return reference.relative_error(grads["twice"]["kernel"], wanted)
 
     assert error(warm.fp8) < reference.TOLERANCE["block_gradient"]
@@ -213,14 +213,17 @@ def test_the_given_state_is_donated():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_a_nonfinite_amax_is_counted_and_leaves_its_row():
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_a_nonfinite_amax_is_counted_and_leaves_its_row(value, microbatches):
     tx = optax.sgd(0.0)
     module, state = start(tx)
-    step = fp8.make_train_step(loss_of(module), tx, RECIPE)
-    state, _ = step(state, batch_of())
+    step = fp8.make_train_step(loss_of(module), tx, RECIPE, microbatches)
+    state, metrics = step(state, batch_of())
+    assert int(metrics["nonfinite_amaxes"]) == 0
     before = copy(state.fp8)
     batch = batch_of()
-    state, metrics = step(state, {**batch, "x": batch["x"].at[0, 0].set(jnp.inf)})
+    state, metrics = step(state, {**batch, "x": batch["x"].at[0, 0].set(value)})
     assert int(metrics["nonfinite_amaxes"]) > 0
     np.testing.assert_array_equal(state.fp8["twice"]["amax_history"][0], before["twice"]["amax_history"][0])
     assert state.fp8["twice"]["scale"][0] == before["twice"]["scale"][0]

@@ -1,0 +1,51 @@
+"""What a user gets who installs the package: a wheel with its types and its licence, and one version everywhere."""
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import jax_fp8 as fp8
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_there_is_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited and cited[1] == project["version"] == fp8.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="builds with the tools of this machine: needs cmake")
+def test_a_wheel_has_its_types_its_licence_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    for name in ("jax_fp8", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation"]
+    command += ["--wheel-dir", str(tmp_path), "--config-settings=cmake.define.JAX_FP8_KERNELS=OFF"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+
+    wheel = zipfile.ZipFile(next(tmp_path.glob("jax_fp8-*.whl")))
+    names = set(wheel.namelist())
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "jax_fp8").rglob("*.py")}
+    information = f"jax_fp8-{fp8.__version__}.dist-info"
+    expected = modules | {"jax_fp8/py.typed", f"{information}/licenses/LICENSE"}
+    assert expected <= names
+    others = {name for name in names - expected if not name.startswith(information)}
+    assert len(others) == 1 and re.fullmatch(r"jax_fp8/_kernels\..*so", others.pop())
+
+    metadata = email.message_from_bytes(wheel.read(f"{information}/METADATA"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Author"] == "The jax_fp8 authors"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert (ROOT / "README.md").read_bytes().strip() in wheel.read(f"{information}/METADATA")

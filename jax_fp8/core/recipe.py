@@ -15,10 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.checks import check_bool, check_integer, check_number, describe
 from jax_fp8.core.formats import HYBRID, Format
 from jax_fp8.core.scale import ScaleFormula
 
 GEMMS = ("fprop", "dgrad", "wgrad")
+MOST_MARGIN = 16  # E4M3 reaches from 2**-9 to almost 2**9: with more headroom all numbers would be zero
 
 
 @runtime_checkable
@@ -58,7 +60,7 @@ class DelayedScaling:
 
     Args:
       fp8_format: dtypes of the forward operands and of the output gradient.
-      margin: powers of two of headroom: `scale = amax * 2**margin / fp8_max`.
+      margin: powers of two of headroom, from -16 to 16: `scale = amax * 2**margin / fp8_max`.
       amax_history_len: steps remembered.
       amax_compute_algo: "max" over the history, or the "most_recent" amax.
       forget_outliers: leave amaxes out of the history that are so much larger than the newest one that its tensor would
@@ -88,8 +90,8 @@ class DelayedScaling:
 
     def __post_init__(self):
         _check_common(self)
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be at least 1, got {self.amax_history_len}")
+        check_integer("margin", self.margin, -MOST_MARGIN, MOST_MARGIN)
+        check_integer("amax_history_len", self.amax_history_len)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f'amax_compute_algo must be "max" or "most_recent", got {self.amax_compute_algo!r}')
 
@@ -121,8 +123,8 @@ class CurrentScaling:
 
     def __post_init__(self):
         _check_common(self)
-        if not self.amax_epsilon >= 0:
-            raise ValueError(f"amax_epsilon must be a number that is not negative, got {self.amax_epsilon}")
+        check_bool("power_2_scale", self.power_2_scale)
+        check_number("amax_epsilon", self.amax_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
 
 
 def accumulation(recipe: Recipe, gemm: str) -> str:
@@ -133,12 +135,13 @@ def accumulation(recipe: Recipe, gemm: str) -> str:
 def check_recipe(recipe: Any) -> None:
     """Raise unless `recipe` is a recipe or None (plain bfloat16)."""
     if recipe is not None and (isinstance(recipe, type) or not isinstance(recipe, Recipe)):
-        raise ValueError(f"recipe must be DelayedScaling(...), CurrentScaling(...) or None, got {recipe!r}")
+        arrived = repr(recipe) if isinstance(recipe, str | type | int | float) else describe(recipe)
+        raise ValueError(f"recipe must be DelayedScaling(...), CurrentScaling(...) or None, got {arrived}")
 
 
 def _check_common(recipe):
     if not isinstance(recipe.fp8_format, Format):
         raise ValueError(f"fp8_format must be a Format, got {recipe.fp8_format!r}; pass jax_fp8.HYBRID")
     names = recipe.split_accumulator
-    if not isinstance(names, tuple) or not set(names) <= set(GEMMS):
+    if not isinstance(names, tuple) or any(name not in GEMMS for name in names):
         raise ValueError(f"split_accumulator must be a tuple of names out of {GEMMS}, got {names!r}")

@@ -1,12 +1,15 @@
 """From an amax to a scale: `scale = amax * 2**margin / fp8_max`, and the variations of it that the kernels know."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
+from jax_fp8.core.checks import check_number, is_array
 from jax_fp8.core.formats import fp8_max
 
 SMALLEST_SCALE = np.float32(2.0**-126)  # from here on to 2**126, scale and 1 / scale are normal float32 numbers
@@ -21,6 +24,16 @@ def scale_from_amax(amax: jax.Array, dtype: jax.typing.DTypeLike, margin: int = 
     numerator = jnp.where(valid, amax * np.float32(2.0**margin), np.float32(1))
     divisor = jnp.where(valid, fp8_max(dtype), np.float32(1))
     return jnp.clip(lax.div(numerator, divisor), SMALLEST_SCALE, LARGEST_SCALE)
+
+
+def check_scale(scale: Any) -> None:
+    """Raise where a scale is known and `1 / scale` is no positive, normal number; nobody can look at a traced one."""
+    is_known = not isinstance(scale, Tracer) and getattr(scale, "is_fully_addressable", True)
+    if is_known and is_array(scale) and scale.ndim == 0:
+        scale = float(scale)
+    if is_known and not is_array(scale):
+        wanted = "between 2**-126 and 2**126"
+        check_number("scale", scale, wanted, lambda known: 2.0**-126 <= known <= 2.0**126, "pass amax / fp8_max")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import DelayedScaling
@@ -85,6 +86,11 @@ def map_gemms(fn: Callable, fp8_state: Mapping, *others: Mapping) -> dict:
 
 def map_gemms_with_path(fn: Callable, fp8_state: Mapping, *others: Mapping, path: LayerPath = ()) -> dict:
     """`map_gemms` of a function that takes the path of the GEMM first; `path` leads to the collection itself."""
+    if not isinstance(fp8_state, Mapping):
+        raise ValueError(
+            'the collection "fp8" must be dicts that end in {"scale", "amax_history"}, '
+            f'got {describe(fp8_state)} at {"/".join(path) or "its root"}; pass variables["fp8"]'
+        )
     if "amax_history" in fp8_state:
         return fn(path, fp8_state, *others)
     return {

@@ -69,7 +69,16 @@ def quantize_reference(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Arr
     scaled = x.astype(jnp.float32) * (np.float32(1) / spread(scale, x.shape))
     largest = fp8_max(dtype)
     rounded = jnp.clip(scaled, -largest, largest).astype(dtype)
-    return jnp.where(jnp.isnan(scaled), lax.bitcast_convert_type(NAN_BYTE, dtype), rounded)
+    return with_one_nan(rounded, jnp.isnan(scaled))
+
+
+def with_one_nan(values: jax.Array, is_nan: jax.Array) -> jax.Array:
+    """FP8 values with the one NaN of a cast wherever there is one.
+
+    It is chosen among bytes: a NaN computed beside every tensor is a false alarm to `jax_debug_nans`.
+    """
+    chosen = jnp.where(is_nan, NAN_BYTE, lax.bitcast_convert_type(values, jnp.uint8))
+    return lax.bitcast_convert_type(chosen, values.dtype)
 
 
 def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:

@@ -18,6 +18,7 @@ from jax import lax
 from jax_fp8.kernels.dispatch import Split, dispatch, split_axes
 
 TARGET = "jax_fp8_cross_entropy"
+NAN_BITS = np.uint32(0x7FC00000)
 
 
 def cross_entropy_gradient(
@@ -39,6 +40,12 @@ def cross_entropy_gradient(
     rule = "b s v, b s, b s -> b s v, b s, b s"
     gradient, loss, lse = dispatch(rule, kernel, reference, logits, labels.astype(jnp.int32), shares)
     return gradient, loss, lse
+
+
+def nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """Float32 `x`, NaN where the condition is false: chosen among bits, for nothing shall compute a NaN by itself."""
+    bits = jnp.where(condition, lax.bitcast_convert_type(x, jnp.uint32), NAN_BITS)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _check_logits(logits, labels, shares):
@@ -68,15 +75,15 @@ def _reference(z_loss, logits, labels, shares, split: Split):
     first = lax.axis_index(axes) * logits.shape[-1] if axes else 0
     vocab = logits.shape[-1] * (lax.axis_size(axes) if axes else 1)
     is_token = (labels >= 0) & (labels < vocab)
-    shares = jnp.where(is_token, shares, np.float32(np.nan))[..., None]
+    shares = nan_unless(is_token, shares)[..., None]
     dtype, logits = logits.dtype, logits.astype(jnp.float32)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     largest = lax.pmax(largest, axes) if axes else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     lse = jnp.log(_sum(jnp.exp(logits - largest), axes)) + largest
-    is_label = labels[..., None] - first == jnp.arange(logits.shape[-1])
+    is_label = labels[..., None] - first == jnp.arange(logits.shape[-1])[None, None, :]
     chosen = _sum(jnp.where(is_label, logits, 0), axes)
-    gradient = (jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - is_label) * shares
+    gradient = (jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - is_label.astype(jnp.float32)) * shares
     loss = (lse - chosen + z_loss * jnp.square(lse)) * shares
     return gradient.astype(dtype), loss[..., 0], lse[..., 0]
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.formats import E5M2
-from jax_fp8.core.fp8_array import Fp8Array, spread
+from jax_fp8.core.checks import check_integer, check_number, describe
+from jax_fp8.core.formats import E4M3, E5M2
+from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
 from jax_fp8.kernels.casting import check_whole_tiles
 from jax_fp8.kernels.dispatch import Part, Split, dispatch, gathered, split_axes
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
@@ -60,8 +61,8 @@ def matmul(
     Returns:
       (m, n) in `dtype`, or with `columns` so many of them.
     """
-    dtype = jnp.dtype(dtype)
-    _check(a, b, dtype, accumulation, columns)
+    dtype = _check(a, b, dtype, accumulation, columns)
+    _check_addends(a, b, bias, c, alpha, columns)
     all_columns = "n" if columns is None else "p"
     # Scales of tiles are not split: their dims have letters of their own.
     scales = ["" if x.scale.ndim == 0 else f"{name}0 {name}1" for name, x in (("s", a), ("t", b))]
@@ -156,11 +157,15 @@ def _add(product, addends, has_bias, columns):
     if has_bias and columns is not None:
         addends = (addends[0][columns[0] : sum(columns)], *addends[1:])
     for addend in addends:
-        product = product + addend.astype(jnp.float32)
+        product = product + lax.broadcast_to_rank(addend.astype(jnp.float32), product.ndim)
     return product
 
 
-def _check(a, b, dtype, accumulation, columns):
+def _check(a, b, dtype, accumulation, columns) -> np.dtype:
+    """The result's dtype."""
+    for name, x in (("a", a), ("b", b)):
+        if not is_fp8(x) or x.dtype not in (E4M3, E5M2):
+            raise ValueError(f"matmul needs Fp8Arrays, got {describe(x)} for {name}; pass fp8.quantize(x, E4M3, scale)")
     shapes = f"got a {a.shape} and b {b.shape}"
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -174,13 +179,28 @@ def _check(a, b, dtype, accumulation, columns):
         raise ValueError(
             "matmul got two E5M2 operands, which the hardware cannot multiply; quantize one of them to E4M3"
         )
-    if dtype not in RESULT_DTYPES:
+    if not any(dtype == result for result in RESULT_DTYPES):
         raise ValueError(f"matmul writes bfloat16, float16 or float32, got {dtype=}; pick one of these and cast after")
     if accumulation not in ("fast", "split"):
         raise ValueError(f'accumulation must be "fast" or "split", got {accumulation!r}')
     if columns is not None:
+        if not isinstance(columns, tuple) or len(columns) != 2:
+            raise ValueError(
+                f"columns must be the first and their number, got {columns!r}; pass a tuple of two integers"
+            )
+        for name, number in zip(("the first of columns", "the number of columns"), columns, strict=True):
+            check_integer(name, number, least=0)
         first, count = columns
         if first < 0 or count < 0 or first % 16 or count % 16 or first + count > b.shape[0]:
             raise ValueError(
                 f"columns must be the first and the number of some of the {b.shape[0]}, multiples of 16, got {columns}"
             )
+    return jnp.dtype(dtype)
+
+
+def _check_addends(a, b, bias, c, alpha, columns):
+    m, n = a.shape[0], b.shape[0]
+    for name, array, shape in (("bias", bias, (n,)), ("c", c, (m, columns[1] if columns else n))):
+        if array is not None and getattr(array, "shape", None) != shape:
+            raise ValueError(f"matmul needs {name} of shape {shape}, got {describe(array)}; reshape or broadcast it")
+    check_number("alpha", alpha, "", lambda alpha: True, "multiply the result by what is traced")

@@ -58,9 +58,9 @@ def normalize(x: jax.Array, parameters: NormParameters, epsilon: float, dtype) -
     mean = None if parameters.bias is None else jnp.mean(x, axis=-1, keepdims=True)
     centered = x if mean is None else x - mean
     rstd = lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
-    y = centered * rstd * parameters.scale.astype(jnp.float32)
+    y = centered * rstd * lax.broadcast_to_rank(parameters.scale.astype(jnp.float32), x.ndim)
     if parameters.bias is not None:
-        y = y + parameters.bias.astype(jnp.float32)
+        y = y + lax.broadcast_to_rank(parameters.bias.astype(jnp.float32), x.ndim)
     return y.astype(dtype), NormStatistics(mean, rstd)
 
 
@@ -227,7 +227,7 @@ def _gradients(dy, x, norm_scale, statistics, residual_gradient):
     normalized = centered * rstd
     leading = tuple(range(dy.ndim - 1))
     dscale = jnp.sum(dy * normalized, axis=leading)
-    dnormalized = dy * norm_scale.astype(jnp.float32)
+    dnormalized = dy * lax.broadcast_to_rank(norm_scale.astype(jnp.float32), dy.ndim)
     dx = dnormalized - normalized * jnp.mean(dnormalized * normalized, axis=-1, keepdims=True)
     dbias = None
     if statistics.mean is not None:

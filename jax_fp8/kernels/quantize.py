@@ -18,7 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.checks import describe, is_array
+from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.scale import check_scale
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, psum
@@ -38,6 +41,10 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array) -> Fp8
       dtype: E4M3 or E5M2.
       scale: float32 scalar, positive; `x ≈ values * scale`.
     """
+    if not is_array(x):
+        raise ValueError(f"quantize needs an array, got {describe(x)}; pass jnp.asarray(x)")
+    fp8_max(dtype)  # says what it must be
+    check_scale(scale)
     return quantize_rowwise(x, Cast.with_scale(dtype, scale)).rowwise
 
 

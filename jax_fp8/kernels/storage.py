@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8.core.formats import E4M3, fp8_max
-from jax_fp8.kernels.casting import NAN_BYTE
+from jax_fp8.kernels.casting import with_one_nan
 
 REMAINDER = np.dtype("uint16")
 
@@ -75,7 +75,7 @@ def quantize_root(v: jax.Array, dtype: np.dtype, scale: jax.Array, seed: jax.Arr
     rounded = jnp.floor(x * inverse_step + fraction) * step
     smallest = np.float32(2.0 ** (smallest_exponent - mantissa_bits))
     rounded = jnp.where((rounded == 0) & (x > 0), smallest, jnp.minimum(rounded, fp8_max(dtype)))
-    return jnp.where(jnp.isnan(scaled), lax.bitcast_convert_type(NAN_BYTE, dtype), rounded.astype(dtype))
+    return with_one_nan(rounded.astype(dtype), jnp.isnan(scaled))
 
 
 def _power_of_two(exponent):

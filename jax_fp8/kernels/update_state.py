@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.formats import OUTPUT_GRADIENT, fp8_max, smallest_normal
-from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import gemm_states, map_gemms, stage
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered
@@ -85,6 +85,7 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
 
 def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
     """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_amaxes`, int32[2]."""
+    check_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return {}, jnp.zeros(2, jnp.int32)

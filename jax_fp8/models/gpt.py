@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
+from jax import lax
 
 from jax_fp8.core.paths import joined_name
+from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import lookup, whole
+from jax_fp8.models.checks import check_call, check_config, check_loss_settings, check_tokens
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
@@ -46,17 +49,12 @@ class GPTConfig:
     tie_embeddings: bool = True
 
     def __post_init__(self):
-        if self.positions not in ("learned", "rotary"):
-            raise ValueError(f'positions must be "learned" or "rotary", got {self.positions!r}')
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads must divide hidden_size, got num_heads={self.num_heads} and hidden_size={self.hidden_size}"
-            )
+        check_config(self)
 
     @classmethod
     def preset(cls, name: str, **overrides) -> "GPTConfig":
         """A known shape by name, with any field overridden."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
         return replace(PRESETS[name], **overrides)
 
@@ -117,21 +115,20 @@ class GPT(nn.Module):
         self, tokens: jax.Array, labels: jax.Array | None = None, *, mask: jax.Array | None = None, z_loss: float = 0.0
     ) -> jax.Array:
         config = self.config
-        if tokens.shape[-1] > config.max_seq_len:
-            raise ValueError(
-                f"a sequence must be at most max_seq_len={config.max_seq_len} tokens long, got {tokens.shape[-1]}"
-            )
+        check_call(self, tokens, labels, mask, z_loss)
         init = nn.initializers.normal(0.02)
         embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
         x = lookup(embedding.astype(jnp.float32), tokens)  # so that gradients of a token are added up in float32
         if config.positions == "learned":
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
-            x = x + whole(positions)[: tokens.shape[-1]]
+            positions = whole(positions)[: tokens.shape[-1]].astype(jnp.float32)
+            x = x + lax.broadcast_to_rank(positions, x.ndim)
         x = x.astype(self.dtype)
         for index in range(config.num_layers):
             x = self._layer(index)(x)
         norm = _LayerNorm if config.norm == "layernorm" else _RMSNorm
-        x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
+        with implicit_promotion():
+            x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
         if not config.tie_embeddings:
             embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)
         if labels is not None:
@@ -171,7 +168,10 @@ def next_token_loss(
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
     """
 
+    check_loss_settings(model, ignore_label, z_loss)
+
     def loss_fn(variables, tokens):
+        check_tokens(tokens, "(batch, seq + 1)", least=2)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         mask = None if ignore_label is None else labels != ignore_label
         if mask is not None:  # what is ignored need not be a token

@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
+from jax import lax
 
+from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
 from jax_fp8.ops.attention import as_heads, attention
@@ -15,6 +17,7 @@ from jax_fp8.ops.norm_linear import norm_linear
 
 ROTARY_BASE = 10_000.0
 PROJECTIONS = ("query", "key", "value")
+INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
 
 
 class SelfAttention(Fp8Module):
@@ -53,10 +56,11 @@ class SelfAttention(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
+        check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim"), INPUT_DIMS)
         x = x.astype(self.dtype)
         width = x.shape[-1]
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        _check_heads(width, self.num_heads, kv_heads, self.head_dim)
+        _check_heads(self, width, kv_heads)
         head_dim = self.head_dim or width // self.num_heads
         widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
         projections, x = _project(self, x, widths)
@@ -92,18 +96,28 @@ def rotate(x: jax.Array) -> jax.Array:
     """Rotate pairs (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by position times base^(-2i / head_dim)."""
     half = x.shape[-1] // 2
     frequency = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[-3], dtype=jnp.float32)[:, None, None] * frequency  # (seq, 1, head_dim / 2)
+    angle = jnp.arange(x.shape[-3], dtype=jnp.float32)[:, None, None] * frequency[None, None, :]  # (seq, 1, half)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (lax.broadcast_to_rank(wave(angle), x.ndim) for wave in (jnp.cos, jnp.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _check_heads(width, heads, kv_heads, head_dim):
-    if head_dim is None and width % heads:
+def _check_heads(module, width, kv_heads):
+    layer, heads = layer_name(module), module.num_heads
+    if module.head_dim is None and width % heads:
         raise ValueError(
-            f"num_heads must divide the width, got num_heads={heads} and width {width}; change one of them"
+            f"{layer}: num_heads must divide the width, got num_heads={heads} and width {width}; change one of them"
         )
     if heads % kv_heads:
         raise ValueError(
-            f"num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}; change one of them"
+            f"{layer}: num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}; "
+            "change one of them"
         )
+    head_dim = module.head_dim or width // heads
+    if module.rotary and head_dim % 2:
+        raise ValueError(
+            f"{layer}: rotary positions turn pairs and need an even head_dim, got {head_dim}; "
+            "change num_heads or head_dim"
+        )
+    if module.implementation not in (None, "cudnn", "xla"):
+        raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {module.implementation!r}')

@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax
 from flax.typing import Initializer
 
-from jax_fp8.nn.attention import SelfAttention
+from jax_fp8.nn.attention import INPUT_DIMS, SelfAttention
+from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.gemm import Fp8Module, shared_fields
 from jax_fp8.nn.mlp import LayerNormMLP
 
@@ -35,6 +36,7 @@ class TransformerBlock(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
+        check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         attention = SelfAttention(
             **shared_fields(self, SelfAttention),
             implementation=self.attention_implementation,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from jax_fp8.kernels.norm import NormParameters, check_norm
+from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
@@ -31,6 +32,7 @@ class Dense(Fp8Module):
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
+        check_layer(self, x, ("features",))
         gemm = declare_gemm(self, x.shape[-1], self.features)
         y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, recompute=self.recompute)
         gemm.stage(amaxes)
@@ -69,6 +71,7 @@ class LayerNormDense(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
+        check_layer(self, x, ("features",))
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
         gemm = declare_gemm(self, x.shape[-1], self.features)
         options = {"return_input": self.return_input, "recompute": self.recompute}

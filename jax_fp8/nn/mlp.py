@@ -5,6 +5,7 @@ import jax
 from flax.typing import Initializer
 
 from jax_fp8.kernels.activation import is_gated
+from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of
 from jax_fp8.ops.norm_mlp import norm_mlp
@@ -34,6 +35,7 @@ class LayerNormMLP(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., in)
+        check_layer(self, x, ("hidden_features",))
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(features)
         into = ("gate", "up") if is_gated(self.activation) else ("up",)

@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.custom_batching
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 
+from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
 from jax_fp8.kernels.varying import alike
@@ -27,8 +29,7 @@ def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: str | None
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none."""
-    options: Any = {"is_causal": causal, "implementation": implementation}
-    attend = partial(jax.nn.dot_product_attention, **options)
+    attend = partial(_attend, causal, implementation)
     operands = query, key, value
     mesh = explicit_mesh(*operands)
     if mesh is not None:
@@ -41,6 +42,18 @@ def attention(
     tied: Any = _tied(kv_heads, *alike(*operands))
     attended: Any = _tied(kv_heads, attend(*tied))  # where heads are whole, they are on both sides
     return attended[0]
+
+
+def _attend(causal, implementation, query, key, value) -> jax.Array:
+    """XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
+    its gradient in 16 bits there, a product of bfloat16 by float32.
+    """
+    dtype = query.dtype
+    if implementation == "xla" and jax.config.jax_numpy_dtype_promotion == "strict":
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    with implicit_promotion():
+        options: Any = {"is_causal": causal, "implementation": implementation}
+        return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
 
 
 def as_heads(x: jax.Array, head_dim: int) -> jax.Array:

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.kernels.cross_entropy import cross_entropy_gradient
+from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.head import check_head, make_head
 
@@ -92,7 +92,7 @@ def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     shares = weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
     is_token = (labels >= 0) & (labels < vocab)
-    return jnp.where(is_token, labels, 0), jnp.where(is_token | (weights == 0), shares, np.float32(np.nan))
+    return jnp.where(is_token, labels, 0), nan_unless(is_token | (weights == 0), shares)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -122,7 +122,7 @@ def _forward(chunks, z_loss, recipe, x, weight, labels, shares):
 
 def _backward(chunks, z_loss, recipe, kept, dloss):
     dx, dweight, like = kept
-    return (dloss * dx).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
+    return (dloss * dx.astype(jnp.float32)).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
 
 
 _loss.defvjp(_forward, _backward)

@@ -55,6 +55,11 @@ def linear(
             "a residual is added to a result in one part, got one with kernels side by side; add it afterwards"
         )
     x = x.astype(dtype)
+    if residual is not None and residual.shape != (*x.shape[:-1], *parameters.widths):
+        raise ValueError(
+            f"a residual must have the shape of the result, {(*x.shape[:-1], *parameters.widths)}, "
+            f"got {residual.shape}; reshape or broadcast it"
+        )
     if gemm is None:
         y = plain_linear(x, parameters, dtype, parameters.in_parts)
         return (y if residual is None else y + residual.astype(dtype)), None

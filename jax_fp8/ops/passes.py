@@ -140,7 +140,7 @@ def plain_linear(x: jax.Array, parameters: LinearParameters, dtype, in_parts: bo
     kernel, bias = (_joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
     with jax.named_scope(PLAIN_SCOPE):
         y = product(x, kernel)
-    y = y if bias is None else y + like_columns(bias, y)
+    y = y if bias is None else y + lax.broadcast_to_rank(like_columns(bias, y), y.ndim)
     return split_columns(y, parameters.widths) if in_parts else y
 
 

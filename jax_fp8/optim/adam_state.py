@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8.core.checks import describe, flatten_like
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8
 from jax_fp8.core.scale import SMALLEST_SCALE
@@ -46,14 +47,9 @@ class FusedAdamState(NamedTuple):
         return [Kept(*row) for row in zip(*(self._flatten(name, tree) for name in Kept._fields), strict=True)]
 
     def _flatten(self, name, tree) -> list:
-        found = getattr(self, name)
-        try:
-            return tree.flatten_up_to(found)
-        except ValueError as error:
-            raise ValueError(
-                f"state.{name} must have the structure of params, got {jax.tree.structure(found)} and {tree}; "
-                "pass the state that init made for these params"
-            ) from error
+        return flatten_like(
+            f"state.{name}", tree, getattr(self, name), "pass the state that init made for these params"
+        )
 
 
 # What the state keeps of one param: all of its fields but the count.
@@ -151,13 +147,7 @@ def _describe(shape, dtype) -> str:
 def given_masters(master, params, tree) -> list:
     if master is None:
         return [None] * tree.num_leaves
-    try:
-        masters = tree.flatten_up_to(master)
-    except ValueError as error:
-        raise ValueError(
-            f"master must have the structure of params, got {jax.tree.structure(master)} and {tree}; "
-            "make it with jax.tree.map over params"
-        ) from error
+    masters = flatten_like("master", tree, master, "make it with jax.tree.map over params")
     for param, given in zip(tree.flatten_up_to(params), masters, strict=True):
         if given is None and param.dtype == jnp.float32:
             continue
@@ -171,6 +161,8 @@ def given_masters(master, params, tree) -> list:
 
 
 def _check_param(param):
+    if not hasattr(param, "dtype"):
+        raise ValueError(f"fused_adam needs params that are arrays, got {describe(param)}; pass jnp.float32(...)")
     if not is_fp8(param) and param.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"fused_adam needs floating point params (float32, bfloat16, float16 or Fp8Array), "

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_fp8.core.checks import check_flags, describe, flatten_like, structure_error
 from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import names_of
@@ -27,7 +28,8 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
-from jax_fp8.optim.updates import InPlace, NewParam
+from jax_fp8.optim.hyperparameters import check_hyperparameters, check_scalars, check_update
+from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
@@ -59,7 +61,8 @@ def fused_adam(
 
     Args:
       learning_rate: a number, or a schedule of the step count.
-      b1, b2, eps: as in `optax.adam`; `eps` is added outside the root, after bias correction.
+      b1, b2, eps: as in `optax.adam`, the betas from 0 to below 1. `eps` is added outside the root, after bias
+        correction, and must be above 0: a weight without any gradient would be 0 / 0.
       weight_decay: decoupled (AdamW) with `adam_w_mode`, else an L2 term added to the gradient.
       bias_correction: divide the moments by `1 - b**count`.
       master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as
@@ -69,8 +72,8 @@ def fused_adam(
       mask: a tree of bools like the params, or a function of the params that returns one: which leaves decay.
       skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes
         nothing, `count` included.
-      max_grad_norm: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs no pass
-        that writes them.
+      max_grad_norm: above 0: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs
+        no pass that writes them.
       master: masters to start from, a tree like the params, instead of the params themselves; they must round to the
         params. A float32 param is its own master and ignores it.
 
@@ -80,6 +83,8 @@ def fused_adam(
       Extra arguments of `update`: `grad_scale`, a scalar that multiplies every gradient (one over the loss scale), and
       `in_place`, an `InPlace`.
     """
+    check_hyperparameters(learning_rate, b1, b2, eps, weight_decay, max_grad_norm)
+    check_flags(adam_w_mode=adam_w_mode, bias_correction=bias_correction, skip_nonfinite=skip_nonfinite)
     storage = Storage.of(master_dtype, mu_dtype, nu_dtype)
     no_decay = isinstance(weight_decay, int | float) and weight_decay == 0
 
@@ -92,6 +97,7 @@ def fused_adam(
 
     def update(updates, state, params=None, *, in_place: InPlace | None = None, grad_scale=None, **extra):
         del extra
+        check_update(state, in_place, grad_scale)
         tree = _checked_tree(updates, params)
         gradients, params_ = tree.flatten_up_to(updates), tree.flatten_up_to(params)
         kept = state.kept(tree)
@@ -102,6 +108,7 @@ def fused_adam(
         norm = None if max_grad_norm is None else _global_norm(gradients, scale)
         applied = _all_finite(gradients, norm) if skip_nonfinite else None
         count = jnp.asarray(optax.safe_increment(state.count))
+        steps = count.astype(jnp.float32)
         numbers = {
             "rate": learning_rate(state.count) if callable(learning_rate) else learning_rate,
             "b1": b1,
@@ -110,11 +117,12 @@ def fused_adam(
             "one_minus_b2": 1 - b2,
             "eps": eps,
             "weight_decay": weight_decay,
-            "correction1": 1 / (1 - jnp.float32(b1) ** count) if bias_correction else 1,
-            "correction2": 1 / (1 - jnp.float32(b2) ** count) if bias_correction else 1,
+            "correction1": 1 / (1 - jnp.float32(b1) ** steps) if bias_correction else 1,
+            "correction2": 1 / (1 - jnp.float32(b2) ** steps) if bias_correction else 1,
             "grad_scale": scale if norm is None else _clipped(scale, norm, max_grad_norm),
             "apply": True if applied is None else applied,
         }
+        check_scalars(numbers)
         coefficients = Coefficients(**{name: jnp.asarray(number, jnp.float32) for name, number in numbers.items()})
 
         decays = [bool(decay) and not no_decay for decay in _decay_mask(mask, params, tree)]
@@ -203,7 +211,7 @@ def _second_moment_scale(nu, largest, c):
 def _delta(param, leaf, update):
     """What to add to a param to arrive at the new one."""
     if is_fp8(param):
-        return leaf.cast.rowwise
+        return NewValues.of(leaf.cast.rowwise)
     if leaf.master is None:
         return update
     new, old = leaf.param.astype(jnp.float32), param.astype(jnp.float32)
@@ -266,13 +274,13 @@ def _decay_mask(mask, params, tree) -> list:
     if mask is None:
         return [True] * tree.num_leaves
     decays = mask(params) if callable(mask) else mask
-    try:
-        return tree.flatten_up_to(decays)
-    except ValueError as error:
-        raise ValueError(
-            f"mask must have the structure of params, got {jax.tree.structure(decays)} and {tree}; "
-            "make it with jax.tree.map over params"
-        ) from error
+    found = flatten_like("mask", tree, decays, "make it with jax.tree.map over params")
+    for decay in found:
+        if not isinstance(decay, int) and jnp.shape(decay) != ():
+            raise ValueError(
+                f"mask must have one bool for each param, got {describe(decay)}; say of whole params whether they decay"
+            )
+    return found
 
 
 def _checked_tree(updates, params):
@@ -282,11 +290,8 @@ def _checked_tree(updates, params):
         )
     tree = jax.tree.structure(params, is_leaf=is_fp8)
     if jax.tree.structure(updates) != tree:
-        raise ValueError(
-            f"grads must have the structure of params, got {jax.tree.structure(updates)} and {tree}; "
-            "pass the gradients of these params, "
-            "one array for each (for an Fp8Array too)"
-        )
+        remedy = "pass the gradients of these params, one array for each (for an Fp8Array too)"
+        raise structure_error("grads", tree, updates, remedy)
     for gradient, param in zip(jax.tree.leaves(updates), tree.flatten_up_to(params), strict=True):
         found = f"{getattr(gradient, 'dtype', type(gradient).__name__)} of shape {jnp.shape(gradient)}"
         if jnp.shape(gradient) != param.shape or getattr(gradient, "dtype", None) not in GRADIENT_DTYPES:

@@ -13,10 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.checks import describe, flatten_like
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath
-from jax_fp8.kernels.quantize import quantize
+from jax_fp8.kernels.quantize import quantize_rowwise
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,42 @@ def _refuse(*_):
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class NewValues:
+    """The FP8 values of a new param, an `Fp8Array` in the place of an update: to be read like the array, and not to be
+    added to the old ones, which would be a sum of bytes that mean something else.
+    """
+
+    array: jax.Array
+
+    __array_ufunc__ = None  # NumPy leaves the operators to this class
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "array":
+            raise AttributeError(name)
+        return getattr(self.array, name)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.array, dtype)
+
+    @classmethod
+    def of(cls, param: Fp8Array) -> Fp8Array:
+        return Fp8Array(cls(param.values), param.scale)  # type: ignore[arg-type]
+
+
+def _refuse_values(*_):
+    raise ValueError(
+        "the update of an FP8 param takes its place, but something computes with it, such as optax.apply_updates, "
+        "which adds it; use jax_fp8.apply_updates, and let fused_adam be the last transform of a chain"
+    )
+
+
 OPERATORS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 ASKED_OF_ARRAYS = ["__jax_array__", "dtype", "shape", "ndim", "size", "real"]  # before anything is computed with one
 for _name in [*OPERATORS, "__neg__"]:
     setattr(NewParam, _name, _refuse)
+    setattr(NewValues, _name, _refuse_values)
 for _name in ASKED_OF_ARRAYS:
     setattr(NewParam, _name, property(_refuse))
 
@@ -69,7 +104,9 @@ def apply_updates(params: Any, updates: Any) -> Any:
         keeps its scale); or an `Fp8Array`, or what `fused_adam` returns when it works in place: these take the param's
         place.
     """
-    return jax.tree.map(_apply, params, updates, is_leaf=is_fp8)
+    tree = jax.tree.structure(params, is_leaf=is_fp8)
+    found = flatten_like("updates", tree, updates, "pass what update returned")
+    return tree.unflatten(list(map(_apply, tree.flatten_up_to(params), found)))
 
 
 def was_applied(updates: Any) -> jax.Array | None:
@@ -84,7 +121,12 @@ def _apply(param, update):
     if isinstance(update, NewParam):
         return update.value
     if isinstance(update, Fp8Array):
-        return update
+        return Fp8Array(update.values.array, update.scale) if isinstance(update.values, NewValues) else update
+    if jnp.shape(update) != jnp.shape(param) or not hasattr(param, "dtype") or not hasattr(update, "dtype"):
+        raise ValueError(
+            f"an update must be an array of the shape of its param, got {describe(update)} for {describe(param)}"
+        )
     if isinstance(param, Fp8Array):
-        return quantize(param.dequantize() + update.astype(jnp.float32), param.dtype, param.scale)
+        new = param.dequantize() + update.astype(jnp.float32)
+        return quantize_rowwise(new, Cast.with_scale(param.dtype, param.scale)).rowwise
     return (param.astype(jnp.float32) + update.astype(jnp.float32)).astype(param.dtype)

@@ -190,6 +190,10 @@ def traced(fn: Callable, *args: Any) -> Any:
     with compiler options it cannot be part of another program.
     """
     trace = getattr(fn, "trace", None)
+    if trace is None and (not callable(fn) or hasattr(fn, "apply")):
+        raise ValueError(
+            f"a function is traced with its arguments, got a {type(fn).__name__}; of a model pass model.apply"
+        )
     return (trace(*args).jaxpr if trace else jax.make_jaxpr(fn)(*args)).jaxpr
 
 

@@ -50,7 +50,7 @@ class GemmTable:
     def load(cls, path: str | Path | None = None) -> "GemmTable":
         """Read a table; None is this machine's own, in the user's cache folder. Needs a GPU only for that."""
         path = Path(path) if path is not None else default_path(*this_gpu())
-        if not path.exists():
+        if not path.is_file():
             raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
         return _parse(path)
 
@@ -117,6 +117,8 @@ def tuned_gemms(table: GemmTable | None) -> AbstractContextManager:
     product that is not in the table takes the heuristic's choice, as does one of arrays that do not start at multiples
     of 256 bytes, which jax's do.
     """
+    if table is not None and not isinstance(table, GemmTable):
+        raise ValueError(f"tuned_gemms needs a GemmTable or None, got {table!r}; pass fp8.GemmTable.load(path)")
     if table is not None and jax.default_backend() == "gpu":
         device, cublaslt = this_gpu()
         if (table.device, table.cublaslt) != (device, cublaslt):

@@ -31,6 +31,7 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
+from jax_fp8.train.checks import check_loss, check_loss_fn
 
 
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
@@ -48,6 +49,7 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       amaxes of this pass, to be finished by `update_state`, or {} where there is no state.
     """
 
+    check_loss_fn(loss_fn)
     record = value_grads_and_amaxes(loss_fn, has_aux)
 
     @inside_its_mesh
@@ -197,6 +199,7 @@ def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
         cotangents.vector = _sums_are_maxima(rows)
         replaced = {**variables, "params": params}
         out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
+        check_loss(out, has_aux)
         return (out[0], _without_recorders(out[1])) if has_aux else out
 
     differentiate = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
@@ -209,7 +212,8 @@ def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
 @jax.custom_vjp
 def _sums_are_maxima(rows: jax.Array) -> jax.Array:
     """f32[rows] in a dtype whose cotangents are "added" by taking the larger one."""
-    return lax.convert_element_type(rows, fp32_max_grad)
+    with jax.debug_nans(False):  # which cannot look at such a dtype outside of jit
+        return lax.convert_element_type(rows, fp32_max_grad)
 
 
 _sums_are_maxima.defvjp(

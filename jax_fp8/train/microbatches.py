@@ -112,10 +112,6 @@ def split(batch: Any, microbatches: int) -> Any:
     """
 
     def split_leaf(x):
-        if x.shape[0] % microbatches:
-            raise ValueError(
-                f"microbatches must divide the batch size, got {microbatches=} and a batch of {x.shape[0]}"
-            )
         shards, sequences = shards_of(x, 0), x.shape[0] // microbatches
         if sequences % shards:
             raise ValueError(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_fp8.kernels.explicit import inside_mesh_of
+from jax_fp8.train.checks import check_optimizer, check_variables
 from jax_fp8.train.serialization import register_serialization
 from jax_fp8.train.weight_cache import refresh
 
@@ -36,6 +37,8 @@ class TrainState:
             `cast_weights`, steps read the weights from there and the optimizer writes them there.
           tx: the optimizer.
         """
+        check_variables(variables)
+        check_optimizer(tx)
         if "params" not in variables:
             raise ValueError(f'variables must hold "params", got {sorted(variables)}; pass what model.init returned')
         others = set(variables) - {"params", "fp8", "fp8_cache"}

@@ -21,18 +21,30 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from jax_fp8.core.checks import check_flags, check_integer, first_difference
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.state import gemm_states, no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
+from jax_fp8.train.checks import (
+    check_batch,
+    check_is,
+    check_kept_types,
+    check_loss_fn,
+    check_not_donated,
+    check_opt_state,
+    check_optimizer,
+)
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
 from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, warm_start, with_first_scales
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_requests, check_flag, refresh, renewed
+
+STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
 
 
 class TrainStep:
@@ -63,8 +75,10 @@ class TrainStep:
         self._donate, self._last_step_count, self._room = donate, None, None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_is("state", state, TrainState, STATE_REMEDY)
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, zero_metrics())
+        check_not_donated(state)
         # Only a state this object did not return itself can be a fresh one;
         # asking its step count would otherwise wait for the device.
         if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
@@ -166,9 +180,13 @@ def make_train_step(
         (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
     """
+    check_loss_fn(loss_fn)
+    check_optimizer(tx)
     check_recipe(recipe)
-    if microbatches < 1:
-        raise ValueError(f"microbatches must be at least 1, got {microbatches}")
+    check_integer("microbatches", microbatches)
+    check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, in_place=in_place)
+    if not isinstance(compiler_options, dict | None):
+        raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")
     if compiler_options is None:
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
@@ -176,7 +194,7 @@ def make_train_step(
     return TrainStep(programs, donate, compiler_options, warm_start and _has_state(recipe))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Programs:
     """The functions behind a `TrainStep`, before they are jitted; fields as in `make_train_step`."""
 
@@ -188,7 +206,7 @@ class _Programs:
     in_place: bool
 
     def step(self, state, batch, zeros):
-        _check_state(state, self.recipe)
+        self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
         if self.microbatches == 1:
             loss, gradients, amaxes = value_grads_and_amaxes(self.loss_fn)(state.variables, batch)
@@ -199,7 +217,7 @@ class _Programs:
         return state, jax.tree.map(jnp.add, metrics, zeros)
 
     def warm(self, state, batch):
-        _check_state(state, self.recipe)
+        self._check(state, batch, self.microbatches)
         if self.microbatches == 1:
             return state.replace(fp8=warm_start(self.loss_fn, self.recipe)(state.variables, batch))
         record = value_grads_and_amaxes(self.loss_fn, from_current=True)
@@ -211,20 +229,26 @@ class _Programs:
         return state.replace(fp8=with_first_scales(state.fp8, amaxes, self.recipe))
 
     def start(self, state):
-        _check_state(state, self.recipe)
+        self._check(state)
         return begin(state, self.recipe, self.cache_weights)
 
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
+        self._check(state, microbatch)
+        _check_pending(pending, state)
         pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         state = dataclasses.replace(state, cache={})
         return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
 
     def apply(self, state, pending):
+        self._check(state)
+        _check_pending(pending, state)
         complete = is_complete(state, pending, self.microbatches)
 
         def update(state):
-            return self._update(state, pending.loss, pending.gradients, pending.amaxes)
+            updated = self._update(state, pending.loss, pending.gradients, pending.amaxes)
+            check_kept_types(state, updated[0])
+            return updated
 
         def keep(state):
             return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
@@ -232,6 +256,13 @@ class _Programs:
         new_state, metrics = lax.cond(complete, update, keep, state)
         metrics["microbatches"] = pending.count
         return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
+
+    def _check(self, state, batch=None, microbatches=1):
+        """Raise unless all of this belongs together."""
+        check_is("state", state, TrainState, STATE_REMEDY)
+        check_batch(batch, microbatches)
+        _check_state(state, self.recipe)
+        check_opt_state(state.opt_state, self.optimizer, state.params)
 
     def _scan(self, state, batch):
         parts = split(batch, self.microbatches)
@@ -276,6 +307,16 @@ def _has_state(recipe) -> bool:
 def _with_its_cache(state, recipe):
     """The state with a cache of its own params: a state may be put together from parts."""
     return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
+
+
+def _check_pending(pending, state):
+    check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
+    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
+    difference = first_difference(sums, pending.gradients)
+    if difference is not None:
+        raise ValueError(
+            f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
+        )
 
 
 def _check_state(state, recipe):

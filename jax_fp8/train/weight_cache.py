@@ -24,14 +24,16 @@ from jax import lax
 from jax.core import Tracer
 
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
-from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.ops.passes import cast_weight
 from jax_fp8.optim.updates import NewParam
+from jax_fp8.train.checks import check_variables
 
 VERSION = "params_version"
 
@@ -129,7 +131,7 @@ def cast_requests(
         kernels = kernel_paths(path)
         if all(kernel.ndim == 2 for kernel in _kernels_of(path, params)):
             first, *others = kernels
-            requests[kernels if others else first] = pair, at_path(fp8_state, path)["scale"][KERNEL]
+            requests[kernels if others else first] = pair, _scales_of(path, fp8_state)[KERNEL]
     return requests
 
 
@@ -143,14 +145,31 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
         new = written.get(kernel_paths(path)[0])
         if new is None:
             cast_of = partial(_with_scale_of_state, old.rowwise.dtype)
-            new = _cast(_kernels_of(path, params), cast_of, at_path(fp8_state, path)["scale"])
+            new = _cast(_kernels_of(path, params), cast_of, _scales_of(path, fp8_state))
         put_at_path(renewed, path, {"kernel": new})
     return {**renewed, VERSION: _version(params, cache)} if cache else {}
 
 
 def _kernels_of(gemm, params) -> tuple[jax.Array, ...]:
     """The kernels of a GEMM, as they stand side by side."""
-    return tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
+    kernels = tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
+    for path, kernel in zip(kernel_paths(gemm), kernels, strict=True):
+        if not hasattr(kernel, "ndim"):
+            raise ValueError(
+                f"params must have the kernel {'/'.join(path)} of a GEMM in the FP8 state or cache, "
+                f"got {describe(kernel)}; pass params and state of one model"
+            )
+    return kernels
+
+
+def _scales_of(gemm, fp8_state) -> jax.Array:
+    state = at_path(fp8_state, gemm)
+    if not isinstance(state, Mapping) or "scale" not in state:
+        raise ValueError(
+            f"the FP8 state must have the scale of {'/'.join(gemm)}, which the weight cache holds, "
+            f"got {describe(state)}; pass state and cache of one model, or cache={{}}"
+        )
+    return state["scale"]
 
 
 def _with_scale_of_state(dtype, scales, _measure) -> Cast:
@@ -174,29 +193,24 @@ def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
 
 
 def _check_recipe(variables, recipe):
-    if recipe is None or not recipe.has_state or not variables.get("fp8"):
+    check_variables(variables)
+    check_recipe(recipe)
+    if recipe is None or not recipe.has_state or not variables.get("fp8") or "params" not in variables:
         raise ValueError(
-            'cast_weights needs the DelayedScaling recipe and the collection "fp8" of its model, '
-            f"got recipe={recipe!r} and "
-            f"{sorted(variables)}; other recipes have no scales to cast with before the weights are read"
+            'cast_weights needs "params" and "fp8" of a model with the DelayedScaling recipe, '
+            f"got {describe(variables)} and {describe(recipe)}; pass what model.init returned. "
+            "Other recipes have no scales to cast with before the weights are read"
         )
 
 
 def _check_cache(cache, variables, recipe):
     expected = jax.eval_shape(lambda: _cast_all(variables, recipe))
-    wanted, arrived = (jax.tree_util.tree_leaves_with_path(tree) for tree in (expected, cache))
-    differences = set(map(_describe, arrived)) ^ set(map(_describe, wanted))
-    if differences:
+    difference = first_difference(expected, dict(cache))
+    if difference is not None:
         raise ValueError(
-            "cache must be what cast_weights made of this model with this recipe, "
-            f"but {len(differences)} of its arrays are missing, differ or do "
-            f"not belong to it, such as {min(differences)}; make it anew with cast_weights(variables, recipe)"
+            f"cache must be what cast_weights made of this model with this recipe, but {difference}; "
+            "make it anew with cast_weights(variables, recipe)"
         )
-
-
-def _describe(path_and_leaf) -> str:
-    path, leaf = path_and_leaf
-    return f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
 
 
 def check_flag(flag: Any) -> None:

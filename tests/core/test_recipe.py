@@ -49,7 +49,15 @@ def test_split_accumulator_takes_any_of_the_gemms(split_accumulator):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len must be at least 1, got 0"),
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len must be an integer of at least 1, got 0"),
+        (lambda: DelayedScaling(amax_history_len=1.5), "amax_history_len must be an integer of at least 1, got 1.5$"),
+        (lambda: DelayedScaling(amax_history_len=4.0), "amax_history_len must be an integer .*, got 4.0; pass 4$"),
+        (lambda: DelayedScaling(amax_history_len="4"), "amax_history_len must be an integer of at least 1, got '4'"),
+        (lambda: DelayedScaling(amax_history_len=True), "amax_history_len must be an integer of at least 1, got True"),
+        (lambda: DelayedScaling(margin="a"), "margin must be an integer from -16 to 16, got 'a'"),
+        (lambda: DelayedScaling(margin=1000), "margin must be an integer from -16 to 16, got 1000"),
+        (lambda: DelayedScaling(margin=-17), "margin must be an integer from -16 to 16, got -17"),
+        (lambda: DelayedScaling(margin=0.5), "margin must be an integer from -16 to 16, got 0.5"),
         (
             lambda: DelayedScaling(amax_compute_algo="mean"),
             'amax_compute_algo must be "max" or "most_recent", got \'mean\'',
@@ -63,8 +71,13 @@ def test_split_accumulator_takes_any_of_the_gemms(split_accumulator):
             "split_accumulator must be a tuple of names .* got 'dgrad'",
         ),
         (lambda: CurrentScaling(split_accumulator=["dgrad"]), r"split_accumulator must be a tuple .* got \['dgrad'\]"),
-        (lambda: CurrentScaling(amax_epsilon=-1.0), "amax_epsilon must be a number that is not negative, got -1.0"),
-        (lambda: CurrentScaling(amax_epsilon=float("nan")), "amax_epsilon must be a number .* got nan"),
+        (lambda: CurrentScaling(split_accumulator=(["dgrad"],)), r"split_accumulator must be .* got \(\['dgrad'\],\)"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), "amax_epsilon must be a finite number that is not neg.*, got -1.0"),
+        (lambda: CurrentScaling(amax_epsilon=float("nan")), "amax_epsilon must be a finite number .* got nan"),
+        (lambda: CurrentScaling(amax_epsilon=float("inf")), "amax_epsilon must be a finite number .* got inf"),
+        (lambda: CurrentScaling(amax_epsilon=1e300), r"amax_epsilon must be a finite number .* got 1e\+300"),
+        (lambda: CurrentScaling(amax_epsilon="x"), "amax_epsilon must be a finite number .* got 'x'"),
+        (lambda: CurrentScaling(power_2_scale="no"), "power_2_scale must be True or False, got 'no'"),
         (lambda: DelayedScaling(fp8_format="hybrid"), "fp8_format must be a Format, got 'hybrid'; pass jax_fp8.HYBRID"),
     ],
 )

@@ -79,3 +79,21 @@ def test_tied_arrays_are_what_they_were():
     np.testing.assert_array_equal(gradient, jnp.cos(arrays[1]))
     batched = jax.vmap(lambda x: attention_op._tied(2, x)[0])(arrays[1][None])
     np.testing.assert_array_equal(batched[0], arrays[1])
+
+
+def gradients():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16), jnp.bfloat16)
+
+    def loss(*args):
+        return jnp.sum(attention(*args, causal=True, implementation="xla").astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+
+def test_strict_attention_is_attention():
+    expected = gradients()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        actual = gradients()
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == jnp.bfloat16
+        assert_close(one, other, "bfloat16")

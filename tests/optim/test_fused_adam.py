@@ -286,7 +286,7 @@ def misuses():
     plain = {"w": ones}
     return [
         ("needs the params .*, got None; call update", tx, plain, None, plain),
-        ("grads must have the structure of params, got", tx, plain, plain, {"v": ones}),
+        ("grads must have the structure of params, but .*; pass", tx, plain, plain, {"v": ones}),
         (r"grads must be .*, got float32 of shape \(4,\) for .* shape \(3,\); pass", tx, plain, plain, {"w": longer}),
         ("grads must be float32, .*, got int32 of shape", tx, plain, plain, {"w": ids}),
         ("mask must have the structure of params, .*; make it", partial(tx, mask={"v": True}), plain, plain, plain),
@@ -297,7 +297,7 @@ def misuses():
         (r"for a bfloat16 param, got .*\(4,\); make", partial(tx, master={"w": longer}), {"w": brain}, plain, plain),
         ("floating point array of .*, got int32", partial(tx, master={"w": ids}), {"w": brain}, plain, plain),
         ("for a bfloat16 param, got NoneType", partial(tx, master={"w": None}), {"w": brain}, plain, plain),
-        ("state.mu must have the structure of params, got .*; pass", tx, {"v": ones}, plain, plain),
+        ("state.mu must have the structure of params, but .*; pass", tx, {"v": ones}, plain, plain),
         (
             r"state.mu of a float32 param must be float32 of shape \(3,\) .*, got .* shape \(4,\); use",
             tx,

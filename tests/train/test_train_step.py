@@ -264,7 +264,7 @@ def test_misuse():
         ValueError, match="microbatches must divide the batch size, got microbatches=3 and a batch of 64"
     ):
         fp8.make_train_step(loss_of(module), tx, RECIPE, 3)(state, batch_of())
-    with pytest.raises(ValueError, match="microbatches must be at least 1"):
+    with pytest.raises(ValueError, match="microbatches must be an integer of at least 1, got 0"):
         fp8.make_train_step(loss_of(module), tx, RECIPE, 0)
     with pytest.raises(ValueError, match="pass the recipe the model was made with"):
         fp8.make_train_step(loss_of(module), tx, None)(state, batch_of())

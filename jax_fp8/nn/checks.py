@@ -1,0 +1,65 @@
+"""What must hold of a layer's fields and of its input, said before anything is computed."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
+
+FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute")
+
+
+def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
+    """Raise unless a layer can be made of its fields, and can take this input.
+
+    Args:
+      sizes: fields that are positive integers, or None where None is their default.
+      dims: how many the input may have; any from one on where this is empty.
+    """
+    layer, fields = layer_name(module), vars(module)
+    for name in sizes:
+        if fields[name] is not None or getattr(type(module), name, ...) is not None:
+            check_integer(f"{layer}: {name}", fields[name])
+    for name in FLAGS:
+        if name in fields:
+            check_bool(f"{layer}: {name}", fields[name])
+    if "epsilon" in fields:
+        check_number(f"{layer}: epsilon", fields["epsilon"], "that is not negative", lambda epsilon: epsilon >= 0)
+    for name in ("dtype", "param_dtype"):
+        check_dtype(f"{layer}: {name}", fields[name])
+    for name in ("kernel_init", "bias_init"):
+        if not callable(fields[name]):
+            raise ValueError(
+                f"{layer}: {name} must be an initializer, got {fields[name]!r}; see flax.linen.initializers"
+            )
+    _check_input(layer, x, dims)
+
+
+def layer_name(module: nn.Module) -> str:
+    """The path of a layer in its model, or the name of its class."""
+    return "/".join(module.path) or type(module).__name__
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise unless this is a dtype to compute in or to keep params in."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise ValueError(f"{name} must be jnp.bfloat16, jnp.float16 or jnp.float32, got {dtype!r}")
+
+
+def _check_input(layer, x, dims):
+    if not is_array(x):
+        raise ValueError(
+            f"{layer} needs an array, got {describe(x)}; pass jnp.asarray(x), and of an Fp8Array dequantize()"
+        )
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(f"{layer} needs real numbers, got {describe(x)}; pass real and imaginary parts side by side")
+    if not x.ndim or (dims and x.ndim not in dims):
+        wanted = " or ".join(map(str, dims)) or "at least 1"
+        raise ValueError(f"{layer} needs an array of {wanted} dims, got {describe(x)}; reshape it")
+    if not x.size:
+        raise ValueError(f"{layer} needs at least one row and one feature, got {describe(x)}; leave empty batches out")

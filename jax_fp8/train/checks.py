@@ -1,0 +1,127 @@
+"""What must hold of a loss, an optimizer, a state and a batch, said as soon as it is known.
+
+The arguments of `make_train_step` are functions of functions: swapped or not yet called, they would fail far from where
+they were given.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.core.checks import describe, first_difference
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise unless this can be a loss `loss_fn(variables, *args)`."""
+    arrived = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else describe(loss_fn)
+    if _is_transform(loss_fn):
+        raise ValueError("loss_fn must be a function of (variables, batch), got an optimizer; swap the arguments")
+    if isinstance(loss_fn, type) or (hasattr(loss_fn, "init") and hasattr(loss_fn, "apply")):
+        raise ValueError(
+            f"loss_fn must be a function of (variables, batch) that returns a scalar, got {arrived}, a model; "
+            "pass next_token_loss(model), or a function that calls model.apply"
+        )
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn must be a function of (variables, batch) that returns a scalar, got {arrived}")
+
+
+def check_optimizer(tx: Any) -> None:
+    """Raise unless this is an Optax transform."""
+    if _is_transform(tx):
+        return
+    if callable(tx):
+        name = getattr(tx, "__name__", type(tx).__name__)
+        raise ValueError(
+            f"tx must be an optax.GradientTransformation, got the function {name}; call it, as in "
+            "optax.adamw(1e-3), and mind the order: make_train_step(loss_fn, tx, recipe)"
+        )
+    raise ValueError(f"tx must be an optax.GradientTransformation, got {describe(tx)}; pass fused_adamw(1e-3)")
+
+
+def check_variables(variables: Any) -> None:
+    """Raise unless this is what `model.init` returned."""
+    if not isinstance(variables, Mapping):
+        raise ValueError(
+            f'variables must be a dict with "params", got {describe(variables)}; pass what model.init returned'
+        )
+    for name, collection in variables.items():
+        if not isinstance(collection, Mapping):
+            raise ValueError(
+                f'variables["{name}"] must be a dict, got {describe(collection)}; leave out what is not there'
+            )
+
+
+def check_is(name: str, value: Any, cls: type, remedy: str) -> None:
+    """Raise unless an argument is of its class."""
+    if not isinstance(value, cls):
+        raise ValueError(f"{name} must be a {cls.__name__}, got {describe(value)}; {remedy}")
+
+
+def check_not_donated(state: Any) -> None:
+    """Raise where a state was given to a step before: its arrays are gone."""
+    if getattr(state.step, "is_deleted", bool)():
+        raise ValueError(
+            "state must be the one that the last step returned, got one that a step has taken; use the new one"
+        )
+
+
+def check_opt_state(opt_state: Any, tx: Any, params: Any) -> None:
+    """Raise unless the optimizer could have made this state for these params; only its structure is looked at."""
+    expected = jax.eval_shape(tx.init, params)
+    if jax.tree.structure(expected) != jax.tree.structure(opt_state):
+        difference = first_difference(expected, opt_state, arrays=False) or "its containers are others"
+        raise ValueError(
+            f"state.opt_state must be that of the step's optimizer, but {difference}; make the state with "
+            "TrainState.create and the tx of make_train_step"
+        )
+
+
+def check_kept_types(before: Any, after: Any) -> None:
+    """Raise unless an optimizer step left every array of a state its shape and dtype, as a branch of a program must."""
+    difference = first_difference(before, after)
+    if difference is not None:
+        raise ValueError(
+            f"an optimizer step must keep the types of its state, but {difference}; keep this array in the dtype that "
+            "tx returns, such as float32 params or fused_adamw"
+        )
+
+
+def check_loss(loss: Any, has_aux: bool) -> None:
+    """Raise unless a loss function returned a scalar, or with `has_aux` a pair."""
+    if has_aux and not (isinstance(loss, tuple) and len(loss) == 2):
+        raise ValueError(f"loss_fn must return (loss, aux) with has_aux=True, got {describe(loss)}; return a pair")
+    value = loss[0] if has_aux else loss
+    if isinstance(value, tuple):
+        raise ValueError("loss_fn must return a scalar, got a tuple; return the loss alone, or pass has_aux=True")
+    dtype = getattr(value, "dtype", jnp.float32 if isinstance(value, float) else None)
+    if dtype is None or jnp.shape(value) != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn must return a floating point scalar, got {describe(value)}; return its mean, as float32"
+        )
+
+
+def check_batch(batch: Any, microbatches: int) -> None:
+    """Raise where a batch is empty, or cannot be split into so many microbatches."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    shapes = {f"batch{jax.tree_util.keystr(path)}": jnp.shape(leaf) for path, leaf in leaves}
+    for name, shape in shapes.items():
+        if shape and not shape[0]:
+            raise ValueError(
+                f"a batch must have at least one row, got {name} of shape {shape}; leave empty batches out"
+            )
+        if microbatches > 1 and not shape:
+            raise ValueError(
+                f"microbatches are parts of arrays, got {name}, a scalar; give it a leading dim like the rest"
+            )
+        if microbatches > 1 and shape[0] % microbatches:
+            raise ValueError(f"microbatches must divide the batch size, got {microbatches=} and a batch of {shape[0]}")
+    sizes = {shape[0]: name for name, shape in shapes.items() if shape}
+    if microbatches > 1 and len(sizes) > 1:
+        found = " and ".join(f"{size} of {name}" for size, name in sizes.items())
+        raise ValueError(f"the arrays of a batch must have one leading dim to be split, got {found}; pad or repeat one")
+
+
+def _is_transform(tx) -> bool:
+    return callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))

@@ -1,0 +1,13 @@
+"""Training on all GPUs of a machine against one of them; `mesh_check.py --self-test` needs no GPU."""
+
+import pytest
+from gpu import mesh_check, report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", mesh_check.CHECKS, ids=lambda check: check.__name__)
+def test_mesh(check):
+    found = report.Report()
+    check(found)
+    assert found.passed
+    assert not found.failures

@@ -1,0 +1,120 @@
+"""What a GPT refuses: shapes that make no model, tokens that are none, and settings of its loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fp8 as fp8
+
+pytestmark = pytest.mark.versions
+
+CONFIG = fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=32, num_heads=2, max_seq_len=32)
+MODEL = fp8.GPT(CONFIG, recipe=None)
+TOKENS = jnp.zeros((2, 17), jnp.int32)
+SIZES = ("num_heads", "num_kv_heads", "hidden_size", "vocab_size", "max_seq_len", "mlp_hidden_size")
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "4", True], ids=repr)
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_no_size(name, size):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got {size!r}"):
+        fp8.GPTConfig.preset("tiny", **{name: size})
+
+
+@pytest.mark.parametrize("layers", [-1, 2.0, None], ids=repr)
+def test_layers(layers):
+    with pytest.raises(ValueError, match=f"^num_layers must be an integer of at least 0, got {layers}"):
+        fp8.GPTConfig.preset("tiny", num_layers=layers)
+    fp8.GPTConfig.preset("tiny", num_layers=np.int64(2))
+    fp8.GPTConfig.preset("tiny", num_layers=0)  # an embedding and a head
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got num_kv_heads=3 and num_heads=4"),
+        ({"num_kv_heads": 8}, "num_kv_heads must divide num_heads, got num_kv_heads=8 and num_heads=4"),
+        ({"norm": "batchnorm"}, "norm must be one of .*, got 'batchnorm'"),
+        ({"activation": "tanh"}, "activation must be one of .*, got 'tanh'"),
+        ({"use_bias": "no"}, "use_bias must be True or False, got 'no'"),
+        ({"tie_embeddings": None}, "tie_embeddings must be True or False, got None"),
+        ({"positions": "rotary", "num_heads": 128}, "need an even hidden_size / num_heads, got 1; change one of them"),
+    ],
+)
+def test_fields_of_a_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        fp8.GPTConfig.preset("tiny", **fields)
+
+
+def test_a_preset_is_a_name():
+    with pytest.raises(ValueError, match=r"unknown preset \['tiny'\]; choose one of tiny"):
+        fp8.GPTConfig.preset(["tiny"])
+
+
+def call(tokens, *labels, config=CONFIG, **options):
+    return fp8.GPT(config, recipe=None).init(jax.random.key(0), tokens, *labels, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (TOKENS[0], r"tokens must be an integer array \(batch, seq\), got int32\[17\]; cast or reshape it"),
+        (TOKENS[None], r"tokens must be an integer array \(batch, seq\), got int32\[1, 2, 17\]"),
+        (TOKENS[0, 0], r"tokens must be an integer array \(batch, seq\), got int32\[\]"),
+        (TOKENS.astype(jnp.float32), r"tokens must be an integer array \(batch, seq\), got float32\[2, 17\]"),
+        (TOKENS == 0, r"tokens must be an integer array \(batch, seq\), got bool\[2, 17\]"),
+        ([[1, 2]], r"tokens must be an integer array \(batch, seq\), got a list"),
+        ("hello", r"tokens must be an integer array \(batch, seq\), got a str"),
+        (TOKENS[:0], r"tokens .* at least 1 row and 1 column, got int32\[0, 17\]; leave empty batches out"),
+        (TOKENS[:, :0], r"tokens .* at least 1 row and 1 column, got int32\[2, 0\]"),
+    ],
+)
+def test_tokens_of_a_model(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        call(tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (TOKENS[:, :1], r"tokens \(batch, seq \+ 1\) must have at least 1 row and 2 columns, got int32\[2, 1\]"),
+        (TOKENS[:0], r"tokens \(batch, seq \+ 1\) must have at least 1 row and 2 columns, got int32\[0, 17\]"),
+        (TOKENS[0], r"tokens must be an integer array \(batch, seq \+ 1\), got int32\[17\]"),
+        ({"tokens": TOKENS}, r"tokens must be an integer array \(batch, seq \+ 1\), got a dict with 'tokens'"),
+        (None, r"tokens must be an integer array \(batch, seq \+ 1\), got None"),
+    ],
+)
+def test_tokens_of_a_loss(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        fp8.next_token_loss(MODEL)({"params": {}}, tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fp8.next_token_loss(CONFIG), r"next_token_loss needs a model, got a GPTConfig; pass GPT\(config\)"),
+        (lambda: fp8.next_token_loss(fp8.GPT), "next_token_loss needs a model, got the class GPT; pass"),
+        (lambda: fp8.next_token_loss(MODEL, z_loss="a"), "z_loss must be a finite number .*, got 'a'"),
+        (
+            lambda: fp8.next_token_loss(MODEL, z_loss=-1.0),
+            "z_loss must be a finite number that is not negative, got -1",
+        ),
+        (lambda: fp8.next_token_loss(MODEL, ignore_label=0.5), "ignore_label must be an integer .*, got 0.5"),
+        (
+            lambda: call(TOKENS, config="gpt2-124m"),
+            r"config must be a GPTConfig, got 'gpt2-124m'; pass GPTConfig.preset",
+        ),
+        (
+            lambda: call(TOKENS, mask=jnp.ones((2, 17))),
+            "mask and z_loss are for the loss, got them without labels; pass",
+        ),
+        (lambda: call(TOKENS, [[1]]), r"labels must be an array like tokens, got a list; pass jnp.asarray\(labels\)"),
+        (lambda: call(TOKENS, TOKENS, mask="all"), "mask must be an array like tokens, got a str"),
+        (lambda: fp8.GPT(CONFIG, dtype="bf16").init(jax.random.key(0), TOKENS), "dtype must be jnp.bfloat16, .*'bf16'"),
+        (lambda: call(TOKENS, TOKENS, z_loss="a"), "z_loss must be a finite number .*, got 'a'"),
+    ],
+)
+def test_settings(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -17,12 +17,12 @@ from flax.typing import Dtype
 from jax import lax
 
 from jax_fp8.core.paths import joined_name
+from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.models.checks import check_call, check_config, check_loss_settings, check_tokens
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
-from jax_fp8.nn.promotion import implicit_promotion
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.head import compute_logits
 

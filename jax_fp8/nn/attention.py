@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax.typing import Initializer
 from jax import lax
 
+from jax_fp8.core.promotion import attend
 from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
-from jax_fp8.nn.promotion import attend
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 import reference
 
-from jax_fp8.nn.promotion import attend, implicit_promotion
+from jax_fp8.core.promotion import attend, implicit_promotion
 
 pytestmark = pytest.mark.versions
 

@@ -21,12 +21,17 @@ def implicit_promotion() -> Iterator[None]:
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool, implementation: Literal["cudnn", "xla"]
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    implementation: Literal["cudnn", "xla"] | None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention`. XLA's works in float32 where promotion is strict, and rounds in the end:
     no program can be made of its gradient in 16 bits there, a product of bfloat16 by float32."""
     dtype = query.dtype
-    if implementation == "xla" and jax.config.jax_numpy_dtype_promotion == "strict":
+    if implementation != "cudnn" and jax.config.jax_numpy_dtype_promotion == "strict":
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     with implicit_promotion():
         options = {"is_causal": is_causal, "implementation": implementation}

@@ -82,7 +82,7 @@ def test_strict_promotion(name):
 
 
 def test_losses_under_strict_promotion():
-    """Attention is in float32 then (nn/promotion.py), so they are not the same bits."""
+    """Attention is in float32 then (core/promotion.py), so they are not the same bits."""
     expected = train(*CASES["none"])
     with strict():
         losses = train(*CASES["none"])

@@ -92,6 +92,7 @@ class DelayedScaling:
         _check_common(self)
         check_integer("margin", self.margin, -MOST_MARGIN, MOST_MARGIN)
         check_integer("amax_history_len", self.amax_history_len)
+        check_bool("forget_outliers", self.forget_outliers)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f'amax_compute_algo must be "max" or "most_recent", got {self.amax_compute_algo!r}')
 

@@ -28,7 +28,12 @@ RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features 
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: str | None
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none."""
+    """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
+    batch dim.
+    """
+    if query.ndim == 3:
+        batches = (x[None] for x in (query, key, value))
+        return attention(*batches, causal=causal, implementation=implementation)[0]
     attend = partial(_attend, causal, implementation)
     operands = query, key, value
     mesh = explicit_mesh(*operands)
@@ -49,7 +54,7 @@ def _attend(causal, implementation, query, key, value) -> jax.Array:
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
     dtype = query.dtype
-    if implementation == "xla" and jax.config.jax_numpy_dtype_promotion == "strict":
+    if implementation != "cudnn" and jax.config.jax_numpy_dtype_promotion == "strict":
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     with implicit_promotion():
         options: Any = {"is_causal": causal, "implementation": implementation}

@@ -17,7 +17,7 @@ from flax.linen.fp8_ops import fp32_max_grad
 from jax import lax
 
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
-from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
 from jax_fp8.core.state import (
     join_amaxes,
@@ -90,6 +90,8 @@ def warm_start(loss_fn: Callable, recipe: Recipe | None, has_aux: bool = False) 
       A function of the same arguments as `loss_fn` that returns the FP8 state, the amaxes of this pass its first
       history. Rows that have a history already, calibrated ones, are left as they are; {} where there is no state.
     """
+    check_loss_fn(loss_fn)
+    check_recipe(recipe)
     record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
 
     def run(variables, *args, **kwargs):

@@ -54,6 +54,7 @@ def test_split_accumulator_takes_any_of_the_gemms(split_accumulator):
         (lambda: DelayedScaling(amax_history_len=4.0), "amax_history_len must be an integer .*, got 4.0; pass 4$"),
         (lambda: DelayedScaling(amax_history_len="4"), "amax_history_len must be an integer of at least 1, got '4'"),
         (lambda: DelayedScaling(amax_history_len=True), "amax_history_len must be an integer of at least 1, got True"),
+        (lambda: DelayedScaling(forget_outliers="no"), "forget_outliers must be True or False, got 'no'"),
         (lambda: DelayedScaling(margin="a"), "margin must be an integer from -16 to 16, got 'a'"),
         (lambda: DelayedScaling(margin=1000), "margin must be an integer from -16 to 16, got 1000"),
         (lambda: DelayedScaling(margin=-17), "margin must be an integer from -16 to 16, got -17"),

@@ -118,6 +118,10 @@ def test_a_loss_with_aux():
         fp8.value_and_grad(loss_fn, has_aux=True)(VARIABLES, X)
     with pytest.raises(ValueError, match=r"loss_fn must be .*, got a Dense, a model"):
         fp8.value_and_grad(MODULE)
+    with pytest.raises(ValueError, match=r"loss_fn must be .*, got a Dense, a model"):
+        fp8.warm_start(MODULE, RECIPE)
+    with pytest.raises(ValueError, match=r"recipe must be .*, got 'delayed'"):
+        fp8.warm_start(loss_fn, "delayed")
 
 
 @pytest.mark.parametrize(

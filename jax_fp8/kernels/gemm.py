@@ -20,7 +20,8 @@ from jax import lax
 from jax_fp8.core.formats import E5M2
 from jax_fp8.core.fp8_array import Fp8Array, spread
 from jax_fp8.kernels.casting import check_whole_tiles
-from jax_fp8.kernels.dispatch import Part, Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"

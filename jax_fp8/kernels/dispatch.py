@@ -13,7 +13,6 @@ already. A bare custom call on a sharded array would make the compiler gather th
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,18 +27,18 @@ from jax_fp8.kernels.explicit import (
     Dims,
     Split,
     collect,
-    divides,
     explicit_mesh,
     explicit_spec,
     parse_rule,
     place,
     spec_of,
 )
+from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.varying import vary, varying_axes
 
 
 def dispatch(
-    rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array, part: "Part | None" = None
+    rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array, part: Part | None = None
 ) -> tuple[jax.Array, ...]:
     """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere;
     both return a tuple.
@@ -57,31 +56,10 @@ def dispatch(
     if mesh is None or (not split and AxisType.Auto in mesh.axis_types):
         local = kernel and _auto_partitioned(kernel, rule, part)
         return _on_platform(local, functools.partial(reference, split={}), *args)
-    forms = (form and functools.partial(form, split=split) for form in (kernel, reference))
-    return on_shards(mesh, inputs, outputs, split, functools.partial(_on_platform, *forms), *args)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A dim that only results have, some columns of a matrix, say. The operation gathers what they are made of,
-    and each device makes those that it is to have.
-
-    Args:
-      dim: of the results.
-      of: the dim of the operands that it is a part of.
-      size: elements of it.
-      axes: of an Explicit mesh, by which it is to be split. On an Auto mesh the compiler says so.
-    """
-
-    dim: str
-    of: str
-    size: int
-    axes: tuple[str, ...] = ()
-
-    def can_be(self, mesh, axes: tuple[str, ...], split: Split) -> bool:
-        """Whether these axes can split it: into multiples of 16, as GEMMs want them, and no other dim."""
-        used = {axis for dim, others in split.items() if dim != self.of for axis in others}
-        return bool(axes) and not used & set(axes) and self.size % 16 == 0 and divides(mesh, axes, self.size // 16)
+    # As on Auto axes: under `vmap` a kernel is one call after the other.
+    local = kernel and jax.custom_batching.sequential_vmap(functools.partial(kernel, split=split))
+    on_platform = functools.partial(_on_platform, local, functools.partial(reference, split=split))
+    return on_shards(mesh, inputs, outputs, split, on_platform, *args)
 
 
 def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, *args: jax.Array) -> Any:
@@ -190,10 +168,10 @@ def _auto_partitioned(kernel, rule, part):
             wanted = collect(outputs, [], [result.sharding.spec for result in result_shapes]).get(part.dim, ())
             split |= {part.dim: wanted} if part.can_be(mesh, wanted, split) else {}
 
-        def place(arrays):
+        def shardings(arrays):
             return tuple(NamedSharding(mesh, spec_of(dims, split)) for dims in arrays)
 
-        return mesh, functools.partial(kernel, split=split), place(outputs), place(inputs)
+        return mesh, functools.partial(kernel, split=split), shardings(outputs), shardings(inputs)
 
     def unsplit(*args):
         return kernel(*args, split={})

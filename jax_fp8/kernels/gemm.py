@@ -21,7 +21,8 @@ from jax_fp8.core.checks import check_integer, check_number, describe
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
 from jax_fp8.kernels.casting import check_whole_tiles
-from jax_fp8.kernels.dispatch import Part, Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
+from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"

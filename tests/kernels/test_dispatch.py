@@ -27,7 +27,7 @@ from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.kernels.amax import amax
-from jax_fp8.kernels.dispatch import gathered, parse_rule, pmax, psum, split_axes
+from jax_fp8.kernels.dispatch import pmax, psum, split_axes
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.ops.linear import linear
@@ -65,12 +65,6 @@ def mesh(request):
     mesh = make_mesh(request.param)
     with jax.set_mesh(mesh):
         yield mesh
-
-
-def test_parse_rule():
-    assert parse_rule("m k, n k, , -> m n") == ([["m", "k"], ["n", "k"], [], []], [["m", "n"]])
-    assert parse_rule("m n -> ") == ([["m", "n"]], [[]])
-    assert parse_rule("m n, -> m n, n m, ") == ([["m", "n"], []], [["m", "n"], ["n", "m"], []])
 
 
 def test_split_axes():
@@ -242,40 +236,6 @@ def test_a_kernel_is_partitioned_by_its_rule(mesh, kernels_on_cpu, a_spec, b_spe
     assert_same_bits(fn(place(mesh, a_spec, a), place(mesh, b_spec, b)), a @ b.T)
     shard = np.prod(NamedSharding(mesh, a_spec).shard_shape(a.shape))
     assert min(np.prod(a_shape) for a_shape, _ in shapes) <= shard  # it ran on the shard, not on the gathered array
-
-
-def some_columns(a, b, split):
-    """Columns 16 to 80 of a product, of shards those that are this device's."""
-    b = gathered(b, split, "p")
-    first, count = 16, 64
-    if split.get("n"):
-        count //= lax.axis_size(split["n"])
-        first += lax.axis_index(split["n"]) * count
-    return (a @ lax.dynamic_slice_in_dim(b, first, count).T,)
-
-
-@pytest.mark.parametrize("b_spec", [P(None, None), P("model", None), P("data", None)], ids=str)
-def test_a_device_makes_its_part_of_a_result(mesh, kernels_on_cpu, b_spec):
-    a, b, widths = integers(0, 32, 64), integers(1, 96, 64), set()
-
-    def kernel(a, b, split):
-        (d,) = some_columns(a, b, split)
-        widths.add(d.shape[1])
-        return (d,)
-
-    part = dispatch.Part("n", of="p", size=64, axes=("model",))
-    wanted = NamedSharding(mesh, P("data", "model"))
-    fn = jax.jit(lambda *x: dispatch.dispatch("m k, p k -> m n", kernel, never, *x, part=part)[0], out_shardings=wanted)
-    assert_same_bits(fn(place(mesh, P("data", None), a), place(mesh, b_spec, b)), (a @ b.T)[:, 16:80])
-    assert 32 in widths  # of two shards
-
-
-def test_a_part_that_cannot_be_split_is_whole():
-    mesh, of = make_mesh(), dispatch.Part("n", of="p", size=64)
-    assert of.can_be(mesh, ("model",), {"m": ("data",)}) and of.can_be(mesh, ("model",), {"p": ("model",)})
-    assert not of.can_be(mesh, ("data",), {"k": ("data",)})  # partial sums of other columns
-    assert not of.can_be(mesh, (), {})
-    assert not dispatch.Part("n", of="p", size=16).can_be(mesh, ("model",), {})  # GEMMs want multiples of 16
 
 
 def test_a_rule_without_its_collective_would_be_noticed(mesh, kernels_on_cpu):

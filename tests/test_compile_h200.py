@@ -40,7 +40,7 @@ TENSORS = 3 * WEIGHTS  # input, weight and output gradient of each
 FPROPS = 6 * CONFIG.num_layers  # queries, keys and values are three products,
 GEMMS = FPROPS + 2 * WEIGHTS  # with dgrad and wgrad: kernels as small as these share one
 ALONE = WEIGHTS - CONFIG.num_layers  # weights that are no part of one
-METRICS_BYTES = 8  # written over zeros that are donated too
+METRICS_BYTES = 12  # written over zeros that are donated too
 SMALLEST_KERNEL = CONFIG.hidden_size**2  # bytes, in FP8
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling()}
 

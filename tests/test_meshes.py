@@ -217,7 +217,7 @@ def test_flax_initializes_on_the_mesh():
         shardings["fp8"] = jax.tree.map(lambda x: NamedSharding(mesh, P()), shapes["fp8"])
         variables = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0), tokens()[:, :-1])
         assert jax.typeof(variables["params"]["layer_0"]["mlp"]["up"]["kernel"]).sharding.spec[0] == "data"
-        assert_close(variables, expected, SUMS_IN_ANOTHER_ORDER)
+        jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-5, 1e-7), variables, expected)
 
 
 def test_what_cannot_be_split_is_refused_in_one_sentence():

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import describe, first_difference
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import gemm_states
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -99,6 +101,20 @@ def check_loss(loss: Any, has_aux: bool) -> None:
     if dtype is None or jnp.shape(value) != () or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"loss_fn must return a floating point scalar, got {describe(value)}; return its mean, as float32"
+        )
+
+
+def check_state(state: Any, recipe: Recipe | None) -> None:
+    """Raise unless the amax histories of a state are those of this recipe."""
+    has_state, keeps_state = bool(gemm_states(state.fp8)), recipe is not None and recipe.has_state
+    if has_state and not keeps_state:
+        raise ValueError(
+            f"the state holds amax histories, but recipe={recipe!r} has none; pass the recipe the model was made with"
+        )
+    if not has_state and keeps_state:
+        raise ValueError(
+            'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; '
+            "give the model the same recipe"
         )
 
 

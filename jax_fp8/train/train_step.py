@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax_fp8.core.checks import check_flags, check_integer, first_difference
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe, check_recipe
-from jax_fp8.core.state import gemm_states, no_amaxes
+from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
@@ -36,6 +36,7 @@ from jax_fp8.train.checks import (
     check_not_donated,
     check_opt_state,
     check_optimizer,
+    check_state,
 )
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
 from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, warm_start, with_first_scales
@@ -261,7 +262,7 @@ class _Programs:
         """Raise unless all of this belongs together."""
         check_is("state", state, TrainState, STATE_REMEDY)
         check_batch(batch, microbatches)
-        _check_state(state, self.recipe)
+        check_state(state, self.recipe)
         check_opt_state(state.opt_state, self.optimizer, state.params)
 
     def _scan(self, state, batch):
@@ -316,17 +317,4 @@ def _check_pending(pending, state):
     if difference is not None:
         raise ValueError(
             f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
-        )
-
-
-def _check_state(state, recipe):
-    has_state = bool(gemm_states(state.fp8))
-    if has_state and not _has_state(recipe):
-        raise ValueError(
-            f"the state holds amax histories, but recipe={recipe!r} has none; pass the recipe the model was made with"
-        )
-    if not has_state and _has_state(recipe):
-        raise ValueError(
-            'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; '
-            "give the model the same recipe"
         )

@@ -20,7 +20,7 @@ from jax_fp8.core.formats import HYBRID, Format
 from jax_fp8.core.scale import ScaleFormula
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-MOST_MARGIN = 16  # E4M3 reaches from 2**-9 to almost 2**9: with more headroom all numbers would be zero
+MOST_MARGIN = 126  # 2**margin and 2**-margin are normal float32 numbers
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class DelayedScaling:
 
     Args:
       fp8_format: dtypes of the forward operands and of the output gradient.
-      margin: powers of two of headroom, from -16 to 16: `scale = amax * 2**margin / fp8_max`.
+      margin: powers of two of headroom, from -126 to 126: `scale = amax * 2**margin / fp8_max`.
       amax_history_len: steps remembered.
       amax_compute_algo: "max" over the history, or the "most_recent" amax.
       forget_outliers: leave amaxes out of the history that are so much larger than the newest one that its tensor would

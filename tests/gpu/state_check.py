@@ -36,7 +36,7 @@ STACKS = ((), (3,), (2, 2), (), (1,))  # leading dims of leaves
 FORMATS = (HYBRID, Format(forward=E4M3, backward=E4M3))
 RECIPES = [
     DelayedScaling(amax_history_len=5, margin=margin, amax_compute_algo=algorithm, fp8_format=fp8_format)
-    for margin, algorithm, fp8_format in itertools.product((0, 3, -2, 16, -16), ("max", "most_recent"), FORMATS)
+    for margin, algorithm, fp8_format in itertools.product((0, 3, -2, 120, -126), ("max", "most_recent"), FORMATS)
 ]
 RECIPES += [DelayedScaling(amax_history_len=5, margin=margin, forget_outliers=True) for margin in (0, 3, -2)]
 PLAIN = RECIPES[0]

@@ -9,7 +9,7 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
-from jax_fp8.kernels.update_state import update_state
+from jax_fp8.kernels.update_state import count_amaxes, update_state
 from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
@@ -49,6 +49,7 @@ __all__ = [
     "apply_updates",
     "capture_report",
     "cast_weights",
+    "count_amaxes",
     "explain",
     "fused_adam",
     "fused_adamw",

@@ -57,7 +57,7 @@ def _of_rows(recipe, rows, of_dtype) -> jax.Array:
     return jnp.where(is_gradient, of_dtype(recipe.fp8_format.backward), of_dtype(recipe.fp8_format.forward))
 
 
-def count_amaxes(staged: jax.Array, scale: jax.Array, recipe: DelayedScaling) -> jax.Array:
+def count_rows(staged: jax.Array, scale: jax.Array, recipe: DelayedScaling) -> jax.Array:
     """Of the staged amaxes f32[rows], int32[2]: how many are infinite or NaN, and how many, at the scale f32[rows] with
     which their tensor was cast, lie below the smallest normal number of its dtype: of such a tensor little is left.
     """
@@ -83,8 +83,33 @@ def update_state(fp8_state: Mapping, recipe: Recipe | None) -> dict:
     return finish_step(fp8_state, None, recipe)[0]
 
 
+def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Array]:
+    """What `make_train_step` counts in a step, for a loop of one's own: ask before `update_state` finishes it.
+
+    Args:
+      fp8_state: the collection "fp8" with the amaxes of a step staged, as `value_and_grad` returns it; or {}.
+      recipe: the recipe the collection was made for.
+
+    Returns:
+      "nonfinite_amaxes", int32[]: tensors with an infinity or a NaN; and "underflowing_amaxes", int32[]: tensors so
+      small at their scale that little more than zeros was left of them.
+    """
+    gemms = gemm_states(fp8_state)
+    if not gemms:
+        return as_metrics(jnp.zeros(2, jnp.int32))
+    _check(gemms, recipe)
+    staged = jnp.concatenate([gemm["amax_history"][..., 0].reshape(-1) for gemm in gemms])
+    scale = jnp.concatenate([gemm["scale"].reshape(-1) for gemm in gemms])
+    return as_metrics(count_rows(staged, scale, recipe))  # type: ignore[arg-type] - _check knows that it has state
+
+
+def as_metrics(counts: jax.Array) -> dict[str, jax.Array]:
+    """The names of what `count_rows` counts."""
+    return {"nonfinite_amaxes": counts[0], "underflowing_amaxes": counts[1]}
+
+
 def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
-    """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_amaxes`, int32[2]."""
+    """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_rows`, int32[2]."""
     check_recipe(recipe)
     gemms = gemm_states(fp8_state)
     if not gemms:
@@ -157,4 +182,4 @@ def _reference(recipe, *arrays, split: Split):
     ends = np.cumsum([leaf.size for leaf in leaves[::2]])[:-1]
     pieces = [piece for pair in zip(*(jnp.split(rows, ends) for rows in updated), strict=True) for piece in pair]
     reshaped = (piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True))
-    return count_amaxes(history[:, 0], scale, recipe), *reshaped
+    return count_rows(history[:, 0], scale, recipe), *reshaped

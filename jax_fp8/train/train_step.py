@@ -26,7 +26,7 @@ from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
-from jax_fp8.kernels.update_state import finish_step
+from jax_fp8.kernels.update_state import as_metrics, finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.train.checks import (
     check_batch,
@@ -298,7 +298,7 @@ class _Programs:
 
 
 def _metrics(loss, counts) -> dict[str, jax.Array]:
-    return {"loss": loss, "nonfinite_amaxes": counts[0], "underflowing_amaxes": counts[1]}
+    return {"loss": loss, **as_metrics(counts)}
 
 
 def _has_state(recipe) -> bool:

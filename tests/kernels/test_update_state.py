@@ -15,7 +15,7 @@ from jax_fp8.core.formats import E4M3, INPUT, KERNEL, Format
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.state import gemm_states, map_gemms, no_amaxes, stage_joined
 from jax_fp8.kernels import dispatch
-from jax_fp8.kernels.update_state import TARGET, finish_step, update_state
+from jax_fp8.kernels.update_state import TARGET, count_amaxes, finish_step, update_state
 
 update_state_module = importlib.import_module("jax_fp8.kernels.update_state")
 
@@ -176,6 +176,17 @@ def test_staged_amaxes_that_are_not_finite_or_far_too_small_are_counted():
     assert_same_bits(counts, expected)
     np.testing.assert_array_equal(finish_step(updated, None, recipe)[1], 0)
     np.testing.assert_array_equal(finish_step({}, None, recipe)[1], [0, 0])
+
+
+def test_a_loop_of_ones_own_counts_the_same():
+    recipe = RECIPES["max"]
+    state = stage_random(np.random.default_rng(0), random_state(np.random.default_rng(1), recipe))
+    counts = jax.jit(lambda state: count_amaxes(state, recipe))(state)
+    expected = counts_of(state, recipe)
+    assert counts == {"nonfinite_amaxes": expected[0], "underflowing_amaxes": expected[1]}
+    assert count_amaxes({}, None) == {"nonfinite_amaxes": 0, "underflowing_amaxes": 0}
+    with pytest.raises(ValueError, match="amax histories needs the DelayedScaling recipe"):
+        count_amaxes(state, CurrentScaling())
 
 
 @pytest.mark.parametrize("row", range(3))

@@ -1,4 +1,4 @@
-// amax = max|x| over everything but NaN; 0 for an empty tensor. Current scaling asks for it before it quantizes. Of
+// amax = max|x|, NaN where there is one; 0 for an empty tensor. Current scaling asks for it before it quantizes. Of
 // several tensors, one after the other, it is the largest of all.
 #pragma once
 

@@ -40,7 +40,7 @@ struct UpdateRule {
 
 // What becomes a metric of the step. Both count rows.
 struct StateCounts {
-  uint32_t nonfinite;    // whose staged amax is infinite or NaN
+  uint32_t nonfinite;     // whose staged amax is infinite or NaN
   uint32_t underflowing;  // whose staged amax, at the scale of this step, was below the smallest normal number
 };
 

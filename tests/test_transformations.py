@@ -131,6 +131,23 @@ def test_a_layer_in_a_branch_is_the_layer(how, which, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2], ids=["delayed", "current"])
+@pytest.mark.parametrize("how", ["cond", "switch", "nn.cond"])
+def test_microbatches_through_branches(how, recipe):
+    """Here the gradients of microbatches are added after the GEMMs, in the oracle by them."""
+    tx, states = optax.sgd(0.5), []
+    batch = jnp.concatenate([X[0], 3 * X[1]])
+    for compute in (how, "if"):
+        state = fp8.TrainState.create(variables=variables_of(recipe), tx=tx)
+        step = fp8.make_train_step(loss_of(recipe, compute), tx, recipe, microbatches=2)
+        states.append(step(state, batch)[0])
+    got, want = states
+    assert_close(got.params, want.params)
+    jax.tree.map(np.testing.assert_array_equal, got.fp8, want.fp8)
+    moved = jax.tree.map(lambda a, b: np.any(a != b), got.params, variables_of(recipe)["params"])
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=["delayed", "current"])
 def test_a_layer_used_in_every_turn_of_a_scan(recipe):
     got, want = (differentiate(recipe, how, X[0]) for how in ("scan", "loop"))
     assert_same(got, want, exact_grads=False)

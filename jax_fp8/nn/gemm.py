@@ -89,7 +89,8 @@ class DeclaredGemm:
         in a mutable collection, and in `value_and_grad`'s record.
 
         The backward records them too, so this matters to layers that no gradient reaches. A layer under `nn.scan`
-        relies on its backward: Flax's scan refuses a body that writes.
+        relies on its backward: Flax's scan refuses a body that writes. So does one under `jax.vmap` or in a branch of
+        `lax.cond`, where no Ref is.
         """
         if amaxes is None or self.fp8 is None:
             return

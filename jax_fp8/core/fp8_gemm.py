@@ -16,6 +16,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.recipe import Recipe, accumulation
+from jax_fp8.core.shards import largest_amax
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +97,7 @@ class Fp8Gemm:
       record: the way out of the pass.
       weight: the kernel where it has been cast already, else None.
       is_recorded: whether the backward's amax reaches the state; static.
+      amax_axes: mesh axes over which tensors are in parts, so that an amax is a maximum over them; static.
     """
 
     recipe: Recipe = field(metadata={"static": True})
@@ -104,6 +106,7 @@ class Fp8Gemm:
     record: Record = Record()
     weight: Fp8Pair | None = None
     is_recorded: bool = field(default=True, metadata={"static": True})
+    amax_axes: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def cast(self, tensor: int, measure: Callable[[], jax.Array]) -> Cast:
         """How INPUT, KERNEL or OUTPUT_GRADIENT is cast;
@@ -112,10 +115,11 @@ class Fp8Gemm:
         An output gradient whose amax reaches no state is scaled by its own: no history would ever follow it, and at
         the scale it began with it would vanish.
         """
-        if tensor == OUTPUT_GRADIENT and self.scales is not None and not self.is_recorded:
+        scales = self.scales
+        if tensor == OUTPUT_GRADIENT and scales is not None and not self.is_recorded:
             _warn_unrecorded()
-            return self.recipe.cast(tensor, None, measure)
-        return self.recipe.cast(tensor, self.scales, measure)
+            scales = None
+        return self.recipe.cast(tensor, scales, lambda: largest_amax(measure(), self.amax_axes))
 
     def accumulation(self, gemm: str) -> str:
         """How "fprop", "dgrad" or "wgrad" accumulates, as `matmul` takes it."""

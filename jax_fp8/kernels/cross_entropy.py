@@ -22,7 +22,7 @@ NAN_BITS = np.uint32(0x7FC00000)
 
 
 def cross_entropy_gradient(
-    logits: jax.Array, labels: jax.Array, shares: jax.Array, z_loss: float
+    logits: jax.Array, labels: jax.Array, shares: jax.Array, z_loss: float, vocab_axes: tuple[str, ...] = ()
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradient of the loss by logits that are not needed afterwards: it is written over them.
 
@@ -31,11 +31,15 @@ def cross_entropy_gradient(
       labels: int (batch, seq). One that is not in [0, vocab) makes its own row NaN.
       shares: f32 (batch, seq): what a token's loss is multiplied by.
       z_loss: as in `linear_cross_entropy`.
+      vocab_axes: Manual mesh axes that split the vocabulary; labels are those of the whole. This runs without a kernel
+        of ours, in three passes over the logits instead of one.
 
     Returns:
       The gradient, like the logits; `shares (lse - logits[label] + z_loss lse²)` and `lse`, both f32 (batch, seq).
     """
     _check_logits(logits, labels, shares)
+    if vocab_axes:
+        return _reference(z_loss, logits, labels, shares, {"v": vocab_axes})
     kernel, reference = partial(_kernel, z_loss), partial(_reference, z_loss)
     rule = "b s v, b s, b s -> b s v, b s, b s"
     gradient, loss, lse = dispatch(rule, kernel, reference, logits, labels.astype(jnp.int32), shares)
@@ -80,14 +84,15 @@ def _reference(z_loss, logits, labels, shares, split: Split):
     largest = jnp.max(logits, axis=-1, keepdims=True)
     largest = lax.pmax(largest, axes) if axes else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    lse = jnp.log(_sum(jnp.exp(logits - largest), axes)) + largest
     is_label = labels[..., None] - first == jnp.arange(logits.shape[-1])[None, None, :]
-    chosen = _sum(jnp.where(is_label, logits, 0), axes)
+    total, chosen = _sums(axes, jnp.exp(logits - largest), jnp.where(is_label, logits, 0))
+    lse = jnp.log(total) + largest
     gradient = (jnp.exp(logits - lse) * (1 + 2 * z_loss * lse) - is_label.astype(jnp.float32)) * shares
     loss = (lse - chosen + z_loss * jnp.square(lse)) * shares
     return gradient.astype(dtype), loss[..., 0], lse[..., 0]
 
 
-def _sum(x, axes):
-    total = jnp.sum(x, axis=-1, keepdims=True)
-    return lax.psum(total, axes) if axes else total
+def _sums(axes, *arrays):
+    """Sums over the last dim, those of all arrays in one collective."""
+    sums = jnp.stack([jnp.sum(x, axis=-1, keepdims=True) for x in arrays])
+    return lax.psum(sums, axes) if axes else sums

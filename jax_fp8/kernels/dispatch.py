@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import jax.custom_batching
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from jax_fp8.core.shards import largest_amax
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.explicit import (
     Dims,
@@ -81,15 +81,6 @@ def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, 
 def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
     """The maximum of amaxes over the shards that split any of the dims; NaN where one is."""
     return largest_amax(x, split_axes(split, *dims))
-
-
-def largest_amax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The maximum of amaxes over mesh axes, as integers: what is not negative orders as its bits, and a maximum of
-    floats may lose a NaN on its way.
-    """
-    if not axes:
-        return x
-    return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(x, jnp.uint32), axes), jnp.float32)
 
 
 def psum(x: jax.Array, split: Split, *dims: str) -> jax.Array:

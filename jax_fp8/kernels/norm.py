@@ -26,9 +26,10 @@ from jax import lax
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.shards import largest_amax
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import NOTHING, SCALAR, PairResults, attributes, check_cast, source_dims
-from jax_fp8.kernels.dispatch import Split, dispatch, gathered, largest_amax, parse_rule, split_axes
+from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule, split_axes
 from jax_fp8.kernels.explicit import whole
 
 NORMS = ("layernorm", "rmsnorm")

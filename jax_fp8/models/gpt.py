@@ -19,12 +19,14 @@ from jax import lax
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
+from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
-from jax_fp8.kernels.explicit import lookup, whole
+from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.checks import check_call, check_config, check_loss_settings, check_tokens
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from jax_fp8.ops.embedding import embed, position_rows
 from jax_fp8.ops.head import compute_logits
 
 
@@ -116,13 +118,14 @@ class GPT(nn.Module):
     ) -> jax.Array:
         config = self.config
         check_call(self, tokens, labels, mask, z_loss)
-        init = nn.initializers.normal(0.02)
-        embedding = self.param("embedding", init, (config.vocab_size, config.hidden_size), self.param_dtype)
-        x = lookup(embedding.astype(jnp.float32), tokens)  # so that gradients of a token are added up in float32
+        tensor = current_tensor()
+        embedding = self._table("embedding")
+        x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
+            init = nn.initializers.normal(0.02)
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
-            positions = whole(positions)[: tokens.shape[-1]].astype(jnp.float32)
-            x = x + lax.broadcast_to_rank(positions, x.ndim)
+            rows = position_rows(whole(positions), tokens.shape, tensor).astype(jnp.float32)
+            x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows, x.ndim)
         x = x.astype(self.dtype)
         for index in range(config.num_layers):
             x = self._layer(index)(x)
@@ -130,10 +133,18 @@ class GPT(nn.Module):
         with implicit_promotion():
             x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
         if not config.tie_embeddings:
-            embedding = self.param("head", init, (config.vocab_size, config.hidden_size), self.param_dtype)
-        if labels is not None:
-            return linear_cross_entropy(x, embedding, labels, mask=mask, z_loss=z_loss, recipe=self.head_recipe)
-        return compute_logits(x, embedding, self.head_recipe)
+            embedding = self._table("head")
+        if labels is None:
+            return compute_logits(x, embedding, self.head_recipe, tensor, current_amax_axes())
+        options = {"mask": mask, "z_loss": z_loss, "recipe": self.head_recipe, "tensor": tensor}
+        return linear_cross_entropy(x, embedding, labels, **options)
+
+    def _table(self, name):
+        """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
+        path, vocab = (*self.path, name), self.config.vocab_size
+        offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary"))
+        shape = vocab // parts_of(path, DIM_OF["rows"]), self.config.hidden_size
+        return self.param(name, nn.initializers.normal(0.02), shape, self.param_dtype)
 
     def _layer(self, index):
         config = self.config

@@ -10,8 +10,8 @@ from jax import lax
 
 from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
-from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
-from jax_fp8.ops.attention import as_heads, attention
+from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
+from jax_fp8.ops.attention import as_heads, attention, own_heads
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
@@ -63,8 +63,9 @@ class SelfAttention(Fp8Module):
         _check_heads(self, width, kv_heads)
         head_dim = self.head_dim or width // self.num_heads
         widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
-        projections, x = _project(self, x, widths)
+        projections, x, tensor = _project(self, x, widths, head_dim)
         query, key, value = (as_heads(part, head_dim) for part in projections)
+        key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
         if self.rotary:
             query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
@@ -74,22 +75,28 @@ class SelfAttention(Fp8Module):
             "recompute": self.recompute
             and implementation == "cudnn",  # whose backward keeps its result; XLA's does not
         }
-        out = Dense(width, **fields, name="out")
-        return out(attended.reshape(*x.shape[:-1], -1), x if self.residual else None)
+        out = Dense(width, **fields, tensor_split="rows", name="out")
+        return out(attended.reshape(*attended.shape[:-2], -1), x if self.residual else None)
 
 
-def _project(module, x, widths):
-    """Queries, keys and values, each (batch, seq, heads * head_dim); and `x`, for the residual branch."""
+def _project(module, x, widths, head_dim):
+    """Queries, keys and values, each (batch, seq, heads * head_dim); `x`, for the residual branch; and over which axis
+    heads are split in a step on shards, or None.
+    """
     norm = None if module.norm is None else NormVariables(module.norm, module.param_dtype, name="norm")(x.shape[-1])
-    gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths)
+    heads, kv_heads = (n // head_dim for n in widths[:2])
+    of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True)
+    splits = TensorSplit("columns", heads, "query heads"), of_kv, of_kv
+    gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths, splits)
     if norm is None:
-        projections, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype)
+        options = {"tensor": gemm.tensor, "side": gemm.side}
+        projections, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)
     else:
-        options = {"return_input": module.residual, "recompute": module.recompute}
+        options = {"return_input": module.residual, "recompute": module.recompute, "tensor": gemm.tensor}
         out, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, module.epsilon, module.dtype, **options)
         projections, x = out if module.residual else (out, x)
     gemm.stage(amaxes)
-    return projections, x
+    return projections, x, gemm.tensor
 
 
 def rotate(x: jax.Array) -> jax.Array:

@@ -1,15 +1,16 @@
 """Dense layers: a GEMM, alone or behind a norm."""
 
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from jax_fp8.core.shards import Side
 from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nn.checks import check_layer
-from jax_fp8.nn.gemm import Fp8Module, declare_gemm
+from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
@@ -24,17 +25,21 @@ class Dense(Fp8Module):
     Args:
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8:
         less memory where `x` is kept anyway.
+      tensor_split: in a step on shards: "columns" for the first of two layers, whose result stays split, and "rows" for
+        the second, which takes it; None leaves the layer whole on every device.
     """
 
     features: int
     use_bias: bool = True
+    tensor_split: Side | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
         check_layer(self, x, ("features",))
-        gemm = declare_gemm(self, x.shape[-1], self.features)
-        y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, recompute=self.recompute)
+        gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
+        options: Any = {"recompute": self.recompute, "tensor": gemm.tensor, "side": gemm.side}
+        y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, **options)
         gemm.stage(amaxes)
         return y
 
@@ -61,6 +66,8 @@ class LayerNormDense(Fp8Module):
       return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's
         backward pass.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
+      tensor_split: in a step on shards: "columns" leaves the result split, for a `Dense` by "rows"; None leaves the
+        layer whole on every device.
     """
 
     features: int
@@ -68,13 +75,14 @@ class LayerNormDense(Fp8Module):
     use_bias: bool = True
     epsilon: float = 1e-6
     return_input: bool = False
+    tensor_split: Literal["columns"] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
         check_layer(self, x, ("features",))
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
-        gemm = declare_gemm(self, x.shape[-1], self.features)
-        options = {"return_input": self.return_input, "recompute": self.recompute}
+        gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
+        options = {"return_input": self.return_input, "recompute": self.recompute, "tensor": gemm.tensor}
         y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, self.epsilon, self.dtype, **options)
         gemm.stage(amaxes)
         return y

@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +23,17 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
+from jax_fp8.core.shards import (
+    DIM_OF,
+    Side,
+    TensorDim,
+    TensorParallel,
+    current_amax_axes,
+    current_tensor,
+    offer,
+    parts_of,
+    side_of,
+)
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import as_tuple
@@ -54,35 +65,68 @@ def shared_fields(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
     return {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in names}
 
 
+@dataclass(frozen=True)
+class TensorSplit:
+    """Which dim of a kernel tensor parallelism splits: its columns, of the first GEMM of a layer, or its rows, of the
+    last; None is neither.
+
+    Args:
+      pieces: of that dim, none of which may be cut; None: each feature.
+      named: what they are.
+      or_whole: more devices than pieces each keep the whole kernel.
+    """
+
+    side: Side | None = None
+    pieces: int | None = None
+    named: str = "features"
+    or_whole: bool = False
+
+
 class LinearVariables(nn.Module):
     """The parameters of one linear map: `kernel` (in, features), and `bias` (features,) or None."""
 
     use_bias: bool
+    dtype: Dtype
     param_dtype: Dtype
     kernel_init: Initializer
     bias_init: Initializer
+    split: TensorSplit = TensorSplit()
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> LinearParameters:
-        return declare_linear(self, in_features, features)
+        return declare_linear(self, in_features, features, self.split)
 
 
-def declare_linear(module: Any, in_features: int, features: int) -> LinearParameters:
-    """Declare kernel and bias in `module`, whose fields say the rest."""
-    kernel = module.param("kernel", module.kernel_init, (in_features, features), module.param_dtype)
-    bias = module.param("bias", module.bias_init, (features,), module.param_dtype) if module.use_bias else None
-    return LinearParameters(kernel, bias)
+def declare_linear(module: Any, in_features: int, features: int, split: TensorSplit) -> LinearParameters:
+    """Declare kernel and bias in `module`, whose fields say the rest.
+
+    Args:
+      in_features: of the input as it is here: in a step on shards those of this device.
+      features: of the whole kernel.
+    """
+    kernel_path, bias_path = (*module.path, "kernel"), (*module.path, "bias")
+    pieces = split.pieces or (features if split.side == "columns" else in_features)
+    dim = TensorDim(split.side and DIM_OF[split.side], pieces, split.named, split.or_whole, dtype=module.dtype)
+    offer(kernel_path, dim)
+    columns = features // parts_of(kernel_path, DIM_OF["columns"])
+    kernel = module.param("kernel", module.kernel_init, (in_features, columns), module.param_dtype)
+    if not module.use_bias:
+        return LinearParameters(kernel, None)
+    offer(bias_path, replace(dim, dim=-1 if split.side == "columns" else None, dtype=None))
+    return LinearParameters(kernel, module.param("bias", module.bias_init, (columns,), module.param_dtype))
 
 
 @dataclass(frozen=True)
 class DeclaredGemm:
     """What a layer hands to a composite op, and the door through which the amaxes come back;
-    `fp8` is None without FP8.
+    `fp8` is None without FP8, `tensor` and `side` unless the kernel is split in a step on shards.
     """
 
     parameters: LinearParameters
     fp8: Fp8Gemm | None = None
     amax_history: nn.Variable | None = None  # None unless the collection is mutable
+    tensor: TensorParallel | None = None
+    side: Side | None = None
 
     def stage(self, amaxes: jax.Array | None) -> None:
         """Stage the forward amaxes f32[2] wherever this call may:
@@ -109,7 +153,7 @@ class GemmVariables(LinearVariables, kw_only=True):
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> DeclaredGemm:
-        return declare_gemm(self, in_features, features)
+        return declare_gemm(self, in_features, features, self.split)
 
 
 class GemmState(nn.Module):
@@ -118,37 +162,52 @@ class GemmState(nn.Module):
     recipe: Recipe | None
 
     @nn.compact
-    def __call__(self, parameters: LinearParameters) -> DeclaredGemm:
-        return declare_state(self, parameters, self.recipe)
+    def __call__(self, parameters: LinearParameters, side: Side | None) -> DeclaredGemm:
+        return declare_state(self, parameters, self.recipe, side)
 
 
-def declare_gemm(module: Any, in_features: int, features: int) -> DeclaredGemm:
+def declare_gemm(module: Any, in_features: int, features: int, split: TensorSplit) -> DeclaredGemm:
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
-    return declare_state(module, declare_linear(module, in_features, features), module.recipe)
+    parameters = declare_linear(module, in_features, features, split)
+    return declare_state(module, parameters, module.recipe, side_of((*module.path, "kernel")))
 
 
 def declare_gemm_of(
-    module: Any, names: tuple[str, ...], in_features: int, features: tuple[int, ...], **own
+    module: Any,
+    names: tuple[str, ...],
+    in_features: int,
+    features: tuple[int, ...],
+    splits: tuple[TensorSplit, ...],
+    **own,
 ) -> DeclaredGemm:
     """One GEMM by the kernels of several layers side by side, or of one, each a module of its name inside `module`.
 
-    `own` are fields of the layers that are not those of `module`.
+    `splits` are those of the layers, `own` fields of the layers that are not those of `module`.
     """
     if len(names) == 1:
-        return GemmVariables(**(shared_fields(module, GemmVariables) | own), name=names[0])(in_features, *features)
+        fields = shared_fields(module, GemmVariables) | own
+        return GemmVariables(**fields, split=splits[0], name=names[0])(in_features, *features)
     fields = shared_fields(module, LinearVariables) | own
-    layers = [LinearVariables(**fields, name=name)(in_features, n) for name, n in zip(names, features, strict=True)]
+    rows = zip(names, features, splits, strict=True)
+    layers = [LinearVariables(**fields, split=split, name=name)(in_features, n) for name, n, split in rows]
     parameters = LinearParameters.beside(*layers)
+    side = side_of((*module.path, names[0], "kernel"))
     if module.recipe is None:
-        return DeclaredGemm(parameters)
-    return GemmState(module.recipe, name=joined_name(names))(parameters)
+        return _on_shards(DeclaredGemm(parameters), side)
+    return GemmState(module.recipe, name=joined_name(names))(parameters, side)
 
 
-def declare_state(module: nn.Module, parameters: LinearParameters, recipe: Recipe | None) -> DeclaredGemm:
-    """The state of a GEMM, in `module`, if its recipe has any."""
+def _on_shards(declared: DeclaredGemm, side: Side | None) -> DeclaredGemm:
+    return declared if side is None else replace(declared, tensor=current_tensor(), side=side)
+
+
+def declare_state(
+    module: nn.Module, parameters: LinearParameters, recipe: Recipe | None, side: Side | None
+) -> DeclaredGemm:
+    """The state of a GEMM, in `module`, if its recipe has any; `side`: which dim of its kernels is split here."""
     check_recipe(recipe)
     if recipe is None:
-        return DeclaredGemm(parameters)
+        return _on_shards(DeclaredGemm(parameters), side)
     layer = "/".join(module.path) or type(module).__name__
     _check_multiples_of_16(layer, parameters)
     register_gemm(module.path)
@@ -165,9 +224,10 @@ def declare_state(module: nn.Module, parameters: LinearParameters, recipe: Recip
         scales = None
     record = Record() if recorder is None else recorder.record
     weight = _cached_weight(module, layer, parameters, recipe)
-    gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded=recorder is not None)
+    is_recorded, amax_axes = recorder is not None, current_amax_axes()
+    gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, amax_axes)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
-    return DeclaredGemm(parameters, gemm, history if staging else None)
+    return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), side)
 
 
 def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Variable]:

@@ -7,7 +7,7 @@ from flax.typing import Initializer
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.dense import NormVariables
-from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of
+from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of
 from jax_fp8.ops.norm_mlp import norm_mlp
 
 
@@ -39,11 +39,14 @@ class LayerNormMLP(Fp8Module):
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(features)
         into = ("gate", "up") if is_gated(self.activation) else ("up",)
-        up = declare_gemm_of(self, into, features, (hidden,) * len(into))
+        by_columns = TensorSplit("columns", hidden, "hidden features")
+        by_rows = TensorSplit("rows", hidden, "hidden features")
+        up = declare_gemm_of(self, into, features, (hidden,) * len(into), (by_columns,) * len(into))
+        own_hidden = up.parameters.widths[0]  # in a step on shards, those of this device
         down_init = self.down_init or self.kernel_init
-        down = declare_gemm_of(self, ("down",), hidden, (features,), kernel_init=down_init)
+        down = declare_gemm_of(self, ("down",), own_hidden, (features,), (by_rows,), kernel_init=down_init)
         gemms = (up.fp8, down.fp8) if up.fp8 and down.fp8 else None
-        options = {"residual": self.residual, "recompute": self.recompute}
+        options = {"residual": self.residual, "recompute": self.recompute, "tensor": up.tensor}
         parameters = norm, up.parameters, down.parameters
         y, amaxes = norm_mlp(x, *parameters, gemms, self.activation, self.epsilon, self.dtype, **options)
         if amaxes is not None:

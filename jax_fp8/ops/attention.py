@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from jax_fp8.core.promotion import implicit_promotion
+from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
 from jax_fp8.kernels.varying import alike
@@ -67,6 +69,17 @@ def as_heads(x: jax.Array, head_dim: int) -> jax.Array:
     if mesh is not None and not divides(mesh, explicit_spec(x)[-1], heads):
         x = whole_rows(x)
     return x.reshape(*x.shape[:-1], heads, head_dim)
+
+
+def own_heads(x: jax.Array, heads: int, tensor: TensorParallel | None) -> jax.Array:
+    """The keys or values (..., heads, head_dim) that this device's queries attend to, where it has those of more:
+    with fewer of them than devices, each device computes all, and uses one.
+    """
+    if tensor is None or x.shape[-2] == max(heads, 1):
+        return x
+    devices_a_head = tensor.size // x.shape[-2]
+    first = lax.axis_index(tensor.axis) // devices_a_head
+    return lax.dynamic_slice_in_dim(x, first, 1, axis=-2)
 
 
 def _split(mesh, inputs, operands) -> Split:

@@ -15,6 +15,7 @@ The products are those of a head (ops/head.py), in the dtype of `x` or in FP8. W
 reads a row of logits once, keeps it on the multiprocessor, and writes the gradient over it.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -23,9 +24,10 @@ import numpy as np
 from jax import lax
 
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.shards import TensorParallel, current_amax_axes, parts_of_batch, sum_over_batch
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
 from jax_fp8.kernels.varying import alike
-from jax_fp8.ops.head import check_head, make_head
+from jax_fp8.ops.head import Head, check_head, make_head
 
 # A chunk reads and writes the gradient of the weight, and holds its logits:
 # 412 MB in bfloat16 where the vocabulary is 50,304.
@@ -42,6 +44,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunks: int | None = None,
     recipe: Recipe | None = None,
+    tensor: TensorParallel | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of the labels under `softmax(x · weightᵀ)`, in nats.
 
@@ -55,11 +58,14 @@ def linear_cross_entropy(
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 4,096 tokens, at most 16 of them.
       recipe: CurrentScaling() computes the head in FP8; None in the dtype of `x`.
+      tensor: in a step on shards, the axis that splits the vocabulary of `weight`, or None. Labels and mask are those of
+        all tokens; with sequence parallelism `x` is this device's part of the rows.
 
     Returns:
       f32[].
     """
-    if x.ndim != 3 or weight.ndim != 2 or x.shape[-1] != weight.shape[-1] or labels.shape != x.shape[:2]:
+    leading = tensor.all_rows(x.shape[:2]) if tensor is not None else x.shape[:2]
+    if x.ndim != 3 or weight.ndim != 2 or x.shape[-1] != weight.shape[-1] or labels.shape != leading:
         raise ValueError(
             "linear_cross_entropy needs x (batch, seq, hidden), weight (vocab, hidden) and labels (batch, seq), "
             f"got {x.shape}, {weight.shape} and {labels.shape}; reshape them"
@@ -68,14 +74,17 @@ def linear_cross_entropy(
         raise ValueError(f"labels must be integers, got {labels.dtype}; pass token numbers")
     if mask is not None and mask.shape != labels.shape:
         raise ValueError(f"mask must have the shape of labels {labels.shape}, got {mask.shape}")
-    seq = x.shape[1]
+    if tensor is not None and tensor.sequence:  # own rows beside the labels of all: blocks of flattened tokens
+        x = x.reshape(1, -1, x.shape[-1])
+    seq, vocab = x.shape[1], weight.shape[0] * (tensor.size if tensor is not None else 1)
     chunks = _number_of_chunks(labels.size, seq) if chunks is None else chunks
     if chunks < 1 or seq % chunks:
         raise ValueError(f"chunks must divide the sequence, got {chunks=} and a sequence of {seq}")
     check_head(labels.size // chunks, weight.shape[0], weight.shape[1], recipe)
     with jax.named_scope("cross_entropy"):
-        of_tokens = _labels_and_shares(labels, mask, weight.shape[0])
-        return _loss(chunks, z_loss, recipe, *alike(x, weight, *of_tokens))
+        of_tokens = _labels_and_shares(labels, mask, vocab)
+        static = _Static(chunks, z_loss, recipe, tensor, current_amax_axes())
+        return _loss(static, *alike(x, weight, *of_tokens))
 
 
 def cross_entropy(
@@ -88,29 +97,67 @@ def cross_entropy(
 def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
     """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq);
     NaN where one that counts is no token.
+
+    In a step on shards the loss is the mean of what its parts of the batch return: so that the tokens of all count
+    alike, the share of each is that in a mean over all, times the number of parts.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    shares = weights / jnp.maximum(jnp.sum(weights), np.float32(1e-30))
+    total = sum_over_batch(jnp.sum(weights)) / parts_of_batch()
+    shares = weights / jnp.maximum(total, np.float32(1e-30))
     is_token = (labels >= 0) & (labels < vocab)
     return jnp.where(is_token, labels, 0), nan_unless(is_token | (weights == 0), shares)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(chunks, z_loss, recipe, x, weight, labels, shares):
-    head, total = make_head(x, weight, recipe), jnp.float32(0)
-    for x_part, labels_part, shares_part in _split(chunks, x, labels, shares):
-        total = total + _loss_of(_logits(head, head.operand(x_part)), labels_part, shares_part, z_loss)[0]
+@dataclass(frozen=True)
+class _Static:
+    chunks: int
+    z_loss: float
+    recipe: Recipe | None
+    tensor: TensorParallel | None
+    amax_axes: tuple[str, ...]
+
+    def head(self, x, weight) -> Head:
+        return make_head(x, weight, self.recipe, self.tensor, self.amax_axes)
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        return () if self.tensor is None else (self.tensor.axis,)
+
+    def split(self, x, *of_tokens):
+        """The parts of (batch, seq, ...) along the sequence, so that a sharded batch stays where it is; of own rows
+        with the labels of the rows that are gathered with them.
+        """
+        if self.tensor is not None and self.tensor.sequence:
+            devices = self.tensor.size
+            blocks = (jnp.split(array.reshape(devices, -1), self.chunks, axis=1) for array in of_tokens)
+            parts = ([block.reshape(1, -1) for block in array] for array in blocks)
+        else:
+            parts = (jnp.split(array, self.chunks, axis=1) for array in of_tokens)
+        return zip(jnp.split(x, self.chunks, axis=1), *parts, strict=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(static, x, weight, labels, shares):
+    head, total = static.head(x, weight), jnp.float32(0)
+    for x_part, labels_part, shares_part in static.split(x, labels, shares):
+        logits = _logits(head, head.operand(x_part))
+        if static.vocab_axes:
+            _, loss, _ = cross_entropy_gradient(logits, labels_part, shares_part, static.z_loss, static.vocab_axes)
+            total = total + jnp.sum(loss)
+        else:
+            total = total + _loss_of(logits, labels_part, shares_part, static.z_loss)[0]
     return total
 
 
-def _forward(chunks, z_loss, recipe, x, weight, labels, shares):
-    head, total = make_head(x, weight, recipe), jnp.float32(0)
+def _forward(static, x, weight, labels, shares):
+    head, total, z_loss = static.head(x, weight), jnp.float32(0), static.z_loss
     dx, dweight = [], None
-    for x_part, labels_part, shares_part in _split(chunks, x, labels, shares):
+    for x_part, labels_part, shares_part in static.split(x, labels, shares):
         if dx:  # one chunk after the other, or the compiler might hold the logits of several
             x_part, dx[-1] = lax.optimization_barrier((x_part, dx[-1]))
         operand = head.operand(x_part)
-        dlogits, loss, lse = cross_entropy_gradient(head.logits(operand), labels_part, shares_part, z_loss)
+        of_tokens = labels_part, shares_part
+        dlogits, loss, lse = cross_entropy_gradient(head.logits(operand), *of_tokens, z_loss, static.vocab_axes)
         bound = jnp.max(shares_part * (1 + 2 * z_loss * jnp.abs(lse)))  # of |dlogits|
         part, dweight = head.gradients(dlogits, operand, dweight, bound)
         dx.append(part)
@@ -120,7 +167,7 @@ def _forward(chunks, z_loss, recipe, x, weight, labels, shares):
     return total, (jnp.concatenate(dx, axis=1), dweight, jnp.zeros((0,), weight.dtype))
 
 
-def _backward(chunks, z_loss, recipe, kept, dloss):
+def _backward(static, kept, dloss):
     dx, dweight, like = kept
     return (dloss * dx.astype(jnp.float32)).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
 
@@ -137,11 +184,6 @@ def _loss_of(logits, labels, shares, z_loss):
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     return jnp.sum((lse - chosen + z_loss * jnp.square(lse)) * shares[..., None]), lse
-
-
-def _split(chunks, *arrays):
-    """The parts of (batch, seq, ...) along the sequence, so that a sharded batch stays where it is."""
-    return zip(*(jnp.split(array, chunks, axis=1) for array in arrays), strict=True)
 
 
 def _number_of_chunks(tokens, seq) -> int:

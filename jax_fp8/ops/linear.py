@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.shards import Side, TensorParallel
 from jax_fp8.kernels.amax import as_matrix
-from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
     backward_gemm,
     forward_gemm,
+    forward_rows,
     plain_linear,
     quantize_gradient,
     quantize_input,
@@ -34,6 +37,8 @@ def linear(
     *,
     residual: jax.Array | None = None,
     recompute: bool = False,
+    tensor: TensorParallel | None = None,
+    side: Side | None = None,
 ) -> tuple[Any, jax.Array | None]:
     """Multiply `x` (..., k) by the kernel and add the bias.
 
@@ -45,6 +50,10 @@ def linear(
       residual: (..., n), added to the result; not with kernels side by side.
       recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8:
         less memory where something else keeps `x`.
+      tensor, side: in a step on shards, over which axis the kernel is split, and whether by columns or by rows. By
+        columns, what enters is the same on all devices, and the result has this device's columns. By rows, `x` has
+        this device's columns, and the result is the same on all. With sequence parallelism, "the same on all" is each
+        device's part of the rows.
 
     Returns:
       (..., n) in `dtype`, or of kernels side by side a tuple of (..., n_i);
@@ -55,20 +64,30 @@ def linear(
             "a residual is added to a result in one part, got one with kernels side by side; add it afterwards"
         )
     x = x.astype(dtype)
-    if residual is not None and residual.shape != (*x.shape[:-1], *parameters.widths):
+    leading = _leading_dims(x.shape[:-1], tensor, side)
+    if residual is not None and residual.shape != (*leading, *parameters.widths):
         raise ValueError(
-            f"a residual must have the shape of the result, {(*x.shape[:-1], *parameters.widths)}, "
+            f"a residual must have the shape of the result, {(*leading, *parameters.widths)}, "
             f"got {residual.shape}; reshape or broadcast it"
         )
     if gemm is None:
-        y = plain_linear(x, parameters, dtype, parameters.in_parts)
-        return (y if residual is None else y + residual.astype(dtype)), None
+        options: Any = {"residual": residual, "tensor": tensor, "side": side}
+        return plain_linear(x, parameters, dtype, parameters.in_parts, **options), None
     rows = None if residual is None else as_matrix(residual.astype(dtype))
-    static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, residual is not None)
+    by_columns, by_rows = (tensor if side == of else None for of in ("columns", "rows"))
+    has_residual = residual is not None
+    static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, has_residual, by_columns, by_rows)
     matrix, parameters, rows = alike(as_matrix(x), parameters, rows)
     out: Any = _linear(static, matrix, parameters, gemm, rows)
     y, amaxes = out
-    return jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y), amaxes
+    return jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y), amaxes
+
+
+def _leading_dims(leading, tensor, side) -> tuple[int, ...]:
+    """Those of the result."""
+    if tensor is None or side is None:
+        return leading
+    return tensor.all_rows(leading) if side == "columns" else tensor.own_rows(leading)
 
 
 @dataclass(frozen=True)
@@ -78,27 +97,46 @@ class _Static:
     widths: tuple[int, ...]
     in_parts: bool
     has_residual: bool
+    by_columns: TensorParallel | None
+    by_rows: TensorParallel | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static, x, parameters, gemm, residual):
-    quantized, cast = quantize_input(x, gemm, keep=False)
-    y, amaxes, _ = forward_gemm(quantized, cast, parameters, gemm, static.dtype, residual, static.in_parts)
-    return y, amaxes
+    return _run(static, x, parameters, gemm, residual, keep=False)[0]
+
+
+def _run(static, x, parameters, gemm, residual, keep):
+    has_own_rows = static.by_columns is not None and static.by_columns.sequence
+    quantized, cast = quantize_input(x, gemm, keep=keep and not has_own_rows)
+    quantized = gather_pair(quantized, static.by_columns, keep)
+    if static.by_rows is None:
+        y, amaxes, kept = forward_gemm(quantized, cast, parameters, gemm, static.dtype, residual, static.in_parts)
+    else:
+        y, amaxes, kept = forward_rows(quantized, cast, parameters, gemm, static.dtype, residual, static.by_rows)
+    return (y, amaxes), kept
 
 
 def _forward(static, x, parameters, gemm, residual):
-    quantized, cast = quantize_input(x, gemm, keep=not static.recompute)
-    y, amaxes, kept = forward_gemm(quantized, cast, parameters, gemm, static.dtype, residual, static.in_parts)
-    return (y, amaxes), (x if static.recompute else None, kept, Like.of((x, residual, parameters)), gemm)
+    out, kept = _run(static, x, parameters, gemm, residual, keep=not static.recompute)
+    return out, (x if static.recompute else None, kept, Like.of((x, residual, parameters)), gemm)
+
+
+def _transposed_input(static, x, cast):
+    """What the forward did not keep."""
+    if static.by_columns is None or not static.by_columns.sequence:
+        return quantize_transpose(x, cast)
+    return gather_pair(quantize_rowwise(x, cast), static.by_columns)
 
 
 def _backward(static, residuals, cotangents):
     x, kept, (x_like, residual_like, parameters_like), gemm = residuals
     dy, _ = cotangents
-    kept = kept.with_input(quantize_transpose, x, after=dy)
-    quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
-    dx, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
+    kept = kept.with_input(partial(_transposed_input, static), x, after=dy)
+    quantized, dbias = quantize_gradient(dy, parameters_like, gemm, static.by_rows)
+    dx, gradients = backward_gemm(
+        quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths, static.by_columns
+    )
     recorded = gemm.record_backward(kept.all_amaxes(quantized))
     return x_like.place(dx), gradients, recorded, residual_like.place(dy) if static.has_residual else None
 

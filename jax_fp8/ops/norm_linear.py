@@ -15,9 +15,11 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
@@ -38,6 +40,7 @@ def norm_linear(
     *,
     return_input: bool = False,
     recompute: bool = False,
+    tensor: TensorParallel | None = None,
 ) -> tuple[Any, jax.Array | None]:
     """`linear(normalize(x))` for `x` (..., k).
 
@@ -45,6 +48,7 @@ def norm_linear(
       return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's
         backward pass, and needs no pass of its own.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
+      tensor: in a step on shards, the axis over which the columns of the kernel are split; see `linear`.
 
     Returns:
       (..., n) in `dtype`, or of kernels side by side a tuple; with `return_input` a pair of it and `x` in `dtype`; and
@@ -52,29 +56,41 @@ def norm_linear(
     """
     x = x.astype(dtype)
     if gemm is None:
-        y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype, parameters.in_parts)
+        options: Any = {"tensor": tensor, "side": "columns"}
+        y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype, parameters.in_parts, **options)
         return ((y, x) if return_input else y), None
-    static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts)
+    static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts, tensor)
     out: Any = _norm_linear(static, *alike(as_matrix(x), norm, parameters), gemm)
     (y, rows), amaxes = out
-    y = jax.tree.map(lambda part: part.reshape(*x.shape[:-1], part.shape[-1]), y)
+    leading = x.shape[:-1] if tensor is None else tensor.all_rows(x.shape[:-1])
+    y = jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y)
     return ((y, rows.reshape(x.shape)) if return_input else y), amaxes
 
 
 def quantize_norm(
-    x: jax.Array, norm: NormParameters, epsilon: float, gemm: Fp8Gemm, keep: bool
+    x: jax.Array,
+    norm: NormParameters,
+    epsilon: float,
+    gemm: Fp8Gemm,
+    keep: bool,
+    tensor: TensorParallel | None = None,
 ) -> tuple[Fp8Pair, Cast, NormStatistics]:
-    """The normalized `x` (m, k) as the input of a GEMM, with `keep` in both orientations;
+    """The normalized `x` (m, k) as the input of a GEMM, the rows of all devices, with `keep` in both orientations;
     its cast, and what the norm's backward needs.
     """
     cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
-    pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if keep else "rowwise")
-    return pair, cast, statistics
+    both = keep and not (tensor is not None and tensor.sequence)
+    pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if both else "rowwise")
+    return gather_pair(pair, tensor, keep), cast, statistics
 
 
-def transpose_norm(norm: NormParameters, epsilon: float, x: jax.Array, cast: Cast) -> Fp8Pair:
+def transpose_norm(
+    norm: NormParameters, epsilon: float, tensor: TensorParallel | None, x: jax.Array, cast: Cast
+) -> Fp8Pair:
     """What `quantize_norm` did not keep."""
-    return norm_quantize(x, norm, epsilon, cast, orientations="columnwise")[0]
+    if tensor is None or not tensor.sequence:
+        return norm_quantize(x, norm, epsilon, cast, orientations="columnwise")[0]
+    return gather_pair(norm_quantize(x, norm, epsilon, cast, orientations="rowwise")[0], tensor)
 
 
 @dataclass(frozen=True)
@@ -85,28 +101,33 @@ class _Static:
     recompute: bool
     widths: tuple[int, ...]
     in_parts: bool
+    tensor: TensorParallel | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_linear(static, x, norm, parameters, gemm):
-    normalized, cast, _ = quantize_norm(x, norm, static.epsilon, gemm, keep=False)
-    y, amaxes, _ = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
-    return (y, x if static.return_input else None), amaxes
+    return _run(static, x, norm, parameters, gemm, keep=False)[0]
+
+
+def _run(static, x, norm, parameters, gemm, keep):
+    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep, static.tensor)
+    y, amaxes, kept = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
+    return ((y, x if static.return_input else None), amaxes), (statistics, kept)
 
 
 def _forward(static, x, norm, parameters, gemm):
-    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep=not static.recompute)
-    y, amaxes, kept = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
-    out = (y, x if static.return_input else None), amaxes
-    return out, (x, norm, statistics, kept, Like.of(((x, norm), parameters)), gemm)
+    out, kept = _run(static, x, norm, parameters, gemm, keep=not static.recompute)
+    return out, (x, norm, *kept, Like.of(((x, norm), parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):
     x, norm, statistics, kept, (likes, parameters_like), gemm = residuals
     (dy, dresidual), _ = cotangents
-    kept = kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dy)
+    kept = kept.with_input(partial(transpose_norm, norm, static.epsilon, static.tensor), x, after=dy)
     quantized, dbias = quantize_gradient(dy, parameters_like, gemm)
-    dnormalized, gradients = backward_gemm(quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths)
+    dnormalized, gradients = backward_gemm(
+        quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths, static.tensor
+    )
     dx, dnorm = Like.place_all(likes, norm_backward(dnormalized, x, norm, statistics, dresidual))
     return dx, dnorm, gradients, gemm.record_backward(kept.all_amaxes(quantized))
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.activation import (
     activate,
     activation_amax,
@@ -25,14 +26,16 @@ from jax_fp8.kernels.activation import (
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
 from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 from jax_fp8.ops.passes import (
     Like,
     LinearParameters,
     backward_dgrad,
-    backward_gemm,
     backward_wgrad,
+    beside_wgrad,
     forward_gemm,
+    forward_rows,
     plain_linear,
     quantize_gradient,
 )
@@ -50,6 +53,7 @@ def norm_mlp(
     *,
     residual: bool = False,
     recompute: bool = False,
+    tensor: TensorParallel | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """`linear(activate(linear(normalize(x))))` for `x` (..., k).
 
@@ -58,16 +62,18 @@ def norm_mlp(
         or one of twice the width with the gate in its first half.
       residual: add `x` to the result, in the last GEMM; its gradient is added in the norm's backward pass.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
+      tensor: in a step on shards, the axis over which columns of `up` and rows of `down` are split; see `linear`.
 
     Returns:
       (..., k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without `gemms`).
     """
     x = x.astype(dtype)
     if gemms is None:
-        hidden = plain_linear(normalize(x, norm, epsilon, dtype)[0], up, dtype)
-        y = plain_linear(activate(hidden, activation), down, dtype)
-        return x + y if residual else y, None
-    static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths)
+        normalized = normalize(x, norm, epsilon, dtype)[0]
+        hidden = plain_linear(normalized, up, dtype, tensor=tensor, side="columns")
+        added: Any = {"residual": x if residual else None, "tensor": tensor, "side": "rows"}
+        return plain_linear(activate(hidden, activation), down, dtype, **added), None
+    static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths, tensor)
     out: Any = _norm_mlp(static, *alike(as_matrix(x), norm, up, down), gemms)
     y, amaxes = out
     return y.reshape(x.shape), amaxes
@@ -82,6 +88,7 @@ class _Static:
     recompute: bool
     up_widths: tuple[int, ...]
     down_widths: tuple[int, ...]
+    tensor: TensorParallel | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -90,12 +97,12 @@ def _norm_mlp(static, x, norm, up, down, gemms):
 
 
 def _run(static, x, norm, up, down, gemms, keep):
-    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep)
+    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor)
     hidden, up_amaxes, up_kept = forward_gemm(normalized, cast, up, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     activated = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
-    residual = x if static.residual else None
-    y, down_amaxes, down_kept = forward_gemm(activated, activated_cast, down, gemms[1], static.dtype, residual)
+    into_down = activated, activated_cast, down, gemms[1], static.dtype, x if static.residual else None, static.tensor
+    y, down_amaxes, down_kept = forward_rows(*into_down)
     return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
 
 
@@ -107,7 +114,8 @@ def _forward(static, x, norm, up, down, gemms):
 def _backward(static, residuals, cotangents):
     x, norm, statistics, hidden, up_kept, down_kept, likes, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
-    quantized, dbias = quantize_gradient(dy, down_like, down_gemm)
+    tensor = static.tensor
+    quantized, dbias = quantize_gradient(dy, down_like, down_gemm, tensor)
     dactivated = backward_dgrad(quantized, down_kept, down_gemm, static.dtype)
     # The gradient of the activation's input is the output gradient of the GEMM up;
     # beside it, the input of the GEMM down.
@@ -117,10 +125,13 @@ def _backward(static, residuals, cotangents):
         dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
     )
     down_kept = replace(down_kept, x_transposed=activated)
-    ddown = backward_wgrad(quantized, dbias, down_kept, down_like, down_gemm, static.down_widths)
+    up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon, tensor), x, after=dactivated)
 
-    up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon), x, after=dactivated)
-    dnormalized, dup = backward_gemm(dhidden, dhidden_sums, up_kept, up_like, up_gemm, static.dtype, static.up_widths)
+    dnormalized = reduce_rows(backward_dgrad(dhidden, up_kept, up_gemm, static.dtype), tensor)
+    ddown = backward_wgrad(quantized, dbias, down_kept, down_like, down_gemm, static.down_widths)
+    dup = backward_wgrad(dhidden, dhidden_sums, up_kept, up_like, up_gemm, static.up_widths)
+    if tensor is not None:
+        dnormalized, (ddown, dup) = beside_wgrad(dnormalized, (ddown, dup), up_gemm, down_gemm)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
     dx, dnorm = Like.place_all(likes, (dx, dnorm))
     recorded = (

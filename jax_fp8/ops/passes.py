@@ -32,6 +32,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.shards import Side, TensorParallel
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.explicit import like_columns, product, shards_of, whole_rows
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
@@ -42,6 +43,7 @@ from jax_fp8.kernels.quantize import (
     quantize_transpose,
     quantize_transpose_sums,
 )
+from jax_fp8.ops.collectives import enter, gather_pair, leave, reduce_rows
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
 # Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy,
@@ -135,12 +137,31 @@ class Like:
         return jax.tree.map(lambda gradient, like: like.place(gradient), gradients, likes)
 
 
-def plain_linear(x: jax.Array, parameters: LinearParameters, dtype, in_parts: bool = False) -> Any:
-    """The product in `dtype`, without FP8; with `in_parts` a tuple, of each kernel's columns."""
+def plain_linear(
+    x: jax.Array,
+    parameters: LinearParameters,
+    dtype,
+    in_parts: bool = False,
+    *,
+    residual: jax.Array | None = None,
+    tensor: TensorParallel | None = None,
+    side: Side | None = None,
+) -> Any:
+    """The product in `dtype`, without FP8; with `in_parts` a tuple, of each kernel's columns.
+
+    `tensor` and `side` as in `linear`; `x` has leading dims, of which the flattened rows are gathered or scattered.
+    """
     kernel, bias = (_joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
+    leading = x.shape[:-1]
+    if tensor is not None and side == "columns":
+        leading = tensor.all_rows(leading)
+        x = enter(x.reshape(-1, x.shape[-1]), tensor).reshape(*leading, x.shape[-1])
     with jax.named_scope(PLAIN_SCOPE):
         y = product(x, kernel)
+    if tensor is not None and side == "rows":
+        y = leave(y.reshape(-1, y.shape[-1]), tensor).reshape(*tensor.own_rows(leading), -1)
     y = y if bias is None else y + lax.broadcast_to_rank(like_columns(bias, y), y.ndim)
+    y = y if residual is None else y + residual.astype(dtype)
     return split_columns(y, parameters.widths) if in_parts else y
 
 
@@ -157,14 +178,22 @@ def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> tuple[Fp8Pair, Ca
 
 
 def quantize_gradient(
-    dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm
+    dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm, tensor: TensorParallel | None = None
 ) -> tuple[Fp8Pair, jax.Array | None]:
     """An output gradient (m, n), or its parts, and the bias gradient f32[n] from the same pass,
-    where there is a bias."""
+    where there is a bias.
+
+    Args:
+      tensor: of a GEMM whose result leaves a split layer; with sequence parallelism `dy` are this device's own rows,
+        and so is the bias gradient their sum. The pair has the rows of all.
+    """
     cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
+    has_own_rows = tensor is not None and tensor.sequence
     if parameters_like.bias is None:
-        return quantize_transpose(dy, cast), None
-    return quantize_transpose_sums(dy, cast)
+        pair, sums = (quantize_rowwise(dy, cast) if has_own_rows else quantize_transpose(dy, cast)), None
+    else:
+        pair, sums = quantize_transpose_sums(dy, cast)
+    return gather_pair(pair, tensor), sums
 
 
 def forward_gemm(
@@ -197,6 +226,28 @@ def forward_gemm(
     return y, amaxes, GemmResidual(x.columnwise, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
 
 
+def forward_rows(
+    x: Fp8Pair,
+    x_cast: Cast,
+    parameters: LinearParameters,
+    gemm: Fp8Gemm,
+    dtype,
+    residual: jax.Array | None,
+    tensor: TensorParallel | None,
+) -> tuple[jax.Array, jax.Array, GemmResidual]:
+    """`forward_gemm` by rows of the kernel: the sum over the devices, then bias and residual, added in float32.
+
+    With one device the GEMM adds them itself.
+    """
+    if tensor is None:
+        return forward_gemm(x, x_cast, parameters, gemm, dtype, residual)
+    sums, amaxes, kept = forward_gemm(x, x_cast, replace(parameters, bias=None), gemm, dtype)
+    y = reduce_rows(sums, tensor).astype(jnp.float32)
+    y = y if parameters.bias is None else y + parameters.bias.astype(jnp.float32)
+    y = y if residual is None else y + residual.astype(jnp.float32)
+    return y.astype(dtype), amaxes, kept
+
+
 def backward_gemm(
     dy: Fp8Pair,
     dbias: jax.Array | None,
@@ -205,17 +256,32 @@ def backward_gemm(
     gemm: Fp8Gemm,
     dtype,
     widths: tuple[int, ...],
+    tensor: TensorParallel | None = None,
 ) -> tuple[jax.Array, LinearParameters]:
     """dgrad and wgrad: dx (m, k) in `dtype` and the gradients of kernel and bias.
 
     Args:
       dbias: f32[n], the column sums of dy; unused without a bias.
       widths: columns of each kernel.
+      tensor: of a GEMM by columns: dx is a sum over the devices.
 
     Where the record collects the kernel's gradients, this one is added there, and None is returned for it.
     """
-    dx = backward_dgrad(dy, residual, gemm, dtype)
-    return dx, backward_wgrad(dy, dbias, residual, parameters_like, gemm, widths)
+    dx = reduce_rows(backward_dgrad(dy, residual, gemm, dtype), tensor)
+    gradients = backward_wgrad(dy, dbias, residual, parameters_like, gemm, widths)
+    return (dx, gradients) if tensor is None else beside_wgrad(dx, gradients, gemm)
+
+
+def beside_wgrad(dx: jax.Array, gradients: Any, *gemms: Fp8Gemm) -> tuple[jax.Array, Any]:
+    """The same, there only when weight gradients are, too: so that dx is reduced beside them.
+
+    XLA's scheduler takes a custom call to cost nothing, and would leave all weight gradients to the end.
+    """
+    refs = [ref for gemm in gemms if gemm.record.gradient for ref in gemm.record.gradient.refs]
+    dx, gradients, totals = lax.optimization_barrier((dx, gradients, [ref[...] for ref in refs]))
+    for ref, total in zip(refs, totals, strict=True):
+        ref[...] = total
+    return dx, gradients
 
 
 def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype) -> jax.Array:

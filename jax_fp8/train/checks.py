@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.recipe import Recipe
@@ -67,6 +68,18 @@ def check_not_donated(state: Any) -> None:
         raise ValueError(
             "state must be the one that the last step returned, got one that a step has taken; use the new one"
         )
+
+
+def check_on_mesh(state: Any, mesh: Mesh) -> None:
+    """Raise unless a state lies on the devices of a mesh."""
+    wanted = set(mesh.devices.flat)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set != wanted:
+            raise ValueError(
+                f"the state must lie on the {len(wanted)} devices of the step's mesh, got state"
+                f"{jax.tree_util.keystr(path)} on {len(leaf.sharding.device_set)}; make it with step.init_state, "
+                "or pass step.place(state, batch)"
+            )
 
 
 def check_opt_state(opt_state: Any, tx: Any, params: Any) -> None:

@@ -9,43 +9,29 @@ Donated buffers keep their addresses from step to step, and the rest of a step d
 recorded once; nothing waits for the host.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh
 
-from jax_fp8.core.checks import check_flags, check_integer, first_difference
-from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.checks import check_flags, check_integer
 from jax_fp8.core.recipe import Recipe, check_recipe
-from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
-from jax_fp8.kernels.update_state import as_metrics, finish_step
-from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
-from jax_fp8.train.checks import (
-    check_batch,
-    check_is,
-    check_kept_types,
-    check_loss_fn,
-    check_not_donated,
-    check_opt_state,
-    check_optimizer,
-    check_state,
-)
+from jax_fp8.parallel.mesh import Parallelism, Rules
+from jax_fp8.parallel.placement import placed_shapes
+from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
-from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, warm_start, with_first_scales
 from jax_fp8.train.lowering import Lowering
-from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
+from jax_fp8.train.microbatches import PendingStep
+from jax_fp8.train.programs import STATE_REMEDY, Programs
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_requests, check_flag, refresh, renewed
-
-STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
+from jax_fp8.train.weight_cache import check_flag
 
 
 class TrainStep:
@@ -62,9 +48,12 @@ class TrainStep:
         for i in range(microbatches):
             pending = step.accumulate_step(state, pending, next(data), is_first_microbatch=i == 0)
         state, pending, metrics = step.apply_step(state, pending)
+
+    On a mesh, `init_state` makes the state where it belongs, `place` puts one there, and a batch of NumPy arrays is
+    split over the devices: with several processes, each passes its own part.
     """
 
-    def __init__(self, programs: "_Programs", donate: bool, compiler_options: dict, warm_start: bool):
+    def __init__(self, programs: Programs, donate: bool, compiler_options: dict, warm_start: bool):
         def jit(function, donated):
             return jax.jit(
                 inside_its_mesh(function), donate_argnums=donated if donate else (), compiler_options=compiler_options
@@ -74,12 +63,43 @@ class TrainStep:
         self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
         self._warm = jit(programs.warm, 0) if warm_start else None
         self._donate, self._last_step_count, self._room = donate, None, None
+        self._programs = programs
+
+    def init_state(self, init_fn: Callable, *args: Any) -> TrainState:
+        """The state before the first step, of the variables that `init_fn(*args)` returns; on a mesh made in shards, so
+        that it may be larger than a device.
+
+        Args:
+          init_fn: `model.init`.
+          args: what it takes: a random key, and inputs or their shapes... as arrays, of which only the shapes count.
+        """
+        create = partial(self._programs.create, init_fn)
+        if self._programs.how is None:
+            return jax.jit(create)(*args)
+        shardings = self._programs.shardings_of(init_fn, *args)
+        return jax.jit(create, out_shardings=shardings)(*args)
+
+    def state_shapes(self, init_fn: Callable, *args: Any) -> TrainState:
+        """What `init_state` makes, as `jax.ShapeDtypeStruct`s with their shardings: for `lower`, before anything runs."""
+        shapes = jax.eval_shape(partial(self._programs.create, init_fn), *args)
+        if self._programs.how is None:
+            return shapes
+        return placed_shapes(shapes, self._programs.shardings_of(init_fn, *args))
+
+    def place(self, state: TrainState, batch: Any) -> TrainState:
+        """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
+        if self._programs.how is None:
+            return state
+        return jax.device_put(state, self._programs.on_mesh(state, batch).placement.shardings(state))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_is("state", state, TrainState, STATE_REMEDY)
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, zero_metrics())
         check_not_donated(state)
+        if self._programs.how is not None:
+            batch = self._programs.how.place_batch(batch)
+            check_on_mesh(state, self._programs.how.mesh)
         # Only a state this object did not return itself can be a fresh one;
         # asking its step count would otherwise wait for the device.
         if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
@@ -162,6 +182,10 @@ def make_train_step(
     donate: bool = True,
     in_place: bool = True,
     compiler_options: dict[str, Any] | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = (),
+    sequence_parallel: bool = False,
+    gradient_dtype: jax.typing.DTypeLike | None = None,
 ) -> TrainStep:
     """Make the training step of a loss.
 
@@ -180,6 +204,14 @@ def make_train_step(
         last transform that touches the updates; pass False for a `tx` that computes with what it returns
         (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
+      mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
+        state too, and `tensor` the layers; any may be left out. Without it, the step runs on one device, or as jax
+        splits it by the shardings of its arguments.
+      rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
+        and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
+      sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.
+      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is that in which they are
+        computed, jnp.bfloat16 is half the bytes.
     """
     check_loss_fn(loss_fn)
     check_optimizer(tx)
@@ -191,130 +223,10 @@ def make_train_step(
     if compiler_options is None:
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
-    programs = _Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place)
-    return TrainStep(programs, donate, compiler_options, warm_start and _has_state(recipe))
-
-
-@dataclass(frozen=True, repr=False)
-class _Programs:
-    """The functions behind a `TrainStep`, before they are jitted; fields as in `make_train_step`."""
-
-    loss_fn: Callable
-    optimizer: optax.GradientTransformationExtraArgs
-    recipe: Recipe | None
-    microbatches: int
-    cache_weights: bool
-    in_place: bool
-
-    def step(self, state, batch, zeros):
-        self._check(state, batch, self.microbatches)
-        state = _with_its_cache(state, self.recipe)
-        if self.microbatches == 1:
-            loss, gradients, amaxes = value_grads_and_amaxes(self.loss_fn)(state.variables, batch)
-        else:
-            pending = self._scan(state, batch)
-            loss, gradients, amaxes = pending.loss, pending.gradients, pending.amaxes
-        state, metrics = self._update(state, loss, gradients, amaxes)
-        return state, jax.tree.map(jnp.add, metrics, zeros)
-
-    def warm(self, state, batch):
-        self._check(state, batch, self.microbatches)
-        if self.microbatches == 1:
-            return state.replace(fp8=warm_start(self.loss_fn, self.recipe)(state.variables, batch))
-        record = value_grads_and_amaxes(self.loss_fn, from_current=True)
-
-        def largest(amaxes, microbatch):
-            return jnp.maximum(amaxes, record(state.variables, microbatch)[2]), None
-
-        amaxes, _ = lax.scan(largest, no_amaxes(state.fp8), split(batch, self.microbatches))
-        return state.replace(fp8=with_first_scales(state.fp8, amaxes, self.recipe))
-
-    def start(self, state):
-        self._check(state)
-        return begin(state, self.recipe, self.cache_weights)
-
-    def accumulate(self, state, pending, microbatch, is_first_microbatch):
-        self._check(state, microbatch)
-        _check_pending(pending, state)
-        pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
-        # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
-        state = dataclasses.replace(state, cache={})
-        return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
-
-    def apply(self, state, pending):
-        self._check(state)
-        _check_pending(pending, state)
-        complete = is_complete(state, pending, self.microbatches)
-
-        def update(state):
-            updated = self._update(state, pending.loss, pending.gradients, pending.amaxes)
-            check_kept_types(state, updated[0])
-            return updated
-
-        def keep(state):
-            return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
-
-        new_state, metrics = lax.cond(complete, update, keep, state)
-        metrics["microbatches"] = pending.count
-        return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
-
-    def _check(self, state, batch=None, microbatches=1):
-        """Raise unless all of this belongs together."""
-        check_is("state", state, TrainState, STATE_REMEDY)
-        check_batch(batch, microbatches)
-        check_state(state, self.recipe)
-        check_opt_state(state.opt_state, self.optimizer, state.params)
-
-    def _scan(self, state, batch):
-        parts = split(batch, self.microbatches)
-        gemms = self._gemms(state, parts)
-
-        def body(pending, microbatch):
-            return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch, gemms), None
-
-        start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
-        return lax.scan(body, start, parts)[0]
-
-    def _gemms(self, state, parts) -> list[LayerPath]:
-        """The layers in FP8 where the state does not say; a state with amax histories does."""
-        if self.recipe is None or self.recipe.has_state:
-            return []
-        return list_gemms(self.loss_fn, state.variables, jax.tree.map(lambda x: x[0], parts))
-
-    def _update(self, state, loss, gradients, amaxes):
-        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients."""
-        with jax.named_scope("fp8_state"):
-            fp8, counts = finish_step(state.fp8, amaxes, self.recipe)
-        with jax.named_scope("optimizer"):
-            casts = cast_requests(state.cache, state.params, fp8)
-            request = {"in_place": InPlace(casts)} if self.in_place else {}
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
-            params = apply_updates(state.params, updates)
-        applied = was_applied(updates)
-        if applied is not None:
-            fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
-        cache = refresh(state.cache, params, fp8, updates)
-        return TrainState(state.step + 1, params, fp8, opt_state, cache), _metrics(loss, counts)
-
-
-def _metrics(loss, counts) -> dict[str, jax.Array]:
-    return {"loss": loss, **as_metrics(counts)}
-
-
-def _has_state(recipe) -> bool:
-    return recipe is not None and recipe.has_state
-
-
-def _with_its_cache(state, recipe):
-    """The state with a cache of its own params: a state may be put together from parts."""
-    return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
-
-
-def _check_pending(pending, state):
-    check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
-    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
-    difference = first_difference(sums, pending.gradients)
-    if difference is not None:
+    if mesh is None and (rules or sequence_parallel or gradient_dtype is not None):
         raise ValueError(
-            f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
+            "rules, sequence_parallel and gradient_dtype are about a mesh, got none; pass mesh=jax.make_mesh(...)"
         )
+    how = None if mesh is None else Parallelism(mesh, tuple(rules), sequence_parallel, gradient_dtype)
+    programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
+    return TrainStep(programs, donate, compiler_options, warm_start and recipe is not None and recipe.has_state)

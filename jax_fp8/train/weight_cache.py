@@ -13,7 +13,7 @@ overwritten weight, no flag need be remembered.
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
 from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.shards import current_amax_axes, largest_amax
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.ops.passes import cast_weight
@@ -85,21 +86,41 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
 
 def cast_listed(params: Mapping, recipe: Recipe | None, gemms: Collection[LayerPath]) -> dict:
     """`cast_weights` for a recipe without state: the kernels of these GEMMs, each GEMM's with a scale of its own."""
-    cache: dict = {}
-    for path in gemms:
-        assert recipe is not None, "there are GEMMs in FP8"
-        put_at_path(cache, path, {"kernel": _cast(_kernels_of(path, params), partial(recipe.cast, KERNEL), None)})
+    cache = cast_gemms(params, {}, recipe, dict.fromkeys(gemms))
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 
+def cast_gemms(
+    params: Mapping,
+    fp8_state: Mapping,
+    recipe: Recipe | None,
+    gemms: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair] | None],
+) -> dict:
+    """The kernels of these GEMMs in FP8, without a version: with the scales of the state, or where it has none with
+    scales of their own. Each goes through the function beside it, if there is one.
+    """
+    cache: dict = {}
+    for path, then in gemms.items():
+        state = at_path(fp8_state, path)
+        pair = _cast(_kernels_of(path, params), _cast_of(recipe), None if state is None else state["scale"], then)
+        put_at_path(cache, path, {"kernel": pair})
+    return cache
+
+
+def _cast_of(recipe) -> Callable:
+    """How a recipe casts a kernel, of which this device may have a part."""
+
+    def cast_of(scales, measure):
+        return recipe.cast(KERNEL, scales, lambda: largest_amax(measure(), current_amax_axes()))
+
+    return cast_of
+
+
 def _cast_all(variables, recipe) -> dict:
-    params = variables["params"]
-
-    def cast(path, gemm):
-        return {"kernel": _cast(_kernels_of(path, params), partial(recipe.cast, KERNEL), gemm["scale"])}
-
-    cache = map_gemms_with_path(cast, variables["fp8"])
-    return {**cache, VERSION: _version(params, cache)}
+    gemms: dict = {}
+    map_gemms_with_path(lambda path, _: gemms.setdefault(path), variables["fp8"])
+    cache = cast_gemms(variables["params"], variables["fp8"], recipe, gemms)
+    return {**cache, VERSION: _version(variables["params"], cache)}
 
 
 def _version(params, cache) -> jax.Array:
@@ -176,11 +197,12 @@ def _with_scale_of_state(dtype, scales, _measure) -> Cast:
     return Cast.with_row(dtype, scales, KERNEL)
 
 
-def _cast(kernels, cast_of, scales) -> Fp8Pair:
+def _cast(kernels, cast_of, scales, then=None) -> Fp8Pair:
     """Kernels (k, n_i) side by side in FP8, by `cast_of(scales, measure)`; `scales` f32[3], or None."""
     if kernels[0].ndim > 2:  # stacked layers, each with scales of its own or none
-        return jax.vmap(lambda each, its_scales: _cast(each, cast_of, its_scales))(kernels, scales)
-    return cast_weight(kernels if len(kernels) > 1 else kernels[0], partial(cast_of, scales))
+        return jax.vmap(lambda each, its_scales: _cast(each, cast_of, its_scales, then))(kernels, scales)
+    pair = cast_weight(kernels if len(kernels) > 1 else kernels[0], partial(cast_of, scales))
+    return pair if then is None else then(pair)
 
 
 def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:

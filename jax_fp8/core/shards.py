@@ -1,0 +1,184 @@
+"""What the program of one device knows of the others, while a step runs on shards; and what layers say of their params.
+
+A step over several devices is one program that each of them runs on its part of the batch and of the params (see
+jax_fp8/parallel/). Layers are written once: a layer asks here how its params are split, and hands that to its op, which
+does the collectives. Outside of such a step there is nothing to know, and nothing changes.
+
+Before that, layers are traced once as on one device, and say which dim of a param a `tensor` axis may split: `offers`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.paths import LayerPath
+
+Side = Literal["columns", "rows"]
+DIM_OF = {"columns": -1, "rows": -2}  # of a kernel (..., in, features)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The mesh axis over which layers are split, as an op takes it: static.
+
+    Args:
+      axis: its name.
+      size: how many devices it has.
+      sequence: between layers, each device keeps its part of the rows only (sequence parallelism): a block of the
+        flattened tokens, in an array of shape (batch, seq / size, features).
+    """
+
+    axis: str
+    size: int
+    sequence: bool = False
+
+    def all_rows(self, leading: tuple[int, ...]) -> tuple[int, ...]:
+        """Leading dims of what a layer computes inside, from those of its input."""
+        return (*leading[:-1], leading[-1] * self.size) if self.sequence else leading
+
+    def own_rows(self, leading: tuple[int, ...]) -> tuple[int, ...]:
+        """Leading dims of what a layer returns, from those of what it computes inside."""
+        return (*leading[:-1], leading[-1] // self.size) if self.sequence else leading
+
+
+@dataclass(frozen=True)
+class TensorDim:
+    """What a layer says of a param: the dim that a `tensor` axis may split.
+
+    Args:
+      dim: counted from the end; None: the layer needs all of the param.
+      pieces: of that dim, none of which may be cut: heads, features.
+      named: what they are, for messages.
+      or_whole: more devices than pieces may each keep the whole param.
+      dtype: in which the layer reads the param, if in one only; it may then be gathered in it.
+    """
+
+    dim: int | None = None
+    pieces: int = 1
+    named: str = "features"
+    or_whole: bool = False
+    dtype: Any = None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One device's view.
+
+    Args:
+      batch_axes: the mesh axes that split the batch.
+      tensor: how layers are split, or None.
+      dims: for every param by its path, the dim that `tensor` splits, counted from the end, or None.
+      devices: how many parts the batch has.
+    """
+
+    batch_axes: tuple[str, ...]
+    tensor: TensorParallel | None
+    dims: Mapping[LayerPath, int | None]
+    devices: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those over which tensors are in parts, and their amaxes maxima."""
+        return self.batch_axes if self.tensor is None else (*self.batch_axes, self.tensor.axis)
+
+    def split_dim(self, path: LayerPath) -> int | None:
+        """The dim of this param that is split over `tensor`, or None."""
+        if self.tensor is None:
+            return None
+        if path not in self.dims:
+            raise ValueError(
+                f"tensor parallelism finds how {'/'.join(path)} is split by its path in the params, which is not there;"
+                " apply the model to all variables of the state"
+            )
+        return self.dims[path]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Layers that are traced in this context run on shards."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+
+_CURRENT: ContextVar[Shards | None] = ContextVar("shards", default=None)
+_OFFERS: ContextVar[dict[LayerPath, TensorDim] | None] = ContextVar("offers", default=None)
+
+
+def current_shards() -> Shards | None:
+    """The view of the device whose program is being traced; None on one device, and where jax splits by itself."""
+    return _CURRENT.get()
+
+
+def current_tensor() -> TensorParallel | None:
+    """How layers are split here, or None."""
+    shards = _CURRENT.get()
+    return None if shards is None else shards.tensor
+
+
+def current_amax_axes() -> tuple[str, ...]:
+    """The mesh axes over which the amax of a tensor is a maximum here."""
+    shards = _CURRENT.get()
+    return () if shards is None else shards.axes
+
+
+def parts_of(path: LayerPath, dim: int) -> int:
+    """How many devices share this dim, counted from the end, of a param."""
+    shards = _CURRENT.get()
+    if shards is None or shards.tensor is None or shards.split_dim(path) != dim:
+        return 1
+    return shards.tensor.size
+
+
+def side_of(kernel: LayerPath) -> Side | None:
+    """Which dim of a kernel is split here: its columns, its rows, or none."""
+    for side, dim in DIM_OF.items():
+        if parts_of(kernel, dim) > 1:
+            return side  # type: ignore[return-value]
+    return None
+
+
+@contextmanager
+def offers() -> Iterator[dict[LayerPath, TensorDim]]:
+    """Collect what the layers that are traced in this context say of their params, by path."""
+    found: dict[LayerPath, TensorDim] = {}
+    token = _OFFERS.set(found)
+    try:
+        yield found
+    finally:
+        _OFFERS.reset(token)
+
+
+def offer(path: LayerPath, dim: TensorDim) -> None:
+    """A layer says how a param of its may be split, to whoever collects it."""
+    found = _OFFERS.get()
+    if found is not None:
+        found[path] = dim
+
+
+def parts_of_batch() -> int:
+    """How many parts the batch has here."""
+    shards = _CURRENT.get()
+    return 1 if shards is None else shards.devices
+
+
+def sum_over_batch(x: jax.Array) -> jax.Array:
+    """The sum of a number of this device's part of the batch over all parts."""
+    shards = _CURRENT.get()
+    return x if shards is None or not shards.batch_axes else lax.psum(x, shards.batch_axes)
+
+
+def largest_amax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The maximum of amaxes over mesh axes, as integers: what is not negative orders as its bits, and a maximum of
+    floats may lose a NaN on its way.
+    """
+    if not axes:
+        return x
+    return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(x, jnp.uint32), axes), jnp.float32)

@@ -1,0 +1,74 @@
+"""Rows of an embedding table by token, where the rows of the vocabulary may be split over the devices of an axis.
+
+Each device looks up the tokens that it has, and zeros for others; the sum over the devices has every token's row, and
+no addition rounds. Gradients of a token are added up in float32, on the device that has its row.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.shards import TensorParallel
+from jax_fp8.kernels.explicit import lookup
+from jax_fp8.ops.collectives import gather_rows, reduce_rows
+
+
+def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The rows of `table` (vocab, hidden) of tokens int (batch, seq).
+
+    Args:
+      tensor: in a step on shards, the axis that splits the vocabulary, or None.
+      dtype: in which rows go over the wire, where there is one.
+
+    Returns:
+      (batch, seq, hidden): float32, or in `dtype` with `tensor`; with sequence parallelism this device's part of the
+      rows, (batch, seq / size, hidden).
+    """
+    if tensor is None:
+        return lookup(table.astype(jnp.float32), tokens)
+    rows = _embed((tensor, dtype), table, tokens.reshape(-1))
+    return rows.reshape(*tensor.own_rows(tokens.shape), -1)
+
+
+def position_rows(positions: jax.Array, tokens: tuple[int, int], tensor: TensorParallel | None) -> jax.Array:
+    """What to add to the rows that `embed` returns for tokens of this shape (batch, seq): the first rows (seq, hidden)
+    of `positions`, or with sequence parallelism those of this device's rows.
+    """
+    batch, seq = tokens
+    if tensor is None or not tensor.sequence:
+        return positions[:seq]
+    own = batch * seq // tensor.size
+    numbers = (lax.axis_index(tensor.axis) * own + jnp.arange(own)) % seq
+    return positions[numbers].reshape(*tensor.own_rows(tokens), -1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embed(static, table, tokens):
+    tensor, dtype = static
+    own, is_own = _own_tokens(tensor, table, tokens)
+    rows = jnp.where(is_own[:, None], table[jnp.where(is_own, own, 0)], 0).astype(dtype)
+    return reduce_rows(rows, tensor)
+
+
+def _forward(static, table, tokens):
+    return _embed(static, table, tokens), (jnp.zeros((table.shape[0], 0), table.dtype), tokens)
+
+
+def _backward(static, kept, dx):
+    (tensor, _), (like, tokens) = static, kept
+    own, is_own = _own_tokens(tensor, like, tokens)
+    dx = gather_rows(dx, tensor).astype(jnp.float32)
+    vocab = like.shape[0]
+    gradient = jnp.zeros((vocab, dx.shape[-1]), jnp.float32).at[jnp.where(is_own, own, vocab)].add(dx, mode="drop")
+    return gradient.astype(like.dtype), None
+
+
+_embed.defvjp(_forward, _backward)
+
+
+def _own_tokens(tensor, table, tokens):
+    """Tokens as rows of this device's part of the table, and which of them are there."""
+    own = tokens - lax.axis_index(tensor.axis) * table.shape[0]
+    return own, (own >= 0) & (own < table.shape[0])

@@ -1,0 +1,1 @@
+"""How a step lies on several devices: the axes of a mesh, where params are, and what moves between them."""

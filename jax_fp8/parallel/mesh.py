@@ -1,0 +1,129 @@
+"""The axes of a mesh, by name.
+
+    data     splits the batch; params are the same on all its devices
+    fsdp     splits the batch too, and params, gradients and optimizer state (ZeRO: https://arxiv.org/abs/1910.02054)
+    tensor   splits layers; the batch is the same on all its devices
+
+Any of them may be left out, or be 1.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_fp8.core.checks import check_bool, describe
+from jax_fp8.core.shards import TensorParallel
+
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+AXES = (DATA, FSDP, TENSOR)
+Rules = tuple[tuple[str, PartitionSpec], ...]
+GRADIENT_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a step is spread over a mesh.
+
+    Args:
+      mesh: its axes are among `data`, `fsdp` and `tensor`.
+      rules: a pattern and a `PartitionSpec` each: params whose path, names joined by "/", the pattern is found in
+        (`re.search`) are split like that; the spec is that of their last dims. The first that is found counts, and
+        layers and sizes decide for all others.
+      sequence: sequence parallelism: between layers, devices of `tensor` keep a part of the rows each.
+      gradient_dtype: in which gradients are summed over `data` and `fsdp`; None is that in which they are computed.
+    """
+
+    mesh: Mesh
+    rules: Rules = ()
+    sequence: bool = False
+    gradient_dtype: Any = None
+
+    def __post_init__(self):
+        check_mesh(self.mesh)
+        _check_rules(self.rules)
+        check_bool("sequence_parallel", self.sequence)
+        if self.gradient_dtype is not None and jnp.dtype(self.gradient_dtype).name not in GRADIENT_DTYPES:
+            raise ValueError(
+                f"gradient_dtype must be None, jnp.float32 or jnp.bfloat16, got {self.gradient_dtype!r}; "
+                "None sums gradients as they are computed"
+            )
+        if self.sequence and self.size(TENSOR) == 1:
+            raise ValueError(
+                "sequence parallelism splits rows over the axis `tensor`, which this mesh has not, "
+                f"got {describe_mesh(self.mesh)}; add the axis, or leave sequence_parallel out"
+            )
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis; 1 where the mesh has none."""
+        return dict(self.mesh.shape).get(axis, 1)
+
+    @cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those that split the batch."""
+        return tuple(axis for axis in (DATA, FSDP) if self.size(axis) > 1)
+
+    @property
+    def batch_parts(self) -> int:
+        return math.prod(self.size(axis) for axis in self.batch_axes)
+
+    @property
+    def tensor(self) -> TensorParallel | None:
+        size = self.size(TENSOR)
+        return TensorParallel(TENSOR, size, self.sequence) if size > 1 else None
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """How every array of a batch is split: by its first dim."""
+        return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
+
+    def place_batch(self, batch: Any) -> Any:
+        """A batch on the mesh. What is not a jax array yet is this process's part of it."""
+
+        def place(leaf):
+            if isinstance(leaf, jax.Array):
+                return leaf if leaf.sharding.device_set == self.devices else jax.device_put(leaf, self._sharding(leaf))
+            return jax.make_array_from_process_local_data(self._sharding(leaf), np.asarray(leaf))
+
+        return jax.tree.map(place, batch)
+
+    @cached_property
+    def devices(self) -> set[Any]:
+        return set(self.mesh.devices.flat)
+
+    def _sharding(self, leaf) -> NamedSharding:
+        return NamedSharding(self.mesh, self.batch_spec if np.ndim(leaf) else PartitionSpec())
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise unless a step can be spread over this mesh."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f'mesh must be a jax.sharding.Mesh, got {describe(mesh)}; make one with jax.make_mesh((4,), ("data",))'
+        )
+    unknown = [name for name in mesh.axis_names if name not in AXES]
+    if unknown:
+        raise ValueError(
+            f"a mesh may have the axes {', '.join(AXES)}, got {describe_mesh(mesh)}; rename or drop {', '.join(unknown)}"
+        )
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def _check_rules(rules):
+    is_rule = [
+        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], PartitionSpec)
+        for rule in (rules if isinstance(rules, tuple | list) else [None])
+    ]
+    if not all(is_rule):
+        raise ValueError(
+            "rules must be pairs of a pattern and a PartitionSpec, "
+            f'got {describe(rules)}; pass [("mlp/up/kernel", P(None, "tensor"))]'
+        )

@@ -1,0 +1,203 @@
+"""Where every param lies on a mesh: by the rules of the user, by what layers say of their params, and by size.
+
+    offers of layers, rules ─place_params→ a Place for each param ─→ the specs of params, optimizer state, everything
+
+A `tensor` axis splits what a layer says can be split (its columns, rows, heads). `fsdp` splits the rows of every
+matrix, so that a shard is contiguous, and what is gathered needs no permutation. Vectors stay whole: they are small.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_fp8.core.paths import LayerPath, map_with_names
+from jax_fp8.core.shards import Shards, TensorDim
+from jax_fp8.parallel.mesh import FSDP, TENSOR, Parallelism
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Place:
+    """Where a param lies.
+
+    Args:
+      shape: of the whole param.
+      tensor_dim, fsdp_dim: the dims, counted from the end, that these axes split; None where they do not.
+      is_partial: every device of `tensor` has all of it, and uses a part: the gradient is a sum over them.
+      dtype: in which a layer reads it, if in one only.
+    """
+
+    shape: tuple[int, ...]
+    tensor_dim: int | None = None
+    fsdp_dim: int | None = None
+    is_partial: bool = False
+    dtype: Any = None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Where both axes split one dim, `fsdp` splits the parts of `tensor`."""
+        axes: list[Any] = [None] * len(self.shape)
+        for dim, axis in ((self.tensor_dim, TENSOR), (self.fsdp_dim, FSDP)):
+            if dim is not None:
+                axes[dim] = axis if axes[dim] is None else (axes[dim], axis)
+        while axes and axes[-1] is None:
+            axes.pop()
+        return PartitionSpec(*axes)
+
+    def shape_without_fsdp(self, tensor: int) -> tuple[int, ...]:
+        """What a device computes with: its part of the layer, of `tensor` parts."""
+        shape = list(self.shape)
+        if self.tensor_dim is not None:
+            shape[self.tensor_dim] //= tensor
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where all params of a step lie; `places` is a tree like the params."""
+
+    how: Parallelism
+    places: Any
+
+    @property
+    def specs(self) -> Any:
+        return jax.tree.map(lambda place: place.spec, self.places, is_leaf=_is_place)
+
+    @property
+    def by_path(self) -> dict[LayerPath, Place]:
+        found: dict[LayerPath, Place] = {}
+        map_with_names(found.__setitem__, self.places, is_leaf=_is_place)
+        return found
+
+    @property
+    def shards(self) -> Shards:
+        """What one device knows of the others."""
+        dims = {path: place.tensor_dim for path, place in self.by_path.items()}
+        return Shards(self.how.batch_axes, self.how.tensor, dims, self.how.batch_parts)
+
+    @property
+    def splits_params(self) -> bool:
+        return any(place.spec for place in self.by_path.values())
+
+    def shardings(self, tree: Any) -> Any:
+        """Where a tree lies whose arrays are params, or, like an optimizer's state, have their names and shapes; all
+        other arrays are the same on all devices.
+        """
+        by_path = self.by_path
+
+        def sharding(path, leaf):
+            place = _place_of(path, leaf.shape, by_path)
+            return NamedSharding(self.how.mesh, place.spec if place else PartitionSpec())
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def place_params(how: Parallelism, params: Any, offers: Mapping[LayerPath, TensorDim]) -> Placement:
+    """Where params (arrays, or their shapes) lie, of which layers have said `offers`."""
+
+    def place(path, leaf):
+        rule = _rule_of(path, how.rules)
+        if rule is not None:
+            return _by_rule(how, path, leaf.shape, rule, offers.get(path, TensorDim()))
+        return _by_offer(how, path, leaf.shape, offers.get(path, TensorDim()))
+
+    return Placement(how, map_with_names(place, params))
+
+
+def placed_shapes(shapes: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s with these shardings."""
+
+    def placed(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, shapes, shardings)
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """Arrays of a program, where these shardings say."""
+
+    def place(leaf, sharding):
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            return jax.reshard(leaf, sharding)
+        return lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(place, tree, shardings)
+
+
+def _by_offer(how, path, shape, offer) -> Place:
+    size, dim, is_partial = how.size(TENSOR), offer.dim, False
+    if size == 1 or dim is None:
+        dim = None
+    elif offer.pieces % size:
+        if not (offer.or_whole and size % offer.pieces == 0):
+            _refuse(path, shape, size, offer)
+        dim, is_partial = None, True
+    own = Place(shape, dim, None, is_partial, offer.dtype)
+    return Place(shape, dim, _fsdp_dim(own.shape_without_fsdp(size), how.size(FSDP)), is_partial, offer.dtype)
+
+
+def _refuse(path, shape, size, offer):
+    padded = math.ceil(offer.pieces / size) * size
+    several = f", or be a multiple of it, got {offer.pieces}" if offer.or_whole else f", got {offer.pieces}"
+    raise ValueError(
+        f"tensor={size} must divide the {offer.named} of {'/'.join(path)}{several} in shape {shape}; "
+        f"choose another size of the axis, or {padded} {offer.named}"
+    )
+
+
+def _fsdp_dim(shape, size) -> int | None:
+    """Rows, if they can be split; columns, if they can; else nothing."""
+    if size == 1 or len(shape) < 2:
+        return None
+    return next((dim for dim in (-2, -1) if shape[dim] % size == 0), None)
+
+
+def _rule_of(path, rules) -> PartitionSpec | None:
+    name = "/".join(path)
+    return next((spec for pattern, spec in rules if re.search(pattern, name)), None)
+
+
+def _by_rule(how, path, shape, rule, offer) -> Place:
+    if len(rule) > len(shape):
+        raise ValueError(
+            f"the rule {rule} of {'/'.join(path)} must not have more dims than the param's shape {shape}; shorten it"
+        )
+    dims: dict[str, int] = {}
+    for number, entry in enumerate(rule):
+        for axis in entry if isinstance(entry, tuple) else (entry,) if entry else ():
+            if axis not in (TENSOR, FSDP):
+                raise ValueError(
+                    f"the rule {rule} of {'/'.join(path)} may name {FSDP} and {TENSOR}, got {axis!r}; leave it out"
+                )
+            dims[axis] = number - len(rule)
+    place = Place(
+        shape, *(dims.get(axis) if how.size(axis) > 1 else None for axis in (TENSOR, FSDP)), dtype=offer.dtype
+    )
+    for axis, dim in ((TENSOR, place.tensor_dim), (FSDP, place.fsdp_dim)):
+        parts = how.size(axis) * (how.size(TENSOR) if axis == FSDP and place.tensor_dim == dim else 1)
+        if dim is not None and shape[dim] % parts:
+            raise ValueError(
+                f"the rule {rule} splits {shape[dim]} elements of {'/'.join(path)}, shape {shape}, "
+                f"in {parts} parts, which must be equal; change the rule or the mesh"
+            )
+    return place
+
+
+def _place_of(path, shape, by_path) -> Place | None:
+    """The place of the param whose names are the last ones of a path, if it has this shape."""
+    names = [name for key in path if (name := getattr(key, "key", None)) is not None]
+    for first in range(len(names)):
+        place = by_path.get(tuple(names[first:]))
+        if place is not None:
+            return place if place.shape == tuple(shape) else None
+    return None
+
+
+def _is_place(node) -> bool:
+    return isinstance(node, Place)

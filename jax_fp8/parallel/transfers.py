@@ -1,0 +1,102 @@
+"""What moves between the devices of a step beside its layers: params before it, gradients and amaxes after it.
+
+    shards of params ─gather→ what a device computes with ─loss, backward→ gradients ─reduce→ gradients of the shards
+
+A kernel that GEMMs read in FP8 is cast where it lies, and goes over the wire in FP8, once for all microbatches; what
+else is read in one dtype goes in that. Gradients are summed over the batch's axes, and where `fsdp` splits a param each
+device gets the sum of its own shard.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.paths import LayerPath, map_with_names
+from jax_fp8.core.shards import largest_amax
+from jax_fp8.ops.collectives import whole_pair
+from jax_fp8.parallel.mesh import FSDP, TENSOR, Parallelism
+from jax_fp8.parallel.placement import Place, Placement
+
+
+def gather_params(placement: Placement, params: Any, in_fp8: Collection[LayerPath]) -> Any:
+    """What a device computes with, from its shards.
+
+    Args:
+      in_fp8: kernels that all their readers have in FP8. They are not gathered: in their place stands an array of NaN,
+        which gives the gradient its shape and its dtype, and whoever reads it after all cannot fail to notice.
+    """
+    how = placement.how
+
+    def gather(path, param, place: Place):
+        if path in in_fp8:
+            shape = place.shape_without_fsdp(how.size(TENSOR))
+            return jnp.full(shape, jnp.nan, how.gradient_dtype or param.dtype)
+        if place.fsdp_dim is None:
+            return param
+        return _all_gather(param.astype(place.dtype or param.dtype), place.fsdp_dim)
+
+    return map_with_names(gather, params, placement.places)
+
+
+def gather_weight(places: Collection[Place], own: Fp8Pair) -> Fp8Pair:
+    """A weight in FP8, of kernels that lie like this side by side, from its shard: one orientation is gathered, the
+    other made of it.
+    """
+    dims = {place.fsdp_dim for place in places}
+    if dims == {None}:
+        return own
+    assert dims == {-2}, "other kernels are gathered before they are cast"
+    return whole_pair(_all_gather(own.rowwise.values, -2), own)
+
+
+def can_be_gathered_in_fp8(places: Collection[Place]) -> bool:
+    """Whether kernels side by side lie so that their rows can be gathered as one FP8 array."""
+    return {place.fsdp_dim for place in places} in ({None}, {-2})
+
+
+def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:
+    """The gradients of the shards, in the dtypes of the params, from each device's share of the mean."""
+    how = placement.how
+
+    def reduce(gradient, param, place):
+        wire = how.gradient_dtype if gradient.ndim > 1 and how.gradient_dtype is not None else gradient.dtype
+        total = _sum_of(how, gradient.astype(wire), place)
+        return total.astype(param.dtype)
+
+    return jax.tree.map(reduce, gradients, params, placement.places, is_leaf=lambda node: isinstance(node, Place))
+
+
+def whole_amaxes(how: Parallelism, amaxes: jax.Array) -> jax.Array:
+    """The amaxes f32[rows] of all devices: one vector, one collective."""
+    return largest_amax(amaxes, _tensor_axes(how) + how.batch_axes)
+
+
+def whole_loss(how: Parallelism, share: jax.Array) -> jax.Array:
+    return lax.psum(share, how.batch_axes) if how.batch_axes else share
+
+
+def _sum_of(how, gradient, place):
+    axes = how.batch_axes
+    if place.fsdp_dim is not None:
+        dim = gradient.ndim + place.fsdp_dim
+        gradient = lax.psum_scatter(gradient, FSDP, scatter_dimension=dim, tiled=True)
+        axes = tuple(axis for axis in axes if axis != FSDP)
+    if how.tensor is None or place.tensor_dim is not None:
+        return lax.psum(gradient, axes) if axes else gradient
+    # The param is the same on all devices of `tensor`, and must stay so, to the bit: so all take one sum.
+    # Where each has computed the whole gradient, and not that of its rows or heads, it is their mean.
+    total = lax.psum(gradient, (*axes, TENSOR))
+    is_share = place.is_partial or how.sequence
+    return total if is_share else total / how.size(TENSOR)
+
+
+def _tensor_axes(how) -> tuple[str, ...]:
+    return (TENSOR,) if how.tensor is not None else ()
+
+
+def _all_gather(x, dim) -> jax.Array:
+    return lax.all_gather(x, FSDP, axis=x.ndim + dim, tiled=True)

@@ -1,0 +1,168 @@
+"""A pass on every device of a mesh: one program in one `shard_map`, in which each device runs the model on its part of
+the batch and of the params.
+
+    shards of params ─cast, gather→ a state as of one device ─loss, backward→ gradients ─reduce→ those of the shards
+
+What runs inside is the pass of one device. Layers know from `core/shards.py` how they are split; all else that moves
+between devices is in `parallel/transfers.py`. The loss is that of the device's part, divided by the number of parts: so
+output gradients are those of the mean over all, and amaxes, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_fp8.core.paths import LayerPath, kernel_paths
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recorder import listing
+from jax_fp8.core.shards import TensorDim, offers
+from jax_fp8.parallel.mesh import Parallelism, describe_mesh
+from jax_fp8.parallel.placement import Placement, place_params, put
+from jax_fp8.parallel.transfers import (
+    can_be_gathered_in_fp8,
+    gather_params,
+    gather_weight,
+    reduce_gradients,
+    whole_amaxes,
+    whole_loss,
+)
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.weight_cache import cast_gemms
+
+
+WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What layers say when they are traced as on one device: how their params may be split, and which GEMMs are in
+    FP8.
+    """
+
+    offers: dict[LayerPath, TensorDim]
+    gemms: tuple[LayerPath, ...]
+
+    @classmethod
+    def of(cls, function: Callable, *args: Any) -> "Layers":
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+        with offers() as found, listing() as gemms:
+            jax.eval_shape(function, *shapes)
+        in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
+        # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
+        of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
+        return cls(of_params, tuple(gemms))
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """A state on a mesh.
+
+    Args:
+      once: weights are gathered once a step, and not once a microbatch.
+    """
+
+    placement: Placement
+    loss_fn: Callable
+    recipe: Recipe | None
+    gemms: tuple[LayerPath, ...]
+    once: bool
+
+    @classmethod
+    def of(
+        cls,
+        how: Parallelism,
+        loss_fn: Callable,
+        recipe: Recipe | None,
+        once: bool,
+        microbatches: int,
+        state: TrainState,
+        batch: Any,
+    ) -> "OnMesh":
+        _check_parts(how, batch, microbatches)
+        layers = Layers.of(loss_fn, state.variables, batch)
+        placement = place_params(how, state.params, layers.offers)
+        if state.cache and placement.splits_params:
+            raise ValueError(
+                "a state that carries a weight cache must have whole params on every device, "
+                f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
+                "the step casts each shard once, and gathers it in FP8"
+            )
+        return cls(placement, loss_fn, recipe, layers.gemms, once)
+
+    def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
+        """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
+        how = self.placement.how
+
+        def finish(params, loss, gradients, amaxes):
+            return whole_loss(how, loss), reduce_gradients(self.placement, gradients, params), whole_amaxes(how, amaxes)
+
+        return self._run(local, finish, (WHOLE, self.placement.specs, WHOLE), state, batch, from_current=False)
+
+    def first_amaxes(self, local: Callable, state: TrainState, batch: Any) -> jax.Array:
+        """The amaxes of all devices; every tensor is scaled by its own."""
+
+        def finish(_, amaxes):
+            return whole_amaxes(self.placement.how, amaxes)
+
+        return self._run(lambda *args: (local(*args),), finish, WHOLE, state, batch, from_current=True)
+
+    def _run(self, local, finish, out_specs, state, batch, from_current) -> Any:
+        how = self.placement.how
+
+        def on_device(step, params, fp8, cache, batch):
+            with self.placement.shards.active():
+                state_of = partial(self._own_state, TrainState(step, params, fp8, None, cache), from_current)
+                if self.once:
+                    made = state_of()
+                    state_of = lambda: made  # noqa: E731
+                results = local(self._share, state_of, batch, list(self.gemms))
+            return finish(params, *results)
+
+        batch_specs = jax.tree.map(lambda x: how.batch_spec if jnp.ndim(x) else WHOLE, batch)
+        specs = WHOLE, self.placement.specs, WHOLE, WHOLE, batch_specs
+        on_all = jax.shard_map(on_device, mesh=how.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
+        state = self.constrain(state)
+        return on_all(state.step, state.params, state.fp8, state.cache, batch)
+
+    def constrain(self, state: TrainState) -> TrainState:
+        """The state where it belongs."""
+        return put(state, self.placement.shardings(state))
+
+    def _share(self, variables, batch):
+        """The device's share of the mean over all parts."""
+        loss, parts = self.loss_fn(variables, batch), self.placement.how.batch_parts
+        return loss if parts == 1 else loss / parts
+
+    def _own_state(self, shards: TrainState, from_current: bool) -> TrainState:
+        """What a device computes with."""
+        places, in_fp8, cache = self.placement.by_path, [], shards.cache
+        is_gathered = any(place.fsdp_dim is not None for place in places.values())
+        if is_gathered:
+            of_gemms = {gemm: [places[kernel] for kernel in kernel_paths(gemm)] for gemm in self.gemms}
+            cached = {gemm: of for gemm, of in of_gemms.items() if can_be_gathered_in_fp8(of)}
+            scales = {} if from_current else shards.fp8
+            gather = {gemm: partial(gather_weight, of) for gemm, of in cached.items()}
+            cache = cast_gemms(shards.params, scales, self.recipe, gather)
+            in_fp8 = [kernel for gemm in cached for kernel in kernel_paths(gemm)]
+        params = gather_params(self.placement, shards.params, in_fp8)
+        return replace(shards, params=params, cache=cache)
+
+
+def _check_parts(how, batch, microbatches):
+    """Raise unless every device has as many whole rows of each microbatch."""
+    parts = how.batch_parts * microbatches
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        rows = jnp.shape(leaf)[:1]
+        if rows and rows[0] % parts:
+            of_each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
+            raise ValueError(
+                f"every device must have as many rows{of_each}: {how.batch_parts} parts of a batch on the mesh "
+                f"{describe_mesh(how.mesh)}, got {rows[0]} rows of batch{jax.tree_util.keystr(path)}; "
+                f"pass a multiple of {parts}"
+            )

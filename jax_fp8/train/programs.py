@@ -1,0 +1,190 @@
+"""The programs of a step, before they are jitted: what happens in them, and in which order.
+
+    state, batch ─gradients→ loss, gradients, amaxes ─update→ state, metrics
+
+The first part runs on one device, or on every device of a mesh (train/on_mesh.py). The second is written for whole
+arrays; on a mesh the compiler splits it, for it computes element by element, and any Optax transform is right.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jax_fp8.core.checks import first_difference
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import no_amaxes
+from jax_fp8.kernels.update_state import as_metrics, finish_step
+from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.placement import place_params
+from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_opt_state, check_state
+from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, with_first_scales
+from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
+from jax_fp8.train.on_mesh import Layers, OnMesh
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.weight_cache import cast_requests, refresh, renewed
+
+STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
+
+
+@dataclass(frozen=True, repr=False)
+class Programs:
+    """The functions behind a `TrainStep`; fields as in `make_train_step`, but for `how`: None on one device, and where
+    the compiler splits the program by itself.
+    """
+
+    loss_fn: Callable
+    optimizer: optax.GradientTransformationExtraArgs
+    recipe: Recipe | None
+    microbatches: int
+    cache_weights: bool
+    in_place: bool
+    how: Parallelism | None = None
+
+    def create(self, init_fn, *args):
+        return TrainState.create(variables=init_fn(*args), tx=self.optimizer)
+
+    def shardings_of(self, init_fn, *args) -> Any:
+        """Where the state that `create` makes lies on the mesh."""
+        assert self.how is not None, "there is a mesh"
+        layers = Layers.of(init_fn, *args)
+        shapes = jax.eval_shape(partial(self.create, init_fn), *args)
+        return place_params(self.how, shapes.params, layers.offers).shardings(shapes)
+
+    def step(self, state, batch, zeros):
+        self._check(state, batch, self.microbatches)
+        state = _with_its_cache(state, self.recipe)
+        if self.how is None:
+            loss, gradients, amaxes = self._gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch))
+            state, metrics = self._update(state, loss, gradients, amaxes)
+        else:
+            mesh = self.on_mesh(state, batch)
+            loss, gradients, amaxes = mesh.gradients(self._gradients, state, batch)
+            state, metrics = self._update(state, loss, gradients, amaxes)
+            state = mesh.constrain(state)
+        return state, jax.tree.map(jnp.add, metrics, zeros)
+
+    def warm(self, state, batch):
+        self._check(state, batch, self.microbatches)
+        if self.how is None:
+            amaxes = self._first_amaxes(self.loss_fn, lambda: state, batch, [])
+        else:
+            mesh = self.on_mesh(state, batch)
+            amaxes = mesh.first_amaxes(self._first_amaxes, state, batch)
+        return state.replace(fp8=with_first_scales(state.fp8, amaxes, self.recipe))
+
+    def on_mesh(self, state, batch) -> OnMesh:
+        """How this state lies on the mesh."""
+        assert self.how is not None, "there is a mesh"
+        once = self.cache_weights or self.microbatches == 1
+        return OnMesh.of(self.how, self.loss_fn, self.recipe, once, self.microbatches, state, batch)
+
+    def start(self, state):
+        self._check(state)
+        return begin(state, self.recipe, self.cache_weights)
+
+    def accumulate(self, state, pending, microbatch, is_first_microbatch):
+        self._check(state, microbatch)
+        _check_pending(pending, state)
+        pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
+        # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
+        state = dataclasses.replace(state, cache={})
+        return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
+
+    def apply(self, state, pending):
+        self._check(state)
+        _check_pending(pending, state)
+        complete = is_complete(state, pending, self.microbatches)
+
+        def update(state):
+            updated = self._update(state, pending.loss, pending.gradients, pending.amaxes)
+            check_kept_types(state, updated[0])
+            return updated
+
+        def keep(state):
+            return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
+
+        new_state, metrics = lax.cond(complete, update, keep, state)
+        metrics["microbatches"] = pending.count
+        return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
+
+    def _check(self, state, batch=None, microbatches=1):
+        """Raise unless all of this belongs together."""
+        check_is("state", state, TrainState, STATE_REMEDY)
+        check_batch(batch, microbatches)
+        check_state(state, self.recipe)
+        check_opt_state(state.opt_state, self.optimizer, state.params)
+
+    def _gradients(self, loss_fn, state_of, batch, gemms):
+        """Loss, gradients and amaxes of a batch. The state of `state_of()` may be made anew for every microbatch."""
+        if self.microbatches == 1:
+            return value_grads_and_amaxes(loss_fn)(state_of().variables, batch)
+
+        def body(pending, microbatch):
+            state = state_of()
+            return add_microbatch(loss_fn, self.microbatches, state, pending, microbatch, gemms), None
+
+        state = state_of()
+        start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
+        pending, _ = lax.scan(body, start, split(batch, self.microbatches))
+        return pending.loss, pending.gradients, pending.amaxes
+
+    def _first_amaxes(self, loss_fn, state_of, batch, _):
+        """The amaxes of a pass in which every tensor is scaled by its own."""
+        record = value_grads_and_amaxes(loss_fn, from_current=True)
+        if self.microbatches == 1:
+            return record(state_of().variables, batch)[2]
+
+        def largest(amaxes, microbatch):
+            return jnp.maximum(amaxes, record(state_of().variables, microbatch)[2]), None
+
+        start = no_amaxes(state_of().fp8)
+        return lax.scan(largest, start, split(batch, self.microbatches))[0]
+
+    def _gemms(self, state, batch) -> list:
+        """The layers in FP8 where the state does not say, and microbatches share their weights."""
+        if self.microbatches == 1 or self.recipe is None or self.recipe.has_state:
+            return []
+        part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
+        return list_gemms(self.loss_fn, state.variables, part)
+
+    def _update(self, state, loss, gradients, amaxes):
+        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients."""
+        with jax.named_scope("fp8_state"):
+            fp8, counts = finish_step(state.fp8, amaxes, self.recipe)
+        with jax.named_scope("optimizer"):
+            casts = cast_requests(state.cache, state.params, fp8)
+            request = {"in_place": InPlace(casts)} if self.in_place else {}
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
+            params = apply_updates(state.params, updates)
+        applied = was_applied(updates)
+        if applied is not None:
+            fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
+        cache = refresh(state.cache, params, fp8, updates)
+        return TrainState(state.step + 1, params, fp8, opt_state, cache), _metrics(loss, counts)
+
+
+def _metrics(loss, counts) -> dict[str, jax.Array]:
+    return {"loss": loss, **as_metrics(counts)}
+
+
+def _with_its_cache(state, recipe):
+    """The state with a cache of its own params: a state may be put together from parts."""
+    return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
+
+
+def _check_pending(pending, state):
+    check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
+    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
+    difference = first_difference(sums, pending.gradients)
+    if difference is not None:
+        raise ValueError(
+            f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
+        )

@@ -32,7 +32,7 @@ _COPY = re.compile(r"memcpy|memset|^(wrapped_)?copy", re.I)
 _ATTENTION = re.compile(r"sdpa|fmha|flash|attention|compute_dot_do_o|convert_dq", re.I)
 _OUR_NORMS = re.compile(r"jax_fp8::norm|Activated<|column_sums")  # with the cast in the same kernel; bias gradients
 _OUR_LOSS = re.compile(r"cross_entropy", re.I)
-_OUR_CASTS = re.compile(r"quantize|amax|fp8_cast", re.I)
+_OUR_CASTS = re.compile(r"quantize|amax|fp8_cast|jax_fp8::.*transpose", re.I)
 _OUR_OPTIMIZER = re.compile(r"adam|update_state", re.I)
 _GEMM = re.compile(r"gemm|nvjet|xmma|cutlass|cublas", re.I)
 # nvjet_sm90_<types>_<tile>...: three letters (tst) for one operand type, five (qqtst, qqsss) for FP8's A B C compute D.

@@ -129,16 +129,16 @@ template <typename Producer>
 __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kAmaxBlocks)
     amax_tile_kernel(Producer producer, int64_t rows, int64_t width, unsigned tiles_per_row, float* amax) {
   using namespace quantize_tile;
-  const int64_t row = int64_t{blockIdx.x / tiles_per_row} * kRows + threadIdx.x / kGroups * kRowsPerPatch;
+  const int64_t row = int64_t{blockIdx.x / tiles_per_row} * kRows + threadIdx.x / kGroups * kPatchRows;
   const int64_t col = int64_t{blockIdx.x % tiles_per_row} * kCols + threadIdx.x % kGroups * kVectorWidth;
   float thread_amax = 0.0f;
   if (row < rows && col < width) {
-    Vector<typename Producer::Element> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][Producer::kMade];
+    Vector<typename Producer::Element> loaded[kPatchRows][Producer::kInputs], made[kPatchRows][Producer::kMade];
 #pragma unroll
-    for (int r = 0; r < kRowsPerPatch; ++r) producer.load(row + r, col, width, loaded[r]);
+    for (int r = 0; r < kPatchRows; ++r) producer.load(row + r, col, width, loaded[r]);
     producer.make(loaded, made);
 #pragma unroll
-    for (int r = 0; r < kRowsPerPatch; ++r) {
+    for (int r = 0; r < kPatchRows; ++r) {
 #pragma unroll
       for (int part = 0; part < Producer::kParts; ++part) {
         float elements[kVectorWidth];

@@ -8,7 +8,16 @@
 namespace jax_fp8 {
 namespace {
 
-constexpr int kVectors = kRounds * kPatchRows;  // of four neighbours, per thread
+// A warp has a row of a tile, four neighbours a thread: then every access of a warp is of whole 128-byte lines, be the
+// elements 4 bytes each or 1. A tile is four rounds of 8 x 32 patches, one per thread.
+constexpr int kTileThreads = 256;
+constexpr int kTileWidth = 4;
+constexpr int kGroups = 32;
+using LeafTile = Tile<kTileWidth, kGroups>;
+constexpr int kTileCols = LeafTile::kCols;
+constexpr int kRoundPatches = kTileThreads / kGroups;
+constexpr int kRoundRows = kRoundPatches * kPatchRows;
+constexpr int kVectors = kTileRows / kRoundPatches;  // of four neighbours, per thread
 constexpr int kChunk = kTileThreads * kTileWidth * kVectors;
 static_assert(kTileRows * kTileCols == kChunk, "a chunk is a tile, or as many elements in a row");
 
@@ -57,6 +66,12 @@ __device__ inline Walk tile_walk(const AdamLeaf& leaf, int64_t tile_row, int64_t
   return {row * leaf.cols + col, kRoundRows * leaf.cols, leaf.cols, col < leaf.cols ? leaf.rows * leaf.cols : 0};
 }
 
+__device__ inline void put_patch(uint4* tile, int round, const uint32_t (&rows)[kPatchRows]) {
+  uint32_t columns[1][kTileWidth];
+  transpose_bytes(rows, columns[0]);
+  LeafTile::put(tile, threadIdx.x / kGroups + round * kRoundPatches, threadIdx.x % kGroups, columns);
+}
+
 // A patch of the rowwise values in a shared cast, whose rows are longer than those of the leaf.
 __device__ inline void store_patch(const AdamLeaf& leaf, int64_t tile_row, int64_t tile_col, int round,
                                    const uint32_t (&rows)[kPatchRows]) {
@@ -97,7 +112,7 @@ struct Unknown {
 
 template <typename Kind>
 __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const __grid_constant__ AdamTable table) {
-  __shared__ uint4 tile[kTileChunks];
+  __shared__ uint4 tile[LeafTile::kChunks];
   const int slot = slot_of(table, blockIdx.x);
   const int number = table.number[slot];
   Step step = step_of(table.scalars, table.scales + number * kAdamScales, table.seed);
@@ -147,7 +162,8 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
   }
   if (transposing) {
     __syncthreads();
-    store_transpose(tile, tile_row, tile_col, leaf.rows, leaf.cols, leaf.values_t);
+    LeafTile::store<kTileThreads, CachePolicy::kTouchedOnce>(tile, tile_row, tile_col, leaf.rows, leaf.cols,
+                                                             leaf.values_t);
   }
   if (leaf.amax != nullptr) merge_amax<kTileThreads>(amax, leaf.amax);
 }

@@ -36,6 +36,7 @@ KERNELS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_5": "attention",
     "void jax_fp8::(anonymous namespace)::quantize_transpose_kernel<__nv_bfloat16>(int)": "quantize, transpose, amax",
     "void jax_fp8::(anonymous namespace)::amax_kernel<float>(float const*)": "quantize, transpose, amax",
+    "jax_fp8::(anonymous namespace)::transpose_kernel(unsigned char const*)": "quantize, transpose, amax",
     "void jax_fp8::quantize_tile_kernel<(jax_fp8::Fp8Type)1, jax_fp8::Matrix<float>>(int)": "quantize, transpose, amax",
     "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)": "attention",
     "void cudnn::fusion::convert_dq_to_16bits<true>(void const*)": "attention",

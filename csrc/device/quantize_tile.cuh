@@ -27,6 +27,7 @@
 #include "fp8.cuh"
 #include "reduce.cuh"
 #include "scale_source.cuh"
+#include "tile.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8 {
@@ -56,44 +57,26 @@ struct TiledResults {
 
 namespace quantize_tile {
 
-constexpr int kRows = 128;
-constexpr int kCols = 64;
-constexpr int kThreads = 256;                            // one patch of 4 rows x 8 columns each
+constexpr int kThreads = 256;  // one patch of 4 rows x 8 columns each
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRowsPerPatch = 4;                         // four bytes of a column make one word of the transpose
-constexpr int kGroups = kCols / kVectorWidth;            // 8 groups of 8 columns
-constexpr int kWordsPerColumn = kRows / kRowsPerPatch;   // 32, one per bank
-constexpr int kChunksPerColumn = kRows / sizeof(uint4);  // 8 chunks of 16 rows
+constexpr int kGroups = 8;
+using ValuesTile = Tile<kVectorWidth, kGroups>;
+constexpr int kRows = kTileRows;
+constexpr int kCols = ValuesTile::kCols;
 static_assert(kGroups * kWordsPerColumn == kThreads);
 static_assert(kRows == kRowsPerPartialSum);
 
-// A column of a tile is 8 chunks of 4 words, all columns starting at bank 0. A warp writes the 4 words of one chunk in
-// each of 8 groups of columns; so chunk i of a column of group g lives at i ^ g, and the 32 writes meet 32 banks. Eight
-// threads that read the 8 chunks of one column meet all banks as well.
-__device__ inline void put_patch(uint4* tile, int patch, int group, const uint32_t (&left)[4],
-                                 const uint32_t (&right)[4]) {
+__device__ inline void put_patch(uint4* tile, int patch, int group, const uint32_t (&left)[kPatchRows],
+                                 const uint32_t (&right)[kPatchRows]) {
   uint32_t columns[2][4];
   transpose_bytes(left, columns[0]);
   transpose_bytes(right, columns[1]);
-  uint32_t* words = reinterpret_cast<uint32_t*>(tile) + group * kVectorWidth * kWordsPerColumn + (patch ^ (group << 2));
-#pragma unroll
-  for (int c = 0; c < kVectorWidth; ++c) words[c * kWordsPerColumn] = columns[c / 4][c % 4];
+  ValuesTile::put(tile, patch, group, columns);
 }
 
 __device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows,
                                        int64_t width, uint8_t* values_t) {
-#pragma unroll
-  for (int pass = 0; pass < kCols * kChunksPerColumn / kThreads; ++pass) {
-    const int item = pass * kThreads + threadIdx.x;
-    const int column = item / kChunksPerColumn;
-    const int chunk = item % kChunksPerColumn;
-    const int64_t out_row = tile_col + column;
-    const int64_t out_col = tile_row + chunk * static_cast<int>(sizeof(uint4));
-    if (out_row < width && out_col < rows) {
-      const uint4 bytes = tile[column * kChunksPerColumn + (chunk ^ (column / kVectorWidth))];
-      *reinterpret_cast<uint4*>(values_t + out_row * rows + out_col) = bytes;
-    }
-  }
+  ValuesTile::store<kThreads>(tile, tile_row, tile_col, rows, width, values_t);
 }
 
 // The four patches that a warp has of each group of columns, added up into its row of `sums`.
@@ -117,7 +100,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
   using namespace quantize_tile;
   using T = typename Producer::Element;
   constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
-  __shared__ uint4 tile[kMade][kCols * kChunksPerColumn];
+  __shared__ uint4 tile[kMade][ValuesTile::kChunks];
   __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kWarps : 1][kCols];
   const float loaded_scale = __ldg(scale.element);
   const float companion_scale = Producer::kCompanions ? __ldg(results.companion.scale) : 1.0f;
@@ -127,21 +110,21 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
 
   const int group = threadIdx.x % kGroups;
   const int patch = threadIdx.x / kGroups;
-  const int64_t row = tile_row + patch * kRowsPerPatch;
+  const int64_t row = tile_row + patch * kPatchRows;
   const int64_t col = tile_col + group * kVectorWidth;
   float thread_amax = 0.0f;
   float patch_sums[kParts][kVectorWidth] = {};
   if (row < rows && col < width) {
-    Vector<T> loaded[kRowsPerPatch][Producer::kInputs], made[kRowsPerPatch][kMade];
+    Vector<T> loaded[kPatchRows][Producer::kInputs], made[kPatchRows][kMade];
 #pragma unroll
-    for (int r = 0; r < kRowsPerPatch; ++r) producer.load(row + r, col, width, loaded[r]);
+    for (int r = 0; r < kPatchRows; ++r) producer.load(row + r, col, width, loaded[r]);
     const float multiplier = multiplier_from<kFormat>(loaded_scale, scale);
     producer.make(loaded, made);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      uint32_t left[kRowsPerPatch], right[kRowsPerPatch];
+      uint32_t left[kPatchRows], right[kPatchRows];
 #pragma unroll
-      for (int r = 0; r < kRowsPerPatch; ++r) {
+      for (int r = 0; r < kPatchRows; ++r) {
         float elements[kVectorWidth];
         unpack(made[r][part], elements);
         thread_amax = amax_of(thread_amax, elements);
@@ -155,7 +138,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
       if (results.values) {
         uint8_t* target = results.values + (row * kParts + part) * width + col;
 #pragma unroll
-        for (int r = 0; r < kRowsPerPatch; ++r) {
+        for (int r = 0; r < kPatchRows; ++r) {
           *reinterpret_cast<uint2*>(target + r * kParts * width) = {left[r], right[r]};
         }
       }
@@ -164,9 +147,9 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
     if constexpr (Producer::kCompanions) {
       const float companion_multiplier = multiplier_of(companion_scale);
       with_format(results.companion.format, [&](auto format) {
-        uint32_t left[kRowsPerPatch], right[kRowsPerPatch];
+        uint32_t left[kPatchRows], right[kPatchRows];
 #pragma unroll
-        for (int r = 0; r < kRowsPerPatch; ++r) {
+        for (int r = 0; r < kPatchRows; ++r) {
           float elements[kVectorWidth];
           unpack(made[r][kParts], elements);
           left[r] = quantize_four<decltype(format)::value>(elements, companion_multiplier);

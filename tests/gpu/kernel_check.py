@@ -32,6 +32,7 @@ SOURCES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SCALES = (1.0, 2.0**-126, 3.0e38, 0.1, 7.3e-3, 1 / 3, 448.0, 2.0**-9, 1.1754945e-37, 123456.7)
 SHAPES = ((1, 1), (1, 16), (16, 1), (15, 17), (16, 16), (128, 128), (129, 127), (144, 272), (1000, 3000), (4096, 1040))
 SHAPES += ((2048, 8192), (3, 65537), (65537, 3), (0, 16), (16, 0), (80, 48), (64, 16), (16, 4096), (4096, 16))
+TRANSPOSE_TIMED = ((16384, 2048), (16384, 8192), (32768, 2048), (2048, 8192))
 GEMM_SHAPES = ((16, 16, 16), (32, 48, 64), (17, 32, 48), (1, 16, 16), (0, 16, 16))  # m, n, k
 GEMM_SHAPES += ((1000, 144, 272), (4096, 512, 1024), (208, 1040, 4112))
 CANDIDATE_SHAPES = ((16, 16, 16), (1024, 768, 512), (2048, 512, 4096))
@@ -88,6 +89,10 @@ def quantize_side_by_side(parts, source, dtype):
     matrices = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[::-1], dtype)
     call = jax.ffi.ffi_call("jax_fp8_quantize_transpose_sums", (*matrices, AMAX, SCALE, *sums_results(shape)))
     return call(parts[0], source, *parts[1:], **GIVEN)[:-1]
+
+
+def transpose(x):
+    return jax.ffi.ffi_call("jax_fp8_transpose", jax.ShapeDtypeStruct(x.shape[::-1], x.dtype))(x)
 
 
 def amax(*arrays):
@@ -194,6 +199,20 @@ def check_shapes(report: Report):
     nothing = np.full((32, 48), np.nan, np.float32)
     check_matrix(report, "nothing but NaN", nothing, (1.0,))
     check_matrix(report, "zeros", np.zeros((48, 32), np.float32), (1.0,))
+
+
+def check_transpose(report: Report):
+    """Every byte in its place, be it a NaN of any pattern."""
+    random = np.random.default_rng(7)
+    for shape in (*SHAPES, (48, 144), (144, 48), (1040, 4096), (32768, 2048)):
+        bits = random.integers(0, 256, shape, dtype=np.uint8)
+        for dtype in (E4M3, E5M2):
+            x, label = bits.view(np.dtype(dtype)), f"{jnp.dtype(dtype).name}{list(shape)}"
+            for got in twice_over_poison(jax.jit(transpose), jnp.asarray(x)):
+                report.bits("transpose", got, x.T, label)
+            if min(shape) > 1:
+                unmoved = np.array_equal(got.view(np.uint8).ravel(), bits.ravel())
+                report.expect("transpose", not unmoved, f"{label}: the order of bytes does not matter")
 
 
 def amaxes() -> np.ndarray:
@@ -483,6 +502,10 @@ def check_refusals(report: Report):
         (both_ways((result, result, AMAX, SCALE)), (x, one, x[:16]), "x must have shape [32, 64]"),
         (both_ways((result, result, AMAX, SCALE)), (x, one, x.astype(jnp.float32)), "x must be bfloat16"),
         (both_ways((result, result, AMAX, SCALE)), (x, one, x, x, x), "x must come in at most 3 matrices side by side"),
+        (raw("jax_fp8_transpose", transposed), (x,), "x must be float8_e4m3fn or float8_e5m2"),
+        (raw("jax_fp8_transpose", transposed), (a[None],), "x must have rank 2"),
+        (raw("jax_fp8_transpose", transposed), (a,), "result must be float8_e4m3fn"),
+        (raw("jax_fp8_transpose", result), (a,), "result must have shape [64, 32]"),
         (raw("jax_fp8_amax", AMAX), (x.astype(E4M3),), "x must be"),
         (raw("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.bfloat16)), (x,), "result must be float32"),
         (product(), (x, b, one, one), "a must be float8_e4m3fn or float8_e5m2"),
@@ -530,7 +553,7 @@ def check_graphs(report: Report):
         weights, _, w_scale = quantize(w, w_amax, E4M3, **FROM_AMAX)
         product = gemm(values, weights, scale, w_scale, dtype=jnp.bfloat16)
         gradient = gemm(transposed, transposed, scale, scale, dtype=jnp.float32, fast=False)
-        return product, gradient, largest, w_amax, w_scale
+        return product, gradient, largest, w_amax, w_scale, transpose(values)
 
     captured = jax.jit(chain, compiler_options=IN_A_GRAPH)
     plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
@@ -593,6 +616,23 @@ def time_memory_bound(report: Report):
             report.timings.append(row)
 
 
+def time_transpose(report: Report):
+    """Beside a copy of as many bytes and XLA's own transpose."""
+    for shape in TRANSPOSE_TIMED:
+        keys = jax.random.split(jax.random.key(0), 16 if np.prod(shape) <= 2**25 else 4)
+        words = [jax.random.bits(key, (*shape[:1], shape[1] // 4), jnp.uint32) for key in keys]
+        values = [(jax.lax.bitcast_convert_type(word, E4M3).reshape(shape),) for word in words]
+        copy = seconds_per_call(lambda x: x ^ jnp.uint32(1), [(word,) for word in words])
+        for name, seconds in (
+            ("transpose", seconds_per_call(transpose, values)),
+            ("  XLA's", seconds_per_call(jnp.transpose, values)),
+            ("  copy (x ^ 1)", copy),
+        ):
+            row = {"what": name, "shape": f"float8_e4m3fn{list(shape)}", "us": seconds * 1e6}
+            row |= {"TB/s": 2 * int(np.prod(shape)) / seconds / 1e12, "share of copy": copy / seconds}
+            report.timings.append(row)
+
+
 def time_gemm(report: Report):
     """The three GEMMs of each layer of a 1.3B model at 16k tokens."""
     tokens = 16384
@@ -625,12 +665,12 @@ def time_gemm(report: Report):
 
 
 CHECKS = [check_all_16_bit_patterns, check_shapes, check_scales, check_sources, check_gemm, check_gemm_alpha]
-CHECKS += [check_gemm_in_place, check_gemm_candidates, check_gemm_columns, check_side_by_side]
+CHECKS += [check_transpose, check_gemm_in_place, check_gemm_candidates, check_gemm_columns, check_side_by_side]
 CHECKS += [check_graphs, check_refusals]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_script(Script(__file__, __doc__, CHECKS, [time_memory_bound, time_gemm]), arguments)
+    return run_script(Script(__file__, __doc__, CHECKS, [time_memory_bound, time_transpose, time_gemm]), arguments)
 
 
 if __name__ == "__main__":

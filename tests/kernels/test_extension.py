@@ -162,6 +162,7 @@ def test_build_info_is_what_was_built():
         "quantize",
         "quantize_transpose",
         "quantize_transpose_sums",
+        "transpose",
         "activation_quantize",
         "activation_amax",
         "activation_backward_quantize",
@@ -237,6 +238,7 @@ def calls():
             (x, SCALES),
             QUANTIZE_ATTRIBUTES,
         ),
+        "jax_fp8_transpose": ((transpose,), (matrix,), {}),
         "jax_fp8_activation_quantize": (
             (matrix, transpose, SCALAR, SCALAR),
             (gated, SCALES),

@@ -156,7 +156,7 @@ def test_what_launches():
     ("attributes", "devices"),
     [
         ("replica_groups={{0,1},{2,3}}", 2),
-        ("replica_groups={{0,1,2},{3}}", 3),
+        ("replica_groups={{0},{1,2,3}}", 3),
         ("replica_groups={}", 8),
         ("channel_id=1", 8),
         ("replica_groups=[2,4]<=[8]", 4),
@@ -182,14 +182,20 @@ def test_devices_of_a_group_in_every_spelling(attributes, devices):
     assert (x.collective, x.devices) == ("", None)
 
 
-def test_what_runs_asynchronously_is_entered():
-    text = MODULE.replace(
-        "= (f8e4m3fn[8,16]{1,0}, f32[]) fusion(%part)", "= ((f8e4m3fn[8,16]{1,0})) fusion-start(%part)"
-    )
-    counts = Counter()
-    for instruction, times in executed(by_computation(read_hlo(text)), "%main.9", CALLS | FUSIONS):
-        counts[instruction.target] += times
-    assert counts["cast"] == 4 * 3 + 1
+@pytest.mark.parametrize(
+    ("written", "asynchronous", "target"),
+    [
+        ("(f8e4m3fn[8,16]{1,0}, f32[]) fusion(%part)", "((f8e4m3fn[8,16]{1,0})) fusion-start(%part)", "cast"),
+        ("async-start(%w), calls=%asynchronous", "call-start(%w), to_apply=%asynchronous", "move"),
+    ],
+    ids=["fusion", "call"],
+)
+def test_what_runs_asynchronously_is_entered(written, asynchronous, target):
+    assert written in MODULE
+    computations = by_computation(read_hlo(MODULE.replace(written, asynchronous)))
+    found = executed(computations, "%main.9", CALLS | FUSIONS)
+    expected = runs(CALLS | FUSIONS)[target]
+    assert sum(times for instruction, times in found if instruction.target == target) == expected > 0
 
 
 def test_thunks_of_a_graph_are_inside_it_and_all_others_outside():

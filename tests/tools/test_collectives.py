@@ -184,9 +184,8 @@ SENT = {
 }
 
 
-def lowered(function, mesh, *arguments):
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(sharded).lower(*arguments)
+def sharded(function, mesh):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
 def on(mesh, dtype, *shape):
@@ -198,12 +197,11 @@ def on(mesh, dtype, *shape):
 def test_what_shards_send_is_what_is_compiled(left_out):
     mesh = h200.mesh(data=2, tensor=2)
     names = [name for name in SENDING if name != left_out]
-    program = lowered(
-        lambda x, q: [SENDING[name](x, q) for name in names], mesh, on(mesh, BF16, 64, 64), on(mesh, F8, 64, 64)
-    )
-    counts, wire_bytes = h200.over_the_wire(program)
+    function = sharded(lambda x, q: [SENDING[name](x, q) for name in names], mesh)
+    arguments = on(mesh, BF16, 64, 64), on(mesh, F8, 64, 64)
+    counts, wire_bytes = h200.over_the_wire(function.lower(*arguments))
     assert counts == {SENT[name][0]: 1 for name in names}
-    assert wire_bytes == sum(SENT[name][1] for name in names)
+    assert wire_bytes == sum(SENT[name][1] for name in names) == fp8.explain(function, *arguments).wire_bytes
 
 
 @needs_compiler
@@ -217,7 +215,7 @@ def test_an_all_gather_is_hidden_by_products_that_do_not_need_it(independent):
         return jnp.cos(jnp.sin(start @ w) @ w) @ w, jnp.sin(gathered.astype(jnp.float32))
 
     matrix = on(mesh, BF16, 1024, 1024)
-    report = capture_report(lowered(gather_and_multiply, mesh, on(mesh, F8, 1024, 1024), matrix, matrix))
+    report = capture_report(sharded(gather_and_multiply, mesh).lower(on(mesh, F8, 1024, 1024), matrix, matrix))
     (gather,) = report.collectives
     assert (gather.kind, gather.dtypes, gather.devices, gather.times) == ("all-gather", ("f8e4m3fn",), 4, 1)
     assert report.wire_bytes == gather.wire_bytes == 3 * 2**20
@@ -233,8 +231,7 @@ def test_a_loop_sends_as_often_as_it_runs():
     def layers(x, stack):
         return lax.scan(lambda x, w: (lax.psum(jnp.sin(x @ w), "data"), None), x, stack)[0]
 
-    split = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-    program = h200.compile(split, on(mesh, BF16, 64, 64), on(mesh, BF16, 7, 64, 64))
+    program = h200.compile(sharded(layers, mesh), on(mesh, BF16, 64, 64), on(mesh, BF16, 7, 64, 64))
     assert h200.over_the_wire(program) == ({("all-reduce", "bf16"): 7}, 7 * 2 * AREA)
 
 
@@ -244,7 +241,7 @@ def test_on_cpu_devices():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"))
     x, q = jnp.ones((64, 64)), jnp.ones((64, 64), jnp.int8)
     send = {name: SENDING[name] for name in ("psum", "all_gather", "psum_scatter")}
-    program = lowered(lambda x, q: [each(x, q) for each in send.values()], mesh, x, q)
-    found = {each.kind: each for each in collectives_of(read_hlo(program.compile().as_text()))}
+    program = sharded(lambda x, q: [each(x, q) for each in send.values()], mesh)
+    found = {each.kind: each for each in collectives_of(read_hlo(program.lower(x, q).compile().as_text()))}
     expected = {"all-reduce": (2, 4 * AREA), "all-gather": (4, 3 * AREA), "reduce-scatter": (8, 4 * AREA * 7 // 8)}
     assert {kind: (each.devices, each.wire_bytes) for kind, each in found.items()} == expected

@@ -47,14 +47,6 @@ UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fus
 COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
 
 _GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_(gemm|weight_gradient)$")
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "reduce-scatter",
-    "collective-broadcast",
-)
 
 
 def missing_reason() -> str | None:
@@ -154,7 +146,7 @@ class Program:
     @property
     def collectives(self) -> list[Instruction]:
         """Communication; an asynchronous pair is one."""
-        return [i for i in self.instructions if i.opcode.removesuffix("-start") in _COLLECTIVES]
+        return [i for i in self.instructions if i.collective]
 
     @property
     def all_gathers(self) -> list[Instruction]:
@@ -183,3 +175,16 @@ def compile(function, *arguments, **compiler_options) -> Program:
         hlo=hlo,
         thunks=thunks,
     )
+
+
+def over_the_wire(program: Program | jax.stages.Lowered) -> tuple[Counter[tuple[str, str]], int]:
+    """How many collectives carry which dtype, `{("all-gather", "f8e4m3fn"): 2}`, and what a device sends in one call.
+
+    Loops multiply both. Collectives in branches are counted and their bytes are not, as in `CaptureReport.wire_bytes`.
+    """
+    is_compiled = isinstance(program, Program)
+    report = program.report if is_compiled else capture_report(Lowering(program).compile(UNTIMED))
+    counts: Counter[tuple[str, str]] = Counter()
+    for collective in report.collectives:
+        counts.update(dict.fromkeys(((collective.kind, dtype) for dtype in collective.dtypes), collective.times))
+    return counts, report.wire_bytes

@@ -1,7 +1,9 @@
-"""What a compiled step became: CUDA graphs, casts of weights, copies. Read off the compiler's texts; nothing is run.
+"""What a compiled step became: CUDA graphs, casts of weights, copies, what goes over the wire. Read off the compiler's
+texts; nothing is run.
 
-A step should be one CUDA graph, cast every weight once, and copy no weight in FP8. All three are the compiler's to
-decide, and none of them shows in the results when it decides otherwise.
+A step should be one CUDA graph, cast every weight once, and copy no weight in FP8; on several devices it should send
+little, and compute meanwhile. All of it is the compiler's to decide, and none of it shows in the results when it
+decides otherwise.
 
     lowered ─compile, listing what will be launched→ HLO, thunks ─capture_report→ CaptureReport
 """
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fp8.kernels.gemm import TARGET
+from jax_fp8.tools.collectives import Collective, collectives_of, table
 from jax_fp8.tools.hlo import BRANCHES, CALLS, FUSIONS, Instruction, by_computation, executed, read_hlo, read_thunks
 from jax_fp8.train.lowering import Compilation, Lowering
 
@@ -52,6 +55,7 @@ class CaptureReport:
       aliased_bytes: bytes of results of one device that overwrite a donated argument.
       argument_bytes: bytes of arguments of one device.
       unknown_trips: loops whose length the compiler does not know; what they hold counts once.
+      collectives: what goes over the wire, in all branches. Not among them: `jax.lax.psend` and `precv`.
     """
 
     graphs: int
@@ -65,6 +69,15 @@ class CaptureReport:
     aliased_bytes: int
     argument_bytes: int
     unknown_trips: int
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in one call, whatever branches are taken, so those of branches are not among them.
+
+        Counted as on a ring; `jax_fp8.tools.collectives.ring_bytes` says how.
+        """
+        return sum(collective.wire_bytes for collective in self.collectives if not collective.in_branch)
 
     def __str__(self):
         rows = [
@@ -83,7 +96,9 @@ class CaptureReport:
         ]
         if self.unknown_trips:
             rows.append(("loops of unknown length", f"{self.unknown_trips}, what they hold is counted once"))
-        return "\n".join(f"{name:<26}{value}" for name, value in rows)
+        if self.collectives:
+            rows.append(("over the wire", f"{_mib(self.wire_bytes)} a device and step"))
+        return "\n".join([*(f"{name:<26}{value}" for name, value in rows), *table(self.collectives)])
 
 
 def capture_report(program: "Lowering | Compilation | jax.stages.Lowered") -> CaptureReport:
@@ -117,6 +132,7 @@ def capture_report(program: "Lowering | Compilation | jax.stages.Lowered") -> Ca
         aliased_bytes=memory.alias_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         unknown_trips=sum(loop.opcode == "while" and loop.trips is None for loop, _ in anywhere),
+        collectives=collectives_of(instructions),
     )
 
 

@@ -1,5 +1,5 @@
-"""What a function multiplies in FP8, what not, and why: read off its jaxpr as it would run on CUDA;
-nothing is run or compiled.
+"""What a function multiplies in FP8, what not, and why, and what its shards send to each other: read off its jaxpr as
+it would run on CUDA; nothing is run or compiled.
 
 A list has a product for each place in the program, a printed table a row for each kind: products that differ only in
 the number of their layer are one row, `layer_{0..23}/mlp/up/fprop`, and their counts are added.
@@ -17,6 +17,7 @@ from jax_fp8.kernels import dispatch, extension, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.passes import PLAIN_SCOPE
+from jax_fp8.tools.jaxprs import WrittenCollective, inner_jaxprs, table, times, written
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,22 @@ MAY_NOT_PAY = (
 
 
 class Explanation(tuple):
-    """A tuple of `MatrixProduct`, in program order; printing it gives a table, and says where FP8 may not pay."""
+    """A tuple of `MatrixProduct`, in program order; printing it gives a table, and says where FP8 may not pay.
+
+    `collectives` are those written inside a `jax.shard_map`, in program order.
+    """
+
+    collectives: tuple[WrittenCollective, ...]
+
+    def __new__(cls, gemms: Iterable[MatrixProduct], collectives: Iterable[WrittenCollective] = ()):
+        explanation = super().__new__(cls, gemms)
+        explanation.collectives = tuple(collectives)
+        return explanation
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in one call, on a ring."""
+        return sum(collective.wire_bytes for collective in self.collectives)
 
     @property
     def is_small(self) -> bool:
@@ -75,9 +91,10 @@ class Explanation(tuple):
         notes: dict[str, str] = {}
         rows = [("", "count", "(m, k) · (k, n)", "dtypes", "layer"), *(_row(kind, notes) for kind in kinds(self))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         closing = [f"{mark} {reason}" for reason, mark in notes.items()]
-        return "\n".join([*table, *closing, *([MAY_NOT_PAY] if self.is_small else [])])
+        closing += [MAY_NOT_PAY] if self.is_small else []
+        return "\n".join([*lines, *closing, *table(self.collectives)])
 
 
 def _row(kind: MatrixProduct, notes: dict[str, str]) -> tuple[str, ...]:
@@ -142,6 +159,9 @@ def _span(numbers: list[int]) -> str:
 def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
     """List every matrix product of `fn(*args)` as written; the compiler drops those whose result nothing uses.
 
+    Its `collectives` are what shards of a `jax.shard_map` send to each other. What the compiler inserts for arrays that
+    it splits itself, on Auto and Explicit axes, is not among them: `capture_report` says that.
+
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.
       *args: arrays or `jax.ShapeDtypeStruct`s.
@@ -154,7 +174,8 @@ def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
     To ask on any machine whether something was left out of FP8, look for products that are neither `is_fp8` nor
     `by_design`.
     """
-    gemms = Explanation(_matrix_product(*product) for product in products(traced(fn, *args)))
+    jaxpr = traced(fn, *args)
+    gemms = Explanation((_matrix_product(*product) for product in products(jaxpr)), written(jaxpr))
     if strict:
         _check_kernels_run(gemms)
     return gemms
@@ -210,9 +231,8 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
         ):
             yield equation, path, count
         else:
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            for inner in _inner_jaxprs(equation):
-                yield from products(inner, path, count * times)
+            for inner in inner_jaxprs(equation):
+                yield from products(inner, path, count * times(equation))
 
 
 def is_fp8_gemm(equation: Any) -> bool:
@@ -228,20 +248,6 @@ def _path(scope, name_stack):
     """Scope names joined by "/", each once where a layer and its op repeat one."""
     names = f"{scope}/{name_stack}".strip("/").split("/")
     return "/".join(name for i, name in enumerate(names) if i == 0 or name != names[i - 1])
-
-
-def _inner_jaxprs(equation):
-    params = equation.params
-    if params.get("branches_platforms") is not None:  # made by lax.platform_dependent
-        platforms = params["branches_platforms"]
-        cuda = next((i for i, names in enumerate(platforms) if names and "cuda" in names), len(platforms) - 1)
-        return [_open(params["branches"][cuda])]
-    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [_open(value) for value in values if hasattr(_open(value), "eqns")]
-
-
-def _open(jaxpr):
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _matrix_product(equation, path, count) -> MatrixProduct:
@@ -269,13 +275,13 @@ def _dot(equation, path, count):
     k = math.prod(a.shape[i] for i in contract_a)
     m = math.prod(size for i, size in enumerate(a.shape) if i not in (*contract_a, *batch_a))
     n = math.prod(size for i, size in enumerate(b.shape) if i not in (*contract_b, *batch_b))
-    times = count * math.prod(a.shape[i] for i in batch_a)
+    count *= math.prod(a.shape[i] for i in batch_a)
     if REFERENCE_SCOPE in path:
         path = path.replace(f"/{REFERENCE_SCOPE}", "")
         dtypes, reason = "float8 values in bfloat16", f"{BY_REFERENCE}: {_why_no_kernel()}"
-        return MatrixProduct(path, m, n, k, dtypes, "reference", times, is_fp8=True, by_design=True, reason=reason)
+        return MatrixProduct(path, m, n, k, dtypes, "reference", count, is_fp8=True, by_design=True, reason=reason)
     by_design, reason = _why_not_fp8(path, batched=bool(batch_a))
-    return MatrixProduct(path, m, n, k, _names(a, b), "xla", times, is_fp8=False, by_design=by_design, reason=reason)
+    return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
 
 
 def _why_no_kernel() -> str:

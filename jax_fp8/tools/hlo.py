@@ -11,13 +11,23 @@ thunk listing (`xla_dump_to`) tells.
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # What enters the computations it names: once, a known number of times, or, of a conditional's branches, one of them.
-CALLS = frozenset({"call", "async-start", "while"})
-FUSIONS = frozenset({"fusion"})
+CALLS = frozenset({"call", "call-start", "async-start", "while"})
+FUSIONS = frozenset({"fusion", "fusion-start"})
 BRANCHES = frozenset({"conditional"})
+
+COLLECTIVES = frozenset({
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+})  # fmt: skip
 
 _FILLS = {"broadcast", "constant", "iota"}
 _NOT_LAUNCHED = CALLS | BRANCHES | {
@@ -64,6 +74,15 @@ class Instruction:
     sources: tuple[str, ...]  # the opcodes of the operands
     calls: tuple[str, ...]  # the computations it names; of a conditional, the branches in the order of their index
     trips: int | None  # of a loop, when the compiler knows
+    name: str
+    inputs: tuple[str, ...]  # the names of the operands
+    devices: int | None  # of a collective: how many take part in one group
+
+    @property
+    def collective(self) -> str:
+        """Which collective this is, or starts; "" of anything else."""
+        opcode = self.opcode.removesuffix("-start")
+        return opcode if opcode in COLLECTIVES else ""
 
     @property
     def copies(self) -> bool:
@@ -88,7 +107,7 @@ def by_computation(instructions: Iterable[Instruction]) -> dict[str, list[Instru
 
 
 def executed(
-    computations: dict[str, list[Instruction]], name: str, entering: Collection[str], times: int = 1
+    computations: Mapping[str, list[Instruction]], name: str, entering: Collection[str], times: int = 1
 ) -> Iterator[tuple[Instruction, int]]:
     """The instructions of a computation and of those it calls, with how often they run when it runs once.
 
@@ -117,29 +136,33 @@ _CALLED = re.compile(
     r"=(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_MODULE_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
 def read_hlo(text: str) -> tuple[Instruction, ...]:
     """The instructions of an HLO module's text. It gives operands by name only, so their types are looked up."""
-    header, found = None, []
+    header, found, devices = None, [], 1
     for line in text.splitlines():
-        if started := _COMPUTATION.match(line):
+        if line.startswith("HloModule"):
+            devices = math.prod(map(int, _MODULE_DEVICES.findall(line)))
+        elif started := _COMPUTATION.match(line):
             header = started
         elif header and (match := _INSTRUCTION.match(line)):
             found.append((header, match))
     arrays = {match["name"]: _arrays(match["type"]) for _, match in found}
     opcodes = {match["name"]: match["opcode"] for _, match in found}
-    return tuple(_instruction(header, match, arrays, opcodes) for header, match in found)
+    return tuple(_instruction(header, match, arrays, opcodes, devices) for header, match in found)
 
 
 def _arrays(type_text):
     return tuple(Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(type_text))
 
 
-def _instruction(header, match, arrays, opcodes):
+def _instruction(header, match, arrays, opcodes, devices):
     operands, _, attributes = match["rest"].partition(")")
     names = [name for name in _NAME.findall(operands) if name in arrays]
     target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
+    is_collective = match["opcode"].removesuffix("-start") in COLLECTIVES
     return Instruction(
         opcode=match["opcode"],
         results=arrays[match["name"]],
@@ -151,6 +174,9 @@ def _instruction(header, match, arrays, opcodes):
         sources=tuple(opcodes[name] for name in names),
         calls=_called(attributes),
         trips=int(trips[1]) if trips else None,
+        name=match["name"],
+        inputs=tuple(names),
+        devices=_devices_of_a_group(attributes, devices) if is_collective else None,
     )
 
 
@@ -159,6 +185,38 @@ def _called(attributes):
     found = _CALLED.findall(attributes)
     found.sort(key=lambda named: named[0] == "true_computation")
     return tuple(name for _, names in found for name in _NAME.findall(names))
+
+
+# {{0,1},{2,3}} or {}; [2,2]<=[4], groups by devices; mesh['a'=2,'b'=4] {'b':(1)2,'a'}, axes or parts of axes
+_GROUPS = re.compile(r"\breplica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"\breplica_groups=\[(?:\d+,)*(\d+)\]<=")
+_MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
+_GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\(\d+\)(\d+))?(?:,|$)")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+
+def _devices_of_a_group(attributes: str, devices: int) -> int:
+    """How many devices take part in one group of a collective, of the largest where they differ."""
+    if iota := _IOTA.search(attributes):
+        return int(iota[1])
+    if mesh := _MESH.search(attributes):
+        sizes = dict(_MESH_AXIS.findall(mesh[1]))
+        return math.prod(int(part or sizes[axis]) for axis, part in _GROUP_AXIS.findall(mesh[2]))
+    if pairs := _PAIRS.search(attributes):
+        return _most_joined([[int(n) for n in pair.split(",")] for pair in re.findall(r"\d+,\d+", pairs[1])])
+    groups = _GROUPS.search(attributes)
+    sizes = [len(group.split(",")) for group in re.findall(r"[\d,]+(?=\})", groups[1])] if groups else []
+    return max(sizes, default=devices)  # {} is all devices
+
+
+def _most_joined(pairs: list[list[int]]) -> int:
+    """The most devices that pairs of source and target join: 2 of {0,1},{1,0},{2,3}; 1 where each is its own target."""
+    joined = {device: {device} for pair in pairs for device in pair}
+    for source, target in pairs:
+        both = joined[source] | joined[target]
+        joined |= dict.fromkeys(both, both)
+    return max(map(len, joined.values()), default=1)
 
 
 _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")

@@ -65,6 +65,7 @@ def test_casts_are_counted_as_often_as_loops_run_them(scope, counted):
     report = capture_report(lowered(casts, shape(*WEIGHT), shape(*STACK), shape(dtype=jnp.float32)))
     assert report.weight_casts == counted
     assert (report.graphs, report.cuts, report.conditionals) == (1, {}, ())
+    assert (report.collectives, report.wire_bytes) == ((), 0)
 
 
 @needs_kernels
@@ -129,6 +130,27 @@ def test_a_collective_cuts_a_graph_and_is_named():
     report = capture_report(lowered(summed, x))
     assert report.cuts["AllReduce"] == 1
     assert report.graphs == 2
+    assert report.wire_bytes == SIZE * SIZE // 2 * 4
+    assert "over the wire             0.5 MiB a device and step" in str(report).splitlines()
+    assert str(report).splitlines()[-1].split() == ["1", "all-reduce", "f32", "of", "2", "0.50", "0.00", "0.00", "0.50"]
+
+
+@needs_compiler
+def test_what_a_branch_sends_is_listed_and_not_in_the_sum():
+    mesh = h200.mesh(data=2)
+
+    def sent(flag, x):
+        summed = lax.cond(flag, lambda x: lax.psum(x, "data"), lambda x: x, x)
+        return lax.all_gather(jnp.sin(summed), "data")
+
+    split = jax.shard_map(sent, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    flag, x = h200.shapes((jnp.zeros((), bool), jnp.zeros(WEIGHT)), h200.on_mesh(mesh))
+    report = capture_report(lowered(split, flag, x))
+    assert sorted((each.kind, each.in_branch) for each in report.collectives) == [
+        ("all-gather", False),
+        ("all-reduce", True),
+    ]
+    assert report.wire_bytes == SIZE * SIZE * 4
 
 
 @needs_compiler
@@ -190,4 +212,4 @@ def test_a_printed_report_is_a_table():
     assert "a conditional             0 casts, 0 kernels | 8 casts, 9 kernels" in rows
     assert "copied, arrays > 64 KiB   3.0 MiB" in rows
     assert "copy 7" in str(report) and "copy 8" not in str(report)
-    assert len(rows) < 25
+    assert len(rows) < 25 and rows[-1] == "scratch                   0.5 MiB"  # one device sends nothing

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Array
@@ -144,6 +145,7 @@ def test_strict_without_a_gpu_names_the_platform(on_a_gpu):
     fp8.explain(*gradient_of(fp8.Dense(32, recipe=None)), strict=True)  # asks for no kernel
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 @pytest.mark.parametrize(
     ("module", "name", "reason"),
     [(extension, "missing_reason", "built without CUDA kernels"), (dispatch, "too_old_gpu", "this GPU has 8.0")],
@@ -205,6 +207,28 @@ def product(layer, n=16, count=1):
 )
 def test_rows_that_differ_stay_apart(layers, rows):
     assert [f"{kind.layer} x{kind.count}" for kind in kinds(layers)] == rows
+
+
+def test_what_shards_send_is_listed_below_the_products():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+
+    def local(x, w):
+        return jax.lax.psum_scatter(x @ w, "tensor", tiled=True), jax.lax.pmax(jnp.max(x), "data")
+
+    shapes = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    split = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    explained, alone = fp8.explain(split, *shapes), fp8.explain(lambda x, w: x @ w, *shapes)
+    assert [(each.name, each.wire_bytes) for each in explained.collectives] == [
+        ("psum_scatter", 2**20 * 3 // 4),
+        ("pmax", 2),
+    ]
+    assert explained.wire_bytes == 2**20 * 3 // 4 + 2
+    assert (alone.collectives, alone.wire_bytes) == ((), 0)
+    *products, title, _, scatter, maximum = str(explained).splitlines()
+    assert products == str(alone).splitlines()
+    assert title == "over the wire, a device sends 0.75 MiB a call:"
+    assert scatter.split() == ["x1", "psum_scatter", "(512,", "1024)", "bfloat16", "tensor", "4", "0.75"]
+    assert maximum.split()[-1] == "0.00"
 
 
 def test_loops_count():

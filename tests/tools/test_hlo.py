@@ -152,6 +152,52 @@ def test_what_launches():
     assert [instruction.opcode for instruction in inner if instruction.launches] == ["fusion"]
 
 
+@pytest.mark.parametrize(
+    ("attributes", "devices"),
+    [
+        ("replica_groups={{0,1},{2,3}}", 2),
+        ("replica_groups={{0},{1,2,3}}", 3),
+        ("replica_groups={}", 8),
+        ("channel_id=1", 8),
+        ("replica_groups=[2,4]<=[8]", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
+        ("replica_groups=mesh['data'=2,'tensor'=4] {'tensor'}", 4),
+        ("replica_groups=mesh['data'=2,'tensor'=4] {'data','tensor'}", 8),
+        ("replica_groups=mesh['a'=8] {'a':(2)4}", 4),
+        ("replica_groups=mesh['a'=8,'b'=3] {'a':(1)2,'b'}", 6),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", 4),
+        ("replica_groups=mesh[a=2,b=4] {b}", 4),
+        ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", 2),
+        ("source_target_pairs={{0,1},{1,2},{2,3}}", 4),
+        ("source_target_pairs={{0,0},{1,1}}", 1),
+    ],
+)
+def test_devices_of_a_group_in_every_spelling(attributes, devices):
+    text = "HloModule m, replica_count=1, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+    text += (
+        f"  %x = f32[8]{{0}} parameter(0)\n  ROOT %sent = f32[8]{{0}} all-gather-start(%x), {attributes}, a={{9,9}}\n}}"
+    )
+    x, sent = read_hlo(text)
+    assert (sent.collective, sent.devices, sent.inputs) == ("all-gather", devices, ("%x",))
+    assert (x.collective, x.devices) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("written", "asynchronous", "target"),
+    [
+        ("(f8e4m3fn[8,16]{1,0}, f32[]) fusion(%part)", "((f8e4m3fn[8,16]{1,0})) fusion-start(%part)", "cast"),
+        ("async-start(%w), calls=%asynchronous", "call-start(%w), to_apply=%asynchronous", "move"),
+    ],
+    ids=["fusion", "call"],
+)
+def test_what_runs_asynchronously_is_entered(written, asynchronous, target):
+    assert written in MODULE
+    computations = by_computation(read_hlo(MODULE.replace(written, asynchronous)))
+    found = executed(computations, "%main.9", CALLS | FUSIONS)
+    expected = runs(CALLS | FUSIONS)[target]
+    assert sum(times for instruction, times in found if instruction.target == target) == expected > 0
+
+
 def test_thunks_of_a_graph_are_inside_it_and_all_others_outside():
     graph = (
         "000: kCommandBuffer [source | sink]\n    001: kCopy [source]\n    002: kWhile [source]\n"

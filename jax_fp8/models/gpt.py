@@ -25,6 +25,7 @@ from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.checks import check_call, check_config, check_loss_settings, check_tokens
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
+from jax_fp8.nn.checks import check_is_split
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
 from jax_fp8.ops.head import compute_logits
@@ -143,7 +144,9 @@ class GPT(nn.Module):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
         path, vocab = (*self.path, name), self.config.vocab_size
         offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary"))
-        shape = vocab // parts_of(path, DIM_OF["rows"]), self.config.hidden_size
+        parts, tensor = parts_of(path, DIM_OF["rows"]), current_tensor()
+        check_is_split("/".join(path), parts, tensor)
+        shape = vocab // parts, self.config.hidden_size
         return self.param(name, nn.initializers.normal(0.02), shape, self.param_dtype)
 
     def _layer(self, index):

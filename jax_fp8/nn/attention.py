@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax.typing import Initializer
 from jax import lax
 
-from jax_fp8.nn.checks import check_layer, layer_name
+from jax_fp8.core.shards import DIM_OF, current_tensor, parts_of
+from jax_fp8.nn.checks import check_is_split, check_layer, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.ops.attention import as_heads, attention, own_heads
@@ -84,10 +85,12 @@ def _project(module, x, widths, head_dim):
     heads are split in a step on shards, or None.
     """
     norm = None if module.norm is None else NormVariables(module.norm, module.param_dtype, name="norm")(x.shape[-1])
+    query = *module.path, "query", "kernel"
     heads, kv_heads = (n // head_dim for n in widths[:2])
     of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True)
     splits = TensorSplit("columns", heads, "query heads"), of_kv, of_kv
     gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths, splits)
+    check_is_split("/".join(query), parts_of(query, DIM_OF["columns"]), current_tensor())
     if norm is None:
         options = {"tensor": gemm.tensor, "side": gemm.side}
         projections, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
+from jax_fp8.core.shards import TensorParallel
 
 FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute")
 
@@ -39,6 +40,15 @@ def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[i
 def layer_name(module: nn.Module) -> str:
     """The path of a layer in its model, or the name of its class."""
     return "/".join(module.path) or type(module).__name__
+
+
+def check_is_split(name: str, parts: int, tensor: TensorParallel | None) -> None:
+    """Raise unless a param that a step on shards must split is split over all devices of `tensor`."""
+    if tensor is not None and parts != tensor.size:
+        raise ValueError(
+            f"{name} must be split over {tensor.axis}={tensor.size}, but is whole on every device; "
+            "leave it out of the rules of make_train_step"
+        )
 
 
 def check_dtype(name: str, dtype: Any) -> None:

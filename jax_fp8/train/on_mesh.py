@@ -34,7 +34,6 @@ from jax_fp8.parallel.transfers import (
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_gemms
 
-
 WHOLE = PartitionSpec()
 
 
@@ -51,7 +50,7 @@ class Layers:
     def of(cls, function: Callable, *args: Any) -> "Layers":
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
         with offers() as found, listing() as gemms:
-            jax.eval_shape(function, *shapes)
+            jax.eval_shape(lambda *given: function(*given), *shapes)  # a new function, or jax need not trace it again
         in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
         # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
@@ -120,7 +119,7 @@ class OnMesh:
                 if self.once:
                     made = state_of()
                     state_of = lambda: made  # noqa: E731
-                results = local(self._share, state_of, batch, list(self.gemms))
+                results = local(self._share, state_of, batch, self._stateless)
             return finish(params, *results)
 
         batch_specs = jax.tree.map(lambda x: how.batch_spec if jnp.ndim(x) else WHOLE, batch)
@@ -133,6 +132,11 @@ class OnMesh:
     def constrain(self, state: TrainState) -> TrainState:
         """The state where it belongs."""
         return put(state, self.placement.shardings(state))
+
+    @property
+    def _stateless(self) -> list[LayerPath]:
+        """The GEMMs of which no state says that they are in FP8."""
+        return [] if self.recipe is None or self.recipe.has_state else list(self.gemms)
 
     def _share(self, variables, batch):
         """The device's share of the mean over all parts."""

@@ -26,7 +26,10 @@ import tables
 FP8_GEMM, BF16_GEMM, ATTENTION = "FP8 GEMM", "bf16 GEMM", "attention"
 QUANTIZE, OPTIMIZER, LOSS = "quantize, transpose, amax", "optimizer, state", "loss"
 NORMS, FUSIONS, COPIES, OTHER = "norms, activations", "other fusions", "copies, memsets", "other"
-CATEGORIES = (FP8_GEMM, BF16_GEMM, ATTENTION, QUANTIZE, NORMS, FUSIONS, LOSS, OPTIMIZER, COPIES, OTHER)
+COLLECTIVES = "collectives"
+CATEGORIES = (FP8_GEMM, BF16_GEMM, ATTENTION, QUANTIZE, NORMS, FUSIONS, LOSS, OPTIMIZER, COPIES, COLLECTIVES, OTHER)
+
+_COLLECTIVE = re.compile(r"nccl|AllReduceKernel|RaggedAllToAllKernel", re.I)  # NCCL's, and XLA's own
 
 _COPY = re.compile(r"memcpy|memset|^(wrapped_)?copy", re.I)
 _ATTENTION = re.compile(r"sdpa|fmha|flash|attention|compute_dot_do_o|convert_dq", re.I)
@@ -138,6 +141,11 @@ class Profile:
 
 def trace(run: Callable[[], None], steps: int, hlo_text: str) -> Profile:
     """Profile `run`, which must run `steps` steps and wait for the last one."""
+    return summarize(record(run), steps, read_hlo(hlo_text))
+
+
+def record(run: Callable[[], None]) -> list[dict]:
+    """The events of a trace of `run`, as the profiler writes them."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as directory:
@@ -147,27 +155,35 @@ def trace(run: Callable[[], None], steps: int, hlo_text: str) -> Profile:
         if not files:
             raise ValueError(f"the profiler must write perfetto_trace.json.gz, but {directory} has none; check jax")
         with gzip.open(files[-1], "rt") as file:
-            events = json.load(file)["traceEvents"]
-    return summarize(events, steps, read_hlo(hlo_text))
+            return json.load(file)["traceEvents"]
 
 
-def summarize(events: list[dict], steps: int, instructions: dict[str, Instruction]) -> Profile:
-    """Sum the kernels of all GPU streams. A trace without any is an error, not an empty table."""
+def kernels_by_device(events: list[dict]) -> dict[str, list[dict]]:
+    """The events of the streams of each GPU. A trace without any is an error, not an empty table."""
     processes = {e["pid"]: e["args"].get("name", "") for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"].get("name", "") for e in events if e.get("name") == "thread_name"}
-    ran = [
-        event
-        for event in events
-        if event.get("ph") == "X"
-        and "/device:GPU" in processes.get(event["pid"], "")
-        and "Stream" in threads.get((event["pid"], event["tid"]), "")
-    ]
+    ran = {}
+    for event in events:
+        process, thread = processes.get(event["pid"], ""), threads.get((event["pid"], event.get("tid")), "")
+        if event.get("ph") == "X" and "/device:GPU" in process and "Stream" in thread:
+            ran.setdefault(process, []).append(event)
     if not ran:
         seen = ", ".join(sorted(set(processes.values()))) or "no process"
         raise ValueError(f"the trace must hold kernels of a GPU stream, but it has {seen}; profile on a GPU")
+    return dict(sorted(ran.items()))
+
+
+def summarize(events: list[dict], steps: int, instructions: dict[str, Instruction]) -> Profile:
+    """Sum the kernels of all GPU streams."""
+    ran = [event for kernels in kernels_by_device(events).values() for event in kernels]
+    return summarize_kernels(ran, steps, instructions)
+
+
+def summarize_kernels(ran: list[dict], steps: int, instructions: dict[str, Instruction]) -> Profile:
+    """Sum events of kernels."""
     kernels: dict[tuple[str, str], Kernel] = {}
     for event in ran:
-        instruction = _lookup(event, instructions)
+        instruction = lookup(event, instructions)
         category = categorize(event["name"], instruction)
         # Library kernels are one row whoever calls them; a fusion's name is its own row already.
         kernel = kernels.setdefault((event["name"], category), Kernel(event["name"], category))
@@ -180,6 +196,8 @@ def summarize(events: list[dict], steps: int, instructions: dict[str, Instructio
 
 def categorize(name: str, instruction: Instruction | None) -> str:
     """The category of one kernel; names of libraries first, because only XLA's own kernels need the HLO."""
+    if _COLLECTIVE.search(name):
+        return COLLECTIVES
     if _ATTENTION.search(name):
         return ATTENTION
     if _GEMM.search(name):
@@ -218,7 +236,7 @@ def _outside_gradient(scope: str) -> bool:
     return scope.startswith("jit(") and "jvp" not in scope and "while/" not in scope
 
 
-def _lookup(event: dict, instructions: dict[str, Instruction]) -> Instruction | None:
+def lookup(event: dict, instructions: dict[str, Instruction]) -> Instruction | None:
     named = event.get("args", {}).get("hlo_op", event["name"])
     return instructions.get(_key(named)) or instructions.get(_key(event["name"]))
 

@@ -14,30 +14,50 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 COMPUTE = jnp.bfloat16
+Constrain = Callable[[jax.Array, str], jax.Array]
 
 
 class PlainBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    On a mesh, `constrain(x, "residual")` and `constrain(q, "heads")` say how arrays are split, and the columns of qkv
+    are in the order of heads, so that splitting them splits heads.
+    """
 
     num_heads: int
     dot_general_cls: Callable | None = None
+    constrain: Constrain | None = None
 
     def _dense(self, features: int, name: str) -> nn.Dense:
         return nn.Dense(features, dtype=COMPUTE, dot_general_cls=self.dot_general_cls, name=name)
 
     @nn.compact
     def __call__(self, x):  # (batch, seq, hidden)
-        batch, seq, hidden = x.shape
-        heads = (batch, seq, 3, self.num_heads, hidden // self.num_heads)
-        qkv = self._dense(3 * hidden, "qkv")(nn.LayerNorm(dtype=COMPUTE, name="attention_norm")(x)).reshape(heads)
+        hidden = x.shape[-1]
+        qkv = self._dense(3 * hidden, "qkv")(nn.LayerNorm(dtype=COMPUTE, name="attention_norm")(x))
         attended = jax.nn.dot_product_attention(
-            *(qkv[:, :, i] for i in range(3)),
+            *self._by_heads(qkv),
             is_causal=True,
             implementation="cudnn" if jax.default_backend() == "gpu" else None,
         )
-        x = x + self._dense(hidden, "attention_out")(attended.reshape(x.shape))
+        x = constrained(self, x + self._dense(hidden, "attention_out")(attended.reshape(x.shape)))
         y = self._dense(4 * hidden, "mlp_in")(nn.LayerNorm(dtype=COMPUTE, name="mlp_norm")(x))
-        return x + self._dense(hidden, "mlp_out")(nn.gelu(y, approximate=True))
+        return constrained(self, x + self._dense(hidden, "mlp_out")(nn.gelu(y, approximate=True)))
+
+    def _by_heads(self, qkv):
+        """Query, key and value, (batch, seq, heads, head_dim) each."""
+        batch, seq, columns = qkv.shape
+        head_dim = columns // 3 // self.num_heads
+        if self.constrain is None:
+            qkv = qkv.reshape(batch, seq, 3, self.num_heads, head_dim)
+            return [qkv[:, :, i] for i in range(3)]
+        qkv = qkv.reshape(batch, seq, self.num_heads, 3, head_dim)
+        return [self.constrain(qkv[:, :, :, i], "heads") for i in range(3)]
+
+
+def constrained(module: nn.Module, x: jax.Array) -> jax.Array:
+    """The residual stream, placed as the model was told."""
+    return x if module.constrain is None else module.constrain(x, "residual")
 
 
 class PlainGPT(nn.Module):
@@ -49,15 +69,16 @@ class PlainGPT(nn.Module):
     hidden_size: int
     max_seq_len: int
     dot_general_cls: Callable | None = None
+    constrain: Constrain | None = None
 
     @nn.compact
     def __call__(self, tokens):
         init = nn.initializers.normal(0.02)
         embedding = self.param("embedding", init, (self.vocab_size, self.hidden_size), jnp.float32).astype(COMPUTE)
         positions = self.param("positions", init, (self.max_seq_len, self.hidden_size), jnp.float32).astype(COMPUTE)
-        x = embedding[tokens] + positions[: tokens.shape[1]]
+        x = constrained(self, embedding[tokens] + positions[: tokens.shape[1]])
         for i in range(self.num_layers):
-            x = PlainBlock(self.num_heads, self.dot_general_cls, name=f"block_{i}")(x)
+            x = PlainBlock(self.num_heads, self.dot_general_cls, self.constrain, name=f"block_{i}")(x)
         return jnp.einsum("bsh,vh->bsv", nn.LayerNorm(dtype=COMPUTE, name="final_norm")(x), embedding)
 
 
@@ -72,11 +93,12 @@ def plain_loss(model: nn.Module) -> Callable:
     return loss
 
 
-def make_plain_step(loss: Callable, tx: optax.GradientTransformation, microbatches: int) -> Callable:
+def make_plain_step(loss: Callable, tx: optax.GradientTransformation, microbatches: int, **options) -> Callable:
     """`step((variables, opt_state), tokens) -> (state, {"loss"})`, jitted, its state donated.
 
     Flax's FP8 scales arrive as "gradients" of their own collection and replace it; only `params` meets the optimizer.
     Microbatches are scanned with float32 gradients summed in the carry, each using the scales the one before it left.
+    `options` are those of `jax.jit`.
     """
 
     def forward_backward(variables, tokens):
@@ -104,4 +126,4 @@ def make_plain_step(loss: Callable, tx: optax.GradientTransformation, microbatch
             params = optax.apply_updates(variables["params"], updates)
         return ({"params": params, **scales}, opt_state), {"loss": value}
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, **options)

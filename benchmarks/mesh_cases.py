@@ -1,0 +1,215 @@
+"""What `meshes.py` compares: a GPT on a mesh, in jax_fp8 or in plain Flax, and how a training step of it is made."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from mesh_plain import build_plain, constraint
+from plain_gpt import PlainGPT
+
+import jax_fp8 as fp8
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+
+AXES = ("data", "fsdp", "tensor")
+RECIPES = ("delayed", "current", "bf16", "plain")
+GRAPHS = ("default", "collectives", "none")
+SEQUENCE = "+sequence"
+COMMANDS = "xla_gpu_enable_command_buffer"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run.
+
+    Args:
+      mesh: `data=2,tensor=2`; with `+sequence` at its end, sequence parallel.
+      recipe: delayed, current, bf16 (jax_fp8 without FP8) or plain (plain Flax, automatic sharding).
+      batch: sequences of one microbatch, all devices together; 0 is `batch_per_data` for each part of it.
+      batch_per_data: 0 is 8, and with `tensor` 4 for each of its devices if that is more.
+      seq_len, num_layers, vocab_size: 0 keeps the preset's.
+      fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
+        current alone.
+      graphs: default as the step itself is compiled; collectives in CUDA graphs too; or none at all.
+      options: XLA's, before which no others count.
+      gemms: a file of tuned GEMMs, or "".
+    """
+
+    mesh: str
+    recipe: str = "delayed"
+    preset: str = "gpt3-1.3b"
+    batch: int = 0
+    batch_per_data: int = 0
+    microbatches: int = 1
+    seq_len: int = 0
+    num_layers: int = 0
+    vocab_size: int = 0
+    fast: bool = False
+    fp8_head: bool = False
+    param_dtype: str = "float32"
+    recompute: bool = False
+    gradient_dtype: str = ""
+    graphs: str = "default"
+    options: dict = dataclasses.field(default_factory=dict)
+    gemms: str = ""
+
+    def __post_init__(self):
+        if self.sequence_parallel and self.axes.get("tensor", 1) == 1:
+            raise ValueError(f"{SEQUENCE} needs the axis tensor, got {self.mesh}; add it, or leave {SEQUENCE} out")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return parse_mesh(self.mesh.removesuffix(SEQUENCE))
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.mesh.endswith(SEQUENCE)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in ("data", "fsdp") if self.axes.get(axis, 1) > 1)
+
+    @property
+    def sequences(self) -> int:
+        """Of one step."""
+        parts = math.prod(self.axes[axis] for axis in self.batch_axes)
+        per_part = self.batch_per_data or max(8, 4 * self.axes.get("tensor", 1))
+        return (self.batch or per_part * parts) * self.microbatches
+
+    @property
+    def config(self) -> fp8.GPTConfig:
+        given = {"max_seq_len": self.seq_len, "num_layers": self.num_layers, "vocab_size": self.vocab_size}
+        return fp8.GPTConfig.preset(self.preset, **{name: value for name, value in given.items() if value})
+
+    @property
+    def name(self) -> str:
+        """What of the recipe is not the default, in words."""
+        in_fp8 = {
+            "fast": self.fast,
+            "FP8 head": self.fp8_head,
+            f"{self.param_dtype} params": self.param_dtype != "float32",
+        }
+        said = {**(in_fp8 if self.in_fp8 else {}), "recompute": self.recompute}
+        said |= {f"{self.gradient_dtype} gradients": bool(self.gradient_dtype), "tuned": bool(self.gemms)}
+        return ", ".join([self.recipe, *(words for words, holds in said.items() if holds and self.recipe != "plain")])
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.recipe in ("delayed", "current")
+
+    @property
+    def compiler_options(self) -> dict:
+        """None of ours where there are none, so that the step's own count."""
+        ours = {} if self.recipe == "plain" or jax.default_backend() != "gpu" else CUDA_GRAPH_OPTIONS
+        plain = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's defaults, about
+        graphs = {
+            "default": {},
+            "collectives": {COMMANDS: f"{ours.get(COMMANDS, plain)},COLLECTIVES"},
+            "none": {COMMANDS: ""},
+        }[self.graphs]
+        return {**ours, **graphs, **self.options}
+
+
+@dataclasses.dataclass
+class Training:
+    """A step and its state. `step(state, batch)` is a new state and `{"loss"}`; `place` puts tokens on the mesh."""
+
+    step: Callable
+    state: Any
+    place: Callable[[np.ndarray], jax.Array]
+    lower: Callable[[Any, Any], Any]
+    num_params: int
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`data=2,tensor=2` as a dict, in the order of AXES."""
+    try:
+        found = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        found = {}
+    if not found or not set(found) <= set(AXES) or min(found.values()) < 1:
+        raise ValueError(f"a mesh must be axes among {', '.join(AXES)} with sizes, got {text!r}; say data=2,tensor=2")
+    return {axis: found[axis] for axis in AXES if axis in found}
+
+
+def make_optimizer(recipe: str, steps: int) -> optax.GradientTransformation:
+    """AdamW at a constant rate; or for so many steps on text a schedule, and clipped gradients."""
+    adamw = optax.adamw if recipe == "plain" else fp8.fused_adamw
+    own = {} if recipe == "plain" else {"master_dtype": "remainder"}  # of float32 params nothing is kept apart
+    if not steps:
+        return adamw(1e-4, weight_decay=0.1, **own)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-4, max(1, steps // 10), steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw(schedule, b2=0.95, weight_decay=0.1, **own))
+
+
+def make_mesh(case: Case, kind: AxisType) -> Mesh:
+    devices = jax.devices()
+    if len(devices) < case.devices:
+        raise ValueError(f"{case.mesh} needs {case.devices} devices, got {len(devices)}; choose a smaller mesh")
+    sizes = tuple(case.axes.values())
+    return jax.make_mesh(sizes, tuple(case.axes), (kind,) * len(sizes), devices=devices[: case.devices])
+
+
+def build(case: Case, text_steps: int = 0) -> Training:
+    """The case, ready for its first step."""
+    tx, config = make_optimizer(case.recipe, text_steps), case.config
+    tokens = np.zeros((case.sequences // case.microbatches, config.max_seq_len), np.int32)  # only their shape counts
+    if case.recipe == "plain":
+        mesh = make_mesh(case, AxisType.Auto)
+        names = ("vocab_size", "num_layers", "num_heads", "hidden_size", "max_seq_len")
+        constrain = constraint(mesh, case.batch_axes, case.sequence_parallel)
+        model = PlainGPT(**{name: getattr(config, name) for name in names}, constrain=constrain)
+        step, state = build_plain(model, tx, mesh, tokens, case.microbatches, case.compiler_options)
+        params = state[0]["params"]
+    else:
+        mesh = make_mesh(case, AxisType.Explicit)
+        step, state = _build_ours(case, tx, mesh, tokens)
+        params = state.params
+    placed = NamedSharding(mesh, PartitionSpec(case.batch_axes) if case.batch_axes else PartitionSpec())
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return Training(step, state, lambda batch: jax.device_put(batch, placed), step.lower, num_params)
+
+
+def _build_ours(case, tx, mesh, tokens):
+    accumulation = {"split_accumulator": ()} if case.fast else {}
+    recipe = {
+        "delayed": fp8.DelayedScaling(**accumulation),
+        "current": fp8.CurrentScaling(**accumulation),
+        "bf16": None,
+    }[case.recipe]
+    model = fp8.GPT(
+        case.config,
+        recipe=recipe,
+        head_recipe=fp8.CurrentScaling() if case.fp8_head and case.in_fp8 else None,
+        param_dtype=jnp.dtype(case.param_dtype) if case.in_fp8 else jnp.float32,
+        recompute=case.recompute,
+    )
+    step = fp8.make_train_step(
+        fp8.next_token_loss(model),
+        tx,
+        recipe,
+        case.microbatches,
+        mesh=mesh,
+        sequence_parallel=case.sequence_parallel,
+        gradient_dtype=case.gradient_dtype or None,
+        compiler_options=None if case.graphs == "default" and not case.options else case.compiler_options,
+    )
+    return step, step.init_state(model.init, jax.random.key(1), tokens)
+
+
+def cases_for(devices: int) -> tuple[list[str], list[dict]]:
+    """The meshes of so many devices and the recipes that `--all` compares: the settings of the fastest variant, and
+    both in bfloat16.
+    """
+    meshes = [f"{axis}={devices}" for axis in AXES] + [f"tensor={devices}{SEQUENCE}"]
+    fastest = {"recipe": "delayed", "fast": True, "fp8_head": True, "param_dtype": "bfloat16"}
+    return meshes, [fastest, {"recipe": "bf16"}, {"recipe": "plain"}]

@@ -1,0 +1,77 @@
+"""Plain Flax on a mesh, as a user without this library would train it: params placed by hand, the rest left to XLA.
+
+    data     params and optimizer state are whole on every device
+    fsdp     each is split along its largest dim that can be
+    tensor   columns of qkv and of the first matrix of the MLP, rows of the second and of the attention's output, rows
+             of the vocabulary (https://arxiv.org/abs/1909.08053)
+
+The residual stream and the heads are constrained: without that XLA splits the stream along its width, and cuDNN's
+attention does not compile.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from plain_gpt import Constrain, make_plain_step, plain_loss
+
+COLUMNS, ROWS = ("qkv", "mlp_in"), ("attention_out", "mlp_out")
+
+
+def spec_of(names: tuple[str, ...], shape: tuple[int, ...], axes: Mapping[str, int]) -> PartitionSpec:
+    """How a param is split, or what an optimizer keeps of one: its path ends with the same names."""
+    dims: list[str | None] = [None] * len(shape)
+    if axes.get("tensor", 1) > 1:
+        layer, leaf = ("", "", *names)[-2:]
+        if leaf == "embedding" or (layer in ROWS and leaf == "kernel"):
+            dims[0] = "tensor"
+        elif layer in COLUMNS:
+            dims[-1] = "tensor"
+    fsdp = axes.get("fsdp", 1)
+    if fsdp > 1:
+        free = [dim for dim, size in enumerate(shape) if dims[dim] is None and size % fsdp == 0]
+        if free:
+            dims[max(free, key=lambda dim: shape[dim])] = "fsdp"
+    return PartitionSpec(*dims)
+
+
+def shardings_of(tree: Any, mesh: Mesh) -> Any:
+    """The sharding of every leaf of params or of a state."""
+
+    def place(path, leaf):
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        return NamedSharding(mesh, spec_of(names, leaf.shape, dict(mesh.shape)))
+
+    return jax.tree.map_with_path(place, tree)
+
+
+def constraint(mesh: Mesh, batch_axes: tuple[str, ...], sequence_parallel: bool) -> Constrain:
+    """`constrain(x, kind)` of a `PlainGPT`: its batch over the axes of the batch, heads over `tensor`, and with
+    sequence parallelism the sequence of the residual stream.
+    """
+    tensor = "tensor" if mesh.shape.get("tensor", 1) > 1 else None
+    specs = {
+        "residual": PartitionSpec(batch_axes or None, tensor if sequence_parallel else None, None),
+        "heads": PartitionSpec(batch_axes or None, None, tensor, None),
+    }
+    return lambda x, kind: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, specs[kind]))
+
+
+def build_plain(
+    model: nn.Module, tx: optax.GradientTransformation, mesh: Mesh, tokens: Any, microbatches: int, options: dict
+) -> tuple[Callable, Any]:
+    """The step and its state, in shards from the start."""
+
+    def create(key):
+        variables = dict(model.init(key, tokens))
+        return variables, tx.init(variables["params"])
+
+    shardings = shardings_of(jax.eval_shape(create, jax.random.key(1)), mesh)
+    out_shardings = (shardings, {"loss": NamedSharding(mesh, PartitionSpec())})
+    step = make_plain_step(
+        plain_loss(model), tx, microbatches, out_shardings=out_shardings, compiler_options=options or None
+    )
+    return step, jax.jit(create, out_shardings=shardings)(jax.random.key(1))

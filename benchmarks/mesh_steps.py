@@ -1,0 +1,176 @@
+"""One case of `meshes.py`, measured in this process: the times of a step, its memory, its profile, or its losses on text.
+
+python mesh_steps.py JOB RESULT LIMIT      # as meshes.py starts it
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+import kernel_profile
+import numpy as np
+import overlap
+import tables
+from mesh_cases import Case, Training, build
+
+import jax_fp8 as fp8
+
+WARMUP_STEPS = 4
+SPARED = 3.0  # seconds before the limit, in which a process that hangs writes down where
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that a fresh process needs to know: of the case, how many steps, of how many a profile, and what else."""
+
+    case: Case
+    steps: int = 20
+    profile: int = 0
+    report: bool = False
+    text: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        fields = json.loads(text)
+        return cls(**{**fields, "case": Case(**fields["case"])})
+
+
+def say(phase: str) -> None:
+    """The last of these is where a process that hangs has come to."""
+    print(f"phase: {phase}", file=sys.stderr, flush=True)
+
+
+def measure(job: Job) -> dict:
+    """Run one job in this process."""
+    table = fp8.GemmTable.load(job.case.gemms) if job.case.gemms else None
+    with fp8.tuned_gemms(table) if table else contextlib.nullcontext():
+        return train(job) if job.text else time_steps(job)
+
+
+def time_steps(job: Job) -> dict:
+    """Both times of a step, and what was asked for beside them."""
+    case = job.case
+    say("making the state")
+    training = build(case)
+    shape, generator = (case.sequences, case.config.max_seq_len + 1), np.random.default_rng(0)
+    batches = [
+        training.place(generator.integers(0, case.config.vocab_size, shape, np.int32))
+        for _ in range(1 + WARMUP_STEPS + 2 * job.steps)
+    ]
+    jax.block_until_ready((training.state, batches))
+    losses, waited_ms = [], []
+    for index in range(1 + WARMUP_STEPS + job.steps):
+        if index < 2:
+            say("the first step, with compiling" if index == 0 else "steps")
+        start = time.perf_counter()
+        training.state, metrics = training.step(training.state, batches[index])
+        losses.append(float(metrics["loss"]))  # a number: arrays that are kept move the buffers of later steps
+        waited_ms.append(1e3 * (time.perf_counter() - start))
+    say("steps in a row")
+    start = time.perf_counter()
+    for batch in batches[-job.steps :]:
+        training.state, metrics = training.step(training.state, batch)
+    jax.block_until_ready((training.state, metrics))
+    row_ms = 1e3 * (time.perf_counter() - start) / job.steps
+    timed_ms, timed_losses = waited_ms[-job.steps :], losses[-job.steps :]
+    step_ms = statistics.median(timed_ms)
+    result = {
+        **described(case, training.num_params),
+        "step_ms": step_ms,
+        "spread_ms": [min(timed_ms), max(timed_ms)],
+        "row_ms": row_ms,
+        "samples_per_s": 1e3 * case.sequences / step_ms,
+        "row_samples_per_s": 1e3 * case.sequences / row_ms,
+        "first_step_s": waited_ms[0] / 1e3,
+        "peak_gib": peak_gib(case.devices),
+        "first_loss": timed_losses[0],
+        "last_loss": timed_losses[-1],
+    }
+    return result | look_closer(job, training, batches)
+
+
+def described(case: Case, num_params: int) -> dict:
+    return {
+        "case": dataclasses.asdict(case),
+        "environment": tables.environment(),
+        "sequences": case.sequences,
+        "seq_len": case.config.max_seq_len,
+        "num_params": num_params,
+    }
+
+
+def peak_gib(devices: int) -> list[float] | None:
+    """Of every device, initialisation included; CPU devices do not say."""
+    statistics_of = [device.memory_stats() or {} for device in jax.devices()[:devices]]
+    peaks = [found.get("peak_bytes_in_use") for found in statistics_of]
+    return None if None in peaks else [peak / 2**30 for peak in peaks]
+
+
+def look_closer(job: Job, training: Training, batches: list[jax.Array]) -> dict:
+    """The report and the profile. One that fails costs no times: the table and the exit status say so."""
+    found = {}
+    if job.report:
+        say("the report")
+        try:
+            report = fp8.capture_report(training.lower(training.state, batches[0]))
+            found |= {"wire_mib": report.wire_bytes / 2**20, "report": str(report)}
+        except ValueError as error:
+            found["failed_beside"] = str(error)
+    if job.profile:
+        say("the profile")
+        hlo_text = training.lower(training.state, batches[0]).compile().as_text()
+
+        def run():
+            for batch in batches[: job.profile]:
+                training.state, _ = training.step(training.state, batch)
+            jax.block_until_ready(training.state)
+
+        try:
+            found["profile"] = overlap.summarize(kernel_profile.record(run), job.profile, hlo_text)
+        except ValueError as error:
+            found["failed_beside"] = str(error)
+    return found
+
+
+def train(job: Job) -> dict:
+    """The losses of all batches of a file: int (steps, sequences, seq + 1), as `mesh_curves.py text` writes it."""
+    case, text = job.case, np.load(job.text, mmap_mode="r")
+    if text.ndim != 3 or text.shape[1:] != (case.sequences, case.config.max_seq_len + 1):
+        raise ValueError(
+            f"{job.text} must have batches of {case.sequences} x {case.config.max_seq_len + 1} tokens, got {text.shape}; "
+            "make it with mesh_curves.py text, and leave --batch and --seq-len out"
+        )
+    if text.max() >= case.config.vocab_size:
+        raise ValueError(
+            f"tokens must be below the vocabulary of {case.config.vocab_size:,}, got {text.max():,}; set --vocab-size"
+        )
+    say("making the state")
+    training, losses, started = build(case, len(text)), [], time.perf_counter()
+    for index, batch in enumerate(text):
+        if index < 2:
+            say("the first step, with compiling" if index == 0 else "steps")
+        training.state, metrics = training.step(training.state, training.place(np.asarray(batch, np.int32)))
+        losses.append(float(metrics["loss"]))
+    result = described(case, training.num_params)
+    result |= {"seconds": time.perf_counter() - started, "peak_gib": peak_gib(case.devices), "losses": losses}
+    return result | {"first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def main(arguments: list[str]) -> int:
+    job, result, limit = Job.from_json(arguments[0]), pathlib.Path(arguments[1]), float(arguments[2])
+    faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
+    result.write_text(json.dumps(measure(job)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""Training steps of a GPT on the GPUs of one host: data, fsdp, tensor and sequence parallel, in jax_fp8 and plain Flax.
+
+    python benchmarks/meshes.py --all                                   # every mesh of all devices, three recipes
+    python benchmarks/meshes.py --mesh data=4 tensor=4+sequence --recipe delayed bf16 plain --fast --fp8-head
+    python benchmarks/meshes.py --mesh data=2 --recipe delayed --profile 2
+    python benchmarks/meshes.py --mesh data=2 --text batches.npy --losses data.json   # mesh_curves.py makes and draws
+
+Each case runs in a process of its own, for at most `--limit` seconds: one that hangs is a row that says where. It takes
+the median of `--steps` steps with a wait after each, then as many dispatched without waiting, on random tokens that are
+others in every step and lie on the devices before the clock starts. Peak memory is that of the fullest device.
+
+    parent ──case as JSON──→ python mesh_steps.py ... ──measurement as JSON──→ table
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import overlap
+import tables
+from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for
+from mesh_steps import Job
+
+STEPS = pathlib.Path(__file__).resolve().with_name("mesh_steps.py")
+
+
+def run_in_fresh_process(job: Job, limit: float) -> dict:
+    """The measurement of a job, or its case and how it failed."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    with tempfile.TemporaryDirectory() as directory:
+        result, errors = pathlib.Path(directory, "result.json"), pathlib.Path(directory, "errors.txt")
+        command = [sys.executable, str(STEPS), job.to_json(), str(result), str(limit)]
+        with errors.open("w") as file:
+            process = subprocess.Popen(command, env=environment, stderr=file, stdout=file)
+            try:
+                status = process.wait(timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = None
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even a killed process
+                    process.wait(timeout=10)
+        said = errors.read_text(errors="replace")
+        if status == 0:
+            return json.loads(result.read_text())
+    print(said[-3000:], file=sys.stderr, flush=True)
+    return {"case": dataclasses.asdict(job.case), "failed": reason(said, status, limit)}
+
+
+def reason(said: str, status: int | None, limit: float) -> str:
+    """How a process ended that left no result, in one line."""
+    phase = ["the start", *re.findall(r"^phase: (.*)$", said, re.MULTILINE)][-1]
+    if status is None:
+        frames = re.findall(r'most recent call first\):\n  File "[^"]*", line \d+ in (\w+)', said)
+        inside = f", in {frames[-1]}" if frames else ""
+        return f"no result within {limit:g} s; last seen at {phase}{inside}"
+    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", said, re.MULTILINE)
+    return errors[-1][:200] if errors else f"exit status {status} at {phase}"
+
+
+def markdown(results: list[dict]) -> str:
+    """One row a case; those that failed say how."""
+    rows = []
+    for r in results:
+        case = Case(**r["case"])
+        row = [case.mesh, case.name, case.graphs, case.sequences]
+        if "failed" in r:
+            rows.append([*row, f"failed: {r['failed']}", *["-"] * 8])
+            continue
+        timed = ("samples_per_s", "step_ms", "row_samples_per_s", "row_ms")
+        row += [r.get(name, "-") for name in timed]
+        row += [max(r["peak_gib"]) if r["peak_gib"] else "-", f"{r['first_loss']:.4f}", f"{r['last_loss']:.4f}"]
+        rows.append([*row, r.get("wire_mib", "-"), r.get("first_step_s", "-")])
+    headings = ["mesh", "recipe", "graphs", "sequences", "samples/s", "ms a step", "samples/s in a row", "ms in a row"]
+    headings += ["peak GiB", "first loss", "last loss", "wire MiB", "first step s"]
+    return tables.table(headings, rows)
+
+
+def check_same_model(results: list[dict]) -> None:
+    """A comparison of models with different parameter counts is no comparison."""
+    counts = {r["case"]["mesh"] + " " + r["case"]["recipe"]: r["num_params"] for r in results if "failed" not in r}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"all cases must have the same number of parameters, got {counts}; compare like models")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every mesh of all devices; delayed at its fastest and bf16")
+    parser.add_argument("--devices", type=int, default=0, help="of --all; 0 asks jax, in a process of its own")
+    parser.add_argument("--mesh", nargs="+", help=f"such as data=2,tensor=2 or tensor=4{SEQUENCE}")
+    parser.add_argument("--recipe", nargs="+", choices=RECIPES)
+    parser.add_argument("--preset", default="gpt3-1.3b", help="tiny runs on any machine; its times mean nothing")
+    parser.add_argument("--batch", type=int, default=0, help="sequences a microbatch, all devices together")
+    parser.add_argument("--batch-per-data", type=int, default=0, help="sequences for each part of the batch")
+    for name in ("seq-len", "num-layers", "vocab-size"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="0 keeps the preset's")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
+    for name in ("fast", "fp8-head", "recompute"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--gradient-dtype", choices=("float32", "bfloat16"), default="")
+    parser.add_argument("--graphs", choices=GRAPHS, default="default")
+    parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="options of XLA")
+    parser.add_argument("--gemms", default="", help="a file of tuned GEMMs, for delayed and current")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="trace N steps more (GPU only)")
+    parser.add_argument("--report", action="store_true", help="bytes over the wire; compiles again (GPU only)")
+    parser.add_argument("--text", default="", help="train on these batches instead, of mesh_curves.py text")
+    parser.add_argument("--limit", type=float, default=90, help="seconds for a case")
+    parser.add_argument("--output", "--losses", type=pathlib.Path, help="a file for all results, as JSON")
+    options = parser.parse_args(arguments)
+    if not (options.all or options.mesh):
+        parser.error("say --all, or a --mesh")
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
+
+
+def jobs_of(options: argparse.Namespace) -> list[Job]:
+    """Every mesh with every recipe, mesh by mesh."""
+    meshes, recipes = options.mesh, [{"recipe": name} for name in options.recipe or ["delayed"]]
+    if options.all:
+        found, fastest = cases_for(options.devices or count_devices())
+        meshes, recipes = meshes or found, recipes if options.recipe else fastest
+    names = [field.name for field in dataclasses.fields(Case) if field.name not in ("mesh", "recipe", "options")]
+    common = {name: getattr(options, name) for name in names}
+    common["options"] = dict(part.split("=", 1) for part in options.option)
+    if options.text:
+        _, sequences, columns = np.load(options.text, mmap_mode="r").shape
+        common |= {"batch": sequences // options.microbatches, "seq_len": columns - 1}
+    sequence = SEQUENCE if options.sequence_parallel else ""
+    cases = [
+        Case(
+            **{**common, "mesh": mesh.removesuffix(SEQUENCE) + (SEQUENCE if mesh.endswith(SEQUENCE) else sequence)},
+            **recipe,
+        )
+        for mesh in meshes
+        for recipe in recipes
+    ]
+    return [Job(case, options.steps, options.profile, options.report, options.text) for case in cases]
+
+
+def count_devices() -> int:
+    """Asked in a process of its own, which leaves no memory taken."""
+    command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        jobs = jobs_of(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = []
+    for job in jobs:
+        found = run_in_fresh_process(job, options.limit)
+        results.append(found)
+        print(f"{job.case.mesh} {job.case.name}: {found.get('failed', 'done')}", flush=True)
+        if options.output:  # each time: an interrupted run keeps what it has
+            tables.write(options.output, json.dumps(results, indent=1))
+    for found in results:
+        if "profile" in found:
+            case = Case(**found["case"])
+            print(f"\n{case.mesh} {case.name}, kernels of a step\n\n{overlap.markdown(found['profile'])}")
+        if "failed_beside" in found:
+            print(f"\n{found['case']['mesh']}: {found['failed_beside']}")
+    measured = [found for found in results if "failed" not in found]
+    check_same_model(measured)
+    if measured:
+        print(f"\n{tables.environment_line(measured[0]['environment'])}")
+    print(f"\n{markdown(results)}")
+    return 1 if any("failed" in found or "failed_beside" in found for found in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,6 @@
-"""Text for `meshes.py --text`, and a picture of the losses that it leaves: what needs packages that a GPU's machine lacks.
+"""Text for `meshes.py --text`, and a picture of the losses that it leaves.
+
+Apart from it, for both need packages that a machine with GPUs may lack.
 
     python benchmarks/mesh_curves.py text batches.npy --steps 200 --batch-size 16 --seq-len 1024
     python benchmarks/meshes.py --mesh data=2 fsdp=2 --preset gpt2-124m --text batches.npy --losses losses.json
@@ -19,7 +21,7 @@ from text_data import Reading, prepare
 
 
 def write_batches(reading: Reading, data: pathlib.Path | None, cache: pathlib.Path, output: pathlib.Path) -> str:
-    """All batches as one array, uint16 where the vocabulary allows; returns what the text is."""  # (steps, batch, seq + 1)
+    """All batches as one array (steps, batch, seq + 1), uint16 if that is enough; returns what the text is."""
     prepared = prepare(reading, data, cache)
     dtype = np.uint16 if reading.vocab_size <= 2**16 else np.int32
     windows = np.asarray(prepared.starts)[:, :, None] + np.arange(reading.seq_len + 1)

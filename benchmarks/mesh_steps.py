@@ -1,4 +1,4 @@
-"""One case of `meshes.py`, measured in this process: the times of a step, its memory, its profile, or its losses on text.
+"""One case of `meshes.py`, measured in this process: the times of a step, its memory and profile, or losses on text.
 
 python mesh_steps.py JOB RESULT LIMIT      # as meshes.py starts it
 """
@@ -11,6 +11,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 
 import jax
 import kernel_profile
@@ -49,14 +50,14 @@ def say(phase: str) -> None:
     print(f"phase: {phase}", file=sys.stderr, flush=True)
 
 
-def measure(job: Job) -> dict:
-    """Run one job in this process."""
+def measure(job: Job) -> Iterator[dict]:
+    """Run one job in this process: what was found so far, and then with what was asked for beside it."""
     table = fp8.GemmTable.load(job.case.gemms) if job.case.gemms else None
     with fp8.tuned_gemms(table) if table else contextlib.nullcontext():
-        return train(job) if job.text else time_steps(job)
+        yield from [train(job)] if job.text else time_steps(job)
 
 
-def time_steps(job: Job) -> dict:
+def time_steps(job: Job) -> Iterator[dict]:
     """Both times of a step, and what was asked for beside them."""
     case = job.case
     say("making the state")
@@ -95,7 +96,9 @@ def time_steps(job: Job) -> dict:
         "first_loss": timed_losses[0],
         "last_loss": timed_losses[-1],
     }
-    return result | look_closer(job, training, batches)
+    yield result
+    if job.report or job.profile:
+        yield result | look_closer(job, training, batches)
 
 
 def described(case: Case, num_params: int) -> dict:
@@ -123,20 +126,20 @@ def look_closer(job: Job, training: Training, batches: list[jax.Array]) -> dict:
         try:
             report = fp8.capture_report(training.lower(training.state, batches[0]))
             found |= {"wire_mib": report.wire_bytes / 2**20, "report": str(report)}
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found["failed_beside"] = str(error)
     if job.profile:
         say("the profile")
         hlo_text = training.lower(training.state, batches[0]).compile().as_text()
 
         def run():
-            for batch in batches[: job.profile]:
-                training.state, _ = training.step(training.state, batch)
+            for index in range(job.profile):
+                training.state, _ = training.step(training.state, batches[index % len(batches)])
             jax.block_until_ready(training.state)
 
         try:
             found["profile"] = overlap.summarize(kernel_profile.record(run), job.profile, hlo_text)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found["failed_beside"] = str(error)
     return found
 
@@ -144,10 +147,11 @@ def look_closer(job: Job, training: Training, batches: list[jax.Array]) -> dict:
 def train(job: Job) -> dict:
     """The losses of all batches of a file: int (steps, sequences, seq + 1), as `mesh_curves.py text` writes it."""
     case, text = job.case, np.load(job.text, mmap_mode="r")
-    if text.ndim != 3 or text.shape[1:] != (case.sequences, case.config.max_seq_len + 1):
+    wanted = case.sequences, case.config.max_seq_len + 1
+    if text.ndim != 3 or text.shape[1:] != wanted:
         raise ValueError(
-            f"{job.text} must have batches of {case.sequences} x {case.config.max_seq_len + 1} tokens, got {text.shape}; "
-            "make it with mesh_curves.py text, and leave --batch and --seq-len out"
+            f"{job.text} must have batches of {wanted[0]} x {wanted[1]} tokens, got {text.shape}; "
+            "make it with mesh_curves.py text, its sequences a multiple of --microbatches"
         )
     if text.max() >= case.config.vocab_size:
         raise ValueError(
@@ -168,7 +172,10 @@ def train(job: Job) -> dict:
 def main(arguments: list[str]) -> int:
     job, result, limit = Job.from_json(arguments[0]), pathlib.Path(arguments[1]), float(arguments[2])
     faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
-    result.write_text(json.dumps(measure(job)))
+    for found in measure(job):
+        unfinished = result.with_suffix(".part")
+        unfinished.write_text(json.dumps(found))
+        unfinished.replace(result)
     return 0
 
 

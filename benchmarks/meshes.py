@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import overlap
@@ -30,6 +31,7 @@ from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for
 from mesh_steps import Job
 
 STEPS = pathlib.Path(__file__).resolve().with_name("mesh_steps.py")
+TOO_SHORT = 10.0  # seconds, to begin a case
 
 
 def run_in_fresh_process(job: Job, limit: float) -> dict:
@@ -48,9 +50,12 @@ def run_in_fresh_process(job: Job, limit: float) -> dict:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even a killed process
                     process.wait(timeout=10)
         said = errors.read_text(errors="replace")
-        if status == 0:
-            return json.loads(result.read_text())
+        found = json.loads(result.read_text()) if result.exists() else {}
+    if status == 0:
+        return found
     print(said[-3000:], file=sys.stderr, flush=True)
+    if found:  # the times are good; what came after them failed
+        return {**found, "failed_beside": reason(said, status, limit)}
     return {"case": dataclasses.asdict(job.case), "failed": reason(said, status, limit)}
 
 
@@ -72,14 +77,14 @@ def markdown(results: list[dict]) -> str:
         case = Case(**r["case"])
         row = [case.mesh, case.name, case.graphs, case.sequences]
         if "failed" in r:
-            rows.append([*row, f"failed: {r['failed']}", *["-"] * 8])
+            rows.append([*row, *["-"] * 9, f"failed: {r['failed']}"])
             continue
         timed = ("samples_per_s", "step_ms", "row_samples_per_s", "row_ms")
         row += [r.get(name, "-") for name in timed]
         row += [max(r["peak_gib"]) if r["peak_gib"] else "-", f"{r['first_loss']:.4f}", f"{r['last_loss']:.4f}"]
-        rows.append([*row, r.get("wire_mib", "-"), r.get("first_step_s", "-")])
+        rows.append([*row, r.get("wire_mib", "-"), r.get("first_step_s", "-"), r.get("failed_beside", "")])
     headings = ["mesh", "recipe", "graphs", "sequences", "samples/s", "ms a step", "samples/s in a row", "ms in a row"]
-    headings += ["peak GiB", "first loss", "last loss", "wire MiB", "first step s"]
+    headings += ["peak GiB", "first loss", "last loss", "wire MiB", "first step s", "remarks"]
     return tables.table(headings, rows)
 
 
@@ -115,6 +120,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="bytes over the wire; compiles again (GPU only)")
     parser.add_argument("--text", default="", help="train on these batches instead, of mesh_curves.py text")
     parser.add_argument("--limit", type=float, default=90, help="seconds for a case")
+    parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all; the rest is not begun")
     parser.add_argument("--output", "--losses", type=pathlib.Path, help="a file for all results, as JSON")
     options = parser.parse_args(arguments)
     if not (options.all or options.mesh):
@@ -134,17 +140,11 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     common = {name: getattr(options, name) for name in names}
     common["options"] = dict(part.split("=", 1) for part in options.option)
     if options.text:
-        _, sequences, columns = np.load(options.text, mmap_mode="r").shape
+        sequences, columns = np.load(options.text, mmap_mode="r").shape[-2:]
         common |= {"batch": sequences // options.microbatches, "seq_len": columns - 1}
-    sequence = SEQUENCE if options.sequence_parallel else ""
-    cases = [
-        Case(
-            **{**common, "mesh": mesh.removesuffix(SEQUENCE) + (SEQUENCE if mesh.endswith(SEQUENCE) else sequence)},
-            **recipe,
-        )
-        for mesh in meshes
-        for recipe in recipes
-    ]
+    if options.sequence_parallel:
+        meshes = [mesh if mesh.endswith(SEQUENCE) else mesh + SEQUENCE for mesh in meshes]
+    cases = [Case(**{**common, **recipe, "mesh": mesh}) for mesh in meshes for recipe in recipes]
     return [Job(case, options.steps, options.profile, options.report, options.text) for case in cases]
 
 
@@ -161,9 +161,13 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = []
+    results, started = [], time.monotonic()
     for job in jobs:
-        found = run_in_fresh_process(job, options.limit)
+        left = options.total - (time.monotonic() - started)
+        if left > TOO_SHORT:
+            found = run_in_fresh_process(job, min(options.limit, left))
+        else:
+            found = {"case": dataclasses.asdict(job.case), "failed": f"not begun within {options.total:g} s"}
         results.append(found)
         print(f"{job.case.mesh} {job.case.name}: {found.get('failed', 'done')}", flush=True)
         if options.output:  # each time: an interrupted run keeps what it has
@@ -172,13 +176,15 @@ def main(arguments: list[str] | None = None) -> int:
         if "profile" in found:
             case = Case(**found["case"])
             print(f"\n{case.mesh} {case.name}, kernels of a step\n\n{overlap.markdown(found['profile'])}")
-        if "failed_beside" in found:
-            print(f"\n{found['case']['mesh']}: {found['failed_beside']}")
-    measured = [found for found in results if "failed" not in found]
-    check_same_model(measured)
-    if measured:
-        print(f"\n{tables.environment_line(measured[0]['environment'])}")
+    environments = [found["environment"] for found in results if "environment" in found]
+    if environments:
+        print(f"\n{tables.environment_line(environments[0])}")
     print(f"\n{markdown(results)}")
+    try:
+        check_same_model(results)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 1 if any("failed" in found or "failed_beside" in found for found in results) else 0
 
 

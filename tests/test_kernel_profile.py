@@ -57,6 +57,9 @@ KERNELS = {
     "MemcpyD2D": "copies, memsets",
     "Memset": "copies, memsets",
     "copy_4": "copies, memsets",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "collectives",
+    "void stream_executor::gpu::AllReduceKernelImpl<float>(float*)": "collectives",
     "something_else": "other",
 }
 

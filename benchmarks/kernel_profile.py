@@ -164,8 +164,10 @@ def kernels_by_device(events: list[dict]) -> dict[str, list[dict]]:
     threads = {(e["pid"], e["tid"]): e["args"].get("name", "") for e in events if e.get("name") == "thread_name"}
     ran = {}
     for event in events:
-        process, thread = processes.get(event["pid"], ""), threads.get((event["pid"], event.get("tid")), "")
-        if event.get("ph") == "X" and "/device:GPU" in process and "Stream" in thread:
+        if event.get("ph") != "X":
+            continue
+        process, thread = processes.get(event["pid"], ""), threads.get((event["pid"], event["tid"]), "")
+        if "/device:GPU" in process and "Stream" in thread:
             ran.setdefault(process, []).append(event)
     if not ran:
         seen = ", ".join(sorted(set(processes.values()))) or "no process"

@@ -11,15 +11,16 @@ import pytest
 SMALL = {"preset": "tiny", "num_layers": 1, "seq_len": 32}
 
 
-def measured(benchmark, **case):
+def measured(benchmark, profile=0, **case):
     mesh_steps, mesh_cases = benchmark("mesh_steps"), benchmark("mesh_cases")
-    (found,) = mesh_steps.measure(mesh_steps.Job(mesh_cases.Case(**SMALL, **case), steps=2))
-    return found
+    return list(mesh_steps.measure(mesh_steps.Job(mesh_cases.Case(**SMALL, **case), steps=2, profile=profile)))
 
 
 def test_ours_and_plain_train_the_same_model(benchmark):
-    ours = measured(benchmark, mesh="data=2", fast=True, fp8_head=True, param_dtype="bfloat16")
-    plain = measured(benchmark, mesh="tensor=2+sequence", recipe="plain")
+    (ours,) = measured(benchmark, mesh="data=2", fast=True, fp8_head=True, param_dtype="bfloat16")
+    plain, with_profile = measured(benchmark, mesh="tensor=2+sequence", recipe="plain", profile=1)
+    assert plain.items() <= with_profile.items()
+    assert "kernels of a GPU stream" in with_profile["failed_beside"]  # the CPU has none
     for found, sequences in ((ours, 16), (plain, 8)):
         assert found["sequences"] == sequences
         assert found["samples_per_s"] == pytest.approx(1e3 * sequences / found["step_ms"])

@@ -138,7 +138,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         meshes, recipes = meshes or found, recipes if options.recipe else fastest
     names = [field.name for field in dataclasses.fields(Case) if field.name not in ("mesh", "recipe", "options")]
     common = {name: getattr(options, name) for name in names}
-    common["options"] = dict(part.split("=", 1) for part in options.option)
+    common["options"] = read_options(options.option)
     if options.text:
         sequences, columns = np.load(options.text, mmap_mode="r").shape[-2:]
         common |= {"batch": sequences // options.microbatches, "seq_len": columns - 1}
@@ -146,6 +146,15 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         meshes = [mesh if mesh.endswith(SEQUENCE) else mesh + SEQUENCE for mesh in meshes]
     cases = [Case(**{**common, **recipe, "mesh": mesh}) for mesh in meshes for recipe in recipes]
     return [Job(case, options.steps, options.profile, options.report, options.text) for case in cases]
+
+
+def read_options(texts: list[str]) -> dict[str, str | bool]:
+    """XLA's options: `NAME=VALUE` each, of which true and false are bools."""
+    unclear = [text for text in texts if "=" not in text]
+    if unclear:
+        raise ValueError(f"--option needs NAME=VALUE, got {' '.join(unclear)}; say xla_name=true")
+    pairs = dict(text.split("=", 1) for text in texts)
+    return {name: {"true": True, "false": False}.get(value.lower(), value) for name, value in pairs.items()}
 
 
 def count_devices() -> int:

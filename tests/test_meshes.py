@@ -119,6 +119,13 @@ def test_graphs_are_options_of_the_compiler(benchmark, recipe):
     assert options["collectives"]["xla_gpu_enable_command_buffer"].split(",")[-1] == "COLLECTIVES"
 
 
+def test_options_of_xla(benchmark):
+    read_options = benchmark("meshes").read_options
+    assert read_options(["xla_a=true", "xla_b=False", "xla_c=x=1"]) == {"xla_a": True, "xla_b": False, "xla_c": "x=1"}
+    with pytest.raises(ValueError, match="--option needs NAME=VALUE, got xla_a; say xla_name=true"):
+        read_options(["xla_a"])
+
+
 # --- processes that fail ----------------------------------------------------------------------------------------------
 
 

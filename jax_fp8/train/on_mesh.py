@@ -48,9 +48,8 @@ class Layers:
 
     @classmethod
     def of(cls, function: Callable, *args: Any) -> "Layers":
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
         with offers() as found, listing() as gemms:
-            jax.eval_shape(lambda *given: function(*given), *shapes)  # a new function, or jax need not trace it again
+            jax.eval_shape(lambda *given: function(*given), *args)  # a new function, or jax need not trace it again
         in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
         # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
@@ -75,6 +74,7 @@ class OnMesh:
     def of(
         cls,
         how: Parallelism,
+        layers: Layers,
         loss_fn: Callable,
         recipe: Recipe | None,
         once: bool,
@@ -83,7 +83,6 @@ class OnMesh:
         batch: Any,
     ) -> "OnMesh":
         _check_parts(how, batch, microbatches)
-        layers = Layers.of(loss_fn, state.variables, batch)
         placement = place_params(how, state.params, layers.offers)
         if state.cache and placement.splits_params:
             raise ValueError(

@@ -8,8 +8,7 @@ arrays; on a mesh the compiler splits it, for it computes element by element, an
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax import lax
 
 from jax_fp8.core.checks import first_difference
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.shards import offers
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
@@ -47,16 +47,22 @@ class Programs:
     cache_weights: bool
     in_place: bool
     how: Parallelism | None = None
+    layers: dict[str, Layers] = field(default_factory=dict, compare=False)  # by the shapes that they were traced with
 
-    def create(self, init_fn, *args):
-        return TrainState.create(variables=init_fn(*args), tx=self.optimizer)
+    def create(self, init_fn: Callable, *args: Any) -> tuple[Any, Any, Any]:
+        """The program of a state before the first step, of the variables that `init_fn(*args)` returns; the shapes of
+        what it makes; and where these are to be on the mesh, None without one.
+        """
 
-    def shardings_of(self, init_fn, *args) -> Any:
-        """Where the state that `create` makes lies on the mesh."""
-        assert self.how is not None, "there is a mesh"
-        layers = Layers.of(init_fn, *args)
-        shapes = jax.eval_shape(partial(self.create, init_fn), *args)
-        return place_params(self.how, shapes.params, layers.offers).shardings(shapes)
+        def make(*args):
+            return TrainState.create(variables=init_fn(*args), tx=self.optimizer)
+
+        with offers() as found:
+            program, shapes = jax.make_jaxpr(make, return_shape=True)(*args)
+        if self.how is None:
+            return program, shapes, None
+        state: Any = shapes
+        return program, shapes, place_params(self.how, state.params, found).shardings(shapes)
 
     def step(self, state, batch, zeros):
         self._check(state, batch, self.microbatches)
@@ -83,8 +89,14 @@ class Programs:
     def on_mesh(self, state, batch) -> OnMesh:
         """How this state lies on the mesh."""
         assert self.how is not None, "there is a mesh"
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (state.variables, batch)
+        )
+        key = str(shapes)
+        if key not in self.layers:
+            self.layers[key] = Layers.of(self.loss_fn, *shapes)
         once = self.cache_weights or self.microbatches == 1
-        return OnMesh.of(self.how, self.loss_fn, self.recipe, once, self.microbatches, state, batch)
+        return OnMesh.of(self.how, self.layers[key], self.loss_fn, self.recipe, once, self.microbatches, state, batch)
 
     def start(self, state):
         self._check(state)

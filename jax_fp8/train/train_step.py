@@ -11,7 +11,6 @@ recorded once; nothing waits for the host.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
+from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep
 from jax_fp8.train.programs import STATE_REMEDY, Programs
@@ -73,18 +73,14 @@ class TrainStep:
           init_fn: `model.init`.
           args: what it takes: a random key, and inputs or their shapes... as arrays, of which only the shapes count.
         """
-        create = partial(self._programs.create, init_fn)
-        if self._programs.how is None:
-            return jax.jit(create)(*args)
-        shardings = self._programs.shardings_of(init_fn, *args)
-        return jax.jit(create, out_shardings=shardings)(*args)
+        return make_by_array(*self._programs.create(init_fn, *args), *args)
 
     def state_shapes(self, init_fn: Callable, *args: Any) -> TrainState:
-        """What `init_state` makes, as `jax.ShapeDtypeStruct`s with their shardings: for `lower`, before anything runs."""
-        shapes = jax.eval_shape(partial(self._programs.create, init_fn), *args)
-        if self._programs.how is None:
-            return shapes
-        return placed_shapes(shapes, self._programs.shardings_of(init_fn, *args))
+        """What `init_state` makes, as `jax.ShapeDtypeStruct`s with their shardings: for `lower`, before anything is
+        made.
+        """
+        _, shapes, shardings = self._programs.create(init_fn, *args)
+        return shapes if shardings is None else placed_shapes(shapes, shardings)
 
     def place(self, state: TrainState, batch: Any) -> TrainState:
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""

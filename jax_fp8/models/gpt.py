@@ -143,7 +143,8 @@ class GPT(nn.Module):
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
         path, vocab = (*self.path, name), self.config.vocab_size
-        offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary"))
+        splits_rows = name == "embedding"
+        offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary", splits_rows=splits_rows))
         parts, tensor = parts_of(path, DIM_OF["rows"]), current_tensor()
         check_is_split("/".join(path), parts, tensor)
         shape = vocab // parts, self.config.hidden_size

@@ -37,7 +37,7 @@ from jax_fp8.core.shards import (
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import as_tuple
-from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters
 
 
 class Fp8Module(nn.Module, kw_only=True):

@@ -8,7 +8,7 @@ between devices is in `parallel/transfers.py`. The loss is that of the device's 
 output gradients are those of the mean over all, and amaxes, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,6 +56,12 @@ class Layers:
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
         return cls(of_params, tuple(gemms))
 
+    def gemms_of(self, places: Mapping[LayerPath, Any]) -> tuple[LayerPath, ...]:
+        """Those whose kernels are among the params by this path: a loss may apply a model to a part of the variables,
+        and then its layers know other paths.
+        """
+        return tuple(gemm for gemm in self.gemms if all(kernel in places for kernel in kernel_paths(gemm)))
+
 
 @dataclass(frozen=True)
 class OnMesh:
@@ -82,8 +88,13 @@ class OnMesh:
         state: TrainState,
         batch: Any,
     ) -> "OnMesh":
-        _check_parts(how, batch, microbatches)
+        how.check_rows(batch, microbatches)
         layers = Layers.of(loss_fn, state.variables, batch)
+        if how.sequence and not any(offer.splits_rows for offer in layers.offers.values()):
+            raise ValueError(
+                "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
+                "one; leave sequence_parallel out"
+            )
         placement = place_params(how, state.params, layers.offers)
         if state.cache and placement.splits_params:
             raise ValueError(
@@ -91,7 +102,7 @@ class OnMesh:
                 f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
                 "the step casts each shard once, and gathers it in FP8"
             )
-        return cls(placement, loss_fn, recipe, layers.gemms, once)
+        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path), once)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
         """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
@@ -156,17 +167,3 @@ class OnMesh:
             in_fp8 = [kernel for gemm in cached for kernel in kernel_paths(gemm)]
         params = gather_params(self.placement, shards.params, in_fp8)
         return replace(shards, params=params, cache=cache)
-
-
-def _check_parts(how, batch, microbatches):
-    """Raise unless every device has as many whole rows of each microbatch."""
-    parts = how.batch_parts * microbatches
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        rows = jnp.shape(leaf)[:1]
-        if rows and rows[0] % parts:
-            of_each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
-            raise ValueError(
-                f"every device must have as many rows{of_each}: {how.batch_parts} parts of a batch on the mesh "
-                f"{describe_mesh(how.mesh)}, got {rows[0]} rows of batch{jax.tree_util.keystr(path)}; "
-                f"pass a multiple of {parts}"
-            )

@@ -80,7 +80,7 @@ class TrainStep:
         return jax.jit(create, out_shardings=shardings)(*args)
 
     def state_shapes(self, init_fn: Callable, *args: Any) -> TrainState:
-        """What `init_state` makes, as `jax.ShapeDtypeStruct`s with their shardings: for `lower`, before anything runs."""
+        """What `init_state` makes, as `jax.ShapeDtypeStruct`s with their shardings: for `lower`, before it is made."""
         shapes = jax.eval_shape(partial(self._programs.create, init_fn), *args)
         if self._programs.how is None:
             return shapes
@@ -98,7 +98,7 @@ class TrainStep:
             return self._step(state, batch, zero_metrics())
         check_not_donated(state)
         if self._programs.how is not None:
-            batch = self._programs.how.place_batch(batch)
+            batch = self._programs.how.place_batch(batch, self._programs.microbatches)
             check_on_mesh(state, self._programs.how.mesh)
         # Only a state this object did not return itself can be a fresh one;
         # asking its step count would otherwise wait for the device.
@@ -117,6 +117,7 @@ class TrainStep:
         Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
         a step as a whole casts them once.
         """
+        self._check_is_not_on_mesh("start")
         return self._start(state)
 
     def accumulate_step(
@@ -134,6 +135,7 @@ class TrainStep:
           microbatch: as the loss takes it.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
+        self._check_is_not_on_mesh("accumulate_step")
         check_flag(is_first_microbatch)
         if not self._donate:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
@@ -157,7 +159,15 @@ class TrainStep:
           The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
           how many there were).
         """
+        self._check_is_not_on_mesh("apply_step")
         return self._apply(state, pending)
+
+    def _check_is_not_on_mesh(self, name):
+        if self._programs.how is not None:
+            raise ValueError(
+                f"{name} must be that of a step on one device, got one made with mesh=...; "
+                "call step(state, batch), which splits the batch into microbatches itself"
+            )
 
     def lower(self, state: TrainState, batch: Any) -> Lowering:
         """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.

@@ -18,6 +18,14 @@ def make_mesh(**axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
 
 
+def on_devices(function, *args, in_specs, out_specs, **axes: int) -> Any:
+    """What a function of shards returns on a mesh with these axes."""
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    mesh = jax.sharding.Mesh(np.reshape(devices, tuple(axes.values())), tuple(axes))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped)(*args)
+
+
 def gpt(recipe, *, dtype=jnp.bfloat16, recompute=False, head_recipe=None, **config) -> fp8.GPT:
     sizes = {"vocab_size": VOCAB, "num_layers": 2, "num_heads": 4, "hidden_size": 128, "max_seq_len": SEQ}
     settings = fp8.GPTConfig(**(sizes | config))
@@ -54,9 +62,7 @@ def run(step, state, batch, steps=3) -> tuple[list, list[float]]:
 def errors(actual, expected) -> dict[str, float]:
     """The relative error of every leaf of a tree that is not zero in the expected one."""
     found = {}
-    for (path, got), wanted in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
+    for (path, got), wanted in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         found[jax.tree_util.keystr(path)] = relative_error(got, wanted)
     return found
 

@@ -19,7 +19,7 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 
-SUMS, NOISE = 5e-4, 0.25
+SUMS, ROUNDED, NOISE = 5e-4, 0.05, 0.25
 RECIPE, CURRENT = fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling()
 TX = showing(optax.sgd(0.1))
 FSDP, TENSOR, MIXED = {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}
@@ -45,7 +45,7 @@ def significant(gradients) -> dict:
 def assert_same_step(ours, of_one, tolerance):
     """The first step of both: losses and gradients, and where sums alone differ the FP8 state."""
     (states, losses), (expected, of_one_losses) = ours, of_one
-    np.testing.assert_allclose(losses[0], of_one_losses[0], 1e-3 if tolerance == NOISE else 1e-5)
+    np.testing.assert_allclose(losses[0], of_one_losses[0], 1e-5 if tolerance <= SUMS else 1e-3)
     assert_close(significant(gradients_of(states[0])), significant(gradients_of(expected[0])), tolerance)
     if tolerance == SUMS:
         jax.tree.map(assert_same_bits, states[0].fp8, expected[0].fp8)
@@ -65,9 +65,11 @@ MODELS = {
     "a head in FP8": ({"head_recipe": CURRENT}, TENSOR, {"sequence_parallel": True}, NOISE),
     "a head in FP8, data": ({"head_recipe": CURRENT}, {"data": 2}, {}, SUMS),
     "recompute": ({"recompute": True}, MIXED, {"sequence_parallel": True}, NOISE),
-    "plain bfloat16": ({"recipe": None}, MIXED, {"sequence_parallel": True}, 0.1),
+    "plain bfloat16": ({"recipe": None}, MIXED, {"sequence_parallel": True}, ROUNDED),
     "plain float32": ({"recipe": None, "dtype": jnp.float32}, MIXED, {"sequence_parallel": True}, 1e-4),
-    "plain float32 without sequence": ({"recipe": None, "dtype": jnp.float32, **LLAMA}, {"data": 2, "tensor": 4}, {}, 1e-4),
+    "plain float32, like Llama": (
+        {"recipe": None, "dtype": jnp.float32, **LLAMA}, {"data": 2, "tensor": 4}, {}, 1e-4,
+    ),
     "gradients in bfloat16": ({}, {"data": 2, "fsdp": 2}, {"gradient_dtype": jnp.bfloat16}, 0.02),
     "weights gathered for each microbatch": ({}, FSDP, {"cache_weights": False, "microbatches": 4}, SUMS),
     "without a warm start": ({}, FSDP, {"warm_start": False}, SUMS),
@@ -197,11 +199,13 @@ class Stacked(nn.Module):
     """Layers stacked by `nn.scan`, each with a slice of every param."""
 
     remat: bool = False
+    sees_cache: bool = True
 
     @nn.compact
     def __call__(self, x):
         body = nn.remat(Block, prevent_cse=False) if self.remat else Block
-        scan = nn.scan(body, variable_axes={"params": 0, "fp8": 0}, split_rngs={"params": True}, length=2)
+        axes = {"params": 0, "fp8": 0} | ({"fp8_cache": 0} if self.sees_cache else {})
+        scan = nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)
         return scan(name="layers")(x, None)[0]
 
 
@@ -218,13 +222,22 @@ STACKED = {
 @pytest.mark.parametrize("case", STACKED)
 def test_stacked_layers(case):
     axes, microbatches, remat, tolerance = STACKED[case]
-    x = jax.random.normal(jax.random.key(1), (8, 16, 64), jnp.bfloat16)
-    model = Stacked(remat)
+    x, model = jax.random.normal(jax.random.key(1), (8, 16, 64), jnp.bfloat16), Stacked(remat)
     state = first_state(model.init, x)
     of_one, ours = (
         train(squares(model), state, x, RECIPE, axes=where, microbatches=microbatches) for where in (None, axes)
     )
     assert_same_step(ours, of_one, tolerance)
+
+
+def test_stacked_layers_that_see_no_weight_cache():
+    """What a layer must cast itself is gathered as it is, and this is said."""
+    x, model = jax.random.normal(jax.random.key(1), (8, 16, 64), jnp.bfloat16), Stacked(sees_cache=False)
+    state = first_state(model.init, x)
+    of_one = train(squares(model), state, x, RECIPE)
+    with pytest.warns(UserWarning, match=r"as they are, and not in FP8: .*layers/mlp/up, .* do not; give nn.scan"):
+        ours = train(squares(model), state, x, RECIPE, axes=FSDP)
+    assert_same_step(ours, of_one, SUMS)
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -250,7 +263,7 @@ def test_optimizers(name):
     of_one = train(fp8.next_token_loss(model), state, batch, None, tx=tx, steps=3)
     ours = train(fp8.next_token_loss(model), state, batch, None, tx=tx, steps=3, axes=MIXED, sequence_parallel=True)
     np.testing.assert_allclose(ours[1], of_one[1], 1e-5)
-    rounding = 4e-3 if "param_dtype" in fields else 1e-4
+    rounding = 1e-2 if "param_dtype" in fields else 1e-4
     assert_close(significant(ours[0][-1].params), significant(of_one[0][-1].params), rounding)
 
 

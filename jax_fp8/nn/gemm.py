@@ -210,7 +210,6 @@ def declare_state(
         return _on_shards(DeclaredGemm(parameters), side)
     layer = "/".join(module.path) or type(module).__name__
     _check_multiples_of_16(layer, parameters)
-    register_gemm(module.path)
     history, scales = None, None
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     if recipe.has_state:
@@ -224,6 +223,7 @@ def declare_state(
         scales = None
     record = Record() if recorder is None else recorder.record
     weight = _cached_weight(module, layer, parameters, recipe)
+    register_gemm(module.path, weight is not None)
     is_recorded, amax_axes = recorder is not None, current_amax_axes()
     gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, amax_axes)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()

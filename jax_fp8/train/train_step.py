@@ -216,7 +216,8 @@ def make_train_step(
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
       mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
         state too, and `tensor` the layers; any may be left out. Without it, the step runs on one device, or as jax
-        splits it by the shardings of its arguments.
+        splits it by the shardings of its arguments. With `fsdp`, a loss must read the kernels of FP8 layers through
+        these only: they are gathered in FP8, and what else reads one finds NaN.
       rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
         and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.

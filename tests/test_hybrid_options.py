@@ -51,6 +51,14 @@ def assert_same_step(ours, of_one, tolerance):
         jax.tree.map(assert_same_bits, states[0].fp8, expected[0].fp8)
 
 
+class Warm(nn.Module):
+    """Logits times a param of its own."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return gpt(RECIPE, num_layers=1)(tokens) * self.param("temperature", nn.initializers.constant(2.0), ())
+
+
 # ---- GPT -------------------------------------------------------------------------------------------------------------
 
 LLAMA = {
@@ -73,11 +81,22 @@ MODELS = {
     "gradients in bfloat16": ({}, {"data": 2, "fsdp": 2}, {"gradient_dtype": jnp.bfloat16}, 0.02),
     "weights gathered for each microbatch": ({}, FSDP, {"cache_weights": False, "microbatches": 4}, SUMS),
     "without a warm start": ({}, FSDP, {"warm_start": False}, SUMS),
-    "in an explicit shape of the batch": ({}, {"data": 8}, {}, SUMS),
+    "a row for each device": ({}, {"data": 8}, {}, SUMS),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MODELS)
+SLOW = {
+    "like Llama, fsdp", "an untied head", "a head in FP8, data", "recompute", "plain bfloat16", "plain float32, like Llama",
+    "without a warm start", "a row for each device",
+}  # fmt: skip
+
+
+def marked(cases, slow) -> list:
+    """Those that others cover as a rule are slow."""
+    return [pytest.param(case, marks=pytest.mark.slow if case in slow else ()) for case in cases]
+
+
+@pytest.mark.parametrize("case", marked(MODELS, SLOW))
 def test_models_and_options(case):
     fields, axes, options, tolerance = MODELS[case]
     fields = {"recipe": RECIPE, "num_layers": 1, **fields}
@@ -87,6 +106,26 @@ def test_models_and_options(case):
     of_one = train(fp8.next_token_loss(model), state, tokens(), model.recipe, **on_one)
     ours = train(fp8.next_token_loss(model), state, tokens(), model.recipe, axes=axes, **options)
     assert_same_step(ours, of_one, tolerance)
+
+
+def test_an_auto_mesh_with_axes_of_one_device():
+    model = gpt(RECIPE, num_layers=1)
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((1, 2, 1), ("tensor", "fsdp", "data"), axis_types=auto, devices=jax.devices()[:2])
+    state = first_state(model.init, tokens()[:, :-1])
+    of_one = train(fp8.next_token_loss(model), state, tokens(), RECIPE)
+    assert_same_step(train(fp8.next_token_loss(model), state, tokens(), RECIPE, mesh=mesh), of_one, SUMS)
+
+
+def test_a_param_after_the_logits():
+    """Every device of `tensor` has all logits, and its gradient is not doubled."""
+    model = Warm()
+    state = first_state(model.init, tokens()[:, :-1])
+    of_one, ours = (
+        train(fp8.next_token_loss(model), state, tokens(), RECIPE, axes=axes)
+        for axes in (None, {"tensor": 2, "data": 2})
+    )
+    assert_same_step(ours, of_one, NOISE)
 
 
 def test_recompute_has_the_bits_of_what_was_kept():
@@ -101,7 +140,7 @@ def test_recompute_has_the_bits_of_what_was_kept():
     jax.tree.map(assert_same_bits, again[0].fp8, kept[0].fp8)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_of_logits(sequence):
     """The logits are those of the whole vocabulary, alike on all devices of `tensor`."""
     model = gpt(RECIPE, num_layers=1)
@@ -117,7 +156,7 @@ def test_a_loss_of_logits(sequence):
     assert_same_step(ours, of_one, NOISE)
 
 
-@pytest.mark.parametrize("axes", [{"data": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 4}, pytest.param(MIXED, marks=pytest.mark.slow)], ids=str)
 def test_ignored_tokens_are_no_part_of_the_mean_over_all_devices(axes):
     """Every device has another number of them, one has none that counts."""
     model = gpt(RECIPE, num_layers=1)
@@ -128,7 +167,7 @@ def test_ignored_tokens_are_no_part_of_the_mean_over_all_devices(axes):
     state = first_state(model.init, tokens()[:, :-1])
     of_one, ours = (train(loss_fn, state, batch, RECIPE, axes=where) for where in (None, axes))
     assert_same_step(ours, of_one, NOISE if "tensor" in axes else SUMS)
-    of_means = np.mean([train(loss_fn, state, part, RECIPE)[1] for part in np.split(batch, 4)])
+    of_means = np.mean([jax.jit(loss_fn)(state.variables, part) for part in np.split(batch, 4)])
     assert abs(of_means - of_one[1][0]) > 0.1  # negative control: the mean of the devices' means is another
 
 
@@ -219,7 +258,7 @@ STACKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", STACKED)
+@pytest.mark.parametrize("case", marked(STACKED, {"fsdp", "remat"}))
 def test_stacked_layers(case):
     axes, microbatches, remat, tolerance = STACKED[case]
     x, model = jax.random.normal(jax.random.key(1), (8, 16, 64), jnp.bfloat16), Stacked(remat)
@@ -267,7 +306,7 @@ def test_optimizers(name):
     assert_close(significant(ours[0][-1].params), significant(of_one[0][-1].params), rounding)
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 4}], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.slow), {"data": 4}], ids=str)
 def test_a_state_that_carries_its_weights_in_fp8(axes):
     model, tx = gpt(RECIPE, num_layers=1), fp8.fused_adamw(1e-3, eps=1e-2)
     variables = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])

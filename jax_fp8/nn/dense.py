@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from jax_fp8.core.shards import Side
+from jax_fp8.core.shards import Side, TensorDim, offer
 from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nn.checks import check_layer, check_tensor_split
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm
@@ -54,6 +54,8 @@ class NormVariables(nn.Module):
     @nn.compact
     def __call__(self, features: int) -> NormParameters:
         check_norm(self.norm)
+        for name in ("scale", "bias"):
+            offer((*self.path, name), TensorDim())
         scale = self.param("scale", nn.initializers.ones_init(), (features,), self.param_dtype)
         if self.norm == "rmsnorm":
             return NormParameters(scale, None)

@@ -95,12 +95,9 @@ class OnMesh:
     ) -> "OnMesh":
         how.check_rows(batch, microbatches)
         layers = Layers.of(loss_fn, state.variables, batch)
-        if how.sequence and not any(offer.splits_rows for offer in layers.offers.values()):
-            raise ValueError(
-                "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
-                "one; leave sequence_parallel out"
-            )
         placement = place_params(how, state.params, layers.offers)
+        if how.sequence:
+            _check_rows_are_split(layers, placement)
         if state.cache and placement.splits_params:
             raise ValueError(
                 "a state that carries a weight cache must have whole params on every device, "
@@ -170,6 +167,23 @@ class OnMesh:
             cache = cast_gemms(shards.params, scales, self.recipe, gather)
         not_gathered = [kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)]
         return replace(shards, params=gather_params(self.placement, shards.params, not_gathered), cache=cache)
+
+
+def _check_rows_are_split(layers, placement):
+    """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
+    device has its own rows.
+    """
+    if not any(offer.splits_rows for offer in layers.offers.values()):
+        raise ValueError(
+            "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
+            "one; leave sequence_parallel out"
+        )
+    unknown = ["/".join(path) for path in placement.by_path if path not in layers.offers]
+    if unknown:
+        raise ValueError(
+            "sequence parallelism must know whether a layer has the rows of all devices, and knows it of fp8.GPT "
+            f"alone, got also the param {unknown[0]}; leave sequence_parallel out, or this param"
+        )
 
 
 def gathered_in_fp8(

@@ -99,11 +99,11 @@ class TrainStep:
         check_not_donated(state)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
-            check_on_mesh(state, self._programs.how.mesh)
-        # Only a state this object did not return itself can be a fresh one;
-        # asking its step count would otherwise wait for the device.
-        if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
-            state = self._warm(state, batch)
+        if state.step is not self._last_step_count:  # a state that this object did not return itself
+            if self._programs.how is not None:
+                check_on_mesh(state, self._programs.how.mesh)
+            if self._warm is not None and int(state.step) == 0:  # asking the step count waits for the device
+                state = self._warm(state, batch)
         state, metrics = self._step(state, batch, zero_metrics())
         if self._room is None:
             self._room = make_room(state.step)
@@ -217,7 +217,8 @@ def make_train_step(
       mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
         state too, and `tensor` the layers; any may be left out. Without it, the step runs on one device, or as jax
         splits it by the shardings of its arguments. With `fsdp`, a loss must read the kernels of FP8 layers through
-        these only: they are gathered in FP8, and what else reads one finds NaN.
+        these only: they are gathered in FP8, and what else reads one finds NaN. The loss of a batch is the mean of
+        those of its parts.
       rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
         and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.

@@ -91,6 +91,23 @@ def with_cache():
     return fp8.TrainState.create(variables=variables | {"fp8_cache": fp8.cast_weights(variables, RECIPE)}, tx=TX)
 
 
+class BesideLogits(nn.Module):
+    """A param that every device has whole, after the logits, which all devices have alike."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return gpt(RECIPE, num_layers=1)(tokens) * self.param("temperature", nn.initializers.ones, ())
+
+
+def beside_logits(variables, batch):
+    return fp8.next_token_loss(BesideLogits())(variables, batch)
+
+
+def state_beside_logits():
+    variables = jax.eval_shape(BesideLogits().init, jax.random.key(0), BATCH[:, :-1])
+    return jax.eval_shape(lambda: fp8.TrainState.create(variables=jax.tree.map(jnp.zeros_like, variables), tx=TX))
+
+
 WHOLE_EMBEDDING = {"rules": (("^embedding", P()),)}
 REFUSED = {
     "rows": (
@@ -108,6 +125,10 @@ REFUSED = {
     "sequence without an embedding that splits rows": (
         lambda: trace(make(of_a_part, mesh=make_mesh(tensor=2), sequence_parallel=True), state_of_a_part(), X),
         "needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without one; leave sequence_parallel",
+    ),
+    "sequence and layers of others": (
+        lambda: trace(make(beside_logits, mesh=make_mesh(tensor=2), sequence_parallel=True), state_beside_logits()),
+        "and knows it of fp8.GPT alone, got also the param temperature; leave sequence_parallel out, or this param",
     ),
     "an embedding left whole": (
         lambda: trace(make(mesh=make_mesh(tensor=2), **WHOLE_EMBEDDING)),

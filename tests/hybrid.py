@@ -59,6 +59,26 @@ def run(step, state, batch, steps=3) -> tuple[list, list[float]]:
     return states, losses
 
 
+SHOWING = showing(optax.sgd(0.1))
+
+
+def first_state(init, x, tx=SHOWING) -> fp8.TrainState:
+    return fp8.TrainState.create(variables=jax.jit(init)(jax.random.key(0), x), tx=tx)
+
+
+def train(loss_fn, state, batch, recipe, *, axes=None, tx=SHOWING, steps=1, microbatches=1, **options):
+    """States and losses; on a mesh with these axes, or on one device."""
+    options |= {} if axes is None else {"mesh": make_mesh(**axes)}
+    step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, **options)
+    return run(step, step.place(jax.tree.map(jnp.copy, state), batch), batch, steps)
+
+
+def significant(gradients) -> dict:
+    """Without what is noise: the bias of a key."""
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    return {name: leaf for path, leaf in leaves if "['key']['bias']" not in (name := jax.tree_util.keystr(path))}
+
+
 def errors(actual, expected) -> dict[str, float]:
     """The relative error of every leaf of a tree that is not zero in the expected one."""
     found = {}

@@ -1,5 +1,5 @@
 """Everything else that a step can be, on a mesh beside one device: options of models and of steps, own models, stacked
-layers, optimizers.
+layers.
 
 Where nothing is split over `tensor`, the first gradients are those of one device but for sums in another order. With
 `tensor` they differ by the noise of FP8 where a rounding falls on the other side; test_hybrid_step.py measures that it
@@ -13,7 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hybrid import SEQ, VOCAB, assert_close, errors, gpt, gradients_of, make_mesh, run, showing, tokens
+from hybrid import (
+    SEQ,
+    SHOWING,
+    VOCAB,
+    assert_close,
+    errors,
+    first_state,
+    gpt,
+    gradients_of,
+    make_mesh,
+    run,
+    significant,
+    tokens,
+    train,
+)
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
@@ -21,25 +35,7 @@ import jax_fp8 as fp8
 
 SUMS, ROUNDED, NOISE = 5e-4, 0.05, 0.25
 RECIPE, CURRENT = fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling()
-TX = showing(optax.sgd(0.1))
 FSDP, TENSOR, MIXED = {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}
-
-
-def first_state(init, x, tx=TX):
-    return fp8.TrainState.create(variables=jax.jit(init)(jax.random.key(0), x), tx=tx)
-
-
-def train(loss_fn, state, batch, recipe, *, axes=None, tx=TX, steps=1, microbatches=1, **options):
-    """States and losses; on a mesh with these axes, or on one device."""
-    options |= {} if axes is None else {"mesh": make_mesh(**axes)}
-    step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, **options)
-    return run(step, step.place(jax.tree.map(jnp.copy, state), batch), batch, steps)
-
-
-def significant(gradients) -> dict:
-    """Without what is noise: the bias of a key."""
-    leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    return {name: leaf for path, leaf in leaves if "['key']['bias']" not in (name := jax.tree_util.keystr(path))}
 
 
 def assert_same_step(ours, of_one, tolerance):
@@ -78,6 +74,9 @@ MODELS = {
     "plain float32, like Llama": (
         {"recipe": None, "dtype": jnp.float32, **LLAMA}, {"data": 2, "tensor": 4}, {}, 1e-4,
     ),
+    "keys and values left whole by a rule": (
+        {"recipe": None, "dtype": jnp.float32}, TENSOR, {"rules": [("/(key|value)/", P())]}, 1e-4,
+    ),
     "gradients in bfloat16": ({}, {"data": 2, "fsdp": 2}, {"gradient_dtype": jnp.bfloat16}, 0.02),
     "weights gathered for each microbatch": ({}, FSDP, {"cache_weights": False, "microbatches": 4}, SUMS),
     "without a warm start": ({}, FSDP, {"warm_start": False}, SUMS),
@@ -86,8 +85,8 @@ MODELS = {
 
 
 SLOW = {
-    "like Llama, fsdp", "an untied head", "a head in FP8, data", "recompute", "plain bfloat16", "plain float32, like Llama",
-    "without a warm start", "a row for each device",
+    "like Llama, fsdp", "an untied head", "a head in FP8, data", "recompute", "plain bfloat16",
+    "plain float32, like Llama", "without a warm start", "a row for each device",
 }  # fmt: skip
 
 
@@ -213,7 +212,7 @@ def test_layers_of_ones_own_are_split_by_fields_or_by_rules(norm, by_rules):
     rules = BY_RULES if by_rules else ()
     state = first_state(model.init, X["x"])
     of_one = train(loss_of(model), state, X, RECIPE)
-    step = fp8.make_train_step(loss_of(model), TX, RECIPE, mesh=make_mesh(data=2, tensor=2), rules=rules)
+    step = fp8.make_train_step(loss_of(model), SHOWING, RECIPE, mesh=make_mesh(data=2, tensor=2), rules=rules)
     placed = step.place(jax.tree.map(jnp.copy, state), X)
     specs = {name: placed.params[name]["kernel"].sharding.spec for name in ("into", "up", "down")}
     assert specs == {"into": P(), "up": P(None, "tensor"), "down": P("tensor")}
@@ -277,48 +276,6 @@ def test_stacked_layers_that_see_no_weight_cache():
     with pytest.warns(UserWarning, match=r"as they are, and not in FP8: .*layers/mlp/up, .* do not; give nn.scan"):
         ours = train(squares(model), state, x, RECIPE, axes=FSDP)
     assert_same_step(ours, of_one, SUMS)
-
-
-# ---- optimizers ------------------------------------------------------------------------------------------------------
-
-OPTIMIZERS = {
-    "adamw": (optax.adamw(1e-2, eps=1e-2), {}),
-    "clipped": (optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-2)), {}),
-    "fused, clipped": (fp8.fused_adamw(1e-2, eps=1e-2, max_grad_norm=0.1), {}),
-    "bfloat16 with remainders": (
-        fp8.fused_adamw(1e-2, eps=1e-2, master_dtype="remainder"), {"param_dtype": jnp.bfloat16},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    """Fed with the same gradients, since without FP8 and in float32: so a norm is that of all shards, or is noticed."""
-    tx, fields = OPTIMIZERS[name]
-    config = fp8.GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=64, max_seq_len=16)
-    model = fp8.GPT(config, recipe=None, dtype=jnp.float32, **fields)
-    batch = tokens(8, 16) % 64
-    state = first_state(model.init, batch[:, :-1], tx)
-    of_one = train(fp8.next_token_loss(model), state, batch, None, tx=tx, steps=3)
-    ours = train(fp8.next_token_loss(model), state, batch, None, tx=tx, steps=3, axes=MIXED, sequence_parallel=True)
-    np.testing.assert_allclose(ours[1], of_one[1], 1e-5)
-    rounding = 1e-2 if "param_dtype" in fields else 1e-4
-    assert_close(significant(ours[0][-1].params), significant(of_one[0][-1].params), rounding)
-
-
-@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.slow), {"data": 4}], ids=str)
-def test_a_state_that_carries_its_weights_in_fp8(axes):
-    model, tx = gpt(RECIPE, num_layers=1), fp8.fused_adamw(1e-3, eps=1e-2)
-    variables = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
-    variables |= {"fp8_cache": fp8.cast_weights(variables, RECIPE)}
-    state = fp8.TrainState.create(variables=variables, tx=tx)
-    (of_one, losses), (ours, own_losses) = (
-        train(fp8.next_token_loss(model), state, tokens(), RECIPE, tx=tx, axes=where, steps=2) for where in (None, axes)
-    )
-    np.testing.assert_allclose(own_losses, losses, 1e-5)
-    jax.tree.map(assert_same_bits, ours[0].fp8, of_one[0].fp8)
-    for pair, wanted in zip(jax.tree.leaves(ours[-1].cache), jax.tree.leaves(of_one[-1].cache), strict=True):
-        assert np.mean(pair != wanted) < 0.01 if pair.ndim else True
 
 
 def test_what_would_be_noticed():

@@ -182,7 +182,8 @@ def _logits(head, operand) -> jax.Array:
 
 def _loss_of(logits, labels, shares, z_loss):
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+    is_label = labels[..., None] == lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    chosen = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)  # also where an axis splits the vocabulary
     return jnp.sum((lse - chosen + z_loss * jnp.square(lse)) * shares[..., None]), lse
 
 

@@ -7,10 +7,12 @@ import numpy as np
 import optax
 import pytest
 from hybrid import SEQ, gpt, make_mesh, run, tokens
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.core.shards import TensorDim
+from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.train.on_mesh import Layers
 
 RECIPE = fp8.DelayedScaling(amax_history_len=2)
@@ -193,15 +195,17 @@ def test_a_loss_of_a_result_that_is_still_split():
     assert np.isnan(run(step, step.init_state(layer.init, jax.random.key(0), X), X, steps=1)[1][0])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="on an Explicit mesh types say that rows of an embedding are split by columns, which `lookup` does not resolve",
-)
-def test_the_loss_of_a_state_that_is_split_over_tensor():
-    """Evaluation by `jax.jit`, outside of the step."""
-    step = make(mesh=make_mesh(tensor=2))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"fsdp": 2}], ids=str)
+def test_the_loss_of_a_state_on_a_mesh(axis_type, axes):
+    """Evaluation by `jax.jit`, outside of the step, of params that are split."""
+    (name,) = axes
+    mesh = jax.make_mesh((2,), (name,), axis_types=(axis_type,), devices=jax.devices()[:2])
+    step = make(mesh=mesh)
     state = step.init_state(MODEL.init, jax.random.key(0), jnp.asarray(BATCH[:, :-1]))
-    assert np.isfinite(jax.jit(LOSS)(state.variables, step._programs.how.place_batch(BATCH, 1)))
+    batch = Parallelism(mesh).place_batch(BATCH, 1)
+    of_one = MODEL.init(jax.random.key(0), BATCH[:, :-1])
+    np.testing.assert_allclose(jax.jit(LOSS)(state.variables, batch), jax.jit(LOSS)(of_one, BATCH), 2e-3)
 
 
 def test_a_state_that_lies_on_one_device_is_refused():

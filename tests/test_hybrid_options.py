@@ -196,7 +196,7 @@ X = {
 
 def loss_of(model):
     def loss_fn(variables, batch):
-        logits = model.apply(variables, batch["x"])
+        logits = jnp.asarray(model.apply(variables, batch["x"]), jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     return loss_fn
@@ -223,6 +223,22 @@ def test_layers_that_say_nothing_are_whole_and_their_gradients_are_not_doubled()
     model = TwoLayers(split=False)
     state = first_state(model.init, X["x"])
     of_one, ours = (train(loss_of(model), state, X, RECIPE, axes=axes) for axes in (None, {"data": 2, "tensor": 2}))
+    assert_same_step(ours, of_one, SUMS)
+
+
+class TwoRecipes(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = fp8.Dense(64, recipe=RECIPE, name="delayed")(x)
+        return fp8.Dense(32, recipe=fp8.CurrentScaling(power_2_scale=True), name="current")(nn.gelu(x))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, None], ids=["delayed", "none"])
+def test_layers_with_another_recipe_than_the_step(recipe):
+    """They cast their kernels themselves, by their own recipe."""
+    model = TwoRecipes() if recipe else fp8.Dense(64, recipe=CURRENT)
+    state = first_state(model.init, X["x"])
+    of_one, ours = (train(loss_of(model), state, X, recipe, axes=axes) for axes in (None, FSDP))
     assert_same_step(ours, of_one, SUMS)
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8.core.paths import LayerPath, kernel_paths
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
@@ -189,16 +189,18 @@ def _check_rows_are_split(layers, placement):
 def gathered_in_fp8(
     placement: Placement, layers: Layers, loss_fn: Callable, recipe: Recipe | None, variables: Mapping, batch: Any
 ) -> tuple[LayerPath, ...]:
-    """The GEMMs whose weights can be cast where they lie and gathered in FP8: all of their kernels lie alike, and the
-    layer finds a weight in the cache. Others are gathered as they are, and cast by the layer.
+    """The GEMMs whose weights can be cast where they lie and gathered in FP8: all of their kernels lie alike, the
+    recipe of the step is that of the layer, and the layer finds a weight in the cache. Others are gathered as they are,
+    and cast by the layer.
     """
     places = placement.by_path
-    if all(place.fsdp_dim is None for place in places.values()):
+    if recipe is None or all(place.fsdp_dim is None for place in places.values()):
         return ()
-    gemms = [
-        gemm for gemm in layers.gemms_of(places) if can_be_gathered_in_fp8([places[k] for k in kernel_paths(gemm)])
+    # A layer without state in a step with delayed scaling has another recipe.
+    known = [
+        gemm for gemm in layers.gemms_of(places) if not recipe.has_state or at_path(variables["fp8"], gemm) is not None
     ]
-
+    gemms = [gemm for gemm in known if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])]
     if not gemms:
         return ()
 

@@ -25,7 +25,7 @@ from jax_fp8.core.fp8_gemm import AmaxCotangent, GradientSum, Record
 from jax_fp8.core.paths import LayerPath
 
 RECORDER = "recorder"
-_LISTING: ContextVar[dict[LayerPath, None] | None] = ContextVar("listing", default=None)
+_LISTING: ContextVar[dict[LayerPath, bool] | None] = ContextVar("listing", default=None)
 
 
 class ByIdentity:
@@ -129,9 +129,11 @@ def _transformations() -> tuple[int, int]:
 
 
 @contextmanager
-def listing() -> Iterator[dict[LayerPath, None]]:
-    """Collect the layers whose FP8 GEMMs are traced in this context; the keys are their paths, in program order."""
-    found: dict[LayerPath, None] = {}
+def listing() -> Iterator[dict[LayerPath, bool]]:
+    """Collect the layers whose FP8 GEMMs are traced in this context by their paths, in program order; and whether each
+    found its weight in the weight cache.
+    """
+    found: dict[LayerPath, bool] = {}
     token = _LISTING.set(found)
     try:
         yield found
@@ -139,8 +141,8 @@ def listing() -> Iterator[dict[LayerPath, None]]:
         _LISTING.reset(token)
 
 
-def register_gemm(path: LayerPath) -> None:
-    """A layer says that it makes an FP8 GEMM, to whoever lists them."""
+def register_gemm(path: LayerPath, is_cached: bool) -> None:
+    """A layer says that it makes an FP8 GEMM, and whether of a cached weight, to whoever lists them."""
     found = _LISTING.get()
     if found is not None:
-        found[path] = None
+        found[path] = found.get(path, True) and is_cached

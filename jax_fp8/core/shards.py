@@ -7,6 +7,7 @@ does the collectives. Outside of such a step there is nothing to know, and nothi
 Before that, layers are traced once as on one device, and say which dim of a param a `tensor` axis may split: `offers`.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,9 @@ from jax_fp8.core.paths import LayerPath
 
 Side = Literal["columns", "rows"]
 DIM_OF = {"columns": -1, "rows": -2}  # of a kernel (..., in, features)
+# jax traces a jitted function once for all calls with such arguments; what is known here is none of them.
+_TRACED = jax.make_user_context(default_value=0)
+_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class TensorDim:
       named: what they are, for messages.
       or_whole: more devices than pieces may each keep the whole param.
       dtype: in which the layer reads the param, if in one only; it may then be gathered in it.
+      splits_rows: with sequence parallelism, the layer returns each device's part of the rows from those of all.
     """
 
     dim: int | None = None
@@ -64,6 +69,7 @@ class TensorDim:
     named: str = "features"
     or_whole: bool = False
     dtype: Any = None
+    splits_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ class Shards:
         """Layers that are traced in this context run on shards."""
         token = _CURRENT.set(self)
         try:
-            yield
+            with _TRACED(next(_NUMBERS)):
+                yield
         finally:
             _CURRENT.reset(token)
 
@@ -151,7 +158,8 @@ def offers() -> Iterator[dict[LayerPath, TensorDim]]:
     found: dict[LayerPath, TensorDim] = {}
     token = _OFFERS.set(found)
     try:
-        yield found
+        with _TRACED(next(_NUMBERS)):
+            yield found
     finally:
         _OFFERS.reset(token)
 

@@ -84,8 +84,9 @@ class _WholeParams:
     """A Linen norm with all of its parameters on every device, where an Explicit mesh splits them."""
 
     @nn.nowrap
-    def param(self, *args, **kwargs) -> jax.Array:
-        return whole(super().param(*args, **kwargs))  # type: ignore[misc]
+    def param(self, name: str, *args, **kwargs) -> jax.Array:
+        offer((*self.path, name), TensorDim())  # type: ignore[attr-defined]
+        return whole(super().param(name, *args, **kwargs))  # type: ignore[misc]
 
 
 class _LayerNorm(_WholeParams, nn.LayerNorm):
@@ -124,6 +125,7 @@ class GPT(nn.Module):
         x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
             init = nn.initializers.normal(0.02)
+            offer((*self.path, "positions"), TensorDim())
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
             rows = position_rows(whole(positions), tokens.shape, tensor).astype(jnp.float32)
             x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows, x.ndim)
@@ -143,7 +145,8 @@ class GPT(nn.Module):
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
         path, vocab = (*self.path, name), self.config.vocab_size
-        offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary"))
+        splits_rows = name == "embedding"
+        offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary", splits_rows=splits_rows))
         parts, tensor = parts_of(path, DIM_OF["rows"]), current_tensor()
         check_is_split("/".join(path), parts, tensor)
         shape = vocab // parts, self.config.hidden_size

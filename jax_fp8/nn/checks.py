@@ -42,6 +42,13 @@ def layer_name(module: nn.Module) -> str:
     return "/".join(module.path) or type(module).__name__
 
 
+def check_tensor_split(module: nn.Module, split: Any, sides: tuple[str, ...]) -> None:
+    """Raise unless this is None or one of the dims that a layer can split."""
+    if split is not None and split not in sides:
+        wanted = " or ".join(["None", *(f'"{side}"' for side in sides)])
+        raise ValueError(f"{layer_name(module)}: tensor_split must be {wanted}, got {split!r}")
+
+
 def check_is_split(name: str, parts: int, tensor: TensorParallel | None) -> None:
     """Raise unless a param that a step on shards must split is split over all devices of `tensor`."""
     if tensor is not None and parts != tensor.size:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from jax_fp8.core.shards import Side
+from jax_fp8.core.shards import Side, TensorDim, offer
 from jax_fp8.kernels.norm import NormParameters, check_norm
-from jax_fp8.nn.checks import check_layer
+from jax_fp8.nn.checks import check_layer, check_tensor_split
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
@@ -37,6 +37,7 @@ class Dense(Fp8Module):
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
         check_layer(self, x, ("features",))
+        check_tensor_split(self, self.tensor_split, ("columns", "rows"))
         gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
         options: Any = {"recompute": self.recompute, "tensor": gemm.tensor, "side": gemm.side}
         y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, **options)
@@ -53,6 +54,8 @@ class NormVariables(nn.Module):
     @nn.compact
     def __call__(self, features: int) -> NormParameters:
         check_norm(self.norm)
+        for name in ("scale", "bias"):
+            offer((*self.path, name), TensorDim())
         scale = self.param("scale", nn.initializers.ones_init(), (features,), self.param_dtype)
         if self.norm == "rmsnorm":
             return NormParameters(scale, None)
@@ -80,6 +83,7 @@ class LayerNormDense(Fp8Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
         check_layer(self, x, ("features",))
+        check_tensor_split(self, self.tensor_split, ("columns",))
         norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
         gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
         options = {"return_input": self.return_input, "recompute": self.recompute, "tensor": gemm.tensor}

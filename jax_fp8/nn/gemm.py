@@ -37,7 +37,7 @@ from jax_fp8.core.shards import (
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import as_tuple
-from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters
 
 
 class Fp8Module(nn.Module, kw_only=True):
@@ -108,6 +108,7 @@ def declare_linear(module: Any, in_features: int, features: int, split: TensorSp
     pieces = split.pieces or (features if split.side == "columns" else in_features)
     dim = TensorDim(split.side and DIM_OF[split.side], pieces, split.named, split.or_whole, dtype=module.dtype)
     offer(kernel_path, dim)
+    _check_own_rows(module, in_features)
     columns = features // parts_of(kernel_path, DIM_OF["columns"])
     kernel = module.param("kernel", module.kernel_init, (in_features, columns), module.param_dtype)
     if not module.use_bias:
@@ -209,8 +210,7 @@ def declare_state(
     if recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
     layer = "/".join(module.path) or type(module).__name__
-    _check_multiples_of_16(layer, parameters)
-    register_gemm(module.path)
+    _check_multiples_of_16(layer, parameters, None if side is None else current_tensor())
     history, scales = None, None
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     if recipe.has_state:
@@ -224,6 +224,7 @@ def declare_state(
         scales = None
     record = Record() if recorder is None else recorder.record
     weight = _cached_weight(module, layer, parameters, recipe)
+    register_gemm(module.path, weight is not None)
     is_recorded, amax_axes = recorder is not None, current_amax_axes()
     gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, amax_axes)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
@@ -266,11 +267,23 @@ def _cached_weight(module, layer, parameters, recipe) -> Fp8Pair | None:
     return cached
 
 
-def _check_multiples_of_16(layer, parameters):
+def _check_own_rows(module, in_features):
+    """Raise where a device has other rows of a kernel than features of its input."""
+    kernel = module.get_variable("params", "kernel") if current_tensor() is not None else None
+    if kernel is not None and kernel.shape[-2] != in_features:
+        raise ValueError(
+            f"{'/'.join(module.path)}: a layer split by rows must follow one split by columns, and no other layer may, "
+            f"got {in_features} features of the input and {kernel.shape[-2]} rows of the kernel on each device; "
+            "set tensor_split, or the rules, of both"
+        )
+
+
+def _check_multiples_of_16(layer, parameters, tensor):
+    of_each = "" if tensor is None else f" on each device of {tensor.axis}={tensor.size}"
     sizes = [("in", as_tuple(parameters.kernel)[0].shape[0]), *(("out", width) for width in parameters.widths)]
     for side, size in sizes:
         if size % 16:
             raise ValueError(
-                f"{layer}: FP8 needs {side} features divisible by 16, got {size}; "
+                f"{layer}: FP8 needs {side} features divisible by 16{of_each}, got {size}; "
                 "pad them, or leave this layer in bfloat16 with recipe=None"
             )

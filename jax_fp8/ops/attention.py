@@ -72,14 +72,14 @@ def as_heads(x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def own_heads(x: jax.Array, heads: int, tensor: TensorParallel | None) -> jax.Array:
-    """The keys or values (..., heads, head_dim) that this device's queries attend to, where it has those of more:
+    """The keys or values (..., heads, head_dim) that this device's queries attend to, where it has those of all:
     with fewer of them than devices, each device computes all, and uses one.
     """
-    if tensor is None or x.shape[-2] == max(heads, 1):
+    own = max(heads, 1)
+    if tensor is None or x.shape[-2] == own:
         return x
-    devices_a_head = tensor.size // x.shape[-2]
-    first = lax.axis_index(tensor.axis) // devices_a_head
-    return lax.dynamic_slice_in_dim(x, first, 1, axis=-2)
+    first = lax.axis_index(tensor.axis) * x.shape[-2] // tensor.size
+    return lax.dynamic_slice_in_dim(x, first, own, axis=-2)
 
 
 def _split(mesh, inputs, operands) -> Split:

@@ -58,8 +58,8 @@ def linear_cross_entropy(
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 4,096 tokens, at most 16 of them.
       recipe: CurrentScaling() computes the head in FP8; None in the dtype of `x`.
-      tensor: in a step on shards, the axis that splits the vocabulary of `weight`, or None. Labels and mask are those of
-        all tokens; with sequence parallelism `x` is this device's part of the rows.
+      tensor: in a step on shards, the axis that splits the vocabulary of `weight`, or None. Labels and mask are those
+        of all tokens; with sequence parallelism `x` is this device's part of the rows.
 
     Returns:
       f32[].
@@ -182,7 +182,8 @@ def _logits(head, operand) -> jax.Array:
 
 def _loss_of(logits, labels, shares, z_loss):
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+    is_label = labels[..., None] == lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    chosen = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)  # also where an axis splits the vocabulary
     return jnp.sum((lse - chosen + z_loss * jnp.square(lse)) * shares[..., None]), lse
 
 

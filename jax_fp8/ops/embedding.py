@@ -5,6 +5,7 @@ no addition rounds. Gradients of a token are added up in float32, on the device 
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,16 @@ def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dt
     """
     if tensor is None:
         return lookup(table.astype(jnp.float32), tokens)
-    rows = _embed((tensor, dtype), table, tokens.reshape(-1))
+    if tensor.sequence and tokens.shape[-1] % tensor.size:
+        raise ValueError(
+            f"sequence parallelism over {tensor.axis}={tensor.size} needs sequences that it divides, "
+            f"got tokens {tokens.shape}; pad the sequence, or leave sequence_parallel out"
+        )
+    rows: Any = _embed((tensor, dtype), table, tokens.reshape(-1))
     return rows.reshape(*tensor.own_rows(tokens.shape), -1)
 
 
-def position_rows(positions: jax.Array, tokens: tuple[int, int], tensor: TensorParallel | None) -> jax.Array:
+def position_rows(positions: jax.Array, tokens: tuple[int, ...], tensor: TensorParallel | None) -> jax.Array:
     """What to add to the rows that `embed` returns for tokens of this shape (batch, seq): the first rows (seq, hidden)
     of `positions`, or with sequence parallelism those of this device's rows.
     """

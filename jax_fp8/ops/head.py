@@ -32,7 +32,8 @@ from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.weight_gradient import after, weight_gradient
 from jax_fp8.ops.collectives import gather_pair, gather_rows, gathered_columns, reduce_rows
 from jax_fp8.ops.linear import linear
-from jax_fp8.ops.passes import LinearParameters, cast_weight, plain_linear
+from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.ops.passes import cast_weight, plain_linear
 
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 

@@ -17,9 +17,8 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
+from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import (
-    Like,
-    LinearParameters,
     backward_gemm,
     forward_gemm,
     forward_rows,

@@ -20,14 +20,8 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
-from jax_fp8.ops.passes import (
-    Like,
-    LinearParameters,
-    backward_gemm,
-    forward_gemm,
-    plain_linear,
-    quantize_gradient,
-)
+from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.passes import backward_gemm, forward_gemm, plain_linear, quantize_gradient
 
 
 def norm_linear(

@@ -28,9 +28,8 @@ from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
+from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import (
-    Like,
-    LinearParameters,
     backward_dgrad,
     backward_wgrad,
     beside_wgrad,

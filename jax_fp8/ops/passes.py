@@ -33,8 +33,8 @@ from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import Side, TensorParallel
-from jax_fp8.kernels.amax import amax
-from jax_fp8.kernels.explicit import like_columns, product, shards_of, whole_rows
+from jax_fp8.kernels.amax import amax, as_matrix
+from jax_fp8.kernels.explicit import like_columns, product, shards_of
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import (
     Matrices,
@@ -44,36 +44,13 @@ from jax_fp8.kernels.quantize import (
     quantize_transpose_sums,
 )
 from jax_fp8.ops.collectives import enter, gather_pair, leave, reduce_rows
+from jax_fp8.ops.parameters import Like, LinearParameters, gradients_like, joined, split_columns
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
 # Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy,
 # in tiles of 128 x 256.
 SMALLEST_WGRAD = 2**21
 CAST_SCOPE = "cast_weights"  # every cast of a weight, but for those that the optimizer makes on its way
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LinearParameters:
-    """`kernel` (k, n), and `bias` (n,) or None; or both as tuples, of kernels (k, n_i) side by side."""
-
-    kernel: Matrices
-    bias: Matrices | None
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of each kernel."""
-        return tuple(kernel.shape[1] for kernel in as_tuple(self.kernel))
-
-    @property
-    def in_parts(self) -> bool:
-        return isinstance(self.kernel, tuple)
-
-    @classmethod
-    def beside(cls, *parameters: "LinearParameters") -> "LinearParameters":
-        """Those of several layers, side by side."""
-        kernels, biases = tuple(each.kernel for each in parameters), tuple(each.bias for each in parameters)
-        return cls(kernels, None if biases[0] is None else biases)  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
@@ -107,36 +84,6 @@ class GemmResidual:
         return replace(self, x_transposed=requantize(made_of, self.x_cast).columnwise)
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Like:
-    """What a backward must know of a parameter whose value it does not keep: how its gradient is to look."""
-
-    dtype: Any
-    sharding: Any
-
-    @classmethod
-    def of(cls, tree: Any) -> Any:
-        """For every array of a tree."""
-        return jax.tree.map(lambda leaf: cls(leaf.dtype, jax.typeof(leaf).sharding), tree)
-
-    def place(self, gradient: jax.Array) -> jax.Array:
-        """On an Explicit mesh, a cotangent has the sharding of its primal in its type;
-        elsewhere there is nothing to do."""
-        return gradient if self.sharding.mesh.empty else jax.reshard(gradient, self.sharding)
-
-    @property
-    def columns_over(self) -> tuple[str, ...]:
-        """The Explicit axes that split its last dim."""
-        axes = tuple(self.sharding.spec)[-1:]
-        return axes[0] if axes and isinstance(axes[0], tuple) else tuple(axis for axis in axes if axis)
-
-    @staticmethod
-    def place_all(likes: Any, gradients: Any) -> Any:
-        """`place` for every array of a tree; where there is no gradient, there is nothing to place."""
-        return jax.tree.map(lambda gradient, like: like.place(gradient), gradients, likes)
-
-
 def plain_linear(
     x: jax.Array,
     parameters: LinearParameters,
@@ -151,15 +98,17 @@ def plain_linear(
 
     `tensor` and `side` as in `linear`; `x` has leading dims, of which the flattened rows are gathered or scattered.
     """
-    kernel, bias = (_joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
+    kernel, bias = (joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
     leading = x.shape[:-1]
     if tensor is not None and side == "columns":
         leading = tensor.all_rows(leading)
-        x = enter(x.reshape(-1, x.shape[-1]), tensor).reshape(*leading, x.shape[-1])
+        entered: Any = enter(as_matrix(x), tensor)
+        x = entered.reshape(*leading, x.shape[-1])
     with jax.named_scope(PLAIN_SCOPE):
         y = product(x, kernel)
     if tensor is not None and side == "rows":
-        y = leave(y.reshape(-1, y.shape[-1]), tensor).reshape(*tensor.own_rows(leading), -1)
+        left: Any = leave(as_matrix(y), tensor)
+        y = left.reshape(*tensor.own_rows(leading), -1)
     y = y if bias is None else y + lax.broadcast_to_rank(like_columns(bias, y), y.ndim)
     y = y if residual is None else y + residual.astype(dtype)
     return split_columns(y, parameters.widths) if in_parts else y
@@ -189,10 +138,13 @@ def quantize_gradient(
     """
     cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
     has_own_rows = tensor is not None and tensor.sequence
-    if parameters_like.bias is None:
-        pair, sums = (quantize_rowwise(dy, cast) if has_own_rows else quantize_transpose(dy, cast)), None
-    else:
+    if parameters_like.bias is not None:
         pair, sums = quantize_transpose_sums(dy, cast)
+    elif has_own_rows:
+        (own,) = as_tuple(dy)
+        pair, sums = quantize_rowwise(own, cast), None
+    else:
+        pair, sums = quantize_transpose(dy, cast), None
     return gather_pair(pair, tensor), sums
 
 
@@ -213,7 +165,7 @@ def forward_gemm(
         matmul,
         x.rowwise,
         weight.columnwise,
-        bias=_joined(parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype),  # as the GEMM takes it
+        bias=joined(parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype),  # as the GEMM takes it
         c=residual,
         c_in_place=False,  # the backward of a norm keeps the residual stream
         dtype=dtype,
@@ -243,7 +195,7 @@ def forward_rows(
         return forward_gemm(x, x_cast, parameters, gemm, dtype, residual)
     sums, amaxes, kept = forward_gemm(x, x_cast, replace(parameters, bias=None), gemm, dtype)
     y = reduce_rows(sums, tensor).astype(jnp.float32)
-    y = y if parameters.bias is None else y + parameters.bias.astype(jnp.float32)
+    y = y if parameters.bias is None else y + joined(parameters.bias, jnp.float32)
     y = y if residual is None else y + residual.astype(jnp.float32)
     return y.astype(dtype), amaxes, kept
 
@@ -310,33 +262,13 @@ def backward_wgrad(
     # Behind a barrier: the compiler would otherwise make the cut part of the optimizer's kernel,
     # wrapping the one into the other.
     dbiases = lax.optimization_barrier(split_columns(dbias, widths)) if len(widths) > 1 else (dbias,)
-    return LinearParameters(dkernel, _like(dbiases, bias_like))
-
-
-def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """The columns of (..., n) by the widths n_i of kernels side by side."""
-    return (x,) if len(widths) == 1 else tuple(jnp.split(x, list(accumulate(widths))[:-1], axis=-1))
+    return LinearParameters(dkernel, gradients_like(dbiases, bias_like))
 
 
 def _columns(likes, widths) -> Iterator[dict[str, Any]]:
     """The columns of each kernel as `matmul` takes them: the first and their number, and what splits them."""
     for like, width, end in zip(likes, widths, accumulate(widths), strict=True):
         yield {"columns": (end - width, width), "columns_over": like.columns_over}
-
-
-def _like(parts, like: Any) -> Any:
-    """Parts of a gradient, in the dtypes, the places and the structure of what they are gradients of."""
-    likes: Any = as_tuple(like)
-    cast = tuple(one.place(part.astype(one.dtype)) for part, one in zip(parts, likes, strict=True))
-    return cast if isinstance(like, tuple) else cast[0]
-
-
-def _joined(arrays, dtype) -> Any:
-    """Kernels or biases side by side as one, in `dtype`: the cast, which is needed anyway, puts them together."""
-    if arrays is None:
-        return None
-    cast = [array.astype(dtype) for array in as_tuple(arrays)]
-    return cast[0] if len(cast) == 1 else jnp.concatenate([whole_rows(array) for array in cast], axis=-1)
 
 
 def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:

@@ -82,8 +82,24 @@ class Parallelism:
         """How every array of a batch is split: by its first dim."""
         return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
 
-    def place_batch(self, batch: Any) -> Any:
+    def check_rows(self, batch: Any, microbatches: int) -> None:
+        """Raise unless every device has as many whole rows of each microbatch. What is not a jax array yet is this
+        process's part of the batch.
+        """
+        of_each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            processes = 1 if isinstance(leaf, jax.Array) else jax.process_count()
+            rows, parts = np.shape(leaf)[:1], max(self.batch_parts // processes, 1) * microbatches
+            if rows and rows[0] % parts:
+                raise ValueError(
+                    f"every device must have as many rows{of_each}: {self.batch_parts} parts of a batch on the mesh "
+                    f"{describe_mesh(self.mesh)}, got {rows[0]} rows of batch{jax.tree_util.keystr(path)}; "
+                    f"pass a multiple of {parts}"
+                )
+
+    def place_batch(self, batch: Any, microbatches: int) -> Any:
         """A batch on the mesh. What is not a jax array yet is this process's part of it."""
+        self.check_rows(batch, microbatches)
 
         def place(leaf):
             if isinstance(leaf, jax.Array):
@@ -109,7 +125,8 @@ def check_mesh(mesh: Any) -> None:
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(
-            f"a mesh may have the axes {', '.join(AXES)}, got {describe_mesh(mesh)}; rename or drop {', '.join(unknown)}"
+            f"a mesh may have the axes {', '.join(AXES)}, got {describe_mesh(mesh)}; "
+            + ("pipe is not there yet, leave it out" if unknown == ["pipe"] else f"rename or drop {', '.join(unknown)}")
         )
 
 

@@ -176,9 +176,11 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
                     f"the rule {rule} of {'/'.join(path)} may name {FSDP} and {TENSOR}, got {axis!r}; leave it out"
                 )
             dims[axis] = number - len(rule)
-    place = Place(
-        shape, *(dims.get(axis) if how.size(axis) > 1 else None for axis in (TENSOR, FSDP)), dtype=offer.dtype
-    )
+    tensor_dim, fsdp_dim = (dims.get(axis) if how.size(axis) > 1 else None for axis in (TENSOR, FSDP))
+    is_partial = offer.or_whole and how.size(TENSOR) > 1 and tensor_dim is None
+    place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype)
+    if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % how.size(TENSOR):
+        _refuse(path, shape, how.size(TENSOR), offer)
     for axis, dim in ((TENSOR, place.tensor_dim), (FSDP, place.fsdp_dim)):
         parts = how.size(axis) * (how.size(TENSOR) if axis == FSDP and place.tensor_dim == dim else 1)
         if dim is not None and shape[dim] % parts:

@@ -76,6 +76,8 @@ def whole_amaxes(how: Parallelism, amaxes: jax.Array) -> jax.Array:
 
 
 def whole_loss(how: Parallelism, share: jax.Array) -> jax.Array:
+    """The mean over all parts of the batch, from each part's share; also of a loss in 16 bits the sum is float32."""
+    share = share.astype(jnp.float32)
     return lax.psum(share, how.batch_axes) if how.batch_axes else share
 
 

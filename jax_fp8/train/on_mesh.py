@@ -8,7 +8,8 @@ between devices is in `parallel/transfers.py`. The loss is that of the device's 
 output gradients are those of the mean over all, and amaxes, too.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8.core.paths import LayerPath, kernel_paths
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
@@ -40,20 +41,28 @@ WHOLE = PartitionSpec()
 @dataclass(frozen=True)
 class Layers:
     """What layers say when they are traced as on one device: how their params may be split, and which GEMMs are in
-    FP8.
+    FP8, and which of these found their weights in a cache.
     """
 
     offers: dict[LayerPath, TensorDim]
     gemms: tuple[LayerPath, ...]
+    cached: tuple[LayerPath, ...] = ()
 
     @classmethod
     def of(cls, function: Callable, *args: Any) -> "Layers":
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
         with offers() as found, listing() as gemms:
-            jax.eval_shape(lambda *given: function(*given), *args)  # a new function, or jax need not trace it again
+            jax.eval_shape(lambda *given: function(*given), *shapes)  # a new function, or jax need not trace it again
         in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
         # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
-        return cls(of_params, tuple(gemms))
+        return cls(of_params, tuple(gemms), tuple(gemm for gemm, is_cached in gemms.items() if is_cached))
+
+    def gemms_of(self, places: Mapping[LayerPath, Any]) -> tuple[LayerPath, ...]:
+        """Those whose kernels are among the params by this path: a loss may apply a model to a part of the variables,
+        and then its layers know other paths.
+        """
+        return tuple(gemm for gemm in self.gemms if all(kernel in places for kernel in kernel_paths(gemm)))
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class OnMesh:
     """A state on a mesh.
 
     Args:
+      gemms: all in FP8.
+      in_fp8: those whose weights are cast where they lie and gathered in FP8.
       once: weights are gathered once a step, and not once a microbatch.
     """
 
@@ -68,13 +79,13 @@ class OnMesh:
     loss_fn: Callable
     recipe: Recipe | None
     gemms: tuple[LayerPath, ...]
+    in_fp8: tuple[LayerPath, ...]
     once: bool
 
     @classmethod
     def of(
         cls,
         how: Parallelism,
-        layers: Layers,
         loss_fn: Callable,
         recipe: Recipe | None,
         once: bool,
@@ -82,15 +93,19 @@ class OnMesh:
         state: TrainState,
         batch: Any,
     ) -> "OnMesh":
-        _check_parts(how, batch, microbatches)
+        how.check_rows(batch, microbatches)
+        layers = Layers.of(loss_fn, state.variables, batch)
         placement = place_params(how, state.params, layers.offers)
+        if how.sequence:
+            _check_rows_are_split(layers, placement)
         if state.cache and placement.splits_params:
             raise ValueError(
                 "a state that carries a weight cache must have whole params on every device, "
                 f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
                 "the step casts each shard once, and gathers it in FP8"
             )
-        return cls(placement, loss_fn, recipe, layers.gemms, once)
+        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, recipe, state.variables, batch)
+        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path), in_fp8, once)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
         """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
@@ -144,28 +159,61 @@ class OnMesh:
 
     def _own_state(self, shards: TrainState, from_current: bool) -> TrainState:
         """What a device computes with."""
-        places, in_fp8, cache = self.placement.by_path, [], shards.cache
-        is_gathered = any(place.fsdp_dim is not None for place in places.values())
-        if is_gathered:
-            of_gemms = {gemm: [places[kernel] for kernel in kernel_paths(gemm)] for gemm in self.gemms}
-            cached = {gemm: of for gemm, of in of_gemms.items() if can_be_gathered_in_fp8(of)}
-            scales = {} if from_current else shards.fp8
-            gather = {gemm: partial(gather_weight, of) for gemm, of in cached.items()}
+        cache = shards.cache
+        if self.in_fp8:
+            places, scales = self.placement.by_path, {} if from_current else shards.fp8
+            kernels = {gemm: [places[kernel] for kernel in kernel_paths(gemm)] for gemm in self.in_fp8}
+            gather = {gemm: partial(gather_weight, of) for gemm, of in kernels.items()}
             cache = cast_gemms(shards.params, scales, self.recipe, gather)
-            in_fp8 = [kernel for gemm in cached for kernel in kernel_paths(gemm)]
-        params = gather_params(self.placement, shards.params, in_fp8)
-        return replace(shards, params=params, cache=cache)
+        not_gathered = [kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)]
+        return replace(shards, params=gather_params(self.placement, shards.params, not_gathered), cache=cache)
 
 
-def _check_parts(how, batch, microbatches):
-    """Raise unless every device has as many whole rows of each microbatch."""
-    parts = how.batch_parts * microbatches
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        rows = jnp.shape(leaf)[:1]
-        if rows and rows[0] % parts:
-            of_each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
-            raise ValueError(
-                f"every device must have as many rows{of_each}: {how.batch_parts} parts of a batch on the mesh "
-                f"{describe_mesh(how.mesh)}, got {rows[0]} rows of batch{jax.tree_util.keystr(path)}; "
-                f"pass a multiple of {parts}"
-            )
+def _check_rows_are_split(layers, placement):
+    """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
+    device has its own rows.
+    """
+    if not any(offer.splits_rows for offer in layers.offers.values()):
+        raise ValueError(
+            "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
+            "one; leave sequence_parallel out"
+        )
+    unknown = ["/".join(path) for path in placement.by_path if path not in layers.offers]
+    if unknown:
+        raise ValueError(
+            "sequence parallelism must know whether a layer has the rows of all devices, and knows it of fp8.GPT "
+            f"alone, got also the param {unknown[0]}; leave sequence_parallel out, or this param"
+        )
+
+
+def gathered_in_fp8(
+    placement: Placement, layers: Layers, loss_fn: Callable, recipe: Recipe | None, variables: Mapping, batch: Any
+) -> tuple[LayerPath, ...]:
+    """The GEMMs whose weights can be cast where they lie and gathered in FP8: all of their kernels lie alike, the
+    recipe of the step is that of the layer, and the layer finds a weight in the cache. Others are gathered as they are,
+    and cast by the layer.
+    """
+    places = placement.by_path
+    if recipe is None or all(place.fsdp_dim is None for place in places.values()):
+        return ()
+    # A layer without state in a step with delayed scaling has another recipe.
+    known = [
+        gemm for gemm in layers.gemms_of(places) if not recipe.has_state or at_path(variables["fp8"], gemm) is not None
+    ]
+    gemms = [gemm for gemm in known if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])]
+    if not gemms:
+        return ()
+
+    def with_cache(variables, batch):
+        cache = cast_gemms(variables["params"], {}, recipe, dict.fromkeys(gemms))
+        return loss_fn({**variables, "fp8_cache": cache}, batch)
+
+    found = Layers.of(with_cache, variables, batch).cached
+    blind = ["/".join(gemm) for gemm in gemms if gemm not in found]
+    if blind:
+        warnings.warn(
+            "layers must see the weight cache, or fsdp gathers their kernels as they are, and not in FP8: "
+            f"{', '.join(blind)} do not; give nn.scan or nn.vmap 'fp8_cache' the axis of 'params'",
+            stacklevel=2,
+        )
+    return tuple(gemm for gemm in gemms if gemm in found)

@@ -27,7 +27,7 @@ from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_opt_state, check_state
 from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
-from jax_fp8.train.on_mesh import Layers, OnMesh
+from jax_fp8.train.on_mesh import OnMesh
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_requests, refresh, renewed
 
@@ -47,7 +47,7 @@ class Programs:
     cache_weights: bool
     in_place: bool
     how: Parallelism | None = None
-    layers: dict[str, Layers] = field(default_factory=dict, compare=False)  # by the shapes that they were traced with
+    meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
 
     def create(self, init_fn: Callable, *args: Any) -> tuple[Any, Any, Any]:
         """The program of a state before the first step, of the variables that `init_fn(*args)` returns; the shapes of
@@ -89,14 +89,11 @@ class Programs:
     def on_mesh(self, state, batch) -> OnMesh:
         """How this state lies on the mesh."""
         assert self.how is not None, "there is a mesh"
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (state.variables, batch)
-        )
-        key = str(shapes)
-        if key not in self.layers:
-            self.layers[key] = Layers.of(self.loss_fn, *shapes)
-        once = self.cache_weights or self.microbatches == 1
-        return OnMesh.of(self.how, self.layers[key], self.loss_fn, self.recipe, once, self.microbatches, state, batch)
+        key = str([(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves((state, batch))])
+        if key not in self.meshes:
+            once = self.cache_weights or self.microbatches == 1
+            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, self.microbatches, state, batch)
+        return self.meshes[key]
 
     def start(self, state):
         self._check(state)

@@ -94,12 +94,12 @@ class TrainStep:
             return self._step(state, batch, zero_metrics())
         check_not_donated(state)
         if self._programs.how is not None:
-            batch = self._programs.how.place_batch(batch)
-            check_on_mesh(state, self._programs.how.mesh)
-        # Only a state this object did not return itself can be a fresh one;
-        # asking its step count would otherwise wait for the device.
-        if self._warm is not None and state.step is not self._last_step_count and int(state.step) == 0:
-            state = self._warm(state, batch)
+            batch = self._programs.how.place_batch(batch, self._programs.microbatches)
+        if state.step is not self._last_step_count:  # a state that this object did not return itself
+            if self._programs.how is not None:
+                check_on_mesh(state, self._programs.how.mesh)
+            if self._warm is not None and int(state.step) == 0:  # asking the step count waits for the device
+                state = self._warm(state, batch)
         state, metrics = self._step(state, batch, zero_metrics())
         if self._room is None:
             self._room = make_room(state.step)
@@ -113,6 +113,7 @@ class TrainStep:
         Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
         a step as a whole casts them once.
         """
+        self._check_is_not_on_mesh("start")
         return self._start(state)
 
     def accumulate_step(
@@ -130,6 +131,7 @@ class TrainStep:
           microbatch: as the loss takes it.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
+        self._check_is_not_on_mesh("accumulate_step")
         check_flag(is_first_microbatch)
         if not self._donate:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
@@ -153,7 +155,15 @@ class TrainStep:
           The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
           how many there were).
         """
+        self._check_is_not_on_mesh("apply_step")
         return self._apply(state, pending)
+
+    def _check_is_not_on_mesh(self, name):
+        if self._programs.how is not None:
+            raise ValueError(
+                f"{name} must be that of a step on one device, got one made with mesh=...; "
+                "call step(state, batch), which splits the batch into microbatches itself"
+            )
 
     def lower(self, state: TrainState, batch: Any) -> Lowering:
         """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.
@@ -202,7 +212,9 @@ def make_train_step(
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
       mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
         state too, and `tensor` the layers; any may be left out. Without it, the step runs on one device, or as jax
-        splits it by the shardings of its arguments.
+        splits it by the shardings of its arguments. With `fsdp`, a loss must read the kernels of FP8 layers through
+        these only: they are gathered in FP8, and what else reads one finds NaN. The loss of a batch is the mean of
+        those of its parts.
       rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
         and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.

@@ -33,10 +33,10 @@ def test_without_sums_there_is_no_gradient_to_add():
 
 
 def test_gemms_are_listed_once_where_somebody_lists_them():
-    register_gemm(("nobody", "listens"))
+    register_gemm(("nobody", "listens"), False)
     with listing() as found:
-        register_gemm(("b",))
-        register_gemm(("a",))
-        register_gemm(("b",))
-    register_gemm(("too", "late"))
+        register_gemm(("b",), True)
+        register_gemm(("a",), True)
+        register_gemm(("b",), False)
+    register_gemm(("too", "late"), True)
     assert list(found) == [("b",), ("a",)]

@@ -31,7 +31,7 @@ from jax_fp8.kernels.dispatch import pmax, psum, split_axes
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.ops.linear import linear
-from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters
 
 pytestmark = pytest.mark.versions
 

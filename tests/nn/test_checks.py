@@ -70,6 +70,8 @@ def test_none_where_it_is_no_default():
             MATRIX,
             "Dense: kernel_init must be an initializer, got 'zeros'; see flax",
         ),
+        (fp8.Dense(16, tensor_split="out"), MATRIX, """tensor_split must be None or "columns" or "rows", got 'out'"""),
+        (fp8.LayerNormDense(16, tensor_split="rows"), MATRIX, """tensor_split must be None or "columns", got 'rows'"""),
         (fp8.Dense(16), jnp.float32(1), r"Dense needs an array of at least 1 dims, got float32\[\]; reshape"),
         (fp8.Dense(16), jnp.ones((4, 16), jnp.complex64), r"Dense needs real numbers, got complex64\[4, 16\]; pass"),
         (fp8.SelfAttention(2), SEQUENCES[None], r"SelfAttention needs an array of 2 or 3 dims, .*\[1, 2, 16, 32\]"),

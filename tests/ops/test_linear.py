@@ -20,7 +20,7 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.ops import passes
 from jax_fp8.ops.linear import linear
-from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters
 
 pytestmark = pytest.mark.versions
 

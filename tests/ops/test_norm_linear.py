@@ -18,7 +18,7 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
-from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters
 
 pytestmark = pytest.mark.versions
 

@@ -19,7 +19,7 @@ from jax_fp8.kernels.activation import activate, activate_backward, is_gated
 from jax_fp8.kernels.norm import NormParameters, norm_backward, norm_quantize, normalize
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_mlp import norm_mlp
-from jax_fp8.ops.passes import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters
 
 BATCH, SEQUENCE, K, HIDDEN = 2, 24, 32, 64
 EPSILON = 1e-2

@@ -14,7 +14,7 @@ import pytest
 import reference
 
 import jax_fp8 as fp8
-from jax_fp8.train import train_step
+from jax_fp8.train import programs
 from jax_fp8.train.gradients import list_gemms
 
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -107,7 +107,7 @@ def test_every_way_has_the_same_bits(monkeypatch):
     for cache_weights in (True, False):
         assert_same(driven(microbatches, cache_weights=cache_weights), expected)
     unrolled = Mock(wraps=unrolled_scan)
-    monkeypatch.setattr(train_step.lax, "scan", unrolled)
+    monkeypatch.setattr(programs.lax, "scan", unrolled)
     assert_same(scanned(microbatches, make=new_step), expected)
     assert unrolled.called
 

@@ -1,0 +1,143 @@
+"""Where params lie: by what layers offer, by rules, by size; and that an optimizer's state lies where its params do."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hybrid import gpt, make_mesh, tokens
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_fp8 as fp8
+from jax_fp8.core.shards import TensorDim
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.placement import Place, place_params, placed_shapes, put
+from jax_fp8.train.on_mesh import Layers
+
+pytestmark = pytest.mark.versions
+
+HOW = Parallelism(make_mesh(fsdp=2, tensor=2))
+PARAMS = {
+    "up": {"kernel": jnp.zeros((8, 12)), "bias": jnp.zeros(12)},
+    "odd": {"kernel": jnp.zeros((3, 4)), "bias": jnp.zeros(4)},
+    "stack": {"kernel": jnp.zeros((5, 8, 12))},
+}
+OFFERS = {
+    ("up", "kernel"): TensorDim(-1, 12, dtype=jnp.bfloat16),
+    ("up", "bias"): TensorDim(-1, 12),
+    ("stack", "kernel"): TensorDim(-2, 8),
+}
+
+
+def specs(how=HOW, params=PARAMS, offers=OFFERS):
+    return place_params(how, params, offers).specs
+
+
+def test_layers_say_what_tensor_splits_and_sizes_what_fsdp_does():
+    assert specs() == {
+        "up": {"kernel": P("fsdp", "tensor"), "bias": P("tensor")},
+        "odd": {"kernel": P(None, "fsdp"), "bias": P()},  # columns where rows cannot be split, and vectors stay whole
+        "stack": {"kernel": P(None, ("tensor", "fsdp"))},
+    }
+    assert specs(Parallelism(make_mesh(data=4))) == jax.tree.map(lambda _: P(), PARAMS)
+
+
+def test_rules_come_before_what_layers_say_and_the_first_counts():
+    rules = (("^odd/", P("tensor")), ("kernel", P(None, "fsdp")), ("up/kernel", P("tensor")))
+    found = specs(Parallelism(HOW.mesh, rules))
+    assert found["odd"] == {"kernel": P(None, "tensor"), "bias": P("tensor")}  # a spec is of the last dims
+    assert found["up"] == {"kernel": P(None, "fsdp"), "bias": P("tensor")}
+    assert found["stack"]["kernel"] == P(None, None, "fsdp")
+
+
+def test_few_heads_are_whole_on_all_devices_and_their_gradient_is_in_parts():
+    of_heads = TensorDim(-1, 2, "heads", or_whole=True)
+    how = Parallelism(make_mesh(tensor=4))
+    by_path = place_params(how, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path
+    assert by_path["up", "kernel"] == Place((8, 12), None, None, True) and not by_path["up", "bias"].is_partial
+    by_rule = Parallelism(make_mesh(tensor=4), (("up/kernel", P()),))
+    assert place_params(by_rule, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path["up", "kernel"].is_partial
+
+
+def test_what_a_device_computes_with():
+    places = place_params(HOW, PARAMS, OFFERS)
+    assert places.by_path["up", "kernel"].shape_without_fsdp(2) == (8, 6)
+    assert places.shards.dims["up", "kernel"] == -1 and places.shards.dims["odd", "kernel"] is None
+    assert places.shards.axes == ("fsdp", "tensor") and places.shards.devices == 2 and places.splits_params
+    assert not place_params(Parallelism(make_mesh(data=2)), PARAMS, OFFERS).splits_params
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adam(1e-3), fp8.fused_adamw(1e-3), optax.adafactor(1e-3)], ids=["adam", "fused", "adafactor"]
+)
+def test_moments_lie_where_their_params_do(tx):
+    params = {"wide": {"kernel": jnp.zeros((256, 384))}}
+    placement = place_params(HOW, params, {("wide", "kernel"): TensorDim(-1, 384)})
+    state = jax.eval_shape(lambda: fp8.TrainState.create(variables={"params": params}, tx=tx))
+    shardings = placement.shardings(state)
+    assert shardings.params["wide"]["kernel"].spec == P("fsdp", "tensor")
+    for leaf, sharding in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(shardings.opt_state), strict=True):
+        assert sharding.spec == (P("fsdp", "tensor") if leaf.shape == (256, 384) else P())
+    shapes = placed_shapes(state, shardings)
+    assert shapes.params["wide"]["kernel"].sharding == shardings.params["wide"]["kernel"]
+    assert shapes.step.shape == ()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_arrays_of_a_program_are_put_on_meshes_of_each_kind(axis_type):
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    placement = place_params(Parallelism(mesh), {"up": PARAMS["up"]}, {})
+    with jax.set_mesh(mesh):
+        moved = jax.jit(lambda tree: put(tree, placement.shardings(tree)))({"up": PARAMS["up"]})
+    assert moved["up"]["kernel"].sharding.spec[0] == "fsdp"
+
+
+RULES = {
+    "more dims": (P(None, None, "fsdp"), r"rule .* of up/kernel must not have more dims than .*\(8, 12\); shorten it"),
+    "unknown axis": (P("data"), "rule .* of up/kernel may name fsdp and tensor, got 'data'; leave it out"),
+    "pipe": (P("pipe"), "may name fsdp and tensor, got 'pipe'"),
+    "both": (P(None, ("tensor", "fsdp")), r"splits 12 elements of up/kernel, shape \(8, 12\), in 8 parts, which must"),
+    "pieces": (
+        P(None, "tensor"),
+        r"tensor=4 must divide the heads of up/kernel, got 6 in shape \(8, 12\); choose .* or 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_rules_that_do_not_fit_a_param(case):
+    rule, message = RULES[case]
+    how = Parallelism(make_mesh(fsdp=2, tensor=4), (("up/kernel", rule),))
+    with pytest.raises(ValueError, match=message):
+        specs(how, {"up": PARAMS["up"]}, {("up", "kernel"): TensorDim(-1, 12 if case == "both" else 6, "heads")})
+
+
+# Changes of the config, and what does not go into three parts.
+MODELS = {
+    "heads": (
+        {"num_heads": 4, "hidden_size": 192, "num_kv_heads": 1},
+        r"tensor=3 must divide the query heads of layer_0/attention/query/bias, got 4 in",
+    ),
+    "kv heads": (
+        {"num_heads": 12, "hidden_size": 192, "num_kv_heads": 4},
+        "divide the key and value heads of .*key/bias, or be a multiple of it, got 4 in .*, or 6 key and value heads",
+    ),
+    "hidden features": (
+        {"num_heads": 6, "hidden_size": 96, "mlp_hidden_size": 128},
+        "tensor=3 must divide the hidden features of layer_0/mlp/down/kernel, got 128",
+    ),
+    "vocabulary": (
+        {"num_heads": 6, "hidden_size": 96, "vocab_size": 128},
+        "tensor=3 must divide the tokens of the vocabulary of embedding, got 128 in .*, or 129 tokens of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_do_not_go_into_so_many_parts(case):
+    changes, message = MODELS[case]
+    model = gpt(fp8.CurrentScaling(), **({"vocab_size": 96, "num_layers": 1} | changes))
+    layers = Layers.of(model.init, jax.random.key(0), tokens()[:, :-1])
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens()[:, :-1])["params"]
+    with pytest.raises(ValueError, match=message):
+        place_params(Parallelism(make_mesh(tensor=3)), params, layers.offers)

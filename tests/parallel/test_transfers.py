@@ -1,0 +1,133 @@
+"""What moves between devices: shards are gathered, gradients reduced to shards, amaxes raised, each beside NumPy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hybrid import on_devices
+from jax.sharding import PartitionSpec as P
+from reference import assert_same_bits
+
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import E4M3
+from jax_fp8.core.shards import TensorDim
+from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.parallel import transfers
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.placement import Place, place_params
+
+AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+MESH = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (2, 2, 2)), tuple(AXES))
+HOW = Parallelism(MESH)
+PARAMS = {
+    "kernel": jax.random.normal(jax.random.key(0), (32, 48)),
+    "other": jax.random.normal(jax.random.key(1), (16, 16)),
+    "bias": jax.random.normal(jax.random.key(2), (16,)),
+}
+OFFERS = {("kernel",): TensorDim(-1, 48), ("other",): TensorDim(dtype=jnp.bfloat16)}
+PLACEMENT = place_params(HOW, PARAMS, OFFERS)
+EVERY = P(("data", "fsdp", "tensor"))  # one result of each device
+
+
+def run(function, *args, in_specs, out_specs):
+    return on_devices(function, *args, in_specs=in_specs, out_specs=out_specs, **AXES)
+
+
+def test_shards_of_params_are_gathered_over_fsdp():
+    def gather(params):
+        whole = transfers.gather_params(PLACEMENT, params, [])
+        return {"kernel": whole["kernel"], "other": whole["other"][None], "bias": whole["bias"][None]}
+
+    out = {"kernel": P(None, "tensor"), "other": EVERY, "bias": EVERY}
+    found = run(gather, PARAMS, in_specs=(PLACEMENT.specs,), out_specs=out)
+    np.testing.assert_array_equal(found["kernel"], PARAMS["kernel"])
+    assert found["other"].dtype == jnp.bfloat16  # in the one dtype in which it is read
+    for device in range(8):
+        np.testing.assert_array_equal(found["other"][device], PARAMS["other"].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(found["bias"][device], PARAMS["bias"])
+
+
+def test_a_kernel_that_is_read_in_fp8_is_not_gathered_and_cannot_be_read():
+    def gather(params):
+        return transfers.gather_params(PLACEMENT, params, [("kernel",)])["kernel"][None]
+
+    found = run(gather, PARAMS, in_specs=(PLACEMENT.specs,), out_specs=EVERY)
+    assert found.shape == (8, 32, 24) and jnp.all(jnp.isnan(found))
+
+
+def test_a_weight_in_fp8_is_gathered_in_both_orientations():
+    cast, kernel = Cast.with_scale(E4M3, jnp.float32(0.02)), PARAMS["kernel"]
+    place = Place(kernel.shape, None, -2)
+
+    def gather(own):
+        pair = transfers.gather_weight([place], quantize_transpose(own, cast))
+        return pair.rowwise.values[None], pair.columnwise.values[None]
+
+    rowwise, columnwise = run(gather, kernel, in_specs=(P("fsdp"),), out_specs=EVERY)
+    expected = quantize_transpose(kernel, cast)
+    for device in range(8):
+        assert_same_bits(rowwise[device], expected.rowwise.values)
+        assert_same_bits(columnwise[device], expected.columnwise.values)
+    whole = quantize_transpose(kernel, cast)
+    assert transfers.gather_weight([Place(kernel.shape)], whole) is whole
+
+
+def test_what_can_be_gathered_as_one_array():
+    rows, columns, whole = Place((4, 4), None, -2), Place((4, 4), None, -1), Place((4, 4))
+    assert transfers.can_be_gathered_in_fp8([rows, rows]) and transfers.can_be_gathered_in_fp8([whole])
+    assert not transfers.can_be_gathered_in_fp8([columns]) and not transfers.can_be_gathered_in_fp8([rows, whole])
+
+
+def gradients_of_each(shape) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_are_summed_over_the_batch_and_each_device_keeps_its_shard(gradient_dtype):
+    how = Parallelism(MESH, gradient_dtype=gradient_dtype)
+    placement = place_params(how, PARAMS, OFFERS)
+    each = {
+        "kernel": gradients_of_each((32, 24)),
+        "other": gradients_of_each((16, 16)),
+        "bias": gradients_of_each((16,)),
+    }
+    by_axes = {name: array.reshape(4, 2, *array.shape[1:]) for name, array in each.items()}  # batch parts, tensor
+
+    def reduce(gradients, params):
+        own = jax.tree.map(lambda x: x[0], gradients)
+        return transfers.reduce_gradients(placement, own, params)
+
+    found = run(reduce, each, PARAMS, in_specs=(EVERY, placement.specs), out_specs=placement.specs)
+    expected = {
+        "kernel": np.concatenate(list(np.sum(by_axes["kernel"], axis=0)), axis=1),
+        "other": np.sum(by_axes["other"], axis=0).mean(axis=0),  # computed alike on all devices of `tensor`
+        "bias": np.sum(by_axes["bias"], axis=0).mean(axis=0),
+    }
+    for name, wanted in expected.items():
+        is_rounded = gradient_dtype is not None and wanted.ndim > 1
+        np.testing.assert_allclose(found[name], wanted, *((0.03, 0.03) if is_rounded else (1e-5, 1e-5)))
+        assert found[name].dtype == jnp.float32
+        assert np.array_equal(found[name], wanted.astype(jnp.bfloat16)) is False
+
+
+@pytest.mark.parametrize("place", [Place((16,)), Place((16,), is_partial=True)], ids=["whole", "in parts"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_param_of_all_devices_of_tensor_has_one_gradient(place, sequence):
+    """Where each has computed all of it, their mean; where each has computed its rows or heads, their sum."""
+    how = Parallelism(MESH, sequence=sequence)
+    each = gradients_of_each((16,))
+    reduce = partial(transfers._sum_of, how, place=place)
+    found = run(lambda x: reduce(gradient=x[0])[None], each, in_specs=(EVERY,), out_specs=EVERY)
+    assert all(jnp.array_equal(of_one, found[0]) for of_one in found)
+    np.testing.assert_allclose(found[0], each.sum(axis=0) / (1 if sequence or place.is_partial else 2), 1e-5, 1e-5)
+
+
+def test_amaxes_and_losses_are_those_of_all_devices():
+    def of_all(x):
+        share = jnp.sum(x) / 4  # the batch has four parts, each on two devices of `tensor`
+        return transfers.whole_amaxes(HOW, jnp.abs(x)), transfers.whole_loss(HOW, share)
+
+    amaxes, loss = run(of_all, jnp.arange(8.0) - 7, in_specs=(EVERY,), out_specs=(EVERY, P()))
+    assert amaxes.tolist() == [7.0] * 8 and float(loss) == pytest.approx(-(7 + 5 + 3 + 1) / 4)

@@ -119,7 +119,9 @@ CANNOT_RUN = {
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_flags_choose_what_is_in_fp8_and_how_it_adds(name, example, book, tmp_path):
     script = example("train_gpt")
-    plain, quick = (script.prepare([*SMALL, "--data", str(book), *flags]) for flags in ([], ["--fast", "--fp8-head"]))
+    plain, quick = (
+        script.prepare(script.parse([*SMALL, "--data", str(book), *flags])) for flags in ([], ["--fast", "--fp8-head"])
+    )
     assert script.make_model(plain, name).head_recipe is None
     assert script.make_model(plain, name).recipe == script.RECIPES[name]()
     assert script.make_model(quick, name).head_recipe == script.fp8.CurrentScaling()

@@ -103,7 +103,8 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
     text = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
     if count > len(devices):
         raise ValueError(
-            f"--mesh {text} must not exceed the {len(devices)} {devices[0].platform} device(s) jax sees; make it smaller"
+            f"--mesh {text} must not exceed the {len(devices)} {devices[0].platform} device(s) jax sees; "
+            "make it smaller"
         )
     if jax.process_count() > 1 and count < len(devices):
         raise ValueError(

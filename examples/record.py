@@ -59,6 +59,11 @@ class Folder:
             ) from None
         trial.unlink()
 
+    def remove(self) -> None:
+        """Leave nothing of a run that cannot begin."""
+        if self.is_written:
+            self.path.rmdir()
+
     def write_config(self, config: dict) -> None:
         if not self.is_written:
             return

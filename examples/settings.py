@@ -48,8 +48,7 @@ class Settings:
     seed: int = 0
     """Of parameters, data order and sample."""
     mesh: str = "data=1"
-    """Devices along the axes data, fsdp and tensor, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor
-    the layers."""
+    """Devices by axis, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor the layers."""
     sequence_parallel: bool = False
     """Over tensor, let each device keep its part of the tokens between layers."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -118,7 +118,11 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
         raise
     of_one = {"coordinator": "", "process_id": None, "data": None, "output": None, "cache": None}
     shared = dataclasses.replace(settings, **of_one)
-    agree(fingerprint(repr(shared).encode(), job.train.tobytes(), job.held_out.tobytes()))
+    try:
+        agree(fingerprint(repr(shared).encode(), job.train.tobytes(), job.held_out.tobytes()))
+    except ValueError:
+        folder.remove()
+        raise
     return job, folder
 
 
@@ -209,8 +213,8 @@ def spread(job: Job) -> dict[str, Any]:
 def sample(job: Job, trained: Trained) -> tuple[str, str]:
     """A prompt from the held-out text, and what the model writes after it.
 
-    The model always reads a full window, so one compiled program makes every token: read, draw, shift. Params stay where
-    they lie, so all processes run it.
+    The model always reads a full window, so one compiled program makes every token: read, draw, shift. Params stay
+    where they lie, so all processes run it.
     """
     rows = 16 // math.gcd(16, job.settings.seq_len)  # FP8 GEMMs want a multiple of 16 tokens
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)

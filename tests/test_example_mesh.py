@@ -120,6 +120,17 @@ def test_processes_begin_together_or_not_at_all(second_of_two):
         agree(processes.CANNOT, ours)
 
 
+def test_a_run_that_the_others_do_not_begin_leaves_no_folder(
+    second_of_two, example, book, tmp_path, capsys, monkeypatch
+):
+    (processes, agree), script = second_of_two, example("train_gpt")
+    monkeypatch.setattr(script, "agree", lambda *own: agree(processes.CANNOT, *own))
+    small = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16".split()
+    assert script.main([*small, "--data", str(book), "--output", str(tmp_path / "runs")]) == 2
+    assert "process 0 is not, and says why" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").iterdir())
+
+
 def test_what_processes_are_told(example, monkeypatch):
     """To jax's own function; nothing of it for a run of one process."""
     processes, settings = example("processes"), example("settings")

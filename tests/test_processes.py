@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jax_fp8 as fp8
 
@@ -97,6 +98,7 @@ def run_processes(*commands: list, devices: int) -> list[subprocess.CompletedPro
     ]
 
 
+@pytest.mark.versions
 def test_two_processes_train_like_one(tmp_path):
     files, port = [tmp_path / f"{process}.json" for process in range(PROCESSES)], free_port()
     commands = [[__file__, port, process, file] for process, file in enumerate(files)]

@@ -11,8 +11,9 @@ measured on the same held-out text. What else sets two runs apart is noise. It g
 rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
 
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
-Settings are in settings.py, text and tokens in text.py, logs and pictures in record.py, devices in mesh.py, and what
-several processes agree on in processes.py: every one of them runs this script from top to bottom.
+Settings are in settings.py, text and tokens in text.py, validation and sample in evaluation.py, logs and pictures in
+record.py, devices in mesh.py, and what several processes agree on in processes.py: each runs this script from top to
+bottom.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ import importlib.metadata
 import math
 import platform
 import sys
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from evaluation import make_validation, make_writer
+from jax.sharding import Mesh
 from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
 from processes import agree, fingerprint, is_first, start
 from record import Folder, Progress
@@ -51,7 +52,6 @@ LOG_EVERY = 10  # steps between two rows of the log
 VALIDATION_BATCHES = 8  # at least
 VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-TEMPERATURE = 0.8  # of the sample: below 1 prefers likely tokens
 
 
 class Job(NamedTuple):
@@ -184,9 +184,7 @@ def train(job: Job, recipe: str, folder: Folder) -> Trained:
     count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
     validation = on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
 
-    @jax.jit  # one program for all batches, which the host need not wait for
-    def mean_loss(variables, batches):
-        return jnp.mean(jax.lax.map(partial(loss_fn, variables), batches))
+    mean_loss = make_validation(loss_fn)
 
     def validate():
         return mean_loss(state.variables, validation)
@@ -211,25 +209,11 @@ def spread(job: Job) -> dict[str, Any]:
 
 
 def sample(job: Job, trained: Trained) -> tuple[str, str]:
-    """A prompt from the held-out text, and what the model writes after it.
-
-    The model always reads a full window, so one compiled program makes every token: read, draw, shift. Params stay
-    where they lie, so all processes run it.
-    """
+    """A prompt from the held-out text, and what the model writes after it."""
     rows = 16 // math.gcd(16, job.settings.seq_len)  # FP8 GEMMs want a multiple of 16 tokens
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
-
-    @partial(jax.jit, out_shardings=NamedSharding(job.mesh, PartitionSpec()))
-    def generate(variables, window, keys):
-        def write(window, key):
-            logits = trained.model.apply(variables, window)[:, -1].astype(jnp.float32)  # (rows, vocab)
-            token = jax.random.categorical(key, logits / TEMPERATURE).astype(jnp.int32)
-            return jnp.concatenate([window[:, 1:], token[:, None]], axis=1), token[0]
-
-        return jax.lax.scan(write, window, keys)[1]
-
     keys = jax.random.split(jax.random.key(job.settings.seed), job.settings.sample_tokens)
-    written = generate(trained.variables, np.tile(prompt, (rows, 1)), keys)
+    written = make_writer(trained.model, job.mesh)(trained.variables, np.tile(prompt, (rows, 1)), keys)
     return job.encoder.decode(prompt), job.encoder.decode(np.asarray(written))
 
 

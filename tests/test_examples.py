@@ -114,7 +114,6 @@ CANNOT_RUN = {
         "tensor=4 must divide a sequence, got --seq-len 26",
     ),
     "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "is that of sums over data and"),
-    "no environment": (["--distributed"], "--distributed needs Slurm, Open MPI or Kubernetes"),
     "environment and coordinator": (["--distributed", *TOGETHER], "got also --coordinator; give one"),
     "coordinator alone": (["--coordinator", "localhost:1234"], "got no --num-processes; give all three"),
     "process alone": (["--process-id", "0"], "got no --coordinator"),
@@ -288,6 +287,17 @@ def test_the_script_itself_exits_with_2(tmp_path):
     finished = run_script("--resume", "--output", tmp_path)
     assert finished.returncode == 2
     assert finished.stderr == "train_gpt.py: Unrecognized options: --resume (--help lists the options)\n"
+
+
+def test_an_environment_that_names_no_processes(monkeypatch):
+    """Of jax itself, which must not have been asked for devices before."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "KUBERNETES", "JAX_COORDINATOR"))]:
+        monkeypatch.delenv(name)
+    finished = run_script("--distributed")
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("train_gpt.py: --distributed needs Slurm, Open MPI or Kubernetes")
+    assert finished.stderr.endswith("give --coordinator, --num-processes and --process-id\n")
+    assert len(finished.stderr.splitlines()) == 1
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(example, book, tmp_path, capsys):

@@ -269,6 +269,8 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
     try:
         return run(job, folder)
     except KeyboardInterrupt:
+        if not folder.is_written:  # what there is to say, the first process says
+            return INTERRUPTED
         if folder.rows:
             folder.plot(title(job))
         return complain(interruption(job.settings, folder), INTERRUPTED)

@@ -19,9 +19,16 @@ class Folder:
     """A new `runs/<name>/`, with room for so many rows of log.
 
     A name already taken gets a number: nothing is ever overwritten. ValueError where nothing can be written.
+    Of several processes one writes; to the others it is a folder that they leave alone.
     """
 
-    def __init__(self, parent: Path, name: str, rows: int):
+    def __init__(self, parent: Path, name: str, rows: int, is_written: bool = True):
+        self.is_written, self.rows = is_written, []
+        self.path = parent / name
+        if is_written:
+            self._make(parent, name, rows)
+
+    def _make(self, parent: Path, name: str, rows: int) -> None:
         number = 1
         while True:
             self.path = parent / (name if number == 1 else f"{name}-{number}")
@@ -37,7 +44,6 @@ class Folder:
         self._try_to_write(PICTURE_BYTES + ROW_BYTES * rows)
         if number > 1:
             print(f"{parent / name} exists already and is left as it is; this run is written to {self.path}")
-        self.rows = []
 
     def _try_to_write(self, size: int) -> None:
         """Write as much as a run will, and remove it: a full disk shows now, and not after training."""
@@ -53,11 +59,20 @@ class Folder:
             ) from None
         trial.unlink()
 
+    def remove(self) -> None:
+        """Leave nothing of a run that cannot begin."""
+        if self.is_written:
+            self.path.rmdir()
+
     def write_config(self, config: dict) -> None:
+        if not self.is_written:
+            return
         (self.path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
 
     def append(self, row: dict) -> None:
         self.rows.append(row)
+        if not self.is_written:
+            return
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -65,6 +80,8 @@ class Folder:
         """Training and validation loss of every run of this folder, on one plot; the first is drawn thin, over the
         second, for they may lie on each other.
         """
+        if not self.is_written:
+            return
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         axes = figure.subplots()
         runs = dict.fromkeys(row["run"] for row in self.rows)
@@ -94,7 +111,7 @@ class Progress:
         self.pending, self.last_step = collections.deque(), 0
         self.losses, self.val_loss, self.tokens_per_second = [], math.nan, None
         self.counted = self.started = None  # steps timed since the last row, and when they began
-        self.bar = tqdm.tqdm(total=steps, desc=f"{run:>7}", unit="step", mininterval=0.5)
+        self.bar = tqdm.tqdm(total=steps, desc=f"{run:>7}", unit="step", mininterval=0.5, disable=not folder.is_written)
 
     def __enter__(self) -> "Progress":
         return self

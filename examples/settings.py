@@ -10,9 +10,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-import jax
 import tyro
-from jax.sharding import AxisType, Mesh
 
 import jax_fp8 as fp8
 
@@ -50,7 +48,19 @@ class Settings:
     seed: int = 0
     """Of parameters, data order and sample."""
     mesh: str = "data=1"
-    """data=N trains on N devices, each on its share of the batch."""
+    """Devices by axis, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor the layers."""
+    sequence_parallel: bool = False
+    """Over tensor, let each device keep its part of the tokens between layers."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are summed over data and fsdp; bfloat16 sends half the bytes."""
+    distributed: bool = False
+    """Run as one of several processes, of which Slurm, Open MPI or Kubernetes tell jax."""
+    coordinator: str = ""
+    """Run as one of several processes that nothing tells jax of: HOST:PORT of the first one."""
+    num_processes: int | None = None
+    """With --coordinator: how many there are."""
+    process_id: int | None = None
+    """With --coordinator: which one this is, from 0; 0 writes and prints."""
     hidden_size: int = 0
     """Width of the model."""
     num_layers: int = 0
@@ -138,16 +148,27 @@ def check(settings: Settings) -> None:
         raise ValueError(
             f"a microbatch must hold a multiple of 16 tokens, got {sequences} x {settings.seq_len}; change --seq-len"
         )
+    _check_processes(settings)
 
 
-def make_mesh(text: str, sequences: int) -> Mesh:
-    """`data=N` → a mesh of the first N devices, where N divides the sequences of a microbatch."""
-    axis, _, number = text.partition("=")
-    if axis != "data" or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"--mesh must be data=N with N at least 1, got {text!r}; there are no other axes yet")
-    size, devices = int(number), jax.devices()
-    if size > len(devices):
-        raise ValueError(f"--mesh {text} must not exceed the {len(devices)} {devices[0].platform} device(s) jax sees")
-    if sequences % size:
-        raise ValueError(f"--mesh {text} must divide the {sequences} sequences of a microbatch; change --batch-size")
-    return jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:size])
+def _check_processes(settings):
+    by_hand = {
+        "--coordinator": settings.coordinator or None,
+        "--num-processes": settings.num_processes,
+        "--process-id": settings.process_id,
+    }
+    given = [flag for flag, value in by_hand.items() if value is not None]
+    if settings.distributed and given:
+        raise ValueError(f"--distributed asks the environment for its processes, got also {given[0]}; give one of them")
+    if given and len(given) < 3:
+        missing = [flag for flag in by_hand if flag not in given]
+        raise ValueError(f"{', '.join(by_hand)} belong together, got no {missing[0]}; give all three, or --distributed")
+    if not given:
+        return
+    host, _, port = settings.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--coordinator must be HOST:PORT of the first process, got {settings.coordinator!r}")
+    if settings.num_processes < 1:
+        raise ValueError(f"--num-processes must be at least 1, got {settings.num_processes}")
+    if not 0 <= settings.process_id < settings.num_processes:
+        raise ValueError(f"--process-id must be from 0 to {settings.num_processes - 1}, got {settings.process_id}")

@@ -9,6 +9,7 @@ That is what makes two loss curves comparable.
 
 import hashlib
 import os
+import platform
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -141,7 +142,7 @@ class PairEncoder:
             trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
             tokenizer.train_from_iterator(chunks(text), trainer)
             cache.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}")
             tokenizer.save(str(unfinished))
             unfinished.replace(path)  # two runs at once never read half a file
         return cls(Tokenizer.from_file(str(path)))
@@ -159,18 +160,25 @@ def chunks(text: bytes) -> list[str]:
     return [characters[start : start + CHUNK] for start in range(0, len(characters), CHUNK)]
 
 
-def training_batch(tokens: np.ndarray, step: int, seed: int, batch_size: int, seq_len: int) -> np.ndarray:
-    """The batch of one step: windows at random places, a function of seed and step alone."""  # (batch, seq + 1)
+ALL_ROWS = slice(None)
+
+
+def training_batch(
+    tokens: np.ndarray, step: int, seed: int, batch_size: int, seq_len: int, rows: np.ndarray | slice = ALL_ROWS
+) -> np.ndarray:
+    """The batch of one step, or these rows of it: windows at random places, a function of seed and step alone."""
     generator = np.random.default_rng((seed, step))
     starts = generator.integers(0, len(tokens) - seq_len, size=batch_size)
-    return windows(tokens, starts, seq_len)
+    return windows(tokens, starts[rows], seq_len)  # (rows, seq + 1)
 
 
-def validation_batches(tokens: np.ndarray, count: int, batch_size: int, seq_len: int) -> list[np.ndarray]:
-    """`count` batches of windows spread evenly over the held-out tokens, always the same."""  # (batch, seq + 1) each
+def validation_batches(
+    tokens: np.ndarray, count: int, batch_size: int, seq_len: int, rows: np.ndarray | slice = ALL_ROWS
+) -> np.ndarray:
+    """`count` batches, or these rows of each: windows spread evenly over the held-out tokens, always the same."""
     starts = np.linspace(0, len(tokens) - seq_len - 1, count * batch_size).astype(int)
-    return [windows(tokens, part, seq_len) for part in np.split(starts, count)]
+    return windows(tokens, starts.reshape(count, batch_size)[:, rows], seq_len)  # (count, rows, seq + 1)
 
 
 def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    return tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+    return tokens[starts[..., None] + np.arange(seq_len + 1)].astype(np.int32)

@@ -4,15 +4,19 @@
     python examples/train_gpt.py --compare                              # the same model in bfloat16 beside it
     python examples/train_gpt.py --data book.txt --tokenizer bpe --steps 500
     python examples/train_gpt.py --preset gpt2-124m --mesh data=4       # on four GPUs
+    python examples/train_gpt.py --preset gpt3-13b --mesh fsdp=2,tensor=4 --sequence-parallel
 
 The comparison is one of recipes alone: both runs begin with the same parameters, read the same batches, and are
 measured on the same held-out text. What else sets two runs apart is noise. It grows with the learning rate, from
 rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
 
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
-Settings are in settings.py, text and tokens in text.py, logs and pictures in record.py.
+Settings are in settings.py, text and tokens in text.py, validation and sample in evaluation.py, logs and pictures in
+record.py, devices in mesh.py, and what several processes agree on in processes.py: each runs this script from top to
+bottom.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import math
@@ -24,9 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from evaluation import make_validation, make_writer
+from jax.sharding import Mesh
+from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
+from processes import agree, fingerprint, is_first, start
 from record import Folder, Progress
-from settings import Settings, check, make_mesh, parse
+from settings import Settings, check, parse
 from text import (
     ByteEncoder,
     Encoder,
@@ -45,7 +52,6 @@ LOG_EVERY = 10  # steps between two rows of the log
 VALIDATION_BATCHES = 8  # at least
 VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-TEMPERATURE = 0.8  # of the sample: below 1 prefers likely tokens
 
 
 class Job(NamedTuple):
@@ -57,13 +63,21 @@ class Job(NamedTuple):
     train: np.ndarray  # (tokens,)
     held_out: np.ndarray  # (tokens,)
     mesh: Mesh
+    rows: np.ndarray  # of a batch, which this process reads
 
 
-def prepare(argv: list[str]) -> Job:
-    """Settle everything that can be wrong before anything is computed."""
+def read_settings(argv: list[str]) -> Settings:
+    """The command line, with what can be wrong about it alone."""
     settings = parse(argv)
     check(settings)
-    mesh = make_mesh(settings.mesh, settings.batch_size // settings.microbatches)
+    check_settings(parse_axes(settings.mesh), settings)
+    return settings
+
+
+def prepare(settings: Settings) -> Job:
+    """Settle everything else that can be wrong before anything is computed."""
+    sizes = parse_axes(settings.mesh)
+    mesh = make_mesh(sizes)
     corpus = read_corpus(standard_library() if settings.data is None else user_files(settings.data))
     if settings.tokenizer == "bytes":
         encoder = ByteEncoder()
@@ -89,7 +103,27 @@ def prepare(argv: list[str]) -> Job:
         num_layers=settings.num_layers,
         num_heads=settings.num_heads,
     )
-    return Job(settings, model, encoder, train, held_out, mesh)
+    check_model(sizes, model, settings.fp8_head)
+    return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size))
+
+
+def begin(settings: Settings) -> tuple[Job, Folder]:
+    """The job and the folder of its run, once all processes have both."""
+    try:
+        job = prepare(settings)
+        name = settings.name or f"{settings.preset}-{settings.recipe}"
+        folder = Folder(settings.output, name, log_rows(settings), is_written=is_first())
+    except (ValueError, OSError):
+        agree()
+        raise
+    of_one = {"coordinator": "", "process_id": None, "data": None, "output": None, "cache": None}
+    shared = dataclasses.replace(settings, **of_one)
+    try:
+        agree(fingerprint(repr(shared).encode(), job.train.tobytes(), job.held_out.tobytes()))
+    except ValueError:
+        folder.remove()
+        raise
+    return job, folder
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
@@ -136,57 +170,50 @@ def train(job: Job, recipe: str, folder: Folder) -> Trained:
     model = make_model(job, recipe)
     loss_fn = fp8.next_token_loss(model)
     optimizer = make_optimizer(settings)
-    by_sequence = NamedSharding(job.mesh, PartitionSpec("data"))
-    everywhere = NamedSharding(job.mesh, PartitionSpec())
-
     shape = (settings.batch_size, settings.seq_len)
-
-    def create(key):
-        variables = model.init(key, jnp.zeros(shape, jnp.int32))
-        return fp8.TrainState.create(variables=variables, tx=optimizer)
-
-    state = jax.jit(create, out_shardings=everywhere)(jax.random.key(settings.seed))
-    options = compiler_options(recipe)
     train_step = fp8.make_train_step(
-        loss_fn, optimizer, model.recipe, microbatches=settings.microbatches, compiler_options=options
+        loss_fn,
+        optimizer,
+        model.recipe,
+        microbatches=settings.microbatches,
+        compiler_options=compiler_options(recipe),
+        **spread(job),
     )
+    state = train_step.init_state(model.init, jax.random.key(settings.seed), jnp.zeros(shape, jnp.int32))
     measured = min(VALIDATION_TOKENS, len(job.held_out))
     count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
-    validation = jax.device_put(validation_batches(job.held_out, count, *shape), by_sequence)
-    batch_loss = jax.jit(loss_fn)
+    validation = on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
 
-    def validate(variables):
-        return sum(batch_loss(variables, tokens) for tokens in validation) / len(validation)
+    mean_loss = make_validation(loss_fn)
+
+    def validate():
+        return mean_loss(state.variables, validation)
 
     with Progress(folder, recipe, settings.steps, math.prod(shape), LOG_EVERY) as progress:
-        progress.start(validate(state.variables))
+        progress.start(validate())
         for step in range(1, settings.steps + 1):
-            tokens = training_batch(job.train, step, settings.seed, *shape)
-            state, metrics = train_step(state, jax.device_put(tokens, by_sequence))
+            tokens = training_batch(job.train, step, settings.seed, *shape, job.rows)
+            state, metrics = train_step(state, on_mesh(job.mesh, tokens))
             due = step % settings.eval_every == 0 or step == settings.steps
-            progress.add(step, metrics["loss"], validate(state.variables) if due else None)
+            progress.add(step, metrics["loss"], validate() if due else None)
     return Trained(model, state.variables, progress.val_loss)
 
 
-def sample(job: Job, trained: Trained) -> tuple[str, str]:
-    """A prompt from the held-out text, and what the model writes after it.
+def spread(job: Job) -> dict[str, Any]:
+    """What the step is told of several devices; of one there is nothing to say."""
+    if job.mesh.size == 1:
+        return {}
+    settings = job.settings
+    gradient_dtype = jnp.dtype(settings.gradient_dtype)
+    return {"mesh": job.mesh, "sequence_parallel": settings.sequence_parallel, "gradient_dtype": gradient_dtype}
 
-    The model always reads a full window, so one compiled program makes every token: read, draw, shift.
-    """
+
+def sample(job: Job, trained: Trained) -> tuple[str, str]:
+    """A prompt from the held-out text, and what the model writes after it."""
     rows = 16 // math.gcd(16, job.settings.seq_len)  # FP8 GEMMs want a multiple of 16 tokens
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
-
-    @jax.jit
-    def generate(variables, window, keys):
-        def write(window, key):
-            logits = trained.model.apply(variables, window)[:, -1].astype(jnp.float32)  # (rows, vocab)
-            token = jax.random.categorical(key, logits / TEMPERATURE).astype(jnp.int32)
-            return jnp.concatenate([window[:, 1:], token[:, None]], axis=1), token[0]
-
-        return jax.lax.scan(write, window, keys)[1]
-
     keys = jax.random.split(jax.random.key(job.settings.seed), job.settings.sample_tokens)
-    written = generate(trained.variables, jnp.tile(prompt, (rows, 1)), keys)
+    written = make_writer(trained.model, job.mesh)(trained.variables, np.tile(prompt, (rows, 1)), keys)
     return job.encoder.decode(prompt), job.encoder.decode(np.asarray(written))
 
 
@@ -217,25 +244,36 @@ def versions(mesh: Mesh) -> dict[str, Any]:
 
 
 def complain(sentence: str, status: int) -> int:
-    print(f"train_gpt.py: {sentence}", file=sys.stderr)
+    several = jax.distributed.is_initialized() and jax.process_count() > 1
+    print(f"train_gpt.py{f', process {jax.process_index()}' if several else ''}: {sentence}", file=sys.stderr)
     return status
 
 
 def main(argv: list[str]) -> int:
-    try:
-        job = prepare(argv)
-        settings = job.settings
-        folder = Folder(settings.output, settings.name or f"{settings.preset}-{settings.recipe}", log_rows(settings))
-    except (ValueError, OSError) as error:
-        return complain(str(error), 2)
-    except KeyboardInterrupt:
-        return complain("interrupted before training", INTERRUPTED)
+    with contextlib.ExitStack() as stack:
+        try:
+            settings = read_settings(argv)
+            start(settings)
+            if not is_first():
+                stack.enter_context(contextlib.redirect_stdout(None))  # one process prints
+            job, folder = begin(settings)
+        except (ValueError, OSError) as error:
+            return complain(str(error), 2)
+        except KeyboardInterrupt:
+            return complain("interrupted before training", INTERRUPTED)
+        return run_or_say_why(job, folder)
+
+
+def run_or_say_why(job: Job, folder: Folder) -> int:
+    """The run, and one sentence where it ends early."""
     try:
         return run(job, folder)
     except KeyboardInterrupt:
+        if not folder.is_written:  # what there is to say, the first process says
+            return INTERRUPTED
         if folder.rows:
             folder.plot(title(job))
-        return complain(interruption(settings, folder), INTERRUPTED)
+        return complain(interruption(job.settings, folder), INTERRUPTED)
     except FloatingPointError as error:
         return complain(str(error), 1)
     except OSError as error:

@@ -134,7 +134,7 @@ def example(monkeypatch):
     """A module of examples/ by name, imported as the script imports it."""
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "examples"))
     yield importlib.import_module
-    for name in ("train_gpt", "settings", "text", "record"):
+    for name in ("train_gpt", "settings", "text", "record", "mesh", "processes", "evaluation"):
         sys.modules.pop(name, None)
 
 

@@ -75,6 +75,7 @@ def test_a_name_that_is_taken_gets_a_number(example, book, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().out
 
 
+TOGETHER = "--coordinator localhost:1234 --num-processes 2 --process-id 0".split()
 CANNOT_RUN = {
     "missing path": (["--data", "nowhere.txt"], "nowhere.txt does not exist"),
     "hidden size": (["--hidden-size", "72"], "--hidden-size must be a multiple of 16"),
@@ -87,9 +88,39 @@ CANNOT_RUN = {
     "no number": (["--steps", "many"], "many"),
     "no value": (["--steps"], "--steps"),
     "no steps": (["--steps", "0"], "--steps must be at least 1"),
-    "large mesh": (["--mesh", "data=4096"], "data=4096"),
-    "mesh axis": (["--mesh", "tensor=2"], "data=N"),
+    "large mesh": (["--mesh", "data=4096", "--batch-size", "4096"], "must not exceed the 8 cpu device(s)"),
+    "large mesh of two axes": (["--mesh", "fsdp=4,tensor=4"], "fsdp=4,tensor=4 must not exceed the 8"),
+    "mesh axis": (["--mesh", "data=2,pipe=2"], "'pipe' in 'data=2,pipe=2'"),
+    "no mesh": (["--mesh", ""], "may have the axes data, fsdp and tensor, got ''"),
+    "axis twice": (["--mesh", "data=2,tensor=2,data=2"], "got data twice"),
+    "axis of size 0": (["--mesh", "data=2,tensor=0"], "tensor a size of at least 1"),
+    "axis without a size": (["--mesh", "tensor"], "tensor a size of at least 1"),
+    "axis of a negative size": (["--mesh", "fsdp=-2"], "fsdp a size of at least 1"),
     "mesh and batch": (["--mesh", "data=2", "--batch-size", "3", "--seq-len", "16"], "must divide the 3 sequences"),
+    "mesh and microbatch": (["--mesh", "data=2,fsdp=4", "--microbatches", "2"], "data x fsdp = 8, which must divide"),
+    "odd part of a microbatch": (["--mesh", "data=8", "--seq-len", "24"], "each device must have a multiple of 16"),
+    "heads on a mesh": (["--mesh", "tensor=8"], "tensor=8 must divide the 4 attention heads"),
+    "width on a mesh": (
+        ["--mesh", "tensor=4", "--hidden-size", "96", "--num-heads", "4"],
+        "--hidden-size must be a multiple of 16 on each of tensor=4 devices, got 96",
+    ),
+    "vocabulary on a mesh": (
+        ["--mesh", "tensor=3", "--hidden-size", "96", "--num-heads", "6"],
+        "the vocabulary must be a multiple of 3 with tensor=3, got 256",
+    ),
+    "sequence without tensor": (["--mesh", "data=2", "--sequence-parallel"], "add tensor=2"),
+    "sequence that is not divided": (
+        ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
+        "tensor=4 must divide a sequence, got --seq-len 26",
+    ),
+    "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "is that of sums over data and"),
+    "environment and coordinator": (["--distributed", *TOGETHER], "got also --coordinator; give one"),
+    "coordinator alone": (["--coordinator", "localhost:1234"], "got no --num-processes; give all three"),
+    "process alone": (["--process-id", "0"], "got no --coordinator"),
+    "coordinator without a port": (["--coordinator", "localhost", *TOGETHER[2:]], "must be HOST:PORT"),
+    "coordinator with a bad port": (["--coordinator", "localhost:99999", *TOGETHER[2:]], "must be HOST:PORT"),
+    "no processes": ([*TOGETHER[:3], "0", *TOGETHER[4:]], "--num-processes must be at least 1, got 0"),
+    "process beyond the last": ([*TOGETHER[:5], "2"], "--process-id must be from 0 to 1, got 2"),
     "microbatches": (["--microbatches", "3"], "--microbatches must divide --batch-size"),
     "odd microbatch": (["--batch-size", "3", "--seq-len", "10"], "multiple of 16"),
     "comparing bf16": (["--recipe", "bf16", "--compare"], "--compare"),
@@ -119,7 +150,9 @@ CANNOT_RUN = {
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_flags_choose_what_is_in_fp8_and_how_it_adds(name, example, book, tmp_path):
     script = example("train_gpt")
-    plain, quick = (script.prepare([*SMALL, "--data", str(book), *flags]) for flags in ([], ["--fast", "--fp8-head"]))
+    plain, quick = (
+        script.prepare(script.parse([*SMALL, "--data", str(book), *flags])) for flags in ([], ["--fast", "--fp8-head"])
+    )
     assert script.make_model(plain, name).head_recipe is None
     assert script.make_model(plain, name).recipe == script.RECIPES[name]()
     assert script.make_model(quick, name).head_recipe == script.fp8.CurrentScaling()
@@ -254,6 +287,17 @@ def test_the_script_itself_exits_with_2(tmp_path):
     finished = run_script("--resume", "--output", tmp_path)
     assert finished.returncode == 2
     assert finished.stderr == "train_gpt.py: Unrecognized options: --resume (--help lists the options)\n"
+
+
+def test_an_environment_that_names_no_processes(monkeypatch):
+    """Of jax itself, which must not have been asked for devices before."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "KUBERNETES", "JAX_COORDINATOR"))]:
+        monkeypatch.delenv(name)
+    finished = run_script("--distributed")
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("train_gpt.py: --distributed needs Slurm, Open MPI or Kubernetes")
+    assert finished.stderr.endswith("give --coordinator, --num-processes and --process-id\n")
+    assert len(finished.stderr.splitlines()) == 1
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(example, book, tmp_path, capsys):

@@ -89,7 +89,8 @@ class Programs:
     def on_mesh(self, state, batch) -> OnMesh:
         """How this state lies on the mesh."""
         assert self.how is not None, "there is a mesh"
-        key = str([(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves((state, batch))])
+        leaves, tree = jax.tree.flatten((state.variables, batch))
+        key = str((tree, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]))
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
             self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, self.microbatches, state, batch)

@@ -1,0 +1,130 @@
+"""The mesh a run is spread over: `--mesh data=2,fsdp=1,tensor=2` → devices, and what each process gives them to read.
+
+    data     splits the batch
+    fsdp     splits the batch, and params with their optimizer state
+    tensor   splits the layers
+
+Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do. All of them come before
+anything is compiled.
+"""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from settings import Settings
+
+import jax_fp8 as fp8
+
+AXES = ("data", "fsdp", "tensor")  # the last ones are neighbours: devices of one host, if its axis fits there
+BATCH_AXES = ("data", "fsdp")
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """`data=2,tensor=4` → devices along every axis; 1 where none is named."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, number = part.strip().partition("=")
+        if axis not in AXES:
+            raise ValueError(f"--mesh may have the axes data, fsdp and tensor, got {axis!r} in {text!r}; leave it out")
+        if axis in sizes:
+            raise ValueError(f"--mesh must name an axis once, got {axis} twice in {text!r}; leave one out")
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"--mesh must give {axis} a size of at least 1, got {text!r}; write {axis}=1")
+        sizes[axis] = int(number)
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def check_settings(sizes: dict[str, int], settings: Settings) -> None:
+    """Raise unless every device gets an equal part of a microbatch, and options have the axes they are about."""
+    parts, tensor = sizes["data"] * sizes["fsdp"], sizes["tensor"]
+    sequences = settings.batch_size // settings.microbatches
+    if sequences % parts:
+        raise ValueError(
+            f"--mesh {settings.mesh} has data x fsdp = {parts}, which must divide the {sequences} sequences of a "
+            "microbatch; change --batch-size"
+        )
+    if sequences // parts * settings.seq_len % 16:
+        raise ValueError(
+            f"each device must have a multiple of 16 tokens of a microbatch, got {sequences // parts} x "
+            f"{settings.seq_len} with --mesh {settings.mesh}; change --seq-len"
+        )
+    if settings.sequence_parallel and tensor == 1:
+        raise ValueError(
+            f"--sequence-parallel splits what is between layers over tensor, got --mesh {settings.mesh}; add tensor=2"
+        )
+    if settings.sequence_parallel and settings.seq_len % tensor:
+        raise ValueError(
+            f"--sequence-parallel with tensor={tensor} must divide a sequence, got --seq-len {settings.seq_len}; "
+            "change one of them"
+        )
+    if settings.gradient_dtype != "float32" and parts == 1:
+        raise ValueError(
+            f"--gradient-dtype is that of sums over data and fsdp, got --mesh {settings.mesh}; add one of the two"
+        )
+
+
+def check_model(sizes: dict[str, int], model: fp8.GPTConfig, fp8_head: bool) -> None:
+    """Raise unless `tensor` splits a model into parts that FP8 GEMMs can multiply."""
+    tensor, heads = sizes["tensor"], model.num_heads
+    if tensor == 1:
+        return
+    kv_heads = model.num_kv_heads or heads
+    if heads % tensor:
+        raise ValueError(f"tensor={tensor} must divide the {heads} attention heads; change --num-heads or --mesh")
+    if kv_heads % tensor and tensor % kv_heads:
+        raise ValueError(
+            f"tensor={tensor} must divide the {kv_heads} key and value heads, or be a multiple of them; change --mesh"
+        )
+    widths = {
+        "--hidden-size": model.hidden_size,
+        "the width of the MLP": model.mlp_hidden_size or 4 * model.hidden_size,
+    }
+    if kv_heads % tensor == 0:  # with fewer of them, each device has all
+        widths["the width of keys and values"] = model.hidden_size // heads * kv_heads
+    for name, width in widths.items():
+        if width % (16 * tensor):
+            raise ValueError(
+                f"{name} must be a multiple of 16 on each of tensor={tensor} devices, got {width} in all; "
+                "change --hidden-size or --mesh"
+            )
+    multiple = 16 * tensor if fp8_head else tensor
+    if model.vocab_size % multiple:
+        raise ValueError(
+            f"the vocabulary must be a multiple of {multiple} with tensor={tensor}, got {model.vocab_size} tokens; "
+            "change --mesh"
+        )
+
+
+def make_mesh(sizes: dict[str, int]) -> Mesh:
+    """A mesh of the first devices; with several processes, of all."""
+    count, devices = math.prod(sizes.values()), jax.devices()
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
+    if count > len(devices):
+        raise ValueError(
+            f"--mesh {text} must not exceed the {len(devices)} {devices[0].platform} device(s) jax sees; "
+            "make it smaller"
+        )
+    if jax.process_count() > 1 and count < len(devices):
+        raise ValueError(
+            f"--mesh must have all {len(devices)} devices of the {jax.process_count()} processes, got {text}; "
+            f"say data={len(devices)}, or split them over the axes"
+        )
+    # Auto: validation and sample are plain jitted functions, which the compiler splits as params and batch are.
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:count])
+
+
+def own_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
+    """The rows of a batch that devices of this process have."""  # (rows,)
+    of_devices = _by_sequence(mesh, 0).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in of_devices]))
+
+
+def on_mesh(mesh: Mesh, rows: np.ndarray) -> jax.Array:
+    """A batch (rows, seq), or several (count, rows, seq), on the mesh: of each, this process has its own rows."""
+    return jax.make_array_from_process_local_data(_by_sequence(mesh, rows.ndim - 2), rows)
+
+
+def _by_sequence(mesh, dim) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, BATCH_AXES))

@@ -1,0 +1,48 @@
+"""Validation and sample of the example, compiled for four H200s with cuDNN's attention: on every mesh they are programs
+that the compiler splits by itself, and what runs on CPU devices need not compile for a GPU.
+"""
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fp8 as fp8
+from jax_fp8.kernels import extension
+from jax_fp8.models import gpt
+
+REASON = h200.missing_reason() or extension.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+BATCH, SEQ, LAYERS = 8, 192, 1
+MESHES = [{"data": 2, "fsdp": 1, "tensor": 2}, {"data": 1, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 1}]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_validation_and_sample(axes, example, monkeypatch, with_kernels):
+    evaluation, mesh = example("evaluation"), h200.mesh(**axes)
+    config = fp8.GPTConfig(vocab_size=1024, num_layers=LAYERS, num_heads=8, hidden_size=256, max_seq_len=SEQ)
+    model, tx = fp8.GPT(config), fp8.fused_adamw(1e-3)
+    loss_fn = fp8.next_token_loss(model)
+    step = fp8.make_train_step(loss_fn, tx, model.recipe, mesh=mesh, compiler_options={})
+    state = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
+
+    # From here on as on a machine with GPUs.
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
+    block = gpt.TransformerBlock
+    by_cudnn = {"attention_implementation": "cudnn"}
+    monkeypatch.setattr(gpt, "TransformerBlock", lambda *args, **fields: block(*args, **fields, **by_cudnn))
+
+    def tokens(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
+    batches = tokens(4, BATCH, SEQ + 1, spec=P(None, ("data", "fsdp")))
+    validation = h200.compile(evaluation.make_validation(loss_fn), state.variables, batches)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(mesh, P()))
+    sample = h200.compile(evaluation.make_writer(model, mesh), state.variables, tokens(1, SEQ, spec=P()), keys)
+    for program in (validation, sample):
+        assert program.custom_calls["jax_fp8_gemm"] == 6 * LAYERS  # query, key, value, out, up, down
+        assert sum(count for target, count in program.custom_calls.items() if "fmha" in target) == LAYERS

@@ -1,0 +1,154 @@
+"""The example on several devices and in several processes: what a model must be, who reads what, who may begin."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jax_fp8 as fp8
+
+TENSOR = {"data": 1, "fsdp": 1, "tensor": 4}
+MODEL = fp8.GPTConfig(vocab_size=256, num_layers=1, num_heads=8, hidden_size=256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fp8_head", "sentence"),
+    [
+        ({"num_heads": 2}, False, "tensor=4 must divide the 2 attention heads"),
+        ({"num_heads": 24, "num_kv_heads": 6, "hidden_size": 384}, False, "divide the 6 key and value heads, or be a"),
+        ({"num_kv_heads": 4, "num_heads": 32}, False, "the width of keys and values must be a multiple of 16"),
+        ({"hidden_size": 96}, False, "--hidden-size must be a multiple of 16 on each of tensor=4 devices, got 96"),
+        ({"mlp_hidden_size": 96}, False, "the width of the MLP must be a multiple of 16"),
+        ({"vocab_size": 250}, False, "the vocabulary must be a multiple of 4 with tensor=4, got 250"),
+        ({"vocab_size": 288}, True, "the vocabulary must be a multiple of 64 with tensor=4, got 288"),
+    ],
+)
+def test_models_that_tensor_does_not_split(changes, fp8_head, sentence, example):
+    mesh = example("mesh")
+    model = dataclasses.replace(MODEL, **changes)
+    with pytest.raises(ValueError) as raised:
+        mesh.check_model(TENSOR, model, fp8_head)
+    assert sentence in str(raised.value) and "\n" not in str(raised.value)
+    mesh.check_model(TENSOR | {"tensor": 1}, model, fp8_head)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4}, {"num_kv_heads": 2}, {"vocab_size": 128, "num_heads": 4}])
+def test_models_that_tensor_splits_train(changes, example):
+    """What passes the checks of the example passes those of the library."""
+    mesh = example("mesh")
+    model = fp8.GPT(dataclasses.replace(MODEL, max_seq_len=16, **changes))
+    mesh.check_model(TENSOR, model.config, False)
+    made = mesh.make_mesh(TENSOR)
+    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, mesh=made)
+    state = step.state_shapes(model.init, jax.random.key(0), np.zeros((2, 16), np.int32))
+    step.trace(state, mesh.on_mesh(made, np.zeros((2, 17), np.int32)))
+
+
+def test_a_mesh_has_its_axes_in_one_order(example):
+    """Devices of `tensor` are neighbours, however the axes are written."""
+    mesh = example("mesh")
+    made = mesh.make_mesh(mesh.parse_axes(" tensor=2, data=4"))
+    assert dict(made.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    ids = np.vectorize(lambda device: device.id)(made.devices)
+    assert (ids == np.arange(8).reshape(4, 1, 2)).all()
+
+
+def test_several_processes_have_all_devices(example, monkeypatch):
+    mesh = example("mesh")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"must have all 8 devices of the 2 processes, got data=4; say data=8"):
+        mesh.make_mesh(mesh.parse_axes("data=4"))
+    assert mesh.make_mesh(mesh.parse_axes("data=4,tensor=2")).size == 8
+
+
+class OfTwo:
+    """A sharding as the second of two processes sees it: the last four of eight devices are its own."""
+
+    def __init__(self, sharding):
+        self.sharding = sharding
+
+    def addressable_devices_indices_map(self, shape):
+        everything = self.sharding.devices_indices_map(shape)
+        return {device: index for device, index in everything.items() if device.id >= 4}
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows"),
+    [("data=8", range(8, 16)), ("data=2,fsdp=2,tensor=2", range(8, 16)), ("fsdp=2,tensor=4", range(8, 16)),
+     ("data=1,tensor=8", range(16))],
+)  # fmt: skip
+def test_each_process_reads_its_own_rows(axes, rows, example, monkeypatch):
+    mesh, text = example("mesh"), example("text")
+    made = mesh.make_mesh(mesh.parse_axes(axes))
+    assert list(mesh.own_rows(made, 16)) == list(range(16))  # one process has all
+    by_sequence = mesh._by_sequence
+    monkeypatch.setattr(mesh, "_by_sequence", lambda *given: OfTwo(by_sequence(*given)))
+    own = mesh.own_rows(made, 16)
+    assert list(own) == list(rows)
+    tokens = np.arange(1000) % 251
+    assert (text.training_batch(tokens, 3, 0, 16, 8, own) == text.training_batch(tokens, 3, 0, 16, 8)[own]).all()
+    validation = text.validation_batches(tokens, 4, 16, 8)
+    assert (text.validation_batches(tokens, 4, 16, 8, own) == validation[:, own]).all()
+
+
+@pytest.fixture
+def second_of_two(example, monkeypatch):
+    """`agree` of the second process, beside a first one that says what it is given."""
+    processes = example("processes")
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+    def agree(first, *own):
+        def both(mine):
+            return np.stack([np.frombuffer(first, np.uint8), mine])
+
+        monkeypatch.setattr(processes.multihost_utils, "process_allgather", both)
+        return processes.agree(*own)
+
+    return processes, agree
+
+
+def test_processes_begin_together_or_not_at_all(second_of_two):
+    processes, agree = second_of_two
+    ours, others = processes.fingerprint(b"settings", b"text"), processes.fingerprint(b"settings", b"another text")
+    assert ours != others and processes.fingerprint(b"ab", b"c") != processes.fingerprint(b"a", b"bc")
+    assert agree(ours, ours) is None
+    assert agree(ours) is None  # says that this one cannot run: its own complaint is said already
+    with pytest.raises(ValueError, match=r"those of process 0 differ; give all of them the same --data"):
+        agree(others, ours)
+    with pytest.raises(ValueError, match=r"process 0 is not, and says why"):
+        agree(processes.CANNOT, ours)
+
+
+def test_a_run_that_the_others_do_not_begin_leaves_no_folder(
+    second_of_two, example, book, tmp_path, capsys, monkeypatch
+):
+    (processes, agree), script = second_of_two, example("train_gpt")
+    monkeypatch.setattr(script, "agree", lambda *own: agree(processes.CANNOT, *own))
+    small = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16".split()
+    assert script.main([*small, "--data", str(book), "--output", str(tmp_path / "runs")]) == 2
+    assert "process 0 is not, and says why" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_what_processes_are_told(example, monkeypatch):
+    """To jax's own function; nothing of it for a run of one process."""
+    processes, settings = example("processes"), example("settings")
+    told = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: told.append(arguments))
+    processes.start(settings.parse([]))
+    processes.start(settings.parse(["--distributed"]))
+    processes.start(settings.parse("--coordinator localhost:1234 --num-processes 2 --process-id 1".split()))
+    assert told == [(), ("localhost:1234", 2, 1)]
+
+
+def test_only_the_first_process_writes(example, tmp_path, capsys):
+    record = example("record")
+    folder = record.Folder(tmp_path, "mine", 10, is_written=False)
+    folder.write_config({})
+    with record.Progress(folder, "delayed", 1, 16, 10) as progress:
+        progress.add(1, np.float32(1.0), np.float32(2.0))
+    folder.plot("title")
+    assert folder.rows and not list(tmp_path.iterdir())
+    assert capsys.readouterr() == ("", "")
+    assert record.Folder(tmp_path, "mine", 10).path.exists()  # negative control

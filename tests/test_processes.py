@@ -1,0 +1,161 @@
+"""Several processes: a step on a mesh of all their devices is that of one process which has the same devices.
+
+This file is also the script that each of them runs: `python tests/test_processes.py PORT PROCESS FILE`. Sums between
+processes go through gloo, and may be added up in another order than within one.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fp8 as fp8
+
+ROOT = Path(__file__).parent.parent
+PROCESSES, BATCH, SEQ = 2, 16, 16
+AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+DEVICES = 8
+SUMS_IN_ANOTHER_ORDER = 1e-6  # seen: 0 here, and 9e-8 (the last bit of float32) with two microbatches
+LIMIT = 120  # seconds, so that nothing hangs for ever
+
+
+def global_batch(step: int) -> np.ndarray:
+    return np.random.default_rng(step).integers(0, 64, (BATCH, SEQ + 1)).astype(np.int32)
+
+
+class Training:
+    """A small GPT with delayed scaling, on all devices there are."""
+
+    def __init__(self):
+        mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES))
+        self.model = fp8.GPT(
+            fp8.GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=64, max_seq_len=SEQ, use_bias=False)
+        )
+        self.tx = fp8.fused_adamw(1e-2)
+        self.step = fp8.make_train_step(fp8.next_token_loss(self.model), self.tx, self.model.recipe, mesh=mesh)
+
+    def fresh(self) -> fp8.TrainState:
+        return self.step.init_state(self.model.init, *self._init_arguments())
+
+    def placed(self) -> fp8.TrainState:
+        """The same, from a state that every process has made for itself."""
+        variables = jax.jit(self.model.init)(*self._init_arguments())
+        return self.step.place(fp8.TrainState.create(variables=variables, tx=self.tx), global_batch(0))
+
+    def losses(self, state: fp8.TrainState, *parts: slice) -> list[float]:
+        """One for each step, to which this process gives this part of the batch."""
+        found = []
+        for number, rows in enumerate(parts):
+            state, metrics = self.step(state, global_batch(number)[rows])
+            found.append(float(metrics["loss"]))
+        assert int(state.step) == len(parts)
+        return found
+
+    def _init_arguments(self):
+        return jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32)
+
+
+def part(process: int) -> slice:
+    return slice(process * BATCH // PROCESSES, (process + 1) * BATCH // PROCESSES)
+
+
+def main(port: str, process: str, file: str) -> None:
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, int(process))
+    training, own = Training(), part(int(process))
+    losses = training.losses(training.fresh(), own, own, own)
+    with_the_rows_of_another = training.losses(training.placed(), own, own, part(0))
+    Path(file).write_text(json.dumps([losses, with_the_rows_of_another]))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run_processes(*commands: list, devices: int) -> list[subprocess.CompletedProcess]:
+    """Run one Python script per process at the same time, each with so many CPU devices."""
+    flags = re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    started = [subprocess.Popen([sys.executable, *map(str, command)], **pipes) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=LIMIT) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(started, outputs, strict=True)
+    ]
+
+
+@pytest.mark.versions
+def test_two_processes_train_like_one(tmp_path):
+    files, port = [tmp_path / f"{process}.json" for process in range(PROCESSES)], free_port()
+    commands = [[__file__, port, process, file] for process, file in enumerate(files)]
+    for finished in run_processes(*commands, devices=DEVICES // PROCESSES):
+        assert finished.returncode == 0, finished.stderr
+    first, second = (json.loads(file.read_text()) for file in files)
+    assert first == second  # a loss is that of all, in every process
+
+    training, everything = Training(), slice(None)
+    expected = training.losses(training.fresh(), everything, everything, everything)
+    losses, with_the_rows_of_another = first
+    np.testing.assert_allclose(losses, expected, rtol=SUMS_IN_ANOTHER_ORDER)
+    np.testing.assert_allclose(with_the_rows_of_another[:2], expected[:2], rtol=SUMS_IN_ANOTHER_ORDER)
+    # Negative control: in the third step one half of the batch is there twice, and the other is missing.
+    assert abs(with_the_rows_of_another[2] - expected[2]) > 1e3 * SUMS_IN_ANOTHER_ORDER * expected[2]
+
+
+EXAMPLE = ROOT / "examples/train_gpt.py"
+SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 3".split()
+
+
+def test_the_example_in_two_processes(example, book, tmp_path, capsys):
+    """Both train, the first one writes and prints; the log is that of one process with two devices."""
+    arguments = [
+        *SMALL,
+        "--recipe",
+        "bf16",
+        "--data",
+        book,
+        "--eval-every",
+        2,
+        "--mesh",
+        "data=2",
+        "--output",
+        tmp_path,
+    ]
+    together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", PROCESSES, "--process-id"]
+    commands = [[EXAMPLE, *arguments, "--name", "two", *together, process] for process in range(PROCESSES)]
+    first, second = run_processes(*commands, devices=1)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "validation loss" in first.stdout and "loss=" in first.stderr
+    own = [line for line in second.stdout.splitlines() if "[Gloo]" not in line]
+    assert (own, second.stderr) == ([], "")
+
+    assert example("train_gpt").main([*map(str, arguments), "--name", "one"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["one", "two"]
+    two, one = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert [row["step"] for row in two] == [row["step"] for row in one] == [0, 2, 3]
+    for key in ("loss", "val_loss"):
+        found, expected = ([row[key] for row in rows if row[key] is not None] for rows in (two, one))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    last = [printed.splitlines()[-3] for printed in (first.stdout, capsys.readouterr().out)]
+    assert last[0] == last[1]  # of the sample
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -15,7 +15,6 @@ other one is made of it here. What is summed is in the dtype of activations.
 `tensor` is None where layers are not split; then all of this does nothing.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -24,9 +23,6 @@ from jax import lax
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.transpose import transpose
-
-PIECE_BYTES = 16 * 2**20  # of a product that is reduced in pieces: some 50 µs over NVLink
-MAX_PIECES = 4
 
 
 def gather_rows(x: jax.Array, tensor: TensorParallel | None) -> jax.Array:
@@ -43,22 +39,6 @@ def reduce_rows(partial_sums: jax.Array, tensor: TensorParallel | None) -> jax.A
     if tensor.sequence:
         return lax.psum_scatter(partial_sums, tensor.axis, scatter_dimension=0, tiled=True)
     return lax.psum(partial_sums, tensor.axis)
-
-
-def number_of_pieces(rows: int, columns: int) -> int:
-    """Into how many pieces, by columns, a product in 16 bits is worth to be cut for `reduce_in_turn`."""
-    pieces = max(1, min(MAX_PIECES, 2 * rows * columns // PIECE_BYTES))
-    return next(count for count in range(pieces, 0, -1) if columns % (16 * count) == 0 or count == 1)
-
-
-def reduce_in_turn(parts: Sequence[jax.Array], tensor: TensorParallel | None) -> list[jax.Array]:
-    """`reduce_rows` of each part, begun when the part before is reduced: meanwhile the next part is computed."""
-    reduced: list[jax.Array] = []
-    for part in parts:
-        if reduced:
-            reduced[-1], part = lax.optimization_barrier((reduced[-1], part))
-        reduced.append(reduce_rows(part, tensor))
-    return reduced
 
 
 def gather_pair(own: Fp8Pair, tensor: TensorParallel | None, keep: bool = True) -> Fp8Pair:

@@ -43,7 +43,7 @@ from jax_fp8.kernels.quantize import (
     quantize_transpose,
     quantize_transpose_sums,
 )
-from jax_fp8.ops.collectives import enter, gather_pair, leave, number_of_pieces, reduce_in_turn, reduce_rows
+from jax_fp8.ops.collectives import enter, gather_pair, leave, reduce_rows
 from jax_fp8.ops.parameters import Like, LinearParameters, gradients_like, joined, split_columns
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
@@ -156,10 +156,9 @@ def forward_gemm(
     dtype,
     residual: jax.Array | None = None,
     in_parts: bool = False,
-    pieces: int = 0,
 ) -> tuple[Any, jax.Array, GemmResidual]:
-    """fprop: y (m, n), with bias and residual (m, n) added, or `in_parts` a tuple of (m, n_i), or a tuple of so many
-    `pieces` of one kernel's columns; amaxes f32[2] of input and kernel; and what the backward needs.
+    """fprop: y (m, n), with bias and residual (m, n) added, or `in_parts` a tuple of (m, n_i); amaxes f32[2] of input
+    and kernel; and what the backward needs.
     """
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
     multiply = partial(
@@ -173,11 +172,8 @@ def forward_gemm(
         accumulation=gemm.accumulation("fprop"),
     )
     with jax.named_scope(f"{gemm.name}/fprop"):
-        likes, widths = Like.of(as_tuple(parameters.kernel)), parameters.widths
-        if pieces:
-            likes, widths = likes * pieces, (widths[0] // pieces,) * pieces
-        in_parts = in_parts or pieces > 0
-        y = tuple(multiply(**columns) for columns in _columns(likes, widths)) if in_parts else multiply()
+        parts = _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths)
+        y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.amax, weight.amax])
     return y, amaxes, GemmResidual(x.columnwise, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
 
@@ -193,14 +189,12 @@ def forward_rows(
 ) -> tuple[jax.Array, jax.Array, GemmResidual]:
     """`forward_gemm` by rows of the kernel: the sum over the devices, then bias and residual, added in float32.
 
-    The product is made in pieces, each of which is summed over the devices while the next one is computed. With one
-    device the GEMM adds bias and residual itself.
+    With one device the GEMM adds them itself.
     """
     if tensor is None:
         return forward_gemm(x, x_cast, parameters, gemm, dtype, residual)
-    pieces = number_of_pieces(x.rowwise.shape[0], parameters.widths[0])
-    parts, amaxes, kept = forward_gemm(x, x_cast, replace(parameters, bias=None), gemm, dtype, pieces=pieces)
-    y = jnp.concatenate(reduce_in_turn(parts, tensor), axis=-1).astype(jnp.float32)
+    sums, amaxes, kept = forward_gemm(x, x_cast, replace(parameters, bias=None), gemm, dtype)
+    y = reduce_rows(sums, tensor).astype(jnp.float32)
     y = y if parameters.bias is None else y + joined(parameters.bias, jnp.float32)
     y = y if residual is None else y + residual.astype(jnp.float32)
     return y.astype(dtype), amaxes, kept

@@ -13,13 +13,9 @@ from reference import assert_same_bits
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.ops import collectives
-from jax_fp8.ops.linear import linear
-from jax_fp8.ops.parameters import LinearParameters
 
 SIZE, ROWS, COLUMNS = 4, 16, 8
 WHOLE, SEQUENCE = TensorParallel("tensor", SIZE), TensorParallel("tensor", SIZE, sequence=True)
@@ -96,63 +92,3 @@ def test_columns_are_gathered_and_their_gradient_is_cut():
 
     dy = jnp.stack([beside * 2] * SIZE)  # what follows is computed alike on all devices
     assert jnp.array_equal(over_tensor(each(pulled_back), X, dy), X * 2)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "pieces"),
-    [
-        (16384, 2048, 4),
-        (8192, 2048, 2),
-        (2048, 2048, 1),
-        (2**20, 2048, 4),  # not more
-        (16384, 48 * 43, 3),  # four parts would not be multiples of 16
-        (2**20, 16 * 7, 1),
-    ],
-)
-def test_only_large_products_are_cut_and_in_columns_that_a_gemm_takes(rows, columns, pieces):
-    assert collectives.number_of_pieces(rows, columns) == pieces
-
-
-@pytest.mark.parametrize("tensor", [WHOLE, SEQUENCE], ids=["tensor", "sequence"])
-def test_parts_are_reduced_one_after_the_other(tensor):
-    def in_turn(x):
-        return jnp.concatenate(collectives.reduce_in_turn(jnp.split(x, 4, axis=1), tensor), axis=1)
-
-    at_once = over_tensor(each(partial(collectives.reduce_rows, tensor=tensor)), X)
-    assert_same_bits(over_tensor(each(in_turn), X), at_once)
-    program = jax.make_jaxpr(lambda x: in_turn(x), axis_env=[("tensor", SIZE)])(X[0])
-    order = [str(equation.primitive) for equation in program.eqns]
-    reduction = "reduce_scatter" if tensor.sequence else "psum"
-    ordered = [name for name in order if name in (reduction, "optimization_barrier")]
-    assert ordered == [reduction, *["optimization_barrier", reduction] * 3]
-
-
-@pytest.mark.parametrize("tensor", [WHOLE, SEQUENCE], ids=["tensor", "sequence"])
-def test_a_layer_in_pieces_is_the_layer(tensor, monkeypatch):
-    """To the bit, with bias and residual, for sums that are exact."""
-    inputs, outputs = 16, 64
-    x, kernel = (
-        jax.random.randint(jax.random.key(seed), (SIZE, *shape), -3, 4).astype(jnp.bfloat16)
-        for seed, shape in enumerate([(ROWS, inputs), (inputs, outputs)])
-    )
-    bias = jnp.arange(outputs, dtype=jnp.float32)
-    residual = jnp.ones((ROWS // SIZE if tensor.sequence else ROWS, outputs), jnp.bfloat16)
-    gemm = Fp8Gemm(DelayedScaling(), "layer", jnp.ones(3))
-    reduced, reduce_rows = [], collectives.reduce_rows
-
-    def watched(rows, tensor):
-        reduced.append(rows.shape)
-        return reduce_rows(rows, tensor)
-
-    def layer(x, kernel):
-        return linear(x, LinearParameters(kernel, bias), gemm, residual=residual, tensor=tensor, side="rows")[0]
-
-    monkeypatch.setattr(collectives, "reduce_rows", watched)
-    whole = over_tensor(each(layer), x, kernel)
-    monkeypatch.setattr(collectives, "PIECE_BYTES", 2 * ROWS * outputs // 4)
-    in_pieces = over_tensor(each(lambda *given: layer(*given)), x, kernel)
-    assert set(reduced) == {(ROWS, outputs), (ROWS, outputs // 4)}
-    assert_same_bits(in_pieces, whole)
-    exact = np.einsum("dmk,dkn->mn", np.float64(x), np.float64(kernel)) + np.arange(outputs) + 1
-    exact = exact.reshape(SIZE, -1, outputs) if tensor.sequence else np.stack([exact] * SIZE)
-    np.testing.assert_allclose(np.float64(in_pieces), exact, 2**-8)

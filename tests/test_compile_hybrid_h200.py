@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 SEQ, WIDTH, HIDDEN, VOCAB, LAYERS = 2048, 2048, 8192, 50304, 2
 CHUNK = 4096  # tokens of the loss at a time
 SUMS = ("all-reduce", "reduce-scatter")
+LEFT_OUT = 3 * LAYERS  # by controls: sums of what leaves each half of a layer, and of the gradient of what enters one
 
 DELAYED = fp8.DelayedScaling()  # its amaxes are one all-reduce a step, of u32
 
@@ -41,7 +42,6 @@ class Mode:
       counts: collectives by kind and dtype, as the compiler has combined them; one of two dtypes counts twice.
       mib: that a device sends in a step, at most.
       wide: arrays of 16 bits or more that are gathered.
-      pieces: in which what leaves a layer is summed.
     """
 
     axes: dict[str, int]
@@ -51,7 +51,6 @@ class Mode:
     wide: dict[str, int]
     sequence: bool = False
     recipe: Recipe = DELAYED
-    pieces: int = 0
 
     def size(self, *names: str) -> int:
         return math.prod(self.axes.get(name, 1) for name in names)
@@ -64,7 +63,7 @@ class Mode:
 
 EMBEDDING, POSITIONS = f"f32[{VOCAB},{WIDTH}]", f"f32[{SEQ},{WIDTH}]"
 TENSOR_4_SEQUENCE = {
-    ("reduce-scatter", "bf16"): 25,  # out of the embedding, 4 x 4 pieces, 4 of the head, 4 of gradients
+    ("reduce-scatter", "bf16"): 13,  # out of the embedding, each half of a layer and 4 chunks; gradients of halves
     ("all-gather", "f8e4m3fn"): 4,  # into each half of a layer
     ("all-gather", "f8e5m2"): 4,  # gradients, into each half of a layer
     ("all-gather", "bf16"): 5,  # 4 chunks into the head, and the gradient of the embedding
@@ -90,10 +89,9 @@ MODES = {
     "tensor 4": Mode(
         {"tensor": 4},
         8,
-        {("all-reduce", "bf16"): 25, ("all-reduce", "f32"): 9, ("all-reduce", "u32"): 1},
+        {("all-reduce", "bf16"): 13, ("all-reduce", "f32"): 9, ("all-reduce", "u32"): 1},
         1060,
         {},
-        pieces=4,
     ),
     "tensor 4, sequence": Mode(
         {"tensor": 4},
@@ -102,7 +100,6 @@ MODES = {
         850,
         WIDE_OF_TENSOR_4,
         sequence=True,
-        pieces=4,
     ),
     "tensor 4, sequence, current scaling": Mode(
         {"tensor": 4},
@@ -112,7 +109,6 @@ MODES = {
         WIDE_OF_TENSOR_4,
         sequence=True,
         recipe=fp8.CurrentScaling(),
-        pieces=4,
     ),
     "fsdp 2, tensor 2, sequence": Mode(
         {"fsdp": 2, "tensor": 2},
@@ -122,7 +118,7 @@ MODES = {
             ("all-gather", "f32"): 2,
             ("all-gather", "f8e5m2"): 4,
             ("all-gather", "bf16"): 3,
-            ("reduce-scatter", "bf16"): 15,
+            ("reduce-scatter", "bf16"): 11,
             ("reduce-scatter", "f32"): 6,
             ("all-reduce", "f32"): 8,
             ("all-reduce", "u32"): 1,
@@ -130,11 +126,10 @@ MODES = {
         610,
         {f"f32[{VOCAB // 2},{WIDTH}]": 1, POSITIONS: 1, f"bf16[{CHUNK},{WIDTH}]": 2, f"bf16[{4 * SEQ},{WIDTH}]": 1},
         sequence=True,
-        pieces=2,
     ),
 }
 SLOW = ("tensor 4, sequence, current scaling", "fsdp 2, tensor 2, sequence")
-SPLIT = [name for name, mode in MODES.items() if mode.pieces]
+SPLIT = [name for name, mode in MODES.items() if "tensor" in mode.axes]
 
 
 def on_each(*names: str):
@@ -225,10 +220,10 @@ def float32_elements(program: h200.Program) -> int:
     return sum(of.times * math.prod(array.shape) for of in sums for array in of.arrays if array.dtype == "f32")
 
 
-def sums_of(program: h200.Program, rows: int, columns: int) -> list[Collective]:
-    """The sums of activations of this shape over `tensor`, in the order of their launch."""
+def sums_of_rows(program: h200.Program, name: str) -> list[Collective]:
+    """The sums of all of a device's rows over `tensor`, in the order of their launch."""
     alone = [of for of in program.report.collectives if of.kind in SUMS and len(of.arrays) == 1]
-    return [of for of in alone if str(of.arrays[0]) == f"bf16[{rows},{columns}]"]
+    return [of for of in alone if str(of.arrays[0]) == f"bf16[{MODES[name].rows},{WIDTH}]"]
 
 
 @on_each(*MODES)
@@ -240,9 +235,9 @@ def test_collectives_and_their_bytes(name):
 
 def test_a_sum_that_is_left_out_is_seen(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr("jax_fp8.ops.collectives.reduce_rows", lambda rows, tensor: rows)
+    monkeypatch.setattr("jax_fp8.ops.passes.reduce_rows", lambda rows, tensor: rows)
     counts, _ = h200.over_the_wire(compile_step("tensor 4"))
-    assert counts["all-reduce", "bf16"] == 25 - 16  # none of what leaves the layers
+    assert counts["all-reduce", "bf16"] == 13 - LEFT_OUT
 
 
 @on_each(*MODES)
@@ -281,35 +276,16 @@ def test_activations_summed_in_float32_are_seen(monkeypatch):
     def in_float32(rows, tensor):
         return reduce_rows(rows.astype(jnp.float32), tensor).astype(rows.dtype)
 
-    monkeypatch.setattr("jax_fp8.ops.collectives.reduce_rows", in_float32)
-    of_layers = 2 * LAYERS * 8 * SEQ * WIDTH
-    assert float32_elements(compile_step("tensor 4")) == summed_elements("tensor 4") + of_layers
-
-
-@on_each(*SPLIT)
-def test_what_leaves_a_layer_is_summed_in_pieces_beside_products(name):
-    """Each piece but the last of each half of a layer while the GEMM of the next one runs."""
-    mode = MODES[name]
-    sums = sums_of(compiled(name), mode.rows, WIDTH // mode.pieces)
-    assert [of.products for of in sums] == ([1] * (mode.pieces - 1) + [0]) * 2 * LAYERS
-
-
-@pytest.mark.slow
-def test_pieces_in_no_turn_have_no_products_beside_them(monkeypatch):
-    """Negative control."""
-    in_no_turn = lambda parts, tensor: [reduce_rows(part, tensor) for part in parts]  # noqa: E731
-    monkeypatch.setattr("jax_fp8.ops.passes.reduce_in_turn", in_no_turn)
-    program = compile_step("tensor 4, sequence")
-    (pieces,) = {of for of in program.report.collectives if len(of.arrays) == 4}
-    assert not pieces.products  # the compiler made one sum of them
+    monkeypatch.setattr("jax_fp8.ops.passes.reduce_rows", in_float32)
+    more = LEFT_OUT * 8 * SEQ * WIDTH
+    assert float32_elements(compile_step("tensor 4")) == summed_elements("tensor 4") + more
 
 
 @on_each(*SPLIT)
 def test_gradients_are_summed_beside_weight_gradients(name):
-    of_embedding, *backward = sums_of(compiled(name), MODES[name].rows, WIDTH)
-    assert not of_embedding.products
-    assert len(backward) == 2 * LAYERS
-    assert all(of.products for of in backward)
+    """Those of what enters a half of a layer; forward, nothing is there to be computed meanwhile."""
+    sums = sums_of_rows(compiled(name), name)
+    assert [of.products > 0 for of in sums] == [False] * (1 + 2 * LAYERS) + [True] * 2 * LAYERS
 
 
 @pytest.mark.slow
@@ -317,6 +293,5 @@ def test_gradients_that_wait_for_no_weight_gradient_are_summed_alone(monkeypatch
     """Negative control."""
     for op in ("passes", "norm_mlp"):
         monkeypatch.setattr(f"jax_fp8.ops.{op}.beside_wgrad", lambda dx, gradients, *gemms: (dx, gradients))
-    sums = sums_of(compile_step("tensor 4, sequence"), 8 * SEQ, WIDTH)
-    assert len(sums) == 1 + 2 * LAYERS
-    assert not any(of.products for of in sums)
+    name = "tensor 4, sequence"
+    assert [of.products for of in sums_of_rows(compile_step(name), name)] == [0] * (1 + 4 * LAYERS)

@@ -8,6 +8,7 @@ Any of them may be left out, or be 1.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from jax_fp8.core.shards import TensorParallel
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)
-Rules = tuple[tuple[str, PartitionSpec], ...]
+Rules = Sequence[tuple[str, PartitionSpec]]
 GRADIENT_DTYPES = ("float32", "bfloat16")
 
 

@@ -1,4 +1,5 @@
-"""The benchmark of meshes (benchmarks/meshes.py) runs on CPU devices, and its arithmetic, its table and its words for what failed are right.
+"""The benchmark of meshes, benchmarks/meshes.py, runs on CPU devices; its arithmetic, its table and its words for what
+failed are right.
 
 Times mean nothing here.
 """

@@ -80,13 +80,13 @@ class Shards:
       batch_axes: the mesh axes that split the batch.
       tensor: how layers are split, or None.
       dims: for every param by its path, the dim that `tensor` splits, counted from the end, or None.
-      devices: how many parts the batch has.
+      batch_parts: how many parts the batch has.
     """
 
     batch_axes: tuple[str, ...]
     tensor: TensorParallel | None
     dims: Mapping[LayerPath, int | None]
-    devices: int
+    batch_parts: int
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -117,11 +117,6 @@ class Shards:
 
 _CURRENT: ContextVar[Shards | None] = ContextVar("shards", default=None)
 _OFFERS: ContextVar[dict[LayerPath, TensorDim] | None] = ContextVar("offers", default=None)
-
-
-def current_shards() -> Shards | None:
-    """The view of the device whose program is being traced; None on one device, and where jax splits by itself."""
-    return _CURRENT.get()
 
 
 def current_tensor() -> TensorParallel | None:
@@ -174,7 +169,7 @@ def offer(path: LayerPath, dim: TensorDim) -> None:
 def parts_of_batch() -> int:
     """How many parts the batch has here."""
     shards = _CURRENT.get()
-    return 1 if shards is None else shards.devices
+    return 1 if shards is None else shards.batch_parts
 
 
 def sum_over_batch(x: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@
                                    └→ optimizer, in place → params, opt_state,
                                       and the weight cache cast with these scales
 
-Donated buffers keep their addresses from step to step, and the rest of a step does too (addresses.py), so the graph is
+Donated buffers keep their addresses from step to step, and the rest of a step does too (cuda_graph.py), so the graph is
 recorded once; nothing waits for the host.
 """
 
@@ -71,7 +71,7 @@ class TrainStep:
 
         Args:
           init_fn: `model.init`.
-          args: what it takes: a random key, and inputs or their shapes... as arrays, of which only the shapes count.
+          args: what it takes: a random key, and and inputs, of which only the shapes count.
         """
         return make_by_array(*self._programs.create(init_fn, *args), *args)
 
@@ -218,8 +218,8 @@ def make_train_step(
       rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
         and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.
-      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is that in which they are
-        computed, jnp.bfloat16 is half the bytes.
+      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is that of
+        the params, jnp.bfloat16 is half the bytes of float32.
     """
     check_loss_fn(loss_fn)
     check_optimizer(tx)

@@ -25,7 +25,7 @@ def test_rows_of_a_layer_with_sequence_parallelism():
 
 
 def test_outside_of_a_step_on_shards_there_is_nothing_to_know():
-    assert shards.current_shards() is None and shards.current_tensor() is None and shards.current_amax_axes() == ()
+    assert shards.current_tensor() is None and shards.current_amax_axes() == ()
     assert shards.parts_of(KERNEL, -1) == 1 and shards.side_of(KERNEL) is None and shards.parts_of_batch() == 1
     x = jnp.float32(3)
     assert shards.sum_over_batch(x) is x and shards.largest_amax(x, ()) is x
@@ -33,13 +33,13 @@ def test_outside_of_a_step_on_shards_there_is_nothing_to_know():
 
 def test_inside_a_layer_knows_its_part():
     with VIEW.active():
-        assert shards.current_shards() is VIEW and shards.current_tensor() is TENSOR
+        assert shards.current_tensor() is TENSOR
         assert shards.current_amax_axes() == ("data", "tensor") and shards.parts_of_batch() == 2
         assert shards.parts_of(KERNEL, -1) == 4 and shards.parts_of(KERNEL, -2) == 1
         assert shards.side_of(KERNEL) == "columns" and shards.side_of(OTHER) is None
         with pytest.raises(ValueError, match=r"how model/kernel is split by its path .* apply the model to all variab"):
             shards.parts_of(("model", "kernel"), -1)
-    assert shards.current_shards() is None
+    assert shards.current_tensor() is None
 
 
 def test_without_tensor_no_param_is_looked_up():

@@ -63,7 +63,7 @@ def test_what_a_device_computes_with():
     places = place_params(HOW, PARAMS, OFFERS)
     assert places.by_path["up", "kernel"].shape_without_fsdp(2) == (8, 6)
     assert places.shards.dims["up", "kernel"] == -1 and places.shards.dims["odd", "kernel"] is None
-    assert places.shards.axes == ("fsdp", "tensor") and places.shards.devices == 2 and places.splits_params
+    assert places.shards.axes == ("fsdp", "tensor") and places.shards.batch_parts == 2 and places.splits_params
     assert not place_params(Parallelism(make_mesh(data=2)), PARAMS, OFFERS).splits_params
 
 

@@ -16,7 +16,7 @@ from jax_fp8.core.shards import TensorDim
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.parallel import transfers
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import Place, place_params
+from jax_fp8.parallel.placement import Place, Placement, place_params
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 MESH = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (2, 2, 2)), tuple(AXES))
@@ -110,6 +110,22 @@ def test_gradients_are_summed_over_the_batch_and_each_device_keeps_its_shard(gra
         np.testing.assert_allclose(found[name], wanted, *((0.03, 0.03) if is_rounded else (1e-5, 1e-5)))
         assert found[name].dtype == jnp.float32
         assert np.array_equal(found[name], wanted.astype(jnp.bfloat16)) is False
+
+
+@pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_in_16_bits_are_summed_in_the_dtype_of_the_params(gradient_dtype):
+    """256 + 1 + 1 + 1, which bfloat16 cannot hold."""
+    places = {"kernel": Place((4, 4))}
+    placement = Placement(Parallelism(MESH, gradient_dtype=gradient_dtype), places)
+    of_each = jnp.repeat(jnp.array([256, 1, 1, 1], jnp.bfloat16), 2).reshape(8, 1, 1) * jnp.ones(
+        (8, 4, 4), jnp.bfloat16
+    )
+
+    def reduce(gradient, param):
+        return transfers.reduce_gradients(placement, {"kernel": gradient[0]}, {"kernel": param})["kernel"]
+
+    found = run(reduce, of_each, jnp.zeros((4, 4)), in_specs=(EVERY, P()), out_specs=P())
+    assert found.dtype == jnp.float32 and bool(jnp.all(found == 259)) == (gradient_dtype is None)
 
 
 @pytest.mark.parametrize("place", [Place((16,)), Place((16,), is_partial=True)], ids=["whole", "in parts"])

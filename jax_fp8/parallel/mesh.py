@@ -37,7 +37,8 @@ class Parallelism:
         (`re.search`) are split like that; the spec is that of their last dims. The first that is found counts, and
         layers and sizes decide for all others.
       sequence: sequence parallelism: between layers, devices of `tensor` keep a part of the rows each.
-      gradient_dtype: in which gradients are summed over `data` and `fsdp`; None is that of the params.
+      gradient_dtype: in which gradients are summed over `data` and `fsdp`; None: float32, unless
+        both gradients and params have 16 bits.
     """
 
     mesh: Mesh
@@ -52,7 +53,7 @@ class Parallelism:
         if self.gradient_dtype is not None and jnp.dtype(self.gradient_dtype).name not in GRADIENT_DTYPES:
             raise ValueError(
                 f"gradient_dtype must be None, jnp.float32 or jnp.bfloat16, got {self.gradient_dtype!r}; "
-                "None sums gradients in the dtype of their params"
+                "None sums them in float32, unless gradients and params have 16 bits"
             )
         if self.sequence and self.size(TENSOR) == 1:
             raise ValueError(

@@ -63,7 +63,9 @@ def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:
     how = placement.how
 
     def reduce(gradient, param, place):
-        wire = how.gradient_dtype if gradient.ndim > 1 and how.gradient_dtype is not None else param.dtype
+        wire = jnp.promote_types(gradient.dtype, param.dtype)
+        if gradient.ndim > 1 and how.gradient_dtype is not None:
+            wire = how.gradient_dtype
         total = _sum_of(how, gradient.astype(wire), place)
         return total.astype(param.dtype)
 

@@ -218,8 +218,8 @@ def make_train_step(
       rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
         and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.
-      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is that of
-        the params, jnp.bfloat16 is half the bytes of float32.
+      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is
+        float32, unless both gradients and params have 16 bits; jnp.bfloat16 is half the bytes.
     """
     check_loss_fn(loss_fn)
     check_optimizer(tx)

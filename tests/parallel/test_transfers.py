@@ -113,7 +113,7 @@ def test_gradients_are_summed_over_the_batch_and_each_device_keeps_its_shard(gra
 
 
 @pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_gradients_in_16_bits_are_summed_in_the_dtype_of_the_params(gradient_dtype):
+def test_gradients_in_16_bits_of_float32_params_are_summed_in_float32(gradient_dtype):
     """256 + 1 + 1 + 1, which bfloat16 cannot hold."""
     places = {"kernel": Place((4, 4))}
     placement = Placement(Parallelism(MESH, gradient_dtype=gradient_dtype), places)

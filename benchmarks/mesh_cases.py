@@ -14,7 +14,7 @@ from mesh_plain import build_plain, constraint
 from plain_gpt import PlainGPT
 
 import jax_fp8 as fp8
-from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+from jax_fp8.train.cuda_graph import default_options
 
 AXES = ("data", "fsdp", "tensor")
 RECIPES = ("delayed", "current", "bf16", "plain")
@@ -35,6 +35,7 @@ class Case:
       seq_len, num_layers, vocab_size: 0 keeps the preset's.
       fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
         current alone.
+      cold: no warm start, which is a program of its own: the first step finds scales of 1.
       graphs: default as the step itself is compiled; collectives in CUDA graphs too; or none at all.
       options: XLA's, before which no others count.
       gemms: a file of tuned GEMMs, or "".
@@ -54,6 +55,7 @@ class Case:
     param_dtype: str = "float32"
     recompute: bool = False
     gradient_dtype: str = ""
+    cold: bool = False
     graphs: str = "default"
     options: dict = dataclasses.field(default_factory=dict)
     gemms: str = ""
@@ -109,7 +111,7 @@ class Case:
     @property
     def compiler_options(self) -> dict:
         """None of ours where there are none, so that the step's own count."""
-        ours = {} if self.recipe == "plain" or jax.default_backend() != "gpu" else CUDA_GRAPH_OPTIONS
+        ours = {} if self.recipe == "plain" or jax.default_backend() != "gpu" else default_options(on_mesh=True)
         plain = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's defaults, about
         graphs = {
             "default": {},
@@ -198,6 +200,7 @@ def _build_ours(case, tx, mesh, tokens):
         tx,
         recipe,
         case.microbatches,
+        warm_start=not case.cold,
         mesh=mesh,
         sequence_parallel=case.sequence_parallel,
         gradient_dtype=case.gradient_dtype or None,

@@ -108,7 +108,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=0, help="0 keeps the preset's")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
-    for name in ("fast", "fp8-head", "recompute"):
+    for name in ("fast", "fp8-head", "recompute", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-dtype", choices=("float32", "bfloat16"), default="")

@@ -281,7 +281,7 @@ ffi::Error check_lengths(ffi::Span<const int32_t> layout, int32_t shared_casts, 
 ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scales, ffi::AnyBuffer seed,
                 ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout,
                 int32_t shared_casts, ffi::Span<const int32_t> shared_cast, ffi::Span<const int32_t> first_column,
-                bool adam_w_mode) {
+                int32_t first_leaf, bool adam_w_mode) {
   if (ffi::Error wrong = check_lengths(layout, shared_casts, operands, results); wrong.failure()) return wrong;
   if (shared_cast.size() != layout.size() || first_column.size() != layout.size()) {
     return ffi::Error::InvalidArgument(std::string(kOperation) +
@@ -313,6 +313,7 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
       .seed = seed.typed_data<uint32_t>(),
       .entries = entries.data(),
       .leaf_count = static_cast<int>(leaf_count),
+      .first_leaf = first_leaf,
       .adam_w_mode = adam_w_mode,
   };
   return launch_result(kOperation, launch_adam(arguments, stream));
@@ -330,6 +331,7 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Attr<int32_t>("shared_casts")                   // how many
                            .Attr<ffi::Span<const int32_t>>("shared_cast")   // of each leaf, -1 for none
                            .Attr<ffi::Span<const int32_t>>("first_column")  // of each leaf in its shared cast
+                           .Attr<int32_t>("first_leaf")                     // its number in the tree
                            .Attr<bool>("adam_w_mode"),
                        {ffi::Traits::kCmdBufferCompatible});
 

@@ -31,6 +31,7 @@ struct AdamTable {
   int number[kTableLeaves];            // of the leaf within the whole call
   AdamLeaf leaves[kTableLeaves];
   int leaf_count;
+  int first_leaf;
   bool adam_w_mode;
   const float* scalars;
   const float* scales;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
   const int slot = slot_of(table, blockIdx.x);
   const int number = table.number[slot];
   Step step = step_of(table.scalars, table.scales + number * kAdamScales, table.seed);
-  step.number = number;
+  step.number = table.first_leaf + number;
   step.couples_decay = !table.adam_w_mode;
   if (step.scalars[kApply] == 0.0f) return;
   AdamLeaf leaf = table.leaves[slot];
@@ -240,6 +241,7 @@ class Launcher {
   Launcher(const AdamArguments& arguments, const Kernel& kernel, cudaStream_t stream)
       : kernel_(kernel), stream_(stream) {
     table_.leaf_count = 0;
+    table_.first_leaf = arguments.first_leaf;
     table_.adam_w_mode = arguments.adam_w_mode;
     table_.scalars = arguments.scalars;
     table_.scales = arguments.scales;

@@ -76,6 +76,7 @@ struct AdamArguments {
   const uint32_t* seed;
   const AdamEntry* entries;  // on the host
   int leaf_count;
+  int first_leaf;  // the number of the first one within the tree, of which these may be a part
   bool adam_w_mode;
 };
 

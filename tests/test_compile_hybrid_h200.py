@@ -19,7 +19,7 @@ from jax_fp8.kernels import extension
 from jax_fp8.models import gpt
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.tools.collectives import Collective
-from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+from jax_fp8.train.cuda_graph import default_options
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -150,7 +150,7 @@ def make_step(name: str, **options):
     model = fp8.GPT(fp8.GPTConfig.preset("gpt3-1.3b", num_layers=LAYERS), recipe=mode.recipe)
     step = fp8.make_train_step(
         fp8.next_token_loss(model), fp8.fused_adamw(1e-3), mode.recipe, mesh=h200.mesh(AxisType.Explicit, **mode.axes),
-        sequence_parallel=mode.sequence, compiler_options=CUDA_GRAPH_OPTIONS, **options,
+        sequence_parallel=mode.sequence, compiler_options=default_options(on_mesh=True), **options,
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((mode.batch, SEQ), jnp.int32)
     return step, step.state_shapes(model.init, jax.random.key(0), tokens)

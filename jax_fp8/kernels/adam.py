@@ -9,16 +9,18 @@ All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.0510
 operation rounded by itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU
 compiler flushes them to zero.
 
-One launch serves all leaves, in place: XLA copies an array first only where it is still needed. A leaf with a `cast` is
-written in FP8 as well, with its transpose, its scale, and the maximum of its magnitudes, from which the next scale can
-be made; leaves side by side may share one such copy (kernels/shared_cast.py). Every scalar of a leaf has its own
-buffer, as a state wants it: cutting them out of one vector would take a small kernel each.
+One launch serves many leaves, in place: XLA copies an array first only where it is still needed. A large tree takes
+several, so that on a mesh some params are updated while gradients of others are still being summed. A leaf with a
+`cast` is written in FP8 as well, with its transpose, its scale, and the maximum of its magnitudes, from which the next
+scale can be made; leaves side by side may share one such copy (kernels/shared_cast.py). Every scalar of a leaf has its
+own buffer, as a state wants it: cutting them out of one vector would take a small kernel each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,7 @@ from jax_fp8.kernels.shared_cast import (
 from jax_fp8.kernels.storage import REMAINDER, master_of, off_the_tie, quantize_root, remainder_of, round_second_moment
 
 TARGET = "jax_fp8_adam"
+LAUNCH_ELEMENTS = 2**27  # about 1 ms
 
 
 def adam(
@@ -77,11 +80,38 @@ def adam(
       The leaves with new moments, params, masters and casts, and the pairs of the shared casts; as they were where
       `apply` is 0.
     """
-    if not leaves:
-        return [], []
     check_shared_casts(shared, leaves)
+    updated: list[Leaf] = []
+    pairs: dict[int, Fp8Pair] = {}
+    for first, stop in launches([leaf.gradient.size for leaf in leaves], [cast.leaves for cast in shared]):
+        here = {number: cast for number, cast in enumerate(shared) if first <= cast.leaves[0] < stop}
+        casts = [replace(cast, leaves=tuple(leaf - first for leaf in cast.leaves)) for cast in here.values()]
+        some, of_casts = _launch(leaves[first:stop], coefficients, seed, adam_w_mode, casts, first)
+        updated += some
+        pairs |= dict(zip(here, of_casts, strict=True))
+    return updated, [pairs[number] for number in range(len(shared))]
+
+
+def launches(sizes: Sequence[int], shared: Sequence[Members]) -> Iterator[tuple[int, int]]:
+    """The first leaf and the end of each launch: as many leaves as have LAUNCH_ELEMENTS together, or one that has more.
+    The leaves of a shared cast stay together, with all that are between them.
+    """
+    last_of = {min(members): max(members) for members in shared}
+    first, elements, must_have = 0, 0, -1
+    for number, size in enumerate(sizes):
+        if number > max(first, must_have) and elements + size > LAUNCH_ELEMENTS:
+            yield first, number
+            first, elements = number, 0
+        elements += size
+        must_have = max(must_have, last_of.get(number, -1))
+    if sizes:
+        yield first, len(sizes)
+
+
+def _launch(leaves, coefficients, seed, adam_w_mode, shared, first_leaf) -> tuple[list[Leaf], list[Fp8Pair]]:
     members = tuple(cast.leaves for cast in shared)
-    settings = {"layouts": tuple(map(layout_of, leaves)), "shared": members, "adam_w_mode": adam_w_mode}
+    settings: dict[str, Any] = {"layouts": tuple(map(layout_of, leaves)), "shared": members}
+    settings |= {"first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
     kernel, reference = (partial(_on_shard, form, **settings) for form in (_kernel, _reference))
     vector = jnp.stack([getattr(coefficients, number.name) for number in fields(Coefficients)])
     operands = [vector, _scales(leaves, shared), seed, *(array for cast in shared for array in cast.pair.arrays)]
@@ -193,7 +223,7 @@ def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...]) -> str:
     return f"{','.join(operands)}->{','.join(results)}"
 
 
-def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, adam_w_mode):
+def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, first_leaf, adam_w_mode):
     """One of the two forms below on the arrays of this shard."""
     casts, arrays = arrays[: 4 * len(shared)], arrays[4 * len(shared) :]
     starts = accumulate((len(names_in(layout)) for layout in layouts), initial=0)
@@ -203,14 +233,15 @@ def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared
     for cast, members in enumerate(shared):
         was, to_write = on_this_shard(cast, members, casts[4 * cast : 4 * cast + 4], sum(widths[cast]), split)
         old, room = [*old, was], [*room, *to_write]
-    written, updated = form(vector, scales, seed, room, arrays, layouts, shared, places(shared, shapes), adam_w_mode)
+    settings = {"first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
+    written, updated = form(vector, scales, seed, room, arrays, layouts, shared, places(shared, shapes), **settings)
     unchanged = vector[-1] == 0  # `apply`
     rows = zip(shared, widths, written, old, strict=True)
     whole = [with_all_columns(*row, split, unchanged) for row in rows]
     return _whole_amaxes([*(array for pair in whole for array in pair), *updated], layouts, len(shared), split)
 
 
-def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, adam_w_mode):
+def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, first_leaf, adam_w_mode):
     """The new arrays of each shared cast, and of all leaves."""
     operands = [vector, scales, seed, *casts, *arrays]
     updated = list(range(3, 3 + len(casts)))
@@ -224,17 +255,18 @@ def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, a
     numbers = {"layout": layouts}
     numbers |= {"shared_cast": [of.cast for of in leaf_places], "first_column": [of.first_column for of in leaf_places]}
     attributes = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
-    attributes |= {"shared_casts": np.int32(len(shared)), "adam_w_mode": adam_w_mode}
+    attributes |= {"shared_casts": np.int32(len(shared)), "first_leaf": np.int32(first_leaf)}
+    attributes |= {"adam_w_mode": adam_w_mode}
     new = call(*operands, **attributes)
     return [new[4 * cast : 4 * cast + 4] for cast in range(len(shared))], new[len(casts) :]
 
 
-def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, adam_w_mode):
+def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, first_leaf, adam_w_mode):
     coefficients = Coefficients(*vector)
     remaining, leaves = iter(arrays), []
     for number, (layout, row) in enumerate(zip(layouts, scales, strict=True)):
         leaf = leaf_of(layout, Scales(*row), {name: next(remaining) for name in names_in(layout)})
-        leaves.append(adam_leaf(leaf, coefficients, seed, number, adam_w_mode)[0])
+        leaves.append(adam_leaf(leaf, coefficients, seed, first_leaf + number, adam_w_mode)[0])
     written = [
         shared_cast_reference(
             [leaves[number].param for number in members],

@@ -13,6 +13,8 @@ moved, some 15 µs of the host's time each, 17 ms for a GPT of 24 layers. A dona
 import jax
 import numpy as np
 
+from jax_fp8.parallel.overlap import OVERLAP_OPTIONS
+
 # A whole step, loops and conditionals included, as one CUDA graph. Collectives stay outside:
 # inside graphs they were slower and could hang.
 CUDA_GRAPH_OPTIONS = {
@@ -20,6 +22,12 @@ CUDA_GRAPH_OPTIONS = {
     "xla_gpu_command_buffer_unroll_loops": True,
     "xla_gpu_graph_min_graph_size": 1,
 }
+
+
+def default_options(on_mesh: bool) -> dict[str, str | bool | int]:
+    """The options of a step on a GPU, or on the GPUs of a mesh."""
+    return CUDA_GRAPH_OPTIONS | (OVERLAP_OPTIONS if on_mesh else {})
+
 
 ROOM_BYTES = 16 * 2**20  # 64,000 scalars
 

@@ -25,7 +25,7 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
-from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, make_room, zero_metrics
+from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep
@@ -209,7 +209,8 @@ def make_train_step(
       in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the
         last transform that touches the updates; pass False for a `tx` that computes with what it returns
         (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
-      compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU.
+      compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU, and on a mesh
+        collectives beside compute (parallel/overlap.py).
       mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
         state too, and `tensor` the layers; any may be left out. Without it, the step runs on one device, or as jax
         splits it by the shardings of its arguments. With `fsdp`, a loss must read the kernels of FP8 layers through
@@ -229,7 +230,7 @@ def make_train_step(
     if not isinstance(compiler_options, dict | None):
         raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")
     if compiler_options is None:
-        compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
+        compiler_options = default_options(on_mesh=mesh is not None) if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
     if mesh is None and (rules or sequence_parallel or gradient_dtype is not None):
         raise ValueError(

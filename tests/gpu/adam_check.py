@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from gpu.kernel_check import E4M3, E5M2
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.kernels.adam import TARGET, adam
+from jax_fp8.kernels.adam import TARGET, adam, launches
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
@@ -406,6 +407,27 @@ def check_many_leaves(report: Report):
     check_steps(report, "many leaves", draw, leaves, gradients, True, steps=2)
 
 
+def check_launches(report: Report):
+    """A tree in several custom calls: leaf numbers count on, and shared casts stay whole."""
+    draw = Draw(11)
+    leaves, shared = draw.side_by_side(SHARED_SHAPES, SHARED_MODES)
+    pairs, apart = [cast.pair for cast in shared], [replace(cast, pair=None) for cast in shared]
+    modes = SIX_MODES[:5] * 2
+    flat = [draw.leaf(shape, mode) for shape, mode in zip(SMALL_SHAPES * 2, modes, strict=False)]
+    with mock.patch("jax_fp8.kernels.adam.LAUNCH_ELEMENTS", 100):
+        inputs = [draw.inputs(leaf, F32 if leaf.param.dtype == F32 else BF16) for leaf in leaves]
+        spans = list(launches([row["gradient"].size for row in inputs], [cast.leaves for cast in shared]))
+        report.expect("several launches", len(spans) > 1, f"there is one launch, {spans}")
+        args = inputs, numbers_of_step(1), np.uint32(7), True
+        wanted = shared_by_oracle(leaves, shared, *args)
+        got = jax.device_get(jax.jit(update_shared, static_argnums=6)(leaves, pairs, apart, *args))
+        compare(report, "several launches", got, wanted, "shared casts")
+        inputs = [draw.inputs(leaf, mode.gradient) for leaf, mode in zip(flat, modes, strict=False)]
+        args = inputs, numbers_of_step(1), np.uint32(7), True
+        got = jax.device_get(jax.jit(update, static_argnums=4)(flat, *args))
+        compare(report, "several launches", got, by_oracle(flat, *args), "all kinds of storage")
+
+
 def check_shared_casts(report: Report):
     """Leaves side by side in one cast, several steps in a row, the third one skipped.
     A wrong order of leaves is noticed."""
@@ -609,6 +631,7 @@ def check_refusals(report: Report):
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
         attributes = {"layout": layout, "shared_cast": [place[0]], "first_column": [place[1]]}
         attributes = {name: np.array(numbers, np.int32) for name, numbers in attributes.items()}
+        attributes["first_leaf"] = np.int32(0)
         return lambda: call(*operands, **attributes, shared_casts=np.int32(shared_casts), adam_w_mode=True)
 
     cases = [
@@ -673,7 +696,7 @@ def check_refusals(report: Report):
 
 
 CHECKS = [check_controls, check_what_is_written, check_shapes, check_modes, check_many_leaves, check_special_values]
-CHECKS += [check_shared_casts]
+CHECKS += [check_shared_casts, check_launches]
 CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_elements, check_graphs, check_refusals]
 
 

@@ -15,7 +15,8 @@ from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.kernels.adam import adam, adam_leaf
+from jax_fp8.kernels import adam as kernel
+from jax_fp8.kernels.adam import adam, adam_leaf, launches
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -245,6 +246,28 @@ def test_every_kind_of_storage_is_there_with_every_kind_of_gradient():
     assert {(kind.gradient, kind.param) for kind in KINDS} == {
         (gradient, param) for gradient in (F32, BF16, F16) for param in (F32, BF16, F16, None)
     }
+
+
+@pytest.mark.parametrize("elements", [1, 5000])
+def test_several_launches_have_the_bits_of_one(monkeypatch, elements):
+    """Also where values are rounded at random, which depends on the number of a leaf in the tree."""
+    monkeypatch.setattr(kernel, "LAUNCH_ELEMENTS", elements)
+    spans = list(launches([leaf.gradient.size for leaf in LEAVES], []))
+    assert 1 < len(spans) <= len(LEAVES) and [leaf for span in spans for leaf in range(*span)] == [*range(len(LEAVES))]
+    args = LEAVES, coefficients(PLAIN), jnp.uint32(7)
+    several, _ = jax.jit(lambda *args: adam(*args, True))(*args)
+    jax.tree.map(assert_same_bits, several, STEP(*args, True)[0])
+    numbered_anew = jax.jit(lambda *args: adam(*args, True))([LEAVES[0], *LEAVES], *args[1:])[0][1:]
+    with pytest.raises(AssertionError):  # the control
+        jax.tree.map(assert_same_bits, numbered_anew, several)
+
+
+def test_launches_keep_shared_casts_together(monkeypatch):
+    monkeypatch.setattr(kernel, "LAUNCH_ELEMENTS", 10)
+    assert list(launches([4, 4, 4, 4, 20, 1, 1], [])) == [(0, 2), (2, 4), (4, 5), (5, 7)]
+    assert list(launches([4, 4, 4, 4, 20, 1, 1], [(3, 1)])) == [(0, 4), (4, 5), (5, 7)]
+    assert list(launches([4, 4, 4], [(2, 0, 1)])) == [(0, 3)]
+    assert list(launches([], [])) == []
 
 
 def test_a_step_that_is_not_applied_changes_nothing():

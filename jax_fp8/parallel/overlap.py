@@ -11,6 +11,6 @@ They run one after another in the order in which they begin, which is the same o
 """
 
 OVERLAP_OPTIONS = {
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4096,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
 }

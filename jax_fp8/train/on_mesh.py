@@ -40,12 +40,12 @@ WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Layers:
-    """What layers say when they are traced as on one device: how their params may be split, and which GEMMs are in
-    FP8, and which of these found their weights in a cache.
+    """What layers say when they are traced as on one device: how their params may be split, which GEMMs are in FP8 by
+    which recipe, and which of these found their weights in a cache.
     """
 
     offers: dict[LayerPath, TensorDim]
-    gemms: tuple[LayerPath, ...]
+    gemms: dict[LayerPath, Recipe]
     cached: tuple[LayerPath, ...] = ()
 
     @classmethod
@@ -56,13 +56,18 @@ class Layers:
         in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
         # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
-        return cls(of_params, tuple(gemms), tuple(gemm for gemm, is_cached in gemms.items() if is_cached))
+        recipes = {path: gemm.recipe for path, gemm in gemms.items()}
+        return cls(of_params, recipes, tuple(path for path, gemm in gemms.items() if gemm.is_cached))
 
-    def gemms_of(self, places: Mapping[LayerPath, Any]) -> tuple[LayerPath, ...]:
+    def gemms_of(self, places: Mapping[LayerPath, Any]) -> dict[LayerPath, Recipe]:
         """Those whose kernels are among the params by this path: a loss may apply a model to a part of the variables,
         and then its layers know other paths.
         """
-        return tuple(gemm for gemm in self.gemms if all(kernel in places for kernel in kernel_paths(gemm)))
+        return {
+            gemm: recipe
+            for gemm, recipe in self.gemms.items()
+            if all(kernel in places for kernel in kernel_paths(gemm))
+        }
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,9 @@ class OnMesh:
     """A state on a mesh.
 
     Args:
+      recipe: of the state.
       gemms: all in FP8.
-      in_fp8: those whose weights are cast where they lie and gathered in FP8.
+      in_fp8: those whose weights are cast where they lie and gathered in FP8, and the recipes of their layers.
       once: weights are gathered once a step, and not once a microbatch.
     """
 
@@ -79,7 +85,7 @@ class OnMesh:
     loss_fn: Callable
     recipe: Recipe | None
     gemms: tuple[LayerPath, ...]
-    in_fp8: tuple[LayerPath, ...]
+    in_fp8: dict[LayerPath, Recipe]
     once: bool
 
     @classmethod
@@ -104,8 +110,8 @@ class OnMesh:
                 f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
                 "the step casts each shard once, and gathers it in FP8"
             )
-        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, recipe, state.variables, batch)
-        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path), in_fp8, once)
+        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
+        return cls(placement, loss_fn, recipe, tuple(layers.gemms_of(placement.by_path)), in_fp8, once)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
         """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
@@ -164,7 +170,7 @@ class OnMesh:
             places, scales = self.placement.by_path, {} if from_current else shards.fp8
             kernels = {gemm: [places[kernel] for kernel in kernel_paths(gemm)] for gemm in self.in_fp8}
             gather = {gemm: partial(gather_weight, of) for gemm, of in kernels.items()}
-            cache = cast_gemms(shards.params, scales, self.recipe, gather)
+            cache = cast_gemms(shards.params, scales, self.in_fp8, gather)
         not_gathered = [kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)]
         return replace(shards, params=gather_params(self.placement, shards.params, not_gathered), cache=cache)
 
@@ -187,25 +193,26 @@ def _check_rows_are_split(layers, placement):
 
 
 def gathered_in_fp8(
-    placement: Placement, layers: Layers, loss_fn: Callable, recipe: Recipe | None, variables: Mapping, batch: Any
-) -> tuple[LayerPath, ...]:
-    """The GEMMs whose weights can be cast where they lie and gathered in FP8: all of their kernels lie alike, the
-    recipe of the step is that of the layer, and the layer finds a weight in the cache. Others are gathered as they are,
-    and cast by the layer.
+    placement: Placement, layers: Layers, loss_fn: Callable, variables: Mapping, batch: Any
+) -> dict[LayerPath, Recipe]:
+    """The GEMMs whose weights can be cast where they lie and gathered in FP8, and their recipes: all of their kernels
+    lie alike, and the layer finds a weight in the cache. Others are gathered as they are, and cast by the layer.
     """
     places = placement.by_path
-    if recipe is None or all(place.fsdp_dim is None for place in places.values()):
-        return ()
-    # A layer without state in a step with delayed scaling has another recipe.
-    known = [
-        gemm for gemm in layers.gemms_of(places) if not recipe.has_state or at_path(variables["fp8"], gemm) is not None
-    ]
-    gemms = [gemm for gemm in known if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])]
+    if all(place.fsdp_dim is None for place in places.values()):
+        return {}
+    states = variables.get("fp8", {})
+    gemms = {
+        gemm: recipe
+        for gemm, recipe in layers.gemms_of(places).items()
+        if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])
+        and (not recipe.has_state or at_path(states, gemm))
+    }
     if not gemms:
-        return ()
+        return {}
 
     def with_cache(variables, batch):
-        cache = cast_gemms(variables["params"], {}, recipe, dict.fromkeys(gemms))
+        cache = cast_gemms(variables["params"], {}, gemms)
         return loss_fn({**variables, "fp8_cache": cache}, batch)
 
     found = Layers.of(with_cache, variables, batch).cached
@@ -216,4 +223,4 @@ def gathered_in_fp8(
             f"{', '.join(blind)} do not; give nn.scan or nn.vmap 'fp8_cache' the axis of 'params'",
             stacklevel=2,
         )
-    return tuple(gemm for gemm in gemms if gemm in found)
+    return {gemm: recipe for gemm, recipe in gemms.items() if gemm in found}

@@ -231,10 +231,6 @@ def make_train_step(
     if compiler_options is None:
         compiler_options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
-    if mesh is None and (rules or sequence_parallel or gradient_dtype is not None):
-        raise ValueError(
-            "rules, sequence_parallel and gradient_dtype are about a mesh, got none; pass mesh=jax.make_mesh(...)"
-        )
-    how = None if mesh is None else Parallelism(mesh, tuple(rules), sequence_parallel, gradient_dtype)
+    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
     programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
     return TrainStep(programs, donate, compiler_options, warm_start and recipe is not None and recipe.has_state)

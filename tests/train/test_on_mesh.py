@@ -34,7 +34,7 @@ def trace(step, state=STATE, batch=BATCH):
 def test_layers_say_what_they_are_when_they_are_traced():
     of_loss, of_init = Layers.of(LOSS, STATE.variables, BATCH), Layers.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
     assert of_loss == of_init
-    assert of_loss.gemms == (
+    assert tuple(of_loss.gemms) == (
         ("layer_0", "attention", "query+key+value"), ("layer_0", "attention", "out"),
         ("layer_0", "mlp", "up"), ("layer_0", "mlp", "down"),
     )  # fmt: skip
@@ -42,9 +42,9 @@ def test_layers_say_what_they_are_when_they_are_traced():
     assert of_loss.offers[*attention, "out", "kernel"] == TensorDim(-2, 128)
     assert of_loss.offers[*attention, "key", "bias"] == TensorDim(-1, 4, "key and value heads", or_whole=True)
     assert of_loss.offers["embedding",].splits_rows
-    assert of_loss.gemms_of({(*attention, "out", "kernel"): None}) == ((*attention, "out"),)
+    assert of_loss.gemms_of({(*attention, "out", "kernel"): None}) == {(*attention, "out"): RECIPE}
     plain = Layers.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
-    assert plain.gemms == () and plain.offers["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
+    assert plain.gemms == {} and plain.offers["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
 
 
 def test_a_jitted_loss_says_the_same_the_second_time():

@@ -167,7 +167,8 @@ def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run:
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((variables, batch))):
             raise ValueError("gradients on a mesh must be taken under jax.jit, got arrays; call jax.jit(function)")
         state = _as_state(variables)
-        on_mesh = OnMesh.of(how, of_batch, None, True, 1, state, batch)
+        how.check_rows(batch, 1)
+        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch)
         return run(on_mesh, on_mesh.constrain(state), batch)
 
     return run_on_mesh

@@ -86,7 +86,9 @@ class TrainStep:
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
         if self._programs.how is None:
             return state
-        return jax.device_put(state, self._programs.on_mesh(state, batch).placement.shardings(state))
+        return jax.device_put(
+            state, self._programs.on_mesh(state, batch, self._programs.microbatches).placement.shardings(state)
+        )
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_is("state", state, TrainState, STATE_REMEDY)
@@ -113,7 +115,8 @@ class TrainStep:
         Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
         a step as a whole casts them once.
         """
-        self._check_is_not_on_mesh("start")
+        if self._programs.how is not None:
+            return self._programs.start_on_mesh(state)
         return self._start(state)
 
     def accumulate_step(
@@ -131,7 +134,6 @@ class TrainStep:
           microbatch: as the loss takes it.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
-        self._check_is_not_on_mesh("accumulate_step")
         check_flag(is_first_microbatch)
         if not self._donate:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
@@ -140,7 +142,11 @@ class TrainStep:
                 "because the step was made with donate=False; leave donate=True",
                 stacklevel=2,
             )
-        return self._accumulate(state, pending, microbatch, jnp.asarray(is_first_microbatch))
+        how, is_first = self._programs.how, jnp.asarray(is_first_microbatch)
+        if how is not None and not isinstance(state.step, Tracer):
+            microbatch, is_first = how.place_batch(microbatch, 1), how.place_batch(is_first, 1)
+            pending = self._programs.with_weights(state, pending, microbatch)
+        return self._accumulate(state, pending, microbatch, is_first)
 
     def apply_step(
         self, state: TrainState, pending: PendingStep
@@ -155,15 +161,7 @@ class TrainStep:
           The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
           how many there were).
         """
-        self._check_is_not_on_mesh("apply_step")
         return self._apply(state, pending)
-
-    def _check_is_not_on_mesh(self, name):
-        if self._programs.how is not None:
-            raise ValueError(
-                f"{name} must be that of a step on one device, got one made with mesh=...; "
-                "call step(state, batch), which splits the batch into microbatches itself"
-            )
 
     def lower(self, state: TrainState, batch: Any) -> Lowering:
         """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.

@@ -87,7 +87,11 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
 
 def cast_listed(params: Mapping, recipe: Recipe | None, gemms: Collection[LayerPath]) -> dict:
     """`cast_weights` for a recipe without state: the kernels of these GEMMs, each GEMM's with a scale of its own."""
-    cache = cast_gemms(params, {}, dict.fromkeys(gemms, recipe))
+    return with_version(cast_gemms(params, {}, dict.fromkeys(gemms, recipe)), params)
+
+
+def with_version(cache: Mapping, params: Mapping) -> dict:
+    """A cache that says of which params it was made; {} if it holds nothing."""
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 

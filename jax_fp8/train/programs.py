@@ -149,9 +149,11 @@ class Programs:
             return constrain(updated), metrics
 
         def keep(state):
-            return constrain(state), _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
+            return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
 
-        new_state, metrics = lax.cond(complete, update, keep, state)
+        # What a conditional takes and returns is whole on every device of an Auto mesh, unless it is said outside.
+        new_state, metrics = lax.cond(complete, update, keep, constrain(state))
+        new_state = constrain(new_state)
         metrics["microbatches"] = pending.count
         return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
 

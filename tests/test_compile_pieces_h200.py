@@ -23,7 +23,7 @@ from jax_fp8.train.programs import Programs
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-SEQ, BATCH = 2048, 8
+SEQ, WIDTH, LAYERS, BATCH = 2048, 2048, 2, 8
 AXES = {"fsdp": 2, "tensor": 2}
 KINDS = [pytest.param(kind, id=kind.name) for kind in (AxisType.Auto, AxisType.Explicit)]
 SMALL = 2**20  # bytes: of scalars and amaxes
@@ -37,7 +37,7 @@ def _cudnn(monkeypatch, traced_anew):
 
 def pieces(kind, **options):
     """The step, and shapes of its state, of what is pending, and of a microbatch."""
-    model = fp8.GPT(fp8.GPTConfig.preset("gpt3-1.3b", num_layers=2))
+    model = fp8.GPT(fp8.GPTConfig.preset("gpt3-1.3b", num_layers=LAYERS))
     mesh = h200.mesh(kind, **AXES)
     step = fp8.make_train_step(
         fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, 2, mesh=mesh, sequence_parallel=True,
@@ -79,19 +79,28 @@ def test_shards_that_are_gathered_by_the_conditional_are_seen(monkeypatch):
     assert program.all_gathers and size - program.aliased_bytes > SMALL
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cache_weights", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_microbatch_adds_in_place(monkeypatch, kind, cache_weights):
-    """And kernels are gathered in a conditional, if they are kept: it is the only one."""
-    block = functools.partial(gpt.TransformerBlock, attention_implementation="cudnn")
+def compile_microbatch(kind, cache_weights) -> tuple[h200.Program, int]:
+    """And the bytes of what is pending."""
     step, state, pending, microbatch = pieces(kind, cache_weights=cache_weights)
-    monkeypatch.setattr(gpt, "TransformerBlock", block)
-    if cache_weights:
-        weights = step._programs.on_mesh(state, microbatch, 1).shapes_of_weights(state, microbatch)
-        pending = dataclasses.replace(pending, cache=weights)
     first = jax.ShapeDtypeStruct((), jnp.bool_, sharding=h200.on_mesh(h200.mesh(kind, **AXES)))
-    program = h200.compile(step._accumulate, state, pending, microbatch, first)
-    assert program.outside_graphs["Conditional"] == cache_weights
-    assert 0 <= bytes_of(pending) - program.aliased_bytes < SMALL
-    assert all(copy.results[0].bytes < SMALL for copy in program.copies)
+    with pytest.MonkeyPatch.context() as patch:  # to make params, without cuDNN, no attention is needed
+        block = functools.partial(gpt.TransformerBlock, attention_implementation="cudnn")
+        patch.setattr(gpt, "TransformerBlock", block)
+        if cache_weights:
+            weights = step._programs.on_mesh(state, microbatch, 1).shapes_of_weights(state, microbatch)
+            pending = dataclasses.replace(pending, cache=weights)
+        return h200.compile(step._accumulate, state, pending, microbatch, first), bytes_of(pending)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_microbatch_adds_in_place_and_gathers_kernels_in_a_conditional(kind):
+    """Where weights are not kept, the negative control, there is none, and every microbatch sends the kernels."""
+    (kept, size), (anew, size_without) = (compile_microbatch(kind, cache_weights) for cache_weights in (True, False))
+    for program, pending in ((kept, size), (anew, size_without)):
+        assert 0 <= pending - program.aliased_bytes < SMALL
+        assert all(copy.results[0].bytes < SMALL for copy in program.copies)
+    assert (kept.outside_graphs["Conditional"], anew.outside_graphs["Conditional"]) == (1, 0)
+    kernels = LAYERS * 12 * WIDTH**2 // AXES["tensor"]  # bytes of FP8, of which a device sends half
+    assert h200.over_the_wire(anew)[1] - h200.over_the_wire(kept)[1] == pytest.approx(kernels / 2, abs=SMALL)
+    assert size - size_without == pytest.approx(2 * kernels, abs=SMALL)  # kept in both orientations

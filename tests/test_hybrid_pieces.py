@@ -91,7 +91,7 @@ def assert_same(ours, theirs):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
 
 
-FAST = {("fsdp, sequence", "delayed", True), ("data", "current", True)}
+FAST = {("fsdp, sequence", "delayed", True)}
 CASES = [
     pytest.param(way, recipe, kept, marks=() if (way, recipe, kept) in FAST else pytest.mark.slow)
     for way in WAYS

@@ -31,7 +31,7 @@ class PendingStep:
 
     `step` int32[]: of the state they belong to. `count` int32[]: how many there were. `loss` f32[] and `gradients`
     (float32, like the params): their shares of the mean over all microbatches. `amaxes` f32[rows]: the maximum of
-    theirs. `cache`: the weights in FP8, or {}.
+    theirs. `cache`: the weights in FP8, or {}; on a mesh stacked, each device's own (train/on_mesh.py).
     """
 
     step: jax.Array

@@ -49,8 +49,8 @@ class TrainStep:
             pending = step.accumulate_step(state, pending, next(data), is_first_microbatch=i == 0)
         state, pending, metrics = step.apply_step(state, pending)
 
-    On a mesh, `init_state` makes the state where it belongs, `place` puts one there, and a batch of NumPy arrays is
-    split over the devices: with several processes, each passes its own part.
+    On a mesh, `init_state` makes the state where it belongs, `place` puts one there, and a batch or microbatch of NumPy
+    arrays is split over the devices: with several processes, each passes its own part.
     """
 
     def __init__(self, programs: Programs, donate: bool, compiler_options: dict, warm_start: bool):
@@ -114,6 +114,10 @@ class TrainStep:
 
         Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
         a step as a whole casts them once.
+
+        On a mesh sums are shards, as the params are, and the first `accumulate_step` makes room for the weights in FP8,
+        with either recipe: each device keeps what it computes with, gathered over `fsdp`. With `cache_weights=False`
+        nothing is kept, and every microbatch gathers.
         """
         if self._programs.how is not None:
             return self._programs.start_on_mesh(state)
@@ -122,7 +126,7 @@ class TrainStep:
     def accumulate_step(
         self, state: TrainState, pending: PendingStep, microbatch: Any, is_first_microbatch: bool | jax.Array
     ) -> PendingStep:
-        """Add the gradients of a microbatch.
+        """Add the gradients of a microbatch; on a mesh, their sum over the devices.
 
         The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to
         another state than this one: after an optimizer step, or when params were overwritten. There is no warm start:

@@ -83,7 +83,7 @@ WAYS = {
     "data": ({"data": 2}, {}), "fsdp": ({"fsdp": 2}, {}), "tensor": ({"tensor": 2}, {}),
     "sequence": ({"tensor": 2}, SEQUENCE), "fsdp, sequence": (MIXED, SEQUENCE),
 }  # fmt: skip
-FAST = {("fsdp", AxisType.Explicit), ("sequence", AxisType.Auto)}
+FAST = {("fsdp, sequence", AxisType.Auto)}
 CASES = [
     pytest.param(way, kind, marks=() if (way, kind) in FAST else pytest.mark.slow, id=f"{way}-{kind.name}")
     for way in WAYS
@@ -105,9 +105,9 @@ def test_a_loop_of_ones_own_is_the_step(way, axis_type):
 
 def test_another_token_would_be_noticed():
     """Negative control: of four sequences, one has another token."""
-    other, (expected, expected_losses) = BATCH.copy(), by_step("fsdp", AxisType.Explicit)
+    other, (expected, expected_losses) = BATCH.copy(), by_step("fsdp, sequence", AxisType.Auto)
     other[3, 5] = (other[3, 5] + 1) % 128
-    state, losses = train_by_oneself(make_mesh(AxisType.Explicit, fsdp=2), other)
+    state, losses = train_by_oneself(make_mesh(**MIXED), other, **SEQUENCE)
     assert all(ours != theirs for ours, theirs in zip(losses, expected_losses, strict=True))
     for ours, theirs in ((state.fp8, expected.fp8), (gradients_of(state), gradients_of(expected))):
         with pytest.raises(AssertionError, match="elements differ"):

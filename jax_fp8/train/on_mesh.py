@@ -166,9 +166,22 @@ class OnMesh:
         specs = PendingStep(*places)
         return self._run(on_device, (specs, WHOLE), specs, state, microbatch, pending, is_first)
 
+    @property
+    def shared(self) -> dict[LayerPath, Recipe]:
+        """The GEMMs whose weights in FP8 `add_microbatch` keeps for the next one: those that are gathered in FP8, or,
+        where `fsdp` splits none, all.
+        """
+        places = self.placement.by_path
+        whole = {
+            gemm: recipe
+            for gemm, recipe in self.gemms.items()
+            if all(places[kernel].fsdp_dim is None for kernel in kernel_paths(gemm))
+        }
+        return self.in_fp8 or whole
+
     def shapes_of_weights(self, state: TrainState, batch: Any) -> dict:
-        """Shapes and places of the weights in FP8 that microbatches share, as `add_microbatch` keeps them. They are
-        each device's own: the parts are stacked along a first dim that all axes split.
+        """Shapes and places of the weights in FP8 as `add_microbatch` keeps them. They are each device's own: the parts
+        are stacked along a first dim that all axes split.
         """
 
         def on_device(shards, _):
@@ -228,16 +241,8 @@ class OnMesh:
         return replace(shards, params=gather_params(self.placement, shards.params, not_gathered), cache=cache)
 
     def _own_weights(self, shards: TrainState) -> dict:
-        """The weights in FP8 that microbatches share: those that are gathered in FP8, or, where `fsdp` splits none,
-        all.
-        """
-        places = self.placement.by_path
-        whole = {
-            gemm: recipe
-            for gemm, recipe in self.gemms.items()
-            if all(places[kernel].fsdp_dim is None for kernel in kernel_paths(gemm))
-        }
-        return with_version(self._cast(self.in_fp8 or whole, shards), shards.params)
+        """The weights in FP8 of `shared`."""
+        return with_version(self._cast(self.shared, shards), shards.params)
 
     def _cast(self, gemms: Mapping[LayerPath, Recipe], shards: TrainState, from_current: bool = False) -> dict:
         """Weights in FP8, cast where they lie and gathered."""

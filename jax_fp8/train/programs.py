@@ -118,8 +118,10 @@ class Programs:
         if pending.cache or not self.cache_weights or self.recipe is None:
             return pending
         without_cache = dataclasses.replace(state, cache={})
-        shapes = self.on_mesh(without_cache, microbatch, 1).shapes_of_weights(without_cache, microbatch)
-        return dataclasses.replace(pending, cache=zeros_like(shapes))
+        mesh = self.on_mesh(without_cache, microbatch, 1)
+        if not mesh.shared:
+            return pending
+        return dataclasses.replace(pending, cache=zeros_like(mesh.shapes_of_weights(without_cache, microbatch)))
 
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
         self._check(state, microbatch)

@@ -33,7 +33,7 @@ def trace(step, state=STATE, batch=BATCH):
 
 def test_layers_say_what_they_are_when_they_are_traced():
     of_loss, of_init = Layers.of(LOSS, STATE.variables, BATCH), Layers.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
-    assert of_loss == of_init
+    assert of_loss == of_init and set(of_loss.gemms.values()) == {RECIPE}
     assert tuple(of_loss.gemms) == (
         ("layer_0", "attention", "query+key+value"), ("layer_0", "attention", "out"),
         ("layer_0", "mlp", "up"), ("layer_0", "mlp", "down"),

@@ -28,7 +28,7 @@ MIXED = {"fsdp": 2, "tensor": 2}
 
 def make_mesh(axis_type=AxisType.Auto, **axes):
     devices = jax.devices()[: int(np.prod(list(axes.values())))]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), (axis_type,) * len(axes), devices=devices)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes), devices=devices)
 
 
 @functools.cache

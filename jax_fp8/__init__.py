@@ -21,7 +21,7 @@ from jax_fp8.tools.capture import capture_report
 from jax_fp8.tools.explain import explain
 from jax_fp8.tools.gemm_table import GemmTable, tuned_gemms
 from jax_fp8.tools.tune import tune
-from jax_fp8.train.gradients import value_and_grad, warm_start
+from jax_fp8.train.own_loop import shardings, value_and_grad, warm_start
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
 from jax_fp8.train.weight_cache import cast_weights
@@ -57,6 +57,7 @@ __all__ = [
     "matmul",
     "next_token_loss",
     "quantize",
+    "shardings",
     "tune",
     "tuned_gemms",
     "update_state",

@@ -25,7 +25,7 @@ from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tools.tune import tune
-from jax_fp8.train.gradients import value_and_grad
+from jax_fp8.train.own_loop import value_and_grad
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
 

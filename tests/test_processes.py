@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 
@@ -40,10 +42,30 @@ class Training:
             fp8.GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=64, max_seq_len=SEQ, use_bias=False)
         )
         self.tx = fp8.fused_adamw(1e-2)
-        self.step = fp8.make_train_step(fp8.next_token_loss(self.model), self.tx, self.model.recipe, mesh=mesh)
+        self.loss_fn = fp8.next_token_loss(self.model)
+        self.step = fp8.make_train_step(self.loss_fn, self.tx, self.model.recipe, mesh=mesh)
 
     def fresh(self) -> fp8.TrainState:
         return self.step.init_state(self.model.init, *self._init_arguments())
+
+    def driven(self, state: fp8.TrainState, *parts: slice) -> list[float]:
+        """`losses`, in pieces."""
+        found, pending = [], self.step.start(state)
+        for number, rows in enumerate(parts):
+            pending = self.step.accumulate_step(state, pending, global_batch(number)[rows], True)
+            state, pending, metrics = self.step.apply_step(state, pending)
+            found.append(float(metrics["loss"]))
+        return found
+
+    def by_oneself(self, variables: dict, *parts: slice) -> list[float]:
+        """`losses` of a loop of one's own without an optimizer, on batches that are put together of parts."""
+        how, found = self.step._programs.how, []
+        gradient = jax.jit(fp8.value_and_grad(self.loss_fn, mesh=how.mesh))
+        for number, rows in enumerate(parts):
+            where = NamedSharding(how.mesh, P(("data", "fsdp")))
+            batch = jax.make_array_from_process_local_data(where, global_batch(number)[rows])
+            found.append(float(gradient(variables, batch)[0]))
+        return found
 
     def placed(self) -> fp8.TrainState:
         """The same, from a state that every process has made for itself."""
@@ -67,9 +89,13 @@ def part(process: int) -> slice:
     return slice(process * BATCH // PROCESSES, (process + 1) * BATCH // PROCESSES)
 
 
-def main(port: str, process: str, file: str) -> None:
+def main(port: str, process: str, file: str, others: str = "") -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, int(process))
     training, own = Training(), part(int(process))
+    if others:
+        variables, state = training.fresh().variables, training.fresh()
+        Path(file).write_text(json.dumps([training.driven(state, own, own), training.by_oneself(variables, own, own)]))
+        return
     losses = training.losses(training.fresh(), own, own, own)
     with_the_rows_of_another = training.losses(training.placed(), own, own, part(0))
     Path(file).write_text(json.dumps([losses, with_the_rows_of_another]))
@@ -114,6 +140,23 @@ def test_two_processes_train_like_one(tmp_path):
     np.testing.assert_allclose(with_the_rows_of_another[:2], expected[:2], rtol=SUMS_IN_ANOTHER_ORDER)
     # Negative control: in the third step one half of the batch is there twice, and the other is missing.
     assert abs(with_the_rows_of_another[2] - expected[2]) > 1e3 * SUMS_IN_ANOTHER_ORDER * expected[2]
+
+
+@pytest.mark.slow
+def test_two_processes_drive_microbatches_and_loops_like_one(tmp_path):
+    files, port = [tmp_path / f"{process}.json" for process in range(PROCESSES)], free_port()
+    commands = [[__file__, port, process, file, "others"] for process, file in enumerate(files)]
+    for finished in run_processes(*commands, devices=DEVICES // PROCESSES):
+        assert finished.returncode == 0, finished.stderr
+    first, second = (json.loads(file.read_text()) for file in files)
+    assert first == second
+    training, everything = Training(), (slice(None),) * 2
+    expected = (
+        training.driven(training.fresh(), *everything),
+        training.by_oneself(training.fresh().variables, *everything),
+    )
+    np.testing.assert_allclose(first, expected, rtol=SUMS_IN_ANOTHER_ORDER)
+    assert abs(expected[0][1] - expected[1][1]) > 1e3 * SUMS_IN_ANOTHER_ORDER  # negative control: of other params
 
 
 EXAMPLE = ROOT / "examples/train_gpt.py"

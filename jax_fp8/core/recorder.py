@@ -16,6 +16,7 @@ kernel like everybody else.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,9 +24,20 @@ from jax.extend.core import take_current_trace
 
 from jax_fp8.core.fp8_gemm import AmaxCotangent, GradientSum, Record
 from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.recipe import Recipe
 
 RECORDER = "recorder"
-_LISTING: ContextVar[dict[LayerPath, bool] | None] = ContextVar("listing", default=None)
+
+
+@dataclass(frozen=True)
+class ListedGemm:
+    """What a layer says of its FP8 GEMM: the recipe, and whether its weight was in the weight cache."""
+
+    recipe: Recipe
+    is_cached: bool
+
+
+_LISTING: ContextVar[dict[LayerPath, ListedGemm] | None] = ContextVar("listing", default=None)
 
 
 class ByIdentity:
@@ -129,11 +141,9 @@ def _transformations() -> tuple[int, int]:
 
 
 @contextmanager
-def listing() -> Iterator[dict[LayerPath, bool]]:
-    """Collect the layers whose FP8 GEMMs are traced in this context by their paths, in program order; and whether each
-    found its weight in the weight cache.
-    """
-    found: dict[LayerPath, bool] = {}
+def listing() -> Iterator[dict[LayerPath, ListedGemm]]:
+    """Collect the layers whose FP8 GEMMs are traced in this context by their paths, in program order."""
+    found: dict[LayerPath, ListedGemm] = {}
     token = _LISTING.set(found)
     try:
         yield found
@@ -141,8 +151,11 @@ def listing() -> Iterator[dict[LayerPath, bool]]:
         _LISTING.reset(token)
 
 
-def register_gemm(path: LayerPath, is_cached: bool) -> None:
-    """A layer says that it makes an FP8 GEMM, and whether of a cached weight, to whoever lists them."""
+def register_gemm(path: LayerPath, recipe: Recipe, is_cached: bool) -> None:
+    """A layer says that it makes an FP8 GEMM, and whether of a cached weight, to whoever lists them. One that is used
+    several times has found its weight only if it has each time.
+    """
     found = _LISTING.get()
     if found is not None:
-        found[path] = found.get(path, True) and is_cached
+        before = found.get(path)
+        found[path] = ListedGemm(recipe, is_cached and (before is None or before.is_cached))

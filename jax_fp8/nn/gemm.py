@@ -224,7 +224,7 @@ def declare_state(
         scales = None
     record = Record() if recorder is None else recorder.record
     weight = _cached_weight(module, layer, parameters, recipe)
-    register_gemm(module.path, weight is not None)
+    register_gemm(module.path, recipe, weight is not None)
     is_recorded, amax_axes = recorder is not None, current_amax_axes()
     gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, amax_axes)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()

@@ -46,6 +46,19 @@ class Parallelism:
     sequence: bool = False
     gradient_dtype: Any = None
 
+    @classmethod
+    def of(
+        cls, mesh: Mesh | None, rules: Rules = (), sequence_parallel: bool = False, gradient_dtype: Any = None
+    ) -> "Parallelism | None":
+        """What a user says of a mesh, or of none."""
+        if mesh is not None:
+            return cls(mesh, tuple(rules), sequence_parallel, gradient_dtype)
+        if rules or sequence_parallel or gradient_dtype is not None:
+            raise ValueError(
+                "rules, sequence_parallel and gradient_dtype are about a mesh, got none; pass mesh=jax.make_mesh(...)"
+            )
+        return None
+
     def __post_init__(self):
         check_mesh(self.mesh)
         _check_rules(self.rules)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -117,6 +118,15 @@ def placed_shapes(shapes: Any, shardings: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(placed, shapes, shardings)
+
+
+def zeros_like(placed: Any) -> Any:
+    """Zeros of these shapes, made where they belong."""
+    make = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), placed),
+        out_shardings=jax.tree.map(lambda x: x.sharding, placed),
+    )
+    return make()
 
 
 def put(tree: Any, shardings: Any) -> Any:

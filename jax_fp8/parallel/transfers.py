@@ -59,7 +59,9 @@ def can_be_gathered_in_fp8(places: Collection[Place]) -> bool:
 
 
 def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:
-    """The gradients of the shards, in the dtypes of the params, from each device's share of the mean."""
+    """The gradients of the shards, in the dtypes of the params, from each device's share of the mean. `params` are
+    those of the shards, or others of the dtypes that are wanted.
+    """
     how = placement.how
 
     def reduce(gradient, param, place):
@@ -81,6 +83,11 @@ def whole_loss(how: Parallelism, share: jax.Array) -> jax.Array:
     """The mean over all parts of the batch, from each part's share; also of a loss in 16 bits the sum is float32."""
     share = share.astype(jnp.float32)
     return lax.psum(share, how.batch_axes) if how.batch_axes else share
+
+
+def on_any_device(how: Parallelism, flag: jax.Array) -> jax.Array:
+    """Whether a flag bool[] is set on any device: what devices decide alike, they must know alike."""
+    return lax.pmax(flag.astype(jnp.int32), how.mesh.axis_names) > 0
 
 
 def _sum_of(how, gradient, place):

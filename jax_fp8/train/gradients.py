@@ -1,9 +1,9 @@
 """Gradients of a loss, and beside them, never among them, the amaxes of its backward pass.
 
-    variables ─a recorder beside each GEMM─ loss, backward → loss, gradients of params; amaxes, staged in the FP8 state
+    variables ─a recorder beside each GEMM─ loss, backward → loss, gradients of params; amaxes f32[rows]
 
-`value_and_grad` puts a `Recorder` (core/recorder.py) beside the state of every GEMM, differentiates, and reads what the
-layers left there. Gradients that add up over microbatches come back the same way, in `accumulate_grads`.
+`value_grads_and_amaxes` puts a `Recorder` (core/recorder.py) beside the state of every GEMM, differentiates, and reads
+what the layers left there. Gradients that add up over microbatches come back the same way, in `accumulate_grads`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ from flax.linen.fp8_ops import fp32_max_grad
 from jax import lax
 
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
-from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
 from jax_fp8.core.state import (
     join_amaxes,
@@ -25,44 +25,17 @@ from jax_fp8.core.state import (
     map_gemms,
     map_gemms_with_path,
     no_amaxes,
-    stage_joined,
 )
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
-from jax_fp8.train.checks import check_loss, check_loss_fn
-
-
-def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """Like `jax.value_and_grad` over the params of a variable dict,
-    and hands back the FP8 state with this pass's amaxes staged.
-
-    Args:
-      loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
-        `variables` is a Flax variable dict.
-      has_aux: as in `jax.value_and_grad`.
-
-    Returns:
-      A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`.
-      `grads` matches `variables["params"]`; `fp8_state` is `variables["fp8"]` with slot 0 of each history raised to the
-      amaxes of this pass, to be finished by `update_state`, or {} where there is no state.
-    """
-
-    check_loss_fn(loss_fn)
-    record = value_grads_and_amaxes(loss_fn, has_aux)
-
-    @inside_its_mesh
-    def run(variables, *args, **kwargs):
-        value, grads, amaxes = record(variables, *args, **kwargs)
-        return value, grads, stage_joined(_fp8_state(variables), amaxes)
-
-    return run
+from jax_fp8.train.checks import check_loss
 
 
 def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_current: bool = False) -> Callable:
-    """`value_and_grad` that hands back the amaxes of its pass alone, f32[rows], for `finish_step`:
-    a step then stages none.
+    """Like `jax.value_and_grad` over the params of a variable dict; beside them the amaxes of the pass, f32[rows], for
+    `finish_step` or `stage_joined`.
 
     With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
     """
@@ -72,31 +45,6 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
         recorded = _recorded(variables, cotangents, axes, from_current)
         return _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
-
-    return run
-
-
-def warm_start(loss_fn: Callable, recipe: Recipe | None, has_aux: bool = False) -> Callable:
-    """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
-    amax. `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
-
-        fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
-
-    Args:
-      loss_fn, has_aux: as in `value_and_grad`.
-      recipe: that of the model's layers.
-
-    Returns:
-      A function of the same arguments as `loss_fn` that returns the FP8 state, the amaxes of this pass its first
-      history. Rows that have a history already, calibrated ones, are left as they are; {} where there is no state.
-    """
-    check_loss_fn(loss_fn)
-    check_recipe(recipe)
-    record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
-
-    def run(variables, *args, **kwargs):
-        _, _, amaxes = record(variables, *args, **kwargs)
-        return with_first_scales(_fp8_state(variables), amaxes, recipe)
 
     return run
 
@@ -118,7 +66,9 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
     """
 
     def run(variables, sums, *args, **kwargs):
-        added = {path: jax.new_ref(at_path(sums, path)) for path in added_by_gemms(_fp8_state(variables), sums, gemms)}
+        added = {
+            path: jax.new_ref(at_path(sums, path)) for path in added_by_gemms(fp8_state_of(variables), sums, gemms)
+        }
 
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
         recorded = _recorded(variables, cotangents, axes, False, added, weight)
@@ -191,7 +141,7 @@ def _recorded(variables, cotangents, axes, from_current, sums: Mapping = Mapping
         first_row += 3 * layers
         return {**gemm, RECORDER: recorder}
 
-    return map_gemms_with_path(with_recorder, _fp8_state(variables))
+    return map_gemms_with_path(with_recorder, fp8_state_of(variables))
 
 
 def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
@@ -205,7 +155,7 @@ def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
         return (out[0], _without_recorders(out[1])) if has_aux else out
 
     differentiate = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
-    rows = vary(no_amaxes(_fp8_state(variables)), varying_axes(variables, args, kwargs))
+    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
     value, (grads, from_cotangents) = differentiate(variables["params"], rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
@@ -224,7 +174,7 @@ _sums_are_maxima.defvjp(
 )
 
 
-def _fp8_state(variables) -> Mapping:
+def fp8_state_of(variables) -> Mapping:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise ValueError(
             f'loss_fn must take a variable dict with "params" first, got {_describe(variables)}; '
@@ -235,7 +185,7 @@ def _fp8_state(variables) -> Mapping:
 
 def _amaxes(variables, recorded) -> jax.Array:
     found = []
-    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].amax_ref[...]), _fp8_state(variables), recorded)
+    map_gemms(lambda _, gemm: found.append(gemm[RECORDER].amax_ref[...]), fp8_state_of(variables), recorded)
     return join_amaxes(found)
 
 

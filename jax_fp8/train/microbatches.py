@@ -19,7 +19,7 @@ from jax import lax
 from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import shards_of
-from jax_fp8.train.gradients import accumulate_grads, added_by_gemms
+from jax_fp8.train.gradients import accumulate_grads
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
 
@@ -31,7 +31,7 @@ class PendingStep:
 
     `step` int32[]: of the state they belong to. `count` int32[]: how many there were. `loss` f32[] and `gradients`
     (float32, like the params): their shares of the mean over all microbatches. `amaxes` f32[rows]: the maximum of
-    theirs. `cache`: the weights in FP8, or {}.
+    theirs. `cache`: the weights in FP8, or {}; on a mesh stacked, each device's own (train/on_mesh.py).
     """
 
     step: jax.Array
@@ -74,21 +74,29 @@ def add_microbatch(
 
 
 def begin_if_needed(
-    state: TrainState, recipe, pending: PendingStep, is_first_microbatch: bool | jax.Array
+    state: TrainState,
+    pending: PendingStep,
+    is_first_microbatch: bool | jax.Array,
+    cast: Callable[[], dict],
+    by_gemm: Collection[LayerPath],
+    agree: Callable[[jax.Array], jax.Array] = lambda is_stale: is_stale,
 ) -> PendingStep:
     """A fresh step at its first microbatch, and where `pending` belongs to another state.
 
     What kernels read and add to as it lies goes through one conditional, whose other branch does nothing; the rest is a
     choice of what the computations that take it read anyway.
+
+    Args:
+      cast: makes the weights in FP8, if `pending` has any.
+      by_gemm: kernels whose gradients are added to the sums as they lie.
+      agree: what all devices make of each one's finding that its weights are of other params.
     """
     fresh = is_first_microbatch | (pending.step != state.step)
     if pending.cache:
-        fresh = fresh | is_stale(pending.cache, state.variables)
-    by_gemm = added_by_gemms(state.fp8, pending.gradients)
+        fresh = fresh | agree(is_stale(pending.cache, state.variables))
 
     def clear(large):
-        cache = cast_weights(state.variables, recipe) if pending.cache else {}
-        return cache, jax.tree.map(jnp.zeros_like, large[1])
+        return cast() if pending.cache else {}, jax.tree.map(jnp.zeros_like, large[1])
 
     large = pending.cache, [at_path(pending.gradients, kernel) for kernel in by_gemm]
     cache, cleared = lax.cond(fresh, clear, lambda large: large, large)

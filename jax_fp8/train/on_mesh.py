@@ -16,36 +16,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
+from jax_fp8.core.state import no_amaxes
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
-from jax_fp8.parallel.placement import Placement, place_params, put
+from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
 from jax_fp8.parallel.transfers import (
     can_be_gathered_in_fp8,
     gather_params,
     gather_weight,
+    on_any_device,
     reduce_gradients,
     whole_amaxes,
     whole_loss,
 )
+from jax_fp8.train.gradients import value_grads_and_amaxes
+from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_gemms
+from jax_fp8.train.weight_cache import cast_gemms, with_version
 
 WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What layers say when they are traced as on one device: how their params may be split, and which GEMMs are in
-    FP8, and which of these found their weights in a cache.
+    """What layers say when they are traced as on one device: how their params may be split, which GEMMs are in FP8 by
+    which recipe, and which of these found their weights in a cache.
     """
 
     offers: dict[LayerPath, TensorDim]
-    gemms: tuple[LayerPath, ...]
+    gemms: dict[LayerPath, Recipe]
     cached: tuple[LayerPath, ...] = ()
 
     @classmethod
@@ -56,13 +61,19 @@ class Layers:
         in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
         # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
-        return cls(of_params, tuple(gemms), tuple(gemm for gemm, is_cached in gemms.items() if is_cached))
+        recipes = {path: gemm.recipe for path, gemm in gemms.items()}
+        return cls(of_params, recipes, tuple(path for path, gemm in gemms.items() if gemm.is_cached))
 
-    def gemms_of(self, places: Mapping[LayerPath, Any]) -> tuple[LayerPath, ...]:
-        """Those whose kernels are among the params by this path: a loss may apply a model to a part of the variables,
-        and then its layers know other paths.
+    def gemms_of(self, places: Mapping[LayerPath, Any], fp8_state: Mapping) -> dict[LayerPath, Recipe]:
+        """Those whose kernels are among the params by this path, and their scales in the state: a loss may apply a
+        model to a part of the variables, and then its layers know other paths.
         """
-        return tuple(gemm for gemm in self.gemms if all(kernel in places for kernel in kernel_paths(gemm)))
+        return {
+            gemm: recipe
+            for gemm, recipe in self.gemms.items()
+            if all(kernel in places for kernel in kernel_paths(gemm))
+            and (not recipe.has_state or at_path(fp8_state, gemm))
+        }
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,8 @@ class OnMesh:
     """A state on a mesh.
 
     Args:
-      gemms: all in FP8.
+      recipe: of the state.
+      gemms: all in FP8, and the recipes of their layers.
       in_fp8: those whose weights are cast where they lie and gathered in FP8.
       once: weights are gathered once a step, and not once a microbatch.
     """
@@ -78,8 +90,8 @@ class OnMesh:
     placement: Placement
     loss_fn: Callable
     recipe: Recipe | None
-    gemms: tuple[LayerPath, ...]
-    in_fp8: tuple[LayerPath, ...]
+    gemms: dict[LayerPath, Recipe]
+    in_fp8: dict[LayerPath, Recipe]
     once: bool
 
     @classmethod
@@ -89,11 +101,9 @@ class OnMesh:
         loss_fn: Callable,
         recipe: Recipe | None,
         once: bool,
-        microbatches: int,
         state: TrainState,
         batch: Any,
     ) -> "OnMesh":
-        how.check_rows(batch, microbatches)
         layers = Layers.of(loss_fn, state.variables, batch)
         placement = place_params(how, state.params, layers.offers)
         if how.sequence:
@@ -104,44 +114,102 @@ class OnMesh:
                 f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
                 "the step casts each shard once, and gathers it in FP8"
             )
-        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, recipe, state.variables, batch)
-        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path), in_fp8, once)
+        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
+        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path, state.fp8), in_fp8, once)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
         """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
         how = self.placement.how
 
-        def finish(params, loss, gradients, amaxes):
-            return whole_loss(how, loss), reduce_gradients(self.placement, gradients, params), whole_amaxes(how, amaxes)
+        def on_device(shards, batch):
+            loss, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless)
+            gradients = reduce_gradients(self.placement, gradients, shards.params)
+            return whole_loss(how, loss), gradients, whole_amaxes(how, amaxes)
 
-        return self._run(local, finish, (WHOLE, self.placement.specs, WHOLE), state, batch, from_current=False)
+        return self._run(on_device, (), (WHOLE, self.placement.specs, WHOLE), state, batch)
 
     def first_amaxes(self, local: Callable, state: TrainState, batch: Any) -> jax.Array:
         """The amaxes of all devices; every tensor is scaled by its own."""
 
-        def finish(_, amaxes):
+        def on_device(shards, batch):
+            amaxes = local(self._share, self._state_of(shards, from_current=True), batch, self._stateless)
             return whole_amaxes(self.placement.how, amaxes)
 
-        return self._run(lambda *args: (local(*args),), finish, WHOLE, state, batch, from_current=True)
+        return self._run(on_device, (), WHOLE, state, batch)
 
-    def _run(self, local, finish, out_specs, state, batch, from_current) -> Any:
+    def add_microbatch(
+        self, microbatches: int, state: TrainState, pending: PendingStep, microbatch: Any, is_first: jax.Array
+    ) -> PendingStep:
+        """One of so many microbatches added to `pending`, whose sums are shards like the params. Weights that it has
+        are kept until it begins anew.
+        """
+        how, share = self.placement.how, np.float32(1 / microbatches)
+
+        def on_device(shards, microbatch, pending, is_first):
+            pending = replace(pending, cache=jax.tree.map(lambda x: x[0], pending.cache))
+            cast, agree = partial(self._own_weights, shards), partial(on_any_device, how)
+            pending = begin_if_needed(shards, pending, is_first, cast, (), agree)
+            own = self._own_state(shards, pending.cache or None)
+            loss, gradients, amaxes = value_grads_and_amaxes(self._share)(own.variables, microbatch)
+            gradients = jax.tree.map(lambda gradient: share * gradient.astype(jnp.float32), gradients)
+            gradients = reduce_gradients(self.placement, gradients, pending.gradients)
+            return replace(
+                pending,
+                count=pending.count + 1,
+                loss=pending.loss + share * whole_loss(how, loss),
+                gradients=jax.tree.map(jnp.add, pending.gradients, gradients),
+                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(how, amaxes)),
+                cache=jax.tree.map(lambda x: x[None], pending.cache),
+            )
+
+        places: Any = WHOLE, WHOLE, WHOLE, self.placement.specs, WHOLE, self._each
+        specs = PendingStep(*places)
+        return self._run(on_device, (specs, WHOLE), specs, state, microbatch, pending, is_first)
+
+    @property
+    def shared(self) -> dict[LayerPath, Recipe]:
+        """The GEMMs whose weights in FP8 `add_microbatch` keeps for the next one: those that are gathered in FP8, or,
+        where `fsdp` splits none, all.
+        """
+        places = self.placement.by_path
+        whole = {
+            gemm: recipe
+            for gemm, recipe in self.gemms.items()
+            if all(places[kernel].fsdp_dim is None for kernel in kernel_paths(gemm))
+        }
+        return self.in_fp8 or whole
+
+    def shapes_of_weights(self, state: TrainState, batch: Any) -> dict:
+        """Shapes and places of the weights in FP8 as `add_microbatch` keeps them. They are each device's own: the parts
+        are stacked along a first dim that all axes split.
+        """
+
+        def on_device(shards, _):
+            return jax.tree.map(lambda x: x[None], self._own_weights(shards))
+
+        shapes = jax.eval_shape(lambda *args: self._run(on_device, (), self._each, *args), state, batch)
+        each = NamedSharding(self.placement.how.mesh, self._each)
+        return placed_shapes(shapes, jax.tree.map(lambda _: each, shapes))
+
+    def _run(self, on_device, specs, out_specs, state, batch, *others) -> Any:
+        """`on_device(shards, batch, *others)` on every device; `specs` are those of the others."""
         how = self.placement.how
 
-        def on_device(step, params, fp8, cache, batch):
+        def run(step, params, fp8, cache, batch, *others):
             with self.placement.shards.active():
-                state_of = partial(self._own_state, TrainState(step, params, fp8, None, cache), from_current)
-                if self.once:
-                    made = state_of()
-                    state_of = lambda: made  # noqa: E731
-                results = local(self._share, state_of, batch, self._stateless)
-            return finish(params, *results)
+                return on_device(TrainState(step, params, fp8, None, cache), batch, *others)
 
         batch_specs = jax.tree.map(lambda x: how.batch_spec if jnp.ndim(x) else WHOLE, batch)
-        specs = WHOLE, self.placement.specs, WHOLE, WHOLE, batch_specs
-        on_all = jax.shard_map(on_device, mesh=how.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, batch_specs, *specs
+        on_all = jax.shard_map(run, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
         state = self.constrain(state)
-        return on_all(state.step, state.params, state.fp8, state.cache, batch)
+        return on_all(state.step, state.params, state.fp8, state.cache, batch, *others)
+
+    @property
+    def _each(self) -> PartitionSpec:
+        """Of arrays that are each device's own."""
+        return PartitionSpec(self.placement.how.mesh.axis_names)
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state where it belongs."""
@@ -150,23 +218,48 @@ class OnMesh:
     @property
     def _stateless(self) -> list[LayerPath]:
         """The GEMMs of which no state says that they are in FP8."""
-        return [] if self.recipe is None or self.recipe.has_state else list(self.gemms)
+        return [] if self.recipe is None or self.recipe.has_state else [*self.gemms]
 
     def _share(self, variables, batch):
         """The device's share of the mean over all parts."""
         loss, parts = self.loss_fn(variables, batch), self.placement.how.batch_parts
         return loss if parts == 1 else loss / parts
 
-    def _own_state(self, shards: TrainState, from_current: bool) -> TrainState:
-        """What a device computes with."""
-        cache = shards.cache
-        if self.in_fp8:
-            places, scales = self.placement.by_path, {} if from_current else shards.fp8
-            kernels = {gemm: [places[kernel] for kernel in kernel_paths(gemm)] for gemm in self.in_fp8}
-            gather = {gemm: partial(gather_weight, of) for gemm, of in kernels.items()}
-            cache = cast_gemms(shards.params, scales, self.recipe, gather)
+    def _state_of(self, shards: TrainState, from_current: bool = False) -> Callable[[], TrainState]:
+        """What a device computes with, made once or whenever it is asked for."""
+        state_of = partial(self._own_state, shards, from_current=from_current)
+        if not self.once:
+            return state_of
+        made = state_of()
+        return lambda: made
+
+    def _own_state(self, shards: TrainState, cache: Any = None, from_current: bool = False) -> TrainState:
+        """What a device computes with, by weights that it has from before, or by new ones."""
+        if cache is None:
+            cache = self._cast(self.in_fp8, shards, from_current) if self.in_fp8 else shards.cache
         not_gathered = [kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)]
         return replace(shards, params=gather_params(self.placement, shards.params, not_gathered), cache=cache)
+
+    def _own_weights(self, shards: TrainState) -> dict:
+        """The weights in FP8 of `shared`."""
+        return with_version(self._cast(self.shared, shards), shards.params)
+
+    def _cast(self, gemms: Mapping[LayerPath, Recipe], shards: TrainState, from_current: bool = False) -> dict:
+        """Weights in FP8, cast where they lie and gathered."""
+        places, scales = self.placement.by_path, {} if from_current else shards.fp8
+        kernels = {gemm: [places[kernel] for kernel in kernel_paths(gemm)] for gemm in gemms}
+        return cast_gemms(
+            shards.params, scales, gemms, {gemm: partial(gather_weight, of) for gemm, of in kernels.items()}
+        )
+
+
+def shapes_of_pending(how: Parallelism, state: TrainState) -> Any:
+    """Shapes and places of what `add_microbatch` adds to, but for weights: sums lie where the params do."""
+    whole = NamedSharding(how.mesh, WHOLE)
+    numbers = jnp.int32(0), jnp.int32(0), jnp.float32(0), jax.eval_shape(no_amaxes, state.fp8)
+    step, count, loss, amaxes = placed_shapes(numbers, (whole,) * 4)
+    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params)
+    return PendingStep(step, count, loss, sums, amaxes, {})
 
 
 def _check_rows_are_split(layers, placement):
@@ -187,25 +280,24 @@ def _check_rows_are_split(layers, placement):
 
 
 def gathered_in_fp8(
-    placement: Placement, layers: Layers, loss_fn: Callable, recipe: Recipe | None, variables: Mapping, batch: Any
-) -> tuple[LayerPath, ...]:
-    """The GEMMs whose weights can be cast where they lie and gathered in FP8: all of their kernels lie alike, the
-    recipe of the step is that of the layer, and the layer finds a weight in the cache. Others are gathered as they are,
-    and cast by the layer.
+    placement: Placement, layers: Layers, loss_fn: Callable, variables: Mapping, batch: Any
+) -> dict[LayerPath, Recipe]:
+    """The GEMMs whose weights can be cast where they lie and gathered in FP8, and their recipes: all of their kernels
+    lie alike, and the layer finds a weight in the cache. Others are gathered as they are, and cast by the layer.
     """
     places = placement.by_path
-    if recipe is None or all(place.fsdp_dim is None for place in places.values()):
-        return ()
-    # A layer without state in a step with delayed scaling has another recipe.
-    known = [
-        gemm for gemm in layers.gemms_of(places) if not recipe.has_state or at_path(variables["fp8"], gemm) is not None
-    ]
-    gemms = [gemm for gemm in known if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])]
+    if all(place.fsdp_dim is None for place in places.values()):
+        return {}
+    gemms = {
+        gemm: recipe
+        for gemm, recipe in layers.gemms_of(places, variables.get("fp8", {})).items()
+        if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])
+    }
     if not gemms:
-        return ()
+        return {}
 
     def with_cache(variables, batch):
-        cache = cast_gemms(variables["params"], {}, recipe, dict.fromkeys(gemms))
+        cache = cast_gemms(variables["params"], {}, gemms)
         return loss_fn({**variables, "fp8_cache": cache}, batch)
 
     found = Layers.of(with_cache, variables, batch).cached
@@ -216,4 +308,4 @@ def gathered_in_fp8(
             f"{', '.join(blind)} do not; give nn.scan or nn.vmap 'fp8_cache' the axis of 'params'",
             stacklevel=2,
         )
-    return tuple(gemm for gemm in gemms if gemm in found)
+    return {gemm: recipe for gemm, recipe in gemms.items() if gemm in found}

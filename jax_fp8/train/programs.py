@@ -23,13 +23,13 @@ from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, finish_step
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import place_params
-from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_opt_state, check_state
-from jax_fp8.train.gradients import list_gemms, value_grads_and_amaxes, with_first_scales
+from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
+from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_on_mesh, check_opt_state, check_state
+from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
-from jax_fp8.train.on_mesh import OnMesh
+from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_requests, refresh, renewed
+from jax_fp8.train.weight_cache import cast_requests, cast_weights, refresh, renewed
 
 STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
 
@@ -48,6 +48,7 @@ class Programs:
     in_place: bool
     how: Parallelism | None = None
     meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
+    placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
 
     def create(self, init_fn: Callable, *args: Any) -> tuple[Any, Any, Any]:
         """The program of a state before the first step, of the variables that `init_fn(*args)` returns; the shapes of
@@ -62,7 +63,9 @@ class Programs:
         if self.how is None:
             return program, shapes, None
         state: Any = shapes
-        return program, shapes, place_params(self.how, state.params, found).shardings(shapes)
+        placement = place_params(self.how, state.params, found)
+        self.placements[_key(state.params)] = placement
+        return program, shapes, placement.shardings(shapes)
 
     def step(self, state, batch, zeros):
         self._check(state, batch, self.microbatches)
@@ -71,7 +74,7 @@ class Programs:
             loss, gradients, amaxes = self._gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch))
             state, metrics = self._update(state, loss, gradients, amaxes)
         else:
-            mesh = self.on_mesh(state, batch)
+            mesh = self.on_mesh(state, batch, self.microbatches)
             loss, gradients, amaxes = mesh.gradients(self._gradients, state, batch)
             state, metrics = self._update(state, loss, gradients, amaxes)
             state = mesh.constrain(state)
@@ -82,48 +85,91 @@ class Programs:
         if self.how is None:
             amaxes = self._first_amaxes(self.loss_fn, lambda: state, batch, [])
         else:
-            mesh = self.on_mesh(state, batch)
+            mesh = self.on_mesh(state, batch, self.microbatches)
             amaxes = mesh.first_amaxes(self._first_amaxes, state, batch)
         return state.replace(fp8=with_first_scales(state.fp8, amaxes, self.recipe))
 
-    def on_mesh(self, state, batch) -> OnMesh:
-        """How this state lies on the mesh."""
+    def on_mesh(self, state, batch, microbatches) -> OnMesh:
+        """How this state lies on the mesh, and a batch of so many microbatches."""
         assert self.how is not None, "there is a mesh"
-        leaves, tree = jax.tree.flatten((state.variables, batch))
-        key = str((tree, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]))
+        self.how.check_rows(batch, microbatches)
+        key = _key((state.variables, batch))
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
-            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, self.microbatches, state, batch)
+            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch)
+            self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
 
     def start(self, state):
         self._check(state)
         return begin(state, self.recipe, self.cache_weights)
 
+    def start_on_mesh(self, state) -> PendingStep:
+        """Made by the host, and without weights: only a microbatch tells which are in FP8. It belongs to the state
+        before this one, so that the first microbatch begins anew.
+        """
+        assert self.how is not None, "there is a mesh"
+        self._check(state)
+        check_on_mesh(state, self.how.mesh)
+        return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=state.step - 1)
+
+    def with_weights(self, state, pending, microbatch) -> PendingStep:
+        """What `start_on_mesh` made, with room for the weights that microbatches like this one share."""
+        if pending.cache or not self.cache_weights or self.recipe is None:
+            return pending
+        without_cache = dataclasses.replace(state, cache={})
+        mesh = self.on_mesh(without_cache, microbatch, 1)
+        if not mesh.shared:
+            return pending
+        return dataclasses.replace(pending, cache=zeros_like(mesh.shapes_of_weights(without_cache, microbatch)))
+
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
         self._check(state, microbatch)
         _check_pending(pending, state)
-        pending = begin_if_needed(state, self.recipe, pending, is_first_microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
-        state = dataclasses.replace(state, cache={})
-        return add_microbatch(self.loss_fn, self.microbatches, state, pending, microbatch)
+        without_cache = dataclasses.replace(state, cache={})
+        if self.how is not None:
+            mesh = self.on_mesh(without_cache, microbatch, 1)
+            return mesh.add_microbatch(self.microbatches, without_cache, pending, microbatch, is_first_microbatch)
+        recipe: Any = self.recipe
+        by_gemm = added_by_gemms(state.fp8, pending.gradients)
+        pending = begin_if_needed(
+            state, pending, is_first_microbatch, lambda: cast_weights(state.variables, recipe), by_gemm
+        )
+        return add_microbatch(self.loss_fn, self.microbatches, without_cache, pending, microbatch)
 
     def apply(self, state, pending):
         self._check(state)
         _check_pending(pending, state)
         complete = is_complete(state, pending, self.microbatches)
 
+        constrain = self._constrain(state)
+
         def update(state):
-            updated = self._update(state, pending.loss, pending.gradients, pending.amaxes)
-            check_kept_types(state, updated[0])
-            return updated
+            updated, metrics = self._update(state, pending.loss, pending.gradients, pending.amaxes)
+            check_kept_types(state, updated)
+            return constrain(updated), metrics
 
         def keep(state):
             return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
 
-        new_state, metrics = lax.cond(complete, update, keep, state)
+        # What a conditional takes and returns is whole on every device of an Auto mesh, unless it is said outside.
+        new_state, metrics = lax.cond(complete, update, keep, constrain(state))
+        new_state = constrain(new_state)
         metrics["microbatches"] = pending.count
         return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
+
+    def _constrain(self, state) -> Callable:
+        """Puts a state where it belongs."""
+        if self.how is None:
+            return lambda state: state
+        placement = self.placements.get(_key(state.params))
+        if placement is None:
+            raise ValueError(
+                "apply_step on a mesh must know where params lie, got a state that this step has neither made, "
+                "placed, nor accumulated for; call accumulate_step first"
+            )
+        return lambda state: put(state, placement.shardings(state))
 
     def _check(self, state, batch=None, microbatches=1):
         """Raise unless all of this belongs together."""
@@ -179,6 +225,12 @@ class Programs:
             fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
         cache = refresh(state.cache, params, fp8, updates)
         return TrainState(state.step + 1, params, fp8, opt_state, cache), _metrics(loss, counts)
+
+
+def _key(tree) -> str:
+    """Structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return str((structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]))
 
 
 def _metrics(loss, counts) -> dict[str, jax.Array]:

@@ -49,8 +49,8 @@ class TrainStep:
             pending = step.accumulate_step(state, pending, next(data), is_first_microbatch=i == 0)
         state, pending, metrics = step.apply_step(state, pending)
 
-    On a mesh, `init_state` makes the state where it belongs, `place` puts one there, and a batch of NumPy arrays is
-    split over the devices: with several processes, each passes its own part.
+    On a mesh, `init_state` makes the state where it belongs, `place` puts one there, and a batch or microbatch of NumPy
+    arrays is split over the devices: with several processes, each passes its own part.
     """
 
     def __init__(self, programs: Programs, donate: bool, compiler_options: dict, warm_start: bool):
@@ -86,7 +86,9 @@ class TrainStep:
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
         if self._programs.how is None:
             return state
-        return jax.device_put(state, self._programs.on_mesh(state, batch).placement.shardings(state))
+        return jax.device_put(
+            state, self._programs.on_mesh(state, batch, self._programs.microbatches).placement.shardings(state)
+        )
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_is("state", state, TrainState, STATE_REMEDY)
@@ -112,14 +114,19 @@ class TrainStep:
 
         Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
         a step as a whole casts them once.
+
+        On a mesh sums are shards, as the params are, and the first `accumulate_step` makes room for the weights in FP8,
+        with either recipe: each device keeps what it computes with, gathered over `fsdp`. With `cache_weights=False`
+        nothing is kept, and every microbatch gathers.
         """
-        self._check_is_not_on_mesh("start")
+        if self._programs.how is not None:
+            return self._programs.start_on_mesh(state)
         return self._start(state)
 
     def accumulate_step(
         self, state: TrainState, pending: PendingStep, microbatch: Any, is_first_microbatch: bool | jax.Array
     ) -> PendingStep:
-        """Add the gradients of a microbatch.
+        """Add the gradients of a microbatch; on a mesh, their sum over the devices.
 
         The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to
         another state than this one: after an optimizer step, or when params were overwritten. There is no warm start:
@@ -131,7 +138,6 @@ class TrainStep:
           microbatch: as the loss takes it.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
-        self._check_is_not_on_mesh("accumulate_step")
         check_flag(is_first_microbatch)
         if not self._donate:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
@@ -140,7 +146,11 @@ class TrainStep:
                 "because the step was made with donate=False; leave donate=True",
                 stacklevel=2,
             )
-        return self._accumulate(state, pending, microbatch, jnp.asarray(is_first_microbatch))
+        how, is_first = self._programs.how, jnp.asarray(is_first_microbatch)
+        if how is not None and not isinstance(state.step, Tracer):
+            microbatch, is_first = how.place_batch(microbatch, 1), how.place_batch(is_first, 1)
+            pending = self._programs.with_weights(state, pending, microbatch)
+        return self._accumulate(state, pending, microbatch, is_first)
 
     def apply_step(
         self, state: TrainState, pending: PendingStep
@@ -155,15 +165,7 @@ class TrainStep:
           The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
           how many there were).
         """
-        self._check_is_not_on_mesh("apply_step")
         return self._apply(state, pending)
-
-    def _check_is_not_on_mesh(self, name):
-        if self._programs.how is not None:
-            raise ValueError(
-                f"{name} must be that of a step on one device, got one made with mesh=...; "
-                "call step(state, batch), which splits the batch into microbatches itself"
-            )
 
     def lower(self, state: TrainState, batch: Any) -> Lowering:
         """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.
@@ -232,10 +234,6 @@ def make_train_step(
     if compiler_options is None:
         compiler_options = default_options(on_mesh=mesh is not None) if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
-    if mesh is None and (rules or sequence_parallel or gradient_dtype is not None):
-        raise ValueError(
-            "rules, sequence_parallel and gradient_dtype are about a mesh, got none; pass mesh=jax.make_mesh(...)"
-        )
-    how = None if mesh is None else Parallelism(mesh, tuple(rules), sequence_parallel, gradient_dtype)
+    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
     programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
     return TrainStep(programs, donate, compiler_options, warm_start and recipe is not None and recipe.has_state)

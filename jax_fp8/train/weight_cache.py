@@ -15,6 +15,7 @@ overwritten weight, no flag need be remembered.
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -86,23 +87,28 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
 
 def cast_listed(params: Mapping, recipe: Recipe | None, gemms: Collection[LayerPath]) -> dict:
     """`cast_weights` for a recipe without state: the kernels of these GEMMs, each GEMM's with a scale of its own."""
-    cache = cast_gemms(params, {}, recipe, dict.fromkeys(gemms))
+    return with_version(cast_gemms(params, {}, dict.fromkeys(gemms, recipe)), params)
+
+
+def with_version(cache: Mapping, params: Mapping) -> dict:
+    """A cache that says of which params it was made; {} if it holds nothing."""
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 
 def cast_gemms(
     params: Mapping,
     fp8_state: Mapping,
-    recipe: Recipe | None,
-    gemms: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair] | None],
+    recipes: Mapping[LayerPath, Recipe | None],
+    then: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair]] = MappingProxyType({}),
 ) -> dict:
-    """The kernels of these GEMMs in FP8, without a version: with the scales of the state, or where it has none with
-    scales of their own. Each goes through the function beside it, if there is one.
+    """The kernels of GEMMs in FP8, each by its recipe, without a version: with the scales of the state, or where it has
+    none with scales of their own. What `then` has of a GEMM is applied to its weight.
     """
     cache: dict = {}
-    for path, then in gemms.items():
+    for path, recipe in recipes.items():
         state = at_path(fp8_state, path)
-        pair = _cast(_kernels_of(path, params), _cast_of(recipe), None if state is None else state["scale"], then)
+        scales = state["scale"] if state else None
+        pair = _cast(_kernels_of(path, params), _cast_of(recipe), scales, then.get(path))
         put_at_path(cache, path, {"kernel": pair})
     return cache
 
@@ -117,9 +123,9 @@ def _cast_of(recipe) -> Callable:
 
 
 def _cast_all(variables, recipe) -> dict:
-    gemms: dict = {}
-    map_gemms_with_path(lambda path, _: gemms.setdefault(path), variables["fp8"])
-    cache = cast_gemms(variables["params"], variables["fp8"], recipe, gemms)
+    recipes: dict = {}
+    map_gemms_with_path(lambda path, _: recipes.setdefault(path, recipe), variables["fp8"])
+    cache = cast_gemms(variables["params"], variables["fp8"], recipes)
     return {**cache, VERSION: _version(variables["params"], cache)}
 
 

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fp8.core.fp8_gemm import Record
-from jax_fp8.core.recorder import ByIdentity, Recorder, listing, register_gemm
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.recorder import ByIdentity, ListedGemm, Recorder, listing, register_gemm
 
 pytestmark = pytest.mark.versions
+RECIPE = CurrentScaling()
 
 
 def test_refs_are_static_and_the_slot_is_data():
@@ -33,10 +35,10 @@ def test_without_sums_there_is_no_gradient_to_add():
 
 
 def test_gemms_are_listed_once_where_somebody_lists_them():
-    register_gemm(("nobody", "listens"), False)
+    register_gemm(("nobody", "listens"), RECIPE, False)
     with listing() as found:
-        register_gemm(("b",), True)
-        register_gemm(("a",), True)
-        register_gemm(("b",), False)
-    register_gemm(("too", "late"), True)
-    assert list(found) == [("b",), ("a",)]
+        register_gemm(("b",), RECIPE, True)
+        register_gemm(("a",), RECIPE, True)
+        register_gemm(("b",), RECIPE, False)
+    register_gemm(("too", "late"), RECIPE, True)
+    assert list(found.items()) == [(("b",), ListedGemm(RECIPE, False)), (("a",), ListedGemm(RECIPE, True))]

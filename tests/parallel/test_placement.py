@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from hybrid import gpt, make_mesh, tokens
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.core.shards import TensorDim
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import Place, place_params, placed_shapes, put
+from jax_fp8.parallel.placement import Place, place_params, placed_shapes, put, zeros_like
 from jax_fp8.train.on_mesh import Layers
 
 pytestmark = pytest.mark.versions
@@ -81,6 +81,17 @@ def test_moments_lie_where_their_params_do(tx):
     shapes = placed_shapes(state, shardings)
     assert shapes.params["wide"]["kernel"].sharding == shardings.params["wide"]["kernel"]
     assert shapes.step.shape == ()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_zeros_are_made_where_they_belong(axis_type):
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    places = {"a": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P())}
+    wanted = placed_shapes({"a": jnp.ones((4, 3), fp8.E4M3), "b": jnp.int32(1)}, places)
+    made = zeros_like(wanted)
+    for name, array in made.items():
+        assert (array.shape, array.dtype) == (wanted[name].shape, wanted[name].dtype)
+        assert array.sharding.is_equivalent_to(places[name], array.ndim) and not array.astype(jnp.float32).any()
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hybrid import on_devices
+from hybrid import make_mesh, on_devices
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
@@ -147,3 +147,13 @@ def test_amaxes_and_losses_are_those_of_all_devices():
 
     amaxes, loss = run(of_all, jnp.arange(8.0) - 7, in_specs=(EVERY,), out_specs=(EVERY, P()))
     assert amaxes.tolist() == [7.0] * 8 and float(loss) == pytest.approx(-(7 + 5 + 3 + 1) / 4)
+
+
+@pytest.mark.parametrize("device", [None, 0, 3])
+def test_what_one_device_finds_all_know(device):
+    how = Parallelism(make_mesh(data=2, tensor=2))
+    found = on_devices(
+        lambda flag: transfers.on_any_device(how, flag[0])[None],
+        np.arange(4) == device, in_specs=P(("data", "tensor")), out_specs=P(("data", "tensor")), data=2, tensor=2,
+    )  # fmt: skip
+    assert found.tolist() == [device is not None] * 4

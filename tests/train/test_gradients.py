@@ -19,7 +19,8 @@ from jax_fp8.core.state import initial_state
 from jax_fp8.ops import passes
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
-from jax_fp8.train.gradients import accumulate_grads, added_by_gemms, value_and_grad, value_grads_and_amaxes
+from jax_fp8.train.gradients import accumulate_grads, added_by_gemms, value_grads_and_amaxes
+from jax_fp8.train.own_loop import value_and_grad
 
 pytestmark = pytest.mark.versions
 

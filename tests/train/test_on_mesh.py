@@ -33,8 +33,8 @@ def trace(step, state=STATE, batch=BATCH):
 
 def test_layers_say_what_they_are_when_they_are_traced():
     of_loss, of_init = Layers.of(LOSS, STATE.variables, BATCH), Layers.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
-    assert of_loss == of_init
-    assert of_loss.gemms == (
+    assert of_loss == of_init and set(of_loss.gemms.values()) == {RECIPE}
+    assert tuple(of_loss.gemms) == (
         ("layer_0", "attention", "query+key+value"), ("layer_0", "attention", "out"),
         ("layer_0", "mlp", "up"), ("layer_0", "mlp", "down"),
     )  # fmt: skip
@@ -42,9 +42,9 @@ def test_layers_say_what_they_are_when_they_are_traced():
     assert of_loss.offers[*attention, "out", "kernel"] == TensorDim(-2, 128)
     assert of_loss.offers[*attention, "key", "bias"] == TensorDim(-1, 4, "key and value heads", or_whole=True)
     assert of_loss.offers["embedding",].splits_rows
-    assert of_loss.gemms_of({(*attention, "out", "kernel"): None}) == ((*attention, "out"),)
+    assert of_loss.gemms_of({(*attention, "out", "kernel"): None}, STATE.fp8) == {(*attention, "out"): RECIPE}
     plain = Layers.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
-    assert plain.gemms == () and plain.offers["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
+    assert plain.gemms == {} and plain.offers["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
 
 
 def test_a_jitted_loss_says_the_same_the_second_time():
@@ -165,12 +165,10 @@ REFUSED = {
     ),
     "rules without a mesh": (lambda: make(rules=[("up", P())]), "are about a mesh, got none; pass mesh=jax.make_mesh"),
     "a dtype without a mesh": (lambda: make(gradient_dtype=jnp.bfloat16), "are about a mesh, got none"),
-    "start": (lambda: make(mesh=make_mesh(data=2)).start(STATE), r"start must be that of a step on one device"),
-    "accumulate_step": (
-        lambda: make(mesh=make_mesh(data=2)).accumulate_step(STATE, None, BATCH, True),
-        r"accumulate_step must be that of a step on one device, got one made with mesh=...; call step\(state, batch\)",
+    "start of a state that lies elsewhere": (
+        lambda: make(mesh=make_mesh(data=2)).start(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), STATE)),
+        "must lie on the 2 devices of the step's mesh, got state.* on 1; make it with",
     ),
-    "apply_step": (lambda: make(mesh=make_mesh(data=2)).apply_step(STATE, None), "apply_step must be that of a step"),
 }  # fmt: skip
 
 

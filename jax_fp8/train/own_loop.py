@@ -1,0 +1,185 @@
+"""What a training loop of one's own calls, on one device or on a mesh: gradients with staged amaxes, first scales, and
+where variables lie.
+
+    variables, batch ─value_and_grad→ loss, grads, fp8_state ─optimizer, update_state→ variables
+
+On a mesh all of it runs inside the caller's `jax.jit`, by the program of `make_train_step` (train/on_mesh.py).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jax_fp8.core.checks import describe
+from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.shards import offers
+from jax_fp8.core.state import stage_joined
+from jax_fp8.kernels.explicit import inside_its_mesh
+from jax_fp8.parallel.mesh import Parallelism, Rules
+from jax_fp8.parallel.placement import place_params
+from jax_fp8.train.checks import check_batch, check_loss_fn
+from jax_fp8.train.gradients import fp8_state_of, value_grads_and_amaxes, with_first_scales
+from jax_fp8.train.on_mesh import OnMesh
+from jax_fp8.train.train_state import TrainState
+
+
+def value_and_grad(
+    loss_fn: Callable,
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = (),
+    sequence_parallel: bool = False,
+    gradient_dtype: jax.typing.DTypeLike | None = None,
+) -> Callable:
+    """Like `jax.value_and_grad` over the params of a variable dict,
+    and hands back the FP8 state with this pass's amaxes staged.
+
+    Args:
+      loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
+        `variables` is a Flax variable dict.
+      has_aux: as in `jax.value_and_grad`; not with a mesh.
+      mesh, rules, sequence_parallel, gradient_dtype: as in `make_train_step`. Call it under `jax.jit` then. Every array
+        of `args` is split by its first dim over `data` and `fsdp`, and the loss is the mean over its parts.
+
+    Returns:
+      A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`.
+      `grads` matches `variables["params"]`, on a mesh also in where it lies; `fp8_state` is `variables["fp8"]` with
+      slot 0 of each history raised to the amaxes of this pass, to be finished by `update_state`, or {} where there is
+      no state.
+    """
+    check_loss_fn(loss_fn)
+    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
+    if how is not None:
+        return _value_and_grad_on_mesh(how, loss_fn, has_aux)
+    record = value_grads_and_amaxes(loss_fn, has_aux)
+
+    @inside_its_mesh
+    def run(variables, *args, **kwargs):
+        value, grads, amaxes = record(variables, *args, **kwargs)
+        return value, grads, stage_joined(fp8_state_of(variables), amaxes)
+
+    return run
+
+
+def warm_start(
+    loss_fn: Callable,
+    recipe: Recipe | None,
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = (),
+    sequence_parallel: bool = False,
+) -> Callable:
+    """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
+    amax. `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
+
+        fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
+
+    Args:
+      loss_fn, has_aux, mesh, rules, sequence_parallel: as in `value_and_grad`.
+      recipe: that of the model's layers.
+
+    Returns:
+      A function of the same arguments as `loss_fn` that returns the FP8 state, the amaxes of this pass its first
+      history. Rows that have a history already, calibrated ones, are left as they are; {} where there is no state.
+    """
+    check_loss_fn(loss_fn)
+    check_recipe(recipe)
+    how = Parallelism.of(mesh, rules, sequence_parallel)
+    if how is not None:
+        return _warm_start_on_mesh(how, loss_fn, recipe, has_aux)
+    record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
+
+    def run(variables, *args, **kwargs):
+        _, _, amaxes = record(variables, *args, **kwargs)
+        return with_first_scales(fp8_state_of(variables), amaxes, recipe)
+
+    return run
+
+
+def shardings(init_fn: Callable, *args: Any, mesh: Mesh, rules: Rules = ()) -> Any:
+    """Where variables lie on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`.
+
+        variables = jax.jit(model.init, out_shardings=fp8.shardings(model.init, key, x, mesh=mesh))(key, x)
+
+    Args:
+      init_fn: `model.init`, or another function that returns a dict with "params". What else is in the dict and has
+        names and shapes of params, such as moments of an optimizer, lies as they do; the rest is whole on every device.
+      args: what it takes; only shapes count.
+      mesh, rules: as in `make_train_step`.
+
+    Returns:
+      A tree like the result, of `jax.sharding.NamedSharding`s.
+    """
+    how = Parallelism(mesh, tuple(rules))
+    with offers() as found:
+        shapes = jax.eval_shape(init_fn, *args)
+    if not isinstance(shapes, Mapping) or "params" not in shapes:
+        raise ValueError(f'init_fn must return a dict with "params", got {describe(shapes)}; pass model.init')
+    return place_params(how, shapes["params"], found).shardings(shapes)
+
+
+def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
+    def local(share, state_of, batch, _):
+        return value_grads_and_amaxes(share)(state_of().variables, batch)
+
+    def run(on_mesh, state, batch):
+        loss, grads, amaxes = on_mesh.gradients(local, state, batch)
+        return loss, grads, stage_joined(state.fp8, amaxes)
+
+    return _with_state_on_mesh(how, loss_fn, has_aux, run)
+
+
+def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
+    def local(share, state_of, batch, _):
+        return value_grads_and_amaxes(share, from_current=True)(state_of().variables, batch)[2]
+
+    def run(on_mesh, state, batch):
+        return with_first_scales(state.fp8, on_mesh.first_amaxes(local, state, batch), recipe)
+
+    return _with_state_on_mesh(how, loss_fn, has_aux, run)
+
+
+def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run: Callable) -> Callable:
+    """`run(on_mesh, state, batch)` as a function of `(variables, *batch)`, wherever these lie."""
+    if has_aux:
+        raise ValueError(
+            "has_aux must be False on a mesh, where each device would have an aux of its own part of the batch, "
+            "got True; return the loss alone"
+        )
+
+    def of_batch(variables, batch):
+        return loss_fn(variables, *batch)
+
+    @inside_its_mesh
+    def run_on_mesh(variables, *batch, **kwargs):
+        if kwargs:
+            raise ValueError(
+                f"arguments must be positional on a mesh, where their arrays are split, got {', '.join(kwargs)}=...; "
+                "pass them by position, or bind them to the loss"
+            )
+        check_batch(batch, 1)
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((variables, batch))):
+            raise ValueError("gradients on a mesh must be taken under jax.jit, got arrays; call jax.jit(function)")
+        state = _as_state(variables)
+        how.check_rows(batch, 1)
+        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch)
+        return run(on_mesh, on_mesh.constrain(state), batch)
+
+    return run_on_mesh
+
+
+def _as_state(variables) -> TrainState:
+    """Variables as a step has them."""
+    fp8_state, others = fp8_state_of(variables), set(variables) - {"params", "fp8", "fp8_cache"}
+    if others:
+        raise ValueError(
+            f'variables on a mesh may hold "params", "fp8" and "fp8_cache", got also {sorted(others)}; '
+            "bind them to the loss, or leave out mesh"
+        )
+    return TrainState(jnp.zeros((), jnp.int32), variables["params"], fp8_state, None, variables.get("fp8_cache", {}))

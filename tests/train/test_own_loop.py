@@ -1,0 +1,229 @@
+"""A training loop of one's own on a mesh has the bits of the step that `make_train_step` makes there: inside, both are
+one program. How close that is to one device is asked in tests/test_hybrid_step.py.
+"""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hybrid import gpt, gradients_of, showing, tokens
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from reference import assert_same_bits
+
+import jax_fp8 as fp8
+
+RECIPE = fp8.DelayedScaling(amax_history_len=2)
+MODEL = gpt(RECIPE, num_layers=1)
+LOSS, TX, BATCH = fp8.next_token_loss(MODEL), showing(optax.adamw(1e-2, eps=1e-2)), tokens(4)
+KEY, INPUTS = jax.random.key(0), jnp.asarray(BATCH[:, :-1])
+SEQUENCE = {"sequence_parallel": True}
+MIXED = {"fsdp": 2, "tensor": 2}
+
+
+def make_mesh(axis_type=AxisType.Auto, **axes):
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes), devices=devices)
+
+
+@functools.cache
+def first_variables():
+    return jax.tree.map(np.asarray, jax.jit(MODEL.init)(KEY, INPUTS))
+
+
+def place(mesh, rules=()):
+    return jax.device_put(first_variables(), fp8.shardings(MODEL.init, KEY, INPUTS, mesh=mesh, rules=rules))
+
+
+def train_by_step(mesh, steps=2, warm_start=False, **options):
+    """The last state, and the losses."""
+    step = fp8.make_train_step(LOSS, TX, RECIPE, warm_start=warm_start, mesh=mesh, **options)
+    state, losses = step.place(fp8.TrainState.create(variables=first_variables(), tx=TX), BATCH), []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def train_by_oneself(mesh, batch=BATCH, steps=2, **options):
+    gradient = fp8.value_and_grad(LOSS, mesh=mesh, **options)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(variables, opt_state, batch):
+        loss, grads, fp8_state = gradient(variables, batch)
+        updates, opt_state = TX.update(grads, opt_state, variables["params"])
+        params = optax.apply_updates(variables["params"], updates)
+        return {"params": params, "fp8": fp8.update_state(fp8_state, RECIPE)}, opt_state, loss
+
+    variables, losses = place(mesh), []
+    opt_state = TX.init(variables["params"])
+    for _ in range(steps):
+        variables, opt_state, loss = step(variables, opt_state, batch)
+        losses.append(float(loss))
+    return fp8.TrainState(jnp.int32(steps), variables["params"], variables["fp8"], opt_state), losses
+
+
+def assert_same_training(ours, theirs):
+    """Losses, the gradients of the last step, and the FP8 state to the bit; all lies where it did."""
+    (state, losses), (expected, expected_losses) = ours, theirs
+    assert losses == expected_losses and losses[-1] < losses[0]
+    for tree, wanted in ((state.fp8, expected.fp8), (gradients_of(state), gradients_of(expected))):
+        jax.tree.map(assert_same_bits, tree, wanted)
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-6, 1e-7), state.params, expected.params)
+    for leaf, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
+
+
+WAYS = {
+    "data": ({"data": 2}, {}), "fsdp": ({"fsdp": 2}, {}), "tensor": ({"tensor": 2}, {}),
+    "sequence": ({"tensor": 2}, SEQUENCE), "fsdp, sequence": (MIXED, SEQUENCE),
+}  # fmt: skip
+FAST = {("fsdp, sequence", AxisType.Auto)}
+CASES = [
+    pytest.param(way, kind, marks=() if (way, kind) in FAST else pytest.mark.slow, id=f"{way}-{kind.name}")
+    for way in WAYS
+    for kind in (AxisType.Auto, AxisType.Explicit)
+]
+
+
+@functools.cache
+def by_step(way, axis_type):
+    axes, options = WAYS[way]
+    return train_by_step(make_mesh(axis_type, **axes), **options)
+
+
+@pytest.mark.parametrize(("way", "axis_type"), CASES)
+def test_a_loop_of_ones_own_is_the_step(way, axis_type):
+    axes, options = WAYS[way]
+    assert_same_training(train_by_oneself(make_mesh(axis_type, **axes), **options), by_step(way, axis_type))
+
+
+def test_another_token_would_be_noticed():
+    """Negative control: of four sequences, one has another token."""
+    other, (expected, expected_losses) = BATCH.copy(), by_step("fsdp, sequence", AxisType.Auto)
+    other[3, 5] = (other[3, 5] + 1) % 128
+    state, losses = train_by_oneself(make_mesh(**MIXED), other, **SEQUENCE)
+    assert all(ours != theirs for ours, theirs in zip(losses, expected_losses, strict=True))
+    for ours, theirs in ((state.fp8, expected.fp8), (gradients_of(state), gradients_of(expected))):
+        with pytest.raises(AssertionError, match="elements differ"):
+            jax.tree.map(assert_same_bits, ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_warm_start_of_ones_own_is_that_of_the_step():
+    mesh = make_mesh(**MIXED)
+    warm = jax.jit(fp8.warm_start(LOSS, RECIPE, mesh=mesh, **SEQUENCE))(place(mesh), BATCH)
+    step = fp8.make_train_step(LOSS, TX, RECIPE, mesh=mesh, **SEQUENCE)
+    expected = step._warm(step.place(fp8.TrainState.create(variables=first_variables(), tx=TX), BATCH), BATCH)
+    jax.tree.map(assert_same_bits, warm, expected.fp8)
+    with pytest.raises(AssertionError, match="elements differ"):  # negative control: before it
+        jax.tree.map(assert_same_bits, warm, first_variables()["fp8"])
+
+
+def lowered(model, variables, *batch, **options):
+    gradient = fp8.value_and_grad(fp8.next_token_loss(model), mesh=make_mesh(fsdp=2), **options)
+    return jax.jit(gradient).lower(variables, *batch).as_text()
+
+
+def test_kernels_are_gathered_in_fp8():
+    """By the recipe that their layers say. Negative control: those of a model without one are gathered as they are."""
+    plain = gpt(None, num_layers=1)
+    variables = {"delayed": first_variables(), "plain": {"params": first_variables()["params"]}}
+    gathers = {
+        name: [line for line in lowered(model, variables[name], BATCH).splitlines() if "all_gather" in line]
+        for name, model in (("delayed", MODEL), ("plain", plain))
+    }
+    in_fp8 = {name: sum("f8E4M3FN" in line for line in lines) for name, lines in gathers.items()}
+    assert in_fp8 == {"delayed": 4, "plain": 0}
+    assert len(gathers["plain"]) == len(gathers["delayed"]) + 2  # queries, keys and values are one in FP8
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_gradients_go_over_the_wire_in_the_dtype_that_is_asked_for(dtype):
+    text = lowered(MODEL, first_variables(), BATCH, gradient_dtype=dtype)
+    sums = re.findall(r"tensor<128x512x\w+>\) -> tensor<64x512x(\w+)>", text)  # of the gradient of a kernel
+    assert sums == ["f32" if dtype is None else "bf16"]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_variables_are_made_where_they_belong(axis_type):
+    """By jit, with the moments of an optimizer beside them, and where a step has them."""
+    mesh, rules = make_mesh(axis_type, **MIXED), [("mlp/.*kernel", P("fsdp", None))]
+
+    def init(key, inputs):
+        variables = MODEL.init(key, inputs)
+        return {**variables, "opt_state": optax.adam(1e-3).init(variables["params"])}
+
+    places = fp8.shardings(init, KEY, INPUTS, mesh=mesh, rules=rules)
+    adam = places["opt_state"][0]
+    for tree in (places["params"], adam.mu):
+        assert tree["layer_0"]["mlp"]["up"]["kernel"].spec == P("fsdp")
+        assert tree["layer_0"]["attention"]["out"]["kernel"].spec == P(("tensor", "fsdp"))
+    assert all(place.spec == P() for place in jax.tree.leaves((places["fp8"], adam.count)))
+    step = fp8.make_train_step(LOSS, TX, RECIPE, mesh=mesh, rules=rules)
+    assert places["params"] == jax.tree.map(lambda x: x.sharding, step.state_shapes(MODEL.init, KEY, INPUTS).params)
+    inputs, dense = (KEY, jnp.ones((1, 8))), nn.Dense(16)
+    variables = jax.jit(dense.init, out_shardings=fp8.shardings(dense.init, *inputs, mesh=mesh))(*inputs)
+    assert variables["params"]["kernel"].addressable_shards[0].data.shape == (4, 16)
+
+
+def gradient(**options):
+    return fp8.value_and_grad(LOSS, **{"mesh": make_mesh(data=2)} | options)
+
+
+SHAPES = jax.eval_shape(MODEL.init, KEY, INPUTS)
+REFUSED = {
+    "aux": (lambda: gradient(has_aux=True), "has_aux must be False on a mesh, .* got True; return the loss alone"),
+    "aux of a warm start": (
+        lambda: fp8.warm_start(LOSS, RECIPE, True, mesh=make_mesh(data=2)), "has_aux must be False on a mesh",
+    ),
+    "options without a mesh": (lambda: gradient(mesh=None, rules=[("up", P())]), "are about a mesh, got none; pass"),
+    "no mesh": (lambda: gradient(mesh=(2, 2)), r"mesh must be a jax.sharding.Mesh, got .*; make one with jax.make_me"),
+    "arrays": (lambda: gradient()(first_variables(), BATCH), "must be taken under jax.jit, got arrays; call jax.jit"),
+    "arguments by name": (
+        lambda: jax.eval_shape(gradient(), SHAPES, batch=BATCH),
+        "must be positional on a mesh, where their arrays are split, got batch=...; pass them by position, or bind",
+    ),
+    "rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:3]), r"2 parts of a .* got 3 rows of batch\[0\]; pass"),
+    "no rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:0]), "a batch must have at least one row, got batch"),
+    "other collections": (
+        lambda: jax.eval_shape(gradient(), {**SHAPES, "batch_stats": {}}, BATCH),
+        r"may hold \"params\", \"fp8\" and \"fp8_cache\", got also \['batch_stats'\]; bind them to the loss, or leave",
+    ),
+    "no params": (lambda: jax.eval_shape(gradient(), {"fp8": {}}, BATCH), 'variable dict with "params" first, got'),
+    "shardings of something else": (
+        lambda: fp8.shardings(lambda x: x, jnp.ones(3), mesh=make_mesh(data=2)),
+        r'init_fn must return a dict with "params", got float32\[3\]; pass model.init',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_several_arguments_are_all_split():
+    """Arrays by their first dim; a scalar is the same on all devices."""
+
+    seen = []
+
+    def loss_fn(variables, x, scale, labels):
+        seen.append((x.shape, jnp.shape(scale), labels["y"].shape))
+        return jnp.mean(jnp.square(scale * x @ variables["params"]["kernel"] - labels["y"]))
+
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    variables, batch = {"params": {"kernel": x[:, :1]}}, (x, 2.0, {"y": y[:, :1]})
+    loss, grads, fp8_state = jax.jit(fp8.value_and_grad(loss_fn, mesh=make_mesh(data=4)))(variables, *batch)
+    assert set(seen) == {((8, 8), (), (8, 1)), ((2, 8), (), (2, 1))}  # as on one device, and on each of four
+    expected, expected_grads = jax.value_and_grad(loss_fn)(variables, *batch)
+    np.testing.assert_allclose(loss, expected, 1e-6)
+    np.testing.assert_allclose(grads["kernel"], expected_grads["params"]["kernel"], 1e-5, 1e-5)
+    assert fp8_state == {}

@@ -22,7 +22,8 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
-from jax_fp8.parallel.mesh import Parallelism, describe_mesh
+from jax_fp8.parallel.agreement import which_differ
+from jax_fp8.parallel.mesh import TENSOR, Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, put
 from jax_fp8.parallel.transfers import (
     can_be_gathered_in_fp8,
@@ -32,6 +33,7 @@ from jax_fp8.parallel.transfers import (
     whole_amaxes,
     whole_loss,
 )
+from jax_fp8.train.checks import check_loss
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_gemms
 
@@ -50,9 +52,10 @@ class Layers:
 
     @classmethod
     def of(cls, function: Callable, *args: Any) -> "Layers":
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
         with offers() as found, listing() as gemms:
-            jax.eval_shape(lambda *given: function(*given), *shapes)  # a new function, or jax need not trace it again
+            jax.eval_shape(
+                lambda *given: function(*given), *_shapes(args)
+            )  # a new function, or jax need not trace it again
         in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
         # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
         of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
@@ -104,6 +107,7 @@ class OnMesh:
                 f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
                 "the step casts each shard once, and gathers it in FP8"
             )
+        check_loss_is_whole(placement, loss_fn, state.variables, batch, microbatches)
         in_fp8 = gathered_in_fp8(placement, layers, loss_fn, recipe, state.variables, batch)
         return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path), in_fp8, once)
 
@@ -169,6 +173,10 @@ class OnMesh:
         return replace(shards, params=gather_params(self.placement, shards.params, not_gathered), cache=cache)
 
 
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
 def _check_rows_are_split(layers, placement):
     """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
     device has its own rows.
@@ -183,6 +191,43 @@ def _check_rows_are_split(layers, placement):
         raise ValueError(
             "sequence parallelism must know whether a layer has the rows of all devices, and knows it of fp8.GPT "
             f"alone, got also the param {unknown[0]}; leave sequence_parallel out, or this param"
+        )
+
+
+def check_loss_is_whole(
+    placement: Placement, loss_fn: Callable, variables: Mapping, batch: Any, microbatches: int
+) -> None:
+    """Raise unless all devices of `tensor` have one loss; it is traced as each of them computes it."""
+    how, parts = placement.how, placement.how.batch_parts * microbatches
+    if how.tensor is None:
+        return
+
+    def local_loss(variables, batch):
+        with placement.shards.active():
+            loss = loss_fn(variables, batch)
+        check_loss(loss, has_aux=False)
+        return loss
+
+    def own_rows(x):
+        rows = [size // parts for size in jnp.shape(x)[:1]]
+        return jax.ShapeDtypeStruct((*rows, *jnp.shape(x)[1:]), jnp.result_type(x))
+
+    def own_part(param, place):
+        return jax.ShapeDtypeStruct(place.shape_without_fsdp(how.size(TENSOR)), param.dtype)
+
+    params = jax.tree.map(own_part, variables["params"], placement.places)
+    own = {**_shapes(variables), "params": params}, jax.tree.map(own_rows, batch)
+    is_split = jax.tree.map(lambda _, place: place.tensor_dim is not None, params, placement.places)
+    of_all = jax.tree.map(lambda _: False, own)
+    operands = jax.tree.leaves(({**of_all[0], "params": is_split}, of_all[1]))
+    # To this shard_map all arrays are whole: they are shapes alone, and already those of a device.
+    on_device = jax.shard_map(local_loss, mesh=how.mesh, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
+    traced = jax.make_jaxpr(on_device)(*own)
+    if any(which_differ(traced.jaxpr, TENSOR, operands)):
+        raise ValueError(
+            f"the loss must be the same on all devices of {TENSOR}={how.size(TENSOR)}, got one of what is split over "
+            'them; after a layer with tensor_split="columns" put one with "rows", and let nothing but its layer read a '
+            "param that is split"
         )
 
 

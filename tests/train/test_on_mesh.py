@@ -181,18 +181,48 @@ def test_what_is_refused(case):
         call()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an array does not say that it is split, so a loss of a part passes for the loss"
-)
-def test_a_loss_of_a_result_that_is_still_split():
-    """Each device of `tensor` then has a loss of its own columns. It must be refused, or be no number."""
-    layer = fp8.Dense(32, recipe=RECIPE, tensor_split="columns")
+class Columns(nn.Module):
+    """A layer by columns that none by rows follows, or one does."""
+
+    is_followed: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(fp8.Dense(32, recipe=RECIPE, tensor_split="columns", name="up")(x))
+        return fp8.Dense(32, recipe=RECIPE, tensor_split="rows", name="down")(y) if self.is_followed else y
+
+
+def squares(apply, variables, x):
+    return jnp.mean(jnp.square(apply(variables, x).astype(jnp.float32)))
+
+
+def in_chunks(apply, variables, x):
+    return jnp.mean(jax.lax.map(lambda rows: squares(apply, variables, rows), x.reshape(2, -1, 32)))
+
+
+def with_penalty(apply, variables, x):
+    return squares(apply, variables, x) + jnp.mean(jnp.square(variables["params"]["up"]["kernel"]))
+
+
+@pytest.mark.parametrize("of", [squares, in_chunks, with_penalty])
+@pytest.mark.parametrize("is_followed", [False, True], ids=["alone", "followed"])
+def test_a_loss_of_what_is_still_split(is_followed, of):
+    """Each device of `tensor` would have a loss of its own columns. One of what rows have added up is as on one device;
+    a penalty of a kernel that is split never is.
+    """
+    model = Columns(is_followed)
 
     def loss_fn(variables, x):
-        return jnp.mean(jnp.square(layer.apply(variables, x).astype(jnp.float32)))
+        return of(model.apply, variables, x)
 
     step = make(loss_fn, mesh=make_mesh(tensor=2), warm_start=False)
-    assert np.isnan(run(step, step.init_state(layer.init, jax.random.key(0), X), X, steps=1)[1][0])
+    state = step.init_state(model.init, jax.random.key(0), X)
+    if is_followed and of is not with_penalty:
+        of_one = model.init(jax.random.key(0), X)
+        np.testing.assert_allclose(run(step, state, X, steps=1)[1], [jax.jit(loss_fn)(of_one, X)], 1e-3)
+        return
+    with pytest.raises(ValueError, match=r"the same on all devices of tensor=2, got one of what is split .*; after a"):
+        step(state, X)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

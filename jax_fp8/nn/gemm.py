@@ -37,6 +37,7 @@ from jax_fp8.core.shards import (
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.nn.checks import check_are_split_alike, layer_name
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -107,13 +108,14 @@ def declare_linear(module: Any, in_features: int, features: int, split: TensorSp
     kernel_path, bias_path = (*module.path, "kernel"), (*module.path, "bias")
     pieces = split.pieces or (features if split.side == "columns" else in_features)
     dim = TensorDim(split.side and DIM_OF[split.side], pieces, split.named, split.or_whole, dtype=module.dtype)
-    offer(kernel_path, dim)
+    offer(kernel_path, replace(dim, by_rule=tuple(DIM_OF.values())))
     _check_own_rows(module, in_features)
     columns = features // parts_of(kernel_path, DIM_OF["columns"])
     kernel = module.param("kernel", module.kernel_init, (in_features, columns), module.param_dtype)
     if not module.use_bias:
         return LinearParameters(kernel, None)
-    offer(bias_path, replace(dim, dim=-1 if split.side == "columns" else None, dtype=None))
+    of_columns = -1 if split.side == "columns" else None
+    offer(bias_path, replace(dim, dim=of_columns, dtype=None, by_rule=(-1,), columns_of=kernel_path))
     return LinearParameters(kernel, module.param("bias", module.bias_init, (columns,), module.param_dtype))
 
 
@@ -193,6 +195,7 @@ def declare_gemm_of(
     layers = [LinearVariables(**fields, split=split, name=name)(in_features, n) for name, n, split in rows]
     parameters = LinearParameters.beside(*layers)
     side = side_of((*module.path, names[0], "kernel"))
+    check_are_split_alike(module, [name for name, split in zip(names, splits, strict=True) if not split.or_whole])
     if module.recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
     return GemmState(module.recipe, name=joined_name(names))(parameters, side)
@@ -209,7 +212,7 @@ def declare_state(
     check_recipe(recipe)
     if recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
-    layer = "/".join(module.path) or type(module).__name__
+    layer = layer_name(module)
     _check_multiples_of_16(layer, parameters, None if side is None else current_tensor())
     history, scales = None, None
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken

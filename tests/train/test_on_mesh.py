@@ -39,8 +39,10 @@ def test_layers_say_what_they_are_when_they_are_traced():
         ("layer_0", "mlp", "up"), ("layer_0", "mlp", "down"),
     )  # fmt: skip
     attention = ("layer_0", "attention")
-    assert of_loss.offers[*attention, "out", "kernel"] == TensorDim(-2, 128)
-    assert of_loss.offers[*attention, "key", "bias"] == TensorDim(-1, 4, "key and value heads", or_whole=True)
+    assert of_loss.offers[*attention, "out", "kernel"] == TensorDim(-2, 128, by_rule=(-1, -2))
+    key = *attention, "key", "kernel"
+    of_bias = TensorDim(-1, 4, "key and value heads", or_whole=True, by_rule=(-1,), columns_of=key)
+    assert of_loss.offers[*attention, "key", "bias"] == of_bias
     assert of_loss.offers["embedding",].splits_rows
     assert of_loss.gemms_of({(*attention, "out", "kernel"): None}) == ((*attention, "out"),)
     plain = Layers.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.core.shards import TensorParallel, side_of
 
-FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute")
+FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute", "logical_axes")
 
 
 def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:

@@ -183,6 +183,11 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
     place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype)
     _check_is_offered(how, path, place, rule, offer)
     if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % how.size(TENSOR):
+        if offer.or_whole and how.size(TENSOR) % offer.pieces == 0:
+            raise ValueError(
+                f"a rule must leave {'/'.join(path)} whole over {TENSOR}={how.size(TENSOR)}, more devices than there "
+                f"are {offer.named}, got {rule} of {offer.pieces}; leave {TENSOR} out of it"
+            )
         _refuse(path, shape, how.size(TENSOR), offer)
     for axis, dim in ((TENSOR, place.tensor_dim), (FSDP, place.fsdp_dim)):
         parts = how.size(axis) * (how.size(TENSOR) if axis == FSDP and place.tensor_dim == dim else 1)

@@ -73,7 +73,7 @@ def _of_scan(equation, axis, operands) -> list[bool]:
 
 
 def _ndims_are_equal(outer, inner) -> bool:
-    return outer.aval.ndim == inner.aval.ndim
+    return len(outer.aval.shape) == len(inner.aval.shape)
 
 
 def _of_while(equation, axis, operands) -> list[bool]:

@@ -145,6 +145,15 @@ def test_a_rule_for_what_no_layer_can_split(offers):
         specs(how, {"up": PARAMS["up"]}, offers)
 
 
+def test_a_rule_for_heads_of_which_each_device_has_all():
+    offers = {("up", "kernel"): TensorDim(-1, 2, "heads", or_whole=True)}
+    how = Parallelism(make_mesh(tensor=4), (("up/kernel", P(None, "tensor")),))
+    with pytest.raises(
+        ValueError, match=r"must leave up/kernel whole over tensor=4, .* got P.* of 2; leave tensor out"
+    ):
+        specs(how, {"up": PARAMS["up"]}, offers)
+
+
 # Changes of the config, and what does not go into three parts.
 MODELS = {
     "heads": (

@@ -17,6 +17,7 @@ from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
+from jax_fp8.parallel.names import rules_from_names
 from jax_fp8.tools.capture import capture_report
 from jax_fp8.tools.explain import explain
 from jax_fp8.tools.gemm_table import GemmTable, tuned_gemms
@@ -57,6 +58,7 @@ __all__ = [
     "matmul",
     "next_token_loss",
     "quantize",
+    "rules_from_names",
     "shardings",
     "tune",
     "tuned_gemms",

@@ -62,6 +62,8 @@ class TensorDim:
       or_whole: more devices than pieces may each keep the whole param.
       dtype: in which the layer reads the param, if in one only; it may then be gathered in it.
       splits_rows: with sequence parallelism, the layer returns each device's part of the rows from those of all.
+      by_rule: other dims that may be split instead, where a user's rule says so.
+      columns_of: the kernel that this is the bias of: it is split where the columns of the kernel are.
     """
 
     dim: int | None = None
@@ -70,6 +72,8 @@ class TensorDim:
     or_whole: bool = False
     dtype: Any = None
     splits_rows: bool = False
+    by_rule: tuple[int, ...] = ()
+    columns_of: LayerPath | None = None
 
 
 @dataclass(frozen=True)

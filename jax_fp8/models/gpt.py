@@ -26,6 +26,7 @@ from jax_fp8.models.checks import check_call, check_config, check_loss_settings,
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
+from jax_fp8.nn.names import named
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
 from jax_fp8.ops.head import compute_logits
@@ -83,18 +84,21 @@ PRESETS = {
 class _WholeParams:
     """A Linen norm with all of its parameters on every device, where an Explicit mesh splits them."""
 
+    logical_axes: bool = False
+
     @nn.nowrap
-    def param(self, name: str, *args, **kwargs) -> jax.Array:
+    def param(self, name: str, init: Callable, *args, **kwargs) -> jax.Array:
         offer((*self.path, name), TensorDim())  # type: ignore[attr-defined]
-        return whole(super().param(name, *args, **kwargs))  # type: ignore[misc]
+        init = named(init, ("norm",), self.logical_axes)
+        return whole(super().param(name, init, *args, **kwargs))  # type: ignore[misc]
 
 
 class _LayerNorm(_WholeParams, nn.LayerNorm):
-    pass
+    logical_axes: bool = False
 
 
 class _RMSNorm(_WholeParams, nn.RMSNorm):
-    pass
+    logical_axes: bool = False
 
 
 class GPT(nn.Module):
@@ -104,7 +108,7 @@ class GPT(nn.Module):
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`;
     `head_recipe=CurrentScaling()` computes the head in FP8 too; `recompute` keeps less for the backward:
-    see `TransformerBlock`.
+    see `TransformerBlock`. With `logical_axes` `init` returns params with the names of their dims: see nn/names.py.
     """
 
     config: GPTConfig
@@ -113,6 +117,7 @@ class GPT(nn.Module):
     param_dtype: Dtype = jnp.float32
     head_recipe: CurrentScaling | None = None
     recompute: bool = False
+    logical_axes: bool = False
 
     @nn.compact
     def __call__(
@@ -124,7 +129,7 @@ class GPT(nn.Module):
         embedding = self._table("embedding")
         x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
-            init = nn.initializers.normal(0.02)
+            init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
             offer((*self.path, "positions"), TensorDim())
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
             rows = position_rows(whole(positions), tokens.shape, tensor).astype(jnp.float32)
@@ -134,7 +139,8 @@ class GPT(nn.Module):
             x = self._layer(index)(x)
         norm = _LayerNorm if config.norm == "layernorm" else _RMSNorm
         with implicit_promotion():
-            x = norm(dtype=self.dtype, param_dtype=self.param_dtype, name="final_norm")(x)
+            fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
+            x = norm(**fields, name="final_norm")(x)
         if not config.tie_embeddings:
             embedding = self._table("head")
         if labels is None:
@@ -150,7 +156,8 @@ class GPT(nn.Module):
         parts, tensor = parts_of(path, DIM_OF["rows"]), current_tensor()
         check_is_split("/".join(path), parts, tensor)
         shape = vocab // parts, self.config.hidden_size
-        return self.param(name, nn.initializers.normal(0.02), shape, self.param_dtype)
+        init = named(nn.initializers.normal(0.02), ("vocab", "residual"), self.logical_axes)
+        return self.param(name, init, shape, self.param_dtype)
 
     def _layer(self, index):
         config = self.config
@@ -166,6 +173,7 @@ class GPT(nn.Module):
             recompute=self.recompute,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
+            logical_axes=self.logical_axes,
             kernel_init=nn.initializers.normal(0.02),
             residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
             name=f"layer_{index}",

@@ -12,6 +12,7 @@ from jax_fp8.core.shards import DIM_OF, current_tensor, parts_of
 from jax_fp8.nn.checks import check_is_split, check_layer, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
+from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import as_heads, attention, own_heads
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
@@ -72,7 +73,7 @@ class SelfAttention(Fp8Module):
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
         attended = attention(query, key, value, causal=self.causal, implementation=implementation)
         fields = shared_fields(self, Dense) | {
-            "kernel_init": self.out_init or self.kernel_init,
+            "kernel_init": named(self.out_init or self.kernel_init, ("heads", "residual"), self.logical_axes),
             "recompute": self.recompute
             and implementation == "cudnn",  # whose backward keeps its result; XLA's does not
         }
@@ -84,11 +85,13 @@ def _project(module, x, widths, head_dim):
     """Queries, keys and values, each (batch, seq, heads * head_dim); `x`, for the residual branch; and over which axis
     heads are split in a step on shards, or None.
     """
-    norm = None if module.norm is None else NormVariables(module.norm, module.param_dtype, name="norm")(x.shape[-1])
+    norm = (
+        None if module.norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(x.shape[-1])
+    )
     query = *module.path, "query", "kernel"
     heads, kv_heads = (n // head_dim for n in widths[:2])
-    of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True)
-    splits = TensorSplit("columns", heads, "query heads"), of_kv, of_kv
+    of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True, axis="kv_heads")
+    splits = TensorSplit("columns", heads, "query heads", axis="heads"), of_kv, of_kv
     gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths, splits)
     check_is_split("/".join(query), parts_of(query, DIM_OF["columns"]), current_tensor())
     if norm is None:

@@ -1,14 +1,15 @@
 """What must hold of a layer's fields and of its input, said before anything is computed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
-from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.shards import TensorParallel, side_of
 
-FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute")
+FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute", "logical_axes")
 
 
 def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
@@ -55,6 +56,17 @@ def check_is_split(name: str, parts: int, tensor: TensorParallel | None) -> None
         raise ValueError(
             f"{name} must be split over {tensor.axis}={tensor.size}, but is whole on every device; "
             "leave it out of the rules of make_train_step"
+        )
+
+
+def check_are_split_alike(module: nn.Module, names: Sequence[str]) -> None:
+    """Raise unless the kernels of these layers inside of `module`, which one GEMM multiplies by, are split alike."""
+    sides = {name: side_of((*module.path, name, "kernel")) for name in names}
+    if len(set(sides.values())) > 1:
+        found = " and ".join(f"{name} {f'split by {side}' if side else 'whole'}" for name, side in sides.items())
+        raise ValueError(
+            f"{layer_name(module)}: kernels that one GEMM multiplies by must be split alike, got {found}; "
+            "let the rules name all of them, or none"
         )
 
 

@@ -11,6 +11,7 @@ from jax_fp8.core.shards import Side, TensorDim, offer
 from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nn.checks import check_layer, check_tensor_split
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm
+from jax_fp8.nn.names import named
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
@@ -50,16 +51,21 @@ class NormVariables(nn.Module):
 
     norm: str
     param_dtype: Dtype = jnp.float32
+    logical_axes: bool = False
 
     @nn.compact
     def __call__(self, features: int) -> NormParameters:
         check_norm(self.norm)
         for name in ("scale", "bias"):
             offer((*self.path, name), TensorDim())
-        scale = self.param("scale", nn.initializers.ones_init(), (features,), self.param_dtype)
+        ones, zeros = (
+            named(init, ("norm",), self.logical_axes)
+            for init in (nn.initializers.ones_init(), nn.initializers.zeros_init())
+        )
+        scale = self.param("scale", ones, (features,), self.param_dtype)
         if self.norm == "rmsnorm":
             return NormParameters(scale, None)
-        return NormParameters(scale, self.param("bias", nn.initializers.zeros_init(), (features,), self.param_dtype))
+        return NormParameters(scale, self.param("bias", zeros, (features,), self.param_dtype))
 
 
 class LayerNormDense(Fp8Module):
@@ -84,7 +90,7 @@ class LayerNormDense(Fp8Module):
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., features), and with `return_input` (..., in)
         check_layer(self, x, ("features",))
         check_tensor_split(self, self.tensor_split, ("columns",))
-        norm = NormVariables(self.norm, self.param_dtype, name="norm")(x.shape[-1])
+        norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(x.shape[-1])
         gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
         options = {"return_input": self.return_input, "recompute": self.recompute, "tensor": gemm.tensor}
         y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, self.epsilon, self.dtype, **options)

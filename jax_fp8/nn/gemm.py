@@ -37,6 +37,8 @@ from jax_fp8.core.shards import (
 from jax_fp8.core.state import initial_state, stage
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.nn.checks import check_are_split_alike, layer_name
+from jax_fp8.nn.names import named
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -49,6 +51,8 @@ class Fp8Module(nn.Module, kw_only=True):
       param_dtype: of the parameters.
       kernel_init, bias_init: initializers of kernels (in, features) and biases (features,).
       recompute: keep less for the backward, and quantize again what it wants; each layer says what.
+      logical_axes: `init` returns params with the names of their dims, as `nn.with_logical_partitioning` makes them:
+        see nn/names.py. Initializers may also name them themselves.
     """
 
     recipe: Recipe | None = DelayedScaling()
@@ -57,6 +61,7 @@ class Fp8Module(nn.Module, kw_only=True):
     kernel_init: Initializer = nn.initializers.lecun_normal()
     bias_init: Initializer = nn.initializers.zeros_init()
     recompute: bool = False
+    logical_axes: bool = False
 
 
 def shared_fields(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
@@ -74,12 +79,23 @@ class TensorSplit:
       pieces: of that dim, none of which may be cut; None: each feature.
       named: what they are.
       or_whole: more devices than pieces each keep the whole kernel.
+      axis: the logical name of that dim; the other one is the residual stream's.
     """
 
     side: Side | None = None
     pieces: int | None = None
     named: str = "features"
     or_whole: bool = False
+    axis: str = "mlp"
+
+    @property
+    def names(self) -> tuple[str, str] | None:
+        """Of the dims of the kernel; None where nobody has said what they are."""
+        return {"columns": ("embed", self.axis), "rows": (self.axis, "residual"), None: None}[self.side]
+
+    @property
+    def bias_names(self) -> tuple[str] | None:
+        return {"columns": (self.axis,), "rows": ("norm",), None: None}[self.side]
 
 
 class LinearVariables(nn.Module):
@@ -91,6 +107,7 @@ class LinearVariables(nn.Module):
     kernel_init: Initializer
     bias_init: Initializer
     split: TensorSplit = TensorSplit()
+    logical_axes: bool = False
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> LinearParameters:
@@ -107,14 +124,17 @@ def declare_linear(module: Any, in_features: int, features: int, split: TensorSp
     kernel_path, bias_path = (*module.path, "kernel"), (*module.path, "bias")
     pieces = split.pieces or (features if split.side == "columns" else in_features)
     dim = TensorDim(split.side and DIM_OF[split.side], pieces, split.named, split.or_whole, dtype=module.dtype)
-    offer(kernel_path, dim)
+    offer(kernel_path, replace(dim, by_rule=tuple(DIM_OF.values())))
     _check_own_rows(module, in_features)
     columns = features // parts_of(kernel_path, DIM_OF["columns"])
-    kernel = module.param("kernel", module.kernel_init, (in_features, columns), module.param_dtype)
+    kernel_init = named(module.kernel_init, split.names, module.logical_axes)
+    bias_init = named(module.bias_init, split.bias_names, module.logical_axes)
+    kernel = module.param("kernel", kernel_init, (in_features, columns), module.param_dtype)
     if not module.use_bias:
         return LinearParameters(kernel, None)
-    offer(bias_path, replace(dim, dim=-1 if split.side == "columns" else None, dtype=None))
-    return LinearParameters(kernel, module.param("bias", module.bias_init, (columns,), module.param_dtype))
+    of_columns = -1 if split.side == "columns" else None
+    offer(bias_path, replace(dim, dim=of_columns, dtype=None, by_rule=(-1,), columns_of=kernel_path))
+    return LinearParameters(kernel, module.param("bias", bias_init, (columns,), module.param_dtype))
 
 
 @dataclass(frozen=True)
@@ -193,6 +213,7 @@ def declare_gemm_of(
     layers = [LinearVariables(**fields, split=split, name=name)(in_features, n) for name, n, split in rows]
     parameters = LinearParameters.beside(*layers)
     side = side_of((*module.path, names[0], "kernel"))
+    check_are_split_alike(module, [name for name, split in zip(names, splits, strict=True) if not split.or_whole])
     if module.recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
     return GemmState(module.recipe, name=joined_name(names))(parameters, side)
@@ -209,7 +230,7 @@ def declare_state(
     check_recipe(recipe)
     if recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
-    layer = "/".join(module.path) or type(module).__name__
+    layer = layer_name(module)
     _check_multiples_of_16(layer, parameters, None if side is None else current_tensor())
     history, scales = None, None
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken

@@ -37,7 +37,7 @@ class LayerNormMLP(Fp8Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., in)
         check_layer(self, x, ("hidden_features",))
         features, hidden = x.shape[-1], self.hidden_features
-        norm = NormVariables(self.norm, self.param_dtype, name="norm")(features)
+        norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
         into = ("gate", "up") if is_gated(self.activation) else ("up",)
         by_columns = TensorSplit("columns", hidden, "hidden features")
         by_rows = TensorSplit("rows", hidden, "hidden features")

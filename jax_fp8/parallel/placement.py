@@ -108,7 +108,9 @@ def place_params(how: Parallelism, params: Any, offers: Mapping[LayerPath, Tenso
             return _by_rule(how, path, leaf.shape, rule, offers.get(path, TensorDim()))
         return _by_offer(how, path, leaf.shape, offers.get(path, TensorDim()))
 
-    return Placement(how, map_with_names(place, params))
+    placement = Placement(how, map_with_names(place, params))
+    _check_biases(placement, offers)
+    return placement
 
 
 def placed_shapes(shapes: Any, shardings: Any) -> Any:
@@ -189,7 +191,13 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
     tensor_dim, fsdp_dim = (dims.get(axis) if how.size(axis) > 1 else None for axis in (TENSOR, FSDP))
     is_partial = offer.or_whole and how.size(TENSOR) > 1 and tensor_dim is None
     place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype)
+    _check_is_offered(how, path, place, rule, offer)
     if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % how.size(TENSOR):
+        if offer.or_whole and how.size(TENSOR) % offer.pieces == 0:
+            raise ValueError(
+                f"a rule must leave {'/'.join(path)} whole over {TENSOR}={how.size(TENSOR)}, more devices than there "
+                f"are {offer.named}, got {rule} of {offer.pieces}; leave {TENSOR} out of it"
+            )
         _refuse(path, shape, how.size(TENSOR), offer)
     for axis, dim in ((TENSOR, place.tensor_dim), (FSDP, place.fsdp_dim)):
         parts = how.size(axis) * (how.size(TENSOR) if axis == FSDP and place.tensor_dim == dim else 1)
@@ -199,6 +207,30 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
                 f"in {parts} parts, which must be equal; change the rule or the mesh"
             )
     return place
+
+
+def _check_is_offered(how, path, place, rule, offer):
+    dims = sorted({dim for dim in (offer.dim, *offer.by_rule) if dim is not None})
+    if place.tensor_dim not in (None, *dims):
+        can = f"can split dim {' or '.join(map(str, dims))}" if dims else "needs all of it on every device"
+        raise ValueError(
+            f"a rule may split over {TENSOR}={how.size(TENSOR)} what a layer of jax_fp8 can split, got {rule} for "
+            f"{'/'.join(path)} of shape {place.shape}, whose layer {can}; change the rule"
+        )
+
+
+def _check_biases(placement, offers):
+    """Raise where rules split a kernel, and its bias otherwise."""
+    by_path = placement.by_path
+    for path, place in by_path.items():
+        kernel = offers.get(path, TensorDim()).columns_of
+        if kernel not in by_path or (place.tensor_dim is None) == (by_path[kernel].tensor_dim != -1):
+            continue
+        raise ValueError(
+            f"a bias must be split over {TENSOR}={placement.how.size(TENSOR)} where the columns of its kernel are, got "
+            f"{by_path[kernel].spec} for {'/'.join(kernel)} and {place.spec} for {'/'.join(path)}; "
+            "let the rules name both, or none"
+        )
 
 
 def _place_of(path, shape, by_path) -> Place | None:

@@ -8,7 +8,6 @@ between devices is in `parallel/transfers.py`. The loss is that of the device's 
 output gradients are those of the mean over all, and amaxes, too.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,15 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
+from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.recorder import listing
-from jax_fp8.core.shards import TensorDim, offers
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
 from jax_fp8.parallel.transfers import (
-    can_be_gathered_in_fp8,
     gather_params,
     gather_weight,
     on_any_device,
@@ -36,44 +32,12 @@ from jax_fp8.parallel.transfers import (
     whole_loss,
 )
 from jax_fp8.train.gradients import value_grads_and_amaxes
+from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_gemms, with_version
 
 WHOLE = PartitionSpec()
-
-
-@dataclass(frozen=True)
-class Layers:
-    """What layers say when they are traced as on one device: how their params may be split, which GEMMs are in FP8 by
-    which recipe, and which of these found their weights in a cache.
-    """
-
-    offers: dict[LayerPath, TensorDim]
-    gemms: dict[LayerPath, Recipe]
-    cached: tuple[LayerPath, ...] = ()
-
-    @classmethod
-    def of(cls, function: Callable, *args: Any) -> "Layers":
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
-        with offers() as found, listing() as gemms:
-            jax.eval_shape(lambda *given: function(*given), *shapes)  # a new function, or jax need not trace it again
-        in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}
-        # An FP8 kernel is cast from what it is; the dtype of its layer is that of results.
-        of_params = {path: replace(of, dtype=None) if path in in_fp8 else of for path, of in found.items()}
-        recipes = {path: gemm.recipe for path, gemm in gemms.items()}
-        return cls(of_params, recipes, tuple(path for path, gemm in gemms.items() if gemm.is_cached))
-
-    def gemms_of(self, places: Mapping[LayerPath, Any], fp8_state: Mapping) -> dict[LayerPath, Recipe]:
-        """Those whose kernels are among the params by this path, and their scales in the state: a loss may apply a
-        model to a part of the variables, and then its layers know other paths.
-        """
-        return {
-            gemm: recipe
-            for gemm, recipe in self.gemms.items()
-            if all(kernel in places for kernel in kernel_paths(gemm))
-            and (not recipe.has_state or at_path(fp8_state, gemm))
-        }
 
 
 @dataclass(frozen=True)
@@ -107,13 +71,14 @@ class OnMesh:
         layers = Layers.of(loss_fn, state.variables, batch)
         placement = place_params(how, state.params, layers.offers)
         if how.sequence:
-            _check_rows_are_split(layers, placement)
+            check_rows_are_split(layers, placement)
         if state.cache and placement.splits_params:
             raise ValueError(
                 "a state that carries a weight cache must have whole params on every device, "
                 f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
                 "the step casts each shard once, and gathers it in FP8"
             )
+        check_loss_is_whole(placement, loss_fn, state.variables, batch)
         in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
         return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path, state.fp8), in_fp8, once)
 
@@ -260,52 +225,3 @@ def shapes_of_pending(how: Parallelism, state: TrainState) -> Any:
     step, count, loss, amaxes = placed_shapes(numbers, (whole,) * 4)
     sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params)
     return PendingStep(step, count, loss, sums, amaxes, {})
-
-
-def _check_rows_are_split(layers, placement):
-    """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
-    device has its own rows.
-    """
-    if not any(offer.splits_rows for offer in layers.offers.values()):
-        raise ValueError(
-            "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
-            "one; leave sequence_parallel out"
-        )
-    unknown = ["/".join(path) for path in placement.by_path if path not in layers.offers]
-    if unknown:
-        raise ValueError(
-            "sequence parallelism must know whether a layer has the rows of all devices, and knows it of fp8.GPT "
-            f"alone, got also the param {unknown[0]}; leave sequence_parallel out, or this param"
-        )
-
-
-def gathered_in_fp8(
-    placement: Placement, layers: Layers, loss_fn: Callable, variables: Mapping, batch: Any
-) -> dict[LayerPath, Recipe]:
-    """The GEMMs whose weights can be cast where they lie and gathered in FP8, and their recipes: all of their kernels
-    lie alike, and the layer finds a weight in the cache. Others are gathered as they are, and cast by the layer.
-    """
-    places = placement.by_path
-    if all(place.fsdp_dim is None for place in places.values()):
-        return {}
-    gemms = {
-        gemm: recipe
-        for gemm, recipe in layers.gemms_of(places, variables.get("fp8", {})).items()
-        if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])
-    }
-    if not gemms:
-        return {}
-
-    def with_cache(variables, batch):
-        cache = cast_gemms(variables["params"], {}, gemms)
-        return loss_fn({**variables, "fp8_cache": cache}, batch)
-
-    found = Layers.of(with_cache, variables, batch).cached
-    blind = ["/".join(gemm) for gemm in gemms if gemm not in found]
-    if blind:
-        warnings.warn(
-            "layers must see the weight cache, or fsdp gathers their kernels as they are, and not in FP8: "
-            f"{', '.join(blind)} do not; give nn.scan or nn.vmap 'fp8_cache' the axis of 'params'",
-            stacklevel=2,
-        )
-    return {gemm: recipe for gemm, recipe in gemms.items() if gemm in found}

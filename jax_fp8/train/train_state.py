@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_fp8.kernels.explicit import inside_mesh_of
+from jax_fp8.parallel.names import without_names
 from jax_fp8.train.checks import check_optimizer, check_variables
 from jax_fp8.train.serialization import register_serialization
 from jax_fp8.train.weight_cache import refresh
@@ -34,7 +35,8 @@ class TrainState:
 
         Args:
           variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from
-            `cast_weights`, steps read the weights from there and the optimizer writes them there.
+            `cast_weights`, steps read the weights from there and the optimizer writes them there. The state has arrays
+            alone: names of dims that params carry (`nn.LogicallyPartitioned`) are taken off.
           tx: the optimizer.
         """
         check_variables(variables)
@@ -48,6 +50,7 @@ class TrainState:
                 "keep them beside it"
             )
         names = ("params", "fp8", "fp8_cache")
+        variables = without_names(variables)
         params, fp8, cache = jax.tree.map(jnp.copy, [variables[name] if name in variables else {} for name in names])
         with inside_mesh_of(params):
             return cls(jnp.zeros((), jnp.int32), params, dict(fp8), tx.init(params), dict(cache))

@@ -35,6 +35,7 @@ from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.ops.passes import cast_weight
 from jax_fp8.optim.updates import NewParam
+from jax_fp8.parallel.names import without_names
 from jax_fp8.train.checks import check_variables
 
 VERSION = "params_version"
@@ -65,6 +66,7 @@ def cast_weights(
     Returns:
       The collection for `variables["fp8_cache"]`.
     """
+    variables = without_names(variables)
     _check_recipe(variables, recipe)
     first = False if is_first_microbatch is None else is_first_microbatch
     check_flag(first)

@@ -1,12 +1,16 @@
 """What layers refuse: sizes, flags and dtypes that make no sense, and inputs that they cannot take."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.nn.checks import check_dtype
+from jax_fp8.core.shards import Shards, TensorParallel
+from jax_fp8.nn.checks import check_are_split_alike, check_dtype
 
 pytestmark = pytest.mark.versions
 
@@ -134,3 +138,19 @@ def test_dtypes():
     for dtype in (None, fp8.E5M2, int, "bf16", 16):
         with pytest.raises(ValueError, match=r"^dtype must be jnp.bfloat16, jnp.float16 or jnp.float32, got "):
             check_dtype("dtype", dtype)
+
+
+@pytest.mark.parametrize("split", [(-1, -1), (None, None), (-1, None), (None, -1)], ids=str)
+def test_kernels_of_one_gemm_are_split_alike(split):
+    """Heads of keys may be whole where those of queries are not; the halves of a gated MLP may not."""
+    dims = {(name, "kernel"): dim for name, dim in zip(("gate", "up"), split, strict=True)}
+    module: Any = SimpleNamespace(path=())
+    with Shards((), TensorParallel("tensor", 2), dims, 1).active():
+        if split[0] == split[1]:
+            check_are_split_alike(module, ("gate", "up"))
+            return
+        found = "gate split by columns and up whole" if split[0] else "gate whole and up split by columns"
+        with pytest.raises(
+            ValueError, match=f"SimpleNamespace: kernels that one GEMM .* alike, got {found}; let the rules name"
+        ):
+            check_are_split_alike(module, ("gate", "up"))

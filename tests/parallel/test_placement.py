@@ -12,7 +12,7 @@ import jax_fp8 as fp8
 from jax_fp8.core.shards import TensorDim
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Place, place_params, placed_shapes, put, zeros_like
-from jax_fp8.train.on_mesh import Layers
+from jax_fp8.train.layers import Layers
 
 pytestmark = pytest.mark.versions
 
@@ -43,9 +43,9 @@ def test_layers_say_what_tensor_splits_and_sizes_what_fsdp_does():
 
 
 def test_rules_come_before_what_layers_say_and_the_first_counts():
-    rules = (("^odd/", P("tensor")), ("kernel", P(None, "fsdp")), ("up/kernel", P("tensor")))
+    rules = (("^odd/", P("fsdp")), ("kernel", P(None, "fsdp")), ("up/kernel", P("tensor")))
     found = specs(Parallelism(HOW.mesh, rules))
-    assert found["odd"] == {"kernel": P(None, "tensor"), "bias": P("tensor")}  # a spec is of the last dims
+    assert found["odd"] == {"kernel": P(None, "fsdp"), "bias": P("fsdp")}  # a spec is of the last dims
     assert found["up"] == {"kernel": P(None, "fsdp"), "bias": P("tensor")}
     assert found["stack"]["kernel"] == P(None, None, "fsdp")
 
@@ -103,10 +103,34 @@ def test_arrays_of_a_program_are_put_on_meshes_of_each_kind(axis_type):
     assert moved["up"]["kernel"].sharding.spec[0] == "fsdp"
 
 
+def test_a_bias_is_split_where_the_columns_of_its_kernel_are():
+    offers = {
+        ("up", "kernel"): TensorDim(-1, 12, by_rule=(-1, -2)),
+        ("up", "bias"): TensorDim(-1, 12, by_rule=(-1,), columns_of=("up", "kernel")),
+    }
+    specs_of = {"whole": (P(), P()), "columns": (P(None, "tensor"), P("tensor")), "rows": (P("tensor", None), P())}
+    for of_kernel, of_bias in specs_of.values():
+        rules = (("up/kernel", of_kernel), ("up/bias", of_bias))
+        found = specs(Parallelism(HOW.mesh, rules), {"up": PARAMS["up"]}, offers)["up"]
+        assert found == {"kernel": P("tensor") if of_kernel == P("tensor", None) else of_kernel, "bias": of_bias}
+    for kernel, bias in (("whole", "columns"), ("columns", "whole"), ("rows", "columns")):
+        rules = (("up/kernel", specs_of[kernel][0]), ("up/bias", specs_of[bias][1]))
+        with pytest.raises(ValueError, match=r"tensor=2 where the columns of its kernel are, got P.* for up/kernel"):
+            specs(Parallelism(HOW.mesh, rules), {"up": PARAMS["up"]}, offers)
+        no_tensor = Parallelism(make_mesh(fsdp=2, tensor=1), rules)
+        assert specs(no_tensor, {"up": PARAMS["up"]}, offers)["up"]["bias"] == P()
+    with pytest.raises(ValueError, match=r"got P.* for up/bias; let the rules name both, or none"):
+        specs(Parallelism(HOW.mesh, (("up/kernel", P()),)), {"up": PARAMS["up"]}, offers)
+
+
 RULES = {
     "more dims": (P(None, None, "fsdp"), r"rule .* of up/kernel must not have more dims than .*\(8, 12\); shorten it"),
     "unknown axis": (P("data"), "rule .* of up/kernel may name fsdp and tensor, got 'data'; leave it out"),
     "pipe": (P("pipe"), "may name fsdp and tensor, got 'pipe'"),
+    "rows": (
+        P("tensor", None),
+        r"a rule may split over tensor=4 what .* got P.* for up/kernel of .*, whose layer can split dim -1",
+    ),
     "both": (P(None, ("tensor", "fsdp")), r"splits 12 elements of up/kernel, shape \(8, 12\), in 8 parts, which must"),
     "pieces": (
         P(None, "tensor"),
@@ -121,6 +145,24 @@ def test_rules_that_do_not_fit_a_param(case):
     how = Parallelism(make_mesh(fsdp=2, tensor=4), (("up/kernel", rule),))
     with pytest.raises(ValueError, match=message):
         specs(how, {"up": PARAMS["up"]}, {("up", "kernel"): TensorDim(-1, 12 if case == "both" else 6, "heads")})
+
+
+@pytest.mark.parametrize("offers", [{("up", "kernel"): TensorDim()}, {}], ids=["a norm", "a layer of others"])
+def test_a_rule_for_what_no_layer_can_split(offers):
+    how = Parallelism(make_mesh(tensor=2), (("up/kernel", P(None, "tensor")),))
+    with pytest.raises(
+        ValueError, match=r"for up/kernel of shape \(8, 12\), whose layer needs all of it on every device; c"
+    ):
+        specs(how, {"up": PARAMS["up"]}, offers)
+
+
+def test_a_rule_for_heads_of_which_each_device_has_all():
+    offers = {("up", "kernel"): TensorDim(-1, 2, "heads", or_whole=True)}
+    how = Parallelism(make_mesh(tensor=4), (("up/kernel", P(None, "tensor")),))
+    with pytest.raises(
+        ValueError, match=r"must leave up/kernel whole over tensor=4, .* got P.* of 2; leave tensor out"
+    ):
+        specs(how, {"up": PARAMS["up"]}, offers)
 
 
 # Changes of the config, and what does not go into three parts.

@@ -153,7 +153,7 @@ def test_gradients_go_over_the_wire_in_the_dtype_that_is_asked_for(dtype):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_variables_are_made_where_they_belong(axis_type):
     """By jit, with the moments of an optimizer beside them, and where a step has them."""
-    mesh, rules = make_mesh(axis_type, **MIXED), [("mlp/.*kernel", P("fsdp", None))]
+    mesh, rules = make_mesh(axis_type, **MIXED), [("mlp/.*kernel", P("fsdp", None)), ("mlp/.*bias", P())]
 
     def init(key, inputs):
         variables = MODEL.init(key, inputs)

@@ -30,7 +30,7 @@ ENTRY = """
 // Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers
 // behind them. Per shared cast: pointers to values, values_t, amax and scale.
 extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode,
-                    int64_t leaf_count, void* const* arrays, const int64_t* numbers, void* const* casts) {
+                    int64_t first_leaf, int64_t leaf_count, void* const* arrays, const int64_t* numbers, void* const* casts) {
   using namespace jax_fp8;
   std::vector<AdamEntry> entries;
   for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 12) {
@@ -50,7 +50,8 @@ extern "C" int adam(const float* scalars, const float* scales, const uint32_t* s
     }
     entries.push_back({leaf, {scale, scalar(9), scalar(10)}});
   }
-  return launch_adam({scalars, scales, seed, entries.data(), static_cast<int>(leaf_count), adam_w_mode != 0}, nullptr);
+  const auto count = static_cast<int>(leaf_count), first = static_cast<int>(first_leaf);
+  return launch_adam({scalars, scales, seed, entries.data(), count, first, adam_w_mode != 0}, nullptr);
 }
 """
 # In the order of Storage; uint16 is a remainder.
@@ -65,7 +66,7 @@ def values_and_scale(array):
     return (array.values, array.scale) if isinstance(array, Fp8Array) else (array, None)
 
 
-def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=()):
+def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=(), first_leaf=0):
     """What `adam_check.update_shared` does, in the emulation."""
     arrays, numbers, scales = [], [], []
     of_leaves = places([cast.leaves for cast in shared], [row["gradient"].shape for row in inputs])
@@ -105,8 +106,8 @@ def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=()):
     ]
     results = iter(
         compile_for_cpu("adam.cu", ENTRY, changes).call(
-            *("adam", scalars, np.array(scales, np.float32), np.array(seed, np.uint32), adam_w_mode, len(leaves)),
-            *(arrays, np.array(numbers, np.int64), casts),
+            *("adam", scalars, np.array(scales, np.float32), np.array(seed, np.uint32), adam_w_mode, first_leaf),
+            *(len(leaves), arrays, np.array(numbers, np.int64), casts),
         )
     )
     leaves = [updated(leaf, results) for leaf in leaves]
@@ -168,6 +169,17 @@ def test_shapes(mode):
 def test_more_leaves_than_a_launch_holds():
     modes = [adam_check.SIX_MODES[0]] * 340 + [adam_check.SIX_MODES[5]] * 3
     check(*draw_leaves(modes, itertools.cycle([(5,), (4,)]), seed=2), numbers_of_step(2))
+
+
+def test_a_call_of_the_last_leaves_of_a_tree():
+    """Values are rounded at random by the number of their leaf in the tree."""
+    leaves, inputs = draw_leaves([adam_check.SIX_MODES[4]] * 3, itertools.repeat((16, 48)), seed=3)
+    rest = numbers_of_step(1), np.uint32(7), True
+    whole, report = update(leaves, (), inputs, *rest), Report()
+    adam_check.compare(report, "in parts", update(leaves[1:], (), inputs[1:], *rest, first_leaf=1), whole[1:], "")
+    assert report.passed["in parts"] and not report.failures
+    adam_check.compare(report, "control", update(leaves[1:], (), inputs[1:], *rest), whole[1:], "counted anew")
+    assert report.failures
 
 
 @pytest.mark.parametrize("number", range(len(WEIGHTS)))

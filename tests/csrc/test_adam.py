@@ -30,7 +30,8 @@ ENTRY = """
 // Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers
 // behind them. Per shared cast: pointers to values, values_t, amax and scale.
 extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode,
-                    int64_t first_leaf, int64_t leaf_count, void* const* arrays, const int64_t* numbers, void* const* casts) {
+                    int64_t first_leaf, int64_t leaf_count, void* const* arrays, const int64_t* numbers,
+                    void* const* casts) {
   using namespace jax_fp8;
   std::vector<AdamEntry> entries;
   for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 12) {

@@ -1,5 +1,5 @@
 """`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
-`tune` measures its GEMMs.
+`tune` measures its GEMMs; `plan` says what a step needs on GPUs that are not here.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.
@@ -18,12 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8 import __version__
+from jax_fp8.core.checks import check_integer
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.parallel.mesh import Parallelism, describe_mesh, parse_axes
+from jax_fp8.tools.described import GPUS, load_cudnn
 from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
+from jax_fp8.tools.plan import mesh_of_described, options_of_plan, plan_step
 from jax_fp8.tools.tune import tune
 from jax_fp8.train.own_loop import value_and_grad
 from jax_fp8.train.train_state import TrainState
@@ -176,6 +180,62 @@ def tune_preset(
     return 0
 
 
+def plan_preset(
+    preset: str,
+    mesh: str = "data=1",
+    gpu: str = "h200",
+    batch: int | None = None,
+    sequence: int | None = None,
+    microbatches: int = 1,
+    recipe: str = "delayed",
+    fast: bool = False,
+    fp8_head: bool = False,
+    bf16_params: bool = False,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+) -> int:
+    """Compile a GPT's training step for GPUs that are not here, and print what it needs. Returns the exit code."""
+    check_integer("microbatches", microbatches)
+    config, axes = GPTConfig.preset(preset), parse_axes(mesh)
+    length = config.max_seq_len if sequence is None else sequence
+    config = dataclasses.replace(config, max_seq_len=length)
+    if reason := extension.missing_reason():
+        raise ValueError(reason)
+    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept has no listing of launches
+    load_cudnn()
+    how = Parallelism(mesh_of_described(axes, gpu), (), sequence_parallel)
+    sequences = 8 * how.batch_parts * microbatches if batch is None else batch
+    chosen = {**RECIPES, "bf16": None}[recipe]
+    if fast and chosen is not None:
+        chosen = dataclasses.replace(chosen, split_accumulator=())
+    fields = {"head_recipe": CurrentScaling() if fp8_head else None, "recompute": recompute}
+    fields |= {"param_dtype": jnp.bfloat16 if bf16_params else jnp.float32}
+    model = GPT(config, recipe=chosen, attention_implementation="cudnn", **fields)
+    step = make_train_step(
+        next_token_loss(model),
+        fused_adamw(1e-4),
+        chosen,
+        microbatches,
+        mesh=how.mesh,
+        sequence_parallel=sequence_parallel,
+        compiler_options=options_of_plan(),
+    )
+    tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
+    state = step.state_shapes(
+        dataclasses.replace(model, attention_implementation="xla").init, jax.random.key(0), tokens
+    )
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    flops = tokens.size * 6 * (num_params + config.num_layers * config.hidden_size * length)
+    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {how.mesh.size} {gpu}"
+    print(
+        f"{preset}, {num_params / 1e9:.2f}B params, {recipe}, {what} ({describe_mesh(how.mesh)}); compiling", flush=True
+    )
+    batch_shape = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
+    found = plan_step(step, how, state, batch_shape, microbatches, gpu, flops)
+    print(found)
+    return 0 if found.fits else 1
+
+
 class _Parser(argparse.ArgumentParser):
     """Complains in one sentence, without a page of usage."""
 
@@ -202,11 +262,30 @@ def main(argv: list[str]) -> int:
     tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=CurrentScaling())")
     tuner.add_argument("--bf16-params", action="store_true", help="params in bfloat16: GPT(param_dtype=jnp.bfloat16)")
     tuner.add_argument("--again", action="store_true", help="measure also what is known")
+    planner = commands.add_parser("plan", help="what a GPT's training step needs on GPUs that are not here")
+    planner.add_argument("--preset", choices=PRESETS, required=True, help="the model")
+    planner.add_argument("--mesh", default="data=1", help="axes among data, fsdp and tensor: fsdp=4,tensor=2")
+    planner.add_argument("--gpu", choices=GPUS, default="h200", help="which they are")
+    planner.add_argument("--batch", type=int, help="sequences of a step; by default 8 a microbatch of each part")
+    planner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
+    planner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
+    planner.add_argument("--recipe", choices=[*RECIPES, "bf16"], default="delayed", help="of the FP8 layers, or none")
+    for name, words in (
+        ("fast", "fast accumulation in all of the layers' GEMMs"),
+        ("fp8-head", "the head in FP8 too"),
+        ("bf16-params", "params in bfloat16"),
+        ("sequence-parallel", "rows between layers split over tensor, too"),
+        ("recompute", "keep less for the backward"),
+    ):
+        planner.add_argument(f"--{name}", action="store_true", help=words)
     options = vars(parser.parse_args(argv))
-    if options.pop("command") == "doctor":
-        return doctor()
+    run, prog = {
+        "doctor": (doctor, ""),
+        "tune": (tune_preset, tuner.prog),
+        "plan": (plan_preset, planner.prog),
+    }[options.pop("command")]
     try:
-        return tune_preset(**options)
+        return run(**options)
     except ValueError as error:
-        print(f"{tuner.prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1

@@ -1,46 +1,29 @@
 """The real GPU compiler for H200s, on a machine without a GPU: what a jitted function becomes before a device runs it.
 
-XLA:GPU can compile for a described device, and `h200_target_config.txtpb` describes one H200. Partitioner, rewriters,
-fusion, scheduling, buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers
-all run. What cannot be had this way is time: nothing is tuned, nothing is executed. It needs jax's CUDA plugin
-(`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which `conftest.py` sets before jax is
-imported.
+XLA:GPU can compile for a described device (`jax_fp8/tools/described.py`). Partitioner, rewriters, fusion, scheduling,
+buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers all run. What cannot
+be had this way is time: nothing is tuned, nothing is executed. It needs jax's CUDA plugin (`jax-cuda13-plugin`,
+`jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which `conftest.py` sets before jax is imported.
 
     step = jax.jit(f, donate_argnums=0)
     program = h200.compile(step, h200.shapes(x, h200.on_one_device()))
     assert program.graphs == 1 and not program.copies
 """
 
-import functools
-import importlib.util
 import math
-import pathlib
 import re
 from collections import Counter
 from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_fp8.tools.capture import CaptureReport, capture_report
+from jax_fp8.tools.described import UNTIMED, described_gpus
+from jax_fp8.tools.described import missing_reason as missing_reason
 from jax_fp8.tools.hlo import Instruction, read_hlo, read_thunks
 from jax_fp8.train.lowering import Lowering
-
-TARGET_CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb")
-
-# Fields that the schema inside jaxlib 0.10 has no name for; they describe timing, which no check here reads.
-_FIELDS_SINCE_0_11 = (
-    "collective_memory_granularity",
-    "mem_clock_ghz",
-    "reserved_shared_memory_per_block",
-    "max_blocks_per_multiprocessor",
-)
-
-# What is chosen by timing needs a device. Without Triton every GEMM that XLA makes is cuBLAS;
-# fusions take the emitter they would have without a tuner.
-UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fusion_autotuner": False}
 
 # The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not,
 # and what it slices out of a stack.
@@ -49,26 +32,9 @@ COPIES_IN_BRANCHES = jax.__version_info__ < (0, 11)
 _GEMM_TARGETS = re.compile(r"__cublas\$|jax_fp8_(gemm|weight_gradient)$")
 
 
-def missing_reason() -> str | None:
-    """Why nothing can be compiled for an H200 here, in one sentence with what to do; None when all is there."""
-    found = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
-    if not found:
-        version = jax.__version__
-        return (
-            "compiling for an H200 needs jax's CUDA plugin, which is not installed; "
-            f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
-        )
-    return None
-
-
-@functools.cache
 def devices(count: int) -> tuple[jax.Device, ...]:
     """`count` described H200s of one host; they compile and cannot run."""
-    text = TARGET_CONFIG.read_text()
-    if jax.__version_info__ < (0, 11):
-        text = "\n".join(line for line in text.splitlines() if not line.strip().startswith(_FIELDS_SINCE_0_11))
-    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{count}")
-    return tuple(topology.devices)
+    return described_gpus(count)
 
 
 def mesh(axis_type: AxisType = AxisType.Auto, **axes: int) -> Mesh:

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import h200
 import jax
 import pytest
 
@@ -183,3 +184,39 @@ def test_what_does_not_exist_is_one_sentence(argv, capsys):
 def test_the_package_is_a_command():
     finished = subprocess.run([sys.executable, "-m", "jax_fp8", "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in finished.stdout and "tune" in finished.stdout
+
+
+NEEDS_COMPILER = pytest.mark.skipif(h200.missing_reason() is not None, reason=str(h200.missing_reason()))
+
+
+@NEEDS_COMPILER
+def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
+    if reason := extension.missing_reason():
+        pytest.skip(reason)
+    monkeypatch.setattr(cli, "load_cudnn", lambda: None)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
+    small = ["--preset", "gpt2-124m", "--sequence", "128", "--mesh", "tensor=2", "--sequence-parallel", "--fast"]
+    assert cli.main(["plan", *small]) == 0
+    printed = capsys.readouterr().out
+    assert "gpt2-124m, 0.12B params, delayed, 8 x 128 tokens in 1 microbatches, 2 h200 (tensor=2); compiling" in printed
+    assert "usable: fits" in printed and "TFLOP/s a GPU" in printed
+
+
+REFUSED_PLANS = {
+    "axes": (["--mesh", "pipe=2"], "a mesh must be axes among data, fsdp, tensor"),
+    "microbatches": (["--microbatches", "0"], "microbatches must be"),
+    "sequence parallel": (["--sequence-parallel"], "splits rows over the axis `tensor`, which this mesh has not"),
+    "rows": (["--mesh", "data=2", "--batch", "3"], "every device must have as many rows"),
+}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("case", REFUSED_PLANS)
+def test_plans_that_are_refused(case, monkeypatch, capsys):
+    arguments, message = REFUSED_PLANS[case]
+    monkeypatch.setattr(extension, "missing_reason", lambda: None)
+    monkeypatch.setattr(cli, "load_cudnn", lambda: None)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
+    assert cli.main(["plan", "--preset", "tiny", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("python -m jax_fp8 plan: ") and message in said and said.count("\n") == 1

@@ -8,6 +8,7 @@ The head stays out of FP8 by default: it is where the noise costs most and, but 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -108,7 +109,8 @@ class GPT(nn.Module):
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`;
     `head_recipe=CurrentScaling()` computes the head in FP8 too; `recompute` keeps less for the backward:
-    see `TransformerBlock`. With `logical_axes` `init` returns params with the names of their dims: see nn/names.py.
+    see `TransformerBlock`, also for `attention_implementation`. With `logical_axes` `init` returns params with the
+    names of their dims: see nn/names.py.
     """
 
     config: GPTConfig
@@ -118,6 +120,7 @@ class GPT(nn.Module):
     head_recipe: CurrentScaling | None = None
     recompute: bool = False
     logical_axes: bool = False
+    attention_implementation: Literal["cudnn", "xla"] | None = None
 
     @nn.compact
     def __call__(
@@ -174,6 +177,7 @@ class GPT(nn.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             logical_axes=self.logical_axes,
+            attention_implementation=self.attention_implementation,
             kernel_init=nn.initializers.normal(0.02),
             residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
             name=f"layer_{index}",

@@ -145,6 +145,18 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
+def parse_axes(text: str) -> dict[str, int]:
+    """`data=2,tensor=4` → the size of each axis, in the order of AXES: devices of the last one adjoin."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    sizes = {name: int(size) for name, _, size in pairs if name in AXES and size.isdecimal() and int(size) > 0}
+    if len(sizes) != len(pairs):
+        raise ValueError(
+            f"a mesh must be axes among {', '.join(AXES)}, each once and with a size of at least 1, got {text!r}; "
+            "say data=2,tensor=4"
+        )
+    return {axis: sizes[axis] for axis in AXES if axis in sizes}
+
+
 def describe_mesh(mesh: Mesh) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
 

@@ -71,7 +71,7 @@ class TrainStep:
 
         Args:
           init_fn: `model.init`.
-          args: what it takes: a random key, and and inputs, of which only the shapes count.
+          args: what it takes: a random key, and inputs, of which only the shapes count.
         """
         return make_by_array(*self._programs.create(init_fn, *args), *args)
 

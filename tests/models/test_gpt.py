@@ -135,3 +135,12 @@ def test_the_loss_of_a_gpt_is_that_of_its_logits(head_recipe):
         reference.assert_close(grads["params"][name], theirs[name], "linear_gradient" if head_recipe else "bfloat16")
     assert not np.any(grads["params"]["positions"][20:])  # what is padded teaches nothing
     assert np.all(np.any(grads["params"]["positions"][:19], axis=-1))
+
+
+def test_layers_use_the_attention_that_is_asked_for():
+    tokens = jnp.zeros((1, 32), jnp.int32)
+    config = fp8.GPTConfig.preset("tiny", num_layers=1)
+    for implementation in (None, "xla"):
+        fp8.GPT(config, attention_implementation=implementation).init(jax.random.key(0), tokens)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)cudnn"):
+        fp8.GPT(config, attention_implementation="cudnn").init(jax.random.key(0), tokens)

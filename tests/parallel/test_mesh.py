@@ -8,7 +8,7 @@ from hybrid import make_mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_fp8.core.shards import TensorParallel
-from jax_fp8.parallel.mesh import Parallelism, describe_mesh
+from jax_fp8.parallel.mesh import Parallelism, describe_mesh, parse_axes
 
 pytestmark = pytest.mark.versions
 
@@ -80,3 +80,13 @@ def test_batches_of_jax_arrays_that_lie_elsewhere_are_moved():
     how = Parallelism(make_mesh(data=4))
     elsewhere = jax.device_put(np.arange(8), jax.devices()[7])
     assert how.place_batch(elsewhere, 2).sharding.device_set == how.devices
+
+
+def test_axes_in_words():
+    assert list(parse_axes("tensor=2, data=3").items()) == [("data", 3), ("tensor", 2)]
+
+
+@pytest.mark.parametrize("text", ["", "pipe=2", "data", "data=0", "data=-1", "data=2,data=2", "data=2,", "data=x"])
+def test_axes_that_are_none(text):
+    with pytest.raises(ValueError, match=r"axes among data, fsdp, tensor, each once .*, got .*; say data=2,tensor=4"):
+        parse_axes(text)

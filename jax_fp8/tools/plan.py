@@ -1,0 +1,136 @@
+"""What a training step would need on GPUs that are not here: memory, bytes over the wire, an estimated time.
+
+    step, shapes on described GPUs ─compile→ what the compiler would launch ─capture_report, estimate→ Plan
+
+Memory, collectives and launches are those of the real program, by XLA for these GPUs; only the time is an estimate
+(tools/timeline.py). Nothing is run, so what XLA finds out by timing is left out.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.tools.capture import CaptureReport, capture_report
+from jax_fp8.tools.described import GPUS, HOST, UNTIMED, described_gpus
+from jax_fp8.tools.hlo import read_hlo
+from jax_fp8.tools.timeline import Timeline, estimate
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.train_step import TrainStep, default_options
+
+GIB = 2**30
+USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, cuBLAS's and NCCL's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one device, and what a step does.
+
+    Args:
+      params, optimizer, others: of the state; `others` are scales, histories, and the step count.
+      batch: of one device.
+      report: of the compiled step; its scratch holds activations, gradients, FP8 weights and workspaces.
+      timeline: an estimate.
+      memory: of the GPU.
+      devices, tokens: of a step.
+      model_flops: of a step; operations of the model's products, forward and backward.
+    """
+
+    params: int
+    optimizer: int
+    others: int
+    batch: int
+    report: CaptureReport
+    timeline: Timeline
+    memory: int
+    devices: int
+    tokens: int
+    model_flops: float
+
+    @property
+    def peak(self) -> int:
+        return self.report.argument_bytes + self.report.temp_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= USABLE * self.memory
+
+    def __str__(self):
+        seconds, usable = self.timeline.seconds, USABLE * self.memory / GIB
+        verdict = "fits" if self.fits else "does not fit"
+        rows = [
+            *((name, f"{value / GIB:8.2f} GiB") for name, value in self._kinds()),
+            ("together", f"{self.peak / GIB:8.2f} GiB of {usable:.1f} usable: {verdict}"),
+            ("CUDA graphs", f"{self.report.graphs:8d}"),
+            ("over the wire", f"{self.report.wire_bytes / 2**20:8.0f} MiB a device and step"),
+            ("step, estimated", f"{1e3 * seconds:8.1f} ms"),
+            *((f"  {name}", f"{1e3 * value:8.1f} ms") for name, value in self._parts()),
+            ("tokens", f"{self.tokens / seconds:8.0f} /s, {self.tokens / seconds / self.devices:.0f} a GPU"),
+            ("model operations", f"{self.model_flops / seconds / self.devices / 1e12:8.0f} TFLOP/s a GPU"),
+        ]
+        lines = [f"{name:<26}{value}" for name, value in rows]
+        if not self.fits:
+            lines.append("More fsdp or tensor, more microbatches, recompute or bfloat16 params need less.")
+        if self.devices > HOST:
+            lines.append(f"The time takes all {self.devices} GPUs to be joined like the {HOST} of one host.")
+        return "\n".join(lines)
+
+    def _kinds(self):
+        yield from (("params", self.params), ("optimizer state", self.optimizer), ("FP8 state", self.others))
+        yield from (("batch", self.batch), ("scratch", self.report.temp_bytes))
+
+    def _parts(self):
+        timeline = self.timeline
+        yield from (("kernels", timeline.kernels), ("waiting for collectives", timeline.exposed))
+        yield "slower beside them", timeline.slowed
+
+
+def mesh_of_described(axes: dict[str, int], gpu: str) -> Mesh:
+    """An Explicit mesh of GPUs that are not here, with at least one axis."""
+    sizes = tuple(axes.values())
+    devices = described_gpus(math.prod(sizes), gpu)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
+
+
+def plan_step(
+    step: TrainStep, how: Parallelism, state: TrainState, batch: Any, microbatches: int, gpu: str, model_flops: float
+) -> Plan:
+    """The plan of a step.
+
+    Args:
+      step: made with `mesh=how.mesh` and `compiler_options=options_of_plan()`.
+      state: from `step.state_shapes`.
+      batch: a tree of `jax.ShapeDtypeStruct`, of all devices together; (sequences, seq + 1) for tokens.
+      model_flops: of a step.
+    """
+    how.check_rows(batch, microbatches)
+    split = NamedSharding(how.mesh, how.batch_spec)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
+    compilation = step.lower(state, batch).compile()
+    report = capture_report(compilation)
+    parts = [_own_bytes(tree) for tree in (state.params, state.opt_state, (state.fp8, state.step))]
+    sequences, columns = jax.tree.leaves(batch)[0].shape
+    return Plan(
+        *parts,
+        batch=_own_bytes(batch),
+        report=report,
+        timeline=estimate(read_hlo(compilation.as_text())),
+        memory=GPUS[gpu],
+        devices=how.mesh.size,
+        tokens=sequences * (columns - 1),
+        model_flops=model_flops,
+    )
+
+
+def options_of_plan() -> dict[str, str | bool | int]:
+    """XLA's options: a step's own, without what needs a device."""
+    return default_options(on_mesh=True) | UNTIMED
+
+
+def _own_bytes(tree: Any) -> int:
+    """Of one device."""
+    shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)

@@ -1,0 +1,67 @@
+"""A plan says of a step what its compiled program says: bytes of a device by kind, and whether they fit."""
+
+import dataclasses
+import functools
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.kernels import extension
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.tools.described import GPUS
+from jax_fp8.tools.plan import GIB, mesh_of_described, options_of_plan, plan_step
+
+REASON = h200.missing_reason() or extension.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+TOKENS = jax.ShapeDtypeStruct((16, 128), jnp.int32)
+FLOPS = 1e12
+
+
+@functools.cache
+def plan():
+    mesh = mesh_of_described({"fsdp": 2}, "h200")
+    model = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=1))
+    options = {"mesh": mesh, "compiler_options": options_of_plan()}
+    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, **options)
+    state = step.state_shapes(model.init, jax.random.key(0), TOKENS)
+    batch = jax.ShapeDtypeStruct((16, 129), jnp.int32)
+    return plan_step(step, Parallelism(mesh), state, batch, 1, "h200", FLOPS), state
+
+
+def test_bytes_of_one_device():
+    found, state = plan()
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 1)
+    vectors = sum(leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim == 1)
+    assert found.params == 4 * (matrices // 2 + vectors)
+    assert found.optimizer == 2 * found.params + 4  # moments, and the count
+    assert found.batch == 8 * 129 * 4
+    arguments = found.params + found.optimizer + found.others + found.batch
+    assert arguments <= found.report.argument_bytes <= arguments + 512 * len(jax.tree.leaves(state))  # padded, metrics
+    assert found.peak == found.report.argument_bytes + found.report.temp_bytes and found.fits
+    assert found.devices == 2 and found.tokens == 16 * 128
+
+
+def test_what_it_says():
+    found, _ = plan()
+    lines = dict(line.split("  ", 1) for line in str(found).splitlines() if not line.startswith(" "))
+    assert lines["together"].split()[-1] == "fits" and lines["over the wire"].strip().endswith("a device and step")
+    rate = FLOPS / found.timeline.seconds / 2 / 1e12
+    assert f"{rate:.0f} TFLOP/s a GPU" in lines["model operations"]
+    small = dataclasses.replace(found, memory=found.peak)
+    assert not small.fits and str(small).endswith("recompute or bfloat16 params need less.")
+    many = dataclasses.replace(found, devices=16)
+    assert str(many).endswith("The time takes all 16 GPUs to be joined like the 8 of one host.")
+
+
+def test_rows_that_devices_cannot_share_are_refused():
+    how = Parallelism(mesh_of_described({"fsdp": 2}, "h200"))
+    with pytest.raises(ValueError, match="every device must have as many rows"):
+        plan_step(None, how, None, jax.ShapeDtypeStruct((15, 129), jnp.int32), 1, "h200", FLOPS)  # type: ignore
+
+
+def test_memory_is_in_gib():
+    assert GPUS["h200"] / GIB == pytest.approx(139.8, abs=0.05)

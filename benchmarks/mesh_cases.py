@@ -14,9 +14,9 @@ from mesh_plain import build_plain, constraint
 from plain_gpt import PlainGPT
 
 import jax_fp8 as fp8
+from jax_fp8.parallel.mesh import AXES, parse_axes
 from jax_fp8.train.cuda_graph import default_options
 
-AXES = ("data", "fsdp", "tensor")
 RECIPES = ("delayed", "current", "bf16", "plain")
 GRAPHS = ("default", "collectives", "none")
 SEQUENCE = "+sequence"
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def axes(self) -> dict[str, int]:
-        return parse_mesh(self.mesh.removesuffix(SEQUENCE))
+        return parse_axes(self.mesh.removesuffix(SEQUENCE))
 
     @property
     def sequence_parallel(self) -> bool:
@@ -130,17 +130,6 @@ class Training:
     place: Callable[[np.ndarray], jax.Array]
     lower: Callable[[Any, Any], Any]
     num_params: int
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`data=2,tensor=2` as a dict, in the order of AXES."""
-    try:
-        found = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        found = {}
-    if not found or not set(found) <= set(AXES) or min(found.values()) < 1:
-        raise ValueError(f"a mesh must be axes among {', '.join(AXES)} with sizes, got {text!r}; say data=2,tensor=2")
-    return {axis: found[axis] for axis in AXES if axis in found}
 
 
 def make_optimizer(recipe: str, steps: int) -> optax.GradientTransformation:

@@ -85,8 +85,8 @@ def test_sequences_of_a_step(benchmark, mesh, given, sequences):
 
 @pytest.mark.parametrize("mesh", ["", "pipe=2", "data", "data=x", "data=0", "data=2,tensor"])
 def test_what_is_no_mesh_is_one_sentence(benchmark, mesh, capsys):
-    with pytest.raises(ValueError, match="a mesh must be axes among data, fsdp, tensor with sizes"):
-        benchmark("mesh_cases").parse_mesh(mesh)
+    with pytest.raises(ValueError, match="a mesh must be axes among data, fsdp, tensor, each once"):
+        benchmark("mesh_cases").parse_axes(mesh)
 
 
 def test_sequence_parallel_needs_tensor(benchmark, capsys):

@@ -3,7 +3,7 @@
     step, shapes on described GPUs ─compile→ what the compiler would launch ─capture_report, estimate→ Plan
 
 Memory, collectives and launches are those of the real program, by XLA for these GPUs; only the time is an estimate
-(tools/timeline.py). Nothing is run, so what XLA finds out by timing is left out.
+(tools/step_time.py). Nothing is run, so what XLA finds out by timing is left out.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.tools.capture import CaptureReport, capture_report
 from jax_fp8.tools.described import GPUS, HOST, UNTIMED, described_gpus
 from jax_fp8.tools.hlo import read_hlo
-from jax_fp8.tools.timeline import Timeline, estimate
+from jax_fp8.tools.step_time import StepTime, estimate
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import TrainStep, default_options
 
@@ -33,7 +33,7 @@ class Plan:
       params, optimizer, others: of the state; `others` are scales, histories, and the step count.
       batch: of one device.
       report: of the compiled step; its scratch holds activations, gradients, FP8 weights and workspaces.
-      timeline: an estimate.
+      time: of a step, estimated.
       memory: of the GPU.
       devices, tokens: of a step.
       model_flops: of a step; operations of the model's products, forward and backward.
@@ -44,7 +44,7 @@ class Plan:
     others: int
     batch: int
     report: CaptureReport
-    timeline: Timeline
+    time: StepTime
     memory: int
     devices: int
     tokens: int
@@ -59,7 +59,7 @@ class Plan:
         return self.peak <= USABLE * self.memory
 
     def __str__(self):
-        seconds, usable = self.timeline.seconds, USABLE * self.memory / GIB
+        seconds, usable = self.time.seconds, USABLE * self.memory / GIB
         verdict = "fits" if self.fits else "does not fit"
         rows = [
             *((name, f"{value / GIB:8.2f} GiB") for name, value in self._kinds()),
@@ -83,9 +83,9 @@ class Plan:
         yield from (("batch", self.batch), ("scratch", self.report.temp_bytes))
 
     def _parts(self):
-        timeline = self.timeline
-        yield from (("kernels", timeline.kernels), ("waiting for collectives", timeline.exposed))
-        yield "slower beside them", timeline.slowed
+        time = self.time
+        yield from (("kernels", time.kernels), ("waiting for collectives", time.exposed))
+        yield "slower beside them", time.slowed
 
 
 def mesh_of_described(axes: dict[str, int], gpu: str) -> Mesh:
@@ -117,7 +117,7 @@ def plan_step(
         *parts,
         batch=_own_bytes(batch),
         report=report,
-        timeline=estimate(read_hlo(compilation.as_text())),
+        time=estimate(read_hlo(compilation.as_text())),
         memory=GPUS[gpu],
         devices=how.mesh.size,
         tokens=sequences * (columns - 1),

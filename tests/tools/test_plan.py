@@ -49,7 +49,7 @@ def test_what_it_says():
     found, _ = plan()
     lines = dict(line.split("  ", 1) for line in str(found).splitlines() if not line.startswith(" "))
     assert lines["together"].split()[-1] == "fits" and lines["over the wire"].strip().endswith("a device and step")
-    rate = FLOPS / found.timeline.seconds / 2 / 1e12
+    rate = FLOPS / found.time.seconds / 2 / 1e12
     assert f"{rate:.0f} TFLOP/s a GPU" in lines["model operations"]
     small = dataclasses.replace(found, memory=found.peak)
     assert not small.fits and str(small).endswith("recompute or bfloat16 params need less.")

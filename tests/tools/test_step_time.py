@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jax_fp8.tools.hlo import read_hlo
-from jax_fp8.tools.timeline import H200, Rates, estimate
+from jax_fp8.tools.step_time import H200, Rates, estimate
 
 # One operation, one byte a second: times are what is counted.
 ONE = Rates(fp8=1.0, bf16=1.0, attention=1.0, memory=1e30, wire=1.0, collective=0.0, launch=0.0, beside=0.0)
@@ -13,7 +13,7 @@ BYTES = dataclasses.replace(ONE, fp8=1e30, bf16=1e30, attention=1e30, memory=1.0
 GEMM = '(bf16[8,4]{1,0}, u8[64]{0}) custom-call(%a, %b, %s, %s), custom_call_target="jax_fp8_gemm"'
 
 
-def timeline(body: str, rates: Rates = ONE, others: str = ""):
+def time_of(body: str, rates: Rates = ONE, others: str = ""):
     text = f"""HloModule step, is_scheduled=true, num_partitions=4
 
 {others}
@@ -30,15 +30,15 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
 
 def test_a_product_takes_its_operations_or_its_bytes():
     body = f"  %d = {GEMM}"
-    assert timeline(body).seconds == 2 * 8 * 4 * 16
-    assert timeline(body, BYTES).seconds == 8 * 16 + 4 * 16 + 2 * 4 + 2 * 8 * 4  # the workspace is none of them
+    assert time_of(body).seconds == 2 * 8 * 4 * 16
+    assert time_of(body, BYTES).seconds == 8 * 16 + 4 * 16 + 2 * 4 + 2 * 8 * 4  # the workspace is none of them
     launch = dataclasses.replace(ONE, launch=0.5)
-    assert timeline(body, launch).seconds == 2 * 8 * 4 * 16 + 0.5
+    assert time_of(body, launch).seconds == 2 * 8 * 4 * 16 + 0.5
 
 
 def test_columns_that_a_product_leaves_out_do_not_count():
     some = '  %d = (bf16[8,2]{1,0}, u8[64]{0}) custom-call(%a, %b, %s, %s), custom_call_target="jax_fp8_gemm"'
-    assert timeline(some).seconds == 2 * 8 * 2 * 16
+    assert time_of(some).seconds == 2 * 8 * 2 * 16
 
 
 def test_attention_is_causal():
@@ -46,7 +46,7 @@ def test_attention_is_causal():
     body = f"""  %q = {shapes} parameter(4)
   %o = ({shapes}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
   %g = ({shapes}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward" """
-    assert timeline(body).seconds == (2 + 5) * 2 * (2 * 4) * 32 * 32 * 8 / 2
+    assert time_of(body).seconds == (2 + 5) * 2 * (2 * 4) * 32 * 32 * 8 / 2
 
 
 SUM = "all-reduce{}(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%add"
@@ -57,20 +57,20 @@ SUM_SECONDS = 2 * 3 * 64 / 4  # on a ring of four
 def test_a_collective_beside_a_product(products, exposed):
     beside = "\n".join(f"  %d.{i} = {GEMM}" for i in range(products))
     start = f"  %r = f32[16]{{0}} {SUM.format('-start')}"
-    found = timeline(f"{start}\n{beside}\n  %e = f32[16]{{0}} all-reduce-done(%r)")
+    found = time_of(f"{start}\n{beside}\n  %e = f32[16]{{0}} all-reduce-done(%r)")
     assert found.collectives == SUM_SECONDS and found.exposed == exposed
     assert found.seconds == found.kernels + exposed
     slow = dataclasses.replace(ONE, beside=0.5)
-    found = timeline(f"{start}\n{beside}\n  %e = f32[16]{{0}} all-reduce-done(%r)", slow)
+    found = time_of(f"{start}\n{beside}\n  %e = f32[16]{{0}} all-reduce-done(%r)", slow)
     assert found.slowed == 0.5 * (SUM_SECONDS - exposed)
 
 
 def test_collectives_run_one_after_another():
     two = "\n".join(f"  %r.{i} = f32[16]{{0}} {SUM.format('-start')}" for i in range(2))
     done = "\n".join(f"  %e.{i} = f32[16]{{0}} all-reduce-done(%r.{i})" for i in range(2))
-    assert timeline(f"{two}\n{done}").exposed == 2 * SUM_SECONDS
+    assert time_of(f"{two}\n{done}").exposed == 2 * SUM_SECONDS
     synchronous = f"  %r = f32[16]{{0}} {SUM.format('')}\n  %d = {GEMM}"
-    assert timeline(synchronous).exposed == SUM_SECONDS
+    assert time_of(synchronous).exposed == SUM_SECONDS
 
 
 def test_one_that_is_wrapped_is_found():
@@ -82,7 +82,7 @@ def test_one_that_is_wrapped_is_found():
     body = """  %y = f32[64]{0} parameter(4)
   %r = ((f32[64]{0}), f32[16]{0}) async-start(%y), calls=%wrapped
   %e = f32[16]{0} async-done(%r)"""
-    assert timeline(body, others=others).exposed == 3 * 256 / 4
+    assert time_of(body, others=others).exposed == 3 * 256 / 4
 
 
 LOOP = """%body (p: (f32[16])) -> (f32[16]) {{
@@ -101,9 +101,9 @@ LOOP = """%body (p: (f32[16])) -> (f32[16]) {{
 
 def test_loops_and_branches():
     loop = '  %w = (f32[16]{0}) while(%x), body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-    assert timeline(loop, others=LOOP).seconds == 3 * 1024
+    assert time_of(loop, others=LOOP).seconds == 3 * 1024
     branch = "  %c = (f32[16]{0}) conditional(%s, %x, %x), branch_computations={%other, %body}"
-    assert timeline(branch, others=LOOP).seconds == 1024
+    assert time_of(branch, others=LOOP).seconds == 1024
 
 
 FUSIONS = """%cut (p: f32[1000], i: s32[]) -> f32[10] {
@@ -139,9 +139,9 @@ def test_a_fusion_reads_and_writes_what_it_needs(called, result, operands, bytes
   %z = f32[10]{{0}} parameter(5)
   %j = s32[] parameter(6)
   %f = {result}{{0}} fusion({operands}), kind=kLoop, calls=%{called}"""
-    assert timeline(body, BYTES, FUSIONS).seconds == bytes_
+    assert time_of(body, BYTES, FUSIONS).seconds == bytes_
 
 
 def test_it_says_what_it_found():
-    text = str(timeline(f"  %d = {GEMM}", dataclasses.replace(H200, launch=1e-3)))
+    text = str(time_of(f"  %d = {GEMM}", dataclasses.replace(H200, launch=1e-3)))
     assert text == "1.0 ms a step: 1.0 ms kernels, 0.0 ms exposed, 0.0 ms slowed, 0.0 ms collectives"

@@ -1,6 +1,6 @@
 """How long a compiled step would take on GPUs of known rates: an estimate, from what the compiler will launch.
 
-    instructions in the order of their launch ─seconds_of, Rates→ a time each ─two streams→ Timeline
+    instructions in the order of their launch ─seconds_of, Rates→ a time each ─two streams→ StepTime
 
 Kernels run one after another, and collectives one after another beside them, each from where its start is launched; a
 kernel that stands after the done waits for it. A kernel takes its operations or its bytes at the rate of the GPU,
@@ -48,7 +48,7 @@ H200 = Rates(1.40e15, 0.78e15, 0.40e15, 4.2e12, 190e9, 15e-6, 9e-6, 0.3)
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTime:
     """Seconds of one call.
 
     Args:
@@ -73,15 +73,15 @@ class Timeline:
         return f"{1e3 * self.seconds:.1f} ms a step: {figures}"
 
 
-def estimate(instructions: Sequence[Instruction], rates: Rates = H200) -> Timeline:
-    """The timeline of a scheduled module, as `read_hlo` reads it. Of the branches of a conditional the longest counts,
+def estimate(instructions: Sequence[Instruction], rates: Rates = H200) -> StepTime:
+    """The time of a scheduled module, as `read_hlo` reads it. Of the branches of a conditional the longest counts,
     and a loop of unknown length runs once.
     """
     computations = by_computation(instructions)
     streams = _Streams(computations, rates)
     streams.run(next(instruction.computation for instruction in instructions if instruction.in_entry))
     hidden = max(streams.sent - streams.exposed, 0)
-    return Timeline(streams.computed, streams.sent, streams.exposed, rates.beside * hidden)
+    return StepTime(streams.computed, streams.sent, streams.exposed, rates.beside * hidden)
 
 
 class _Streams:

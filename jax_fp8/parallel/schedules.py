@@ -72,7 +72,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     forwards = in_groups(FORWARD, range(chunks))
     backwards = [[unit] for unit in in_groups(BACKWARD, range(chunks)[::-1])]
-    # The way of the first microbatch to its last chunk, and twice the way to the last stage: there and back.
+    # The way of the first microbatch to its last chunk, and twice the way to the last stage. Once would make the same
+    # bubble if transfers took no time, and keep less; the second way is what transfers are hidden under.
     warmup = [stages * (chunks - 1) + 2 * (stages - 1 - s) for s in range(stages)]
     return in_order([_in_turn(count, forwards, backwards) for count in warmup], microbatches, chunks)
 

@@ -12,22 +12,21 @@ from jax_fp8.parallel.timeline import Costs, Kept, Timeline, make_timeline, most
 UNEVEN = Costs(forward=1.0, input_gradient=1.25, weight_gradient=0.75)
 SIZES = [*itertools.product((1, 2, 3, 4, 8), (1, 2, 4, 8, 24))]
 CHUNKS = 2, 3
+PAIRS = (0, 0), (1, 0), (0, 1), (1, 1)  # microbatch and chunk
 
 
 def work(costs):
     return costs.forward + costs.input_gradient + costs.weight_gradient
 
 
-def in_turn(stages, microbatches, warmup):
-    """1F1B with another number of forwards before the first backward."""
+def with_warmup(schedule, warmup):
+    """The same work with another number of forwards, of each stage, before forwards and backwards take turns."""
     orders = []
-    for stage in range(stages):
-        forwards = [Unit(FORWARD, m) for m in range(microbatches)]
-        backwards = [Unit(BACKWARD, m) for m in range(microbatches)]
-        count = warmup(stage)
+    for order, count in zip(schedule.orders, warmup, strict=True):
+        forwards, backwards = ([unit for unit in order if unit.kind is kind] for kind in (FORWARD, BACKWARD))
         pairs = itertools.zip_longest(forwards[count:], backwards)
         orders.append(forwards[:count] + [unit for pair in pairs for unit in pair if unit is not None])
-    return in_order(orders, microbatches)
+    return in_order(orders, schedule.microbatches, schedule.chunks)
 
 
 @pytest.mark.parametrize("costs", [Costs(), UNEVEN], ids=["even", "uneven"])
@@ -63,6 +62,13 @@ def test_bubble_of_zero_bubble(costs):
                 assert idle == pytest.approx(beside / 3)
 
 
+def test_long_weight_gradients_do_not_all_fit_into_the_bubble():
+    for costs in (Costs(forward=0.8, weight_gradient=0.9), Costs(input_gradient=0.8, weight_gradient=0.9)):
+        timeline = make_timeline(make_schedule("zero-bubble", 4, 8), costs)
+        published = 3 * (costs.forward + costs.input_gradient - costs.weight_gradient)
+        assert timeline.time - 8 * work(costs) > published + 0.1
+
+
 def test_zero_bubble_of_few_microbatches_is_still_faster():
     """Fewer than stages do not fill the pipeline: the bubble is more than a third then."""
     for stages, microbatches in ((2, 1), (4, 2), (8, 7)):
@@ -94,20 +100,35 @@ def test_what_stages_keep():
 def test_what_is_kept_is_counted_until_it_has_been_read():
     units = [Unit(kind, m) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) for m in range(3)]
     assert most_kept(in_order([units], 3)) == (Kept(3, 3, 3),)
+    of_chunks = [Unit(kind, m, chunk) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) for m, chunk in PAIRS]
+    of_chunks[4:8] = of_chunks[4:8][::-1]
+    assert most_kept(in_order([of_chunks], 2, chunks=2)) == (Kept(2, 2, 2),)
     one_by_one = [Unit(kind, m) for m in range(3) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)]
     assert most_kept(in_order([one_by_one], 3)) == (Kept(1, 1, 1),)
+
+
+def test_what_the_longer_warmup_of_interleaved_is_for():
+    """With forwards for one way to the last stage in place of two, stages keep less and wait for transfers."""
+    schedule = make_schedule("interleaved", 4, 8, 2)
+    assert with_warmup(schedule, (10, 8, 6, 4)) == schedule
+    shorter = with_warmup(schedule, (7, 6, 5, 4))
+    assert [kept.activations for kept in most_kept(shorter)] == [4, 3.5, 3, 2.5]
+    assert [kept.activations for kept in most_kept(schedule)] == [5.5, 4.5, 3.5, 2.5]
+    assert make_timeline(shorter).time == make_timeline(schedule).time
+    slow = Costs(transfer=0.1)
+    assert make_timeline(shorter, slow).time > make_timeline(schedule, slow).time + 1
 
 
 def test_wrong_schedules_cost_more():
     """Negative controls of the formulas: each is right, runs, and is found to be worse."""
     stages, microbatches = 4, 8
     right = make_schedule("1f1b", stages, microbatches)
-    assert in_turn(stages, microbatches, lambda s: stages - 1 - s) == right
-    more = in_turn(stages, microbatches, lambda s: stages - s)
+    assert with_warmup(right, (3, 2, 1, 0)) == right
+    more = with_warmup(right, (4, 3, 2, 1))
     assert [kept.activations for kept in most_kept(more)] == [5, 4, 3, 2]  # not [4, 3, 2, 1]
-    fewer = in_turn(stages, microbatches, lambda s: max(stages - 2 - s, 0))
+    fewer = with_warmup(right, (2, 1, 0, 0))
     assert make_timeline(fewer).bubble > make_timeline(right).bubble + 0.1
-    one_by_one = in_turn(stages, microbatches, lambda s: 0)
+    one_by_one = with_warmup(right, (0, 0, 0, 0))
     assert make_timeline(one_by_one).bubble == pytest.approx(1 - 1 / stages)
 
     h1 = make_schedule("zero-bubble", stages, microbatches)
@@ -168,7 +189,11 @@ stage 1  .  F0 B0 F1 B1 W0 F2 B2 W1 W2""",
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_timeline_is_a_picture(name):
-    assert str(make_timeline(make_schedule(name, 2, 3))) == PICTURES[name]
+    schedule = make_schedule(name, 2, 3)
+    assert str(make_timeline(schedule)) == PICTURES[name]
+    for time in (0.1, 0.7, 1 / 3):  # sums of which are not exact
+        costs = Costs(forward=time, input_gradient=time, weight_gradient=time)
+        assert str(make_timeline(schedule, costs)) == PICTURES[name]
 
 
 def test_a_picture_names_chunks_and_has_room_for_every_unit():

@@ -1,0 +1,199 @@
+"""The schedules that exist compute the gradients of the model: a runner in NumPy does what their tables say, and knows
+nothing of the rules by which a schedule is checked.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jax_fp8.parallel.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Unit, in_order
+from jax_fp8.parallel.schedules import SCHEDULES, layers_of_stage, make_schedule
+
+CASES = [
+    (name, stages, microbatches, chunks)
+    for name, stages, microbatches in itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 4, 8))
+    for chunks in ((2, 3) if name == "interleaved" else (1,))
+    if name != "interleaved" or microbatches % stages == 0
+]
+WIDTH = 3
+
+
+class Layers:
+    """`layers` times y = tanh(x w), with a loss of half the squares: forward and the halves of backward by hand."""
+
+    def __init__(self, layers, microbatches):
+        rng = np.random.default_rng(0)
+        self.weights = rng.normal(size=(layers, WIDTH, WIDTH))
+        self.batch = rng.normal(size=(microbatches, 2, WIDTH))
+
+    def gradients(self):
+        """Of one microbatch after the other, without a pipeline."""
+        found = np.zeros_like(self.weights)
+        for x in self.batch:
+            kept = [x]
+            for weight in self.weights:
+                kept.append(np.tanh(kept[-1] @ weight))
+            dy = kept[-1]
+            for layer in reversed(range(len(self.weights))):
+                dz = dy * (1 - kept[layer + 1] ** 2)
+                found[layer] += kept[layer].T @ dz
+                dy = dz @ self.weights[layer].T
+        return found
+
+
+class Mail:
+    """What is on its way between stages. A message can be taken once, and not before it has travelled."""
+
+    def __init__(self, transfer_ticks):
+        self.transfer_ticks, self.arrivals = transfer_ticks, {}
+
+    def send(self, tick, stage, to, name, what):
+        self.arrivals[to, name] = tick + (1 if to == stage else self.transfer_ticks), what
+
+    def take(self, tick, stage, name):
+        arrival, what = self.arrivals.pop((stage, name))
+        if arrival > tick:
+            raise KeyError(name)
+        return what
+
+
+def run(table, layers, stages, chunks, transfer_ticks=1):
+    """The gradients of a model with one layer in each chunk. KeyError where a stage needs what it has not."""
+    found, mail, kept = np.zeros_like(layers.weights), Mail(transfer_ticks), [{} for _ in range(stages)]
+    cells = [(tick, stage, unit) for tick, row in enumerate(table) for stage, unit in enumerate(row) if unit]
+    for tick, stage, unit in cells:
+        m, layer = unit.microbatch, unit.chunk * stages + stage
+        weight, is_last = layers.weights[layer], layer + 1 == len(layers.weights)
+        if unit.kind is FORWARD:
+            x = layers.batch[m] if layer == 0 else mail.take(tick, stage, ("x", m, layer))
+            y = np.tanh(x @ weight)
+            kept[stage]["activations", m, layer] = x, y
+            if not is_last:
+                mail.send(tick, stage, (stage + 1) % stages, ("x", m, layer + 1), y)
+        if unit.kind in (BACKWARD, INPUT_GRADIENT):
+            x, y = kept[stage].pop(("activations", m, layer))
+            dy = y if is_last else mail.take(tick, stage, ("dy", m, layer))
+            dz = dy * (1 - y**2)
+            kept[stage]["operands", m, layer] = x, dz
+            if layer > 0:
+                mail.send(tick, stage, (stage - 1) % stages, ("dy", m, layer - 1), dz @ weight.T)
+        if unit.kind in (BACKWARD, WEIGHT_GRADIENT):
+            x, dz = kept[stage].pop(("operands", m, layer))
+            found[layer] += x.T @ dz
+    assert not mail.arrivals and not any(kept)  # nothing was computed for nobody
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_those_of_the_model(name):
+    for of_name, stages, microbatches, chunks in CASES:
+        if of_name == name:
+            layers = Layers(stages * chunks, microbatches)
+            schedule = make_schedule(name, stages, microbatches, chunks)
+            found = run(schedule.table, layers, stages, chunks)
+            np.testing.assert_allclose(found, layers.gradients(), rtol=1e-12, atol=1e-12)
+            slow = in_order(schedule.orders, microbatches, chunks, transfer_ticks=3)
+            found = run(slow.table, layers, stages, chunks, transfer_ticks=3)
+            np.testing.assert_allclose(found, layers.gradients(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_runner_notices_a_wrong_table(name):
+    """Negative control: two ticks exchanged, a unit left out, a message that is too slow."""
+    chunks = 2 if name == "interleaved" else 1
+    layers, table = Layers(2 * chunks, 4), make_schedule(name, 2, 4, chunks).table
+    exchanged = [
+        (*table[:tick], table[tick + 1], table[tick], *table[tick + 2 :]) for tick in (0, 1, 2, len(table) - 2)
+    ]
+    for wrong in exchanged:
+        with pytest.raises(KeyError):
+            run(wrong, layers, 2, chunks)
+    with pytest.raises(KeyError):
+        run(table, layers, 2, chunks, transfer_ticks=2)
+    for tick, stage in ((0, 0), (len(table) - 1, 0)):
+        row = tuple(None if s == stage else unit for s, unit in enumerate(table[tick]))
+        with pytest.raises((KeyError, AssertionError)):
+            run((*table[:tick], row, *table[tick + 1 :]), layers, 2, chunks)
+
+
+def is_stack(order):
+    """Whether each backward is of the last forward that has none yet."""
+    kept = []
+    for unit in order:
+        if unit.kind is FORWARD:
+            kept.append(unit.microbatch)
+        elif kept.pop() != unit.microbatch:
+            return False
+    return True
+
+
+def test_gpipe_keeps_a_stack():
+    assert all(map(is_stack, make_schedule("gpipe", 4, 8).orders))
+    assert not any(map(is_stack, make_schedule("1f1b", 4, 8).orders[:-1]))  # negative control
+
+
+def test_orders_of_four_stages():
+    def letters(name, stage, chunks=1):
+        kinds = {FORWARD: "F", BACKWARD: "B", INPUT_GRADIENT: "I", WEIGHT_GRADIENT: "W"}
+        units = make_schedule(name, 4, 4, chunks).orders[stage]
+        return " ".join(kinds[unit.kind] + str(unit.microbatch) + "'" * unit.chunk for unit in units)
+
+    assert letters("gpipe", 2) == "F0 F1 F2 F3 B3 B2 B1 B0"
+    assert letters("1f1b", 2) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert letters("zero-bubble", 2) == "F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3"
+    assert letters("interleaved", 3, 2) == "F0 F1 F2 F3 F0' B0' F1' B1' F2' B2' F3' B3' B0 B1 B2 B3"
+
+
+def test_layers_of_a_stage():
+    assert layers_of_stage(1, 12, 4) == (range(3, 6),)
+    assert layers_of_stage(1, 16, 4, chunks=2) == (range(2, 4), range(10, 12))
+    for stages, chunks in ((1, 1), (2, 3), (4, 2)):
+        found = [layers_of_stage(stage, 24, stages, chunks) for stage in range(stages)]
+        in_order_of_model = [layer for chunk in zip(*found, strict=True) for layers in chunk for layer in layers]
+        assert in_order_of_model == [*range(24)]
+
+
+REFUSED = {
+    "a name": (
+        lambda: make_schedule("1b1f", 2, 4),
+        "a schedule must be one of gpipe, 1f1b, interleaved, zero-bubble, got '1b1f'; choose one of these",
+    ),
+    "fewer microbatches than stages": (
+        lambda: make_schedule("interleaved", 4, 2, 2),
+        "interleaved needs as many microbatches as stages, or a multiple, got 2 microbatches for 4 stages; pass 4 mic",
+    ),
+    "no multiple": (lambda: make_schedule("interleaved", 4, 10, 2), "got 10 microbatches for 4 stages; pass 12 micro"),
+    "one chunk": (lambda: make_schedule("interleaved", 4, 8), "needs several chunks on each stage, got chunks=1; pass"),
+    "chunks of gpipe": (lambda: make_schedule("gpipe", 4, 8, 2), "gpipe has one chunk .*, got chunks=2; leave it out"),
+    "chunks of 1f1b": (lambda: make_schedule("1f1b", 4, 8, 2), "1f1b has one chunk of layers on each stage, got chunk"),
+    "chunks of zero-bubble": (lambda: make_schedule("zero-bubble", 4, 8, 2), "zero-bubble has one chunk of layers on"),
+    "no stages": (lambda: make_schedule("gpipe", 0, 8), "stages must be a whole number from 1, got 0; pass stages=1"),
+    "no microbatches": (lambda: make_schedule("1f1b", 2, 0), "microbatches must be a whole number from 1, got 0"),
+    "half a stage": (lambda: make_schedule("zero-bubble", 2.0, 8), "stages must be a whole number from 1, got 2.0"),
+    "no chunks": (lambda: make_schedule("interleaved", 2, 8, 0), "chunks must be a whole number from 1, got 0"),
+    "layers": (
+        lambda: layers_of_stage(0, 24, 5),
+        "each chunk of each stage must have as many layers, got 24 layers for 5 stages with 1 chunks each; pass a mult",
+    ),
+    "layers of chunks": (lambda: layers_of_stage(0, 12, 4, 2), "with 2 chunks each; pass a multiple of 8 layers"),
+    "a stage": (lambda: layers_of_stage(4, 24, 4), "stage must be among 0 to 3, got 4; pass one of these"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_schedule_of_ones_own_is_one_function():
+    """Forward and backward of one microbatch after the other, which is no pipeline at all."""
+
+    def one_by_one(stages, microbatches):
+        order = [Unit(kind, m) for m in range(microbatches) for kind in (FORWARD, BACKWARD)]
+        return in_order([order] * stages, microbatches)
+
+    layers = Layers(3, 5)
+    np.testing.assert_allclose(run(one_by_one(3, 5).table, layers, 3, 1), layers.gradients(), rtol=1e-12)

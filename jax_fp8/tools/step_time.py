@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jax_fp8.tools.collectives import ring_bytes
 from jax_fp8.tools.hlo import BRANCHES, CALLS, FUSIONS, Array, Instruction, by_computation
 
-FP8_PRODUCTS = ("jax_fp8_gemm", "jax_fp8_weight_gradient")
+BF16_PRODUCTS = ("__cublas$", "jax_fp8_weight_gradient")
 READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
 
 
@@ -44,7 +44,7 @@ class Rates:
 
 
 # GPT-3 1.3B on one and on two GPUs, and copies: benchmarks/log.md, 2026-11-22 and 23.
-H200 = Rates(1.40e15, 0.78e15, 0.40e15, 4.2e12, 190e9, 15e-6, 9e-6, 0.3)
+H200 = Rates(1.40e15, 0.72e15, 0.40e15, 4.2e12, 190e9, 15e-6, 9e-6, 0.3)
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruc
     """What one kernel takes: its operations or its bytes."""
     moved = _bytes_of(instruction, computations) / rates.memory
     target = instruction.target
-    if target in FP8_PRODUCTS:  # of a (m, k) and b (n, k), of which it may leave out some rows
+    if target == "jax_fp8_gemm":  # of a (m, k) and b (n, k), of which it may leave out some rows
         (m, n), k = instruction.results[0].shape, instruction.operands[0].shape[1]
         return max(moved, 2 * m * n * k / rates.fp8)
-    if target.startswith("__cublas$") or instruction.opcode == "dot":
+    if target.startswith(BF16_PRODUCTS) or instruction.opcode == "dot":
         sizes = [math.prod(array.shape) for array in (*instruction.operands[:2], instruction.results[0])]
         return max(moved, 2 * math.sqrt(math.prod(sizes)) / rates.bf16)  # m k, k n and m n
     if target.startswith("__cudnn$fmha"):
@@ -170,7 +170,7 @@ def _bytes_of(instruction: Instruction, computations: Mapping[str, list[Instruct
     """
     if instruction.opcode not in FUSIONS:
         # The workspace of a custom call is a result, too: bytes of no type.
-        results = [array for array in instruction.results if not (instruction.target and array.dtype == "u8")]
+        results = [array for array in instruction.results if not (instruction.target and array.dtype in ("u8", "s8"))]
         return _total(instruction.operands) + _total(results)
     inside = [other for called in instruction.calls for other in computations[called]]
     updates = [other for other in inside if other.opcode == "dynamic-update-slice"]

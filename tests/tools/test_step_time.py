@@ -41,6 +41,17 @@ def test_columns_that_a_product_leaves_out_do_not_count():
     assert time_of(some).seconds == 2 * 8 * 2 * 16
 
 
+@pytest.mark.parametrize("target", ["__cublas$lt$matmul", "jax_fp8_weight_gradient"])
+def test_a_product_in_bfloat16_in_any_layout(target):
+    """2 m n k, whichever of its dims an operand has first."""
+    for a, b in (("[8,16]", "[16,4]"), ("[16,8]", "[16,4]"), ("[8,16]", "[4,16]")):
+        body = f"""  %p = bf16{a}{{1,0}} parameter(4)
+  %q = bf16{b}{{1,0}} parameter(5)
+  %d = (f32[8,4]{{1,0}}, s8[64]{{0}}) custom-call(%p, %q), custom_call_target="{target}"
+"""
+        assert time_of(body, dataclasses.replace(ONE, fp8=1e30)).seconds == pytest.approx(2 * 8 * 4 * 16)
+
+
 def test_attention_is_causal():
     shapes = "bf16[2,32,4,8]{3,2,1,0}"
     body = f"""  %q = {shapes} parameter(4)

@@ -47,7 +47,10 @@ def shapes_of(config) -> dict:
     return {"layers": config.num_layers, **others, **layers[0]}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+LARGE = pytest.param("gpt3-175b", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name not in LARGE.values), LARGE])
 def test_the_variables_are_those_on_disk(name):
     assert shapes_of(CONFIGS[name]) == json.loads(FROZEN.read_text())[name]
 

@@ -79,6 +79,7 @@ PRESETS = {
     "gpt3-2.7b": _preset(32, 32, 2560),
     "gpt3-6.7b": _preset(32, 32, 4096),
     "gpt3-13b": _preset(40, 40, 5120),
+    "gpt3-175b": _preset(96, 96, 12_288),
 }
 
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jax_fp8.models import gpt
 from jax_fp8.tools.capture import CaptureReport, capture_report
 from jax_fp8.tools.described import UNTIMED, described_gpus
 from jax_fp8.tools.described import missing_reason as missing_reason
@@ -141,6 +142,14 @@ def compile(function, *arguments, **compiler_options) -> Program:
         hlo=hlo,
         thunks=thunks,
     )
+
+
+def use_cudnn(patch) -> None:
+    """Make every GPT attend by cuDNN from here on, as on a machine that has it; `patch` is pytest's `monkeypatch`."""
+    patch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
+    block = gpt.TransformerBlock
+    by_cudnn = {"attention_implementation": "cudnn"}
+    patch.setattr(gpt, "TransformerBlock", lambda *args, **fields: block(*args, **{**fields, **by_cudnn}))
 
 
 def over_the_wire(program: Program | jax.stages.Lowered) -> tuple[Counter[tuple[str, str]], int]:

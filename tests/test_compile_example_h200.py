@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
-from jax_fp8.models import gpt
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -30,10 +29,7 @@ def test_validation_and_sample(axes, example, monkeypatch, with_kernels):
     state = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
 
     # From here on as on a machine with GPUs.
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
-    block = gpt.TransformerBlock
-    by_cudnn = {"attention_implementation": "cudnn"}
-    monkeypatch.setattr(gpt, "TransformerBlock", lambda *args, **fields: block(*args, **fields, **by_cudnn))
+    h200.use_cudnn(monkeypatch)
 
     def tokens(*shape, spec):
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))

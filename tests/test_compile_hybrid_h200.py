@@ -16,7 +16,6 @@ from jax.sharding import AxisType
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels import extension
-from jax_fp8.models import gpt
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.tools.collectives import Collective
 from jax_fp8.train.cuda_graph import default_options
@@ -162,8 +161,7 @@ def compile_step(name: str, **options) -> h200.Program:
     rows = h200.on_mesh(mesh, tuple(axis for axis in mesh.axis_names if axis != "tensor"))
     batch = jax.ShapeDtypeStruct((MODES[name].batch, SEQ + 1), jnp.int32, sharding=rows)
     with pytest.MonkeyPatch.context() as patch:  # to make params, without cuDNN, no attention is needed
-        block = functools.partial(gpt.TransformerBlock, attention_implementation="cudnn")
-        patch.setattr(gpt, "TransformerBlock", block)
+        h200.use_cudnn(patch)
         return h200.compile(step, state, batch)
 
 

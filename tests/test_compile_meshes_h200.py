@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
-from jax_fp8.models import gpt
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -24,13 +23,8 @@ COLUMNS, ROWS = ("query", "key", "value", "up", "gate"), ("out", "down")
 
 @pytest.fixture(autouse=True)
 def _cudnn(monkeypatch, traced_anew):
-    """As on a machine with a GPU: cuDNN's attention, and a version for whoever asks."""
+    """A version of cuDNN for whoever asks, as on a machine that has it."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
-    block = gpt.TransformerBlock
-    monkeypatch.setattr(gpt, "TransformerBlock", lambda *args, **fields: block(*args, **fields, **BY_CUDNN))
-
-
-BY_CUDNN = {"attention_implementation": "cudnn"}
 
 
 def model(kv_heads=HEADS) -> fp8.GPT:
@@ -38,7 +32,7 @@ def model(kv_heads=HEADS) -> fp8.GPT:
         vocab_size=VOCAB, num_layers=2, num_heads=HEADS, num_kv_heads=kv_heads, hidden_size=WIDTH, max_seq_len=SEQ,
         norm="rmsnorm", activation="swiglu", use_bias=False,
     )  # fmt: skip
-    return fp8.GPT(config)
+    return fp8.GPT(config, attention_implementation="cudnn")
 
 
 def whole(path, shape) -> P:
@@ -58,12 +52,8 @@ def by_heads_and_columns(path, shape) -> P:
 def variables_of(module):
     """Shapes; FP8 state and all."""
     tokens = jnp.zeros((BATCH, SEQ), jnp.int32)
-    fields = {**BY_CUDNN}
-    BY_CUDNN.clear()  # to make params no attention is needed, and the CPU has no cuDNN
-    try:
-        return jax.eval_shape(module.init, jax.random.key(0), tokens)
-    finally:
-        BY_CUDNN.update(fields)
+    module = module.clone(attention_implementation="xla")  # to make params none is needed, and the CPU has no cuDNN
+    return jax.eval_shape(module.init, jax.random.key(0), tokens)
 
 
 def compile_step(mesh, spec_of, batch_spec, kv_heads=HEADS) -> h200.Program:

@@ -3,7 +3,6 @@ devices, and what it updates in place.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 
@@ -15,7 +14,6 @@ from jax.sharding import AxisType
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
-from jax_fp8.models import gpt
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.on_mesh import shapes_of_pending
 from jax_fp8.train.programs import Programs
@@ -84,8 +82,7 @@ def compile_microbatch(kind, cache_weights) -> tuple[h200.Program, int]:
     step, state, pending, microbatch = pieces(kind, cache_weights=cache_weights)
     first = jax.ShapeDtypeStruct((), jnp.bool_, sharding=h200.on_mesh(h200.mesh(kind, **AXES)))
     with pytest.MonkeyPatch.context() as patch:  # to make params, without cuDNN, no attention is needed
-        block = functools.partial(gpt.TransformerBlock, attention_implementation="cudnn")
-        patch.setattr(gpt, "TransformerBlock", block)
+        h200.use_cudnn(patch)
         if cache_weights:
             weights = step._programs.on_mesh(state, microbatch, 1).shapes_of_weights(state, microbatch)
             pending = dataclasses.replace(pending, cache=weights)

@@ -12,8 +12,10 @@ from jax import lax
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
-    """The axes over which any of these arrays varies."""
-    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
+    """The axes over which any of these arrays, or arrays of these types, varies."""
+    leaves = jax.tree.leaves(trees)
+    types = [jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    types = [leaf for leaf in types if isinstance(leaf, jax.core.ShapedArray)]
     return frozenset().union(*(of.mat.varying if hasattr(of, "mat") else of.vma for of in types))
 
 

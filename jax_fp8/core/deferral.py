@@ -105,7 +105,7 @@ class OperandStore:
       shapes: of what one call keeps, and the dtypes; static.
     """
 
-    refs: tuple[jax.Ref, jax.Ref, jax.Ref, jax.Ref]
+    refs: tuple[jax.Ref, ...]
     count: jax.Ref | None
     shapes: tuple = field(metadata={"static": True})
 

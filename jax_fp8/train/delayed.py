@@ -23,7 +23,7 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, put_at_path
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder
 from jax_fp8.core.state import map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
-from jax_fp8.kernels.varying import vary, varying_axes
+from jax_fp8.kernels.varying import vary, varying_axes, varying_in
 from jax_fp8.ops.parameters import Like
 from jax_fp8.ops.passes import kernel_gradients
 from jax_fp8.train.gradients import differentiate, fp8_state_of, list_gemms, loss_of_params, record_in
@@ -49,6 +49,7 @@ class DeferredGradients:
     structure: Any = field(metadata={"static": True})
 
 
+@inside_its_mesh
 def backward_dw(deferred: DeferredGradients) -> Any:
     """The weight gradients that `value_and_grad(..., delay_wgrad_compute=True)` has put off.
 
@@ -75,7 +76,7 @@ def backward_dw(deferred: DeferredGradients) -> Any:
         for param, gradient in zip(product.params, gradients, strict=True):
             found[param] = found[param] + gradient if param in found else gradient
     leaves = [
-        found[param] if param in found else like.place(jnp.zeros(shape, like.dtype))
+        found[param] if param in found else jnp.zeros(shape, like.dtype)
         for param, (shape, like) in enumerate(deferred.params)
     ]
     return deferred.structure.unflatten(leaves)
@@ -142,21 +143,22 @@ class _Pass:
             return {path: OperandSearch(jax.new_ref(jnp.int32(0)), i, notes) for i, path in enumerate(self.gemms)}
 
         def loss(params):
-            out = self._with(searches(), params, loss_of_params)(params, no_amaxes(fp8_state_of(self.variables)))
+            of_params: Any = self._with(searches(), params, loss_of_params)
+            out = of_params(params, no_amaxes(fp8_state_of(self.variables)))
             return out[0] if self.has_aux else out
 
         def gradient(params):
             return self.differentiate(searches(), params)[1:]
 
-        traced = jax.make_jaxpr(loss)(params), jax.make_jaxpr(gradient)(params)
+        of_loss, of_gradient = jax.make_jaxpr(loss)(params).jaxpr, jax.make_jaxpr(gradient)(params).jaxpr
         slots = [math.prod(stacked) if stacked else None for stacked in self.gemms.values()]
-        return weight_products(notes.found, *(one.jaxpr for one in traced), jax.tree.leaves(params), slots)
+        return weight_products(notes.found, of_loss, of_gradient, jax.tree.leaves(params), slots)
 
     def differentiate(self, deferrals: Mapping[LayerPath, Any], params: Any) -> Any:
         """Loss (and aux), gradients of the params, and amaxes f32[rows]."""
         return self._with(deferrals, params, differentiate)
 
-    def _with(self, deferrals, params, function):
+    def _with(self, deferrals, params, function: Callable) -> Any:
         """Call a function of train/gradients.py with a recorder beside each GEMM."""
         variables, cotangents = {**self.variables, "params": params}, Cotangents()
         axes = varying_axes(variables, self.args, self.kwargs)
@@ -172,7 +174,8 @@ class _Pass:
 
 def _make_store(product: WeightProduct) -> OperandStore:
     def room(of):
-        return jax.new_ref(vary(jnp.zeros((*product.leading, *of.shape), of.dtype), varying_axes(of)))
+        empty = jnp.zeros((*product.leading, *of.shape), of.dtype)
+        return jax.new_ref(vary(empty, varying_in([of])))
 
     layers = () if product.slots is None else (product.slots,)
     count = jax.new_ref(jnp.zeros(layers, jnp.int32)) if product.calls > 1 else None
@@ -193,7 +196,10 @@ def _gradients_of(product: WeightProduct, likes, x: Fp8Array, dy: Fp8Array) -> t
         if not leading:
             return of_call(*operands)
         calls = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(leading) :]), operands)
-        nothing = jax.tree.map(lambda of: jnp.full(of.shape, -0.0, of.dtype), jax.eval_shape(of_call, *jax.tree.map(lambda leaf: leaf[0], calls)))
+        nothing = jax.tree.map(
+            lambda of: jnp.full(of.shape, -0.0, of.dtype),
+            jax.eval_shape(of_call, *jax.tree.map(lambda leaf: leaf[0], calls)),
+        )
         return lax.scan(lambda total, call: (jax.tree.map(jnp.add, total, of_call(*call)), None), nothing, calls)[0]
 
     if not product.stacked:

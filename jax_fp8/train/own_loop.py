@@ -64,7 +64,7 @@ def value_and_grad(
     how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
     if how is not None and delay_wgrad_compute:
         raise ValueError(
-            f"weight gradients are delayed on one device, got delay_wgrad_compute=True with a mesh of {mesh.shape}; "
+            f"weight gradients are delayed on one device, got delay_wgrad_compute=True with {mesh=}; "
             "leave out one of them"
         )
     if how is not None:

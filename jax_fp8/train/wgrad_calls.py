@@ -9,12 +9,12 @@ from a param rather than being one, or its backward is itself a part of the loss
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_fp8.core.deferral import FoundOperands, call_mark, kernel_mark
-from jax_fp8.kernels.varying import varying_axes
+from jax_fp8.kernels.varying import varying_axes, varying_in
 
 # Primitives that hand what they take to one jaxpr, in order, and its results back.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
@@ -149,8 +149,10 @@ def weight_products(
     for number, operands in enumerate(found):
         of_kernels = _kernels_of(operands.gemm, kernels)
         layers = slots[operands.gemm] if operands.has_slot else None
-        product = of_kernels and _product(operands, of_kernels, params, layers, counts[call_mark(number)])
-        if product is None or within_loss[call_mark(number)]:
+        product = None
+        if of_kernels and not within_loss[call_mark(number)]:
+            product = _product(operands, of_kernels, params, layers, counts[call_mark(number)])
+        if product is None:
             unknown.add(operands.gemm)
         else:
             products.append(product)
@@ -163,6 +165,7 @@ def _product(operands, of_kernels, params, layers, count) -> WeightProduct | Non
     leaves = [params[of.param] for of in of_kernels]
     stacked, widths = leaves[0].shape[:-2], tuple(leaf.shape[-1] for leaf in leaves)
     (k, _), (n, _) = operands.types[0].shape, operands.types[2].shape
+    is_split = any(axes is not None for of in operands.types for axes in of.sharding.spec)  # on an Explicit mesh
     is_known = (
         math.isfinite(count)
         and not left_over
@@ -170,7 +173,8 @@ def _product(operands, of_kernels, params, layers, count) -> WeightProduct | Non
         and all(leaf.shape == (*stacked, k, width) for leaf, width in zip(leaves, widths, strict=True))
         and all(of.depth == len(stacked) for of in of_kernels)  # each call has the kernel of one layer, whole
         and (not stacked or layers == math.prod(stacked))
-        and varying_axes(operands.types) <= varying_axes(leaves)  # else the gradient is a sum over devices
+        and not (is_split and (layers or calls_each > 1))  # jax writes to no element of a Ref that is split
+        and varying_in(operands.types) <= varying_axes(leaves)  # else the gradient is a sum over devices
     )
     if not is_known:
         return None

@@ -3,8 +3,8 @@
     jaxpr of the loss      ─origins→ which param is the kernel of a GEMM, as it is
     jaxpr of its gradient  ─calls→   how often a GEMM keeps operands
 
-A GEMM is left out, and computes its gradient in the pass, where its operands do not say all: its kernel is computed
-from a param rather than being one, or its backward is itself a part of the loss.
+A GEMM is left out, and computes its gradient in the pass, where its operands do not say all: where its kernel is
+computed from a param rather than being one, or where its gradient is a sum over devices.
 """
 
 import math
@@ -142,17 +142,14 @@ def weight_products(
       params: leaves.
       slots: of each GEMM, the number of layers that share its state; None for one.
     """
-    kernels, within_loss = origins(loss, [Origin(i) for i in range(len(params))]), calls(loss)
-    counts = calls(gradient)
+    kernels, counts = origins(loss, [Origin(i) for i in range(len(params))]), calls(gradient)
     products: list[WeightProduct] = []
     unknown = set()
     for number, operands in enumerate(found):
         of_kernels = _kernels_of(operands.gemm, kernels)
         layers = slots[operands.gemm] if operands.has_slot else None
-        product = None
-        if of_kernels and not within_loss[call_mark(number)]:
-            product = _product(operands, of_kernels, params, layers, counts[call_mark(number)])
-        if product is None:
+        product = of_kernels and _product(operands, of_kernels, params, layers, counts[call_mark(number)])
+        if not isinstance(product, WeightProduct):
             unknown.add(operands.gemm)
         else:
             products.append(product)

@@ -5,7 +5,7 @@ an output gradient travels as the cotangent of a parameter, and is summed under 
 microbatches or clipped with the gradients. Here whoever differentiates puts a `Recorder` into the collection, beside
 the scale and the history of each GEMM. The layer and its `custom_vjp` backward write amaxes there by maximum. Gradients
 that add up over microbatches leave by the same door: the GEMM adds to the sum in place,
-and no pass over memory is spent on it.
+and no pass over memory is spent on it. So do the operands of gradients that are for later (core/deferral.py).
 
 Two places have no such door either. What a branch of `lax.cond` keeps for its backward is among the results of the
 branch, and a Ref is no result; under `jax.vmap` nobody writes to a Ref that the batch shares. There a layer hands its
@@ -41,7 +41,9 @@ _LISTING: ContextVar[dict[LayerPath, ListedGemm] | None] = ContextVar("listing",
 
 
 class ByIdentity:
-    """Keeps a Ref, or what holds Refs, in the static part of a pytree: two are equal only when they are the same one."""
+    """Keeps a Ref, or what holds Refs, in the static part of a pytree:
+    two are equal only when they are the same one.
+    """
 
     __slots__ = ("ref",)
 

@@ -9,7 +9,7 @@ A backward pass leaves them through Refs, as it does amaxes; the refs' shapes ar
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,13 @@ from jax import lax
 from jax_fp8.core.deferral import Notes, OperandSearch, OperandStore, OperandStores
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, put_at_path
-from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder
+from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
 from jax_fp8.core.state import map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.varying import vary, varying_axes, varying_in
 from jax_fp8.ops.parameters import Like
 from jax_fp8.ops.passes import kernel_gradients
-from jax_fp8.train.gradients import differentiate, fp8_state_of, list_gemms, loss_of_params, record_in
+from jax_fp8.train.gradients import differentiate, fp8_state_of, loss_of_params, record_in, with_kernels
 from jax_fp8.train.wgrad_calls import WeightProduct, weight_products
 
 
@@ -93,8 +93,7 @@ def delayed_gradients(loss_fn: Callable, has_aux: bool = False) -> Callable:
     @inside_its_mesh
     def run(variables, *args, **kwargs):
         params, structure = jax.tree.flatten(variables["params"])
-        a_pass = _Pass.of(loss_fn, has_aux, variables, args, kwargs)
-        products = a_pass.search()
+        a_pass, products = _Pass.of(loss_fn, has_aux, variables, args, kwargs).search()
         stores = [_make_store(product) for product in products]
         value, grads, amaxes = a_pass.differentiate(a_pass.by_gemm(products, stores), variables["params"])
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
@@ -114,18 +113,14 @@ class _Pass:
     variables: Mapping
     args: tuple
     kwargs: Mapping
-    gemms: dict[LayerPath, tuple[int, ...]]
-    with_state: frozenset[LayerPath]
+    gemms: Mapping[LayerPath, tuple[int, ...]]
 
     @classmethod
     def of(cls, loss_fn, has_aux, variables, args, kwargs) -> "_Pass":
-        gemms: dict[LayerPath, tuple[int, ...]] = {}
+        """With the GEMMs that have a state; others only a trace can show."""
+        gemms = {}
         map_gemms_with_path(lambda path, gemm: gemms.update({path: gemm["scale"].shape[:-1]}), fp8_state_of(variables))
-        with_state = frozenset(gemms)
-        for path in list_gemms(lambda given: loss_fn(given, *args, **kwargs), variables):
-            kernel: Any = at_path(variables["params"], kernel_paths(path)[0])
-            gemms.setdefault(path, kernel.shape[:-2])
-        return cls(loss_fn, has_aux, variables, args, kwargs, gemms, with_state)
+        return cls(loss_fn, has_aux, variables, args, kwargs, gemms)
 
     def by_gemm(self, products: list[WeightProduct], stores: list[OperandStore]) -> dict[LayerPath, OperandStores]:
         """The stores of each GEMM that has any."""
@@ -135,8 +130,8 @@ class _Pass:
             found[path] = OperandStores((*(found[path].stores if path in found else ()), store))
         return found
 
-    def search(self) -> list[WeightProduct]:
-        """Trace the loss and its gradient for what is to be kept."""
+    def search(self) -> "tuple[_Pass, list[WeightProduct]]":
+        """Trace the loss and its gradient for what is to be kept; and this with all of its GEMMs."""
         params, notes = self.variables["params"], Notes()
 
         def searches():
@@ -150,9 +145,17 @@ class _Pass:
         def gradient(params):
             return self.differentiate(searches(), params)[1:]
 
-        of_loss, of_gradient = jax.make_jaxpr(loss)(params).jaxpr, jax.make_jaxpr(gradient)(params).jaxpr
+        with listing() as found:
+            of_loss = jax.make_jaxpr(loss)(params).jaxpr
+        if new := {
+            path: at_path(params, kernel_paths(path)[0]).shape[:-2]
+            for path in with_kernels(found, params)
+            if path not in self.gemms
+        }:
+            return replace(self, gemms={**self.gemms, **new}).search()
+        of_gradient = jax.make_jaxpr(gradient)(params).jaxpr
         slots = [math.prod(stacked) if stacked else None for stacked in self.gemms.values()]
-        return weight_products(notes.found, of_loss, of_gradient, jax.tree.leaves(params), slots)
+        return self, weight_products(notes.found, of_loss, of_gradient, jax.tree.leaves(params), slots)
 
     def differentiate(self, deferrals: Mapping[LayerPath, Any], params: Any) -> Any:
         """Loss (and aux), gradients of the params, and amaxes f32[rows]."""
@@ -163,8 +166,9 @@ class _Pass:
         variables, cotangents = {**self.variables, "params": params}, Cotangents()
         axes = varying_axes(variables, self.args, self.kwargs)
         recorded = record_in(variables, cotangents, axes, deferrals=deferrals)
-        for path in deferrals.keys() - self.with_state:
-            stacked = self.gemms[path]
+        for path, stacked in self.gemms.items():
+            if path not in deferrals or at_path(recorded, (*path, RECORDER)):
+                continue
             slot = jnp.arange(math.prod(stacked), dtype=jnp.int32).reshape(stacked) if stacked else None
             deferral = ByIdentity(deferrals[path])
             recorder = Recorder(None, (), 1.0, False, slot, cotangents, deferral=deferral)

@@ -6,7 +6,7 @@
 what the layers left there. Gradients that add up over microbatches come back the same way, in `accumulate_grads`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -96,9 +96,12 @@ def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerP
     """
     with listing() as found:
         jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
-    return [
-        path for path in found if all(_is_kernel(at_path(variables["params"], name)) for name in kernel_paths(path))
-    ]
+    return with_kernels(found, variables["params"])
+
+
+def with_kernels(gemms: Iterable[LayerPath], params: Mapping) -> list[LayerPath]:
+    """Those whose kernels are among the params by their path."""
+    return [path for path in gemms if all(_is_kernel(at_path(params, name)) for name in kernel_paths(path))]
 
 
 def _is_kernel(leaf) -> bool:

@@ -19,6 +19,7 @@ from layers import FEATURES, RECIPE, weighted_sum
 
 import jax_fp8 as fp8
 from jax_fp8.kernels.varying import vary
+from jax_fp8.ops import passes
 
 pytestmark = pytest.mark.versions
 
@@ -136,6 +137,20 @@ def test_the_pass_has_no_gemms_of_weight_gradients():
     deferred = jax.eval_shape(run, variables, X, WEIGHTS)[3]
     first, second = gemm_references(run, variables, X, WEIGHTS), gemm_references(fp8.backward_dw, deferred)
     assert first + second == ordinary and second == ordinary // 3 > 0
+
+
+@pytest.mark.parametrize(("split", "how"), [(("wgrad",), "split"), ((), "fast")])
+def test_gemms_accumulate_as_their_recipe_says(split, how, monkeypatch):
+    """Which the reference does not show."""
+    module, seen = fp8.Dense(FEATURES, recipe=fp8.CurrentScaling(split_accumulator=split)), []
+    multiply = passes.matmul
+    run = fp8.value_and_grad(weighted_sum(module), delay_wgrad_compute=True)
+    deferred = run(module.init(jax.random.key(1), X), X, WEIGHTS)[3]
+    monkeypatch.setattr(
+        passes, "matmul", lambda *given, **of: seen.append(of["accumulation"]) or multiply(*given, **of)
+    )
+    fp8.backward_dw(deferred)
+    assert seen == [how]
 
 
 def test_aux_and_keyword_arguments():

@@ -22,6 +22,7 @@ from jax_fp8.tools.capture import capture_report
 from jax_fp8.tools.explain import explain
 from jax_fp8.tools.gemm_table import GemmTable, tuned_gemms
 from jax_fp8.tools.tune import tune
+from jax_fp8.train.delayed import backward_dw
 from jax_fp8.train.own_loop import shardings, value_and_grad, warm_start
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
@@ -48,6 +49,7 @@ __all__ = [
     "TrainState",
     "TransformerBlock",
     "apply_updates",
+    "backward_dw",
     "capture_report",
     "cast_weights",
     "count_amaxes",

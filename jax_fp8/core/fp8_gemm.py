@@ -13,6 +13,7 @@ from jax import lax
 
 from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.deferral import OperandSearch, OperandStores
 from jax_fp8.core.formats import OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.recipe import Recipe, accumulation
@@ -68,12 +69,14 @@ class Record:
       slot: this GEMM's row of a Ref that stacked layers share, else None.
       gradient: where to add the kernel's gradient instead of returning it, else None.
       cotangent: takes the amaxes of a backward instead of the Ref, else None.
+      deferral: takes the operands of the kernel's gradient instead of a GEMM, else None.
     """
 
     amax_ref: jax.Ref | None = None
     slot: jax.Array | None = None
     gradient: GradientSum | None = None
     cotangent: AmaxCotangent | None = None
+    deferral: OperandSearch | OperandStores | None = None
 
     def amaxes(self, amaxes: jax.Array) -> None:
         """Raise the first recorded amaxes to f32[rows]; without a Ref, nothing. Recording twice is recording once."""

@@ -5,7 +5,7 @@ an output gradient travels as the cotangent of a parameter, and is summed under 
 microbatches or clipped with the gradients. Here whoever differentiates puts a `Recorder` into the collection, beside
 the scale and the history of each GEMM. The layer and its `custom_vjp` backward write amaxes there by maximum. Gradients
 that add up over microbatches leave by the same door: the GEMM adds to the sum in place,
-and no pass over memory is spent on it.
+and no pass over memory is spent on it. So do the operands of gradients that are for later (core/deferral.py).
 
 Two places have no such door either. What a branch of `lax.cond` keeps for its backward is among the results of the
 branch, and a Ref is no result; under `jax.vmap` nobody writes to a Ref that the batch shares. There a layer hands its
@@ -41,7 +41,9 @@ _LISTING: ContextVar[dict[LayerPath, ListedGemm] | None] = ContextVar("listing",
 
 
 class ByIdentity:
-    """Keeps a Ref in the static part of a pytree: two are equal only when they are the same one."""
+    """Keeps a Ref, or what holds Refs, in the static part of a pytree:
+    two are equal only when they are the same one.
+    """
 
     __slots__ = ("ref",)
 
@@ -82,6 +84,7 @@ class Recorder:
       slot: i32[...] of stacked layers, else None.
       cotangents: where Refs cannot be written to.
       first_row: of this GEMM in `cotangents`.
+      deferral: of the operands of its kernels' gradients, if these are for later.
     """
 
     def __init__(
@@ -93,9 +96,11 @@ class Recorder:
         slot,
         cotangents: Cotangents | None = None,
         first_row: int = 0,
+        deferral: ByIdentity | None = None,
     ):
-        self._static = amax, sums, weight, from_current, cotangents, first_row
-        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static
+        self._static = amax, sums, weight, from_current, cotangents, first_row, deferral
+        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static[:-1]
+        self._deferral = deferral
         self.slot = slot
 
     @property
@@ -111,15 +116,22 @@ class Recorder:
             self._cotangents.is_used = True
             return Record(slot=self.slot, cotangent=AmaxCotangent(self._cotangents.vector, self._first_row))
         gradient = GradientSum(tuple(total.ref for total in self._sums), self._weight) if self._sums else None
-        return Record(self.amax_ref, self.slot, gradient)
+        deferral = None if self._deferral is None else self._deferral.ref
+        if self._amax is None and self.slot is not None and self.slot.ndim:  # nobody has handed each layer its own
+            return Record()
+        return Record(self.amax_ref, self.slot, gradient, deferral=deferral)
+
+    def named(self, kernels: Any) -> Any:
+        """The kernels of the GEMM, under their names while operands are searched for."""
+        return kernels if self._deferral is None else self._deferral.ref.named(kernels)
 
     def tree_flatten(self):
         return (self.slot,), self._static
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        amax, sums, weight, from_current, cotangents, first_row = static
-        return cls(amax, sums, weight, from_current, children[0], cotangents, first_row)
+        amax, sums, weight, from_current, *others = static
+        return cls(amax, sums, weight, from_current, children[0], *others)
 
 
 def _transformations() -> tuple[int, int]:

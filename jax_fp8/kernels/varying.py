@@ -5,6 +5,7 @@ though it differs wherever an operand does; and what a `Ref` holds has to differ
 such values. Elsewhere, and where the check is off, nothing varies and all of this does nothing.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,7 +14,11 @@ from jax import lax
 
 def varying_axes(*trees: Any) -> frozenset[str]:
     """The axes over which any of these arrays varies."""
-    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
+    return varying_in(jax.typeof(leaf) for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array))
+
+
+def varying_in(types: Iterable[Any]) -> frozenset[str]:
+    """The axes over which an array of any of these types varies, as `jax.typeof` returns them."""
     return frozenset().union(*(of.mat.varying if hasattr(of, "mat") else of.vma for of in types))
 
 

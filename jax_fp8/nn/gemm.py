@@ -243,7 +243,10 @@ def declare_state(
         )
     if recorder is not None and recorder.from_current:
         scales = None
-    record = Record() if recorder is None else recorder.record
+    record = Record()
+    if recorder is not None:
+        record = recorder.record
+        parameters = replace(parameters, kernel=recorder.named(parameters.kernel))
     weight = _cached_weight(module, layer, parameters, recipe)
     register_gemm(module.path, recipe, weight is not None)
     is_recorded, amax_axes = recorder is not None, current_amax_axes()

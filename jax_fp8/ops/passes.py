@@ -280,21 +280,35 @@ def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:
 
 
 def _kernel_gradients(residual, dy_transposed, likes, gemm, widths) -> tuple[Any, ...]:
-    """dw of each kernel, or None for those that were added to their sums."""
-    multiply = partial(matmul, residual.x_transposed, dy_transposed, accumulation=gemm.accumulation("wgrad"))
-    sums = gemm.record.gradient
-    if sums is None and share_wgrad(residual.kernel.shape[0], widths):
+    """dw of each kernel, or None for those that were added to their sums, or are for later."""
+    x_transposed, how = residual.x_transposed, gemm.accumulation("wgrad")
+    sums, deferral = gemm.record.gradient, gemm.record.deferral
+    if deferral is not None:
+        deferral.keep(x_transposed, dy_transposed, gemm.record.slot, gemm.name, how)
+        return (None,) * len(widths)
+    if sums is None:
+        return kernel_gradients(x_transposed, dy_transposed, likes, how, widths)
+    columns = [{}] if len(widths) == 1 else list(_columns(likes, widths))
+    for ref, of in zip(sums.refs, columns, strict=True):
+        total = ref[...]
+        added = matmul(
+            x_transposed, dy_transposed, **of, accumulation=how, dtype=jnp.float32, c=total, alpha=sums.weight
+        )
+        ref[...] = Like.of(total).place(added)
+    return (None,) * len(widths)
+
+
+def kernel_gradients(
+    x_transposed: Fp8Array, dy_transposed: Fp8Array, likes: Any, accumulation: str, widths: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
+    """wgrad: dw (k, n_i) of each kernel, of xᵀ (k, m) and dyᵀ (n, m); `likes` are those of the kernels."""
+    multiply = partial(matmul, x_transposed, dy_transposed, accumulation=accumulation)
+    if share_wgrad(x_transposed.shape[0], widths):
         whole = multiply(dtype=likes[0].dtype if likes[0].dtype in RESULT_DTYPES else jnp.float32)
         pieces = zip(split_columns(whole, widths), likes, strict=True)
         return tuple(like.place(piece.astype(like.dtype)) for piece, like in pieces)
     columns = [{}] if len(widths) == 1 else list(_columns(likes, widths))
-    if sums is None:
-        return tuple(_written_as(like, partial(multiply, **of)) for of, like in zip(columns, likes, strict=True))
-    for ref, of in zip(sums.refs, columns, strict=True):
-        total = ref[...]
-        added = multiply(**of, dtype=jnp.float32, c=total, alpha=sums.weight)
-        ref[...] = Like.of(total).place(added)
-    return (None,) * len(widths)
+    return tuple(_written_as(like, partial(multiply, **of)) for of, like in zip(columns, likes, strict=True))
 
 
 def _written_as(like, multiply) -> jax.Array:

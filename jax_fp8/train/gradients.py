@@ -6,7 +6,7 @@
 what the layers left there. Gradients that add up over microbatches come back the same way, in `accumulate_grads`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -43,8 +43,8 @@ def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_curren
     @inside_its_mesh
     def run(variables, *args, **kwargs):
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
-        recorded = _recorded(variables, cotangents, axes, from_current)
-        return _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
+        recorded = record_in(variables, cotangents, axes, from_current)
+        return differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
 
     return run
 
@@ -71,11 +71,11 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
         }
 
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
-        recorded = _recorded(variables, cotangents, axes, False, added, weight)
+        recorded = record_in(variables, cotangents, axes, False, added, weight)
         for gemm in gemms:
             if sums_of_gemm := _sums_of(gemm, added):
                 put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None, cotangents)})
-        value, grads, amaxes = _differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs)
+        value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs)
 
         # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
         # what reached the kernel on another way, as a rule nothing.
@@ -96,9 +96,12 @@ def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerP
     """
     with listing() as found:
         jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
-    return [
-        path for path in found if all(_is_kernel(at_path(variables["params"], name)) for name in kernel_paths(path))
-    ]
+    return with_kernels(found, variables["params"])
+
+
+def with_kernels(gemms: Iterable[LayerPath], params: Mapping) -> list[LayerPath]:
+    """Those whose kernels are among the params by their path."""
+    return [path for path in gemms if all(_is_kernel(at_path(params, name)) for name in kernel_paths(path))]
 
 
 def _is_kernel(leaf) -> bool:
@@ -127,8 +130,23 @@ def _sums_of(gemm, added) -> tuple[ByIdentity, ...]:
     return tuple(ByIdentity(added[kernel]) for kernel in kernel_paths(gemm) if kernel in added)
 
 
-def _recorded(variables, cotangents, axes, from_current, sums: Mapping = MappingProxyType({}), weight=1.0) -> dict:
-    """The FP8 state with a recorder beside the state of each GEMM."""
+def record_in(
+    variables: Mapping,
+    cotangents: Cotangents,
+    axes: frozenset[str],
+    from_current: bool = False,
+    sums: Mapping[LayerPath, jax.Ref] = MappingProxyType({}),
+    weight: float = 1.0,
+    deferrals: Mapping[LayerPath, Any] = MappingProxyType({}),
+) -> dict:
+    """The FP8 state with a recorder beside the state of each GEMM.
+
+    Args:
+      axes: over which what the loss takes varies, in a `shard_map` that checks.
+      from_current: scale every tensor by its own amax.
+      sums, weight: Refs of sums of kernels' gradients, and what these are multiplied by.
+      deferrals: by GEMM, where it leaves the operands of its kernels' gradients.
+    """
     first_row = 0
 
     def with_recorder(path, gemm):
@@ -137,15 +155,26 @@ def _recorded(variables, cotangents, axes, from_current, sums: Mapping = Mapping
         ref = jax.new_ref(vary(jnp.zeros((layers, 3) if stacked else (3,), jnp.float32), axes))
         slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
         own = _sums_of(path, sums)
-        recorder = Recorder(ByIdentity(ref), own, weight, from_current, slot, cotangents, first_row)
+        deferral = ByIdentity(deferrals[path]) if path in deferrals else None
+        recorder = Recorder(ByIdentity(ref), own, weight, from_current, slot, cotangents, first_row, deferral)
         first_row += 3 * layers
         return {**gemm, RECORDER: recorder}
 
     return map_gemms_with_path(with_recorder, fp8_state_of(variables))
 
 
-def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
+def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
     """Loss (and aux), gradients of the params, and the amaxes f32[rows] of the pass."""
+    of_params = loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
+    value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
+    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
+    value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
+    amaxes = _amaxes(variables, recorded)
+    return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
+
+
+def loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs) -> Callable:
+    """The loss (and aux) as a function of the params, and of the vector f32[rows] whose cotangent takes amaxes."""
 
     def of_params(params, rows):
         cotangents.vector = _sums_are_maxima(rows)
@@ -154,11 +183,7 @@ def _differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
         check_loss(out, has_aux)
         return (out[0], _without_recorders(out[1])) if has_aux else out
 
-    differentiate = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
-    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
-    value, (grads, from_cotangents) = differentiate(variables["params"], rows)
-    amaxes = _amaxes(variables, recorded)
-    return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
+    return of_params
 
 
 @jax.custom_vjp

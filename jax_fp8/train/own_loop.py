@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jax_fp8.core.checks import describe
+from jax_fp8.core.checks import check_bool, describe
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import stage_joined
@@ -22,6 +22,7 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_loss_fn
+from jax_fp8.train.delayed import delayed_gradients
 from jax_fp8.train.gradients import fp8_state_of, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.on_mesh import OnMesh
 from jax_fp8.train.train_state import TrainState
@@ -35,6 +36,7 @@ def value_and_grad(
     rules: Rules = (),
     sequence_parallel: bool = False,
     gradient_dtype: jax.typing.DTypeLike | None = None,
+    delay_wgrad_compute: bool = False,
 ) -> Callable:
     """Like `jax.value_and_grad` over the params of a variable dict,
     and hands back the FP8 state with this pass's amaxes staged.
@@ -45,23 +47,34 @@ def value_and_grad(
       has_aux: as in `jax.value_and_grad`; not with a mesh.
       mesh, rules, sequence_parallel, gradient_dtype: as in `make_train_step`. Call it under `jax.jit` then. Every array
         of `args` is split by its first dim over `data` and `fsdp`, and the loss is the mean over its parts.
+      delay_wgrad_compute: leave the GEMMs of weight gradients for later, to `backward_dw`; not with a mesh. What needs
+        no such GEMM is in `grads` as always: biases, norms, embeddings, the head, and what reaches a kernel on another
+        way, such as a penalty. So are kernels of layers in a branch of `lax.cond` or under `jax.vmap`, and those that
+        do not reach their layer as they are in `params`, because the loss casts, scales or masks them.
 
     Returns:
       A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`.
       `grads` matches `variables["params"]`, on a mesh also in where it lies; `fp8_state` is `variables["fp8"]` with
       slot 0 of each history raised to the amaxes of this pass, to be finished by `update_state`, or {} where there is
-      no state.
+      no state. With `delay_wgrad_compute` a fourth result, `DeferredGradients`: the operands of these GEMMs in FP8, a
+      pytree. `grads` has zeros in place of what they will make.
     """
     check_loss_fn(loss_fn)
+    check_bool("delay_wgrad_compute", delay_wgrad_compute)
     how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
+    if how is not None and delay_wgrad_compute:
+        raise ValueError(
+            f"weight gradients are delayed on one device, got delay_wgrad_compute=True with {mesh=}; "
+            "leave out one of them"
+        )
     if how is not None:
         return _value_and_grad_on_mesh(how, loss_fn, has_aux)
-    record = value_grads_and_amaxes(loss_fn, has_aux)
+    record = (delayed_gradients if delay_wgrad_compute else value_grads_and_amaxes)(loss_fn, has_aux)
 
     @inside_its_mesh
     def run(variables, *args, **kwargs):
-        value, grads, amaxes = record(variables, *args, **kwargs)
-        return value, grads, stage_joined(fp8_state_of(variables), amaxes)
+        value, grads, amaxes, *deferred = record(variables, *args, **kwargs)
+        return value, grads, stage_joined(fp8_state_of(variables), amaxes), *deferred
 
     return run
 

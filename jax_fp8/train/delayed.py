@@ -93,7 +93,7 @@ def delayed_gradients(loss_fn: Callable, has_aux: bool = False) -> Callable:
     @inside_its_mesh
     def run(variables, *args, **kwargs):
         params, structure = jax.tree.flatten(variables["params"])
-        a_pass, products = _Pass.of(loss_fn, has_aux, variables, args, kwargs).search()
+        a_pass, products = TracedPass.of(loss_fn, has_aux, variables, args, kwargs).search()
         stores = [_make_store(product) for product in products]
         value, grads, amaxes = a_pass.differentiate(a_pass.by_gemm(products, stores), variables["params"])
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
@@ -105,7 +105,7 @@ def delayed_gradients(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class TracedPass:
     """A loss with what it takes, and its FP8 GEMMs by path, with the dims of stacked layers that share a state."""
 
     loss_fn: Callable
@@ -116,7 +116,7 @@ class _Pass:
     gemms: Mapping[LayerPath, tuple[int, ...]]
 
     @classmethod
-    def of(cls, loss_fn, has_aux, variables, args, kwargs) -> "_Pass":
+    def of(cls, loss_fn, has_aux, variables, args, kwargs) -> "TracedPass":
         """With the GEMMs that have a state; others only a trace can show."""
         gemms = {}
         map_gemms_with_path(lambda path, gemm: gemms.update({path: gemm["scale"].shape[:-1]}), fp8_state_of(variables))
@@ -130,32 +130,38 @@ class _Pass:
             found[path] = OperandStores((*(found[path].stores if path in found else ()), store))
         return found
 
-    def search(self) -> "tuple[_Pass, list[WeightProduct]]":
+    def search(self) -> "tuple[TracedPass, list[WeightProduct]]":
         """Trace the loss and its gradient for what is to be kept; and this with all of its GEMMs."""
         params, notes = self.variables["params"], Notes()
+        a_pass, of_loss = self.trace_loss(notes)
 
-        def searches():
-            return {path: OperandSearch(jax.new_ref(jnp.int32(0)), i, notes) for i, path in enumerate(self.gemms)}
+        def gradient(params):
+            return a_pass.differentiate(a_pass._searches(notes), params)[1:]
+
+        of_gradient = jax.make_jaxpr(gradient)(params).jaxpr
+        slots = [math.prod(stacked) if stacked else None for stacked in a_pass.gemms.values()]
+        return a_pass, weight_products(notes.found, of_loss, of_gradient, jax.tree.leaves(params), slots)
+
+    def trace_loss(self, notes: Notes) -> "tuple[TracedPass, Any]":
+        """The jaxpr of the loss as a function of the params, with a mark at each kernel; and this with all GEMMs."""
+        params = self.variables["params"]
 
         def loss(params):
-            of_params: Any = self._with(searches(), params, loss_of_params)
+            of_params: Any = self._with(self._searches(notes), params, loss_of_params)
             out = of_params(params, no_amaxes(fp8_state_of(self.variables)))
             return out[0] if self.has_aux else out
 
-        def gradient(params):
-            return self.differentiate(searches(), params)[1:]
-
         with listing() as found:
             of_loss = jax.make_jaxpr(loss)(params).jaxpr
-        if new := {
+        new = {
             path: at_path(params, kernel_paths(path)[0]).shape[:-2]
             for path in with_kernels(found, params)
             if path not in self.gemms
-        }:
-            return replace(self, gemms={**self.gemms, **new}).search()
-        of_gradient = jax.make_jaxpr(gradient)(params).jaxpr
-        slots = [math.prod(stacked) if stacked else None for stacked in self.gemms.values()]
-        return self, weight_products(notes.found, of_loss, of_gradient, jax.tree.leaves(params), slots)
+        }
+        return replace(self, gemms={**self.gemms, **new}).trace_loss(notes) if new else (self, of_loss)
+
+    def _searches(self, notes: Notes) -> dict[LayerPath, OperandSearch]:
+        return {path: OperandSearch(jax.new_ref(jnp.int32(0)), i, notes) for i, path in enumerate(self.gemms)}
 
     def differentiate(self, deferrals: Mapping[LayerPath, Any], params: Any) -> Any:
         """Loss (and aux), gradients of the params, and amaxes f32[rows]."""

@@ -28,6 +28,7 @@ from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_
 from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
+from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_requests, cast_weights, refresh, renewed
 
@@ -70,6 +71,9 @@ class Programs:
     def step(self, state, batch, zeros):
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
+        if self.microbatches > 1 or state.cache:
+            part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
+            check_kernels_are_params(self.loss_fn, state.variables, part)
         if self.how is None:
             loss, gradients, amaxes = self._gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch))
             state, metrics = self._update(state, loss, gradients, amaxes)
@@ -126,6 +130,7 @@ class Programs:
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
         self._check(state, microbatch)
         _check_pending(pending, state)
+        check_kernels_are_params(self.loss_fn, state.variables, microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         without_cache = dataclasses.replace(state, cache={})
         if self.how is not None:

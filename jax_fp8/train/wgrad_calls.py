@@ -9,7 +9,7 @@ computed from a param rather than being one, or where its gradient is a sum over
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax_fp8.kernels.varying import varying_axes, varying_in
 
 # Primitives that hand what they take to one jaxpr, in order, and its results back.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-_UNCHANGED = ("name", "sharding_constraint")
+UNCHANGED = ("name", "sharding_constraint")
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,19 @@ class WeightProduct:
 Origins = dict[str, set[Origin | None]]
 
 
-def origins(jaxpr: Any, given: Sequence[Origin | None]) -> Origins:
+def origins(jaxpr: Any, given: Sequence[Origin | None], unchanged: Collection[str] = UNCHANGED) -> Origins:
     """What carries a name in a jaxpr: each param that it is, or None for anything else.
 
     Args:
       given: of the jaxpr's arguments.
+      unchanged: primitives whose result is what they take.
     """
     found: Origins = defaultdict(set)
-    _walk(jaxpr, given, found)
+    _walk(jaxpr, given, found, unchanged)
     return found
 
 
-def _walk(jaxpr, given, found: Origins) -> list[Origin | None]:
+def _walk(jaxpr, given, found: Origins, unchanged) -> list[Origin | None]:
     """The origins of the results."""
     known = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -81,18 +82,18 @@ def _walk(jaxpr, given, found: Origins) -> list[Origin | None]:
         taken = [origin_of(atom) for atom in equation.invars]
         name, inner = equation.primitive.name, _inner_jaxprs(equation)
         results: Sequence[Origin | None] = [None] * len(equation.outvars)
-        if name in _UNCHANGED:
+        if name in unchanged:
             results = taken[:1]
         elif name in _CALLS and len(inner) == 1:
-            results = _walk(inner[0], taken, found)
+            results = _walk(inner[0], taken, found, unchanged)
         elif name == "scan":
-            _walk(inner[0], _in_a_turn(equation, inner[0], taken), found)
+            _walk(inner[0], _in_a_turn(equation, inner[0], taken), found, unchanged)
         elif name == "cond":
             for branch in inner:
-                _walk(branch, taken[1:], found)
+                _walk(branch, taken[1:], found, unchanged)
         else:
             for unknown in inner:
-                _walk(unknown, [None] * len(unknown.invars), found)
+                _walk(unknown, [None] * len(unknown.invars), found, unchanged)
         if name == "name":
             found[equation.params["name"]].add(taken[0])
         known |= dict(zip(equation.outvars, results, strict=True))

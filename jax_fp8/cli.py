@@ -205,6 +205,7 @@ def plan_preset(
     load_cudnn()
     how = Parallelism(mesh_of_described(axes, gpu), (), sequence_parallel)
     sequences = 8 * how.batch_parts * microbatches if batch is None else batch
+    check_integer("batch", sequences)
     chosen = {**RECIPES, "bf16": None}[recipe]
     if fast and chosen is not None:
         chosen = dataclasses.replace(chosen, split_accumulator=())
@@ -279,11 +280,10 @@ def main(argv: list[str]) -> int:
     ):
         planner.add_argument(f"--{name}", action="store_true", help=words)
     options = vars(parser.parse_args(argv))
-    run, prog = {
-        "doctor": (doctor, ""),
-        "tune": (tune_preset, tuner.prog),
-        "plan": (plan_preset, planner.prog),
-    }[options.pop("command")]
+    command = options.pop("command")
+    if command == "doctor":
+        return doctor()
+    run, prog = {"tune": (tune_preset, tuner.prog), "plan": (plan_preset, planner.prog)}[command]
     try:
         return run(**options)
     except ValueError as error:

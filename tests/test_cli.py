@@ -205,6 +205,7 @@ def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
 REFUSED_PLANS = {
     "axes": (["--mesh", "pipe=2"], "a mesh must be axes among data, fsdp, tensor"),
     "microbatches": (["--microbatches", "0"], "microbatches must be"),
+    "batch": (["--batch", "-8"], "batch must be an integer of at least 1, got -8"),
     "sequence parallel": (["--sequence-parallel"], "splits rows over the axis `tensor`, which this mesh has not"),
     "rows": (["--mesh", "data=2", "--batch", "3"], "every device must have as many rows"),
 }

@@ -1,9 +1,10 @@
 """What the schedules of a pipeline cost, computed and not measured: a table, and a picture with their timelines.
 
-    python benchmarks/pipelines.py --stages 4 --microbatches 8
+    python benchmarks/pipelines.py --stages 4 --microbatches 12
     python benchmarks/pipelines.py --output docs/pipelines.png
 
-Nothing runs on a device. Lengths are in units of the time of a forward, unless `--costs` says otherwise.
+Nothing runs on a device. All stages meet at the end of every tick, as in the step that runs the schedules. Lengths are
+in units of the time of a forward, unless `--costs` says otherwise.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from tables import table
 
 from jax_fp8.parallel.schedule import Kind, Schedule
 from jax_fp8.parallel.schedules import SCHEDULES, make_schedule
+from jax_fp8.parallel.ticks import make_ticks
 from jax_fp8.parallel.timeline import Costs, Timeline, make_timeline, most_kept
 
 COLORS = {
@@ -24,7 +26,7 @@ COLORS = {
     Kind.INPUT_GRADIENT: "tab:olive",
     Kind.WEIGHT_GRADIENT: "tab:purple",
 }
-HEADINGS = ["schedule", "time", "bubble", "time with common ticks", "activations", "operands"]
+HEADINGS = ["schedule", "ticks", "time", "bubble", "kept", "room"]
 
 
 def make_all(stages: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
@@ -37,13 +39,12 @@ def make_all(stages: int, microbatches: int, chunks: int) -> dict[str, Schedule]
 
 
 def row(name: str, schedule: Schedule, costs: Costs) -> list[str]:
-    """The cells under HEADINGS; of what stages keep, a number for each stage."""
-    timeline, kept = make_timeline(schedule, costs), most_kept(schedule)
-    activations, operands = (
-        ", ".join(f"{getattr(of_stage, field):g}" for of_stage in kept) for field in ("activations", "operands")
-    )
-    in_step = make_timeline(schedule, costs, in_step=True).time
-    return [f"`{name}`", f"{timeline.time:g}", f"{timeline.bubble:.1%}", f"{in_step:g}", activations, operands]
+    """The cells under HEADINGS. What a stage keeps is in microbatches of all its layers; of a chunk it is a share."""
+    timeline = make_timeline(schedule, costs)
+    kept = ", ".join(f"{sum(of_stage) / schedule.chunks:g}" for of_stage in most_kept(schedule))
+    room = sum(make_ticks(schedule).slots) / schedule.chunks
+    ticks = str(len(schedule.table))
+    return [f"`{name}`", ticks, f"{timeline.time:g}", f"{timeline.bubble:.1%}", kept, f"{room:g}"]
 
 
 def draw(timelines: dict[str, Timeline]) -> Figure:
@@ -68,7 +69,7 @@ def draw(timelines: dict[str, Timeline]) -> Figure:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("stages", 4), ("microbatches", 8), ("chunks", 2)):
+    for name, default in (("stages", 4), ("microbatches", 12), ("chunks", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     costs = ("FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT")
     parser.add_argument("--costs", type=float, nargs=3, default=[1.0, 1.0, 1.0], metavar=costs)

@@ -14,7 +14,7 @@ def test_the_page_shows_what_is_computed(benchmark, capsys):
     assert pipelines.main([]) == 0
     table, page = capsys.readouterr().out.strip(), PAGE.read_text()
     assert table.count("\n") == 5 and table in page
-    assert pipelines.main(["--microbatches", "12"]) == 0
+    assert pipelines.main(["--microbatches", "8"]) == 0
     assert capsys.readouterr().out.strip() not in page  # negative control
     words = " ".join(re.findall(r"!\[(.*?)\]", page, re.DOTALL))
     bubbles = re.findall(r"\| ([\d.]+%) \|", table)

@@ -1,11 +1,17 @@
 """What a schedule of a pipeline is: a value that says which unit of work each stage does in each tick.
 
-    an order of units for each stage ─in_order→ Schedule, a table tick x stage ─a runner→ gradients
+    Schedule, a table tick x stage ─make_ticks (parallel/ticks.py)→ what the step on a mesh with `pipe` reads
 
 A pipeline splits the layers of a model over stages, and a batch into microbatches. In a tick a stage does at most one
 unit: the forward of a microbatch, its backward, or half of its backward. The input gradient is the half that the stage
-before waits for. Nobody waits for the weight gradient, so it may run later. What a stage sends can be used one tick
-later, or `transfer_ticks` later.
+before waits for. Nobody waits for the weight gradient, so it may run later.
+
+All stages meet at the end of a tick, for there they send: activations to the next stage, gradients to the one before.
+So what a stage sends can be used one tick later, and a tick takes as long as its longest unit.
+
+The head of the model (the loss and its gradient) is work of all stages. When the last stage has the outputs of a group
+of as many microbatches as there are stages, each stage takes one of them, at the end of that tick. So the backward of a
+microbatch begins after the forwards of its whole group. The last group may be shorter.
 
 A stage may have several chunks of layers. Chunk 0 of all stages comes first in the model, then chunk 1 of all stages:
 a microbatch goes around the stages once for each chunk.
@@ -59,16 +65,14 @@ class Schedule:
       table: `table[tick][stage]`; None where the stage is idle, in the bubble.
       microbatches: of a step.
       chunks: of layers that each stage has.
-      transfer_ticks: how many ticks later another stage can use what a stage has computed.
     """
 
     table: tuple[tuple[Unit | None, ...], ...]
     microbatches: int
     chunks: int = 1
-    transfer_ticks: int = 1
 
     def __post_init__(self):
-        check_counts(microbatches=self.microbatches, chunks=self.chunks, transfer_ticks=self.transfer_ticks)
+        check_counts(microbatches=self.microbatches, chunks=self.chunks)
         _check_cells(self.table)
         _check_order(self, _check_once(self))
 
@@ -89,8 +93,8 @@ class Schedule:
                     yield tick, stage, unit
 
 
-def needs(stage: int, unit: Unit, stages: int, chunks: int) -> list[Place]:
-    """What must be done before a unit, on its own stage and on the neighbour in the model."""
+def needs(stage: int, unit: Unit, stages: int, microbatches: int, chunks: int) -> list[Place]:
+    """What must be done before a unit: on its own stage, on the neighbour in the model, or by the head."""
     if unit.kind is WEIGHT_GRADIENT:
         return [(stage, Unit(INPUT_GRADIENT, unit.microbatch, unit.chunk))]
 
@@ -102,45 +106,63 @@ def needs(stage: int, unit: Unit, stages: int, chunks: int) -> list[Place]:
     number = unit.chunk * stages + stage
     if unit.kind is FORWARD:
         return at(number - 1, FORWARD)
+    if number == stages * chunks - 1:
+        group = group_of(unit.microbatch, stages, microbatches)
+        return [(stage, Unit(FORWARD, m, unit.chunk)) for m in group]
     return at(number, FORWARD) + at(number + 1, INPUT_GRADIENT)
 
 
-def in_order(orders: Sequence[Sequence[Unit]], microbatches: int, chunks: int = 1, transfer_ticks: int = 1) -> Schedule:
+def group_of(microbatch: int, stages: int, microbatches: int) -> range:
+    """The microbatches whose loss is computed together with that of this one."""
+    first = microbatch - microbatch % stages
+    return range(first, min(first + stages, microbatches))
+
+
+def in_order(orders: Sequence[Sequence[Unit]], microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule in which each stage does its units in this order, each in the first tick in which it can.
+
+    Stages do not wait for each other to work of one kind. Where a forward and a backward share a tick, the stage with
+    the forward is idle until the backward ends.
 
     Args:
       orders: the units of each stage.
-      microbatches, chunks, transfer_ticks: as of a `Schedule`.
+      microbatches, chunks: as of a `Schedule`.
     """
     stages = len(orders)
     columns: list[list[Unit | None]] = [[] for _ in orders]
     left = {stage: [*order] for stage, order in enumerate(orders) if order}
     done: dict[Place, int] = {}
 
-    def not_done(stage) -> list[Place]:
-        return [place for place in needs(stage, left[stage][0], stages, chunks) if place not in done]
+    def needed(stage) -> list[Place]:
+        return needs(stage, left[stage][0], stages, microbatches, chunks)
+
+    def missing(stage) -> list[Place]:
+        return [place for place in needed(stage) if place not in done]
 
     def do_next(stage):
-        unit, column = left[stage].pop(0), columns[stage]
-        arrived = [done[place] + _delay(stage, place, transfer_ticks) for place in needs(stage, unit, stages, chunks)]
-        column += [None] * (max(arrived, default=0) - len(column))
+        column = columns[stage]
+        first = max((done[place] + 1 for place in needed(stage)), default=0)
+        column += [None] * (first - len(column))
+        unit = left[stage].pop(0)
         done.update({(stage, part): len(column) for part in unit.parts})
         column.append(unit)
 
     while left:
-        ready = [stage for stage in left if not not_done(stage)]
-        if not ready:
-            stage, units = next(iter(left.items()))
+        ready = [stage for stage in left if not missing(stage)]
+        if not ready:  # the cause, rather than a stage that waits for it
+            waits = [(stage, place) for stage in left for place in missing(stage)]
+            stage, place = min(waits, key=lambda wait: wait[0] != wait[1][0])
             raise ValueError(
-                f"a stage must do a unit after those that it needs, got orders in which {_name(stage, units[0])} waits "
-                f"forever for {_name(*not_done(stage)[0])}; put it later, or the other one earlier"
+                "a stage must do a unit after those that it needs, got orders in which "
+                f"{_name(stage, left[stage][0])} waits forever for {_name(*place)}; put it later, or the other one "
+                "earlier"
             )
         for stage in ready:
             do_next(stage)
         left = {stage: units for stage, units in left.items() if units}
     ticks = max(map(len, columns), default=0)
     table = zip(*(column + [None] * (ticks - len(column)) for column in columns), strict=True)
-    return Schedule(tuple(table), microbatches, chunks, transfer_ticks)
+    return Schedule(tuple(table), microbatches, chunks)
 
 
 def check_counts(**counts: int) -> None:
@@ -148,11 +170,6 @@ def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {count!r}; pass {name}=1 or more")
-
-
-def _delay(stage, place, transfer_ticks) -> int:
-    """Ticks after which a stage can use what was done there."""
-    return 1 if place[0] == stage else transfer_ticks
 
 
 def _check_cells(table):
@@ -202,13 +219,12 @@ def _check_once(schedule) -> dict[Place, int]:
 
 
 def _check_order(schedule, done):
-    """Raise unless each unit comes after those that it needs, and what moves between stages has the time to."""
+    """Raise unless each unit comes in a tick after those that it needs."""
     for tick, stage, unit in schedule.units():
-        for place in needs(stage, unit, schedule.stages, schedule.chunks):
-            first = done[place] + _delay(stage, place, schedule.transfer_ticks)
-            if tick < first:
+        for place in needs(stage, unit, schedule.stages, schedule.microbatches, schedule.chunks):
+            if tick <= done[place]:
                 raise ValueError(
-                    f"{_name(stage, unit)} must be in tick {first} or later, after {_name(*place)} in tick "
+                    f"{_name(stage, unit)} must be in tick {done[place] + 1} or later, after {_name(*place)} in tick "
                     f"{done[place]}, got tick {tick}; move it"
                 )
 

@@ -2,11 +2,10 @@
 
     Schedule, Costs ─make_timeline→ Timeline: when each unit begins and ends ─┬→ bubble
                                                                               └→ str(timeline), a picture for a terminal
-    Schedule ─most_kept→ for each stage the most that it keeps at a time
+    Schedule ─most_kept→ for each stage and chunk the most microbatches that it keeps at a time
 
-A tick has no length. A backward takes longer than a forward, so the time is found by running the units: each begins as
-soon as its stage is free and what it needs has arrived. Stages that are to meet after every tick (`in_step`) wait for
-the longest unit of the tick as well.
+Stages meet at the end of every tick. So a tick takes as long as its longest unit, and a stage with a shorter one waits.
+The head is not counted: its time is shared by all stages, and the same in every schedule.
 """
 
 import math
@@ -18,10 +17,8 @@ from jax_fp8.parallel.schedule import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Kind,
-    Place,
     Schedule,
     Unit,
-    needs,
 )
 
 _LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT_GRADIENT: "B", WEIGHT_GRADIENT: "W"}
@@ -33,7 +30,7 @@ class Costs:
 
     Args:
       forward, input_gradient, weight_gradient: of one microbatch. A backward takes the time of both its halves.
-      transfer: until the result of a stage has arrived at another.
+      transfer: of what stages send to each other at the end of a tick; the same for a chunk.
     """
 
     forward: float = 1.0
@@ -102,67 +99,38 @@ class Timeline:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The most that a stage keeps at a time. The unit is one microbatch in all layers of the stage; of a chunk it is a
-    share.
-
-    Args:
-      activations: what forwards keep until the backward, or its input gradient, has read it.
-      operands: what input gradients leave until the weight gradient has read it.
-      microbatches: of which the stage has begun something and not yet done everything.
-    """
-
-    activations: float
-    operands: float
-    microbatches: float
-
-
-def make_timeline(schedule: Schedule, costs: Costs | None = None, in_step: bool = False) -> Timeline:
-    """When each unit runs.
-
-    Args:
-      schedule: whose orders count, and with `in_step` its ticks.
-      costs: by default each of forward, input gradient and weight gradient takes a time of 1.
-      in_step: no stage begins a tick before all have done the one before, as where a collective of all stages ends it.
-    """
+def make_timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When each unit runs; by default each of forward, input gradient and weight gradient takes a time of 1."""
     costs = Costs() if costs is None else costs
-    ends: dict[Place, float] = {}
     spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
-    last_tick, tick_begins, last_end = 0, 0.0, 0.0
-    for tick, stage, unit in schedule.units():
-        if tick != last_tick:
-            last_tick, tick_begins = tick, last_end
-        needed = needs(stage, unit, schedule.stages, schedule.chunks)
-        arrived = [ends[place] + (costs.transfer if place[0] != stage else 0.0) for place in needed]
-        free = [span.end for span in spans[stage][-1:]] + [tick_begins] * in_step
-        begin = max([0.0, *arrived, *free])
-        end = begin + costs.of(unit.kind) / schedule.chunks
-        last_end = max(last_end, end)
-        spans[stage].append(Span(unit, begin, end))
-        ends.update({(stage, part): end for part in unit.parts})
+    begin = 0.0
+    for row in schedule.table:
+        times = [0.0 if unit is None else costs.of(unit.kind) / schedule.chunks for unit in row]
+        for of_stage, unit, time in zip(spans, row, times, strict=True):
+            of_stage += [] if unit is None else [Span(unit, begin, begin + time)]
+        begin += max(times) + costs.transfer
     return Timeline(tuple(map(tuple, spans)))
 
 
-def most_kept(schedule: Schedule) -> tuple[Kept, ...]:
-    """The most that each stage keeps at a time. A unit still holds what it reads, and holds already what it leaves."""
-    return tuple(_most_kept_by(order, schedule.chunks) for order in schedule.orders)
+def most_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """For each stage and each chunk, the most microbatches that it keeps at a time.
+
+    It keeps a microbatch from the forward to the last unit of it, both included. All stages run one program, so each
+    makes room for the most of all.
+    """
+    return tuple(
+        tuple(_most_kept_by([unit for unit in order if unit.chunk == chunk]) for chunk in range(schedule.chunks))
+        for order in schedule.orders
+    )
 
 
-def _most_kept_by(order, chunks) -> Kept:
-    activations = operands = microbatches = 0
-    most = Kept(0, 0, 0)
+def _most_kept_by(order) -> int:
+    kept = most = 0
     for unit in order:
-        activations += unit.kind is FORWARD
-        microbatches += unit.kind is FORWARD
-        operands += unit.kind is INPUT_GRADIENT
-        most = Kept(
-            max(most.activations, activations), max(most.operands, operands), max(most.microbatches, microbatches)
-        )
-        activations -= unit.kind in (BACKWARD, INPUT_GRADIENT)
-        operands -= unit.kind is WEIGHT_GRADIENT
-        microbatches -= unit.kind in (BACKWARD, WEIGHT_GRADIENT)
-    return Kept(most.activations / chunks, most.operands / chunks, most.microbatches / chunks)
+        kept += unit.kind is FORWARD
+        most = max(most, kept)
+        kept -= unit.kind in (BACKWARD, WEIGHT_GRADIENT)
+    return most
 
 
 def _label(unit, with_chunk) -> str:

@@ -12,20 +12,22 @@ from jax_fp8.parallel.schedule import (
     WEIGHT_GRADIENT,
     Schedule,
     Unit,
+    group_of,
     in_order,
+    needs,
 )
 from jax_fp8.parallel.schedules import make_schedule
 
 F0, F1, B0, B1 = (Unit(kind, m) for kind in (FORWARD, BACKWARD) for m in (0, 1))
 I0, W0 = Unit(INPUT_GRADIENT, 0), Unit(WEIGHT_GRADIENT, 0)
 
-# Two microbatches on two stages, a row for each tick, as 1F1B does them; and one microbatch with halves.
+# Two microbatches on two stages, a row for each tick; and one microbatch with halves.
 TABLE = (
     (F0, None),
     (F1, F0),
+    (None, F1),
     (None, B0),
-    (B0, F1),
-    (None, B1),
+    (B0, B1),
     (B1, None),
 )
 HALVES = ((F0, None), (None, F0), (None, I0), (I0, W0), (W0, None))
@@ -50,7 +52,7 @@ def changed(table, **cells):
 
 def test_tables_that_can_run_are_taken():
     """Those that are broken below."""
-    assert Schedule(TABLE, 2).orders == ((F0, F1, B0, B1), (F0, B0, F1, B1))
+    assert Schedule(TABLE, 2).orders == ((F0, F1, B0, B1),) * 2
     assert Schedule(TABLE, 2) == make_schedule("1f1b", 2, 2)
     assert Schedule(HALVES, 1).stages == 2
     assert Schedule(CHUNKS, 1, chunks=2).stages == 2
@@ -63,11 +65,11 @@ BROKEN = {
         "take one of them out",
     ),
     "a backward and a half of it": (
-        lambda: Schedule(changed(TABLE, t4s0=W0), 2),
-        "got the weight gradient of microbatch 0 (stage 0, chunk 0) in tick 3 and in tick 4; take one",
+        lambda: Schedule(changed(TABLE, t2s0=W0), 2),
+        "got the weight gradient of microbatch 0 (stage 0, chunk 0) in tick 2 and in tick 4; take one",
     ),
     "a forward never": (
-        lambda: Schedule(changed(TABLE, t3s1=None, t4s1=None), 2),
+        lambda: Schedule(changed(TABLE, t2s1=None), 2),
         "must do the forward of microbatch 1 (stage 1, chunk 0), got it in no tick; add it",
     ),
     "a backward never": (
@@ -94,9 +96,9 @@ BROKEN = {
         "(stage 1, chunk 0) in tick 1, got tick 1",
     ),
     "a backward before the one on the stage behind": (
-        lambda: Schedule(changed(TABLE, t2s0=B0, t3s0=None), 2),
-        "the backward of microbatch 0 (stage 0, chunk 0) must be in tick 3 or later, after the input gradient of "
-        "microbatch 0 (stage 1, chunk 0) in tick 2, got tick 2",
+        lambda: Schedule(changed(TABLE, t3s0=B0, t4s0=None), 2),
+        "the backward of microbatch 0 (stage 0, chunk 0) must be in tick 4 or later, after the input gradient of "
+        "microbatch 0 (stage 1, chunk 0) in tick 3, got tick 3",
     ),
     "a chunk's backward before that of the next": (
         lambda: Schedule(changed(CHUNKS, t5s1=CHUNKS[6][1], t6s1=None), 1, chunks=2),
@@ -104,7 +106,7 @@ BROKEN = {
         "microbatch 0 (stage 0, chunk 1) in tick 5, got tick 5",
     ),
     "a backward before its forward": (
-        lambda: Schedule(changed(TABLE, t1s1=B0, t2s1=F0), 2),
+        lambda: Schedule(changed(TABLE, t1s1=B0, t2s1=F0, t3s1=F1), 2),
         "the backward of microbatch 0 (stage 1, chunk 0) must be in tick 3 or later, after the forward of microbatch 0 "
         "(stage 1, chunk 0) in tick 2, got tick 1",
     ),
@@ -113,10 +115,10 @@ BROKEN = {
         "the weight gradient of microbatch 0 (stage 1, chunk 0) must be in tick 4 or later, after the input gradient "
         "of microbatch 0 (stage 1, chunk 0) in tick 3, got tick 2",
     ),
-    "no time to travel": (
-        lambda: Schedule(TABLE, 2, transfer_ticks=2),
-        "the forward of microbatch 0 (stage 1, chunk 0) must be in tick 2 or later, after the forward of microbatch 0 "
-        "(stage 0, chunk 0) in tick 0, got tick 1",
+    "a backward before the loss of its group": (
+        lambda: Schedule(changed(TABLE, t2s1=B0, t3s1=F1), 2),
+        "the backward of microbatch 0 (stage 1, chunk 0) must be in tick 4 or later, after the forward of microbatch 1 "
+        "(stage 1, chunk 0) in tick 3, got tick 2; move it",
     ),
     "two units in a tick": (
         lambda: Schedule(changed(TABLE, t1s0=None, t0s0=(F0, F1)), 2),
@@ -128,11 +130,16 @@ BROKEN = {
     ),
     "no stage": (lambda: in_order([], 1), "a table must have ticks with a cell for each stage, got rows of [] cells"),
     "no microbatch": (lambda: Schedule(TABLE, 0), "microbatches must be a whole number from 1, got 0; pass"),
-    "no tick to travel": (lambda: Schedule(TABLE, 2, transfer_ticks=0), "transfer_ticks must be a whole number from 1"),
+    "no chunk": (lambda: Schedule(TABLE, 2, chunks=0), "chunks must be a whole number from 1, got 0; pass chunks=1"),
     "orders that wait for each other": (
         lambda: in_order([(F0, B0, F1, B1), (F1, B1, F0, B0)], 2),
         "got orders in which the backward of microbatch 0 (stage 0, chunk 0) waits forever for the input gradient of "
         "microbatch 0 (stage 1, chunk 0); put it later, or the other one earlier",
+    ),
+    "an order in which no group is complete": (
+        lambda: in_order([(F0, F1, B0, B1), (F0, B0, F1, B1)], 2),
+        "got orders in which the backward of microbatch 0 (stage 1, chunk 0) waits forever for the forward of "
+        "microbatch 1 (stage 1, chunk 0); put it later, or the other one earlier",
     ),
     "orders that lack a unit": (
         lambda: in_order([(F0, B0)], 2),
@@ -149,12 +156,19 @@ def test_a_broken_schedule_is_refused(case):
 
 
 def test_units_run_in_the_first_tick_in_which_they_can():
-    assert in_order([(F0, F1, B0, B1), (F0, B0, F1, B1)], 2).table == TABLE
-    late = in_order([(F0, F1, B0, B1), (F0, B0, F1, B1)], 2, transfer_ticks=3)
+    assert in_order([(F0, F1, B0, B1)] * 2, 2).table == TABLE
+    late = in_order([(F0, F1, B0, B1), (F1, F0, B0, B1)], 2)  # stage 1 waits for F1, and stage 0 waits for B0
     begun = {(stage, unit): tick for tick, stage, unit in late.units()}
-    assert begun[1, F0] == begun[0, F0] + 3 and begun[0, B0] == begun[1, B0] + 3
-    assert begun[1, B0] == begun[1, F0] + 1  # what stays on a stage need not travel
-    assert late.orders == Schedule(TABLE, 2).orders
+    assert [begun[1, unit] for unit in (F1, F0, B0, B1)] == [2, 3, 4, 5]
+    assert [begun[0, unit] for unit in (F0, F1, B0, B1)] == [0, 1, 5, 6]
+
+
+def test_groups_are_as_many_microbatches_as_stages():
+    assert [group_of(m, 3, 8) for m in (0, 2, 3, 6, 7)] == [range(3), range(3), range(3, 6), range(6, 8), range(6, 8)]
+    last = Unit(BACKWARD, 6, 1)
+    assert needs(2, last, 3, 8, 2) == [(2, Unit(FORWARD, m, 1)) for m in (6, 7)]
+    neighbours = [(1, Unit(FORWARD, 6, 1)), (2, Unit(INPUT_GRADIENT, 6, 1))]
+    assert needs(1, last, 3, 8, 2) == neighbours  # the others wait for their neighbour only
 
 
 def test_a_schedule_is_a_value():

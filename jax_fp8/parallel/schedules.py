@@ -186,7 +186,7 @@ def _with_weight_gradients(rows: tuple[Row, ...], most: int) -> tuple[Row, ...]:
 
     idle = (None,) * stages
     for row in rows:
-        while any(unit.kind is FORWARD and not room[stage] for _, stage, unit in _units([row])):
+        while any(waiting) and any(unit.kind is FORWARD and not room[stage] for _, stage, unit in _units([row])):
             add(idle)
         add(row)
     while any(waiting):

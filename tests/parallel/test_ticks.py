@@ -158,19 +158,42 @@ def test_branches_are_those_that_occur(name):
         assert all(array.dtype == np.int32 and len(array) == len(schedule.table) for array in arrays)
 
 
-def waiting() -> Schedule:
-    """Stage 1 takes forwards late: two of them wait for it in its inbox."""
-    forwards, backwards = ([Unit(kind, m) for m in range(4)] for kind in (FORWARD, BACKWARD))
-    late = [*forwards[:2], *backwards[:2], *forwards[2:], *backwards[2:]]
-    return in_order([forwards + backwards, late], 4)
+def groups_waiting(schedule, ticks):
+    """The most groups at a time that have their loss, and a backward on the last stage that has not read it."""
+    unread, most = set(), 0
+    for tick, row in enumerate(schedule.table):
+        unit = row[-1]
+        if unit is not None and unit.kind in BACKWARDS and unit.chunk == schedule.chunks - 1:
+            unread.remove(unit.microbatch)
+        if ticks.loss[tick] >= 0:
+            first = ticks.loss[tick] * schedule.stages
+            unread |= {*range(first, min(first + schedule.stages, schedule.microbatches))}
+        most = max(most, len({microbatch // schedule.stages for microbatch in unread}))
+    return most
 
 
-def test_a_schedule_of_ones_own_may_need_more_places():
-    schedule = waiting()
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_gradients_of_one_group_wait_at_a_time(name):
+    """But for gpipe, where those of all groups wait for the last forward."""
+    for schedule in schedules(name):
+        groups = -(-schedule.microbatches // schedule.stages)
+        assert groups_waiting(schedule, make_ticks(schedule)) == (groups if name == "gpipe" else 1)
+
+
+def waiting(late) -> Schedule:
+    """Stage 1 has an order of its own, and takes its last two forwards when they have been waiting in its inbox."""
+    kinds = {"F": FORWARD, "B": BACKWARD}
+    orders = "F0 F1 F2 F3 B0 B1 B2 B3", late
+    return in_order([[Unit(kinds[name[0]], int(name[1])) for name in order.split()] for order in orders], 4)
+
+
+@pytest.mark.parametrize("late", ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 B0 B1 F2 F3 B2 B3"])
+def test_a_schedule_of_ones_own_may_need_more_places(late):
+    schedule = waiting(late)
     ticks = make_ticks(schedule)
     assert ticks.places == 2 and is_right(schedule, ticks)
     assert not is_right(schedule, dataclasses.replace(ticks, places=1, **_squeezed(ticks)))
-    assert not is_right(schedule, dataclasses.replace(ticks, taken=ticks.taken[::, ::-1]))
+    assert not is_right(schedule, dataclasses.replace(ticks, taken=1 - ticks.taken))
 
 
 def _squeezed(ticks):

@@ -12,6 +12,7 @@
 #include "gemm.h"
 #include "norm.h"
 #include "quantize.h"
+#include "room.h"
 #include "transpose.h"
 #include "update_state.h"
 #include "weight_gradient.h"
@@ -34,6 +35,7 @@ py::dict targets() {
   table["jax_fp8_quantize"] = py::dict("execute"_a = capsule(quantize_handler));
   table["jax_fp8_quantize_transpose"] = py::dict("execute"_a = capsule(quantize_transpose_handler));
   table["jax_fp8_quantize_transpose_sums"] = py::dict("execute"_a = capsule(quantize_transpose_sums_handler));
+  table["jax_fp8_room"] = py::dict("execute"_a = capsule(room_handler));
   table["jax_fp8_transpose"] = py::dict("execute"_a = capsule(transpose_handler));
   table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));
   table["jax_fp8_activation_amax"] = py::dict("execute"_a = capsule(activation_amax_handler));

@@ -17,6 +17,7 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
+from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
@@ -27,6 +28,7 @@ from jax_fp8.models.checks import check_call, check_config, check_loss_settings,
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
+from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
@@ -127,10 +129,15 @@ class GPT(nn.Module):
     def __call__(
         self, tokens: jax.Array, labels: jax.Array | None = None, *, mask: jax.Array | None = None, z_loss: float = 0.0
     ) -> jax.Array:
-        config = self.config
         check_call(self, tokens, labels, mask, z_loss)
-        tensor = current_tensor()
         embedding = self._table("embedding")
+        x = self._embed(embedding, tokens)
+        for index in range(self.config.num_layers):
+            x = self._layer(index)(x)
+        return self._head(embedding, x, labels, mask, z_loss)
+
+    def _embed(self, embedding, tokens):
+        config, tensor = self.config, current_tensor()
         x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
             init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
@@ -138,19 +145,19 @@ class GPT(nn.Module):
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
             rows = position_rows(whole(positions), tokens.shape, tensor).astype(jnp.float32)
             x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows, x.ndim)
-        x = x.astype(self.dtype)
-        for index in range(config.num_layers):
-            x = self._layer(index)(x)
-        norm = _LayerNorm if config.norm == "layernorm" else _RMSNorm
+        return x.astype(self.dtype)
+
+    def _head(self, embedding, x, labels, mask, z_loss):
+        """Logits, or with labels their loss; `embedding` counts where it is tied."""
+        norm, tensor = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm, current_tensor()
         with implicit_promotion():
             fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
             x = norm(**fields, name="final_norm")(x)
-        if not config.tie_embeddings:
-            embedding = self._table("head")
+        table = embedding if self.config.tie_embeddings else self._table("head")
         if labels is None:
-            return compute_logits(x, embedding, self.head_recipe, tensor, current_amax_axes())
+            return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
         options = {"mask": mask, "z_loss": z_loss, "recipe": self.head_recipe, "tensor": tensor}
-        return linear_cross_entropy(x, embedding, labels, **options)
+        return linear_cross_entropy(x, table, labels, **options)
 
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
@@ -185,11 +192,54 @@ class GPT(nn.Module):
         )
 
 
+class _Embedding(GPT):
+    """What comes before the layers."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self._embed(self._table("embedding"), tokens)
+
+
+class _Layer(GPT):
+    """One layer, under its name."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, index: int) -> jax.Array:
+        return self._layer(index)(x)
+
+
+class _Head(GPT):
+    """What comes after the layers: the loss."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, labels: jax.Array, mask: jax.Array | None, z_loss: float) -> jax.Array:
+        embedding = self._table("embedding") if self.config.tie_embeddings else None
+        return self._head(embedding, x, labels, mask, z_loss)
+
+
+def _layered(model: GPT, inputs_of: Callable, z_loss: float, loss_fn: Callable) -> LayeredLoss:
+    """The loss of a GPT by its layers; `inputs_of(tokens)` are inputs, labels and mask."""
+    first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
+    names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
+
+    def loss_of(variables, x, tokens):
+        _, labels, mask = inputs_of(tokens)
+        return last.apply(variables, x, labels, mask, z_loss)
+
+    return LayeredLoss(
+        names,
+        lambda variables, tokens: first.apply(variables, inputs_of(tokens)[0]),
+        lambda variables, x, name: layer.apply(variables, x, names.index(name)),
+        loss_of,
+        loss_fn,
+    )
+
+
 def next_token_loss(
     model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0
 ) -> Callable[[dict, jax.Array], jax.Array]:
     """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1):
-    the mean cross-entropy of each next token, in nats, float32.
+    the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
 
     Args:
       model: a `GPT`, whose loss is computed without the logits of a whole batch,
@@ -200,17 +250,21 @@ def next_token_loss(
 
     check_loss_settings(model, ignore_label, z_loss)
 
-    def loss_fn(variables, tokens):
-        check_tokens(tokens, "(batch, seq + 1)", least=2)
+    def inputs_of(tokens):
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         mask = None if ignore_label is None else labels != ignore_label
         if mask is not None:  # what is ignored need not be a token
             inputs = jnp.where(inputs == ignore_label, 0, inputs)
+        return inputs, labels, mask
+
+    def loss_fn(variables, tokens):
+        check_tokens(tokens, "(batch, seq + 1)", least=2)
+        inputs, labels, mask = inputs_of(tokens)
         if isinstance(model, GPT):
             return jnp.asarray(model.apply(variables, inputs, labels, mask=mask, z_loss=z_loss))
         return cross_entropy(jnp.asarray(model.apply(variables, inputs)), labels, mask=mask, z_loss=z_loss)
 
-    return loss_fn
+    return _layered(model, inputs_of, z_loss, loss_fn) if isinstance(model, GPT) else loss_fn
 
 
 def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:

@@ -3,13 +3,15 @@
     data     splits the batch; params are the same on all its devices
     fsdp     splits the batch too, and params, gradients and optimizer state (ZeRO: https://arxiv.org/abs/1910.02054)
     tensor   splits layers; the batch is the same on all its devices
+    pipe     each of its devices computes some of the layers, one microbatch after the other; params lie split over it,
+             as over `fsdp`
 
 Any of them may be left out, or be 1.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_fp8.core.checks import check_bool, describe
 from jax_fp8.core.shards import TensorParallel
 
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-AXES = (DATA, FSDP, TENSOR)
+PIPE, DATA, FSDP, TENSOR = "pipe", "data", "fsdp", "tensor"
+AXES = (PIPE, DATA, FSDP, TENSOR)
 Rules = Sequence[tuple[str, PartitionSpec]]
 GRADIENT_DTYPES = ("float32", "bfloat16")
 
@@ -32,32 +34,50 @@ class Parallelism:
     """How a step is spread over a mesh.
 
     Args:
-      mesh: its axes are among `data`, `fsdp` and `tensor`.
+      mesh: its axes are among AXES.
       rules: a pattern and a `PartitionSpec` each: params whose path, names joined by "/", the pattern is found in
         (`re.search`) are split like that; the spec is that of their last dims. The first that is found counts, and
         layers and sizes decide for all others.
       sequence: sequence parallelism: between layers, devices of `tensor` keep a part of the rows each.
       gradient_dtype: in which gradients are summed over `data` and `fsdp`; None: float32, unless
         both gradients and params have 16 bits.
+      schedule: of the pipeline, by its name in parallel/schedules.py.
+      chunks: of layers that each stage of the pipeline has.
     """
 
     mesh: Mesh
     rules: Rules = ()
     sequence: bool = False
     gradient_dtype: Any = None
+    schedule: str = "1f1b"
+    chunks: int = 1
 
     @classmethod
     def of(
-        cls, mesh: Mesh | None, rules: Rules = (), sequence_parallel: bool = False, gradient_dtype: Any = None
+        cls,
+        mesh: Mesh | None,
+        rules: Rules = (),
+        sequence_parallel: bool = False,
+        gradient_dtype: Any = None,
+        schedule: str | None = None,
+        chunks: int | None = None,
     ) -> "Parallelism | None":
         """What a user says of a mesh, or of none."""
-        if mesh is not None:
-            return cls(mesh, tuple(rules), sequence_parallel, gradient_dtype)
-        if rules or sequence_parallel or gradient_dtype is not None:
+        if mesh is None:
+            if rules or sequence_parallel or any(given is not None for given in (gradient_dtype, schedule, chunks)):
+                raise ValueError(
+                    "rules, sequence_parallel, gradient_dtype, schedule and chunks are about a mesh, got none; "
+                    "pass mesh=jax.make_mesh(...)"
+                )
+            return None
+        how = cls(mesh, tuple(rules), sequence_parallel, gradient_dtype)
+        if how.stages == 1 and (schedule is not None or chunks is not None):
             raise ValueError(
-                "rules, sequence_parallel and gradient_dtype are about a mesh, got none; pass mesh=jax.make_mesh(...)"
+                f"schedule and chunks are about the axis `pipe`, which this mesh has not, got {describe_mesh(mesh)}; "
+                "add the axis, or leave them out"
             )
-        return None
+        schedule = "1f1b" if schedule is None else schedule
+        return replace(how, schedule=schedule, chunks=chunks or (2 if schedule == "interleaved" else 1))
 
     def __post_init__(self):
         check_mesh(self.mesh)
@@ -88,6 +108,20 @@ class Parallelism:
         return math.prod(self.size(axis) for axis in self.batch_axes)
 
     @property
+    def stages(self) -> int:
+        """Of the pipeline; 1 is none."""
+        return self.size(PIPE)
+
+    @cached_property
+    def storage_axes(self) -> tuple[str, ...]:
+        """Those that split params and optimizer state, but not what a layer computes."""
+        return tuple(axis for axis in (FSDP, PIPE) if self.size(axis) > 1)
+
+    @property
+    def storage_parts(self) -> int:
+        return math.prod(self.size(axis) for axis in self.storage_axes)
+
+    @property
     def tensor(self) -> TensorParallel | None:
         size = self.size(TENSOR)
         return TensorParallel(TENSOR, size, self.sequence) if size > 1 else None
@@ -96,6 +130,14 @@ class Parallelism:
     def batch_spec(self) -> PartitionSpec:
         """How every array of a batch is split: by its first dim."""
         return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
+
+    def check_has_no_stages(self, what: str) -> None:
+        """Raise where there are stages."""
+        if self.stages > 1:
+            raise ValueError(
+                f"{what} runs whole models, and has no pipeline, got {describe_mesh(self.mesh)}; leave out the axis pipe, "
+                "or call a step of make_train_step, which has one"
+            )
 
     def check_rows(self, batch: Any, microbatches: int) -> None:
         """Raise unless every device has as many whole rows of each microbatch. What is not a jax array yet is this
@@ -141,7 +183,7 @@ def check_mesh(mesh: Any) -> None:
     if unknown:
         raise ValueError(
             f"a mesh may have the axes {', '.join(AXES)}, got {describe_mesh(mesh)}; "
-            + ("pipe is not there yet, leave it out" if unknown == ["pipe"] else f"rename or drop {', '.join(unknown)}")
+            f"rename or drop {', '.join(unknown)}"
         )
 
 

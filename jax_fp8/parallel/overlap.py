@@ -8,9 +8,13 @@ the kernels of a custom call to be short, so sums of gradients came last and alo
                          └ sum ┘└ sum ┘└ sum ┘             and is waited for where it is read
 
 They run one after another in the order in which they begin, which is the same on all devices.
+
+The ticks of a pipeline are a loop around a conditional, through which all that is kept goes untouched. XLA sees that
+nothing need be copied if it looks at regions of the program, and not at its instructions alone.
 """
 
 OVERLAP_OPTIONS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4096,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_copy_insertion_use_region_analysis": True,
 }

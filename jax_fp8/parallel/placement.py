@@ -4,12 +4,14 @@
 
 A `tensor` axis splits what a layer says can be split (its columns, rows, heads). `fsdp` splits the rows of every
 matrix, so that a shard is contiguous, and what is gathered needs no permutation. Vectors stay whole: they are small.
+`pipe` splits the parts of `fsdp`: a layer's params lie on the devices of all stages, whichever of them computes it. So
+params are the same tree on every mesh, and each device updates as many of them.
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.paths import LayerPath, map_with_names
 from jax_fp8.core.shards import Shards, TensorDim
-from jax_fp8.parallel.mesh import FSDP, TENSOR, Parallelism
+from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
 
 
 @jax.tree_util.register_static
@@ -29,9 +31,11 @@ class Place:
 
     Args:
       shape: of the whole param.
-      tensor_dim, fsdp_dim: the dims, counted from the end, that these axes split; None where they do not.
+      tensor_dim, fsdp_dim: the dims, counted from the end, that these axes split; None where they do not. What is said
+        of `fsdp` holds for all of `storage`.
       is_partial: every device of `tensor` has all of it, and uses a part: the gradient is a sum over them.
       dtype: in which a layer reads it, if in one only.
+      storage: the axes `fsdp` and `pipe`, as far as the mesh has them.
     """
 
     shape: tuple[int, ...]
@@ -39,17 +43,18 @@ class Place:
     fsdp_dim: int | None = None
     is_partial: bool = False
     dtype: Any = None
+    storage: tuple[str, ...] = (FSDP,)
 
     @property
     def spec(self) -> PartitionSpec:
-        """Where both axes split one dim, `fsdp` splits the parts of `tensor`."""
-        axes: list[Any] = [None] * len(self.shape)
-        for dim, axis in ((self.tensor_dim, TENSOR), (self.fsdp_dim, FSDP)):
+        """Where several axes split one dim, `fsdp` splits the parts of `tensor`, and `pipe` those of `fsdp`."""
+        of_dims: list[tuple[str, ...]] = [()] * len(self.shape)
+        for dim, axes in ((self.tensor_dim, (TENSOR,)), (self.fsdp_dim, self.storage)):
             if dim is not None:
-                axes[dim] = axis if axes[dim] is None else (axes[dim], axis)
-        while axes and axes[-1] is None:
-            axes.pop()
-        return PartitionSpec(*axes)
+                of_dims[dim] += axes
+        while of_dims and not of_dims[-1]:
+            of_dims.pop()
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in of_dims))
 
     def shape_without_fsdp(self, tensor: int) -> tuple[int, ...]:
         """What a device computes with: its part of the layer, of `tensor` parts."""
@@ -81,6 +86,12 @@ class Placement:
         """What one device knows of the others."""
         dims = {path: place.tensor_dim for path, place in self.by_path.items()}
         return Shards(self.how.batch_axes, self.how.tensor, dims, self.how.batch_parts)
+
+    @property
+    def shards_of_weights(self) -> Shards:
+        """The same where weights are cast, whose parts also the devices of `pipe` have."""
+        shards = self.shards
+        return replace(shards, batch_axes=(*shards.batch_axes, *((PIPE,) if self.how.stages > 1 else ())))
 
     @property
     def splits_params(self) -> bool:
@@ -150,8 +161,8 @@ def _by_offer(how, path, shape, offer) -> Place:
         if not (offer.or_whole and size % offer.pieces == 0):
             _refuse(path, shape, size, offer)
         dim, is_partial = None, True
-    own = Place(shape, dim, None, is_partial, offer.dtype)
-    return Place(shape, dim, _fsdp_dim(own.shape_without_fsdp(size), how.size(FSDP)), is_partial, offer.dtype)
+    own = Place(shape, dim, None, is_partial, offer.dtype, how.storage_axes)
+    return replace(own, fsdp_dim=_fsdp_dim(own.shape_without_fsdp(size), how.storage_parts))
 
 
 def _refuse(path, shape, size, offer):
@@ -188,9 +199,10 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
                     f"the rule {rule} of {'/'.join(path)} may name {FSDP} and {TENSOR}, got {axis!r}; leave it out"
                 )
             dims[axis] = number - len(rule)
-    tensor_dim, fsdp_dim = (dims.get(axis) if how.size(axis) > 1 else None for axis in (TENSOR, FSDP))
+    tensor_dim = dims.get(TENSOR) if how.size(TENSOR) > 1 else None
+    fsdp_dim = dims.get(FSDP) if how.storage_axes else None
     is_partial = offer.or_whole and how.size(TENSOR) > 1 and tensor_dim is None
-    place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype)
+    place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype, how.storage_axes)
     _check_is_offered(how, path, place, rule, offer)
     if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % how.size(TENSOR):
         if offer.or_whole and how.size(TENSOR) % offer.pieces == 0:
@@ -199,11 +211,11 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
                 f"are {offer.named}, got {rule} of {offer.pieces}; leave {TENSOR} out of it"
             )
         _refuse(path, shape, how.size(TENSOR), offer)
-    for axis, dim in ((TENSOR, place.tensor_dim), (FSDP, place.fsdp_dim)):
-        parts = how.size(axis) * (how.size(TENSOR) if axis == FSDP and place.tensor_dim == dim else 1)
-        if dim is not None and shape[dim] % parts:
+    for elements, axes in zip(shape, place.spec, strict=False):
+        parts = math.prod(how.size(axis) for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis)
+        if elements % parts:
             raise ValueError(
-                f"the rule {rule} splits {shape[dim]} elements of {'/'.join(path)}, shape {shape}, "
+                f"the rule {rule} splits {elements} elements of {'/'.join(path)}, shape {shape}, "
                 f"in {parts} parts, which must be equal; change the rule or the mesh"
             )
     return place

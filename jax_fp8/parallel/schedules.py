@@ -38,15 +38,15 @@ Row = tuple[Unit | None, ...]  # a tick: what each stage does
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards, the last microbatch first (https://arxiv.org/abs/1811.06965).
+    """All forwards, then all backwards (https://arxiv.org/abs/1811.06965), in the same order.
 
-    So what forwards keep is a stack: the last that was put on it is the first that is needed. The last stage goes on
-    with what it has just computed, and the bubble is the same in either order.
+    The last microbatch first would keep as much, for here what a forward keeps has a place of its own, and the bubble
+    would be the same. In this order gradients are added up as by all other schedules, and have the same bits.
     """
     _check_sizes(stages, microbatches)
     _check_one_chunk("gpipe", chunks)
     forwards = [Unit(FORWARD, m) for m in range(microbatches)]
-    backwards = [Unit(BACKWARD, m) for m in reversed(range(microbatches))]
+    backwards = [Unit(BACKWARD, m) for m in range(microbatches)]
     return Schedule((*_down(forwards, stages), *_up(backwards, stages)), microbatches)
 
 

@@ -18,7 +18,7 @@ from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.paths import LayerPath, map_with_names
 from jax_fp8.core.shards import largest_amax
 from jax_fp8.ops.collectives import whole_pair
-from jax_fp8.parallel.mesh import FSDP, TENSOR, Parallelism
+from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
 from jax_fp8.parallel.placement import Place, Placement
 
 
@@ -37,7 +37,7 @@ def gather_params(placement: Placement, params: Any, in_fp8: Collection[LayerPat
             return jnp.full(shape, jnp.nan, how.gradient_dtype or param.dtype)
         if place.fsdp_dim is None:
             return param
-        return _all_gather(param.astype(place.dtype or param.dtype), place.fsdp_dim)
+        return _all_gather(param.astype(place.dtype or param.dtype), place.fsdp_dim, place.storage)
 
     return map_with_names(gather, params, placement.places)
 
@@ -50,7 +50,7 @@ def gather_weight(places: Collection[Place], own: Fp8Pair) -> Fp8Pair:
     if dims == {None}:
         return own
     assert dims == {-2}, "other kernels are gathered before they are cast"
-    return whole_pair(_all_gather(own.rowwise.values, -2), own)
+    return whole_pair(_all_gather(own.rowwise.values, -2, (FSDP,)), own)
 
 
 def can_be_gathered_in_fp8(places: Collection[Place]) -> bool:
@@ -68,21 +68,26 @@ def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:
         wire = jnp.promote_types(gradient.dtype, param.dtype)
         if gradient.ndim > 1 and how.gradient_dtype is not None:
             wire = how.gradient_dtype
-        total = _sum_of(how, gradient.astype(wire), place)
-        return total.astype(param.dtype)
+        return sum_of(how, gradient.astype(wire), place).astype(param.dtype)
 
     return jax.tree.map(reduce, gradients, params, placement.places, is_leaf=lambda node: isinstance(node, Place))
 
 
 def whole_amaxes(how: Parallelism, amaxes: jax.Array) -> jax.Array:
     """The amaxes f32[rows] of all devices: one vector, one collective."""
-    return largest_amax(amaxes, _tensor_axes(how) + how.batch_axes)
+    return largest_amax(amaxes, _tensor_axes(how) + summed_axes(how))
 
 
 def whole_loss(how: Parallelism, share: jax.Array) -> jax.Array:
     """The mean over all parts of the batch, from each part's share; also of a loss in 16 bits the sum is float32."""
     share = share.astype(jnp.float32)
-    return lax.psum(share, how.batch_axes) if how.batch_axes else share
+    axes = summed_axes(how)
+    return lax.psum(share, axes) if axes else share
+
+
+def summed_axes(how: Parallelism) -> tuple[str, ...]:
+    """Those whose devices have parts of a batch: its rows, or in a pipeline its microbatches."""
+    return how.batch_axes + ((PIPE,) if how.stages > 1 else ())
 
 
 def on_any_device(how: Parallelism, flag: jax.Array) -> jax.Array:
@@ -90,12 +95,18 @@ def on_any_device(how: Parallelism, flag: jax.Array) -> jax.Array:
     return lax.pmax(flag.astype(jnp.int32), how.mesh.axis_names) > 0
 
 
-def _sum_of(how, gradient, place):
-    axes = how.batch_axes
+def sum_of(how: Parallelism, gradient: jax.Array, place: Place) -> jax.Array:
+    """The gradient of a shard, from what each device has of the whole param's."""
+    axes = summed_axes(how)
     if place.fsdp_dim is not None:
         dim = gradient.ndim + place.fsdp_dim
-        gradient = lax.psum_scatter(gradient, FSDP, scatter_dimension=dim, tiled=True)
-        axes = tuple(axis for axis in axes if axis != FSDP)
+        gradient = lax.psum_scatter(gradient, place.storage, scatter_dimension=dim, tiled=True)
+        axes = tuple(axis for axis in axes if axis not in place.storage)
+    return sum_over(how, gradient, place, axes)
+
+
+def sum_over(how: Parallelism, gradient: jax.Array, place: Place, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over these axes, and over `tensor` where its devices have parts of it."""
     if how.tensor is None or place.tensor_dim is not None:
         return lax.psum(gradient, axes) if axes else gradient
     # The param is the same on all devices of `tensor`, and must stay so, to the bit: so all take one sum.
@@ -109,5 +120,5 @@ def _tensor_axes(how) -> tuple[str, ...]:
     return (TENSOR,) if how.tensor is not None else ()
 
 
-def _all_gather(x, dim) -> jax.Array:
-    return lax.all_gather(x, FSDP, axis=x.ndim + dim, tiled=True)
+def _all_gather(x, dim, axes) -> jax.Array:
+    return lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)

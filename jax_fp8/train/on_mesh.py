@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
@@ -34,6 +35,7 @@ from jax_fp8.parallel.transfers import (
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
+from jax_fp8.train.on_stages import OnStages
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_gemms, with_version
 
@@ -49,6 +51,7 @@ class OnMesh:
       gemms: all in FP8, and the recipes of their layers.
       in_fp8: those whose weights are cast where they lie and gathered in FP8.
       once: weights are gathered once a step, and not once a microbatch.
+      on_stages: the pass over the stages of a pipeline, if there are any.
     """
 
     placement: Placement
@@ -57,6 +60,7 @@ class OnMesh:
     gemms: dict[LayerPath, Recipe]
     in_fp8: dict[LayerPath, Recipe]
     once: bool
+    on_stages: OnStages | None = None
 
     @classmethod
     def of(
@@ -67,6 +71,7 @@ class OnMesh:
         once: bool,
         state: TrainState,
         batch: Any,
+        microbatches: int = 1,
     ) -> "OnMesh":
         layers = Layers.of(loss_fn, state.variables, batch)
         placement = place_params(how, state.params, layers.offers)
@@ -80,15 +85,23 @@ class OnMesh:
             )
         check_loss_is_whole(placement, loss_fn, state.variables, batch)
         in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
-        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path, state.fp8), in_fp8, once)
+        gemms = layers.gemms_of(placement.by_path, state.fp8)
+        on_stages = None
+        if how.stages > 1:
+            assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
+            on_stages = OnStages(placement, loss_fn, gemms, in_fp8, microbatches)
+        return cls(placement, loss_fn, recipe, gemms, in_fp8, once, on_stages)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
         """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
         how = self.placement.how
 
         def on_device(shards, batch):
-            loss, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless)
-            gradients = reduce_gradients(self.placement, gradients, shards.params)
+            if self.on_stages is not None:
+                loss, gradients, amaxes = self.on_stages.gradients(shards, batch, from_current=False)
+            else:
+                loss, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless)
+                gradients = reduce_gradients(self.placement, gradients, shards.params)
             return whole_loss(how, loss), gradients, whole_amaxes(how, amaxes)
 
         return self._run(on_device, (), (WHOLE, self.placement.specs, WHOLE), state, batch)
@@ -97,7 +110,10 @@ class OnMesh:
         """The amaxes of all devices; every tensor is scaled by its own."""
 
         def on_device(shards, batch):
-            amaxes = local(self._share, self._state_of(shards, from_current=True), batch, self._stateless)
+            if self.on_stages is not None:
+                _, _, amaxes = self.on_stages.gradients(shards, batch, from_current=True)
+            else:
+                amaxes = local(self._share, self._state_of(shards, from_current=True), batch, self._stateless)
             return whole_amaxes(self.placement.how, amaxes)
 
         return self._run(on_device, (), WHOLE, state, batch)

@@ -68,6 +68,7 @@ def value_and_grad(
             "leave out one of them"
         )
     if how is not None:
+        how.check_has_no_stages("value_and_grad")
         return _value_and_grad_on_mesh(how, loss_fn, has_aux)
     record = (delayed_gradients if delay_wgrad_compute else value_grads_and_amaxes)(loss_fn, has_aux)
 
@@ -105,6 +106,7 @@ def warm_start(
     check_recipe(recipe)
     how = Parallelism.of(mesh, rules, sequence_parallel)
     if how is not None:
+        how.check_has_no_stages("warm_start")
         return _warm_start_on_mesh(how, loss_fn, recipe, has_aux)
     record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
 

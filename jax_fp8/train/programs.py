@@ -100,7 +100,7 @@ class Programs:
         key = _key((state.variables, batch))
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
-            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch)
+            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, microbatches)
             self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
 
@@ -113,6 +113,7 @@ class Programs:
         before this one, so that the first microbatch begins anew.
         """
         assert self.how is not None, "there is a mesh"
+        self.how.check_has_no_stages("accumulate_step")
         self._check(state)
         check_on_mesh(state, self.how.mesh)
         return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=state.step - 1)
@@ -134,6 +135,7 @@ class Programs:
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         without_cache = dataclasses.replace(state, cache={})
         if self.how is not None:
+            self.how.check_has_no_stages("accumulate_step")
             mesh = self.on_mesh(without_cache, microbatch, 1)
             return mesh.add_microbatch(self.microbatches, without_cache, pending, microbatch, is_first_microbatch)
         recipe: Any = self.recipe

@@ -29,6 +29,7 @@ from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep
+from jax_fp8.train.on_stages import check_pipeline
 from jax_fp8.train.programs import STATE_REMEDY, Programs
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import check_flag
@@ -194,6 +195,8 @@ def make_train_step(
     rules: Rules = (),
     sequence_parallel: bool = False,
     gradient_dtype: jax.typing.DTypeLike | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
 ) -> TrainStep:
     """Make the training step of a loss.
 
@@ -214,7 +217,8 @@ def make_train_step(
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU, and on a mesh
         collectives beside compute (parallel/overlap.py).
       mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
-        state too, and `tensor` the layers; any may be left out. Without it, the step runs on one device, or as jax
+        state too, and `tensor` the layers; `pipe` makes the layers stages of a pipeline, through which the microbatches
+        pass, and needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it; any may be left out. Without it, the step runs on one device, or as jax
         splits it by the shardings of its arguments. With `fsdp`, a loss must read the kernels of FP8 layers through
         these only: they are gathered in FP8, and what else reads one finds NaN. The loss of a batch is the mean of
         those of its parts.
@@ -223,6 +227,8 @@ def make_train_step(
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.
       gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is
         float32, unless both gradients and params have 16 bits; jnp.bfloat16 is half the bytes.
+      schedule: of the pipeline: "1f1b" (None), "gpipe", "interleaved" or "zero-bubble".
+      chunks: groups of layers on each stage; None is 2 for "interleaved" and 1 for the others.
     """
     check_loss_fn(loss_fn)
     check_optimizer(tx)
@@ -234,6 +240,8 @@ def make_train_step(
     if compiler_options is None:
         compiler_options = default_options(on_mesh=mesh is not None) if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
-    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
+    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype, schedule, chunks)
+    if how is not None and how.stages > 1:
+        check_pipeline(how, loss_fn, microbatches, cache_weights)
     programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
     return TrainStep(programs, donate, compiler_options, warm_start and recipe is not None and recipe.has_state)

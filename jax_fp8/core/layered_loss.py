@@ -1,0 +1,45 @@
+"""A loss by its layers, as a pipeline takes it: what comes before them, the layers one by one, what comes after them.
+
+    variables, batch ─first→ x ─layer "layer_0"→ x ─layer "layer_1"→ ... x ─last→ loss
+
+A pipeline gives each stage some of the layers. What comes before and after them is spread over all stages by
+microbatches, and sees whole ones.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayeredLoss:
+    """`loss_fn(variables, batch)`, made of layers that are alike. `fp8.next_token_loss(GPT(...))` is one.
+
+    Args:
+      layers: their names, in order: each is a key of every collection that the layers have variables in. Their
+        variables have the same structure, shapes and dtypes.
+      first: `first(variables, batch) -> x`, an array of one microbatch. It and `last` read no variables of the layers.
+      layer: `layer(variables, x, name) -> x`, of the same shape and dtype. `variables` hold the collections with this
+        layer's entry alone.
+      last: `last(variables, x, batch) -> loss`, the mean loss of the microbatch, a scalar.
+      whole: the same loss in one, `whole(variables, batch)`; None composes it of the pieces.
+    """
+
+    layers: tuple[str, ...]
+    first: Callable[[Mapping, Any], Any]
+    layer: Callable[[Mapping, Any, str], Any]
+    last: Callable[[Mapping, Any, Any], Any]
+    whole: Callable[[Mapping, Any], Any] | None = None
+
+    def __call__(self, variables: Mapping, batch: Any) -> Any:
+        if self.whole is not None:
+            return self.whole(variables, batch)
+        x = self.first(variables, batch)
+        for name in self.layers:
+            x = self.layer(of_layer(variables, name), x, name)
+        return self.last(variables, x, batch)
+
+
+def of_layer(variables: Mapping, name: str) -> dict:
+    """The variables of one layer, where they are."""
+    return {collection: {name: tree[name]} for collection, tree in variables.items() if name in tree}

@@ -1,0 +1,128 @@
+"""Which layers each stage of a pipeline computes, and what moves between the devices of `pipe` because of it.
+
+    shards of all layers ─all-to-all→ the stage's own layers, whole ─a schedule→ their gradients ─all-to-all→ of the shards
+
+A layer's params lie on the devices of all stages, a part on each (parallel/placement.py): so there is one tree of
+params on every mesh, and an optimizer need not know of stages. Once a step each stage takes what it computes with, in
+FP8 where its GEMMs read FP8. For each number that a layer has on its stage there is one exchange a param, in which a
+device sends its parts of the layers of all stages and gets those of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.shards import largest_amax
+from jax_fp8.ops.collectives import whole_pair
+from jax_fp8.parallel.mesh import FSDP, PIPE, Parallelism
+from jax_fp8.parallel.placement import Place
+from jax_fp8.parallel.schedules import layers_of_stage
+from jax_fp8.parallel.transfers import sum_over, summed_axes
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The layers of a model on the stages of a pipeline.
+
+    Args:
+      layers: their names, in order.
+      stages, chunks: how many stages, and how many chunks each has.
+    """
+
+    layers: tuple[str, ...]
+    stages: int
+    chunks: int = 1
+
+    def __post_init__(self):
+        layers_of_stage(0, len(self.layers), self.stages, self.chunks)  # raises unless they can be divided
+
+    @property
+    def chunk_size(self) -> int:
+        return len(self.layers) // (self.stages * self.chunks)
+
+    def at(self, chunk: int, number: int) -> tuple[str, ...]:
+        """The layer with this number in this chunk, of each stage."""
+        of_stages = (layers_of_stage(s, len(self.layers), self.stages, self.chunks) for s in range(self.stages))
+        return tuple(self.layers[chunks[chunk][number]] for chunks in of_stages)
+
+
+def own_of(arrays: Sequence[jax.Array]) -> jax.Array:
+    """That of this stage, of arrays for each stage."""
+    return jnp.stack(arrays)[lax.axis_index(PIPE)]
+
+
+def own_param(shards: Sequence[jax.Array], place: Place) -> jax.Array:
+    """A param of the stage's own layer, whole but for `tensor`, from this device's parts of those of all stages."""
+    if place.fsdp_dim is None:
+        return own_of(shards)
+    shards = [shard.astype(place.dtype or shard.dtype) for shard in shards]
+    return _gather(_exchange(jnp.stack(shards), place.fsdp_dim), place)
+
+
+def own_weights(weights: Sequence[Sequence[Fp8Pair]], places: Sequence[Sequence[Place]]) -> list[Fp8Pair]:
+    """Weights in FP8 of the stage's own layers.
+
+    Args:
+      weights: of each GEMM this device's parts, cast where they lie, for each stage.
+      places: of each GEMM's kernels.
+    """
+    if not weights:
+        return []
+    amaxes = largest_amax(jnp.stack([jnp.stack([part.amax for part in parts]) for parts in weights]), (PIPE,))
+    found = []
+    for parts, kernels, amax in zip(weights, places, amaxes, strict=True):
+        scale, place = own_of([part.rowwise.scale for part in parts]), kernels[0]
+        values = jnp.stack([part.rowwise.values for part in parts])
+        own = amax[lax.axis_index(PIPE)]
+        if place.fsdp_dim is None:
+            columnwise = own_of([part.columnwise.values for part in parts])
+            found.append(Fp8Pair.of(values[lax.axis_index(PIPE)], columnwise, scale, own))
+        else:
+            whole = _gather(_exchange(values, place.fsdp_dim), place)
+            found.append(whole_pair(whole, Fp8Pair.of(whole, None, scale, own)))
+    return found
+
+
+def gradients_of_layers(how: Parallelism, gradient: jax.Array, place: Place) -> tuple[jax.Array, ...]:
+    """The gradients of this device's shards of the layers of all stages, from that of the stage's own layer."""
+    axes = summed_axes(how)
+    if place.fsdp_dim is None:
+        mine = jnp.arange(how.stages) == lax.axis_index(PIPE)
+        of_all = jnp.where(mine.reshape(-1, *[1] * gradient.ndim), gradient, 0)
+    else:
+        if FSDP in place.storage:
+            dim = gradient.ndim + place.fsdp_dim
+            gradient = lax.psum_scatter(gradient, FSDP, scatter_dimension=dim, tiled=True)
+        of_all = _split(gradient, how.stages, place.fsdp_dim)
+        of_all = lax.all_to_all(of_all, PIPE, split_axis=0, concat_axis=0)
+        axes = tuple(axis for axis in axes if axis not in place.storage)
+    of_all = sum_over(how, of_all, place, axes)
+    return tuple(of_all[stage] for stage in range(how.stages))
+
+
+def _exchange(of_stages, dim) -> jax.Array:
+    """(stages, ...), parts of each stage's array → the parts of the own one, side by side in `dim`."""
+    parts = lax.all_to_all(of_stages, PIPE, split_axis=0, concat_axis=0)
+    parts = jnp.moveaxis(parts, 0, parts.ndim - 1 + dim)  # beside the dim that they are parts of
+    shape = [*parts.shape]
+    at = parts.ndim + dim
+    shape[at - 1 : at + 1] = [shape[at - 1] * shape[at]]
+    return parts.reshape(shape)
+
+
+def _split(whole, stages, dim) -> jax.Array:
+    """The mirror image: (stages, ...), of parts in `dim`."""
+    at = whole.ndim + dim
+    parts = whole.reshape(*whole.shape[:at], stages, -1, *whole.shape[at + 1 :])
+    return jnp.moveaxis(parts, at, 0)
+
+
+def _gather(part, place) -> jax.Array:
+    """What `fsdp` splits too, whole."""
+    if FSDP not in place.storage:
+        return part
+    return lax.all_gather(part, FSDP, axis=part.ndim + place.fsdp_dim, tiled=True)

@@ -1,0 +1,108 @@
+"""A forward and its backward as two programs, with arrays between them that may lie in memory for as long as is needed.
+
+    constants, x ─forward→ y, kept            kept: what the backward wants of what depends on x, each array once
+    constants, kept, dy ─backward→ dx, ...    constants, and what depends on them alone, are not kept
+
+`jax.vjp` returns a function that holds what the backward needs. Here the same function is traced twice, and in the
+second trace what was kept takes the place of what the trace has computed; the forward of that trace is then dead, and
+taken out. A Ref that the backward writes to is a constant, too: so each trace has its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two halves of the derivative of a function.
+
+    Args:
+      pull_back: `pull_back(constants, x, refs) -> y, pull`, as `jax.vjp` returns them, for a function whose pullback has
+        the same structure whenever it is traced.
+      make_refs: makes what the pullback writes to, for a trace in which it does not run.
+      constants, x: shapes.
+    """
+
+    pull_back: Callable[[Any, Any, Any], tuple[Any, Callable]]
+    make_refs: Callable[[], Any]
+    constants: Any
+    x: Any
+
+    def forward(self, constants: Any, x: Any) -> tuple[Any, list[jax.Array]]:
+        program, _, tree = self._forward
+        results = program(*jax.tree.leaves((constants, x)))
+        return tree.unflatten(results[: tree.num_leaves]), results[tree.num_leaves :]
+
+    def pullback(self, constants: Any, x: Any, kept: list[jax.Array], refs: Any) -> Callable:
+        """That of a `forward` which kept this; of `x` only the shape counts. The trace has the forward again, which is
+        dead: see `needed`.
+        """
+        _, pull = self.pull_back(constants, x, refs)
+        leaves, tree = jax.tree.flatten(pull)
+        numbers = self._forward[1]
+        return tree.unflatten(
+            [leaf if number is None else kept[number] for leaf, number in zip(leaves, numbers, strict=True)]
+        )
+
+    @cached_property
+    def _forward(self) -> tuple[Callable, list[int | None], Any]:
+        """The program; for each leaf of the pullback its number among what is kept, or None; the structure of y."""
+        found: dict[str, Any] = {}
+
+        def run(constants, x):
+            y, pull = self.pull_back(constants, x, self.make_refs())
+            leaves = jax.tree.leaves(pull)
+            found["is_ref"] = [isinstance(leaf, jax.Ref) for leaf in leaves]
+            found["y"] = jax.tree.structure(y)
+            return jax.tree.leaves(y), [leaf for leaf in leaves if not isinstance(leaf, jax.Ref)]
+
+        closed = jax.make_jaxpr(run)(self.constants, self.x)
+        jaxpr, tree = closed.jaxpr, found["y"]
+        inputs = len(jax.tree.leaves(self.x))
+        of_x = _reached(jaxpr, jaxpr.invars[len(jaxpr.invars) - inputs :])
+        outputs = iter(jaxpr.outvars[tree.num_leaves :])
+        kept: dict[Any, int] = {}
+        numbers: list[int | None] = []
+        for is_ref in found["is_ref"]:
+            var = None if is_ref else next(outputs)
+            is_kept = var is not None and not isinstance(var, Literal) and var in of_x
+            numbers.append(kept.setdefault(var, len(kept)) if is_kept else None)
+        outvars = [*jaxpr.outvars[: tree.num_leaves], *kept]
+        return _without_dead(closed, outvars), numbers, tree
+
+
+def needed(function: Callable, *shapes: Any) -> Callable:
+    """The same function of such arguments, traced now, without what its results do not need."""
+    closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    program, structure = _without_dead(closed, closed.jaxpr.outvars), jax.tree.structure(results)
+    return lambda *args: structure.unflatten(program(*jax.tree.leaves(args)))
+
+
+def _without_dead(closed: ClosedJaxpr, outvars: list[Any]) -> Callable:
+    """A traced program that computes these results alone, as a function of leaves that returns a list."""
+    jaxpr = closed.jaxpr
+    wanted = {var for var in outvars if not isinstance(var, Literal)}
+    kept: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        writes_to_wanted = equation.effects and wanted & {
+            var for var in equation.invars if not isinstance(var, Literal)
+        }
+        if writes_to_wanted or wanted & set(equation.outvars):
+            kept.append(equation)
+            wanted |= {var for var in equation.invars if not isinstance(var, Literal)}
+    only = jaxpr.replace(eqns=kept[::-1], outvars=outvars)
+    return jax.jit(jaxpr_as_fun(ClosedJaxpr(only, closed.consts)))
+
+
+def _reached(jaxpr, variables) -> set[Any]:
+    """What depends on these variables."""
+    reached = set(variables)
+    for equation in jaxpr.eqns:
+        if reached & {var for var in equation.invars if not isinstance(var, Literal)}:
+            reached |= set(equation.outvars)
+    return reached

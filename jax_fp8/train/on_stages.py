@@ -1,0 +1,266 @@
+"""A pass over the stages of a pipeline, inside the one `shard_map` of a step on a mesh.
+
+    shards of params ─cast, exchange→ variables of the stage's layers ─a schedule→ sums ─exchange→ gradients of the shards
+
+What a stage computes is in train/stage_work.py, in which order in parallel/runner.py, and what moves between stages
+beside activations in parallel/stages.py. What comes before and after the layers belongs to all stages: each does it for
+some of the microbatches.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_fp8.core.checks import describe
+from jax_fp8.core.layered_loss import LayeredLoss
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms_with_path, no_amaxes
+from jax_fp8.kernels.room import room
+from jax_fp8.parallel.mesh import PIPE, TENSOR, Parallelism
+from jax_fp8.parallel.placement import Placement
+from jax_fp8.parallel.runner import run_schedule
+from jax_fp8.parallel.schedules import make_schedule
+from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_param, own_weights
+from jax_fp8.parallel.ticks import Ticks, make_ticks
+from jax_fp8.parallel.transfers import gather_params, sum_of
+from jax_fp8.train.gradients import value_grads_and_amaxes
+from jax_fp8.train.microbatches import split
+from jax_fp8.train.stage_work import ChunkWork, Totals
+from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.weight_cache import cast_gemms
+
+ENTERING = "what enters"  # the last piece of a loss: among its params while it is differentiated
+
+
+@dataclass(frozen=True)
+class OnStages:
+    """A state on a mesh with stages.
+
+    Args:
+      gemms: all in FP8, and the recipes of their layers.
+      in_fp8: those whose weights are cast once, where they lie.
+    """
+
+    placement: Placement
+    loss: LayeredLoss
+    gemms: Mapping[LayerPath, Recipe]
+    in_fp8: Mapping[LayerPath, Recipe]
+    microbatches: int
+
+    def __post_init__(self):
+        _check_layers_are_alike(self)
+
+    @cached_property
+    def stages(self) -> Stages:
+        how = self.placement.how
+        return Stages(self.loss.layers, how.stages, how.chunks)
+
+    @cached_property
+    def ticks(self) -> Ticks:
+        how = self.placement.how
+        return make_ticks(make_schedule(how.schedule, how.stages, self.microbatches, how.chunks))
+
+    def gradients(self, shards: TrainState, batch: Any, from_current: bool) -> tuple[jax.Array, Any, jax.Array]:
+        """On one device: its share of the loss, the gradients of its shards, and the amaxes f32[rows] that it found.
+
+        With `from_current` every tensor is scaled by its own amax.
+        """
+        outer = replace(self.placement, places=self._outer(self.placement.places))
+        of_all = {"params": gather_params(outer, self._outer(shards.params), ()), "fp8": self._outer(shards.fp8)}
+        batch = split(batch, self.microbatches)
+        inputs, pull_first = self._first(of_all, batch)
+        chunks = self._chunks(shards, from_current, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
+        nothing = jnp.float32(0), _zeros(of_all["params"]), no_amaxes(of_all["fp8"])
+        dx, totals, (loss, sums, amaxes) = run_schedule(
+            self.ticks, chunks, partial(self._loss, of_all, batch, from_current), inputs, nothing, room
+        )
+        share = np.float32(1 / self.microbatches)
+        sums = jax.tree.map(lambda total, of_first: total + share * of_first, sums, pull_first(dx))
+        gradients = self._gradients_of_layers(shards.params, totals)
+        gradients |= map_with_names(lambda names, total: self._wired(total, sum_of, names), sums)
+        gradients = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, shards.params)
+        return loss, gradients, self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
+
+    def _outer(self, tree: Mapping) -> dict:
+        """What belongs to no layer."""
+        return {name: entry for name, entry in tree.items() if name not in self.loss.layers}
+
+    def _first(self, of_all, batch) -> tuple[jax.Array, Callable]:
+        """What enters the first layer, of all microbatches; and the gradient of the params by that of all of these."""
+        groups = -(-self.microbatches // self.placement.how.stages)
+        numbers = jnp.minimum(lax.axis_index(PIPE) * groups + jnp.arange(groups), self.microbatches - 1)
+        own = jax.tree.map(lambda leaf: leaf[numbers], batch)
+
+        def first(params):
+            return lax.map(lambda microbatch: self.loss.first({**of_all, "params": params}, microbatch), own)
+
+        x, pull = jax.vjp(first, of_all["params"])
+
+        def pull_back(dx):
+            return pull(lax.psum_scatter(dx, PIPE, scatter_dimension=0, tiled=True))[0]
+
+        return lax.all_gather(x, PIPE, axis=0, tiled=True), pull_back
+
+    def _loss(self, of_all, batch, from_current, number, y, totals) -> tuple[jax.Array, Any]:
+        """The loss of a microbatch, from what leaves the last layer: as the runner takes it."""
+        parts, is_one = self.placement.how.batch_parts, number < self.microbatches
+        total, sums, amaxes = totals
+
+        def last(variables, microbatch):
+            params = dict(variables["params"])
+            x = params.pop(ENTERING)
+            loss = self.loss.last({**variables, "params": params}, x, microbatch)
+            return loss if parts == 1 else loss / parts
+
+        variables = {**of_all, "params": {**of_all["params"], ENTERING: y}}
+        microbatch = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, self.microbatches - 1)], batch)
+        loss, gradients, found = value_grads_and_amaxes(last, from_current=from_current)(variables, microbatch)
+        dy = gradients.pop(ENTERING)
+        share = jnp.where(is_one, np.float32(1 / self.microbatches), 0)
+        sums = jax.tree.map(lambda old, new: old + share * new.astype(jnp.float32), sums, gradients)
+        amaxes = jnp.maximum(amaxes, jnp.where(is_one, found, 0))
+        return dy, (total + share * loss.astype(jnp.float32), sums, amaxes)
+
+    def _positions(self):
+        """Chunk, number in it, and the layer of each stage that has this number there."""
+        for chunk in range(self.stages.chunks):
+            for number in range(self.stages.chunk_size):
+                yield chunk, self.stages.at(chunk, number)
+
+    def _chunks(self, shards: TrainState, from_current, x) -> list[ChunkWork]:
+        """The stage's own layers. They have the names of those of the first stage."""
+        variables = [{"params": {}, "fp8": {}, "fp8_cache": {}} for _ in range(self.stages.chunks)]
+        weights = self._weights(shards, from_current)
+        for chunk, layers in self._positions():
+            name = layers[0]
+            own = variables[chunk]
+            own["params"][name] = self._own_params([shards.params[layer] for layer in layers], name)
+            states = [shards.fp8[layer] for layer in layers if layer in shards.fp8]
+            if states:
+                own["fp8"][name] = jax.tree.map(lambda *of_stages: own_of(of_stages), *states)
+        for gemm, weight in weights.items():
+            chunk = next(chunk for chunk, layers in self._positions() if layers[0] == gemm[0])
+            put_at_path(variables[chunk]["fp8_cache"], gemm, {"kernel": weight})
+        return [
+            ChunkWork(
+                self.loss,
+                tuple(own["params"]),
+                {collection: tree for collection, tree in own.items() if tree},
+                {gemm: recipe for gemm, recipe in self.gemms.items() if gemm[0] in own["params"]},
+                1 / self.microbatches,
+                from_current,
+                x,
+            )
+            for own in variables
+        ]
+
+    def _own_params(self, of_stages, name) -> Any:
+        """Params of the stage's own layer; NaN where its weights in FP8 are read instead."""
+        in_fp8 = {kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)}
+        how, places = self.placement.how, self.placement.by_path
+
+        def own(names, *parts):
+            place = places[(name, *names)]
+            if (name, *names) not in in_fp8:
+                return own_param(parts, place)
+            return jnp.full(place.shape_without_fsdp(how.size(TENSOR)), jnp.nan, parts[0].dtype)
+
+        return map_with_names(own, *of_stages)
+
+    def _weights(self, shards, from_current) -> dict[LayerPath, Any]:
+        """In FP8, of the stage's own layers, by the names of those of the first stage."""
+        of_layers = {gemm: recipe for gemm, recipe in self.in_fp8.items() if gemm[0] in self.loss.layers}
+        with self.placement.shards_of_weights.active():
+            cast = cast_gemms(shards.params, {} if from_current else shards.fp8, of_layers)
+        places = self.placement.by_path
+        found = {}
+        for _, layers in self._positions():
+            for gemm in of_layers:
+                if gemm[0] == layers[0]:
+                    parts = [at_path(cast, (layer, *gemm[1:]))["kernel"] for layer in layers]
+                    found[gemm] = parts, [places[kernel] for kernel in kernel_paths(gemm)]
+        own = own_weights([parts for parts, _ in found.values()], [of for _, of in found.values()])
+        return dict(zip(found, own, strict=True))
+
+    def _gradients_of_layers(self, params, totals: list[Totals]) -> dict:
+        """Of this device's shards of all layers."""
+        found: dict[str, Any] = {}
+        for chunk, layers in self._positions():
+            sums = totals[chunk].sums[layers[0]]
+            each = map_with_names(
+                lambda names, total, name=layers[0]: self._wired(total, gradients_of_layers, (name, *names)), sums
+            )
+            for stage, layer in enumerate(layers):
+                found[layer] = jax.tree.map(lambda _, of_stages, stage=stage: of_stages[stage], sums, each)
+        return found
+
+    def _wired(self, total, reduce, names) -> Any:
+        """A sum of gradients, in the dtype in which it goes over the wire, as `reduce(how, total, place)` leaves it."""
+        how = self.placement.how
+        wire = how.gradient_dtype if total.ndim > 1 and how.gradient_dtype is not None else jnp.float32
+        return reduce(how, total.astype(wire), self.placement.by_path[names])
+
+    def _amaxes(self, fp8_state, totals: list[Totals], outer_state, outer) -> jax.Array:
+        """f32[rows] of all GEMMs; zeros where other stages have them."""
+        sizes = [gemm["scale"].size for gemm in gemm_states(outer_state)]
+        of_outer = iter(jnp.split(outer, np.cumsum(sizes, dtype=int)[:-1]))
+        home = {
+            layer: (chunk, stage, layers[0])
+            for chunk, layers in self._positions()
+            for stage, layer in enumerate(layers)
+        }
+        found = []
+
+        def collect(path, _):
+            if path[0] not in home:
+                found.append(next(of_outer))
+                return
+            chunk, stage, name = home[path[0]]
+            own = totals[chunk].amaxes[(name, *path[1:])][0]
+            found.append(jnp.where(lax.axis_index(PIPE) == stage, own, 0))
+
+        map_gemms_with_path(collect, fp8_state)
+        return join_amaxes(found)
+
+
+def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool) -> None:
+    """Raise unless there is a pipeline for this loss."""
+    if not isinstance(loss_fn, LayeredLoss):
+        raise ValueError(
+            "a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss(GPT(...)) returns it, "
+            f"got {describe(loss_fn)}; make one, or leave out the axis pipe"
+        )
+    make_schedule(how.schedule, how.stages, microbatches, how.chunks)
+    Stages(loss_fn.layers, how.stages, how.chunks)
+    if not cache_weights:
+        raise ValueError(
+            "a pipeline casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe"
+        )
+
+
+def _check_layers_are_alike(on: OnStages) -> None:
+    """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
+    first, *others = on.loss.layers
+    places, described = on.placement.by_path, {}
+    for name in (first, *others):
+        described[name] = [
+            {path[1:]: place for path, place in places.items() if path[0] == name},
+            *({gemm[1:]: recipe for gemm, recipe in of.items() if gemm[0] == name} for of in (on.gemms, on.in_fp8)),
+        ]
+    for name in others:
+        if described[name] != described[first]:
+            raise ValueError(
+                "the layers of a pipeline must be alike, with params of the same shapes, places and recipes, "
+                f"got {name} unlike {first}; make them alike, or leave out the axis pipe"
+            )
+
+
+def _zeros(params) -> Any:
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)

@@ -36,6 +36,8 @@ class Case:
       fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
         current alone.
       cold: no warm start, which is a program of its own: the first step finds scales of 1.
+      pieces: microbatches driven one by one, by `accumulate_step`; not of plain.
+      cache_weights: False casts weights, and gathers them, in every microbatch.
       graphs: default as the step itself is compiled; collectives in CUDA graphs too; or none at all.
       options: XLA's, before which no others count.
       gemms: a file of tuned GEMMs, or "".
@@ -56,6 +58,8 @@ class Case:
     recompute: bool = False
     gradient_dtype: str = ""
     cold: bool = False
+    pieces: bool = False
+    cache_weights: bool = True
     graphs: str = "default"
     options: dict = dataclasses.field(default_factory=dict)
     gemms: str = ""
@@ -63,6 +67,8 @@ class Case:
     def __post_init__(self):
         if self.sequence_parallel and self.axes.get("tensor", 1) == 1:
             raise ValueError(f"{SEQUENCE} needs the axis tensor, got {self.mesh}; add it, or leave {SEQUENCE} out")
+        if self.pieces and self.recipe == "plain":
+            raise ValueError("pieces must be those of a step of jax_fp8, got plain Flax; choose another recipe")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -102,6 +108,7 @@ class Case:
         }
         said = {**(in_fp8 if self.in_fp8 else {}), "recompute": self.recompute}
         said |= {f"{self.gradient_dtype} gradients": bool(self.gradient_dtype), "tuned": bool(self.gemms)}
+        said |= {"pieces": self.pieces, "weights not kept": not self.cache_weights}
         return ", ".join([self.recipe, *(words for words, holds in said.items() if holds and self.recipe != "plain")])
 
     @property
@@ -123,11 +130,13 @@ class Case:
 
 @dataclasses.dataclass
 class Training:
-    """A step and its state. `step(state, batch)` is a new state and `{"loss"}`; `place` puts tokens on the mesh."""
+    """A step and its state. `step(state, batch)` is a new state and `{"loss"}`; `place` puts tokens on the mesh, in
+    pieces a tuple of microbatches.
+    """
 
     step: Callable
     state: Any
-    place: Callable[[np.ndarray], jax.Array]
+    place: Callable[[np.ndarray], Any]
     lower: Callable[[Any, Any], Any]
     num_params: int
 
@@ -167,7 +176,26 @@ def build(case: Case, text_steps: int = 0) -> Training:
         params = state.params
     placed = NamedSharding(mesh, PartitionSpec(case.batch_axes) if case.batch_axes else PartitionSpec())
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return Training(step, state, lambda batch: jax.device_put(batch, placed), step.lower, num_params)
+    if not case.pieces:
+        return Training(step, state, lambda batch: jax.device_put(batch, placed), step.lower, num_params)
+    pieces = [np.s_[i :: case.microbatches] for i in range(case.microbatches)]
+    place = lambda batch: tuple(jax.device_put(batch[rows], placed) for rows in pieces)  # noqa: E731
+    return Training(_driven(step), state, place, step.lower, num_params)
+
+
+def _driven(step: Any) -> Callable:
+    """`run(state, batch)` of a tuple of microbatches, one call for each."""
+    pending = None
+
+    def run(state, batch):
+        nonlocal pending
+        pending = step.start(state) if pending is None else pending
+        for i, microbatch in enumerate(batch):
+            pending = step.accumulate_step(state, pending, microbatch, is_first_microbatch=i == 0)
+        state, pending, metrics = step.apply_step(state, pending)
+        return state, metrics
+
+    return run
 
 
 def _build_ours(case, tx, mesh, tokens):
@@ -189,6 +217,7 @@ def _build_ours(case, tx, mesh, tokens):
         tx,
         recipe,
         case.microbatches,
+        cache_weights=case.cache_weights,
         warm_start=not case.cold,
         mesh=mesh,
         sequence_parallel=case.sequence_parallel,

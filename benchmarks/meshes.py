@@ -110,6 +110,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
     for name in ("fast", "fp8-head", "recompute", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--pieces", action="store_true", help="microbatches driven one by one, not as one step")
+    parser.add_argument("--cache-weights", action=argparse.BooleanOptionalAction, default=True, help="for all of them")
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-dtype", choices=("float32", "bfloat16"), default="")
     parser.add_argument("--graphs", choices=GRAPHS, default="default")
@@ -125,6 +127,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not (options.all or options.mesh):
         parser.error("say --all, or a --mesh")
+    if options.pieces and (options.profile or options.report):
+        parser.error("--profile and --report are of a step as a whole; leave out --pieces")
     if options.steps < 1:
         parser.error("--steps must be at least 1")
     return options

@@ -35,6 +35,35 @@ def test_ours_and_plain_train_the_same_model(benchmark):
         meshes.check_same_model([ours, {**plain, "num_params": 10}])
 
 
+def test_pieces_are_the_whole_step(benchmark):
+    """Negative control: other microbatches have another loss."""
+    mesh_cases = benchmark("mesh_cases")
+    case = {"mesh": "fsdp=2", "recipe": "bf16", "microbatches": 2, "batch_per_data": 1, **SMALL}
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 33), np.int32)
+    losses = {}
+    for name, given, batch in (
+        ("whole", {}, tokens),
+        ("pieces", {"pieces": True, "cache_weights": False}, tokens),
+        ("others", {"pieces": True, "cache_weights": False}, tokens[:, ::-1]),
+    ):
+        training = mesh_cases.build(mesh_cases.Case(**case, **given))
+        _, metrics = training.step(training.state, training.place(batch))
+        losses[name] = float(metrics["loss"])
+    assert losses["pieces"] == pytest.approx(losses["whole"], rel=1e-6)
+    assert losses["others"] != pytest.approx(losses["whole"], rel=1e-6)
+    pieces = mesh_cases.Case(mesh="fsdp=2", pieces=True, cache_weights=False)
+    assert pieces.name == "delayed, pieces, weights not kept"
+
+
+def test_pieces_are_of_jax_fp8_and_have_no_profile(benchmark, capsys):
+    meshes = benchmark("meshes")
+    assert meshes.main(["--mesh", "data=2", "--recipe", "plain", "--pieces"]) == 2
+    assert "pieces must be those of a step of jax_fp8, got plain Flax" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        meshes.main(["--mesh", "data=2", "--pieces", "--profile", "1"])
+    assert "--profile and --report are of a step as a whole" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("axes", "path", "shape", "spec"),
     [

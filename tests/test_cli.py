@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8 import CurrentScaling, cli
+from jax_fp8 import CurrentScaling, cli, gpt_plans
 from jax_fp8.kernels import extension
 from jax_fp8.models.gpt import GPTConfig
 from jax_fp8.tools import tune
@@ -193,12 +193,15 @@ NEEDS_COMPILER = pytest.mark.skipif(h200.missing_reason() is not None, reason=st
 def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
     if reason := extension.missing_reason():
         pytest.skip(reason)
-    monkeypatch.setattr(cli, "load_cudnn", lambda: None)
+    monkeypatch.setattr(gpt_plans, "load_cudnn", lambda: None)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
     small = ["--preset", "tiny", "--mesh", "tensor=2", "--sequence-parallel", "--fast"]
     assert cli.main(["plan", *small]) == 0
     printed = capsys.readouterr().out
-    assert "tiny, 0.00B params, delayed, 8 x 128 tokens in 1 microbatches, 2 h200 (tensor=2); compiling" in printed
+    assert (
+        "tiny, 0.00B params, delayed, 8 x 128 tokens in 1 microbatches, 2 h200 (tensor=2, sequence parallel); compiling"
+        in printed
+    )
     assert "usable: fits" in printed and "TFLOP/s a GPU" in printed
 
 
@@ -216,7 +219,7 @@ REFUSED_PLANS = {
 def test_plans_that_are_refused(case, monkeypatch, capsys):
     arguments, message = REFUSED_PLANS[case]
     monkeypatch.setattr(extension, "missing_reason", lambda: None)
-    monkeypatch.setattr(cli, "load_cudnn", lambda: None)
+    monkeypatch.setattr(gpt_plans, "load_cudnn", lambda: None)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
     assert cli.main(["plan", "--preset", "tiny", *arguments]) == 1
     said = capsys.readouterr().err

@@ -7,6 +7,7 @@
 Devices are numbered in the order of the mesh, and hosts have the same number of them each, in this order.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -44,6 +45,7 @@ def groups_of(attributes: str, devices: int) -> Groups:
     return tuple(groups) or (tuple(range(devices)),)  # {} is all devices
 
 
+@functools.cache
 def on_hosts(groups: Groups, per_host: int) -> tuple[int, int]:
     """On how many hosts the widest group is, and how many devices it has on that of them where it has the fewest."""
     hosts = [Counter(device // per_host for device in group) for group in groups]

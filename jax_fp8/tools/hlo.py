@@ -78,6 +78,7 @@ class Instruction:
     trips: int | None  # of a loop, when the compiler knows
     name: str
     inputs: tuple[str, ...]  # the names of the operands
+    accumulation: str  # of a product in FP8 of this library: "fast" or "split", else ""
     groups: Groups  # of a collective: which devices exchange something; () of anything else
 
     @property
@@ -143,6 +144,7 @@ _CALLED = re.compile(
     r"=(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_FAST = re.compile(r"\bfast_accumulation = (true|false)\b")
 _MODULE_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
@@ -168,7 +170,7 @@ def _arrays(type_text):
 def _instruction(header, match, arrays, opcodes, devices):
     operands, _, attributes = match["rest"].partition(")")
     names = [name for name in _NAME.findall(operands) if name in arrays]
-    target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
+    target, op_name, trips, fast = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS, _FAST))
     is_collective = match["opcode"].removesuffix("-start") in COLLECTIVES
     return Instruction(
         opcode=match["opcode"],
@@ -183,6 +185,7 @@ def _instruction(header, match, arrays, opcodes, devices):
         trips=int(trips[1]) if trips else None,
         name=match["name"],
         inputs=tuple(names),
+        accumulation={"true": "fast", "false": "split"}[fast[1]] if fast else "",
         groups=groups_of(attributes, devices) if is_collective else (),
     )
 

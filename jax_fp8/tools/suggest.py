@@ -1,0 +1,175 @@
+"""Which meshes of so many GPUs are worth compiling for, and which change would make a step fit.
+
+    Setting, devices ─meshes_of→ settings, and why others cannot be ─rank→ a few to compile for; the rest ─left_out→ why
+    Setting, bytes that were found ─remedies→ changes, and about what a device would need with them
+
+Both by arithmetic (tools/arithmetic.py).
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jax_fp8.tools.arithmetic import Setting, memory_of, seconds_of
+from jax_fp8.tools.described import HOST
+from jax_fp8.tools.rates import Rates
+
+GIB = 2**30
+COLUMNS = 120  # of a printed line
+CLOSE = 1.05  # what arithmetic finds this much too large may still fit
+
+
+@dataclass(frozen=True)
+class Left:
+    """A mesh that cannot be."""
+
+    setting: Setting
+    reason: str
+
+
+def meshes_of(base: Setting, devices: int) -> tuple[list[Setting], list[Left]]:
+    """All ways to spread a step over so many devices, and those that cannot be."""
+    found, left = [], []
+    for tensor in _divisors(devices):
+        for fsdp in _divisors(devices // tensor):
+            sizes = {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+            for sequence_parallel in (False, True) if tensor > 1 else (False,):
+                setting = replace(base, **sizes, sequence_parallel=sequence_parallel)
+                reason = _why_not(setting)
+                if reason:
+                    left.append(Left(setting, reason))
+                else:
+                    found.append(setting)
+    return found, left
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Meshes that can be, by arithmetic: the few to compile for, others that should fit, and those that do not."""
+
+    best: list[Setting]
+    slower: list[Setting]
+    too_large: list[Setting]
+
+
+def rank(settings: Sequence[Setting], usable: float, rates: Rates, tries: int) -> Ranking:
+    """The fastest first.
+
+    Args:
+      usable: bytes of a device.
+      tries: for how many to compile.
+    """
+    ranked = sorted(settings, key=lambda setting: seconds_of(setting, rates))
+    fitting = [setting for setting in ranked if memory_of(setting).together <= CLOSE * usable]
+    return Ranking(fitting[:tries], fitting[tries:], [setting for setting in ranked if setting not in fitting])
+
+
+def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list[str]:
+    """Which meshes were not compiled for, and why, in a paragraph for each kind of reason."""
+    slower = [f"{setting} {1e3 * seconds_of(setting, rates):.0f}" for setting in ranking.slower]
+    too_large = [f"{setting} {memory_of(setting).together / GIB:.0f}" for setting in ranking.too_large]
+    meshes = Counter(left.reason for left in impossible)
+    reasons = [f"{reason}{f' ({count} times)' if count > 1 else ''}" for reason, count in meshes.items()]
+    best = f", {1e3 * seconds_of(ranking.best[0], rates):.0f} for the best" if ranking.best else ""
+    paragraphs = {
+        f"Slower by arithmetic (ms{best})": slower,
+        "Too large by arithmetic (GiB)": too_large,
+        "Impossible": reasons,
+    }
+    return [
+        line
+        for heading, found in paragraphs.items()
+        if found
+        for line in textwrap.wrap(
+            f"{heading}: {'; '.join(found)}.", COLUMNS, subsequent_indent="  ", break_on_hyphens=False
+        )
+    ]
+
+
+def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
+    """What to change so that a step fits which needs `peak` bytes: each change that is enough by itself or, if none is,
+    as many together as it takes. What a change saves is arithmetic; it is taken from the bytes that were found.
+    """
+    now = memory_of(setting).together
+
+    def needed(change):
+        return peak + memory_of(change.setting).together - now
+
+    enough: dict[str, Change] = {}
+    for change in _changes(setting):
+        if needed(change) <= usable:
+            enough.setdefault(change.kind, change)  # the smallest of its kind
+    if enough:
+        return [f"{change}: about {needed(change) / GIB:.0f} GiB" for change in enough.values()]
+    made = [Change("", "", setting)]
+    while needed(made[-1]) > usable:
+        better = [change for change in _changes(made[-1].setting) if needed(change) < needed(made[-1])]
+        here = [change for change in better if change.setting.devices == setting.devices]
+        if not better:
+            break
+        made.append(min(here or better, key=needed))
+    last = {change.kind: str(change) for change in made[1:]}
+    words = f"{', '.join(last.values())}, all together: about {needed(made[-1]) / GIB:.0f} GiB"
+    return [words if needed(made[-1]) <= usable else f"{words}, which is not enough"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one thing, as a user says it; one of a kind replaces another."""
+
+    kind: str
+    words: str
+    setting: Setting
+
+    def __str__(self):
+        return self.words
+
+
+def _changes(setting: Setting) -> Iterator[Change]:
+    """In the order in which we would try them, without those that cannot be."""
+    data, fsdp, tensor = setting.data, setting.fsdp, setting.tensor
+    wanted: list[tuple[str, dict]] = [
+        ("--recompute", {"recompute": True}),
+        ("--sequence-parallel", {"sequence_parallel": tensor > 1}),
+        *(("--microbatches", {"microbatches": n * setting.microbatches}) for n in (2, 4, 8, 16)),
+        ("--mesh", {"data": 1, "fsdp": data * fsdp}),
+        *([("--mesh", {"fsdp": fsdp // 2, "tensor": 2 * tensor})] if fsdp % 2 == 0 else []),
+        ("--bf16-moments", {"bf16_moments": True}),
+        ("--bf16-params", {"bf16_params": True}),
+        ("more GPUs", {"fsdp": 2 * fsdp}),
+        ("more GPUs", {"tensor": 2 * tensor}),
+    ]
+    for kind, fields in wanted:
+        changed = replace(setting, **fields)
+        if changed != setting and not _why_not(changed):
+            value = {"--microbatches": f" {changed.microbatches}", "--mesh": f" {changed.mesh}"}.get(kind, "")
+            more = f"{changed.devices} GPUs by --mesh {changed.mesh}"
+            yield Change(kind, more if kind == "more GPUs" else kind + value, changed)
+
+
+def _why_not(setting: Setting) -> str:
+    """Why a step cannot be spread like this; "" if it can."""
+    shape, tensor = setting.shape, setting.tensor
+    parts = setting.data * setting.fsdp * setting.microbatches
+    if shape.heads % tensor:
+        return f"tensor={tensor} does not divide {shape.heads} heads"
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        return f"tensor={tensor} and {shape.kv_heads} key and value heads do not divide each other"
+    if shape.mlp % tensor:
+        return f"tensor={tensor} does not divide an MLP {shape.mlp} wide"
+    if shape.vocab % tensor:
+        return f"tensor={tensor} does not divide a vocabulary of {shape.vocab}"
+    if shape.width % setting.fsdp:
+        return f"fsdp={setting.fsdp} does not divide a width of {shape.width}"
+    if setting.batch % parts:
+        return f"{parts} parts do not divide a batch of {setting.batch}"
+    if tensor > HOST:
+        return f"tensor={tensor} is more than the {HOST} GPUs of a host"
+    if setting.sequence_parallel and setting.tokens % tensor:
+        return f"tensor={tensor} does not divide {setting.tokens:.0f} rows"
+    return ""
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

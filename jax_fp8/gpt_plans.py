@@ -85,8 +85,7 @@ def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 
     found = plan_of(choices, rates)
     print(found)
     if not found.fits:
-        print("It would fit, by arithmetic, with")
-        print("\n".join(f"  {change}" for change in remedies(setting_of(choices), found.peak, found.usable)))
+        print("\n".join(_advice(setting_of(choices), found.peak, found.usable)))
     return 0 if found.fits else 1
 
 
@@ -116,11 +115,16 @@ def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rat
     if not fitting and settings:
         smallest = min(settings, key=lambda setting: memory_of(setting).together)
         needed = memory_of(smallest).together
-        print(
-            f"None fits {usable / GIB:.1f} GiB. {smallest} needs least, about {needed / GIB:.0f} GiB, and would fit with"
-        )
-        print("\n".join(f"  {change}" for change in remedies(smallest, needed, usable)))
+        print(f"None fits {usable / GIB:.1f} GiB. {smallest} needs least, about {needed / GIB:.0f} GiB.")
+        print("\n".join(_advice(smallest, needed, usable)))
     return 0 if fitting else 1
+
+
+def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
+    found = remedies(setting, peak, usable)
+    if not found:
+        return ["By arithmetic no change of these flags makes it fit."]
+    return ["By arithmetic it would fit with", *(f"  {change}" for change in found)]
 
 
 def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:

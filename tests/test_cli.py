@@ -15,6 +15,7 @@ from jax_fp8.kernels import extension
 from jax_fp8.models.gpt import GPTConfig
 from jax_fp8.tools import tune
 from jax_fp8.tools.gemm_table import GemmTable
+from jax_fp8.tools.rates import RateTable
 
 pytestmark = pytest.mark.versions
 
@@ -164,6 +165,26 @@ def test_tuning_for_bfloat16_params(on_a_gpu_of_ones_own, capsys):
     assert {p.dtype for p in problems if p.k == 8 * 128} == {"bfloat16"}
 
 
+def test_measuring_rates(on_a_gpu_of_ones_own, monkeypatch, capsys):
+    """What one GPU can be asked for is new; the rest is as it was, and keeps its source."""
+    path = on_a_gpu_of_ones_own.with_name("rates.json")
+    for memory in (3e12, 4e12):
+        monkeypatch.setattr(cli, "measure_rates", lambda report, memory=memory: {"memory": memory})
+        assert cli.main(["tune", "--rates", str(path)]) == 0
+        table, before = RateTable.load(path), RateTable.of("h200")
+        assert table.rates.memory == memory and table.gpu == "NVIDIA H200"
+        assert table.sources["memory"].startswith("python -m jax_fp8 tune --rates, 20")
+        assert {**table.sources, "memory": ""} == {**before.sources, "memory": ""}
+    printed = capsys.readouterr().out
+    assert str(path) in printed and "Not measured" in printed and "between_hosts" in printed
+
+
+def test_measuring_rates_without_a_gpu_is_one_sentence(capsys, tmp_path):
+    assert cli.main(["tune", "--rates", str(tmp_path / "rates.json")]) == 1
+    printed = capsys.readouterr()
+    assert "got platform 'cpu'" in printed.err and printed.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
 def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsys):
     for argv in (["--microbatches", "3"], ["--sequence", "129"], ["--batch", "0"]):
         assert cli.main(["tune", "--preset", "tiny", *argv]) == 1
@@ -172,7 +193,10 @@ def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsy
     assert not on_a_gpu_of_ones_own.exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"]])
+BOTH = ["tune", "--preset", "tiny", "--rates", "rates.json"]
+
+
+@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"], BOTH])
 def test_what_does_not_exist_is_one_sentence(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)

@@ -152,7 +152,7 @@ def operations_of(setting: Setting) -> float:
 # Fitted to the compiled steps of GPT-3 1.3B on one and on two GPUs, as tools/step_time.py estimates them.
 TOUCHED = 7  # times that what a layer keeps is written or read, by it and by what is not kept
 ADAM_BYTES = 28  # read and written for each parameter
-HIDDEN_COST, EXPOSED = 0.3, 0.75  # of the time of collectives of gradients and params, and of those inside of layers
+HIDDEN_COST, EXPOSED_COST = 0.3, 0.75  # of the time of collectives, without those inside of layers and with them
 
 
 def seconds_of(setting: Setting, rates: Rates) -> float:
@@ -167,8 +167,9 @@ def seconds_of(setting: Setting, rates: Rates) -> float:
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * tensor)
     kernels = products / rate + 7 * of_attention / rates.attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)
-    waited = max(HIDDEN_COST * params + EXPOSED * in_layers, params + in_layers - kernels)  # all in one queue
-    return kernels + waited
+    if tensor > 1:  # collectives run one after another: a layer that waits for its own waits for others, too
+        return kernels + EXPOSED_COST * (params + in_layers)
+    return kernels + max(HIDDEN_COST * params, params - kernels)
 
 
 def _seconds_of_params(setting: Setting, rates: Rates) -> float:

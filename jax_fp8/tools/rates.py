@@ -76,7 +76,8 @@ class RateTable:
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"rates must be a file that `python -m jax_fp8 tune --rates` wrote, got {path} ({reason}); write it again"
+                f"rates must be a file that `python -m jax_fp8 tune --rates` wrote, got {path} ({reason}); "
+                "write it again"
             ) from None
 
     def save(self, path: str | Path) -> None:
@@ -120,7 +121,8 @@ def _check_curve(name: str, curve: Any) -> None:
     pairs = isinstance(curve, tuple) and all(isinstance(point, tuple) and len(point) == 2 for point in curve)
     if not curve or not pairs or [size for size, _ in curve] != sorted({size for size, _ in curve}):
         raise ValueError(
-            f"rates of products must be pairs of a size and a rate, of rising sizes, got {name}={curve!r}; measure again"
+            f"rates of products must be pairs of a size and a rate, of rising sizes, got {name}={curve!r}; "
+            "measure them again"
         )
     for value in itertools.chain(*curve):
         _check_rate(name, value)

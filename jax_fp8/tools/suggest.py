@@ -16,6 +16,7 @@ from jax_fp8.tools.described import HOST
 from jax_fp8.tools.rates import Rates
 
 GIB = 2**30
+SHOWN = 8  # meshes of a kind
 COLUMNS = 120  # of a printed line
 CLOSE = 1.05  # what arithmetic finds this much too large may still fit
 
@@ -68,7 +69,8 @@ def rank(settings: Sequence[Setting], usable: float, rates: Rates, tries: int) -
 def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list[str]:
     """Which meshes were not compiled for, and why, in a paragraph for each kind of reason."""
     slower = [f"{setting} {1e3 * seconds_of(setting, rates):.0f}" for setting in ranking.slower]
-    too_large = [f"{setting} {memory_of(setting).together / GIB:.0f}" for setting in ranking.too_large]
+    by_size = sorted(ranking.too_large, key=lambda setting: memory_of(setting).together)
+    too_large = [f"{setting} {memory_of(setting).together / GIB:.0f}" for setting in by_size]
     meshes = Counter(left.reason for left in impossible)
     reasons = [f"{reason}{f' ({count} times)' if count > 1 else ''}" for reason, count in meshes.items()]
     best = f", {1e3 * seconds_of(ranking.best[0], rates):.0f} for the best" if ranking.best else ""
@@ -82,36 +84,44 @@ def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list
         for heading, found in paragraphs.items()
         if found
         for line in textwrap.wrap(
-            f"{heading}: {'; '.join(found)}.", COLUMNS, subsequent_indent="  ", break_on_hyphens=False
+            f"{heading}: {'; '.join(_some(found))}.", COLUMNS, subsequent_indent="  ", break_on_hyphens=False
         )
     ]
 
 
+def _some(found: list[str]) -> list[str]:
+    return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more"]
+
+
 def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
     """What to change so that a step fits which needs `peak` bytes: each change that is enough by itself or, if none is,
-    as many together as it takes. What a change saves is arithmetic; it is taken from the bytes that were found.
+    as many together as it takes, and how many more devices; nothing where nothing helps. What a change saves is
+    arithmetic; it is taken from the bytes that were found.
     """
     now = memory_of(setting).together
 
     def needed(change):
         return peak + memory_of(change.setting).together - now
 
+    def line(words, change):
+        return f"{words}: about {needed(change) / GIB:.0f} GiB"
+
     enough: dict[str, Change] = {}
     for change in _changes(setting):
         if needed(change) <= usable:
             enough.setdefault(change.kind, change)  # the smallest of its kind
     if enough:
-        return [f"{change}: about {needed(change) / GIB:.0f} GiB" for change in enough.values()]
+        return [line(change.words, change) for change in enough.values()]
     made = [Change("", "", setting)]
     while needed(made[-1]) > usable:
         better = [change for change in _changes(made[-1].setting) if needed(change) < needed(made[-1])]
-        here = [change for change in better if change.setting.devices == setting.devices]
         if not better:
             break
-        made.append(min(here or better, key=needed))
-    last = {change.kind: str(change) for change in made[1:]}
-    words = f"{', '.join(last.values())}, all together: about {needed(made[-1]) / GIB:.0f} GiB"
-    return [words if needed(made[-1]) <= usable else f"{words}, which is not enough"]
+        made.append(min(better, key=needed))
+    words = ", ".join({change.kind: change.words for change in made[1:]}.values())
+    lines = [line(f"{words}, all together", made[-1])] if needed(made[-1]) <= usable else []
+    more = next((change for change in _on_more_devices(setting) if needed(change) <= usable), None)
+    return [*lines, *([line(more.words, more)] if more else [])]
 
 
 @dataclass(frozen=True)
@@ -122,8 +132,15 @@ class Change:
     words: str
     setting: Setting
 
-    def __str__(self):
-        return self.words
+
+def _on_more_devices(setting: Setting) -> Iterator[Change]:
+    """The mesh that needs least, of twice as many devices, of four times as many, and so on."""
+    for devices in (setting.devices * 2**n for n in range(1, 11)):
+        found, _ = meshes_of(setting, devices)
+        if found:
+            best = min(found, key=lambda other: memory_of(other).together)
+            words = f"{devices} GPUs by --mesh {best.mesh}"
+            yield Change("", words + " --sequence-parallel" * best.sequence_parallel, best)
 
 
 def _changes(setting: Setting) -> Iterator[Change]:
@@ -137,15 +154,12 @@ def _changes(setting: Setting) -> Iterator[Change]:
         *([("--mesh", {"fsdp": fsdp // 2, "tensor": 2 * tensor})] if fsdp % 2 == 0 else []),
         ("--bf16-moments", {"bf16_moments": True}),
         ("--bf16-params", {"bf16_params": True}),
-        ("more GPUs", {"fsdp": 2 * fsdp}),
-        ("more GPUs", {"tensor": 2 * tensor}),
     ]
     for kind, fields in wanted:
         changed = replace(setting, **fields)
         if changed != setting and not _why_not(changed):
             value = {"--microbatches": f" {changed.microbatches}", "--mesh": f" {changed.mesh}"}.get(kind, "")
-            more = f"{changed.devices} GPUs by --mesh {changed.mesh}"
-            yield Change(kind, more if kind == "more GPUs" else kind + value, changed)
+            yield Change(kind, kind + value, changed)
 
 
 def _why_not(setting: Setting) -> str:

@@ -1,4 +1,4 @@
-"""Plans of GPTs: what arithmetic says beside what was compiled, the flags, meshes that are suggested, what would help."""
+"""Plans of GPTs: what arithmetic says beside what was compiled, flags, meshes that are suggested, what helps."""
 
 import dataclasses
 

@@ -117,7 +117,7 @@ def test_suggestions_are_ranked_and_the_rest_is_explained(compiled, capsys):
     assert all("fits" in line for line in lines[first + 1 : first + 4])
     text = " ".join(line.strip() for line in lines)
     assert "Slower by arithmetic" in text and "Too large by arithmetic (GiB): " in text and " more" in text
-    assert "Impossible: " in text and "tensor=16 is more than the 8 GPUs of a host" in text
+    assert "Not tried: " in text and "tensor=16 is more than the 8 GPUs of a host" in text
 
 
 def test_where_nothing_fits_the_smallest_is_helped(compiled, capsys):

@@ -23,14 +23,14 @@ CLOSE = 1.05  # what arithmetic finds this much too large may still fit
 
 @dataclass(frozen=True)
 class Left:
-    """A mesh that cannot be."""
+    """A mesh that is not tried, whatever its memory and time."""
 
     setting: Setting
     reason: str
 
 
 def meshes_of(base: Setting, devices: int) -> tuple[list[Setting], list[Left]]:
-    """All ways to spread a step over so many devices, and those that cannot be."""
+    """All ways to spread a step over so many devices, and those that cannot be or make no sense."""
     found, left = [], []
     for tensor in _divisors(devices):
         for fsdp in _divisors(devices // tensor):
@@ -47,7 +47,7 @@ def meshes_of(base: Setting, devices: int) -> tuple[list[Setting], list[Left]]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Meshes that can be, by arithmetic: the few to compile for, others that should fit, and those that do not."""
+    """By arithmetic: the few meshes to compile for, others that should fit, and those that do not."""
 
     best: list[Setting]
     slower: list[Setting]
@@ -77,7 +77,7 @@ def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list
     paragraphs = {
         f"Slower by arithmetic (ms{best})": slower,
         "Too large by arithmetic (GiB)": too_large,
-        "Impossible": reasons,
+        "Not tried": reasons,
     }
     return [
         line

@@ -75,7 +75,7 @@ def test_what_was_left_out_is_said():
     assert f"and {len(ranking.slower) - 8} more." in text
     for setting in sorted(ranking.too_large, key=lambda setting: memory_of(setting).together)[:8]:
         assert f"{setting} {memory_of(setting).together / GIB:.0f}" in text
-    assert "Impossible: tensor=16 is more than the 8 GPUs of a host (2 times)." in text
+    assert "Not tried: tensor=16 is more than the 8 GPUs of a host (2 times)." in text
     assert left_out(rank(settings[:1], 1e15, RATES, tries=2), [], RATES) == []
 
 

@@ -14,6 +14,7 @@ from jax_fp8.tools.step_time import StepTime
 
 BOTH = {"sequence_parallel": True, "recompute": True}
 SMALL, MIDDLE, LARGE, LLAMA = ({"preset": name} for name in ("gpt3-1.3b", "gpt3-6.7b", "gpt3-175b", "llama3-8b"))
+LLAMA70 = {"preset": "llama3-70b"}
 
 # GiB of a device and ms of a step, as `plan` found them by compiling with --fast; of 1.3B, one part, with --fp8-head.
 COMPILED = [
@@ -30,6 +31,8 @@ COMPILED = [
     (LLAMA | {"mesh": "fsdp=8", "batch": 8}, 50.16, 566),
     (LLAMA | {"mesh": "fsdp=4,tensor=2", "batch": 16, "microbatches": 2, "sequence_parallel": True}, 65.28, 1193),
     (LARGE | {"mesh": "fsdp=8,tensor=8", "batch": 64, **BOTH}, 119.10, 5014),
+    (LLAMA70 | {"mesh": "fsdp=8,tensor=8", "batch": 128, "microbatches": 8, **BOTH}, 91.7, 12_697),
+    (LLAMA70 | {"mesh": "data=2,fsdp=4,tensor=8", "batch": 128, "microbatches": 8, **BOTH}, 104.0, 12_779),
 ]
 
 

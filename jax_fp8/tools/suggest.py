@@ -117,7 +117,8 @@ def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
         better = [change for change in _changes(made[-1].setting) if needed(change) < needed(made[-1])]
         if not better:
             break
-        made.append(min(better, key=needed))
+        last = next((change for change in better if needed(change) <= usable), None)
+        made.append(last or min(better, key=needed))
     words = ", ".join({change.kind: change.words for change in made[1:]}.values())
     lines = [line(f"{words}, all together", made[-1])] if needed(made[-1]) <= usable else []
     more = next((change for change in _on_more_devices(setting) if needed(change) <= usable), None)

@@ -18,7 +18,7 @@ from jax_fp8.tools.rates import Rates
 GIB = 2**30
 SHOWN = 8  # meshes of a kind
 COLUMNS = 120  # of a printed line
-CLOSE = 1.05  # what arithmetic finds this much too large may still fit
+CLOSE = 1.05  # what arithmetic finds this much too large may still fit, and what is only this much smaller may not
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
     as many together as it takes, and how many more devices; nothing where nothing helps. What a change saves is
     arithmetic; it is taken from the bytes that were found.
     """
-    now = memory_of(setting).together
+    now, usable = memory_of(setting).together, usable / CLOSE
 
     def needed(change):
         return peak + memory_of(change.setting).together - now

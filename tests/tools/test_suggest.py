@@ -7,7 +7,7 @@ import pytest
 
 from jax_fp8.tools.arithmetic import Setting, Shape, memory_of, seconds_of
 from jax_fp8.tools.rates import rates_of
-from jax_fp8.tools.suggest import GIB, left_out, meshes_of, rank, remedies
+from jax_fp8.tools.suggest import CLOSE, GIB, left_out, meshes_of, rank, remedies
 
 SHAPE = Shape(layers=32, width=4096, heads=32, kv_heads=8, mlp=14_336, vocab=128_256, is_gated=True, is_tied=False)
 BASE = Setting(shape=SHAPE, batch=32, sequence=4096)
@@ -82,7 +82,7 @@ def test_what_was_left_out_is_said():
 def test_each_change_that_is_enough_is_a_remedy():
     setting = replace(BASE, data=4)
     needed = memory_of(setting).together
-    found = {line.split(":")[0]: line for line in remedies(setting, needed, 0.97 * needed)}
+    found = {line.split(":")[0]: line for line in remedies(setting, needed, CLOSE * 0.97 * needed)}
     assert {
         "--recompute",
         "--microbatches 2",
@@ -91,7 +91,9 @@ def test_each_change_that_is_enough_is_a_remedy():
     } <= set(found)
     recomputed = memory_of(replace(setting, recompute=True)).together
     assert found["--recompute"] == f"--recompute: about {recomputed / GIB:.0f} GiB"
-    higher = {line.split(":")[0]: line for line in remedies(setting, needed + 10 * GIB, 0.97 * needed + 10 * GIB)}
+    higher = {
+        line.split(":")[0]: line for line in remedies(setting, needed + 10 * GIB, CLOSE * (0.97 * needed + 10 * GIB))
+    }
     assert higher["--recompute"] == f"--recompute: about {(recomputed + 10 * GIB) / GIB:.0f} GiB"
 
 
@@ -99,6 +101,14 @@ def test_a_change_that_is_not_enough_is_no_remedy():
     setting = replace(BASE, data=4)
     needed = memory_of(setting).together
     assert not any(line.startswith("--recompute") for line in remedies(setting, needed, 0.5 * needed))
+
+
+def test_a_change_that_is_just_enough_by_arithmetic_is_no_remedy():
+    setting = replace(BASE, data=4)
+    needed = memory_of(setting).together
+    usable = memory_of(replace(setting, recompute=True)).together
+    assert not any(line.startswith("--recompute") for line in remedies(setting, needed, 1.01 * usable))
+    assert any(line.startswith("--recompute") for line in remedies(setting, needed, 1.06 * usable))
 
 
 def test_where_no_change_is_enough_several_are_or_more_gpus():

@@ -1,5 +1,5 @@
 """`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
-`tune` measures its GEMMs; `plan` says what a step needs on GPUs that are not here.
+`tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.
@@ -7,34 +7,35 @@ device that a training run would use, and compares it with bfloat16's.
 
 import argparse
 import dataclasses
+import datetime
 import importlib.metadata
 import platform
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8 import __version__
-from jax_fp8.core.checks import check_integer
-from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.gpt_plans import RECIPES, plan_preset
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
-from jax_fp8.parallel.mesh import Parallelism, describe_mesh, parse_axes
-from jax_fp8.tools.described import GPUS, load_cudnn
+from jax_fp8.tools.described import GPUS
 from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
-from jax_fp8.tools.plan import mesh_of_described, options_of_plan, plan_step
+from jax_fp8.tools.rates import RateTable
+from jax_fp8.tools.rates_bench import measure_rates
 from jax_fp8.tools.tune import tune
 from jax_fp8.train.own_loop import value_and_grad
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling()}
 
 
 class Finding(NamedTuple):
@@ -180,61 +181,20 @@ def tune_preset(
     return 0
 
 
-def plan_preset(
-    preset: str,
-    mesh: str = "data=1",
-    gpu: str = "h200",
-    batch: int | None = None,
-    sequence: int | None = None,
-    microbatches: int = 1,
-    recipe: str = "delayed",
-    fast: bool = False,
-    fp8_head: bool = False,
-    bf16_params: bool = False,
-    sequence_parallel: bool = False,
-    recompute: bool = False,
-) -> int:
-    """Compile a GPT's training step for GPUs that are not here, and print what it needs. Returns the exit code."""
-    check_integer("microbatches", microbatches)
-    config, axes = GPTConfig.preset(preset), parse_axes(mesh)
-    length = config.max_seq_len if sequence is None else sequence
-    config = dataclasses.replace(config, max_seq_len=length)
-    if reason := extension.missing_reason():
-        raise ValueError(reason)
-    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept has no listing of launches
-    load_cudnn()
-    how = Parallelism(mesh_of_described(axes, gpu), (), sequence_parallel)
-    sequences = 8 * how.batch_parts * microbatches if batch is None else batch
-    check_integer("batch", sequences)
-    chosen = {**RECIPES, "bf16": None}[recipe]
-    if fast and chosen is not None:
-        chosen = dataclasses.replace(chosen, split_accumulator=())
-    fields = {"head_recipe": CurrentScaling() if fp8_head else None, "recompute": recompute}
-    fields |= {"param_dtype": jnp.bfloat16 if bf16_params else jnp.float32}
-    model = GPT(config, recipe=chosen, attention_implementation="cudnn", **fields)
-    step = make_train_step(
-        next_token_loss(model),
-        fused_adamw(1e-4),
-        chosen,
-        microbatches,
-        mesh=how.mesh,
-        sequence_parallel=sequence_parallel,
-        compiler_options=options_of_plan(),
-    )
-    tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
-    state = step.state_shapes(
-        dataclasses.replace(model, attention_implementation="xla").init, jax.random.key(0), tokens
-    )
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    flops = tokens.size * 6 * (num_params + config.num_layers * config.hidden_size * length)
-    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {how.mesh.size} {gpu}"
+def tune_rates(path: str) -> int:
+    """Measure the rates that `plan --rates` reads, on one device, and print them. Returns the exit code."""
+    device, cublaslt = this_gpu()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax_fp8", "jax"))
+    source = f"python -m jax_fp8 tune --rates, {datetime.date.today()}, cuBLASLt {cublaslt}, {versions}"
+    base = RateTable.load(path) if Path(path).exists() else RateTable.of(next(iter(GPUS)))
+    table = base.renewed(device, source, **measure_rates(report=lambda line: print(line, flush=True)))
+    table.save(path)
+    kept = [name for name, found in table.sources.items() if found != source]
     print(
-        f"{preset}, {num_params / 1e9:.2f}B params, {recipe}, {what} ({describe_mesh(how.mesh)}); compiling", flush=True
+        f"\n{path} has them for `python -m jax_fp8 plan --rates {path}`. Not measured, and as they were in the file "
+        f"before: {', '.join(kept)}"
     )
-    batch_shape = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
-    found = plan_step(step, how, state, batch_shape, microbatches, gpu, flops)
-    print(found)
-    return 0 if found.fits else 1
+    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -250,7 +210,9 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("doctor", help="what was found on this machine, what is missing, and what to do about it")
     tuner = commands.add_parser("tune", help="measure cuBLASLt's algorithms for the FP8 GEMMs of a GPT on this GPU")
-    tuner.add_argument("--preset", choices=PRESETS, required=True, help="the model")
+    tuned = tuner.add_mutually_exclusive_group(required=True)
+    tuned.add_argument("--preset", choices=PRESETS, help="the model")
+    tuned.add_argument("--rates", metavar="FILE", help="measure what `plan --rates FILE` estimates times by, instead")
     tuner.add_argument("--batch", type=int, default=8, help="sequences that one GPU gets a step")
     tuner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
     tuner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
@@ -274,16 +236,26 @@ def main(argv: list[str]) -> int:
     for name, words in (
         ("fast", "fast accumulation in all of the layers' GEMMs"),
         ("fp8-head", "the head in FP8 too"),
-        ("bf16-params", "params in bfloat16"),
+        ("bf16-params", "params in bfloat16, beside the 16 bits that they lack"),
+        ("bf16-moments", "Adam's moments in bfloat16"),
         ("sequence-parallel", "rows between layers split over tensor, too"),
         ("recompute", "keep less for the backward"),
     ):
         planner.add_argument(f"--{name}", action="store_true", help=words)
+    planner.add_argument("--rates", metavar="FILE", help="estimate times by these, which `tune --rates FILE` wrote")
+    planner.add_argument(
+        "--between-hosts", type=float, metavar="GB/S", help="that a GPU sends to other hosts, each of 8"
+    )
+    planner.add_argument("--suggest", action="store_true", help="try the meshes of --devices, and rank them")
+    planner.add_argument("--devices", type=int, help="GPUs of --suggest")
+    planner.add_argument("--tries", type=int, default=4, help="meshes that --suggest compiles for")
     options = vars(parser.parse_args(argv))
     command = options.pop("command")
     if command == "doctor":
         return doctor()
     run, prog = {"tune": (tune_preset, tuner.prog), "plan": (plan_preset, planner.prog)}[command]
+    if command == "tune" and (rates := options.pop("rates")) is not None:
+        run, options = tune_rates, {"path": rates}
     try:
         return run(**options)
     except ValueError as error:

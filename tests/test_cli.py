@@ -10,11 +10,12 @@ import jax
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8 import CurrentScaling, cli
+from jax_fp8 import CurrentScaling, cli, gpt_plans
 from jax_fp8.kernels import extension
 from jax_fp8.models.gpt import GPTConfig
 from jax_fp8.tools import tune
 from jax_fp8.tools.gemm_table import GemmTable
+from jax_fp8.tools.rates import RateTable
 
 pytestmark = pytest.mark.versions
 
@@ -164,6 +165,26 @@ def test_tuning_for_bfloat16_params(on_a_gpu_of_ones_own, capsys):
     assert {p.dtype for p in problems if p.k == 8 * 128} == {"bfloat16"}
 
 
+def test_measuring_rates(on_a_gpu_of_ones_own, monkeypatch, capsys):
+    """What one GPU can be asked for is new; the rest is as it was, and keeps its source."""
+    path = on_a_gpu_of_ones_own.with_name("rates.json")
+    for memory in (3e12, 4e12):
+        monkeypatch.setattr(cli, "measure_rates", lambda report, memory=memory: {"memory": memory})
+        assert cli.main(["tune", "--rates", str(path)]) == 0
+        table, before = RateTable.load(path), RateTable.of("h200")
+        assert table.rates.memory == memory and table.gpu == "NVIDIA H200"
+        assert table.sources["memory"].startswith("python -m jax_fp8 tune --rates, 20")
+        assert {**table.sources, "memory": ""} == {**before.sources, "memory": ""}
+    printed = capsys.readouterr().out
+    assert str(path) in printed and "Not measured" in printed and "between_hosts" in printed
+
+
+def test_measuring_rates_without_a_gpu_is_one_sentence(capsys, tmp_path):
+    assert cli.main(["tune", "--rates", str(tmp_path / "rates.json")]) == 1
+    printed = capsys.readouterr()
+    assert "got platform 'cpu'" in printed.err and printed.err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
 def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsys):
     for argv in (["--microbatches", "3"], ["--sequence", "129"], ["--batch", "0"]):
         assert cli.main(["tune", "--preset", "tiny", *argv]) == 1
@@ -172,7 +193,10 @@ def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsy
     assert not on_a_gpu_of_ones_own.exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"]])
+BOTH = ["tune", "--preset", "tiny", "--rates", "rates.json"]
+
+
+@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"], BOTH])
 def test_what_does_not_exist_is_one_sentence(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
@@ -193,12 +217,15 @@ NEEDS_COMPILER = pytest.mark.skipif(h200.missing_reason() is not None, reason=st
 def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
     if reason := extension.missing_reason():
         pytest.skip(reason)
-    monkeypatch.setattr(cli, "load_cudnn", lambda: None)
+    monkeypatch.setattr(gpt_plans, "load_cudnn", lambda: None)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
     small = ["--preset", "tiny", "--mesh", "tensor=2", "--sequence-parallel", "--fast"]
     assert cli.main(["plan", *small]) == 0
     printed = capsys.readouterr().out
-    assert "tiny, 0.00B params, delayed, 8 x 128 tokens in 1 microbatches, 2 h200 (tensor=2); compiling" in printed
+    assert (
+        "tiny, 0.00B params, delayed, 8 x 128 tokens in 1 microbatches, 2 h200 (tensor=2, sequence parallel); compiling"
+        in printed
+    )
     assert "usable: fits" in printed and "TFLOP/s a GPU" in printed
 
 
@@ -216,7 +243,7 @@ REFUSED_PLANS = {
 def test_plans_that_are_refused(case, monkeypatch, capsys):
     arguments, message = REFUSED_PLANS[case]
     monkeypatch.setattr(extension, "missing_reason", lambda: None)
-    monkeypatch.setattr(cli, "load_cudnn", lambda: None)
+    monkeypatch.setattr(gpt_plans, "load_cudnn", lambda: None)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
     assert cli.main(["plan", "--preset", "tiny", *arguments]) == 1
     said = capsys.readouterr().err

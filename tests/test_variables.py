@@ -6,6 +6,7 @@ A change here is a change of a format that people have on disk: it needs a funct
 """
 
 import json
+import math
 import pathlib
 
 import jax
@@ -47,12 +48,23 @@ def shapes_of(config) -> dict:
     return {"layers": config.num_layers, **others, **layers[0]}
 
 
-LARGE = pytest.param("gpt3-175b", marks=pytest.mark.slow)
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt3-175b", "llama3-70b", "llama3-405b")]
+SMALL = [name for name in CONFIGS if name not in [large.values[0] for large in LARGE]]
 
 
-@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name not in LARGE.values), LARGE])
+@pytest.mark.parametrize("name", [*SMALL, *LARGE])
 def test_the_variables_are_those_on_disk(name):
     assert shapes_of(CONFIGS[name]) == json.loads(FROZEN.read_text())[name]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama3-8b", 8.03), ("llama3-70b", 70.55), ("llama3-405b", 405.85)])
+def test_llama_has_as_many_params_as_published(name, billions):
+    """Of one layer, embedding, head and final norm; 8.03, 70.6 and 405.9 billion are on the model cards."""
+    frozen = json.loads(FROZEN.read_text())[name]
+    sizes = {path: math.prod(map(int, shape.split(" x "))) for path, shape in frozen.items() if path != "layers"}
+    layer = sum(size for path, size in sizes.items() if path.startswith("params/layer_*/"))
+    others = sum(size for path, size in sizes.items() if path.startswith("params/")) - layer
+    assert (others + frozen["layers"] * layer) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_every_preset_is_frozen():

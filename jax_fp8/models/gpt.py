@@ -70,8 +70,26 @@ def _preset(layers, heads, width, vocab=50_304, seq=2048, **others):
     return GPTConfig(num_layers=layers, num_heads=heads, hidden_size=width, vocab_size=vocab, max_seq_len=seq, **others)
 
 
+def _llama3(layers, heads, width, mlp):
+    return _preset(
+        layers,
+        heads,
+        width,
+        vocab=128_256,
+        seq=8192,
+        num_kv_heads=8,
+        mlp_hidden_size=mlp,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rotary",
+        use_bias=False,
+        tie_embeddings=False,
+    )
+
+
 # GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1;
-# vocabulary padded to a multiple of 128.
+# vocabulary padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3; its shapes only, since
+# the base of its rotary positions, 500,000, is not a field.
 PRESETS = {
     "tiny": _preset(4, 4, 128, vocab=256, seq=128),
     "gpt2-124m": _preset(12, 12, 768, seq=1024),
@@ -82,6 +100,9 @@ PRESETS = {
     "gpt3-6.7b": _preset(32, 32, 4096),
     "gpt3-13b": _preset(40, 40, 5120),
     "gpt3-175b": _preset(96, 96, 12_288),
+    "llama3-8b": _llama3(32, 32, 4096, 14_336),
+    "llama3-70b": _llama3(80, 64, 8192, 28_672),
+    "llama3-405b": _llama3(126, 128, 16_384, 53_248),
 }
 
 

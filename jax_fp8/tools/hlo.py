@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from jax_fp8.tools.groups import Groups, groups_of
+
 # What enters the computations it names: once, a known number of times, or, of a conditional's branches, one of them.
 CALLS = frozenset({"call", "call-start", "async-start", "while"})
 FUSIONS = frozenset({"fusion", "fusion-start"})
@@ -76,7 +78,13 @@ class Instruction:
     trips: int | None  # of a loop, when the compiler knows
     name: str
     inputs: tuple[str, ...]  # the names of the operands
-    devices: int | None  # of a collective: how many take part in one group
+    accumulation: str  # of a product in FP8 of this library: "fast" or "split", else ""
+    groups: Groups  # of a collective: which devices exchange something; () of anything else
+
+    @property
+    def devices(self) -> int | None:
+        """Of a collective: how many take part in one group, in the largest where they differ."""
+        return max(map(len, self.groups), default=1) if self.collective else None
 
     @property
     def collective(self) -> str:
@@ -136,6 +144,7 @@ _CALLED = re.compile(
     r"=(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_FAST = re.compile(r"\bfast_accumulation = (true|false)\b")
 _MODULE_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
@@ -161,7 +170,7 @@ def _arrays(type_text):
 def _instruction(header, match, arrays, opcodes, devices):
     operands, _, attributes = match["rest"].partition(")")
     names = [name for name in _NAME.findall(operands) if name in arrays]
-    target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
+    target, op_name, trips, fast = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS, _FAST))
     is_collective = match["opcode"].removesuffix("-start") in COLLECTIVES
     return Instruction(
         opcode=match["opcode"],
@@ -176,7 +185,8 @@ def _instruction(header, match, arrays, opcodes, devices):
         trips=int(trips[1]) if trips else None,
         name=match["name"],
         inputs=tuple(names),
-        devices=_devices_of_a_group(attributes, devices) if is_collective else None,
+        accumulation={"true": "fast", "false": "split"}[fast[1]] if fast else "",
+        groups=groups_of(attributes, devices) if is_collective else (),
     )
 
 
@@ -185,38 +195,6 @@ def _called(attributes):
     found = _CALLED.findall(attributes)
     found.sort(key=lambda named: named[0] == "true_computation")
     return tuple(name for _, names in found for name in _NAME.findall(names))
-
-
-# {{0,1},{2,3}} or {}; [2,2]<=[4], groups by devices; mesh['a'=2,'b'=4] {'b':(1)2,'a'}, axes or parts of axes
-_GROUPS = re.compile(r"\breplica_groups=\{((?:\{[\d,]*\},?)*)\}")
-_IOTA = re.compile(r"\breplica_groups=\[(?:\d+,)*(\d+)\]<=")
-_MESH = re.compile(r"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
-_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
-_GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\(\d+\)(\d+))?(?:,|$)")
-_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-
-
-def _devices_of_a_group(attributes: str, devices: int) -> int:
-    """How many devices take part in one group of a collective, of the largest where they differ."""
-    if iota := _IOTA.search(attributes):
-        return int(iota[1])
-    if mesh := _MESH.search(attributes):
-        sizes = dict(_MESH_AXIS.findall(mesh[1]))
-        return math.prod(int(part or sizes[axis]) for axis, part in _GROUP_AXIS.findall(mesh[2]))
-    if pairs := _PAIRS.search(attributes):
-        return _most_joined([[int(n) for n in pair.split(",")] for pair in re.findall(r"\d+,\d+", pairs[1])])
-    groups = _GROUPS.search(attributes)
-    sizes = [len(group.split(",")) for group in re.findall(r"[\d,]+(?=\})", groups[1])] if groups else []
-    return max(sizes, default=devices)  # {} is all devices
-
-
-def _most_joined(pairs: list[list[int]]) -> int:
-    """The most devices that pairs of source and target join: 2 of {0,1},{1,0},{2,3}; 1 where each is its own target."""
-    joined = {device: {device} for pair in pairs for device in pair}
-    for source, target in pairs:
-        both = joined[source] | joined[target]
-        joined |= dict.fromkeys(both, both)
-    return max(map(len, joined.values()), default=1)
 
 
 _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")

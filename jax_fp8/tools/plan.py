@@ -17,7 +17,8 @@ from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.tools.capture import CaptureReport, capture_report
 from jax_fp8.tools.described import GPUS, HOST, UNTIMED, described_gpus
 from jax_fp8.tools.hlo import read_hlo
-from jax_fp8.tools.step_time import StepTime, estimate
+from jax_fp8.tools.rates import Rates
+from jax_fp8.tools.step_time import StepTime, Taken, estimate, longest
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import TrainStep, default_options
 
@@ -34,6 +35,7 @@ class Plan:
       batch: of one device.
       report: of the compiled step; its scratch holds activations, gradients, FP8 weights and workspaces.
       time: of a step, estimated.
+      rates: by which it was estimated.
       memory: of the GPU.
       devices, tokens: of a step.
       model_flops: of a step; operations of the model's products, forward and backward.
@@ -45,6 +47,7 @@ class Plan:
     batch: int
     report: CaptureReport
     time: StepTime
+    rates: Rates
     memory: int
     devices: int
     tokens: int
@@ -56,27 +59,39 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= USABLE * self.memory
+        return self.peak <= self.usable
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that a program may take."""
+        return int(USABLE * self.memory)
 
     def __str__(self):
-        seconds, usable = self.time.seconds, USABLE * self.memory / GIB
+        seconds, usable = self.time.seconds, self.usable / GIB
         verdict = "fits" if self.fits else "does not fit"
         rows = [
             *((name, f"{value / GIB:8.2f} GiB") for name, value in self._kinds()),
             ("together", f"{self.peak / GIB:8.2f} GiB of {usable:.1f} usable: {verdict}"),
             ("CUDA graphs", f"{self.report.graphs:8d}"),
-            ("over the wire", f"{self.report.wire_bytes / 2**20:8.0f} MiB a device and step"),
+            ("over the wire", f"{self.time.wire_bytes / 2**20:8.0f} MiB a device and step"),
+            *self._between_hosts(),
             ("step, estimated", f"{1e3 * seconds:8.1f} ms"),
             *((f"  {name}", f"{1e3 * value:8.1f} ms") for name, value in self._parts()),
             ("tokens", f"{self.tokens / seconds:8.0f} /s, {self.tokens / seconds / self.devices:.0f} a GPU"),
             ("model operations", f"{self.model_flops / seconds / self.devices / 1e12:8.0f} TFLOP/s a GPU"),
         ]
         lines = [f"{name:<26}{value}" for name, value in rows]
-        if not self.fits:
-            lines.append("More fsdp or tensor, more microbatches, recompute or bfloat16 params need less.")
         if self.devices > HOST:
-            lines.append(f"The time takes all {self.devices} GPUs to be joined like the {HOST} of one host.")
+            lines.append(
+                f"{self.devices} GPUs are {math.ceil(self.devices / HOST)} hosts of {HOST} in the order of the mesh. "
+                f"A GPU is taken to send {self.rates.wire / 1e9:.0f} GB/s within its host, "
+                f"{self.rates.between_hosts / 1e9:.0f} GB/s to others."
+            )
         return "\n".join(lines)
+
+    def _between_hosts(self):
+        if self.devices > HOST:
+            yield "  where hosts are joined", f"{self.time.host_bytes / 2**20:8.0f} MiB"
 
     def _kinds(self):
         yield from (("params", self.params), ("optimizer state", self.optimizer), ("FP8 state", self.others))
@@ -96,7 +111,15 @@ def mesh_of_described(axes: dict[str, int], gpu: str) -> Mesh:
 
 
 def plan_step(
-    step: TrainStep, how: Parallelism, state: TrainState, batch: Any, microbatches: int, gpu: str, model_flops: float
+    step: TrainStep,
+    how: Parallelism,
+    state: TrainState,
+    batch: Any,
+    microbatches: int,
+    gpu: str,
+    model_flops: float,
+    rates: Rates,
+    taken: Taken = longest,
 ) -> Plan:
     """The plan of a step.
 
@@ -105,6 +128,8 @@ def plan_step(
       state: from `step.state_shapes`.
       batch: a tree of `jax.ShapeDtypeStruct`, of all devices together; (sequences, seq + 1) for tokens.
       model_flops: of a step.
+      rates: of the GPU.
+      taken: how often the branches of a conditional run; see `estimate`.
     """
     how.check_rows(batch, microbatches)
     split = NamedSharding(how.mesh, how.batch_spec)
@@ -117,7 +142,8 @@ def plan_step(
         *parts,
         batch=_own_bytes(batch),
         report=report,
-        time=estimate(read_hlo(compilation.as_text())),
+        time=estimate(read_hlo(compilation.as_text()), rates, taken),
+        rates=rates,
         memory=GPUS[gpu],
         devices=how.mesh.size,
         tokens=sequences * (columns - 1),

@@ -13,6 +13,7 @@ from jax_fp8.kernels import extension
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.tools.described import GPUS
 from jax_fp8.tools.plan import GIB, mesh_of_described, options_of_plan, plan_step
+from jax_fp8.tools.rates import rates_of
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -29,7 +30,7 @@ def plan():
     step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, **options)
     state = step.state_shapes(model.init, jax.random.key(0), TOKENS)
     batch = jax.ShapeDtypeStruct((16, 129), jnp.int32)
-    return plan_step(step, Parallelism(mesh), state, batch, 1, "h200", FLOPS), state
+    return plan_step(step, Parallelism(mesh), state, batch, 1, "h200", FLOPS, rates_of("h200")), state
 
 
 def test_bytes_of_one_device():
@@ -52,15 +53,26 @@ def test_what_it_says():
     rate = FLOPS / found.time.seconds / 2 / 1e12
     assert f"{rate:.0f} TFLOP/s a GPU" in lines["model operations"]
     small = dataclasses.replace(found, memory=found.peak)
-    assert not small.fits and str(small).endswith("recompute or bfloat16 params need less.")
-    many = dataclasses.replace(found, devices=16)
-    assert str(many).endswith("The time takes all 16 GPUs to be joined like the 8 of one host.")
+    assert not small.fits and "usable: does not fit" in str(small)
+    assert found.time.wire_bytes == found.report.wire_bytes and found.time.host_bytes == 0
+    assert "hosts" not in str(found)
+
+
+def test_what_it_says_of_several_hosts():
+    found, _ = plan()
+    time = dataclasses.replace(found.time, host_bytes=5 * 2**20)
+    many = str(dataclasses.replace(found, devices=16, time=time)).splitlines()
+    assert "  where hosts are joined         5 MiB" in many
+    assert many[-1] == (
+        "16 GPUs are 2 hosts of 8 in the order of the mesh. A GPU is taken to send 190 GB/s within its host, "
+        "50 GB/s to others."
+    )
 
 
 def test_rows_that_devices_cannot_share_are_refused():
     how = Parallelism(mesh_of_described({"fsdp": 2}, "h200"))
     with pytest.raises(ValueError, match="every device must have as many rows"):
-        plan_step(None, how, None, jax.ShapeDtypeStruct((15, 129), jnp.int32), 1, "h200", FLOPS)  # type: ignore
+        plan_step(None, how, None, jax.ShapeDtypeStruct((15, 129), jnp.int32), 1, "h200", FLOPS, None)  # type: ignore
 
 
 def test_memory_is_in_gib():

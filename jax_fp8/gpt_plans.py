@@ -1,0 +1,237 @@
+"""Plans of GPTs, as `python -m jax_fp8 plan` makes them: of one mesh, or of the best among all of so many GPUs.
+
+Choices ─setting_of→ arithmetic: what fits, what helps
+        ─plan_of→ the compiled step: a Plan
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_fp8.core.checks import check_integer
+from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
+from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.parallel.mesh import DATA, FSDP, TENSOR, Parallelism, describe_mesh, parse_axes
+from jax_fp8.tools.arithmetic import Setting, Shape, memory_of
+from jax_fp8.tools.described import GPUS, load_cudnn
+from jax_fp8.tools.plan import GIB, USABLE, Plan, mesh_of_described, options_of_plan, plan_step
+from jax_fp8.tools.rates import Rates, RateTable, rates_of
+from jax_fp8.tools.suggest import left_out, meshes_of, rank, remedies
+from jax_fp8.train.train_step import make_train_step
+
+RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a user says of a step: the flags of `plan`, by their names."""
+
+    preset: str
+    mesh: str = "data=1"
+    gpu: str = "h200"
+    batch: int | None = None
+    sequence: int | None = None
+    microbatches: int = 1
+    recipe: str = "delayed"
+    fast: bool = False
+    fp8_head: bool = False
+    bf16_params: bool = False
+    bf16_moments: bool = False
+    sequence_parallel: bool = False
+    recompute: bool = False
+    rates: str | None = None
+    between_hosts: float | None = None
+
+    @property
+    def config(self) -> GPTConfig:
+        config = GPTConfig.preset(self.preset)
+        return config if self.sequence is None else dataclasses.replace(config, max_seq_len=self.sequence)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return parse_axes(self.mesh)
+
+    @property
+    def sequences(self) -> int:
+        """Of all devices together; by default 8 a microbatch of each part."""
+        if self.batch is not None:
+            return self.batch
+        return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches
+
+    def check(self) -> None:
+        check_integer("microbatches", self.microbatches)
+        check_integer("batch", self.sequences)
+        if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
+            raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
+
+
+def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 4, **flags) -> int:
+    """Compile a GPT's training step for GPUs that are not here, and print what it needs. Returns the exit code."""
+    choices = Choices(**flags)
+    choices.check()
+    rates = rates_for(choices)
+    if suggest:
+        return suggest_meshes(choices, devices, tries, rates)
+    if devices is not None:
+        raise ValueError(f"--devices is for --suggest, got {devices} without it; say --mesh, or add --suggest")
+    get_ready()
+    found = plan_of(choices, rates)
+    print(found)
+    if not found.fits:
+        print("\n".join(_advice(setting_of(choices), found.peak, found.usable)))
+    return 0 if found.fits else 1
+
+
+def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rates) -> int:
+    """Compile for the most promising meshes of so many GPUs, and print them, the fastest first."""
+    if devices is None or choices.batch is None:
+        raise ValueError("--suggest needs a number of GPUs and a batch for all of them; add --devices 64 --batch 512")
+    if choices.mesh != Choices.mesh or choices.sequence_parallel:
+        raise ValueError("--suggest tries meshes and sequence parallelism itself; leave out what you say of them")
+    check_integer("devices", devices)
+    check_integer("tries", tries)
+    get_ready()
+    settings, impossible = meshes_of(setting_of(choices), devices)
+    usable = USABLE * GPUS[choices.gpu]
+    ranking = rank(settings, usable, rates, tries)
+    plans = [
+        (
+            setting,
+            plan_of(
+                dataclasses.replace(choices, mesh=setting.mesh, sequence_parallel=setting.sequence_parallel), rates
+            ),
+        )
+        for setting in ranking.best
+    ]
+    fitting = [plan for _, plan in plans if plan.fits]
+    print("\n".join(["", *_table(plans), "", *left_out(ranking, impossible, rates)]))
+    if not fitting and settings:
+        smallest = min(settings, key=lambda setting: memory_of(setting).together)
+        needed = memory_of(smallest).together
+        print(f"None fits {usable / GIB:.1f} GiB. {smallest} needs least, about {needed / GIB:.0f} GiB.")
+        print("\n".join(_advice(smallest, needed, usable)))
+    return 0 if fitting else 1
+
+
+def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
+    found = remedies(setting, peak, usable)
+    if not found:
+        return ["By arithmetic no change of these flags makes it fit."]
+    return ["By arithmetic it would fit with", *(f"  {change}" for change in found)]
+
+
+def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:
+    """What fits before what does not, and the fastest first."""
+    plans = sorted(plans, key=lambda found: (not found[1].fits, found[1].time.seconds))
+    rows = [f"{'mesh':<44}{'GiB':>8}{'':>14}{'ms':>9}{'tokens/s':>12}{'a GPU':>9}"] if plans else []
+    for setting, plan in plans:
+        seconds, fits = plan.time.seconds, "fits" if plan.fits else "does not fit"
+        speed = plan.tokens / seconds
+        row = f"{plan.peak / GIB:>8.1f}{fits:>14}{1e3 * seconds:>9.1f}{speed:>12.0f}{speed / plan.devices:>9.0f}"
+        rows.append(f"{setting!s:<44}{row}")
+    return rows
+
+
+def rates_for(choices: Choices) -> Rates:
+    rates = rates_of(choices.gpu) if choices.rates is None else RateTable.load(choices.rates).rates
+    if choices.between_hosts is None:
+        return rates
+    return dataclasses.replace(rates, between_hosts=1e9 * choices.between_hosts)
+
+
+def setting_of(choices: Choices) -> Setting:
+    """What arithmetic knows of a step."""
+    config = choices.config
+    shape = Shape(
+        layers=config.num_layers,
+        width=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads or config.num_heads,
+        mlp=config.mlp_hidden_size or 4 * config.hidden_size,
+        vocab=config.vocab_size,
+        is_gated=is_gated(config.activation),
+        is_tied=config.tie_embeddings,
+    )
+    return Setting(
+        shape=shape,
+        batch=choices.sequences,
+        sequence=config.max_seq_len,
+        microbatches=choices.microbatches,
+        data=choices.axes.get(DATA, 1),
+        fsdp=choices.axes.get(FSDP, 1),
+        tensor=choices.axes.get(TENSOR, 1),
+        sequence_parallel=choices.sequence_parallel,
+        fp8=choices.recipe != "bf16",
+        recompute=choices.recompute,
+        bf16_params=choices.bf16_params,
+        bf16_moments=choices.bf16_moments,
+    )
+
+
+def get_ready() -> None:
+    """Raise unless steps can be compiled here for GPUs that are not."""
+    if reason := extension.missing_reason():
+        raise ValueError(reason)
+    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept has no listing of launches
+    load_cudnn()
+
+
+def plan_of(choices: Choices, rates: Rates) -> Plan:
+    """Of the compiled step; says what is compiled before, for it takes a while."""
+    config, how = (
+        choices.config,
+        Parallelism(mesh_of_described(choices.axes, choices.gpu), (), choices.sequence_parallel),
+    )
+    model = _model(choices)
+    step = make_train_step(
+        next_token_loss(model),
+        _optimizer(choices),
+        model.recipe,
+        choices.microbatches,
+        mesh=how.mesh,
+        sequence_parallel=choices.sequence_parallel,
+        compiler_options=options_of_plan(),
+    )
+    sequences, length = choices.sequences, config.max_seq_len
+    tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
+    state = step.state_shapes(
+        dataclasses.replace(model, attention_implementation="xla").init, jax.random.key(0), tokens
+    )
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    flops = tokens.size * 6 * (num_params + config.num_layers * config.hidden_size * length)
+    what = f"{sequences} x {length} tokens in {choices.microbatches} microbatches, {how.mesh.size} {choices.gpu}"
+    described = f"{describe_mesh(how.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
+    print(
+        f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {what} ({described}); compiling",
+        flush=True,
+    )
+    batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
+    return plan_step(step, how, state, batch, choices.microbatches, choices.gpu, flops, rates)
+
+
+def _model(choices: Choices) -> GPT:
+    recipe = {**RECIPES, "bf16": None}[choices.recipe]
+    if choices.fast and recipe is not None:
+        recipe = dataclasses.replace(recipe, split_accumulator=())
+    return GPT(
+        choices.config,
+        recipe=recipe,
+        param_dtype=jnp.bfloat16 if choices.bf16_params else jnp.float32,
+        head_recipe=CurrentScaling() if choices.fp8_head else None,
+        recompute=choices.recompute,
+        attention_implementation="cudnn",
+    )
+
+
+def _optimizer(choices: Choices) -> optax.GradientTransformationExtraArgs:
+    settings: dict = {"master_dtype": "remainder"} if choices.bf16_params else {}
+    if choices.bf16_moments:
+        settings |= {"mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16}
+    return fused_adamw(1e-4, **settings)

@@ -1,0 +1,128 @@
+"""What a GPU reaches, as measured: a file beside its description, with where each figure comes from.
+
+gpus/h200_rates.json ─RateTable.of, load→ rates, sources ─estimate→ seconds of a step
+                       ▲ renewed by what tools/rates_bench.py measures on one GPU
+"""
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from jax_fp8.tools.described import FOLDER, GPUS
+
+Curve = tuple[tuple[float, float], ...]  # operations of one product, and operations a second at this size
+
+
+@dataclass(frozen=True)
+class Rates:
+    """In units a second, unless it says otherwise.
+
+    Args:
+      fp8, fp8_split: operations of matrix products in FP8, with fast and with split accumulation, by their size.
+      bf16: operations of matrix products in 16 bits.
+      attention: operations of causal attention, of which half of all pairs count.
+      memory: bytes of a copy, read or written.
+      wire: bytes that a device sends to others of its host.
+      between_hosts: bytes that a device sends to other hosts.
+      collective: seconds that one takes beside its bytes.
+      launch: seconds between two kernels.
+      beside: by which part of it a kernel takes longer while a collective runs.
+    """
+
+    fp8: Curve
+    fp8_split: Curve
+    bf16: Curve
+    attention: float
+    memory: float
+    wire: float
+    between_hosts: float
+    collective: float
+    launch: float
+    beside: float
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            _check_curve(field.name, value) if field.type == Curve else _check_rate(field.name, value)
+
+
+@dataclass(frozen=True)
+class RateTable:
+    """Rates of a GPU, and where each of them comes from, by its name."""
+
+    gpu: str
+    rates: Rates
+    sources: Mapping[str, str]
+
+    @classmethod
+    def of(cls, gpu: str) -> "RateTable":
+        """Those that come with the description of a GPU."""
+        return cls.load(FOLDER / f"{gpu}_rates.json")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RateTable":
+        try:
+            content = json.loads(Path(path).read_text())
+            entries = content["rates"]
+            values = {field.name: entries[field.name]["value"] for field in fields(Rates)}
+            values |= {name: tuple(map(tuple, value)) for name, value in values.items() if isinstance(value, list)}
+            sources = {field.name: str(entries[field.name]["from"]) for field in fields(Rates)}
+            return cls(str(content["gpu"]), Rates(**values), sources)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"rates must be a file that `python -m jax_fp8 tune --rates` wrote, got {path} ({reason}); "
+                "write it again"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        names = [field.name for field in fields(Rates)]
+        entries = {name: {"value": getattr(self.rates, name), "from": self.sources[name]} for name in names}
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"gpu": self.gpu, "rates": entries}, indent=1) + "\n")
+
+    def renewed(self, gpu: str, source: str, **measured: Any) -> "RateTable":
+        """With what was measured on a GPU; what was not, stays, with the source that it has."""
+        sources = {**self.sources, **dict.fromkeys(measured, source)}
+        return RateTable(gpu, replace(self.rates, **measured), sources)
+
+
+@functools.cache
+def rates_of(gpu: str) -> Rates:
+    if gpu not in GPUS:
+        raise ValueError(f"gpu must be one of {', '.join(GPUS)}, got {gpu!r}; choose one of these")
+    return RateTable.of(gpu).rates
+
+
+def rate_at(curve: Curve, operations: float) -> float:
+    """Of a product of this size: between two sizes by the logarithm, beyond the first and the last what these have."""
+    below = [(size, rate) for size, rate in curve if size <= operations]
+    above = [(size, rate) for size, rate in curve if size > operations]
+    if not below or not above:
+        return (below[-1] if below else above[0])[1]
+    (small, slow), (large, fast) = below[-1], above[0]
+    return slow + (fast - slow) * math.log(operations / small) / math.log(large / small)
+
+
+def _check_rate(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"a rate must be a number that is not negative, got {name}={value!r}; measure it again")
+    if value == 0 and name not in ("collective", "launch", "beside"):
+        raise ValueError(f"a rate must be above 0, got {name}={value!r}; measure it again")
+
+
+def _check_curve(name: str, curve: Any) -> None:
+    pairs = isinstance(curve, tuple) and all(isinstance(point, tuple) and len(point) == 2 for point in curve)
+    if not curve or not pairs or [size for size, _ in curve] != sorted({size for size, _ in curve}):
+        raise ValueError(
+            f"rates of products must be pairs of a size and a rate, of rising sizes, got {name}={curve!r}; "
+            "measure them again"
+        )
+    for value in itertools.chain(*curve):
+        _check_rate(name, value)

@@ -1,0 +1,121 @@
+"""The rates that one GPU can be asked for: products in FP8 and bfloat16 by their size, a copy, attention.
+
+    programs of many calls each ─clock→ seconds of a call ─operations or bytes of a call→ rates
+
+Collectives need several GPUs, and what lies between two kernels is fitted to whole steps: these are not measured.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.kernels.tuned_gemms import GemmProblem
+from jax_fp8.ops.attention import attention
+from jax_fp8.tools.gemm_bench import MOST_COPIES, ROTATED_BYTES, GemmBench, seconds_of
+from jax_fp8.tools.rates import Curve
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+
+SIZES = (2048, 4096, 8192)  # of square products
+COPIED_BYTES = 2**30  # far beyond the cache
+SEQUENCES = (8, 2048, 16, 128)  # batch, seq, heads, head_dim
+
+Clock = Callable[[], float]
+
+
+def measure_rates(
+    clock: Clock = time.perf_counter,
+    sizes: tuple[int, ...] = SIZES,
+    copied: int = COPIED_BYTES,
+    sequences: tuple[int, int, int, int] = SEQUENCES,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Rates by the names of `Rates`. Keep the GPU otherwise idle.
+
+    Args:
+      clock: counts seconds.
+      sizes: m, n and k of products, rising.
+      copied: bytes of the array that is copied.
+      sequences: the shape of queries, keys and values.
+      report: gets a line for each rate, as soon as it is measured.
+    """
+    measures: dict[str, Callable[[], Curve | float]] = {
+        "fp8": lambda: _curve(sizes, lambda size: fp8_seconds(size, "fast", clock)),
+        "fp8_split": lambda: _curve(sizes, lambda size: fp8_seconds(size, "split", clock)),
+        "bf16": lambda: _curve(sizes, lambda size: bf16_seconds(size, clock)),
+        "attention": lambda: attention_operations(sequences) / attention_seconds(sequences, clock),
+        "memory": lambda: 2 * copied / copy_seconds(copied, clock),
+    }
+    found: dict[str, Any] = {}
+    for name, measure in measures.items():
+        found[name] = measure()
+        report(f"{name:<12}{_describe(found[name])}")
+    return found
+
+
+def fp8_seconds(size: int, accumulation: str, clock: Clock) -> float:
+    """Of a square product of random E4M3."""
+    e4m3 = "float8_e4m3fn"
+    problem = GemmProblem(size, size, size, e4m3, e4m3, "bfloat16", False, False, accumulation)
+    return GemmBench(problem, clock).seconds(0)
+
+
+def bf16_seconds(size: int, clock: Clock) -> float:
+    """Of a square product, among as many as keep their operands out of the cache."""
+    count = max(2, min(ROTATED_BYTES // (2 * size * size), MOST_COPIES))
+    operands = [_random(key, (size, size)) for key in jax.random.split(jax.random.key(0), count + 1)]
+    return _seconds(products, operands, clock) / count
+
+
+def products(operands: list[jax.Array]) -> list[jax.Array]:
+    """Of each with the next."""
+    return [a @ b for a, b in itertools.pairwise(operands)]
+
+
+def copy_seconds(copied: int, clock: Clock) -> float:
+    """Of reading and writing so many bytes each."""
+    return _seconds(jnp.negative, jnp.ones(copied // 2, jnp.bfloat16), clock)
+
+
+def attention_seconds(sequences: tuple[int, int, int, int], clock: Clock) -> float:
+    """Of causal attention, forward and backward."""
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    operands = [_random(key, sequences) for key in jax.random.split(jax.random.key(0), 4)]
+    return _seconds(partial(attend, implementation), operands, clock)
+
+
+def attend(implementation: str, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    """The result of attention to queries, keys and values, and their gradients for that of the result."""
+    *inputs, gradient = operands
+    attended, backward = jax.vjp(partial(attention, causal=True, implementation=implementation), *inputs)
+    return attended, *backward(gradient)
+
+
+def attention_operations(sequences: tuple[int, int, int, int]) -> float:
+    """Of two products forward and five backward; half of all pairs count."""
+    batch, seq, heads, dim = sequences
+    return (2 + 5) * 2 * batch * heads * seq * seq * dim / 2
+
+
+def _curve(sizes, seconds) -> Curve:
+    return tuple((float(2 * size**3), 2 * size**3 / seconds(size)) for size in sizes)
+
+
+def _seconds(program, operands, clock) -> float:
+    options = CUDA_GRAPH_OPTIONS if jax.default_backend() == "gpu" else {}
+    return seconds_of(partial(jax.jit(program, compiler_options=options), operands), clock)
+
+
+@partial(jax.jit, static_argnums=1)
+def _random(key, shape):
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def _describe(rate: Curve | float) -> str:
+    if isinstance(rate, tuple):
+        return ", ".join(f"{value / 1e12:.0f} TFLOP/s ({size:.1e} operations)" for size, value in rate)
+    return f"{rate / 1e12:.2f} T/s"

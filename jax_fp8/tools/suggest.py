@@ -1,0 +1,190 @@
+"""Which meshes of so many GPUs are worth compiling for, and which change would make a step fit.
+
+    Setting, devices ─meshes_of→ settings, and why others cannot be ─rank→ a few to compile for; the rest ─left_out→ why
+    Setting, bytes that were found ─remedies→ changes, and about what a device would need with them
+
+Both by arithmetic (tools/arithmetic.py).
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jax_fp8.tools.arithmetic import Setting, memory_of, seconds_of
+from jax_fp8.tools.described import HOST
+from jax_fp8.tools.rates import Rates
+
+GIB = 2**30
+SHOWN = 8  # meshes of a kind
+COLUMNS = 120  # of a printed line
+CLOSE = 1.05  # what arithmetic finds this much too large may still fit, and what is only this much smaller may not
+
+
+@dataclass(frozen=True)
+class Left:
+    """A mesh that is not tried, whatever its memory and time."""
+
+    setting: Setting
+    reason: str
+
+
+def meshes_of(base: Setting, devices: int) -> tuple[list[Setting], list[Left]]:
+    """All ways to spread a step over so many devices, and those that cannot be or make no sense."""
+    found, left = [], []
+    for tensor in _divisors(devices):
+        for fsdp in _divisors(devices // tensor):
+            sizes = {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+            for sequence_parallel in (False, True) if tensor > 1 else (False,):
+                setting = replace(base, **sizes, sequence_parallel=sequence_parallel)
+                reason = _why_not(setting)
+                if reason:
+                    left.append(Left(setting, reason))
+                else:
+                    found.append(setting)
+    return found, left
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """By arithmetic: the few meshes to compile for, others that should fit, and those that do not."""
+
+    best: list[Setting]
+    slower: list[Setting]
+    too_large: list[Setting]
+
+
+def rank(settings: Sequence[Setting], usable: float, rates: Rates, tries: int) -> Ranking:
+    """The fastest first.
+
+    Args:
+      usable: bytes of a device.
+      tries: for how many to compile.
+    """
+    ranked = sorted(settings, key=lambda setting: seconds_of(setting, rates))
+    fitting = [setting for setting in ranked if memory_of(setting).together <= CLOSE * usable]
+    return Ranking(fitting[:tries], fitting[tries:], [setting for setting in ranked if setting not in fitting])
+
+
+def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list[str]:
+    """Which meshes were not compiled for, and why, in a paragraph for each kind of reason."""
+    slower = [f"{setting} {1e3 * seconds_of(setting, rates):.0f}" for setting in ranking.slower]
+    by_size = sorted(ranking.too_large, key=lambda setting: memory_of(setting).together)
+    too_large = [f"{setting} {memory_of(setting).together / GIB:.0f}" for setting in by_size]
+    meshes = Counter(left.reason for left in impossible)
+    reasons = [f"{reason}{f' ({count} times)' if count > 1 else ''}" for reason, count in meshes.items()]
+    best = f", {1e3 * seconds_of(ranking.best[0], rates):.0f} for the best" if ranking.best else ""
+    paragraphs = {
+        f"Slower by arithmetic (ms{best})": slower,
+        "Too large by arithmetic (GiB)": too_large,
+        "Not tried": reasons,
+    }
+    return [
+        line
+        for heading, found in paragraphs.items()
+        if found
+        for line in textwrap.wrap(
+            f"{heading}: {'; '.join(_some(found))}.", COLUMNS, subsequent_indent="  ", break_on_hyphens=False
+        )
+    ]
+
+
+def _some(found: list[str]) -> list[str]:
+    return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more"]
+
+
+def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
+    """What to change so that a step fits which needs `peak` bytes: each change that is enough by itself or, if none is,
+    as many together as it takes, and how many more devices; nothing where nothing helps. What a change saves is
+    arithmetic; it is taken from the bytes that were found.
+    """
+    now, usable = memory_of(setting).together, usable / CLOSE
+
+    def needed(change):
+        return peak + memory_of(change.setting).together - now
+
+    def line(words, change):
+        return f"{words}: about {needed(change) / GIB:.0f} GiB"
+
+    enough: dict[str, Change] = {}
+    for change in _changes(setting):
+        if needed(change) <= usable:
+            enough.setdefault(change.kind, change)  # the smallest of its kind
+    if enough:
+        return [line(change.words, change) for change in enough.values()]
+    made = [Change("", "", setting)]
+    while needed(made[-1]) > usable:
+        better = [change for change in _changes(made[-1].setting) if needed(change) < needed(made[-1])]
+        if not better:
+            break
+        last = next((change for change in better if needed(change) <= usable), None)
+        made.append(last or min(better, key=needed))
+    words = ", ".join({change.kind: change.words for change in made[1:]}.values())
+    lines = [line(f"{words}, all together", made[-1])] if needed(made[-1]) <= usable else []
+    more = next((change for change in _on_more_devices(setting) if needed(change) <= usable), None)
+    return [*lines, *([line(more.words, more)] if more else [])]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one thing, as a user says it; one of a kind replaces another."""
+
+    kind: str
+    words: str
+    setting: Setting
+
+
+def _on_more_devices(setting: Setting) -> Iterator[Change]:
+    """The mesh that needs least, of twice as many devices, of four times as many, and so on."""
+    for devices in (setting.devices * 2**n for n in range(1, 11)):
+        found, _ = meshes_of(setting, devices)
+        if found:
+            best = min(found, key=lambda other: memory_of(other).together)
+            words = f"{devices} GPUs by --mesh {best.mesh}"
+            yield Change("", words + " --sequence-parallel" * best.sequence_parallel, best)
+
+
+def _changes(setting: Setting) -> Iterator[Change]:
+    """In the order in which we would try them, without those that cannot be."""
+    data, fsdp, tensor = setting.data, setting.fsdp, setting.tensor
+    wanted: list[tuple[str, dict]] = [
+        ("--recompute", {"recompute": True}),
+        ("--sequence-parallel", {"sequence_parallel": tensor > 1}),
+        *(("--microbatches", {"microbatches": n * setting.microbatches}) for n in (2, 4, 8, 16)),
+        ("--mesh", {"data": 1, "fsdp": data * fsdp}),
+        *([("--mesh", {"fsdp": fsdp // 2, "tensor": 2 * tensor})] if fsdp % 2 == 0 else []),
+        ("--bf16-moments", {"bf16_moments": True}),
+        ("--bf16-params", {"bf16_params": True}),
+    ]
+    for kind, fields in wanted:
+        changed = replace(setting, **fields)
+        if changed != setting and not _why_not(changed):
+            value = {"--microbatches": f" {changed.microbatches}", "--mesh": f" {changed.mesh}"}.get(kind, "")
+            yield Change(kind, kind + value, changed)
+
+
+def _why_not(setting: Setting) -> str:
+    """Why a step cannot be spread like this; "" if it can."""
+    shape, tensor = setting.shape, setting.tensor
+    parts = setting.data * setting.fsdp * setting.microbatches
+    if shape.heads % tensor:
+        return f"tensor={tensor} does not divide {shape.heads} heads"
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        return f"tensor={tensor} and {shape.kv_heads} key and value heads do not divide each other"
+    if shape.mlp % tensor:
+        return f"tensor={tensor} does not divide an MLP {shape.mlp} wide"
+    if shape.vocab % tensor:
+        return f"tensor={tensor} does not divide a vocabulary of {shape.vocab}"
+    if shape.width % setting.fsdp:
+        return f"fsdp={setting.fsdp} does not divide a width of {shape.width}"
+    if setting.batch % parts:
+        return f"{parts} parts do not divide a batch of {setting.batch}"
+    if tensor > HOST:
+        return f"tensor={tensor} is more than the {HOST} GPUs of a host"
+    if setting.sequence_parallel and setting.tokens % tensor:
+        return f"tensor={tensor} does not divide {setting.tokens:.0f} rows"
+    return ""
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

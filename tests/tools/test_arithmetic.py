@@ -1,0 +1,117 @@
+"""Arithmetic of a step: params as a model has them, bytes that each axis divides, and an order of meshes by time.
+
+tests/test_gpt_plans.py compares with compiled steps.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.tools.arithmetic import Setting, Shape, bytes_of_a_token, memory_of, operations_of, seconds_of
+from jax_fp8.tools.rates import rates_of
+
+GPT = Shape(layers=4, width=1024, heads=16, kv_heads=16, mlp=4096, vocab=50_304)
+LLAMA = Shape(layers=4, width=1024, heads=16, kv_heads=4, mlp=3584, vocab=50_304, is_gated=True, is_tied=False)
+BASE = Setting(shape=GPT, batch=64, sequence=1024)
+RATES = rates_of("h200")
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_params_are_those_of_a_model(shape):
+    config = fp8.GPTConfig(
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        hidden_size=shape.width,
+        vocab_size=shape.vocab,
+        num_kv_heads=shape.kv_heads,
+        mlp_hidden_size=shape.mlp,
+        activation="swiglu" if shape.is_gated else "gelu",
+        positions="rotary",
+        tie_embeddings=shape.is_tied,
+    )
+    model = fp8.GPT(config, recipe=None)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+    assert shape.of_layers + shape.of_tables == matrices
+
+
+def test_what_a_layer_keeps_of_a_token():
+    """The table of docs/memory.md: 23 widths, 20 with recompute; `tensor` divides some of it."""
+    h = GPT.width
+    assert bytes_of_a_token(BASE) == 23 * h and bytes_of_a_token(replace(BASE, recompute=True)) == 20 * h
+    split = replace(BASE, tensor=4)
+    assert bytes_of_a_token(split) == (4 + 2) * h + (8 + 8 + 1) * h / 4
+    assert bytes_of_a_token(replace(split, sequence_parallel=True)) == 2 * h + (4 + 8 + 8 + 1) * h / 4
+    few_keys = replace(BASE, shape=LLAMA, tensor=8, recompute=True)
+    assert bytes_of_a_token(few_keys) == 4 * h + 4 * h / 8 + 4 * (h / 4) / 4 + 4 * 3584 / 8  # keys in 4 parts only
+
+
+def test_what_divides_the_state():
+    one, axes = memory_of(BASE), {"fsdp": 4, "tensor": 2}
+    split = memory_of(replace(BASE, **axes))
+    assert one.params == 4 * (GPT.of_layers + GPT.of_tables) and one.optimizer == 2 * one.params
+    assert (split.params, split.optimizer) == (one.params / 8, one.optimizer / 8)
+    assert memory_of(replace(BASE, data=8)).params == one.params
+    assert memory_of(replace(BASE, bf16_moments=True)).optimizer == one.optimizer / 2
+    narrow = memory_of(replace(BASE, bf16_params=True))
+    assert narrow.params + narrow.optimizer == one.params + one.optimizer  # the remainders are kept
+    assert narrow.gradients == one.gradients / 2
+
+
+def test_microbatches_divide_activations_and_keep_sums():
+    one, four = memory_of(BASE), memory_of(replace(BASE, microbatches=4))
+    assert four.activations == one.activations / 4
+    assert (one.sums, four.sums) == (0, 4 * (GPT.of_layers + GPT.of_tables))
+    assert four.weights == 2 * one.weights == 2 * GPT.of_layers
+
+
+def test_gradients_are_whole_until_they_are_summed():
+    large = replace(BASE, batch=8, fsdp=8, tensor=2)
+    found, everything = memory_of(large), (GPT.of_layers + GPT.of_tables) / 2
+    assert found.gradients == 4 * everything * (1 + 1 / 8) > found.activations
+    state = found.params + found.optimizer + found.tables
+    assert found.together == state + max(found.gradients, found.weights + found.activations)
+
+
+def test_bfloat16_keeps_more_and_takes_longer():
+    bf16 = replace(BASE, fp8=False)
+    assert bytes_of_a_token(bf16) > bytes_of_a_token(BASE) and seconds_of(bf16, RATES) > seconds_of(BASE, RATES)
+
+
+def test_operations():
+    assert operations_of(BASE) == 6 * 64 * 1024 * (GPT.of_layers + GPT.of_tables + 4 * 1024 * 1024)
+    llama = operations_of(replace(BASE, shape=LLAMA))  # a token reads one row of the embedding
+    assert llama == 6 * 64 * 1024 * (LLAMA.of_layers + LLAMA.of_tables / 2 + 4 * 1024 * 1024)
+
+
+def test_devices_share_the_time():
+    one, two = seconds_of(BASE, RATES), seconds_of(replace(BASE, data=2), RATES)
+    assert 0.5 * one < two < 0.7 * one
+
+
+def test_hosts_matter_where_an_axis_joins_them():
+    """Where all of an axis is on one host, the network does not."""
+    slow = replace(RATES, between_hosts=1e9)
+
+    def lost(**axes):
+        setting = replace(BASE, **axes)
+        return seconds_of(setting, slow) - seconds_of(setting, RATES)
+
+    assert lost(fsdp=8) == lost(tensor=8) == lost(data=2, tensor=4) == 0
+    assert lost(fsdp=16) > 0
+    assert lost(data=2, tensor=8) > lost(fsdp=2, tensor=8) > 0  # its sums are sent twice
+
+
+def test_names():
+    assert str(replace(BASE, fsdp=4, tensor=2, sequence_parallel=True)) == "fsdp=4,tensor=2 sequence parallel"
+    assert str(BASE) == "data=1" and replace(BASE, data=3, tensor=2).devices == 6
+
+
+def test_gpus_of_a_host_send_to_others_at_the_same_time():
+    """16 GPUs over `fsdp`: 8 cards at 10 GB/s are as good as a wire of 80."""
+    setting = replace(BASE, fsdp=16, batch=16)
+    cards, wire = (replace(RATES, **rates) for rates in ({"between_hosts": 10e9}, {"wire": 80e9}))
+    assert seconds_of(setting, cards) == seconds_of(setting, wire) > seconds_of(setting, RATES)

@@ -135,8 +135,8 @@ class Parallelism:
         """Raise where there are stages."""
         if self.stages > 1:
             raise ValueError(
-                f"{what} runs whole models, and has no pipeline, got {describe_mesh(self.mesh)}; leave out the axis pipe, "
-                "or call a step of make_train_step, which has one"
+                f"{what} runs whole models, and has no pipeline, got {describe_mesh(self.mesh)}; leave out the axis "
+                "pipe, or call a step of make_train_step, which has one"
             )
 
     def check_rows(self, batch: Any, microbatches: int) -> None:

@@ -77,7 +77,9 @@ class Parallelism:
                 "add the axis, or leave them out"
             )
         schedule = "1f1b" if schedule is None else schedule
-        return replace(how, schedule=schedule, chunks=chunks or (2 if schedule == "interleaved" else 1))
+        if chunks is None:
+            chunks = 2 if schedule == "interleaved" else 1
+        return replace(how, schedule=schedule, chunks=chunks)
 
     def __post_init__(self):
         check_mesh(self.mesh)

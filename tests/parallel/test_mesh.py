@@ -89,13 +89,13 @@ REFUSED = {
     ),
     "a schedule without a mesh": (
         lambda: Parallelism.of(None, schedule="1f1b"),
-        r"rules, sequence_parallel, gradient_dtype, schedule and chunks are about a mesh, got none; pass mesh=jax.make_",
+        r"rules, sequence_parallel, gradient_dtype, schedule and chunks are about a mesh, got none; pass mesh=jax",
     ),
     "chunks without a mesh": (lambda: Parallelism.of(None, chunks=1), "schedule and chunks are about a mesh, got none"),
     "rules without a mesh": (lambda: Parallelism.of(None, [("up", P())]), "rules, .* are about a mesh, got none; pass"),
     "stages of a loop of one's own": (
         lambda: Parallelism(make_mesh(pipe=2, data=2)).check_has_no_stages("a loop"),
-        "a loop runs whole models, and has no pipeline, got pipe=2,data=2; leave out the axis pipe, or call a step of ma",
+        "a loop runs whole models, and has no pipeline, got pipe=2,data=2; leave out the axis pipe, or call a step of",
     ),
     "float16": (
         lambda: Parallelism(DATA, gradient_dtype=jnp.float16),

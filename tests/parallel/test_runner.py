@@ -257,7 +257,8 @@ def test_a_layer_must_return_what_it_takes():
             return jnp.concatenate([x, x], axis=1), [x]
 
     def on_stage(weights):
-        return run_schedule(own.ticks, [Wider(weights[0])], None, jnp.zeros((2, ROWS, WIDTH)), (), room)
+        inputs = jnp.zeros((2, ROWS, WIDTH))
+        return run_schedule(own.ticks, [Wider(weights[0])], lambda number, y, totals: (y, totals), inputs, (), room)
 
     with pytest.raises(
         ValueError, match=r"must return what it takes, float32 \(2, 8\), got float32 \(2, 16\); put what"

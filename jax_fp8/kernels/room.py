@@ -4,13 +4,14 @@ On a GPU what stands there is what stood there before. The reference fills it wi
 program that reads what it has not written cannot fail to notice.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.kernels.dispatch import kernels_run
+from jax_fp8.kernels import dispatch
 
 TARGET = "jax_fp8_room"
 
@@ -24,8 +25,9 @@ def room(shapes: Any) -> Any:
     if not leaves:
         return shapes
     results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    cuda = (lambda: jax.ffi.ffi_call(TARGET, results)()) if kernels_run() else (lambda: room_reference(results))
-    return structure.unflatten(lax.platform_dependent(cuda=cuda, default=lambda: room_reference(results)))
+    reference = partial(room_reference, results)
+    call = jax.ffi.ffi_call(TARGET, results) if dispatch.kernels_run() else reference
+    return structure.unflatten(lax.platform_dependent(cuda=call, default=reference))
 
 
 def room_reference(shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:

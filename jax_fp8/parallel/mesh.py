@@ -77,7 +77,9 @@ class Parallelism:
                 "add the axis, or leave them out"
             )
         schedule = "1f1b" if schedule is None else schedule
-        return replace(how, schedule=schedule, chunks=chunks or (2 if schedule == "interleaved" else 1))
+        if chunks is None:
+            chunks = 2 if schedule == "interleaved" else 1
+        return replace(how, schedule=schedule, chunks=chunks)
 
     def __post_init__(self):
         check_mesh(self.mesh)
@@ -135,8 +137,8 @@ class Parallelism:
         """Raise where there are stages."""
         if self.stages > 1:
             raise ValueError(
-                f"{what} runs whole models, and has no pipeline, got {describe_mesh(self.mesh)}; leave out the axis pipe, "
-                "or call a step of make_train_step, which has one"
+                f"{what} runs whole models, and has no pipeline, got {describe_mesh(self.mesh)}; leave out the axis "
+                "pipe, or call a step of make_train_step, which has one"
             )
 
     def check_rows(self, batch: Any, microbatches: int) -> None:

@@ -84,8 +84,8 @@ def run_schedule(
 
     Args:
       chunks: of the stage.
-      loss: `loss(number, y, totals) -> dy, totals`, of the microbatch i32[] that has left the last stage. Where the last
-        group is not whole, there are numbers behind the last microbatch: they must leave the totals as they are.
+      loss: `loss(number, y, totals) -> dy, totals`, of the microbatch i32[] that has left the last stage. Where the
+        last group is not whole, there are numbers behind the last microbatch: they must leave the totals as they are.
       inputs: (groups * stages, ...), what enters the first stage; behind the last microbatch anything finite.
       of_loss: the totals of the loss before the first.
       room: makes arrays of these shapes, whose content nobody reads.

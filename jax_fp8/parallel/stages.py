@@ -1,6 +1,6 @@
 """Which layers each stage of a pipeline computes, and what moves between the devices of `pipe` because of it.
 
-    shards of all layers ─all-to-all→ the stage's own layers, whole ─a schedule→ their gradients ─all-to-all→ of the shards
+    shards of all layers ─all-to-all→ the stage's own layers, whole ─a schedule→ gradients ─all-to-all→ of the shards
 
 A layer's params lie on the devices of all stages, a part on each (parallel/placement.py): so there is one tree of
 params on every mesh, and an optimizer need not know of stages. Once a step each stage takes what it computes with, in

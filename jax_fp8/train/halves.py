@@ -22,8 +22,8 @@ class Halves:
     """The two halves of the derivative of a function.
 
     Args:
-      pull_back: `pull_back(constants, x, refs) -> y, pull`, as `jax.vjp` returns them, for a function whose pullback has
-        the same structure whenever it is traced.
+      pull_back: `pull_back(constants, x, refs) -> y, pull`, as `jax.vjp` returns them, for a function whose pullback
+        has the same structure whenever it is traced.
       make_refs: makes what the pullback writes to, for a trace in which it does not run.
       constants, x: shapes.
     """

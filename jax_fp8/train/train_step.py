@@ -218,10 +218,10 @@ def make_train_step(
         collectives beside compute (parallel/overlap.py).
       mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
         state too, and `tensor` the layers; `pipe` makes the layers stages of a pipeline, through which the microbatches
-        pass, and needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it; any may be left out. Without it, the step runs on one device, or as jax
-        splits it by the shardings of its arguments. With `fsdp`, a loss must read the kernels of FP8 layers through
-        these only: they are gathered in FP8, and what else reads one finds NaN. The loss of a batch is the mean of
-        those of its parts.
+        pass, and needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it; any may be left out. Without it,
+        the step runs on one device, or as jax splits it by the shardings of its arguments. With `fsdp`, a loss must
+        read the kernels of FP8 layers through these only: they are gathered in FP8, and what else reads one finds NaN.
+        The loss of a batch is the mean of those of its parts.
       rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
         and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
       sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.

@@ -162,6 +162,7 @@ def test_build_info_is_what_was_built():
         "quantize",
         "quantize_transpose",
         "quantize_transpose_sums",
+        "room",
         "transpose",
         "activation_quantize",
         "activation_amax",

@@ -1,4 +1,4 @@
-"""What XLA makes of the options: several sums over the devices of a mesh at once."""
+"""What XLA makes of the options: several sums over the devices of a mesh at once, and no copies of what a loop keeps."""
 
 import re
 
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from pipeline import Pipeline
 
 from jax_fp8.parallel.overlap import OVERLAP_OPTIONS
+from jax_fp8.parallel.schedules import make_schedule
 
 REASON = h200.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -45,3 +47,22 @@ def test_several_sums_run_at_once():
     apart = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}  # or they are small enough to be one
     assert sums_in_flight(**apart) <= 1
     assert sums_in_flight(**apart, **OVERLAP_OPTIONS) > 1
+
+
+def copies_in_ticks(**options) -> int:
+    """How many arrays as large as a microbatch the ticks of a pipeline copy."""
+    rows, width = 256, 1024
+    pipeline, mesh = Pipeline(make_schedule("zero-bubble", 2, 4), rows, width), h200.mesh(pipe=2)
+    arguments = [
+        h200.shapes(given, h200.on_mesh(mesh, *spec))
+        for given, spec in zip(pipeline.arguments(), pipeline.specs, strict=True)
+    ]
+    program = h200.compile(pipeline.program_on(mesh), *arguments, **options)
+    return sum(copy.results[0].shape == (rows, width) and not copy.in_entry for copy in program.copies)
+
+
+def test_what_a_pipeline_keeps_stays_where_it_is():
+    """But for what a forward both keeps and sends: in each of its four branches one copy."""
+    assert copies_in_ticks(**OVERLAP_OPTIONS) <= 4
+    without = {name: value for name, value in OVERLAP_OPTIONS.items() if "region_analysis" not in name}
+    assert copies_in_ticks(**without) > 100

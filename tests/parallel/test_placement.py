@@ -42,6 +42,37 @@ def test_layers_say_what_tensor_splits_and_sizes_what_fsdp_does():
     assert specs(Parallelism(make_mesh(data=4))) == jax.tree.map(lambda _: P(), PARAMS)
 
 
+def test_pipe_splits_the_parts_of_fsdp():
+    """And what cannot go into as many parts stays whole, though `fsdp` alone could split it."""
+    params = PARAMS | {"half": {"kernel": jnp.zeros((6, 10))}}
+    assert specs(Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2)), params) == {
+        "up": {"kernel": P(("fsdp", "pipe"), "tensor"), "bias": P("tensor")},
+        "odd": {"kernel": P(None, ("fsdp", "pipe")), "bias": P()},
+        "stack": {"kernel": P(None, ("tensor", "fsdp", "pipe"))},
+        "half": {"kernel": P()},
+    }
+    assert specs(params=params)["half"] == {"kernel": P("fsdp")}
+    alone = specs(Parallelism(make_mesh(pipe=2)), params)
+    assert alone["up"] == {"kernel": P("pipe"), "bias": P()} and alone["half"] == {"kernel": P("pipe")}
+
+
+def test_a_rule_for_fsdp_holds_for_pipe():
+    rules = (("up/kernel", P("tensor", "fsdp")), ("stack", P()))
+    found = specs(Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2), rules), offers={("up", "kernel"): TensorDim(-2, 8)})
+    assert found["up"]["kernel"] == P("tensor", ("fsdp", "pipe")) and found["stack"]["kernel"] == P()
+    assert specs(Parallelism(make_mesh(pipe=2), (("up/kernel", P(None, "fsdp")),)))["up"]["kernel"] == P(None, "pipe")
+
+
+def test_amaxes_of_weights_are_those_of_all_stages():
+    """Where weights are cast each device has its part of a layer; in the layers those of `pipe` have others."""
+    placement = place_params(Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2)), PARAMS, OFFERS)
+    assert placement.shards.axes == ("fsdp", "tensor") and placement.shards.batch_parts == 2
+    assert placement.shards_of_weights.axes == ("fsdp", "pipe", "tensor")
+    assert placement.splits_params and place_params(Parallelism(make_mesh(pipe=2)), PARAMS, {}).splits_params
+    places = place_params(HOW, PARAMS, OFFERS)
+    assert places.shards_of_weights == places.shards
+
+
 def test_rules_come_before_what_layers_say_and_the_first_counts():
     rules = (("^odd/", P("fsdp")), ("kernel", P(None, "fsdp")), ("up/kernel", P("tensor")))
     found = specs(Parallelism(HOW.mesh, rules))
@@ -54,7 +85,8 @@ def test_few_heads_are_whole_on_all_devices_and_their_gradient_is_in_parts():
     of_heads = TensorDim(-1, 2, "heads", or_whole=True)
     how = Parallelism(make_mesh(tensor=4))
     by_path = place_params(how, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path
-    assert by_path["up", "kernel"] == Place((8, 12), None, None, True) and not by_path["up", "bias"].is_partial
+    assert by_path["up", "kernel"] == Place((8, 12), None, None, True, storage=())
+    assert not by_path["up", "bias"].is_partial
     by_rule = Parallelism(make_mesh(tensor=4), (("up/kernel", P()),))
     assert place_params(by_rule, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path["up", "kernel"].is_partial
 
@@ -127,6 +159,10 @@ RULES = {
     "more dims": (P(None, None, "fsdp"), r"rule .* of up/kernel must not have more dims than .*\(8, 12\); shorten it"),
     "unknown axis": (P("data"), "rule .* of up/kernel may name fsdp and tensor, got 'data'; leave it out"),
     "pipe": (P("pipe"), "may name fsdp and tensor, got 'pipe'"),
+    "parts of stages": (
+        P(None, "fsdp"),
+        r"splits 12 elements of up/kernel, shape \(8, 12\), in 8 parts, which must be equal; change the rule or the m",
+    ),
     "rows": (
         P("tensor", None),
         r"a rule may split over tensor=4 what .* got P.* for up/kernel of .*, whose layer can split dim -1",
@@ -142,7 +178,8 @@ RULES = {
 @pytest.mark.parametrize("case", RULES)
 def test_rules_that_do_not_fit_a_param(case):
     rule, message = RULES[case]
-    how = Parallelism(make_mesh(fsdp=2, tensor=4), (("up/kernel", rule),))
+    axes = {"pipe": 4, "fsdp": 2} if case == "parts of stages" else {"fsdp": 2, "tensor": 4}
+    how = Parallelism(make_mesh(**axes), (("up/kernel", rule),))
     with pytest.raises(ValueError, match=message):
         specs(how, {"up": PARAMS["up"]}, {("up", "kernel"): TensorDim(-1, 12 if case == "both" else 6, "heads")})
 

@@ -112,6 +112,48 @@ def test_gradients_are_summed_over_the_batch_and_each_device_keeps_its_shard(gra
         assert np.array_equal(found[name], wanted.astype(jnp.bfloat16)) is False
 
 
+STAGES = {"pipe": 2, "fsdp": 2, "tensor": 2}
+EVERY_STAGE = P(tuple(STAGES))
+
+
+@pytest.fixture
+def on_stages():
+    """A placement on a mesh with stages, and what runs a function on it."""
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (2, 2, 2)), tuple(STAGES))
+    return place_params(Parallelism(mesh), PARAMS, OFFERS), partial(on_devices, **STAGES)
+
+
+def test_params_of_no_layer_are_gathered_over_stages_too(on_stages):
+    placement, run_on_stages = on_stages
+    assert placement.specs["kernel"] == P(("fsdp", "pipe"), "tensor")
+
+    def gather(params):
+        whole = transfers.gather_params(placement, params, [])
+        return {"kernel": whole["kernel"], "other": whole["other"][None], "bias": whole["bias"][None]}
+
+    out = {"kernel": P(None, "tensor"), "other": EVERY_STAGE, "bias": EVERY_STAGE}
+    found = run_on_stages(gather, PARAMS, in_specs=(placement.specs,), out_specs=out)
+    np.testing.assert_array_equal(found["kernel"], PARAMS["kernel"])
+    for device in range(8):
+        np.testing.assert_array_equal(found["other"][device], PARAMS["other"].astype(jnp.bfloat16))
+
+
+def test_gradients_of_no_layer_are_summed_over_stages_too(on_stages):
+    """Each stage has the gradient of some of the microbatches."""
+    placement, run_on_stages = on_stages
+    each = {"kernel": gradients_of_each((32, 24)), "bias": gradients_of_each((16,))}
+    params, specs = ({name: tree[name] for name in each} for tree in (PARAMS, placement.specs))
+    placement = Placement(placement.how, {name: placement.places[name] for name in each})
+
+    def reduce(gradients, params):
+        return transfers.reduce_gradients(placement, jax.tree.map(lambda x: x[0], gradients), params)
+
+    found = run_on_stages(reduce, each, params, in_specs=(EVERY_STAGE, specs), out_specs=specs)
+    of_tensor = {name: array.reshape(4, 2, *array.shape[1:]).sum(axis=0) for name, array in each.items()}
+    np.testing.assert_allclose(found["kernel"], np.concatenate(list(of_tensor["kernel"]), axis=1), 1e-5, 1e-5)
+    np.testing.assert_allclose(found["bias"], of_tensor["bias"].mean(axis=0), 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_in_16_bits_of_float32_params_are_summed_in_float32(gradient_dtype):
     """256 + 1 + 1 + 1, which bfloat16 cannot hold."""
@@ -134,7 +176,7 @@ def test_a_param_of_all_devices_of_tensor_has_one_gradient(place, sequence):
     """Where each has computed all of it, their mean; where each has computed its rows or heads, their sum."""
     how = Parallelism(MESH, sequence=sequence)
     each = gradients_of_each((16,))
-    reduce = partial(transfers._sum_of, how, place=place)
+    reduce = partial(transfers.sum_of, how, place=place)
     found = run(lambda x: reduce(gradient=x[0])[None], each, in_specs=(EVERY,), out_specs=EVERY)
     assert all(jnp.array_equal(of_one, found[0]) for of_one in found)
     np.testing.assert_allclose(found[0], each.sum(axis=0) / (1 if sequence or place.is_partial else 2), 1e-5, 1e-5)
@@ -147,6 +189,17 @@ def test_amaxes_and_losses_are_those_of_all_devices():
 
     amaxes, loss = run(of_all, jnp.arange(8.0) - 7, in_specs=(EVERY,), out_specs=(EVERY, P()))
     assert amaxes.tolist() == [7.0] * 8 and float(loss) == pytest.approx(-(7 + 5 + 3 + 1) / 4)
+
+
+def test_amaxes_and_losses_are_those_of_all_stages():
+    how = Parallelism(make_mesh(pipe=4, data=2))
+
+    def of_all(x):
+        return transfers.whole_amaxes(how, x), transfers.whole_loss(how, x[0])[None]
+
+    every = P(("pipe", "data"))
+    amaxes, loss = on_devices(of_all, jnp.arange(8.0), in_specs=every, out_specs=(every, every), pipe=4, data=2)
+    assert amaxes.tolist() == [7.0] * 8 and loss.tolist() == [28.0] * 8
 
 
 @pytest.mark.parametrize("device", [None, 0, 3])

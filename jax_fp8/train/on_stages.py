@@ -31,6 +31,7 @@ from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_par
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
 from jax_fp8.train.gradients import value_grads_and_amaxes
+from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
 from jax_fp8.train.train_state import TrainState
@@ -256,10 +257,31 @@ def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weig
         )
 
 
+def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
+    """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
+    outer = {
+        collection: {name: entry for name, entry in tree.items() if name not in loss.layers}
+        for collection, tree in variables.items()
+    }
+    found = Layers.of(loss.first, outer, batch).gemms
+    with_state = ["/".join(gemm) for gemm, recipe in found.items() if recipe.has_state]
+    if with_state:
+        raise ValueError(
+            "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "
+            f"got {with_state[0]} with delayed scaling; give it CurrentScaling() or None, or make it a part of a layer"
+        )
+
+
 def _check_layers_are_alike(on: OnStages) -> None:
     """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
     first, *others = on.loss.layers
     places, described = on.placement.by_path, {}
+    unknown = {*on.loss.layers} - {path[0] for path in places}
+    if unknown:
+        raise ValueError(
+            f"the layers of a LayeredLoss must be names in the params, got {min(unknown)!r} among {on.loss.layers}, "
+            f"and params of {sorted({path[0] for path in places})}; name them as in the params"
+        )
     for name in (first, *others):
         described[name] = [
             {path[1:]: place for path, place in places.items() if path[0] == name},

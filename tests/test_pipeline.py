@@ -81,7 +81,7 @@ WAYS = {
     "tensor 2, pipe 2, 1f1b, sequence": of_gpt(
         own(2, "1f1b", 3, tensor=2), ignored=True, options=SEQUENCE, head_recipe=CURRENT
     ),
-    "pipe 2, 1f1b, recompute": of_gpt(own(2, "1f1b", 2), recompute=True),
+    "pipe 2, zero-bubble, recompute": of_gpt(own(2, "zero-bubble", 2), recompute=True),
 }
 
 

@@ -1,6 +1,7 @@
 """A pass over the stages of a pipeline, inside the one `shard_map` of a step on a mesh.
 
-    shards of params ─cast, exchange→ variables of the stage's layers ─a schedule→ sums ─exchange→ gradients of the shards
+    shards of params ─cast, exchange→ variables of the stage's layers
+                                      ─a schedule→ sums ─exchange→ gradients of the shards
 
 What a stage computes is in train/stage_work.py, in which order in parallel/runner.py, and what moves between stages
 beside activations in parallel/stages.py. What comes before and after the layers belongs to all stages: each does it for

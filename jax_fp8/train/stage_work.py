@@ -220,8 +220,8 @@ class _Keeper:
     def keep(self, gemm: LayerPath, x: Fp8Array, dy: Fp8Array) -> None:
         if _current_trace() is not self._trace:
             raise ValueError(
-                f"zero-bubble keeps the operands of weight gradients, which a layer's own jax.checkpoint or scan hides, got "
-                f"{'/'.join(gemm)} in one; take another schedule, or recompute=True of jax_fp8's layers"
+                "zero-bubble keeps the operands of weight gradients, which a layer's own jax.checkpoint or scan hides, "
+                f"got {'/'.join(gemm)} in one; take another schedule, or recompute=True of jax_fp8's layers"
             )
         self.operands.append((gemm, x, dy))
 

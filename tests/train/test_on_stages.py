@@ -56,7 +56,7 @@ REMAT = layers(DELAYED, remat=True)
 REFUSED = {
     "a loss without layers": (
         lambda: make(loss=lambda variables, batch: 0.0),
-        r"a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss\(GPT\(...\)\) returns it, got .*; make",
+        r"a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss\(GPT\(...\)\) returns it, got .*; ma",
     ),
     "layers that stages do not divide": (
         lambda: make(layers(DELAYED, 3)),
@@ -112,7 +112,7 @@ REFUSED = {
     ),
     "operands that are hidden": (
         lambda: trace(REMAT, schedule="zero-bubble"),
-        "which a layer's own jax.checkpoint or scan hides, got layer_0/down in one; take another schedule, or recompute",
+        "which a layer's own jax.checkpoint or scan hides, got layer_0/down in one; take another schedule, or",
     ),
     "a state with a weight cache": (
         lambda: trace(state=with_cache()),
@@ -120,7 +120,7 @@ REFUSED = {
     ),
     "start": (
         lambda: make().start(state_of(PARTS)),
-        "accumulate_step runs whole models, and has no pipeline, got pipe=2; leave out the axis pipe, or call a step of",
+        "start runs whole models, and has no pipeline, got pipe=2; leave out the axis pipe, or call a step of make_",
     ),
     "accumulate_step": (
         lambda: make().accumulate_step(

@@ -33,9 +33,11 @@ class Branch:
 
     weight_casts: int
     kernels: int
+    gemms: int = 0  # FP8 matrix products, among the kernels
 
     def __str__(self):
-        return f"{self.weight_casts} casts, {self.kernels} kernels"
+        products = f", {self.gemms} of them FP8 products" if self.gemms else ""
+        return f"{self.weight_casts} casts, {self.kernels} kernels{products}"
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,18 @@ class CaptureReport:
         """
         return sum(collective.wire_bytes for collective in self.collectives if not collective.in_branch)
 
+    @property
+    def _beside_branches(self) -> str:
+        """Said of a count of what runs whatever branches are taken, where branches have more of it."""
+        return " outside of branches" if any(branch.gemms for of in self.conditionals for branch in of) else ""
+
     def __str__(self):
         rows = [
             ("CUDA graphs", self.graphs),
             ("launched outside them", ", ".join(f"{count} {kind}" for kind, count in self.cuts.items()) or "nothing"),
             ("weight casts", self.weight_casts),
             *(("a conditional", " | ".join(map(str, branches))) for branches in self.conditionals),
-            ("FP8 matrix products", self.gemms),
+            ("FP8 matrix products", f"{self.gemms}{self._beside_branches}"),
             ("copies of FP8 arrays", len(self.weight_copies)),
             *(("", copy) for copy in self.weight_copies[:SHOWN_COPIES]),
             *([("", "...")] if len(self.weight_copies) > SHOWN_COPIES else []),
@@ -155,10 +162,11 @@ def _compilation(program) -> Compilation:
 
 def _branch(computations, name: str) -> Branch:
     inside = executed(computations, name, CALLS | FUSIONS | BRANCHES)
-    launched = executed(computations, name, CALLS | BRANCHES)
+    launched = list(executed(computations, name, CALLS | BRANCHES))
     return Branch(
         weight_casts=sum(times for call, times in inside if _casts_weight(call)),
         kernels=sum(times for instruction, times in launched if instruction.launches),
+        gemms=sum(times for call, times in launched if call.target == TARGET),
     )
 
 

@@ -149,7 +149,8 @@ def _is_product(instruction: Instruction) -> bool:
 def table(collectives: Iterable[Collective]) -> list[str]:
     """The rows of a printed report, a row for each kind, dtype and size of group; none without collectives.
 
-    A collective of several dtypes counts in the row of each, with its arrays of that dtype.
+    A collective of several dtypes counts in the row of each, with its arrays of that dtype. Those in branches count as
+    if every branch were taken whenever its conditional runs: a step sends no more than that.
     """
     groups: dict[tuple, list[Collective]] = {}
     for collective in collectives:
@@ -162,7 +163,7 @@ def table(collectives: Iterable[Collective]) -> list[str]:
         beside_products = [collective for collective in group if collective.products]
         beside_others = [collective for collective in group if collective.hidden and not collective.products]
         exposed = [collective for collective in group if not collective.hidden]
-        name = f"{count} {kind} {dtype} of {devices}{', in branches' if in_branch else ''}"
+        name = f"{count} {kind} {dtype} of {devices}{', in branches, at most' if in_branch else ''}"
         rows.append((name, *(_mib(part, dtype) for part in (group, beside_products, beside_others, exposed))))
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ["  ".join([name.ljust(first), *map(str.rjust, figures, others)]) for name, *figures in rows]

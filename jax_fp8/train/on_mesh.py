@@ -35,7 +35,7 @@ from jax_fp8.parallel.transfers import (
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
-from jax_fp8.train.on_stages import OnStages
+from jax_fp8.train.on_stages import OnStages, check_first
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_gemms, with_version
 
@@ -89,6 +89,7 @@ class OnMesh:
         on_stages = None
         if how.stages > 1:
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
+            check_first(loss_fn, state.variables, batch)
             on_stages = OnStages(placement, loss_fn, gemms, in_fp8, microbatches)
         return cls(placement, loss_fn, recipe, gemms, in_fp8, once, on_stages)
 

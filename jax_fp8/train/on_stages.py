@@ -31,6 +31,7 @@ from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_par
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
 from jax_fp8.train.gradients import value_grads_and_amaxes
+from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
 from jax_fp8.train.train_state import TrainState
@@ -93,19 +94,28 @@ class OnStages:
         return {name: entry for name, entry in tree.items() if name not in self.loss.layers}
 
     def _first(self, of_all, batch) -> tuple[jax.Array, Callable]:
-        """What enters the first layer, of all microbatches; and the gradient of the params by that of all of these."""
+        """What enters the first layer, of all microbatches; and the gradient of the params by that of all of these, in
+        float32. What comes before the layers is computed again for it, as far as it is needed.
+        """
         groups = -(-self.microbatches // self.placement.how.stages)
         numbers = jnp.minimum(lax.axis_index(PIPE) * groups + jnp.arange(groups), self.microbatches - 1)
         own = jax.tree.map(lambda leaf: leaf[numbers], batch)
 
-        def first(params):
-            return lax.map(lambda microbatch: self.loss.first({**of_all, "params": params}, microbatch), own)
+        def first(params, microbatch):
+            return self.loss.first({**of_all, "params": params}, microbatch)
 
-        x, pull = jax.vjp(first, of_all["params"])
+        def add(sums, of_one):
+            microbatch, dx = of_one
+            (gradients,) = jax.vjp(lambda params: first(params, microbatch), of_all["params"])[1](dx)
+            return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradients), None
 
         def pull_back(dx):
-            return pull(lax.psum_scatter(dx, PIPE, scatter_dimension=0, tiled=True))[0]
+            behind = len(dx) - self.microbatches  # where the last group is not whole: there is still what entered
+            dx = jnp.pad(dx[: self.microbatches], [(0, behind), *[(0, 0)] * (dx.ndim - 1)]) if behind else dx
+            own_dx = lax.psum_scatter(dx, PIPE, scatter_dimension=0, tiled=True)
+            return lax.scan(add, _zeros(of_all["params"]), (own, own_dx))[0]
 
+        x = lax.map(partial(first, of_all["params"]), own)
         return lax.all_gather(x, PIPE, axis=0, tiled=True), pull_back
 
     def _loss(self, of_all, batch, from_current, number, y, totals) -> tuple[jax.Array, Any]:
@@ -123,10 +133,12 @@ class OnStages:
         microbatch = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, self.microbatches - 1)], batch)
         loss, gradients, found = value_grads_and_amaxes(last, from_current=from_current)(variables, microbatch)
         dy = gradients.pop(ENTERING)
-        share = jnp.where(is_one, np.float32(1 / self.microbatches), 0)
-        sums = jax.tree.map(lambda old, new: old + share * new.astype(jnp.float32), sums, gradients)
+
+        def add(total, new):  # what no microbatch has left may be anything, also NaN
+            return jnp.where(is_one, total + np.float32(1 / self.microbatches) * new.astype(jnp.float32), total)
+
         amaxes = jnp.maximum(amaxes, jnp.where(is_one, found, 0))
-        return dy, (total + share * loss.astype(jnp.float32), sums, amaxes)
+        return dy, (add(total, loss), jax.tree.map(add, sums, gradients), amaxes)
 
     def _positions(self):
         """Chunk, number in it, and the layer of each stage that has this number there."""
@@ -245,10 +257,31 @@ def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weig
         )
 
 
+def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
+    """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
+    outer = {
+        collection: {name: entry for name, entry in tree.items() if name not in loss.layers}
+        for collection, tree in variables.items()
+    }
+    found = Layers.of(loss.first, outer, batch).gemms
+    with_state = ["/".join(gemm) for gemm, recipe in found.items() if recipe.has_state]
+    if with_state:
+        raise ValueError(
+            "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "
+            f"got {with_state[0]} with delayed scaling; give it CurrentScaling() or None, or make it a part of a layer"
+        )
+
+
 def _check_layers_are_alike(on: OnStages) -> None:
     """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
     first, *others = on.loss.layers
     places, described = on.placement.by_path, {}
+    unknown = {*on.loss.layers} - {path[0] for path in places}
+    if unknown:
+        raise ValueError(
+            f"the layers of a LayeredLoss must be names in the params, got {min(unknown)!r} among {on.loss.layers}, "
+            f"and params of {sorted({path[0] for path in places})}; name them as in the params"
+        )
     for name in (first, *others):
         described[name] = [
             {path[1:]: place for path, place in places.items() if path[0] == name},

@@ -113,7 +113,7 @@ class Programs:
         before this one, so that the first microbatch begins anew.
         """
         assert self.how is not None, "there is a mesh"
-        self.how.check_has_no_stages("accumulate_step")
+        self.how.check_has_no_stages("start")
         self._check(state)
         check_on_mesh(state, self.how.mesh)
         return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=state.step - 1)

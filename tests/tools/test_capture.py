@@ -91,6 +91,21 @@ def test_a_cache_that_is_not_donated_is_copied(size, copied_bytes):
 
 
 @needs_kernels
+def test_products_of_a_branch_are_its_own():
+    def chosen(index, x, weight, scale):
+        def multiply(x):
+            pair = quantize_transpose(x, Cast.with_scale(fp8.E4M3, scale))
+            return fp8.matmul(pair.rowwise, fp8.Fp8Array(weight, scale))
+
+        return lax.switch(index, [lambda x: x, multiply, lambda x: multiply(multiply(x))], x)
+
+    arguments = shape(dtype=jnp.int32), shape(*WEIGHT), shape(*WEIGHT, dtype=fp8.E4M3), shape(dtype=jnp.float32)
+    report = capture_report(lowered(chosen, *arguments))
+    assert [branch.gemms for branch in report.conditionals[0]] == [0, 1, 2]
+    assert report.gemms == 0 and "FP8 matrix products       0 outside of branches" in str(report).splitlines()
+
+
+@needs_kernels
 def test_products_are_counted_as_often_as_loops_run_them():
     def layers(stack, x, scale):
         def layer(x, weight):
@@ -210,6 +225,7 @@ def test_a_printed_report_is_a_table():
     rows = str(report).splitlines()
     assert "launched outside them     3 AllReduce, 1 While" in rows
     assert "a conditional             0 casts, 0 kernels | 8 casts, 9 kernels" in rows
+    assert "FP8 matrix products       24" in rows
     assert "copied, arrays > 64 KiB   3.0 MiB" in rows
     assert "copy 7" in str(report) and "copy 8" not in str(report)
     assert len(rows) < 25 and rows[-1] == "scratch                   0.5 MiB"  # one device sends nothing

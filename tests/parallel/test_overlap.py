@@ -1,4 +1,4 @@
-"""What XLA makes of the options: several sums over the devices of a mesh at once, and no copies of what a loop keeps."""
+"""What XLA makes of the options: several sums over the devices of a mesh at once, and a loop that copies nothing."""
 
 import re
 

@@ -3,19 +3,26 @@
 Times mean nothing here.
 """
 
+import re
+
 import numpy as np
 import pytest
 
 
-def test_a_pipeline_is_measured(benchmark):
-    mesh_steps, mesh_cases = benchmark("mesh_steps"), benchmark("mesh_cases")
-    sizes = {"preset": "tiny", "num_layers": 2, "seq_len": 32, "batch": 4, "microbatches": 2}
-    case = mesh_cases.Case(mesh="pipe=2", recipe="bf16", **sizes)
-    (found,) = mesh_steps.measure(mesh_steps.Job(case, steps=2))
-    assert found["sequences"] == 4
-    assert found["samples_per_s"] == pytest.approx(1e3 * 4 / found["step_ms"])
-    assert abs(found["first_loss"] - np.log(256)) < 0.3
-    assert found["first_loss"] != found["last_loss"]
+def test_the_step_of_a_case_runs_its_schedule(benchmark):
+    mesh_cases = benchmark("mesh_cases")
+    sizes = {"preset": "tiny", "num_layers": 4, "seq_len": 32, "batch": 4, "microbatches": 2}
+
+    def ticks(**how):
+        case = mesh_cases.Case(recipe="bf16", **sizes, **how)
+        training = mesh_cases.build(case)
+        tokens = training.place(np.zeros((case.sequences, 33), np.int32))
+        lengths = re.findall(r"\blength=(\d+)", str(training.step.trace(training.state, tokens).jaxpr))
+        return None if case.pipeline is None else len(case.pipeline.table), {int(length) for length in lengths}
+
+    of_one, found_in_one = ticks(mesh="data=1")
+    of_stages, found = ticks(mesh="pipe=2", schedule="interleaved")
+    assert of_one is None and of_stages in found and of_stages not in found_in_one
 
 
 def names_of(benchmark, arguments):

@@ -14,13 +14,23 @@ from mesh_plain import build_plain, constraint
 from plain_gpt import PlainGPT
 
 import jax_fp8 as fp8
-from jax_fp8.parallel.mesh import AXES, parse_axes
+from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, parse_axes
+from jax_fp8.parallel.schedule import Schedule
+from jax_fp8.parallel.schedules import layers_of_stage, make_schedule
 from jax_fp8.train.cuda_graph import default_options
 
 RECIPES = ("delayed", "current", "bf16", "plain")
 GRAPHS = ("default", "collectives", "none")
 SEQUENCE = "+sequence"
 COMMANDS = "xla_gpu_enable_command_buffer"
+
+
+def axes_of(mesh: str) -> dict[str, int]:
+    return parse_axes(mesh.removesuffix(SEQUENCE))
+
+
+def has_stages(mesh: str) -> bool:
+    return axes_of(mesh).get(PIPE, 1) > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +40,11 @@ class Case:
     Args:
       mesh: `data=2,tensor=2`; with `+sequence` at its end, sequence parallel.
       recipe: delayed, current, bf16 (jax_fp8 without FP8) or plain (plain Flax, automatic sharding).
-      batch: sequences of one microbatch, all devices together; 0 is `batch_per_data` for each part of it.
+      batch: sequences of a step, all devices together; 0 is `batch_per_data` for each part of a batch. Without `pipe`
+        each microbatch has that many, and with it as many as the stages have together, in all microbatches: so a step
+        on pipe=4 has the work of one on data=4.
       batch_per_data: 0 is 8, and with `tensor` 4 for each of its devices if that is more.
+      microbatches: of a step; 0 is 1, and with `pipe` 4 for each stage.
       seq_len, num_layers, vocab_size: 0 keeps the preset's.
       fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
         current alone.
@@ -41,6 +54,7 @@ class Case:
       graphs: default as the step itself is compiled; collectives in CUDA graphs too; or none at all.
       options: XLA's, before which no others count.
       gemms: a file of tuned GEMMs, or "".
+      schedule, chunks: of a pipeline; "" and 0 are what the step takes.
     """
 
     mesh: str
@@ -48,7 +62,7 @@ class Case:
     preset: str = "gpt3-1.3b"
     batch: int = 0
     batch_per_data: int = 0
-    microbatches: int = 1
+    microbatches: int = 0
     seq_len: int = 0
     num_layers: int = 0
     vocab_size: int = 0
@@ -63,16 +77,35 @@ class Case:
     graphs: str = "default"
     options: dict = dataclasses.field(default_factory=dict)
     gemms: str = ""
+    schedule: str = ""
+    chunks: int = 0
 
     def __post_init__(self):
-        if self.sequence_parallel and self.axes.get("tensor", 1) == 1:
+        if self.sequence_parallel and self.size(TENSOR) == 1:
             raise ValueError(f"{SEQUENCE} needs the axis tensor, got {self.mesh}; add it, or leave {SEQUENCE} out")
         if self.pieces and self.recipe == "plain":
             raise ValueError("pieces must be those of a step of jax_fp8, got plain Flax; choose another recipe")
+        self._check_pipeline()
+        multiple = self.num_microbatches * self.parts
+        if self.sequences % multiple:
+            raise ValueError(
+                f"a step must have as many sequences in each part of each microbatch, got {self.sequences} for "
+                f"{self.num_microbatches} microbatches on {self.mesh}; pass a multiple of {multiple} as --batch"
+            )
+
+    def _check_pipeline(self):
+        if self.stages == 1 and (self.schedule or self.chunks):
+            raise ValueError(
+                f"a schedule and chunks are about the axis pipe, got {self.mesh}; add it, or leave them out"
+            )
+        if self.stages > 1 and self.recipe == "plain":
+            raise ValueError(f"plain has no pipeline, got {self.mesh}; leave out the axis pipe, or take another recipe")
+        if self.pipeline is not None:
+            layers_of_stage(0, self.config.num_layers, self.stages, self.pipeline.chunks)  # raises unless it divides
 
     @property
     def axes(self) -> dict[str, int]:
-        return parse_axes(self.mesh.removesuffix(SEQUENCE))
+        return axes_of(self.mesh)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -82,16 +115,44 @@ class Case:
     def devices(self) -> int:
         return math.prod(self.axes.values())
 
+    def size(self, axis: str) -> int:
+        """Devices along an axis; 1 where there is none."""
+        return self.axes.get(axis, 1)
+
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in ("data", "fsdp") if self.axes.get(axis, 1) > 1)
+        return tuple(axis for axis in (DATA, FSDP) if self.size(axis) > 1)
+
+    @property
+    def parts(self) -> int:
+        """Of a batch."""
+        return self.size(DATA) * self.size(FSDP)
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline; 1 is none."""
+        return self.size(PIPE)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.microbatches or (4 * self.stages if self.stages > 1 else 1)
 
     @property
     def sequences(self) -> int:
         """Of one step."""
-        parts = math.prod(self.axes[axis] for axis in self.batch_axes)
-        per_part = self.batch_per_data or max(8, 4 * self.axes.get("tensor", 1))
-        return (self.batch or per_part * parts) * self.microbatches
+        per_part = self.batch_per_data or max(8, 4 * self.size(TENSOR))
+        times = self.num_microbatches if self.stages == 1 else self.stages
+        return self.batch or per_part * self.parts * times
+
+    @property
+    def pipeline(self) -> Schedule | None:
+        """What its stages do; None without stages."""
+        if self.stages == 1:
+            return None
+        name = self.schedule or "1f1b"
+        return make_schedule(
+            name, self.stages, self.num_microbatches, self.chunks or (2 if name == "interleaved" else 1)
+        )
 
     @property
     def config(self) -> fp8.GPTConfig:
@@ -109,6 +170,10 @@ class Case:
         said = {**(in_fp8 if self.in_fp8 else {}), "recompute": self.recompute}
         said |= {f"{self.gradient_dtype} gradients": bool(self.gradient_dtype), "tuned": bool(self.gemms)}
         said |= {"pieces": self.pieces, "weights not kept": not self.cache_weights}
+        if self.pipeline is not None:
+            chunks = self.pipeline.chunks
+            said[f"{self.schedule or '1f1b'}{f' with {chunks} chunks' if chunks > 1 else ''}"] = True
+        said[f"{self.num_microbatches} microbatches"] = self.num_microbatches > 1
         return ", ".join([self.recipe, *(words for words, holds in said.items() if holds and self.recipe != "plain")])
 
     @property
@@ -162,13 +227,15 @@ def make_mesh(case: Case, kind: AxisType) -> Mesh:
 def build(case: Case, text_steps: int = 0) -> Training:
     """The case, ready for its first step."""
     tx, config = make_optimizer(case.recipe, text_steps), case.config
-    tokens = np.zeros((case.sequences // case.microbatches, config.max_seq_len), np.int32)  # only their shape counts
+    tokens = np.zeros(
+        (case.sequences // case.num_microbatches, config.max_seq_len), np.int32
+    )  # only their shape counts
     if case.recipe == "plain":
         mesh = make_mesh(case, AxisType.Auto)
         names = ("vocab_size", "num_layers", "num_heads", "hidden_size", "max_seq_len")
         constrain = constraint(mesh, case.batch_axes, case.sequence_parallel)
         model = PlainGPT(**{name: getattr(config, name) for name in names}, constrain=constrain)
-        step, state = build_plain(model, tx, mesh, tokens, case.microbatches, case.compiler_options)
+        step, state = build_plain(model, tx, mesh, tokens, case.num_microbatches, case.compiler_options)
         params = state[0]["params"]
     else:
         mesh = make_mesh(case, AxisType.Explicit)
@@ -216,12 +283,14 @@ def _build_ours(case, tx, mesh, tokens):
         fp8.next_token_loss(model),
         tx,
         recipe,
-        case.microbatches,
+        case.num_microbatches,
         cache_weights=case.cache_weights,
         warm_start=not case.cold,
         mesh=mesh,
         sequence_parallel=case.sequence_parallel,
         gradient_dtype=case.gradient_dtype or None,
+        schedule=case.schedule or None,
+        chunks=case.chunks or None,
         compiler_options=None if case.graphs == "default" and not case.options else case.compiler_options,
     )
     return step, step.init_state(model.init, jax.random.key(1), tokens)
@@ -231,6 +300,7 @@ def cases_for(devices: int) -> tuple[list[str], list[dict]]:
     """The meshes of so many devices and the recipes that `--all` compares: the settings of the fastest variant, and
     both in bfloat16.
     """
-    meshes = [f"{axis}={devices}" for axis in AXES] + [f"tensor={devices}{SEQUENCE}"]
+    meshes = [f"{axis}={devices}" for axis in (DATA, FSDP, TENSOR, PIPE)]
+    meshes.insert(-1, f"tensor={devices}{SEQUENCE}")
     fastest = {"recipe": "delayed", "fast": True, "fp8_head": True, "param_dtype": "bfloat16"}
     return meshes, [fastest, {"recipe": "bf16"}, {"recipe": "plain"}]

@@ -1,13 +1,16 @@
-"""Training steps of a GPT on the GPUs of one host: data, fsdp, tensor and sequence parallel, in jax_fp8 and plain Flax.
+"""Training steps of a GPT on the GPUs of one host: data, fsdp, tensor and sequence parallel, pipelines; in jax_fp8 and
+plain Flax.
 
     python benchmarks/meshes.py --all                                   # every mesh of all devices, three recipes
     python benchmarks/meshes.py --mesh data=4 tensor=4+sequence --recipe delayed bf16 plain --fast --fp8-head
     python benchmarks/meshes.py --mesh data=2 --recipe delayed --profile 2
+    python benchmarks/meshes.py --mesh pipe=4 pipe=2,tensor=2+sequence --schedule 1f1b zero-bubble --microbatches 16
     python benchmarks/meshes.py --mesh data=2 --text batches.npy --losses data.json   # mesh_curves.py makes and draws
 
 Each case runs in a process of its own, for at most `--limit` seconds: one that hangs is a row that says where. It takes
 the median of `--steps` steps with a wait after each, then as many dispatched without waiting, on random tokens that are
-others in every step and lie on the devices before the clock starts. Peak memory is that of the fullest device.
+others in every step and lie on the devices before the clock starts. Peak memory is that of the fullest device. The
+bubble beside them is not measured: it is that of the schedule, with units as long as `--costs` says.
 
     parent ──case as JSON──→ python mesh_steps.py ... ──measurement as JSON──→ table
 """
@@ -27,8 +30,11 @@ import time
 import numpy as np
 import overlap
 import tables
-from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for
+from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for, has_stages
 from mesh_steps import Job
+
+from jax_fp8.parallel.schedules import SCHEDULES
+from jax_fp8.parallel.timeline import Costs, make_timeline
 
 STEPS = pathlib.Path(__file__).resolve().with_name("mesh_steps.py")
 TOO_SHORT = 10.0  # seconds, to begin a case
@@ -77,15 +83,23 @@ def markdown(results: list[dict]) -> str:
         case = Case(**r["case"])
         row = [case.mesh, case.name, case.graphs, case.sequences]
         if "failed" in r:
-            rows.append([*row, *["-"] * 9, f"failed: {r['failed']}"])
+            rows.append([*row, *["-"] * 10, f"failed: {r['failed']}"])
             continue
         timed = ("samples_per_s", "step_ms", "row_samples_per_s", "row_ms")
         row += [r.get(name, "-") for name in timed]
+        row += [f"{r['bubble']:.1%}" if "bubble" in r else "-"]
         row += [max(r["peak_gib"]) if r["peak_gib"] else "-", f"{r['first_loss']:.4f}", f"{r['last_loss']:.4f}"]
         rows.append([*row, r.get("wire_mib", "-"), r.get("first_step_s", "-"), r.get("failed_beside", "")])
     headings = ["mesh", "recipe", "graphs", "sequences", "samples/s", "ms a step", "samples/s in a row", "ms in a row"]
-    headings += ["peak GiB", "first loss", "last loss", "wire MiB", "first step s", "remarks"]
+    headings += ["bubble, computed", "peak GiB", "first loss", "last loss", "wire MiB", "first step s", "remarks"]
     return tables.table(headings, rows)
+
+
+def computed_bubble(case: Case, costs: Costs) -> dict:
+    """The share of a step in which a stage is idle, if units take so long; nothing without stages."""
+    if case.pipeline is None:
+        return {}
+    return {"bubble": make_timeline(case.pipeline, costs).bubble, "costs": dataclasses.asdict(costs)}
 
 
 def check_same_model(results: list[dict]) -> None:
@@ -97,16 +111,24 @@ def check_same_model(results: list[dict]) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every mesh of all devices; delayed at its fastest and bf16")
+    parser.add_argument(
+        "--all", action="store_true", help="every axis with all devices; delayed at its fastest and bf16"
+    )
     parser.add_argument("--devices", type=int, default=0, help="of --all; 0 asks jax, in a process of its own")
-    parser.add_argument("--mesh", nargs="+", help=f"such as data=2,tensor=2 or tensor=4{SEQUENCE}")
+    parser.add_argument("--mesh", nargs="+", help=f"such as data=2,tensor=2, tensor=4{SEQUENCE} or pipe=2,tensor=2")
     parser.add_argument("--recipe", nargs="+", choices=RECIPES)
     parser.add_argument("--preset", default="gpt3-1.3b", help="tiny runs on any machine; its times mean nothing")
-    parser.add_argument("--batch", type=int, default=0, help="sequences a microbatch, all devices together")
-    parser.add_argument("--batch-per-data", type=int, default=0, help="sequences for each part of the batch")
+    parser.add_argument("--batch", type=int, default=0, help="sequences a step, all devices and microbatches")
+    parser.add_argument(
+        "--batch-per-data", type=int, default=0, help="sequences for each part of the batch, if no --batch"
+    )
     for name in ("seq-len", "num-layers", "vocab-size"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0 keeps the preset's")
-    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=0, help="0 is 1, and with pipe 4 for each stage")
+    parser.add_argument("--schedule", nargs="+", choices=tuple(SCHEDULES), help="of every mesh with pipe")
+    parser.add_argument("--chunks", type=int, default=0, help="of interleaved; 0 is 2")
+    lengths = ("FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT")
+    parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=lengths)
     parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
     for name in ("fast", "fp8-head", "recompute", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -135,21 +157,38 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Every mesh with every recipe, mesh by mesh."""
+    """Every mesh with every recipe, mesh by mesh; where there is a pipeline, with every schedule."""
     meshes, recipes = options.mesh, [{"recipe": name} for name in options.recipe or ["delayed"]]
     if options.all:
         found, fastest = cases_for(options.devices or count_devices())
         meshes, recipes = meshes or found, recipes if options.recipe else fastest
-    names = [field.name for field in dataclasses.fields(Case) if field.name not in ("mesh", "recipe", "options")]
-    common = {name: getattr(options, name) for name in names}
+    own = ("mesh", "recipe", "options", "schedule", "chunks")
+    common = {field.name: getattr(options, field.name) for field in dataclasses.fields(Case) if field.name not in own}
     common["options"] = read_options(options.option)
     if options.text:
         sequences, columns = np.load(options.text, mmap_mode="r").shape[-2:]
-        common |= {"batch": sequences // options.microbatches, "seq_len": columns - 1}
+        common |= {"batch": sequences, "seq_len": columns - 1}
     if options.sequence_parallel:
         meshes = [mesh if mesh.endswith(SEQUENCE) else mesh + SEQUENCE for mesh in meshes]
-    cases = [Case(**{**common, **recipe, "mesh": mesh}) for mesh in meshes for recipe in recipes]
+    cases = [
+        Case(**{**common, **recipe, **how, "mesh": mesh})
+        for mesh in meshes
+        for recipe in recipes
+        for how in schedules_of(mesh, meshes, options)
+        if not (options.all and recipe["recipe"] == "plain" and has_stages(mesh))  # it has no pipeline
+    ]
     return [Job(case, options.steps, options.profile, options.report, options.text) for case in cases]
+
+
+def schedules_of(mesh: str, meshes: list[str], options: argparse.Namespace) -> list[dict]:
+    """What the cases of a mesh are told of schedules: nothing without stages, and chunks where a schedule has them. If
+    there is no such mesh, or no such schedule, the case refuses them.
+    """
+    if any(map(has_stages, meshes)) and not has_stages(mesh):
+        return [{}]
+    schedules = options.schedule or [""]
+    with_chunks = [name for name in schedules if name == "interleaved"] or schedules
+    return [{"schedule": name, "chunks": options.chunks if name in with_chunks else 0} for name in schedules]
 
 
 def read_options(texts: list[str]) -> dict[str, str | bool]:
@@ -170,6 +209,7 @@ def count_devices() -> int:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
+        costs = Costs(**dict(zip(("forward", "input_gradient", "weight_gradient"), options.costs, strict=True)))
         jobs = jobs_of(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -181,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = run_in_fresh_process(job, min(options.limit, left))
         else:
             found = {"case": dataclasses.asdict(job.case), "failed": f"not begun within {options.total:g} s"}
+        found |= computed_bubble(job.case, costs)
         results.append(found)
         print(f"{job.case.mesh} {job.case.name}: {found.get('failed', 'done')}", flush=True)
         if options.output:  # each time: an interrupted run keeps what it has

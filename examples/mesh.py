@@ -3,6 +3,7 @@
     data     splits the batch
     fsdp     splits the batch, and params with their optimizer state
     tensor   splits the layers
+    pipe     has some of the layers on each of its devices
 
 Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do. All of them come before
 anything is compiled.
@@ -17,7 +18,7 @@ from settings import Settings
 
 import jax_fp8 as fp8
 
-AXES = ("data", "fsdp", "tensor")  # the last ones are neighbours: devices of one host, if its axis fits there
+AXES = ("pipe", "data", "fsdp", "tensor")  # the last ones are neighbours: devices of one host, if its axis fits there
 BATCH_AXES = ("data", "fsdp")
 
 
@@ -27,7 +28,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, number = part.strip().partition("=")
         if axis not in AXES:
-            raise ValueError(f"--mesh may have the axes data, fsdp and tensor, got {axis!r} in {text!r}; leave it out")
+            raise ValueError(f"--mesh may have the axes {', '.join(AXES)}, got {axis!r} in {text!r}; leave it out")
         if axis in sizes:
             raise ValueError(f"--mesh must name an axis once, got {axis} twice in {text!r}; leave one out")
         if not number.isdecimal() or int(number) < 1:
@@ -59,9 +60,41 @@ def check_settings(sizes: dict[str, int], settings: Settings) -> None:
             f"--sequence-parallel with tensor={tensor} must divide a sequence, got --seq-len {settings.seq_len}; "
             "change one of them"
         )
-    if settings.gradient_dtype != "float32" and parts == 1:
+    if settings.gradient_dtype != "float32" and parts * sizes["pipe"] == 1:
         raise ValueError(
-            f"--gradient-dtype is that of sums over data and fsdp, got --mesh {settings.mesh}; add one of the two"
+            f"--gradient-dtype is that of sums over data, fsdp and pipe, got --mesh {settings.mesh}; add one of them"
+        )
+    check_stages(sizes["pipe"], settings)
+
+
+def check_stages(stages: int, settings: Settings) -> None:
+    """Raise unless a schedule runs: as many layers on each stage of a pipeline, and enough microbatches."""
+    if stages == 1:
+        if settings.schedule or settings.chunks:
+            flag = "--schedule" if settings.schedule else "--chunks"
+            raise ValueError(f"{flag} is about the axis pipe, got --mesh {settings.mesh}; add pipe=2, or leave it out")
+        return
+    interleaved = settings.schedule == "interleaved"
+    if settings.chunks and not interleaved:
+        raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")
+    if settings.chunks == 1:
+        raise ValueError("--schedule interleaved needs several chunks, got --chunks 1; say 2, or take 1f1b")
+    if settings.microbatches < stages:
+        raise ValueError(
+            f"pipe={stages} needs at least {stages} microbatches, got --microbatches {settings.microbatches}; "
+            "change one of them"
+        )
+    if interleaved and settings.microbatches % stages:
+        raise ValueError(
+            f"--schedule interleaved needs a multiple of pipe={stages} microbatches, got --microbatches "
+            f"{settings.microbatches}; change one of them"
+        )
+    chunks = (settings.chunks or 2) if interleaved else 1
+    if settings.num_layers % (stages * chunks):
+        in_chunks = f" with {chunks} chunks each" if chunks > 1 else ""
+        raise ValueError(
+            f"each device of pipe={stages}{in_chunks} must have as many layers, got --num-layers "
+            f"{settings.num_layers}; make it a multiple of {stages * chunks}"
         )
 
 
@@ -112,7 +145,7 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
             f"say data={len(devices)}, or split them over the axes"
         )
     # Auto: validation and sample are plain jitted functions, which the compiler splits as params and batch are.
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:count])
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:count])
 
 
 def own_rows(mesh: Mesh, batch_size: int) -> np.ndarray:

@@ -48,11 +48,16 @@ class Settings:
     seed: int = 0
     """Of parameters, data order and sample."""
     mesh: str = "data=1"
-    """Devices by axis, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor the layers."""
+    """Devices by axis, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor the layers; each device of
+    pipe has some of the layers, and microbatches pass from one to the next."""
     sequence_parallel: bool = False
     """Over tensor, let each device keep its part of the tokens between layers."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are summed over data and fsdp; bfloat16 sends half the bytes."""
+    """In which gradients are summed over data and fsdp, and sent over pipe; bfloat16 sends half the bytes."""
+    schedule: str = ""
+    """With pipe, in which order its devices work: 1f1b (the default), gpipe, interleaved or zero-bubble."""
+    chunks: int = 0
+    """With interleaved, how many groups of layers each device of pipe has; 0 is 2."""
     distributed: bool = False
     """Run as one of several processes, of which Slurm, Open MPI or Kubernetes tell jax."""
     coordinator: str = ""
@@ -77,6 +82,9 @@ class Settings:
     """Where run folders are made."""
     cache: Path = Path.home() / ".cache" / "jax_fp8"
     """Where trained tokenizers are kept."""
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
 def defaults(preset: str) -> Settings:
@@ -139,6 +147,10 @@ def check(settings: Settings) -> None:
         raise ValueError(
             "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
         )
+    if settings.schedule and settings.schedule not in SCHEDULES:
+        raise ValueError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {settings.schedule!r}; choose one")
+    if settings.chunks < 0:
+        raise ValueError(f"--chunks must be 2 or more, got {settings.chunks}; leave it out, which is 2")
     if settings.name != Path(settings.name).name or settings.name == "..":
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
     if settings.batch_size % settings.microbatches:

@@ -5,6 +5,7 @@
     python examples/train_gpt.py --data book.txt --tokenizer bpe --steps 500
     python examples/train_gpt.py --preset gpt2-124m --mesh data=4       # on four GPUs
     python examples/train_gpt.py --preset gpt3-13b --mesh fsdp=2,tensor=4 --sequence-parallel
+    python examples/train_gpt.py --preset gpt3-1.3b --mesh pipe=4 --schedule zero-bubble --microbatches 8
 
 The comparison is one of recipes alone: both runs begin with the same parameters, read the same batches, and are
 measured on the same held-out text. What else sets two runs apart is noise. It grows with the learning rate, from
@@ -205,7 +206,13 @@ def spread(job: Job) -> dict[str, Any]:
         return {}
     settings = job.settings
     gradient_dtype = jnp.dtype(settings.gradient_dtype)
-    return {"mesh": job.mesh, "sequence_parallel": settings.sequence_parallel, "gradient_dtype": gradient_dtype}
+    return {
+        "mesh": job.mesh,
+        "sequence_parallel": settings.sequence_parallel,
+        "gradient_dtype": gradient_dtype,
+        "schedule": settings.schedule or None,
+        "chunks": settings.chunks or None,
+    }
 
 
 def sample(job: Job, trained: Trained) -> tuple[str, str]:

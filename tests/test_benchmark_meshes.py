@@ -14,7 +14,7 @@ SMALL = {"preset": "tiny", "num_layers": 1, "seq_len": 32}
 
 def measured(benchmark, profile=0, **case):
     mesh_steps, mesh_cases = benchmark("mesh_steps"), benchmark("mesh_cases")
-    return list(mesh_steps.measure(mesh_steps.Job(mesh_cases.Case(**SMALL, **case), steps=2, profile=profile)))
+    return list(mesh_steps.measure(mesh_steps.Job(mesh_cases.Case(**{**SMALL, **case}), steps=2, profile=profile)))
 
 
 def test_ours_and_plain_train_the_same_model(benchmark):
@@ -106,15 +106,20 @@ def test_a_plain_state_is_made_in_parts(benchmark):
         ("tensor=4+sequence", {}, 16),
         ("data=2,tensor=4", {}, 32),
         ("data=2", {"batch": 6}, 6),
+        ("data=2", {"batch": 6, "microbatches": 3}, 6),
+        ("pipe=4", {}, 32),
+        ("pipe=4", {"microbatches": 8}, 32),
+        ("data=2,pipe=2,tensor=4", {}, 64),
+        ("pipe=2", {"batch": 16, "microbatches": 16}, 16),
     ],
 )
 def test_sequences_of_a_step(benchmark, mesh, given, sequences):
     assert benchmark("mesh_cases").Case(mesh=mesh, **given).sequences == sequences
 
 
-@pytest.mark.parametrize("mesh", ["", "pipe=2", "data", "data=x", "data=0", "data=2,tensor"])
+@pytest.mark.parametrize("mesh", ["", "expert=2", "data", "data=x", "data=0", "data=2,tensor"])
 def test_what_is_no_mesh_is_one_sentence(benchmark, mesh, capsys):
-    with pytest.raises(ValueError, match="a mesh must be axes among data, fsdp, tensor, each once"):
+    with pytest.raises(ValueError, match="a mesh must be axes among pipe, data, fsdp, tensor, each once"):
         benchmark("mesh_cases").parse_axes(mesh)
 
 
@@ -126,13 +131,13 @@ def test_sequence_parallel_needs_tensor(benchmark, capsys):
 def test_all_is_every_mesh_with_three_recipes(benchmark):
     meshes = benchmark("meshes")
     jobs = meshes.jobs_of(meshes.parse(["--all", "--devices", "4", "--graphs", "none", "--gradient-dtype", "bfloat16"]))
-    assert [job.case.mesh for job in jobs[::3]] == ["data=4", "fsdp=4", "tensor=4", "tensor=4+sequence"]
+    assert [job.case.mesh for job in jobs[::3]] == ["data=4", "fsdp=4", "tensor=4", "tensor=4+sequence", "pipe=4"]
     assert [job.case.name for job in jobs[:3]] == [
         "delayed, fast, FP8 head, bfloat16 params, bfloat16 gradients",
         "bf16, bfloat16 gradients",
         "plain",
     ]
-    assert len(jobs) == 12
+    assert [job.case.recipe for job in jobs[12:]] == ["delayed", "bf16"]  # plain Flax has no pipeline
     assert {job.case.graphs for job in jobs} == {"none"}
     assert all(type(job).from_json(job.to_json()) == job for job in jobs)
 
@@ -190,6 +195,7 @@ def test_the_table_has_what_was_measured(benchmark):
     meshes, mesh_cases = benchmark("meshes"), benchmark("mesh_cases")
     case = mesh_cases.dataclasses.asdict(mesh_cases.Case(mesh="tensor=4", recipe="bf16"))
     times = {"samples_per_s": 128.0, "step_ms": 125.0, "row_samples_per_s": 160.0, "row_ms": 100.0, "first_step_s": 9.0}
+    times |= {"bubble": 1 / 8}
     found = {
         "case": case,
         **times,
@@ -199,7 +205,9 @@ def test_the_table_has_what_was_measured(benchmark):
         "wire_mib": 1056.0,
     }
     lines = meshes.markdown([found, {"case": case, "failed": "exit status 1"}]).splitlines()
-    assert lines[2].startswith("| tensor=4 | bf16 | default | 16 | 128.0 | 125.0 | 160.0 | 100.0 | 23.5 | 11.0000 |")
+    assert lines[2].startswith(
+        "| tensor=4 | bf16 | default | 16 | 128.0 | 125.0 | 160.0 | 100.0 | 12.5% | 23.5 | 11.0000 |"
+    )
     assert "| 1,056.0 | 9 |" in lines[2]
     assert lines[3].endswith("| failed: exit status 1 |")
 

@@ -15,17 +15,23 @@ from jax_fp8.kernels import extension
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-BATCH, SEQ, LAYERS = 8, 192, 1
-MESHES = [{"data": 2, "fsdp": 1, "tensor": 2}, {"data": 1, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 1}]
+BATCH, SEQ = 8, 192
+MESHES = [
+    {"data": 2, "fsdp": 1, "tensor": 2},
+    {"data": 1, "fsdp": 2, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 1},
+    {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 2},
+]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_validation_and_sample(axes, example, monkeypatch, with_kernels):
     evaluation, mesh = example("evaluation"), h200.mesh(**axes)
-    config = fp8.GPTConfig(vocab_size=1024, num_layers=LAYERS, num_heads=8, hidden_size=256, max_seq_len=SEQ)
+    layers = stages = axes.get("pipe", 1)
+    config = fp8.GPTConfig(vocab_size=1024, num_layers=layers, num_heads=8, hidden_size=256, max_seq_len=SEQ)
     model, tx = fp8.GPT(config), fp8.fused_adamw(1e-3)
     loss_fn = fp8.next_token_loss(model)
-    step = fp8.make_train_step(loss_fn, tx, model.recipe, mesh=mesh, compiler_options={})
+    step = fp8.make_train_step(loss_fn, tx, model.recipe, stages, mesh=mesh, compiler_options={})
     state = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
 
     # From here on as on a machine with GPUs.
@@ -40,5 +46,5 @@ def test_validation_and_sample(axes, example, monkeypatch, with_kernels):
     keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(mesh, P()))
     sample = h200.compile(evaluation.make_writer(model, mesh), state.variables, tokens(1, SEQ, spec=P()), keys)
     for program in (validation, sample):
-        assert program.custom_calls["jax_fp8_gemm"] == 6 * LAYERS  # query, key, value, out, up, down
-        assert sum(count for target, count in program.custom_calls.items() if "fmha" in target) == LAYERS
+        assert program.custom_calls["jax_fp8_gemm"] == 6 * layers  # query, key, value, out, up, down
+        assert sum(count for target, count in program.custom_calls.items() if "fmha" in target) == layers

@@ -1,6 +1,7 @@
 """The example on several devices and in several processes: what a model must be, who reads what, who may begin."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import jax_fp8 as fp8
 
-TENSOR = {"data": 1, "fsdp": 1, "tensor": 4}
+TENSOR = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 4}
 MODEL = fp8.GPTConfig(vocab_size=256, num_layers=1, num_heads=8, hidden_size=256)
 
 
@@ -49,9 +50,9 @@ def test_a_mesh_has_its_axes_in_one_order(example):
     """Devices of `tensor` are neighbours, however the axes are written."""
     mesh = example("mesh")
     made = mesh.make_mesh(mesh.parse_axes(" tensor=2, data=4"))
-    assert dict(made.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    assert dict(made.shape) == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
     ids = np.vectorize(lambda device: device.id)(made.devices)
-    assert (ids == np.arange(8).reshape(4, 1, 2)).all()
+    assert (ids == np.arange(8).reshape(1, 4, 1, 2)).all()
 
 
 def test_several_processes_have_all_devices(example, monkeypatch):
@@ -76,7 +77,7 @@ class OfTwo:
 @pytest.mark.parametrize(
     ("axes", "rows"),
     [("data=8", range(8, 16)), ("data=2,fsdp=2,tensor=2", range(8, 16)), ("fsdp=2,tensor=4", range(8, 16)),
-     ("data=1,tensor=8", range(16))],
+     ("data=1,tensor=8", range(16)), ("pipe=2,data=4", range(16)), ("pipe=4,data=2", range(16))],
 )  # fmt: skip
 def test_each_process_reads_its_own_rows(axes, rows, example, monkeypatch):
     mesh, text = example("mesh"), example("text")
@@ -152,3 +153,61 @@ def test_only_the_first_process_writes(example, tmp_path, capsys):
     assert folder.rows and not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
     assert record.Folder(tmp_path, "mine", 10).path.exists()  # negative control
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+STAGES = "--num-layers 2 --hidden-size 32 --num-heads 2 --batch-size 4 --microbatches 2 --seq-len 16".split()
+STAGES += ["--mesh", "pipe=2"]
+
+
+def test_what_a_step_is_told_of_a_pipeline(example, book):
+    script = example("train_gpt")
+
+    def told(*flags):
+        return script.spread(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
+
+    assert dict(told()["mesh"].shape) == {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 1}
+    assert (told()["schedule"], told()["chunks"]) == (None, None)
+    chosen = told("--schedule", "interleaved", "--chunks", "3", "--num-layers", "6")
+    assert (chosen["schedule"], chosen["chunks"]) == ("interleaved", 3)
+
+
+def test_a_run_on_stages_is_a_run_on_one_device(example, book, tmp_path):
+    def run(name, *flags):
+        given = ["--data", str(book), "--recipe", "bf16", "--steps", "4", "--eval-every", "2", "--sample-tokens", "0"]
+        assert example("train_gpt").main([*STAGES, *given, "--output", str(tmp_path), "--name", name, *flags]) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert (tmp_path / name / "loss.png").stat().st_size > 10_000
+        return np.array([row["val_loss"] for row in rows])
+
+    alone = run("alone", "--mesh", "data=1")
+    np.testing.assert_allclose(run("stages"), alone, rtol=1e-4)
+    assert np.abs(np.diff(alone)).min() > 1e-3  # negative control: one step more is not as close
+
+
+def test_validation_and_sample_where_pipe_splits_params(example):
+    evaluation, mesh = example("evaluation"), example("mesh")
+    sizes = {"num_layers": 2, "max_seq_len": 16, "hidden_size": 64}
+    model = fp8.GPT(fp8.GPTConfig.preset("tiny", tie_embeddings=False, **sizes))
+    loss_fn, tokens = fp8.next_token_loss(model), np.random.default_rng(0).integers(0, 256, (2, 4, 17), np.int32)
+    sizes = mesh.parse_axes("pipe=2,tensor=2")
+
+    def evaluate(sizes, seed):
+        made = mesh.make_mesh(sizes)
+        step = fp8.make_train_step(loss_fn, fp8.fused_adamw(1e-3), model.recipe, 2, mesh=made)
+        state = step.init_state(model.init, jax.random.key(seed), jax.ShapeDtypeStruct((4, 16), np.int32))
+        kernel = state.params["layer_1"]["mlp"]["up"]["kernel"]
+        assert kernel.addressable_shards[0].data.size == kernel.size // made.size
+        # So large that logits count beside the noise that tokens are drawn with.
+        variables = {**state.variables, "params": {**state.params, "head": 20 * state.params["head"]}}
+        loss = evaluation.make_validation(loss_fn)(variables, mesh.on_mesh(made, tokens))
+        keys = jax.random.split(jax.random.key(0), 8)
+        return float(loss), np.asarray(evaluation.make_writer(model, made)(variables, tokens[0, :1, :16], keys))
+
+    (loss, text), (loss_alone, text_alone), (loss_other, text_other) = (
+        evaluate(sizes, 0), evaluate(mesh.parse_axes("data=1"), 0), evaluate(sizes, 1)
+    )  # fmt: skip
+    assert loss == pytest.approx(loss_alone, rel=1e-5)
+    assert (text == text_alone).all()
+    assert loss_other != pytest.approx(loss_alone, rel=1e-3) and (text_other != text_alone).any()

@@ -76,6 +76,7 @@ def test_a_name_that_is_taken_gets_a_number(example, book, tmp_path, capsys):
 
 
 TOGETHER = "--coordinator localhost:1234 --num-processes 2 --process-id 0".split()
+PIPE = "--mesh pipe=2 --microbatches 4".split()
 CANNOT_RUN = {
     "missing path": (["--data", "nowhere.txt"], "nowhere.txt does not exist"),
     "hidden size": (["--hidden-size", "72"], "--hidden-size must be a multiple of 16"),
@@ -90,8 +91,8 @@ CANNOT_RUN = {
     "no steps": (["--steps", "0"], "--steps must be at least 1"),
     "large mesh": (["--mesh", "data=4096", "--batch-size", "4096"], "must not exceed the 8 cpu device(s)"),
     "large mesh of two axes": (["--mesh", "fsdp=4,tensor=4"], "fsdp=4,tensor=4 must not exceed the 8"),
-    "mesh axis": (["--mesh", "data=2,pipe=2"], "'pipe' in 'data=2,pipe=2'"),
-    "no mesh": (["--mesh", ""], "may have the axes data, fsdp and tensor, got ''"),
+    "mesh axis": (["--mesh", "data=2,expert=2"], "'expert' in 'data=2,expert=2'"),
+    "no mesh": (["--mesh", ""], "may have the axes pipe, data, fsdp, tensor, got ''"),
     "axis twice": (["--mesh", "data=2,tensor=2,data=2"], "got data twice"),
     "axis of size 0": (["--mesh", "data=2,tensor=0"], "tensor a size of at least 1"),
     "axis without a size": (["--mesh", "tensor"], "tensor a size of at least 1"),
@@ -113,7 +114,30 @@ CANNOT_RUN = {
         ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
         "tensor=4 must divide a sequence, got --seq-len 26",
     ),
-    "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "is that of sums over data and"),
+    "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "sums over data, fsdp and pipe"),
+    "a schedule that does not exist": (
+        ["--mesh", "pipe=2", "--schedule", "2f2b"],
+        "--schedule must be one of 1f1b, gpipe, interleaved, zero-bubble, got '2f2b'",
+    ),
+    "a schedule without pipe": (["--schedule", "1f1b"], "--schedule is about the axis pipe, got --mesh data=1"),
+    "chunks without pipe": (["--chunks", "2"], "--chunks is about the axis pipe"),
+    "chunks of another schedule": ([*PIPE, "--schedule", "gpipe", "--chunks", "2"], "interleaved, got gpipe; leave"),
+    "chunks of the default schedule": ([*PIPE, "--chunks", "2"], "--chunks is about --schedule interleaved, got 1f1b"),
+    "one chunk": ([*PIPE, "--schedule", "interleaved", "--chunks", "1"], "needs several chunks, got --chunks 1"),
+    "negative chunks": ([*PIPE, "--schedule", "interleaved", "--chunks", "-1"], "--chunks must be 2 or more, got -1"),
+    "fewer microbatches than stages": (
+        ["--mesh", "pipe=4", "--microbatches", "2"],
+        "pipe=4 needs at least 4 microbatches, got --microbatches 2",
+    ),
+    "microbatches of interleaved": (
+        [*PIPE[:3], "3", "--batch-size", "6", "--schedule", "interleaved"],
+        "needs a multiple of pipe=2 microbatches, got --microbatches 3",
+    ),
+    "layers on stages": ([*PIPE, "--num-layers", "5"], "each device of pipe=2 must have as many layers, got --num-la"),
+    "layers in chunks": (
+        [*PIPE, "--schedule", "interleaved", "--chunks", "3"],
+        "pipe=2 with 3 chunks each must have as many layers, got --num-layers 4; make it a multiple of 6",
+    ),
     "environment and coordinator": (["--distributed", *TOGETHER], "got also --coordinator; give one"),
     "coordinator alone": (["--coordinator", "localhost:1234"], "got no --num-processes; give all three"),
     "process alone": (["--process-id", "0"], "got no --coordinator"),

@@ -59,7 +59,7 @@ def train(recipe, steps=50, **options) -> list[float]:
     )  # fmt: skip
     model = fp8.GPT(config, recipe=recipe, **options)
     tx = fp8.fused_adamw(3e-3)
-    state = fp8.TrainState.create(variables=model.init(jax.random.key(0), batch(0)[:, :-1]), tx=tx)
+    state = fp8.TrainState.create(variables=jax.jit(model.init)(jax.random.key(0), batch(0)[:, :-1]), tx=tx)
     step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=2)
     losses = []
     for i in range(steps):

@@ -45,7 +45,6 @@ def test_initial_loss_is_that_of_guessing():
     assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
 
 
-@pytest.mark.versions
 def test_fp8_learns_like_bfloat16():
     """With scales found in every step; those of a history learn in `benchmarks/convergence.py`, beside a control,
     and tests run that.

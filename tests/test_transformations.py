@@ -149,7 +149,7 @@ def test_a_layer_in_a_branch_is_the_layer(how, which, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2])
-@pytest.mark.parametrize("how", ["cond", "switch", "nn.cond"])
+@pytest.mark.parametrize("how", ["cond", pytest.param("switch", marks=pytest.mark.slow), "nn.cond"])
 def test_microbatches_through_branches(how, recipe):
     """Here the gradients of microbatches are added after the GEMMs, in the oracle by them."""
     tx, states = optax.sgd(0.5), []

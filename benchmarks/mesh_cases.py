@@ -245,7 +245,7 @@ def build(case: Case, text_steps: int = 0) -> Training:
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     if not case.pieces:
         return Training(step, state, lambda batch: jax.device_put(batch, placed), step.lower, num_params)
-    pieces = [np.s_[i :: case.microbatches] for i in range(case.microbatches)]
+    pieces = [np.s_[i :: case.num_microbatches] for i in range(case.num_microbatches)]
     place = lambda batch: tuple(jax.device_put(batch[rows], placed) for rows in pieces)  # noqa: E731
     return Training(_driven(step), state, place, step.lower, num_params)
 

@@ -18,6 +18,7 @@ _SOME_GPU = pathlib.Path("/proc/driver/nvidia/version").exists() and importlib.u
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if _SOME_GPU else "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share one GPU
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads wait busily, which takes cores from other processes
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # h200.py compiles for a GPU that is not there
 
 

@@ -107,8 +107,15 @@ def test_params_split_over_the_axis_of_the_batch():
     assert not [shape for shape in everything if tokens & set(shape)]  # no activations
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2], ids=["heads", "grouped"])
+@pytest.mark.parametrize(
+    ("axis_type", "kv_heads"),
+    [
+        pytest.param(AxisType.Explicit, HEADS, id="heads-Explicit"),
+        pytest.param(AxisType.Auto, HEADS // 2, id="grouped-Auto"),
+        pytest.param(AxisType.Auto, HEADS, id="heads-Auto", marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, HEADS // 2, id="grouped-Explicit", marks=pytest.mark.slow),
+    ],
+)
 def test_tensor_parallel(axis_type, kv_heads):
     """Each device computes the queries, keys and values of its own heads, and attends with these."""
     program = compile_step(h200.mesh(axis_type, tensor=DEVICES), by_heads_and_columns, P(), kv_heads)

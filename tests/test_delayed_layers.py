@@ -20,8 +20,6 @@ from test_planted_recipe import PowerOfFourByTile
 
 import jax_fp8 as fp8
 
-pytestmark = pytest.mark.versions
-
 CURRENT = fp8.CurrentScaling()
 X, WEIGHTS = layers.inputs()
 
@@ -86,30 +84,40 @@ MODULES = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", MODULES)
 def test_a_layer_however_it_is_called(name):
     module = MODULES[name]
-    variables = module.init(jax.random.key(1), X)
+    variables = jax.jit(module.init)(jax.random.key(1), X)
     wanted, grads, deferred = differentiate(weighted_sum(module), variables, X, WEIGHTS)
     assert delayed(grads) == kernels_of(grads)  # biases are gradients of the pass
     assert_same_gradients(jax.jit(add)(grads, deferred), wanted, 1e-6 if name.endswith("current") else 0)
     assert is_noticed(grads, without_one(deferred), wanted)
 
 
+@pytest.mark.versions
 def test_a_call_of_several_left_out_is_noticed():
     """Negative control: of a layer that is called twice, the half."""
     module = MODULES["two calls"]
-    wanted, grads, deferred = differentiate(weighted_sum(module), module.init(jax.random.key(1), X), X, WEIGHTS)
+    wanted, grads, deferred = differentiate(
+        weighted_sum(module), jax.jit(module.init)(jax.random.key(1), X), X, WEIGHTS
+    )
     ((x, dy),) = deferred.operands
     half = replace(deferred, operands=((jax.tree.map(lambda leaf: leaf.at[1:].set(0), x), dy),))
     assert x.shape == (2, FEATURES, 16) and is_noticed(grads, half, wanted)
 
 
-@pytest.mark.parametrize(("recipe", "recompute"), [(RECIPE, True), (CURRENT, False)], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [
+        pytest.param(RECIPE, True, id="delayed", marks=pytest.mark.versions),
+        pytest.param(CURRENT, False, id="current"),
+    ],
+)
 def test_all_kinds_of_layers(recipe, recompute):
     module = Stack(recipe, recompute)
     x, weights = (array.reshape(2, 16, FEATURES) for array in layers.inputs(rows=32))
-    variables = module.init(jax.random.key(1), x)
+    variables = jax.jit(module.init)(jax.random.key(1), x)
     wanted, grads, deferred = differentiate(weighted_sum(module), variables, x, weights)
     assert delayed(grads) == kernels_of(grads) and len(deferred.operands) == 6
     assert_same_gradients(jax.jit(add)(grads, deferred), wanted, 1e-6)
@@ -120,7 +128,9 @@ def test_scales_by_tile():
     """Where only a reference multiplies, it does so later."""
     module = fp8.Dense(128, recipe=PowerOfFourByTile())
     x, weights = jax.random.normal(jax.random.key(0), (2, 128, 128))
-    wanted, grads, deferred = differentiate(weighted_sum(module), module.init(jax.random.key(1), x), x, weights)
+    wanted, grads, deferred = differentiate(
+        weighted_sum(module), jax.jit(module.init)(jax.random.key(1), x), x, weights
+    )
     assert delayed(grads) == ["kernel"] and deferred.operands[0][0].scale.shape == (128, 1)
     assert_same_gradients(jax.jit(add)(grads, deferred), wanted, 1e-6)
 
@@ -129,7 +139,7 @@ def test_a_head_in_fp8_is_not_delayed():
     """Its loss makes the gradient of the logits in parts: to keep these would be to keep the logits."""
     model = hybrid.gpt(CURRENT, head_recipe=CURRENT, num_layers=1)
     tokens = hybrid.tokens(2)
-    variables = model.init(jax.random.key(1), tokens[:, :-1])
+    variables = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1])
     wanted, grads, deferred = differentiate(fp8.next_token_loss(model), variables, tokens)
     assert delayed(grads) == kernels_of(grads) and len(deferred.operands) == 4
     assert_same_gradients(jax.jit(add)(grads, deferred), wanted, 1e-6)
@@ -172,11 +182,12 @@ WAYS = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", WAYS)
 def test_what_reaches_a_kernel_on_several_ways(name):
     way, all_delayed = WAYS[name]
     module = layers.Chain()
-    variables = module.init(jax.random.key(1), X)
+    variables = jax.jit(module.init)(jax.random.key(1), X)
     if way is with_one_kernel:
         del variables["params"]["second"]
     wanted, grads, deferred = differentiate(partial(way, weighted_sum(module)), variables, X, WEIGHTS)

@@ -307,6 +307,7 @@ def check_one_sentence(code, printed, expected):
     assert expected in printed.err
 
 
+@pytest.mark.slow  # the next test shows it, and what jax says
 def test_the_script_itself_exits_with_2(tmp_path):
     finished = run_script("--resume", "--output", tmp_path)
     assert finished.returncode == 2

@@ -47,7 +47,7 @@ def test_a_step_without_a_mesh_takes_names_off(microbatches):
     """Also the weight cache, Adam's moments and microbatches know params by their paths."""
     found = []
     for model in (PLAIN, NAMED):
-        variables = model.init(*INPUTS)
+        variables = jax.jit(model.init)(*INPUTS)
         cache = fp8.cast_weights(variables, RECIPE)
         tx = fp8.fused_adam(1e-2)
         state = fp8.TrainState.create(variables={**variables, "fp8_cache": cache}, tx=tx)
@@ -64,5 +64,5 @@ def test_params_of_ones_own_jit():
     shardings = nn.logical_to_mesh_sharding(names, mesh, [("embed", "fsdp"), ("vocab", "fsdp")])
     variables = jax.jit(lambda *inputs: nn.unbox(NAMED.init(*inputs)), out_shardings=shardings)(*INPUTS)
     assert variables["params"]["layer_0"]["mlp"]["up"]["kernel"].sharding.spec == P("fsdp", None)
-    of_one = jax.jit(fp8.next_token_loss(PLAIN))(PLAIN.init(*INPUTS), tokens())
+    of_one = jax.jit(fp8.next_token_loss(PLAIN))(jax.jit(PLAIN.init)(*INPUTS), tokens())
     np.testing.assert_allclose(jax.jit(fp8.next_token_loss(NAMED))(variables, jnp.asarray(tokens())), of_one, 1e-4)

@@ -7,6 +7,8 @@ is no more of it. Here a gradient must point where one device's does: of leaves 
 and what was doubled, halved, permuted or left out is farther off.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,14 @@ def assert_same_step(ours, of_one, tolerance):
     assert_close(significant(gradients_of(states[0])), significant(gradients_of(expected[0])), tolerance)
     if tolerance == SUMS:
         jax.tree.map(assert_same_bits, states[0].fp8, expected[0].fp8)
+
+
+@functools.cache
+def of_one_layer():
+    """A GPT of one layer, its state, and a step of it on one device."""
+    model = gpt(RECIPE, num_layers=1)
+    state = first_state(model.init, tokens()[:, :-1])
+    return model, state, train(fp8.next_token_loss(model), state, tokens(), RECIPE)
 
 
 class Warm(nn.Module):
@@ -99,20 +109,21 @@ def marked(cases, slow) -> list:
 def test_models_and_options(case):
     fields, axes, options, tolerance = MODELS[case]
     fields = {"recipe": RECIPE, "num_layers": 1, **fields}
-    model = gpt(**fields)
-    state = first_state(model.init, tokens()[:, :-1])
     on_one = {name: value for name, value in options.items() if name in ("microbatches", "warm_start")}
-    of_one = train(fp8.next_token_loss(model), state, tokens(), model.recipe, **on_one)
+    if MODELS[case][0] or on_one:
+        model = gpt(**fields)
+        state = first_state(model.init, tokens()[:, :-1])
+        of_one = train(fp8.next_token_loss(model), state, tokens(), model.recipe, **on_one)
+    else:
+        model, state, of_one = of_one_layer()
     ours = train(fp8.next_token_loss(model), state, tokens(), model.recipe, axes=axes, **options)
     assert_same_step(ours, of_one, tolerance)
 
 
 def test_an_auto_mesh_with_axes_of_one_device():
-    model = gpt(RECIPE, num_layers=1)
+    model, state, of_one = of_one_layer()
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((1, 2, 1), ("tensor", "fsdp", "data"), axis_types=auto, devices=jax.devices()[:2])
-    state = first_state(model.init, tokens()[:, :-1])
-    of_one = train(fp8.next_token_loss(model), state, tokens(), RECIPE)
     assert_same_step(train(fp8.next_token_loss(model), state, tokens(), RECIPE, mesh=mesh), of_one, SUMS)
 
 
@@ -142,15 +153,13 @@ def test_recompute_has_the_bits_of_what_was_kept():
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_of_logits(sequence):
     """The logits are those of the whole vocabulary, alike on all devices of `tensor`."""
-    model = gpt(RECIPE, num_layers=1)
+    model, state, of_one = of_one_layer()
 
     def loss_fn(variables, batch):
         logits = jnp.asarray(model.apply(variables, batch[:, :-1]), jnp.float32)
         assert logits.shape[-1] == VOCAB
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
-    state = first_state(model.init, tokens()[:, :-1])
-    of_one = train(fp8.next_token_loss(model), state, tokens(), RECIPE)
     ours = train(loss_fn, state, tokens(), RECIPE, axes=TENSOR, sequence_parallel=sequence)
     assert_same_step(ours, of_one, NOISE)
 
@@ -205,8 +214,15 @@ def loss_of(model):
 BY_RULES = [("up/kernel", P(None, "tensor")), ("up/bias", P("tensor")), ("down/kernel", P("tensor", None))]
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["Dense", "LayerNormDense"])
-@pytest.mark.parametrize("by_rules", [False, True], ids=["fields", "rules"])
+@pytest.mark.parametrize(
+    ("norm", "by_rules"),
+    [
+        pytest.param(True, False, id="LayerNormDense, fields"),
+        pytest.param(False, True, id="Dense, rules"),
+        pytest.param(False, False, id="Dense, fields", marks=pytest.mark.slow),
+        pytest.param(True, True, id="LayerNormDense, rules", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_of_ones_own_are_split_by_fields_or_by_rules(norm, by_rules):
     model = TwoLayers(split=not by_rules, norm=norm)
     rules = BY_RULES if by_rules else ()

@@ -64,8 +64,7 @@ def place_variables(mesh, variables, how):
 
 
 def train(loss_fn, recipe, variables, batch, microbatches=2):
-    """Loss, gradients and FP8 state of the first pass; the state after three steps, and their losses."""
-    first = jax.jit(fp8.value_and_grad(loss_fn))(variables, batch)
+    """The state after three steps, and their losses."""
     tx = fp8.fused_adamw(1e-2, eps=1e-2)  # so large that noise is not made a step of full size
     cache = {"fp8_cache": fp8.cast_weights(variables, recipe)} if recipe.has_state else {}
     # A copy for itself: the step donates its state.
@@ -74,15 +73,26 @@ def train(loss_fn, recipe, variables, batch, microbatches=2):
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-    return *first, state, jnp.stack(losses)
+    return state, jnp.stack(losses)
 
 
 @functools.cache
-def on_one_device(recipe, llama):
-    """The model, its variables, and how it trains."""
+def variables_of(model):
+    return jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
+
+
+@functools.cache
+def on_one_device(recipe, llama=False):
+    """The model, its variables, and loss, gradients and FP8 state of one pass."""
     model = gpt(recipe, llama)
-    variables = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
-    return model, variables, train(fp8.next_token_loss(model), recipe, variables, tokens())
+    one_pass = jax.jit(fp8.value_and_grad(fp8.next_token_loss(model)))
+    return model, variables_of(model), one_pass(variables_of(model), tokens())
+
+
+@functools.cache
+def trained_on_one_device(recipe, llama):
+    model = gpt(recipe, llama)
+    return train(fp8.next_token_loss(model), recipe, variables_of(model), tokens())
 
 
 def kernels(tree) -> dict:
@@ -115,12 +125,14 @@ def test_training_on_an_explicit_mesh_is_training_on_one_device(case):
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         placed = place_variables(mesh, variables, how)
         batch = jax.device_put(tokens(), NamedSharding(mesh, P("data")))
-        value, grads, fp8_state, state, losses = train(fp8.next_token_loss(model), recipe, placed, batch)
+        value, grads, fp8_state = jax.jit(fp8.value_and_grad(fp8.next_token_loss(model)))(placed, batch)
+        state, losses = train(fp8.next_token_loss(model), recipe, placed, batch)
     jax.tree.map(assert_same_bits, fp8_state, expected[2])
     if recipe.has_state:
         jax.tree.map(assert_same_bits, kernels(grads), kernels(expected[1]))
     assert_close((value, grads), expected[:2], SUMS_IN_ANOTHER_ORDER)
-    assert_close((losses, state.params), (expected[4], expected[3].params), AFTER_STEPS)
+    of_one, of_one_losses = trained_on_one_device(recipe, llama)
+    assert_close((losses, state.params), (of_one_losses, of_one.params), AFTER_STEPS)
     for tree in (grads, state.params, state.opt_state.mu):  # nothing was gathered
         for leaf, param in zip(jax.tree.leaves(tree), jax.tree.leaves(placed["params"]), strict=True):
             assert leaf.sharding.is_equivalent_to(param.sharding, param.ndim)
@@ -129,7 +141,7 @@ def test_training_on_an_explicit_mesh_is_training_on_one_device(case):
 def test_plain_bfloat16_on_an_explicit_mesh():
     model, mesh = gpt(None), make_mesh()
     record = jax.jit(jax.value_and_grad(fp8.next_token_loss(model)))
-    variables = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
+    variables = variables_of(model)
     batch = jax.device_put(tokens(), NamedSharding(mesh, P("data")))
     assert_close(
         record(place_variables(mesh, variables, "fsdp"), batch), record(variables, tokens()), ROUNDED_ELSEWHERE
@@ -163,7 +175,7 @@ def test_tensor_parallel(axis_type):
 def test_with_fsdp_params_are_split_in_their_types():
     """Negative control: otherwise the test above would be one of data parallelism."""
     model, mesh = gpt(fp8.DelayedScaling()), make_mesh()
-    variables = place_variables(mesh, jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1]), "fsdp")
+    variables = place_variables(mesh, variables_of(model), "fsdp")
     layer = variables["params"]["layer_0"]
     for leaf in (layer["mlp"]["up"]["kernel"], layer["mlp"]["norm"]["scale"], variables["params"]["embedding"]):
         assert jax.typeof(leaf).sharding.spec[0] == "data"
@@ -172,10 +184,8 @@ def test_with_fsdp_params_are_split_in_their_types():
 
 def test_another_batch_would_be_noticed():
     """Negative control: amaxes of half of the batch are not those of all of it."""
-    model, mesh = gpt(fp8.DelayedScaling()), make_mesh()
-    variables = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
+    (model, variables, (_, _, of_all)), mesh = on_one_device(fp8.DelayedScaling()), make_mesh()
     record = jax.jit(fp8.value_and_grad(fp8.next_token_loss(model)))
-    of_all = record(variables, tokens())[2]
     half = np.concatenate([tokens()[: BATCH // 2]] * 2)
     of_half = record(place(mesh, variables), jax.device_put(half, NamedSharding(mesh, P("data"))))[2]
     with pytest.raises(AssertionError, match="elements differ"):
@@ -210,7 +220,7 @@ def test_models_of_ones_own_without_a_mesh_in_context():
 def test_flax_initializes_on_the_mesh():
     """Under `jit` with `out_shardings`: the numbers of init on one device, but for how the compiler rounds a normal."""
     model, mesh = gpt(fp8.DelayedScaling()), make_mesh()
-    expected = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
+    expected = variables_of(model)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(model.init, jax.random.key(0), tokens()[:, :-1])
         shardings = {"params": jax.tree.map(lambda x: NamedSharding(mesh, fsdp(x)), shapes["params"])}
@@ -223,7 +233,7 @@ def test_flax_initializes_on_the_mesh():
 def test_what_cannot_be_split_is_refused_in_one_sentence():
     model, mesh = gpt(fp8.DelayedScaling()), make_mesh()
     loss_fn = fp8.next_token_loss(model)
-    variables = place(mesh, jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1]))
+    variables = place(mesh, variables_of(model))
 
     def put(batch, *spec):
         return jax.device_put(batch, NamedSharding(mesh, P(*spec)))
@@ -259,11 +269,8 @@ def data_parallel(loss_fn, varying_params):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("varying_params", [False, True])
 def test_shard_map_with_its_defaults(axis_type, varying_params):
-    model, mesh = gpt(fp8.DelayedScaling()), make_mesh(axis_type)
-    loss_fn = fp8.next_token_loss(model)
-    variables = jax.jit(model.init)(jax.random.key(0), tokens()[:, :-1])
-    expected = jax.jit(fp8.value_and_grad(loss_fn))(variables, tokens())
-    step = data_parallel(loss_fn, varying_params)
+    (model, variables, expected), mesh = on_one_device(fp8.DelayedScaling()), make_mesh(axis_type)
+    step = data_parallel(fp8.next_token_loss(model), varying_params)
     mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
     value, grads, state = mapped(place(mesh, variables), jax.device_put(tokens(), NamedSharding(mesh, P("data"))))
     assert_close((value, grads), expected[:2], SUMS_IN_ANOTHER_ORDER)

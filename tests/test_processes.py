@@ -124,7 +124,6 @@ def run_processes(*commands: list, devices: int) -> list[subprocess.CompletedPro
     ]
 
 
-@pytest.mark.versions
 def test_two_processes_train_like_one(tmp_path):
     files, port = [tmp_path / f"{process}.json" for process in range(PROCESSES)], free_port()
     commands = [[__file__, port, process, file] for process, file in enumerate(files)]

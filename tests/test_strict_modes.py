@@ -14,8 +14,6 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8.ops.cross_entropy import cross_entropy
 
-pytestmark = pytest.mark.versions
-
 DELAYED, CURRENT = fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling()
 TOKENS = jax.random.randint(jax.random.key(0), (4, 17), 0, 64)
 
@@ -74,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", CASES)
 def test_strict_promotion(name):
     """Promotion happens, or is refused, where a program is traced and lowered."""
@@ -90,6 +89,7 @@ def test_losses_under_strict_promotion():
     assert losses[1] < losses[0]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "layer", [fp8.Dense(16), fp8.LayerNormDense(16, return_input=True), fp8.LayerNormMLP(32, "reglu")]
 )
@@ -109,6 +109,7 @@ def test_layers_by_themselves(layer, recipe):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.versions
 def test_strict_is_strict():
     with strict():
         with pytest.raises(ValueError, match="jax_numpy_rank_promotion"):
@@ -118,7 +119,7 @@ def test_strict_is_strict():
     assert (jnp.ones((2, 2), jnp.bfloat16) + jnp.ones(2)).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("name", [pytest.param("delayed", marks=pytest.mark.versions), "current"])
 def test_no_false_alarm_of_debug_nans(name):
     with jax.debug_nans(True):
         losses = train(*CASES[name])
@@ -126,7 +127,9 @@ def test_no_false_alarm_of_debug_nans(name):
 
 
 @pytest.mark.parametrize("jit", [True, False], ids=["eager", "disable_jit"])
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, pytest.param(CURRENT, marks=pytest.mark.versions)], ids=["delayed", "current"]
+)
 def test_no_false_alarm_outside_of_jit(recipe, jit):
     """The NaN that stands for those of a tensor was computed for every tensor."""
     layer, x = fp8.Dense(16, recipe=recipe), jnp.ones((16, 16))
@@ -142,11 +145,13 @@ def test_no_false_alarm_outside_of_jit(recipe, jit):
     assert np.isfinite(loss)
 
 
+@pytest.mark.versions
 def test_a_nan_of_the_data_is_reported():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         fp8.quantize(jnp.asarray([1.0, jnp.inf]) - jnp.asarray([1.0, jnp.inf]), fp8.E4M3, 0.5)
 
 
+@pytest.mark.versions
 def test_the_loss_of_an_incomplete_step_is_a_nan_on_purpose():
     """`apply_step` says by it that nothing happened; who looks for NaNs is told, where it is called too early."""
     layer, x = fp8.Dense(16, recipe=None), jnp.ones((16, 16))

@@ -3,6 +3,8 @@
 The FP8 state is compared bit for bit.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,9 +46,14 @@ def batch_of(rows=64, seed=0):
     return {"x": x, "target": jax.random.normal(keys[1], (rows, FEATURES))}
 
 
+@functools.cache
+def first_variables(recipe):
+    return jax.jit(Tied(recipe).init)(jax.random.key(1), batch_of()["x"])
+
+
 def start(tx, recipe=RECIPE):
-    module = Tied(recipe)
-    return module, fp8.TrainState.create(variables=module.init(jax.random.key(1), batch_of()["x"]), tx=tx)
+    """A module, and a state of its own: steps donate theirs."""
+    return Tied(recipe), fp8.TrainState.create(variables=copy(first_variables(recipe)), tx=tx)
 
 
 def copy(tree):

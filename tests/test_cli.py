@@ -230,7 +230,8 @@ def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
 
 
 REFUSED_PLANS = {
-    "axes": (["--mesh", "pipe=2"], "a mesh must be axes among data, fsdp, tensor"),
+    "axes": (["--mesh", "expert=2"], "a mesh must be axes among pipe, data, fsdp, tensor"),
+    "fewer microbatches than stages": (["--mesh", "pipe=2"], "as many microbatches as stages, or more, got 1 micro"),
     "microbatches": (["--microbatches", "0"], "microbatches must be"),
     "batch": (["--batch", "-8"], "batch must be an integer of at least 1, got -8"),
     "sequence parallel": (["--sequence-parallel"], "splits rows over the axis `tensor`, which this mesh has not"),

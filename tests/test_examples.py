@@ -123,7 +123,6 @@ CANNOT_RUN = {
     "chunks without pipe": (["--chunks", "2"], "--chunks is about the axis pipe"),
     "chunks of another schedule": ([*PIPE, "--schedule", "gpipe", "--chunks", "2"], "interleaved, got gpipe; leave"),
     "chunks of the default schedule": ([*PIPE, "--chunks", "2"], "--chunks is about --schedule interleaved, got 1f1b"),
-    "one chunk": ([*PIPE, "--schedule", "interleaved", "--chunks", "1"], "needs several chunks, got --chunks 1"),
     "negative chunks": ([*PIPE, "--schedule", "interleaved", "--chunks", "-1"], "--chunks must be 2 or more, got -1"),
     "fewer microbatches than stages": (
         ["--mesh", "pipe=4", "--microbatches", "2"],

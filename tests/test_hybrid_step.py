@@ -199,7 +199,7 @@ def test_three_steps_are_those_of_one_device(name, recipe, microbatches):
 
 # A way, its recipe, what is replaced by what does no collective, and what must be said then.
 LEFT_OUT = {
-    "sums of gradients": ("data 2", "current", (transfers, "_sum_of", lambda how, gradient, place: gradient), "bias"),
+    "sums of gradients": ("data 2", "current", (transfers, "sum_of", lambda how, gradient, place: gradient), "bias"),
     "amaxes of the state": ("data 2", "delayed", (on_mesh, "whole_amaxes", lambda how, amaxes: amaxes), "elements"),
     "amaxes of tensors": ("data 2", "current", (fp8_gemm, "largest_amax", lambda x, axes: x), "kernel"),
     "what leaves the backward of an MLP": (

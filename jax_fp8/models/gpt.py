@@ -88,8 +88,7 @@ def _llama3(layers, heads, width, mlp):
 
 
 # GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1;
-# vocabulary padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3; its shapes only, since
-# the base of its rotary positions, 500,000, is not a field.
+# vocabulary padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, but for its rotary base.
 PRESETS = {
     "tiny": _preset(4, 4, 128, vocab=256, seq=128),
     "gpt2-124m": _preset(12, 12, 768, seq=1024),
@@ -177,8 +176,7 @@ class GPT(nn.Module):
         table = embedding if self.config.tie_embeddings else self._table("head")
         if labels is None:
             return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
-        options = {"mask": mask, "z_loss": z_loss, "recipe": self.head_recipe, "tensor": tensor}
-        return linear_cross_entropy(x, table, labels, **options)
+        return linear_cross_entropy(x, table, labels, mask=mask, z_loss=z_loss, recipe=self.head_recipe, tensor=tensor)
 
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
@@ -263,12 +261,10 @@ def next_token_loss(
     the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
 
     Args:
-      model: a `GPT`, whose loss is computed without the logits of a whole batch,
-        or another module that maps tokens to logits.
+      model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
       ignore_label: a next token that does not count, such as padding.
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
     """
-
     check_loss_settings(model, ignore_label, z_loss)
 
     def inputs_of(tokens):

@@ -26,6 +26,7 @@ from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.parallel.schedules import SCHEDULES
 from jax_fp8.tools.described import GPUS
 from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tools.rates import RateTable
@@ -227,11 +228,13 @@ def main(argv: list[str]) -> int:
     tuner.add_argument("--again", action="store_true", help="measure also what is known")
     planner = commands.add_parser("plan", help="what a GPT's training step needs on GPUs that are not here")
     planner.add_argument("--preset", choices=PRESETS, required=True, help="the model")
-    planner.add_argument("--mesh", default="data=1", help="axes among data, fsdp and tensor: fsdp=4,tensor=2")
+    planner.add_argument("--mesh", default="data=1", help="axes among pipe, data, fsdp and tensor: fsdp=4,tensor=2")
     planner.add_argument("--gpu", choices=GPUS, default="h200", help="which they are")
     planner.add_argument("--batch", type=int, help="sequences of a step; by default 8 a microbatch of each part")
     planner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
-    planner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
+    planner.add_argument("--microbatches", type=int, help="parts of a batch; else 1, or 4 for each stage of pipe")
+    planner.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline, where the mesh has pipe; else 1f1b")
+    planner.add_argument("--chunks", type=int, help="of layers on each stage of --schedule interleaved; 2 if left out")
     planner.add_argument("--recipe", choices=[*RECIPES, "bf16"], default="delayed", help="of the FP8 layers, or none")
     for name, words in (
         ("fast", "fast accumulation in all of the layers' GEMMs"),

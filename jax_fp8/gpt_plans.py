@@ -18,7 +18,7 @@ from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
 from jax_fp8.optim.fused_adam import fused_adamw
-from jax_fp8.parallel.mesh import DATA, FSDP, TENSOR, Parallelism, describe_mesh, parse_axes
+from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
 from jax_fp8.tools.arithmetic import Setting, Shape, memory_of
 from jax_fp8.tools.described import GPUS, load_cudnn
 from jax_fp8.tools.plan import GIB, USABLE, Plan, mesh_of_described, options_of_plan, plan_step
@@ -26,6 +26,8 @@ from jax_fp8.tools.rates import Rates, RateTable, rates_of
 from jax_fp8.tools.suggest import left_out, meshes_of, rank, remedies
 from jax_fp8.train.train_step import make_train_step
 
+MOST_MICROBATCHES = 256  # that --suggest tries
+NAMES = 72  # columns
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling()}
 
 
@@ -38,13 +40,15 @@ class Choices:
     gpu: str = "h200"
     batch: int | None = None
     sequence: int | None = None
-    microbatches: int = 1
+    microbatches: int | None = None
     recipe: str = "delayed"
     fast: bool = False
     fp8_head: bool = False
     bf16_params: bool = False
     bf16_moments: bool = False
     sequence_parallel: bool = False
+    schedule: str | None = None
+    chunks: int | None = None
     recompute: bool = False
     rates: str | None = None
     between_hosts: float | None = None
@@ -63,10 +67,17 @@ class Choices:
         """Of all devices together; by default 8 a microbatch of each part."""
         if self.batch is not None:
             return self.batch
-        return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches
+        return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches_of_step
+
+    @property
+    def microbatches_of_step(self) -> int:
+        """By default 1, or 4 for each stage of a pipeline."""
+        if self.microbatches is not None:
+            return self.microbatches
+        return 4 * self.axes[PIPE] if self.axes.get(PIPE, 1) > 1 else 1
 
     def check(self) -> None:
-        check_integer("microbatches", self.microbatches)
+        check_integer("microbatches", self.microbatches_of_step)
         check_integer("batch", self.sequences)
         if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
             raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
@@ -93,23 +104,19 @@ def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rat
     """Compile for the most promising meshes of so many GPUs, and print them, the fastest first."""
     if devices is None or choices.batch is None:
         raise ValueError("--suggest needs a number of GPUs and a batch for all of them; add --devices 64 --batch 512")
-    if choices.mesh != Choices.mesh or choices.sequence_parallel:
-        raise ValueError("--suggest tries meshes and sequence parallelism itself; leave out what you say of them")
+    if choices.mesh != Choices.mesh or choices.sequence_parallel or choices.schedule or choices.chunks:
+        raise ValueError(
+            "--suggest tries meshes, sequence parallelism and schedules itself; leave out what you say of them"
+        )
     check_integer("devices", devices)
     check_integer("tries", tries)
     get_ready()
-    settings, impossible = meshes_of(setting_of(choices), devices)
+    counts = [n for n in range(1, MOST_MICROBATCHES + 1) if choices.batch % n == 0]
+    tried = counts if choices.microbatches is None else [choices.microbatches]
+    settings, impossible = meshes_of(setting_of(choices), devices, tried)
     usable = USABLE * GPUS[choices.gpu]
     ranking = rank(settings, usable, rates, tries)
-    plans = [
-        (
-            setting,
-            plan_of(
-                dataclasses.replace(choices, mesh=setting.mesh, sequence_parallel=setting.sequence_parallel), rates
-            ),
-        )
-        for setting in ranking.best
-    ]
+    plans = [(setting, plan_of(_as_in(setting, choices), rates)) for setting in ranking.best]
     fitting = [plan for _, plan in plans if plan.fits]
     print("\n".join(["", *_table(plans), "", *left_out(ranking, impossible, rates)]))
     if not fitting and settings:
@@ -118,6 +125,19 @@ def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rat
         print(f"None fits {usable / GIB:.1f} GiB. {smallest} needs least, about {needed / GIB:.0f} GiB.")
         print("\n".join(_advice(smallest, needed, usable)))
     return 0 if fitting else 1
+
+
+def _as_in(setting: Setting, choices: Choices) -> Choices:
+    """Spread as in this setting."""
+    schedule, chunks = (setting.schedule, setting.chunks) if setting.pipe > 1 else (None, None)
+    return dataclasses.replace(
+        choices,
+        mesh=setting.mesh,
+        sequence_parallel=setting.sequence_parallel,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=setting.microbatches,
+    )
 
 
 def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
@@ -130,12 +150,12 @@ def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
 def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:
     """What fits before what does not, and the fastest first."""
     plans = sorted(plans, key=lambda found: (not found[1].fits, found[1].time.seconds))
-    rows = [f"{'mesh':<44}{'GiB':>8}{'':>14}{'ms':>9}{'tokens/s':>12}{'a GPU':>9}"] if plans else []
+    rows = [f"{'mesh':<{NAMES}}{'GiB':>8}{'':>14}{'ms':>9}{'tokens/s':>12}{'a GPU':>9}"] if plans else []
     for setting, plan in plans:
         seconds, fits = plan.time.seconds, "fits" if plan.fits else "does not fit"
         speed = plan.tokens / seconds
         row = f"{plan.peak / GIB:>8.1f}{fits:>14}{1e3 * seconds:>9.1f}{speed:>12.0f}{speed / plan.devices:>9.0f}"
-        rows.append(f"{setting!s:<44}{row}")
+        rows.append(f"{setting!s:<{NAMES}}{row}")
     return rows
 
 
@@ -163,11 +183,14 @@ def setting_of(choices: Choices) -> Setting:
         shape=shape,
         batch=choices.sequences,
         sequence=config.max_seq_len,
-        microbatches=choices.microbatches,
+        microbatches=choices.microbatches_of_step,
+        pipe=choices.axes.get(PIPE, 1),
         data=choices.axes.get(DATA, 1),
         fsdp=choices.axes.get(FSDP, 1),
         tensor=choices.axes.get(TENSOR, 1),
         sequence_parallel=choices.sequence_parallel,
+        schedule=choices.schedule or "1f1b",
+        chunks=choices.chunks or (2 if choices.schedule == "interleaved" else 1),
         fp8=choices.recipe != "bf16",
         recompute=choices.recompute,
         bf16_params=choices.bf16_params,
@@ -185,19 +208,18 @@ def get_ready() -> None:
 
 def plan_of(choices: Choices, rates: Rates) -> Plan:
     """Of the compiled step; says what is compiled before, for it takes a while."""
-    config, how = (
-        choices.config,
-        Parallelism(mesh_of_described(choices.axes, choices.gpu), (), choices.sequence_parallel),
-    )
-    model = _model(choices)
+    config, model, microbatches = choices.config, _model(choices), choices.microbatches_of_step
+    mesh = mesh_of_described(choices.axes, choices.gpu)
+    on_mesh = {name: getattr(choices, name) for name in ("sequence_parallel", "schedule", "chunks")}
+    how = Parallelism.of(mesh, **on_mesh)
     step = make_train_step(
         next_token_loss(model),
         _optimizer(choices),
         model.recipe,
-        choices.microbatches,
-        mesh=how.mesh,
-        sequence_parallel=choices.sequence_parallel,
+        microbatches,
+        mesh=mesh,
         compiler_options=options_of_plan(),
+        **on_mesh,
     )
     sequences, length = choices.sequences, config.max_seq_len
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
@@ -206,14 +228,15 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     )
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     flops = tokens.size * 6 * (num_params + config.num_layers * config.hidden_size * length)
-    what = f"{sequences} x {length} tokens in {choices.microbatches} microbatches, {how.mesh.size} {choices.gpu}"
+    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {how.mesh.size} {choices.gpu}"
     described = f"{describe_mesh(how.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
     print(
         f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {what} ({described}); compiling",
         flush=True,
     )
     batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
-    return plan_step(step, how, state, batch, choices.microbatches, choices.gpu, flops, rates)
+    about = memory_of(setting_of(choices))
+    return plan_step(step, how, state, batch, microbatches, choices.gpu, flops, about, rates)
 
 
 def _model(choices: Choices) -> GPT:

@@ -93,7 +93,8 @@ def compiled(monkeypatch):
         peak = int(factor * memory_of(setting).together)
         time = StepTime(1e-3 * len(asked), 0.0, 0.0, 0.0)
         report = FakeReport(peak, 0)
-        return Plan(0, 0, 0, 0, report, time, rates, 150_109_880_320, setting.devices, 1000, 1e12)  # type: ignore
+        about, memory = memory_of(setting), 150_109_880_320
+        return Plan(0, 0, 0, 0, report, time, rates, memory, setting.devices, 1000, 1e12, about, 0)  # type: ignore
 
     monkeypatch.setattr(gpt_plans, "get_ready", lambda: None)
     monkeypatch.setattr(gpt_plans, "plan_of", plan_of)
@@ -111,12 +112,13 @@ SUGGEST = ["plan", "--preset", "llama3-8b", "--suggest", "--devices", "64", "--b
 
 
 def test_suggestions_are_ranked_and_the_rest_is_explained(compiled, capsys):
-    assert cli.main([*SUGGEST, "--recompute", "--bf16-moments", "--tries", "3"]) == 0
-    assert len(compiled) == 3 and all(choices.recompute for choices in compiled)
+    assert cli.main([*SUGGEST, "--recompute", "--microbatches", "1", "--bf16-moments", "--tries", "3"]) == 0
+    assert len(compiled) == 3 and all(choices.recompute and choices.microbatches == 1 for choices in compiled)
     lines = capsys.readouterr().out.splitlines()
     first = lines.index(next(line for line in lines if line.startswith("mesh ")))
     meshes = [str(setting_of(choices)) for choices in compiled]
-    assert [line[:44].strip() for line in lines[first + 1 : first + 4]] == meshes  # a millisecond more each
+    ranked = [line[: gpt_plans.NAMES].strip() for line in lines[first + 1 : first + 4]]
+    assert ranked == meshes  # a millisecond more each
     assert all("fits" in line for line in lines[first + 1 : first + 4])
     text = " ".join(line.strip() for line in lines)
     assert "Slower by arithmetic" in text and "Too large by arithmetic (GiB): " in text and " more" in text

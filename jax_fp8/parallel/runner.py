@@ -51,6 +51,9 @@ class Chunk(Protocol):
 
 Loss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
+# What the two conditionals of a tick are called in the compiled program.
+UNIT, LOSSES = "pipeline_unit", "pipeline_losses"
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -100,13 +103,15 @@ def run_schedule(
 
     def tick(carry: _Carry, row):
         branch, microbatch, taken, put_activation, put_gradient, group = row
-        carry = lax.switch(branch, branches, carry, microbatch, taken)
+        with jax.named_scope(UNIT):
+            carry = lax.switch(branch, branches, carry, microbatch, taken)
         y = lax.ppermute(carry.y, PIPE, [(s, (s + 1) % stages) for s in range(stages)])
         dx = lax.ppermute(carry.dx, PIPE, [((s + 1) % stages, s) for s in range(stages)])
         activations = carry.activations.at[put_activation].set(y)
         gradients = carry.gradients.at[put_gradient].set(dx)
         carry = replace(carry, activations=activations, gradients=gradients)
-        return lax.cond(group >= 0, losses, lambda carry, _: carry, carry, group), None
+        with jax.named_scope(LOSSES):
+            return lax.cond(group >= 0, losses, lambda carry, _: carry, carry, group), None
 
     def losses(carry: _Carry, group):
         first = group * stages

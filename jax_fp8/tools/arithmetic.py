@@ -52,10 +52,13 @@ class Setting:
     batch: int
     sequence: int
     microbatches: int = 1
+    pipe: int = 1
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
     fp8: bool = True
     recompute: bool = False
     bf16_params: bool = False
@@ -63,7 +66,7 @@ class Setting:
 
     @property
     def devices(self) -> int:
-        return self.data * self.fsdp * self.tensor
+        return self.pipe * self.data * self.fsdp * self.tensor
 
     @property
     def tokens(self) -> float:
@@ -71,17 +74,54 @@ class Setting:
         return self.batch * self.sequence / (self.data * self.fsdp * self.microbatches)
 
     @property
-    def layers_of_a_step(self) -> int:
-        """Those of all its microbatches."""
-        return self.shape.layers * self.microbatches
+    def layers_of_a_step(self) -> float:
+        """That a device computes, of all its microbatches."""
+        return self.shape.layers * self.microbatches / self.pipe
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which a stage waits; a forward, an input and a weight gradient take equally long."""
+        microbatches, others = self.microbatches, self.pipe - 1
+        if self.schedule != "zero-bubble":
+            return others / (self.chunks * microbatches + others)
+        # Weight gradients in what would be a bubble: the first where there is a second group, more from the third.
+        hidden = min(others, max(microbatches > self.pipe, microbatches - 2 * self.pipe + 1))
+        return (2 * others - hidden) / (3 * microbatches + 2 * others - hidden)
+
+    @property
+    def slots(self) -> float:
+        """What a stage keeps of microbatches: of so many, what all its layers keep of one."""
+        if self.pipe == 1:
+            return 1
+        if self.schedule == "gpipe":
+            return self.microbatches
+        before = self.schedule != "zero-bubble" and self.microbatches >= 2 * self.pipe  # one is done by then
+        first = min(self.microbatches - before, 3 * self.pipe - 2)
+        return (first + (self.chunks - 1) * self.pipe) / self.chunks
 
     @property
     def mesh(self) -> str:
-        sizes = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        sizes = {"pipe": self.pipe, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
         return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
 
+    @property
+    def flags(self) -> str:
+        """Of `plan`, that say how a step is spread."""
+        of_pipe = [f"--schedule {self.schedule}"] if self.pipe > 1 else []
+        of_pipe += [f"--chunks {self.chunks}"] if self.chunks > 1 else []
+        microbatches = [f"--microbatches {self.microbatches}"] if self.microbatches > 1 else []
+        parallel = ["--sequence-parallel"] if self.sequence_parallel else []
+        return " ".join([f"--mesh {self.mesh}", *parallel, *of_pipe, *microbatches])
+
     def __str__(self):
-        return f"{self.mesh}{' sequence parallel' if self.sequence_parallel else ''}"
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        words = [
+            self.mesh,
+            *(["sequence parallel"] if self.sequence_parallel else []),
+            *([f"{self.schedule}{chunks}"] if self.pipe > 1 else []),
+            *([f"{self.microbatches} microbatches"] if self.microbatches > 1 else []),
+        ]
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -112,20 +152,28 @@ class Memory:
 
 
 def memory_of(setting: Setting) -> Memory:
-    shape, fsdp, tensor = setting.shape, setting.fsdp, setting.tensor
-    everything = (shape.of_layers + shape.of_tables) / tensor
+    shape, fsdp, tensor, pipe = setting.shape, setting.fsdp, setting.tensor, setting.pipe
+    storage = fsdp * pipe
+    of_layers, of_tables = shape.of_layers / tensor / pipe, shape.of_tables / tensor  # that a device computes with
+    stored = (shape.of_layers + shape.of_tables) / tensor / storage
     param = 2 if setting.bf16_params else 4
     kept = (4 if setting.bf16_moments else 8) + (2 if setting.bf16_params else 0)
     several = setting.microbatches > 1
-    summed = everything / fsdp if fsdp > 1 else 0
+    weight = (2 if several else 1) if setting.fp8 else (param if pipe > 1 else 2)
+    summed = stored if storage > 1 else 0
+    of_stage = shape.layers / pipe
+    of_a_token = (of_stage * setting.slots + AT_WORK) * bytes_of_a_token(setting)
+    of_a_token += of_stage * setting.slots * _bytes_of_operands(setting)
+    if pipe > 1:  # what enters the first layer and leaves the last one, of all microbatches
+        of_a_token += 2 * setting.microbatches * shape.width / (tensor if setting.sequence_parallel else 1)
     return Memory(
-        params=param * everything / fsdp,
-        optimizer=kept * everything / fsdp,
-        weights=(2 if several or not setting.fp8 else 1) * shape.of_layers / tensor,
-        tables=param * shape.of_tables / tensor if fsdp > 1 else 0,
-        activations=(shape.layers + AT_WORK) * setting.tokens * bytes_of_a_token(setting),
-        sums=4 * everything if several else 0,
-        gradients=4 * summed if several else param * (everything + summed),
+        params=param * stored,
+        optimizer=kept * stored,
+        weights=weight * of_layers,
+        tables=param * of_tables if storage > 1 else 0,
+        activations=of_a_token * setting.tokens,
+        sums=4 * (of_layers + of_tables) if several else 0,
+        gradients=4 * summed if several else param * (of_layers + of_tables + summed),
     )
 
 
@@ -140,6 +188,16 @@ def bytes_of_a_token(setting: Setting) -> float:
     else:
         inputs = 2 * shape.mlp / tensor + (0 if setting.recompute else 4 * shape.width)
     return norms + attention + mlp + inputs
+
+
+def _bytes_of_operands(setting: Setting) -> float:
+    """Of weight gradients, for a token and layer: what `zero-bubble` keeps beside what every schedule does."""
+    if setting.schedule != "zero-bubble":
+        return 0
+    shape = setting.shape
+    into_mlp, out_of_mlp = shape.mlp * (2 if shape.is_gated else 1), shape.mlp
+    of_parts = shape.width + 2 * shape.kv_width + into_mlp + out_of_mlp  # the last is computed again from what is kept
+    return (1 if setting.fp8 else 2) * (of_parts / setting.tensor + 2 * shape.width)
 
 
 def operations_of(setting: Setting) -> float:
@@ -164,22 +222,36 @@ def seconds_of(setting: Setting, rates: Rates) -> float:
     of_attention = layers * setting.tokens * setting.sequence * shape.width / tensor
     products = operations_of(setting) / devices - 6 * of_attention
     touched = TOUCHED * layers * setting.tokens * bytes_of_a_token(setting)
-    touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * tensor)
+    touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
     kernels = products / rate + 7 * of_attention / rates.attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)
+    if setting.pipe > 1:  # nothing is beside the loop over ticks, and nothing beside what is sent at the end of one
+        return (kernels + EXPOSED_COST * in_layers) / (1 - setting.bubble) + params + _seconds_of_ticks(setting, rates)
     if tensor > 1:  # collectives run one after another: a layer that waits for its own waits for others, too
         return kernels + EXPOSED_COST * (params + in_layers)
     return kernels + max(HIDDEN_COST * params, params - kernels)
 
 
 def _seconds_of_params(setting: Setting, rates: Rates) -> float:
-    """Of gathering params over `fsdp`, and of summing gradients in float32 over it and over `data`."""
-    shape, fsdp, tensor = setting.shape, setting.fsdp, setting.tensor
-    everything = (shape.of_layers + shape.of_tables) / tensor
-    gathered = ((1 if setting.fp8 else 2) * shape.of_layers + 4 * shape.of_tables) / tensor
-    of_fsdp = (fsdp - 1) / fsdp * (gathered + 4 * everything) / _rate_over(fsdp, tensor, rates)
-    of_data = 2 * (setting.data - 1) / setting.data * 4 * everything / fsdp
-    return of_fsdp + of_data / _rate_over(setting.data, fsdp * tensor, rates)
+    """Of gathering params over `fsdp` and `pipe`, and of summing gradients in float32 over them and over `data`."""
+    shape, fsdp, tensor, pipe = setting.shape, setting.fsdp, setting.tensor, setting.pipe
+    of_layers, of_tables = shape.of_layers / tensor / pipe, shape.of_tables / tensor
+    weight = 1 if setting.fp8 else (4 if pipe > 1 else 2)
+    moved = (weight + 4) * of_layers + 8 * of_tables  # there, and the gradients back
+    of_fsdp = (fsdp - 1) / fsdp * moved / _rate_over(fsdp, tensor, rates)
+    of_pipe = (pipe - 1) / pipe * moved / fsdp / _rate_over(pipe, setting.devices // pipe, rates)
+    of_data = 2 * (setting.data - 1) / setting.data * 4 * (of_layers + of_tables / pipe) / fsdp
+    return of_fsdp + of_pipe + of_data / _rate_over(setting.data, fsdp * tensor, rates)
+
+
+def _seconds_of_ticks(setting: Setting, rates: Rates) -> float:
+    """Of sending an activation and a gradient in bfloat16 to a neighbour, at the end of every tick."""
+    kinds = 3 if setting.schedule == "zero-bubble" else 2
+    ticks = kinds * (setting.chunks * setting.microbatches + setting.pipe - 1)
+    rows = setting.tokens / (setting.tensor if setting.sequence_parallel else 1)
+    stride = setting.devices // setting.pipe  # each pair of neighbours has a network card of its own
+    rate = rates.wire if stride * setting.pipe <= HOST else min(rates.wire, rates.between_hosts)
+    return ticks * 2 * 2 * rows * setting.shape.width / rate
 
 
 def _seconds_in_layers(setting: Setting, rates: Rates) -> float:

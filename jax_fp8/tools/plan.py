@@ -14,11 +14,15 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.schedules import make_schedule
+from jax_fp8.parallel.ticks import make_ticks
+from jax_fp8.tools.arithmetic import Memory
 from jax_fp8.tools.capture import CaptureReport, capture_report
 from jax_fp8.tools.described import GPUS, HOST, UNTIMED, described_gpus
-from jax_fp8.tools.hlo import read_hlo
+from jax_fp8.tools.hlo import Instruction, read_hlo
+from jax_fp8.tools.pipeline_time import PipelineTime, pipeline_time
 from jax_fp8.tools.rates import Rates
-from jax_fp8.tools.step_time import StepTime, Taken, estimate, longest
+from jax_fp8.tools.step_time import StepTime, estimate, longest
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import TrainStep, default_options
 
@@ -39,6 +43,9 @@ class Plan:
       memory: of the GPU.
       devices, tokens: of a step.
       model_flops: of a step; operations of the model's products, forward and backward.
+      about: what is in the scratch, by arithmetic. It is not all there at a time.
+      workspace: the largest that a kernel of a library takes in the scratch.
+      pipeline: of a mesh with stages.
     """
 
     params: int
@@ -52,6 +59,9 @@ class Plan:
     devices: int
     tokens: int
     model_flops: float
+    about: Memory
+    workspace: int
+    pipeline: PipelineTime | None = None
 
     @property
     def peak(self) -> int:
@@ -77,6 +87,7 @@ class Plan:
             *self._between_hosts(),
             ("step, estimated", f"{1e3 * seconds:8.1f} ms"),
             *((f"  {name}", f"{1e3 * value:8.1f} ms") for name, value in self._parts()),
+            *self._bubble(),
             ("tokens", f"{self.tokens / seconds:8.0f} /s, {self.tokens / seconds / self.devices:.0f} a GPU"),
             ("model operations", f"{self.model_flops / seconds / self.devices / 1e12:8.0f} TFLOP/s a GPU"),
         ]
@@ -96,6 +107,15 @@ class Plan:
     def _kinds(self):
         yield from (("params", self.params), ("optimizer state", self.optimizer), ("FP8 state", self.others))
         yield from (("batch", self.batch), ("scratch", self.report.temp_bytes))
+        if self.pipeline is not None:
+            yield "  slots of the stages", self.pipeline.slot_bytes
+        yield from (("  activations, about", self.about.activations), ("  weights, about", self.about.weights))
+        gradients = max(self.about.sums, self.about.gradients)
+        yield from (("  gradients, about", gradients), ("  workspace", self.workspace))
+
+    def _bubble(self):
+        if self.pipeline is not None:
+            yield "bubble, of units", f"{100 * self.pipeline.bubble:8.1f} %"
 
     def _parts(self):
         time = self.time
@@ -118,42 +138,55 @@ def plan_step(
     microbatches: int,
     gpu: str,
     model_flops: float,
+    about: Memory,
     rates: Rates,
-    taken: Taken = longest,
 ) -> Plan:
     """The plan of a step.
 
     Args:
-      step: made with `mesh=how.mesh` and `compiler_options=options_of_plan()`.
+      step: made with what `how` says, and `compiler_options=options_of_plan()`.
       state: from `step.state_shapes`.
       batch: a tree of `jax.ShapeDtypeStruct`, of all devices together; (sequences, seq + 1) for tokens.
       model_flops: of a step.
+      about: its memory, by arithmetic.
       rates: of the GPU.
-      taken: how often the branches of a conditional run; see `estimate`.
     """
     how.check_rows(batch, microbatches)
     split = NamedSharding(how.mesh, how.batch_spec)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
     compilation = step.lower(state, batch).compile()
     report = capture_report(compilation)
+    instructions = read_hlo(compilation.as_text())
+    pipeline = None
+    if how.stages > 1:
+        ticks = make_ticks(make_schedule(how.schedule, how.stages, microbatches, how.chunks))
+        pipeline = pipeline_time(ticks, instructions, rates)
     parts = [_own_bytes(tree) for tree in (state.params, state.opt_state, (state.fp8, state.step))]
     sequences, columns = jax.tree.leaves(batch)[0].shape
     return Plan(
         *parts,
         batch=_own_bytes(batch),
         report=report,
-        time=estimate(read_hlo(compilation.as_text()), rates, taken),
+        time=estimate(instructions, rates, longest if pipeline is None else pipeline.taken),
         rates=rates,
         memory=GPUS[gpu],
         devices=how.mesh.size,
         tokens=sequences * (columns - 1),
         model_flops=model_flops,
+        about=about,
+        workspace=max(map(_workspace, instructions)),
+        pipeline=pipeline,
     )
 
 
 def options_of_plan() -> dict[str, str | bool | int]:
     """XLA's options: a step's own, without what needs a device."""
     return default_options(on_mesh=True) | UNTIMED
+
+
+def _workspace(instruction: Instruction) -> int:
+    """Of a custom call: bytes among its results that have no type."""
+    return sum(array.bytes for array in instruction.results if instruction.target and array.dtype in ("u8", "s8"))
 
 
 def _own_bytes(tree: Any) -> int:

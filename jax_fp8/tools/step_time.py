@@ -80,12 +80,20 @@ def estimate(instructions: Sequence[Instruction], rates: Rates, taken: Taken = l
     return StepTime(total["computed"], total["sent"], total["exposed"], rates.beside * hidden, *sent)
 
 
+def branch_seconds(
+    conditional: Instruction, instructions: Sequence[Instruction], rates: Rates, host: int = HOST
+) -> list[float]:
+    """How long each branch of a conditional takes by itself, in the order of their index."""
+    program = _Program(by_computation(instructions), rates, longest, host)
+    return [program.length(name) for name in conditional.calls]
+
+
 class _Program:
     """What is known of a module: how long each of its kernels and collectives takes, and what its branches do."""
 
     def __init__(self, computations: Mapping[str, list[Instruction]], rates: Rates, taken: Taken, host: int):
         self.computations, self.rates, self._taken, self._host = computations, rates, taken, host
-        self._length = functools.cache(self._length)
+        self.length = functools.cache(self.length)
 
     def seconds(self, kernel: Instruction) -> float:
         return seconds_of(kernel, self.computations, self.rates) + self.rates.launch
@@ -107,7 +115,7 @@ class _Program:
         """The branches that run, and which part of all times each does."""
         counts = self._taken(conditional)
         if counts is None:
-            return [(max(conditional.calls, key=self._length), 1.0)]
+            return [(max(conditional.calls, key=self.length), 1.0)]
         if len(counts) != len(conditional.calls) or min(counts) < 0 or not sum(counts):
             raise ValueError(
                 f"each of the {len(conditional.calls)} branches of {conditional.name} must have how often it runs, at "
@@ -123,7 +131,8 @@ class _Program:
         inside = (other for called in instruction.calls for other in self.computations[called])
         return next((other for other in inside if other.collective), None)
 
-    def _length(self, computation: str) -> float:
+    def length(self, computation: str) -> float:
+        """The seconds of a computation by itself."""
         alone = _Streams(self)
         alone.run(computation)
         return max(alone.now, alone.sent_until)

@@ -17,6 +17,7 @@ from jax_fp8.tools.rates import Rates
 
 GIB = 2**30
 SHOWN = 8  # meshes of a kind
+MOST_CHUNKS = 8
 COLUMNS = 120  # of a printed line
 CLOSE = 1.05  # what arithmetic finds this much too large may still fit, and what is only this much smaller may not
 
@@ -29,20 +30,42 @@ class Left:
     reason: str
 
 
-def meshes_of(base: Setting, devices: int) -> tuple[list[Setting], list[Left]]:
-    """All ways to spread a step over so many devices, and those that cannot be or make no sense."""
+def meshes_of(base: Setting, devices: int, microbatches: Sequence[int] = ()) -> tuple[list[Setting], list[Left]]:
+    """All ways to spread a step over so many devices, and those that cannot be or make no sense.
+
+    Args:
+      microbatches: to try; none: those of `base`.
+    """
     found, left = [], []
-    for tensor in _divisors(devices):
-        for fsdp in _divisors(devices // tensor):
-            sizes = {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
-            for sequence_parallel in (False, True) if tensor > 1 else (False,):
-                setting = replace(base, **sizes, sequence_parallel=sequence_parallel)
-                reason = _why_not(setting)
-                if reason:
-                    left.append(Left(setting, reason))
-                else:
-                    found.append(setting)
+    for mesh in _meshes(base, devices):
+        counts = microbatches or (base.microbatches,)
+        enough = [count for count in counts if count >= mesh.pipe] or counts[-1:]
+        several = [replace(mesh, microbatches=count) for count in enough]
+        tried = [setting for one in several for setting in _schedules(one)]
+        reasons = {setting: _why_not(setting) for setting in tried}
+        found += [setting for setting, reason in reasons.items() if not reason]
+        if all(reasons.values()):
+            left.append(Left(tried[0], reasons[tried[0]]))
     return found, left
+
+
+def _meshes(base: Setting, devices: int) -> Iterator[Setting]:
+    for pipe in _divisors(devices):
+        for tensor in _divisors(devices // pipe):
+            for fsdp in _divisors(devices // pipe // tensor):
+                data = devices // pipe // tensor // fsdp
+                for sequence_parallel in (False, True) if tensor > 1 else (False,):
+                    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "tensor": tensor}
+                    yield replace(base, **sizes, sequence_parallel=sequence_parallel)
+
+
+def _schedules(setting: Setting) -> Iterator[Setting]:
+    """With each schedule that may be the best on this mesh."""
+    yield replace(setting, schedule="1f1b", chunks=1)
+    if setting.pipe > 1:
+        yield replace(setting, schedule="zero-bubble", chunks=1)
+        for chunks in range(2, min(MOST_CHUNKS, setting.shape.layers // setting.pipe) + 1):
+            yield replace(setting, schedule="interleaved", chunks=chunks)
 
 
 @dataclass(frozen=True)
@@ -55,15 +78,24 @@ class Ranking:
 
 
 def rank(settings: Sequence[Setting], usable: float, rates: Rates, tries: int) -> Ranking:
-    """The fastest first.
+    """The fastest first; of each mesh the fastest schedule and microbatches that fit.
 
     Args:
       usable: bytes of a device.
       tries: for how many to compile.
     """
-    ranked = sorted(settings, key=lambda setting: seconds_of(setting, rates))
-    fitting = [setting for setting in ranked if memory_of(setting).together <= CLOSE * usable]
-    return Ranking(fitting[:tries], fitting[tries:], [setting for setting in ranked if setting not in fitting])
+    of_meshes: dict[tuple, list[Setting]] = {}
+    for setting in settings:
+        of_meshes.setdefault((setting.mesh, setting.sequence_parallel), []).append(setting)
+    fitting, too_large = [], []
+    for of_mesh in of_meshes.values():
+        small = [setting for setting in of_mesh if memory_of(setting).together <= CLOSE * usable]
+        if small:
+            fitting.append(min(small, key=lambda setting: seconds_of(setting, rates)))
+        else:
+            too_large.append(min(of_mesh, key=lambda setting: memory_of(setting).together))
+    fitting.sort(key=lambda setting: seconds_of(setting, rates))
+    return Ranking(fitting[:tries], fitting[tries:], too_large)
 
 
 def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list[str]:
@@ -140,8 +172,7 @@ def _on_more_devices(setting: Setting) -> Iterator[Change]:
         found, _ = meshes_of(setting, devices)
         if found:
             best = min(found, key=lambda other: memory_of(other).together)
-            words = f"{devices} GPUs by --mesh {best.mesh}"
-            yield Change("", words + " --sequence-parallel" * best.sequence_parallel, best)
+            yield Change("", f"{devices} GPUs by {best.flags}", best)
 
 
 def _changes(setting: Setting) -> Iterator[Change]:
@@ -175,8 +206,14 @@ def _why_not(setting: Setting) -> str:
         return f"tensor={tensor} does not divide an MLP {shape.mlp} wide"
     if shape.vocab % tensor:
         return f"tensor={tensor} does not divide a vocabulary of {shape.vocab}"
-    if shape.width % setting.fsdp:
-        return f"fsdp={setting.fsdp} does not divide a width of {shape.width}"
+    if shape.layers % (setting.pipe * setting.chunks):
+        of_chunks = f" with {setting.chunks} chunks" if setting.chunks > 1 else ""
+        return f"pipe={setting.pipe}{of_chunks} does not divide {shape.layers} layers"
+    if shape.width % (setting.fsdp * setting.pipe):
+        of_pipe = f"pipe={setting.pipe} and " if setting.pipe > 1 else ""
+        return f"{of_pipe}fsdp={setting.fsdp} does not divide a width of {shape.width}"
+    if setting.microbatches < setting.pipe or (setting.chunks > 1 and setting.microbatches % setting.pipe):
+        return f"pipe={setting.pipe} needs as many microbatches, or a multiple, not {setting.microbatches}"
     if setting.batch % parts:
         return f"{parts} parts do not divide a batch of {setting.batch}"
     if tensor > HOST:

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.parallel.schedules import make_schedule
+from jax_fp8.parallel.ticks import make_ticks
+from jax_fp8.parallel.timeline import make_timeline
 from jax_fp8.tools.arithmetic import Setting, Shape, bytes_of_a_token, memory_of, operations_of, seconds_of
 from jax_fp8.tools.rates import rates_of
 
@@ -106,7 +109,7 @@ def test_hosts_matter_where_an_axis_joins_them():
 
 
 def test_names():
-    assert str(replace(BASE, fsdp=4, tensor=2, sequence_parallel=True)) == "fsdp=4,tensor=2 sequence parallel"
+    assert str(replace(BASE, fsdp=4, tensor=2, sequence_parallel=True)) == "fsdp=4,tensor=2, sequence parallel"
     assert str(BASE) == "data=1" and replace(BASE, data=3, tensor=2).devices == 6
 
 
@@ -115,3 +118,55 @@ def test_gpus_of_a_host_send_to_others_at_the_same_time():
     setting = replace(BASE, fsdp=16, batch=16)
     cards, wire = (replace(RATES, **rates) for rates in ({"between_hosts": 10e9}, {"wire": 80e9}))
     assert seconds_of(setting, cards) == seconds_of(setting, wire) > seconds_of(setting, RATES)
+
+
+SCHEDULES = [
+    (name, stages, microbatches, chunks)
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1))
+    for stages, microbatches in ((2, 2), (2, 4), (4, 8), (4, 12), (8, 16), (8, 24), (8, 64))
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), SCHEDULES)
+def test_bubble_and_slots_are_those_of_the_schedule(name, stages, microbatches, chunks):
+    setting = replace(BASE, pipe=stages, microbatches=microbatches, schedule=name, chunks=chunks)
+    schedule = make_schedule(name, stages, microbatches, chunks)
+    assert setting.bubble == pytest.approx(make_timeline(schedule).bubble)
+    assert setting.slots == sum(make_ticks(schedule).slots) / chunks
+
+
+def test_stages_divide_the_state_and_what_they_compute_with():
+    """Of 4 stages with 4 microbatches, all of which `gpipe` keeps: as many layers in all as without stages."""
+    one = memory_of(replace(BASE, microbatches=4))
+    four = replace(BASE, microbatches=4, pipe=4, schedule="gpipe")
+    found = memory_of(four)
+    assert (found.params, found.optimizer, found.weights) == (one.params / 4, one.optimizer / 4, one.weights / 4)
+    assert found.sums == 4 * (GPT.of_layers / 4 + GPT.of_tables) and found.tables == 4 * GPT.of_tables
+    rows = four.tokens
+    layers = rows * bytes_of_a_token(BASE)
+    assert found.activations == (4 * 1 + 2) * layers + 2 * 4 * rows * GPT.width  # and the edge of all microbatches
+    halves = memory_of(replace(four, schedule="zero-bubble"))
+    assert halves.activations - found.activations == 4 * 13 * GPT.width * rows
+    split = memory_of(replace(four, tensor=2))
+    assert split.weights == found.weights / 2 and split.sums == found.sums / 2 < one.sums
+
+
+def test_stages_take_their_share_of_the_time_a_bubble_and_transfers():
+    one = replace(BASE, microbatches=8)
+    stages = replace(one, pipe=4)
+    free = replace(RATES, wire=1e30)
+    layers = seconds_of(one, free) / 4 / (1 - stages.bubble)
+    assert seconds_of(stages, free) == pytest.approx(layers, rel=1e-6)
+    assert seconds_of(stages, free) < seconds_of(stages, RATES) < seconds_of(replace(stages, chunks=1, pipe=2), RATES)
+    apart = replace(BASE, microbatches=16, pipe=16)  # neighbours on two hosts: a card for each pair
+    lost = seconds_of(apart, replace(RATES, between_hosts=10e9)) - seconds_of(apart, replace(RATES, between_hosts=20e9))
+    sent = 2 * (16 + 15) * 2 * 2 * apart.tokens * GPT.width
+    assert lost > sent / 20e9
+
+
+def test_what_plan_is_told():
+    setting = replace(BASE, pipe=2, tensor=2, sequence_parallel=True, schedule="interleaved", chunks=3, microbatches=8)
+    flags = "--mesh pipe=2,tensor=2 --sequence-parallel --schedule interleaved --chunks 3 --microbatches 8"
+    assert setting.flags == flags
+    assert str(setting) == "pipe=2,tensor=2, sequence parallel, interleaved of 3 chunks, 8 microbatches"
+    assert BASE.flags == "--mesh data=1"

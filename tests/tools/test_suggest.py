@@ -19,15 +19,35 @@ def test_all_meshes_of_so_many_devices():
     assert sorted(map(str, found)) == [
         "data=2,fsdp=2",
         "data=2,tensor=2",
-        "data=2,tensor=2 sequence parallel",
+        "data=2,tensor=2, sequence parallel",
         "data=4",
         "fsdp=2,tensor=2",
-        "fsdp=2,tensor=2 sequence parallel",
+        "fsdp=2,tensor=2, sequence parallel",
         "fsdp=4",
         "tensor=4",
-        "tensor=4 sequence parallel",
+        "tensor=4, sequence parallel",
     ]
-    assert left == [] and all(setting.devices == 4 for setting in found)
+    assert all(setting.devices == 4 for setting in found)
+    assert {one.setting.pipe for one in left} == {2, 4}
+    assert {one.reason for one in left} == {
+        f"pipe={stages} needs as many microbatches, or a multiple, not 1" for stages in (2, 4)
+    }
+
+
+def test_pipelines_in_every_schedule_where_there_are_microbatches():
+    found, left = meshes_of(replace(BASE, batch=12), 2, (1, 2, 3, 4))
+    assert left == [] and all(setting.devices == 2 for setting in found)
+    of_pipe = [setting for setting in found if setting.pipe == 2]
+    by_name = {
+        name: sorted({setting.microbatches for setting in of_pipe if setting.schedule == name})
+        for name in ("1f1b", "zero-bubble", "interleaved")
+    }
+    assert by_name == {"1f1b": [2, 3, 4], "zero-bubble": [2, 3, 4], "interleaved": [2, 4]}
+    assert {setting.chunks for setting in of_pipe if setting.schedule == "interleaved"} == {2, 4, 8}  # of 32 layers
+    assert sorted(setting.microbatches for setting in found if setting.data == 2) == [1, 2, 3]
+    _, impossible = meshes_of(replace(BASE, batch=4), 3, (1, 2, 4))
+    reasons = {one.setting.mesh: one.reason for one in impossible}
+    assert reasons["pipe=3"] == "pipe=3 does not divide 32 layers"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +68,18 @@ def test_all_meshes_of_so_many_devices():
 def test_meshes_that_cannot_be(devices, change, reason):
     _, left = meshes_of(replace(BASE, **change), devices)
     assert any(reason in one.reason for one in left), left
+
+
+def test_of_a_mesh_the_fastest_that_fits_is_tried():
+    settings, _ = meshes_of(replace(BASE, batch=64), 4, (1, 2, 4, 8, 16, 32, 64))
+    found = rank(settings, 80 * GIB, RATES, tries=100)
+    assert len({(setting.mesh, setting.sequence_parallel) for setting in found.best}) == len(found.best)
+    best = next(setting for setting in found.best if setting.mesh == "pipe=4")
+    of_mesh = [setting for setting in settings if setting.mesh == "pipe=4"]
+    fastest = min(of_mesh, key=lambda setting: seconds_of(setting, RATES))
+    assert memory_of(fastest).together > 84 * GIB > memory_of(best).together  # negative control: it does not fit
+    fits = [setting for setting in of_mesh if memory_of(setting).together <= 84 * GIB]
+    assert seconds_of(best, RATES) == min(seconds_of(setting, RATES) for setting in fits)
 
 
 def test_the_best_are_those_that_fit_and_are_fast():
@@ -75,7 +107,7 @@ def test_what_was_left_out_is_said():
     assert f"and {len(ranking.slower) - 8} more." in text
     for setting in sorted(ranking.too_large, key=lambda setting: memory_of(setting).together)[:8]:
         assert f"{setting} {memory_of(setting).together / GIB:.0f}" in text
-    assert "Not tried: tensor=16 is more than the 8 GPUs of a host (2 times)." in text
+    assert "Not tried: " in text and "tensor=16 is more than the 8 GPUs of a host (2 times)" in text
     assert left_out(rank(settings[:1], 1e15, RATES, tries=2), [], RATES) == []
 
 

@@ -74,6 +74,13 @@ class Settings:
     """Attention heads a layer."""
     eval_every: int = 50
     """Steps between two validations."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints, from which --resume goes on; 0 saves none."""
+    keep: int = 2
+    """Checkpoints that stay; older ones are removed."""
+    resume: str = ""
+    """Go on with this run of --output, whatever --name is, from its last checkpoint; auto: with the last run of this
+    name, or begin it."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 is none."""
     name: str = ""
@@ -133,6 +140,10 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
     if settings.sample_tokens < 0:
         raise ValueError(f"--sample-tokens must not be negative, got {settings.sample_tokens}; 0 writes no sample")
+    if settings.checkpoint_every < 0:
+        raise ValueError(f"--checkpoint-every must not be negative, got {settings.checkpoint_every}; 0 saves none")
+    if settings.keep < 1:
+        raise ValueError(f"--keep must be at least 1, got {settings.keep}")
     if settings.vocab_size <= 256:
         raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {settings.vocab_size}")
     if not 0 < settings.learning_rate < math.inf:

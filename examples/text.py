@@ -100,9 +100,10 @@ def is_text(content: bytes) -> bool:
 
 
 class Encoder(Protocol):
-    """What a tokenizer offers: ids below `vocab_size`, from bytes and back."""
+    """What a tokenizer offers: ids below `vocab_size`, from bytes and back; `identity` is another for another one."""
 
     vocab_size: int
+    identity: str
 
     def encode(self, text: bytes) -> np.ndarray: ...  # (tokens,)
 
@@ -113,6 +114,7 @@ class ByteEncoder:
     """One token per byte: nothing to train, nothing unknown."""
 
     vocab_size = 256
+    identity = "bytes"
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8)
@@ -127,6 +129,7 @@ class PairEncoder:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
+        self.identity = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
 
     @classmethod
     def trained_on(cls, text: bytes, vocab_size: int, cache: Path) -> "PairEncoder":

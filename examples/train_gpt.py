@@ -13,27 +13,29 @@ rounding alone, so this one is low and ends at zero; benchmarks/results/first_ru
 
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
 Settings are in settings.py, text and tokens in text.py, validation and sample in evaluation.py, logs and pictures in
-record.py, devices in mesh.py, and what several processes agree on in processes.py: each runs this script from top to
-bottom.
+record.py, checkpoints in checkpoints.py and resuming.py, Ctrl-C in leaving.py, optimizer and compiler in building.py,
+devices in mesh.py, and what several processes agree on in processes.py: each runs this script from top to bottom.
 """
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import math
-import platform
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from building import compiler_options, make_optimizer
+from checkpoints import BASELINE, MAIN, CannotResume, CannotSave, Checkpoints
 from evaluation import make_validation, make_writer
 from jax.sharding import Mesh
+from leaving import Leaving
 from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
 from processes import agree, fingerprint, is_first, start
-from record import Folder, Progress
+from record import Folder, Progress, versions
+from resuming import describe_run, find_run, interruption
 from settings import Settings, check, parse
 from text import (
     ByteEncoder,
@@ -52,7 +54,7 @@ RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling}
 LOG_EVERY = 10  # steps between two rows of the log
 VALIDATION_BATCHES = 8  # at least
 VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it; leaving.py has that of other signals
 
 
 class Job(NamedTuple):
@@ -65,6 +67,7 @@ class Job(NamedTuple):
     held_out: np.ndarray  # (tokens,)
     mesh: Mesh
     rows: np.ndarray  # of a batch, which this process reads
+    description: dict[str, Any]  # for checkpoints
 
 
 def read_settings(argv: list[str]) -> Settings:
@@ -105,7 +108,9 @@ def prepare(settings: Settings) -> Job:
         num_heads=settings.num_heads,
     )
     check_model(sizes, model, settings.fp8_head)
-    return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size))
+    text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
+    description = describe_run(settings, model, encoder.identity, text)
+    return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size), description)
 
 
 def begin(settings: Settings) -> tuple[Job, Folder]:
@@ -113,7 +118,8 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     try:
         job = prepare(settings)
         name = settings.name or f"{settings.preset}-{settings.recipe}"
-        folder = Folder(settings.output, name, log_rows(settings), is_written=is_first())
+        existing = find_run(settings, name, job.description)
+        folder = Folder(settings.output, name, log_rows(settings), is_first(), existing)
     except (ValueError, OSError):
         agree()
         raise
@@ -127,14 +133,6 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     return job, folder
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    peak, warmup = settings.learning_rate, max(1, min(settings.steps // 10, 200))
-    up = optax.linear_schedule(peak / warmup, peak, warmup)
-    down = optax.linear_schedule(peak, 0.0, settings.steps + 1 - warmup)
-    schedule = optax.join_schedules([up, down], [warmup])
-    return optax.chain(optax.clip_by_global_norm(1.0), fp8.fused_adamw(schedule, b2=0.95, weight_decay=0.1))
-
-
 def make_model(job: Job, recipe: str) -> fp8.GPT:
     """The GPT in one recipe; "bf16" has no FP8 anywhere."""
     if recipe == "bf16":
@@ -143,30 +141,14 @@ def make_model(job: Job, recipe: str) -> fp8.GPT:
     return fp8.GPT(job.model, recipe=layers, head_recipe=fp8.CurrentScaling() if job.settings.fp8_head else None)
 
 
-def compiler_options(recipe: str) -> dict[str, str] | None:
-    """Options for the compiler of a step; None is what the library chooses.
-
-    On the CPU, XLA multiplies the bfloat16 matrices of a weight's gradient in a plain loop, which makes a step of the
-    tiny model four times as long, unless it is kept from handing products to its library for them.
-    """
-    if recipe != "bf16" or jax.default_backend() != "cpu":
-        return None
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:  # another jaxlib, which does not know it
-        return None
-    return options
-
-
 class Trained(NamedTuple):
     model: fp8.GPT
     variables: Any
     val_loss: float
 
 
-def train(job: Job, recipe: str, folder: Folder) -> Trained:
-    """One run: the model in one recipe, from the seed's parameters, over the seed's batches."""
+def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Leaving) -> Trained:
+    """One run: the model in one recipe, from the seed's parameters or a checkpoint, over the seed's batches."""
     settings = job.settings
     model = make_model(job, recipe)
     loss_fn = fp8.next_token_loss(model)
@@ -180,7 +162,13 @@ def train(job: Job, recipe: str, folder: Folder) -> Trained:
         compiler_options=compiler_options(recipe),
         **spread(job),
     )
-    state = train_step.init_state(model.init, jax.random.key(settings.seed), jnp.zeros(shape, jnp.int32))
+
+    def batch(step):
+        return on_mesh(job.mesh, training_batch(job.train, step, settings.seed, *shape, job.rows))
+
+    last = kept.last
+    state = first_state(job, model, train_step, batch, kept)
+    folder.take_up()
     measured = min(VALIDATION_TOKENS, len(job.held_out))
     count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
     validation = on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
@@ -190,14 +178,31 @@ def train(job: Job, recipe: str, folder: Folder) -> Trained:
     def validate():
         return mean_loss(state.variables, validation)
 
-    with Progress(folder, recipe, settings.steps, math.prod(shape), LOG_EVERY) as progress:
-        progress.start(validate())
-        for step in range(1, settings.steps + 1):
-            tokens = training_batch(job.train, step, settings.seed, *shape, job.rows)
-            state, metrics = train_step(state, on_mesh(job.mesh, tokens))
+    progress = Progress(folder, recipe, settings.steps, math.prod(shape), LOG_EVERY, last)
+    with leaving.after_a_step(), kept, progress:
+        if last is None:
+            progress.start(validate())
+        for step in range(progress.last_step + 1, settings.steps + 1):
+            state, metrics = train_step(state, batch(step))
             due = step % settings.eval_every == 0 or step == settings.steps
             progress.add(step, metrics["loss"], validate() if due else None)
+            is_last = leaving.asked
+            if is_last or kept.is_due(step, settings.steps):
+                kept.save(step, state, job.description | progress.notes())
+            if is_last:
+                raise KeyboardInterrupt
     return Trained(model, state.variables, progress.val_loss)
+
+
+def first_state(job: Job, model: fp8.GPT, train_step: Any, batch: Callable, kept: Checkpoints) -> fp8.TrainState:
+    """The seed's parameters, or what the last checkpoint has, with new scales if that was another recipe's."""
+    arguments = (model.init, jax.random.key(job.settings.seed), jnp.zeros(np.shape(batch(1)), jnp.int32)[:, :-1])
+    shapes = train_step.state_shapes(*arguments)
+    kept.check_room(shapes)
+    if kept.last is None:
+        return train_step.init_state(*arguments)
+    state, is_new = kept.restore(shapes, lambda: jax.jit(lambda *inputs: model.init(*inputs)["fp8"])(*arguments[1:]))
+    return train_step.warm_start(state, batch(kept.last["step"] + 1)) if is_new else state
 
 
 def spread(job: Job) -> dict[str, Any]:
@@ -229,27 +234,6 @@ def log_rows(settings: Settings) -> int:
     return 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3)
 
 
-def interruption(settings: Settings, folder: Folder) -> str:
-    """Where a run was when it was interrupted, and what it left."""
-    if not folder.rows:
-        return f"interrupted before the first step; the configuration is in {folder.path}"
-    last = folder.rows[-1]
-    return (
-        f"interrupted after step {last['step']} of {settings.steps} of {last['run']}; "
-        f"log, configuration and the curves so far are in {folder.path}"
-    )
-
-
-def versions(mesh: Mesh) -> dict[str, Any]:
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
-    device = mesh.devices.flat[0]
-    return {
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
-        "device": f"{mesh.size} x {device.device_kind}",
-    }
-
-
 def complain(sentence: str, status: int) -> int:
     several = jax.distributed.is_initialized() and jax.process_count() > 1
     print(f"train_gpt.py{f', process {jax.process_index()}' if several else ''}: {sentence}", file=sys.stderr)
@@ -273,38 +257,48 @@ def main(argv: list[str]) -> int:
 
 def run_or_say_why(job: Job, folder: Folder) -> int:
     """The run, and one sentence where it ends early."""
-    try:
-        return run(job, folder)
-    except KeyboardInterrupt:
-        if not folder.is_written:  # what there is to say, the first process says
-            return INTERRUPTED
-        if folder.rows:
-            folder.plot(title(job))
-        return complain(interruption(job.settings, folder), INTERRUPTED)
-    except FloatingPointError as error:
-        return complain(str(error), 1)
-    except OSError as error:
-        return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", 1)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return complain("out of device memory; use more --microbatches or a smaller --preset", 1)
+    with Leaving() as leaving:
+        try:
+            return run(job, folder, leaving)
+        except KeyboardInterrupt:
+            if not folder.is_written:  # what there is to say, the first process says
+                return leaving.status
+            if folder.rows:
+                folder.plot(title(job))
+            return complain(interruption(job.settings, folder.path, folder.rows), leaving.status)
+        except CannotResume as error:
+            return complain(str(error), 2)
+        except (FloatingPointError, CannotSave) as error:
+            return complain(str(error), 1)
+        except OSError as error:
+            return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", 1)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return complain("out of device memory; use more --microbatches or a smaller --preset", 1)
 
 
 def title(job: Job) -> str:
     return f"{job.settings.preset}, {job.model.num_layers} layers, {job.model.hidden_size} wide"
 
 
-def run(job: Job, folder: Folder) -> int:
+def run(job: Job, folder: Folder, leaving: Leaving) -> int:
     """What a run is once nothing in its settings is wrong: train, plot, write a sample, sum up."""
     settings, found = job.settings, versions(job.mesh)
-    folder.write_config({"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(job.model)} | found)
+    goes_on = folder.existing is not None
+
+    def train_in(recipe, name):
+        kept = Checkpoints(folder.path / name, settings.checkpoint_every, settings.keep, goes_on)
+        return train(job, recipe, folder, kept, leaving)
+
+    if not goes_on or not folder.existing.rows:
+        folder.write_config({"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(job.model)} | found)
     print(
         f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {found['device']}; "
         f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"
     )
-    trained = train(job, settings.recipe, folder)
-    baseline = train(job, "bf16", folder) if settings.compare else None
+    trained = train_in(settings.recipe, MAIN)
+    baseline = train_in("bf16", BASELINE) if settings.compare else None
     folder.plot(title(job))
     if settings.sample_tokens:
         prompt, text = sample(job, trained)

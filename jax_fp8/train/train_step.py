@@ -62,7 +62,8 @@ class TrainStep:
 
         self._step, self._start = jit(programs.step, (0, 2)), jax.jit(programs.start)
         self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
-        self._warm = jit(programs.warm, 0) if warm_start else None
+        self._warm = jit(programs.warm, 0) if programs.recipe is not None and programs.recipe.has_state else None
+        self._warms_up = warm_start
         self._donate, self._last_step_count, self._room = donate, None, None
         self._programs = programs
 
@@ -101,13 +102,30 @@ class TrainStep:
         if state.step is not self._last_step_count:  # a state that this object did not return itself
             if self._programs.how is not None:
                 check_on_mesh(state, self._programs.how.mesh)
-            if self._warm is not None and int(state.step) == 0:  # asking the step count waits for the device
+            # Asking the step count waits for the device.
+            if self._warms_up and self._warm is not None and int(state.step) == 0:
                 state = self._warm(state, batch)
         state, metrics = self._step(state, batch, zero_metrics())
         if self._room is None:
             self._room = make_room(state.step)
         self._last_step_count = state.step
         return state, metrics
+
+    def warm_start(self, state: TrainState, batch: Any) -> TrainState:
+        """A state with scales from this batch, as a step makes them by itself before step 0: for params that come from
+        elsewhere, or were trained without scales. The argument `state` is donated.
+
+        Rows of the FP8 state that have a history already are left as they are. Without a recipe that has state there is
+        nothing to do.
+        """
+        check_is("state", state, TrainState, STATE_REMEDY)
+        if self._warm is None:
+            return state
+        check_not_donated(state)
+        if self._programs.how is not None:
+            batch = self._programs.how.place_batch(batch, self._programs.microbatches)
+            check_on_mesh(state, self._programs.how.mesh)
+        return self._warm(state, batch)
 
     def start(self, state: TrainState) -> PendingStep:
         """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8.
@@ -244,4 +262,4 @@ def make_train_step(
     if how is not None and how.stages > 1:
         check_pipeline(how, loss_fn, microbatches, cache_weights)
     programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
-    return TrainStep(programs, donate, compiler_options, warm_start and recipe is not None and recipe.has_state)
+    return TrainStep(programs, donate, compiler_options, warm_start)

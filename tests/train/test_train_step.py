@@ -188,6 +188,22 @@ def test_warm_start_keeps_calibrated_history():
     assert (after.fp8["twice"]["amax_history"][2, -2:] > 0).all()  # the gradient had none, and was warmed
 
 
+def test_warm_start_makes_scales_for_params_that_come_without():
+    """As before step 0, at any step; there is nothing to make for a recipe without state."""
+    tx, batch = optax.sgd(0.0), batch_of()
+    module, state = start(tx)
+    step = fp8.make_train_step(loss_of(module), tx, RECIPE)
+    expected = step(copy(state), batch)[0].fp8
+    late = fp8.TrainState(jnp.int32(7), state.params, state.fp8, state.opt_state)
+    warmed, _ = step(step.warm_start(copy(late), batch), batch)
+    assert int(warmed.step) == 8
+    jax.tree.map(np.testing.assert_array_equal, warmed.fp8, expected)
+    cold, _ = step(late, batch)  # negative control: at step 7 no step does it by itself
+    assert (cold.fp8["once"]["amax_history"][:, -2] == 0).all()
+    module, state = start(tx, fp8.CurrentScaling())
+    assert fp8.make_train_step(loss_of(module), tx, fp8.CurrentScaling()).warm_start(state, batch) is state
+
+
 def test_global_norm_clipping_sees_params_only():
     batch, norms = batch_of(), []
     for recipe in (RECIPE, None):

@@ -1,0 +1,281 @@
+"""Checkpoints of a run: what is in one, how it is written and read, and what may be another when a run goes on.
+
+    runs/<name>/checkpoints/<step>/    params, opt_state, fp8    arrays, wherever they lie
+                                       notes                     everything else, as JSON
+
+Orbax copies the arrays to the host, and writes them beside training. A folder gets its name last, so one that is called
+like a step is complete. Of every array the notes hold a sum, which tells whether what is read is what was saved.
+
+The weights in FP8 are not saved; they follow from params and scales. The position in the data and the random state are
+two numbers, step and seed, for batches are a function of both, and nothing is drawn while training.
+
+Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do.
+"""
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+import jax_fp8 as fp8
+
+MAIN, BASELINE = "checkpoints", "checkpoints-baseline"  # folders of the two runs of `--compare`
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+REASONS = {
+    "RESOURCE_EXHAUSTED": "No space left on device",
+    "NOT_FOUND": "a file is missing",
+    "DATA_LOSS": "a file is damaged",
+    "OUT_OF_RANGE": "a file is cut short",
+}
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs of an error is said in one sentence here
+
+
+class CannotResume(ValueError):
+    """A run cannot go on from this checkpoint."""
+
+
+class CannotSave(OSError):
+    """A checkpoint cannot be written."""
+
+
+class Checkpoints:
+    """Those of one training run. `last` has the notes of the last one, if the run is to go on from it.
+
+    Args:
+      folder: their own; it need not exist.
+      every: steps between two; 0 saves none.
+      keep: how many of them stay.
+      resume: whether to look for the last one.
+    """
+
+    def __init__(self, folder: Path, every: int, keep: int, resume: bool):
+        self.folder, self.every, self.keep = folder.absolute(), every, keep
+        self.last = read_last(folder) if resume else None
+        self._manager = self._unfinished = None  # the step that is being written
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.finish()
+
+    def is_due(self, step: int, steps: int) -> bool:
+        return self.every > 0 and (step % self.every == 0 or step == steps)
+
+    def check_room(self, state: fp8.TrainState) -> None:
+        """Refuse before training what will not fit; the state, or its shapes."""
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(_items(state)))
+        needed = size * (self.keep + 1 - len(steps_in(self.folder)))  # one is written before the oldest goes
+        free = shutil.disk_usage(self.folder.parent).free
+        if self.every and needed > free:
+            raise CannotSave(
+                f"--keep {self.keep} needs room for {needed / 2**30:,.1f} GiB of checkpoints, got "
+                f"{free / 2**30:,.1f} GiB in {self.folder.parent}; free some space, or choose another folder by --output"
+            )
+
+    def save(self, step: int, state: fp8.TrainState, notes: dict[str, Any]) -> None:
+        """Begin to write; the state may be donated at once. The one before is finished first."""
+        if not self.every or (self.last is not None and self.last["step"] == step):
+            return
+        items = _items(state)
+        notes = notes | {"step": step, "arrays": {name: describe(tree) for name, tree in items.items()}}
+        arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        with self._writing():
+            self._wait()
+            if not self.folder.parent.is_dir():
+                raise FileNotFoundError(f"no folder {self.folder.parent}")
+            self._opened().save(step, args=ocp.args.Composite(notes=ocp.args.JsonSave(notes), **arguments))
+        self.last, self._unfinished = notes, step
+
+    def finish(self) -> None:
+        """Wait until the last one is written."""
+        with self._writing():
+            self._wait()
+            if self._manager is not None:
+                self._manager.close()
+        self._manager = None
+
+    def restore(self, like: fp8.TrainState, new_fp8: Callable[[], Any]) -> tuple[fp8.TrainState, bool]:
+        """The state of the last one, and whether its FP8 state is new: that of another recipe is.
+
+        Args:
+          like: `step.state_shapes(...)`; what has no sharding is put on the first device.
+          new_fp8: makes the FP8 state before the first step.
+        """
+        assert self.last is not None, "there is one"
+        step, saved = self.last["step"], self.last["arrays"]
+        like = jax.tree.map(_with_place, like)
+        wanted = _items(like)
+        has_scales = _types(saved.get("fp8", {})) == describe(wanted.get("fp8", {}))
+        if not has_scales:
+            wanted.pop("fp8", None)
+        for name, tree in wanted.items():
+            _check_types(name, _types(saved.get(name, {})), describe(tree))
+        arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+        with _reading(self.folder, step):
+            found = self._opened().restore(step, args=ocp.args.Composite(**arguments))
+            items = {name: found[name] for name in wanted}
+            for name, tree in items.items():
+                wrong = [path for path, array in describe(tree).items() if array != saved[name][path]]
+                if wrong:
+                    raise ValueError(f"other numbers in {name}{wrong[0]}")
+        is_new = not has_scales and bool(like.fp8)
+        fp8_state = jax.tree.map(_put, new_fp8(), like.fp8) if is_new else items.get("fp8", {})
+        return fp8.TrainState(_put(step, like.step), items["params"], fp8_state, items["opt_state"]), is_new
+
+    def _opened(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        return self._manager
+
+    def _wait(self):
+        """For what is being written: it must be there then."""
+        if self._unfinished is None:
+            return
+        step, self._unfinished = self._unfinished, None
+        self._manager.wait_until_finished()
+        if step not in steps_in(self.folder):
+            raise FileNotFoundError(f"no folder {self.folder / str(step)}")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What went wrong, in one sentence; what is unfinished takes no room then."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self._manager = None
+            for path in self.folder.glob(UNFINISHED):
+                shutil.rmtree(path, ignore_errors=True)
+            steps = steps_in(self.folder)
+            remains = f"that of step {steps[-1]} is whole, --resume goes on from it" if steps else "there is none yet"
+            raise CannotSave(
+                f"a checkpoint must find room in {self.folder}, got {_reason(error)}; {remains}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _reading(folder: Path, step: int) -> Iterator[None]:
+    """What went wrong, in one sentence."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # Orbax leaves what else it was reading unread, of which Python would tell
+    try:
+        yield
+    except Exception as error:
+        # Orbax raises Exception itself where an array cannot be read.
+        if type(error) is not Exception and not isinstance(error, OSError | ValueError | KeyError):
+            raise
+        path, before = folder / str(step), [number for number in steps_in(folder) if number < step]
+        remedy = f"remove it, and --resume goes on from step {before[-1]}" if before else "there is no other"
+        raise CannotResume(f"the checkpoint {path} must be as it was saved, got {_reason(error)}; {remedy}") from None
+    finally:
+        gc.collect()
+        sys.unraisablehook = hook
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a few words: Orbax and what it stands on say much more."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error)
+    if found := re.search(r"OS error (\d+)", text):
+        return os.strerror(int(found[1]))
+    if type(error) is Exception:
+        return "an array that cannot be read"
+    status = text.partition(":")[0]
+    return REASONS.get(
+        status, "a file that is no longer JSON" if isinstance(error, ValueError) and "column" in text else text[:100]
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Of which steps there are checkpoints, in order."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+
+
+def read_last(folder: Path) -> dict[str, Any] | None:
+    """The notes of the last checkpoint in a folder."""
+    steps = steps_in(folder)
+    if not steps:
+        return None
+    options = ocp.CheckpointManagerOptions(read_only=True, create=False)
+    with _reading(folder, steps[-1]):
+        manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        notes = manager.restore(steps[-1], args=ocp.args.Composite(notes=ocp.args.JsonRestore())).notes
+        manager.close()
+    return notes
+
+
+def describe(tree: Any) -> dict[str, list]:
+    """Of every array its dtype and shape, and the sum of its bits, unless it is only a shape."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sums = jax.device_get([_sum_of_bits(leaf) for _, leaf in leaves if isinstance(leaf, jax.Array)])
+    numbers = iter(sums)
+    return {
+        jax.tree_util.keystr(path): [str(leaf.dtype), list(leaf.shape)]
+        + ([int(next(numbers))] if isinstance(leaf, jax.Array) else [])
+        for path, leaf in leaves
+    }
+
+
+@jax.jit
+def _sum_of_bits(array: jax.Array) -> jax.Array:
+    """uint32[]: every element has an odd factor of its own, so that one that changes shows, and two that change places.
+    The same wherever the array lies, for sums of integers have no order.
+    """
+    bits = lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
+    place = jnp.zeros((), jnp.uint32)
+    for dim, size in enumerate(array.shape):
+        place = place * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, array.shape, dim)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _items(state: fp8.TrainState) -> dict[str, Any]:
+    """What is saved of a state; nothing of what is empty."""
+    items = {"params": state.params, "opt_state": state.opt_state, "fp8": state.fp8}
+    return {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
+
+
+def _types(arrays: dict[str, list]) -> dict[str, list]:
+    return {path: array[:2] for path, array in arrays.items()}
+
+
+def _check_types(name, saved, wanted) -> None:
+    """Raise unless arrays are there, and are kept in the dtypes and shapes that this run has."""
+    for path in [*wanted, *saved]:
+        if saved.get(path) != wanted.get(path):
+            one, other = (_written(arrays.get(path)) for arrays in (wanted, saved))
+            raise CannotResume(
+                f"{name}{path} must be {one} in this run, got {other} in the checkpoint; train with the options that it "
+                "was saved with"
+            )
+
+
+def _written(array: list | None) -> str:
+    return "absent" if array is None else f"{array[0]}{array[1]}"
+
+
+def _with_place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    place = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _put(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    whole = np.asarray(value, like.dtype)
+    return jax.make_array_from_callback(whole.shape, like.sharding, lambda index: whole[index])

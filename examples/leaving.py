@@ -1,0 +1,69 @@
+"""Ctrl-C and SIGTERM: the first asks a run to end after its step, the second one ends the process at once.
+
+Python runs its own handlers between two lines of Python, and a step that is being compiled is one line for a minute. So
+a thread listens as well: it answers at once, and can leave at once.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Leaving:
+    """What a run knows of signals. While it trains, the first one sets `asked`; else it raises KeyboardInterrupt.
+
+    `status` is the exit status then, as shells have it. To be used by the main thread, as a context.
+    """
+
+    def __init__(self):
+        self.asked, self.status = False, 128 + signal.SIGINT
+        self._training, self._count = False, 0
+
+    def __enter__(self) -> "Leaving":
+        self._listening, self._told = socket.socketpair()
+        self._told.setblocking(False)
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._wakeup_before = signal.set_wakeup_fd(self._told.fileno())
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._told.close()  # which ends the thread
+        self._thread.join()
+        self._listening.close()
+
+    @contextlib.contextmanager
+    def after_a_step(self) -> Iterator[None]:
+        """Here somebody looks at `asked` after every step."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
+    def _handle(self, number, _frame):
+        self.status = 128 + number
+        if not self._training:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def _listen(self):
+        """The kernel's word for every signal, one byte each, whatever the main thread is doing."""
+        while told := self._listening.recv(1):
+            if told[0] not in SIGNALS:
+                continue
+            self._count += 1
+            if self._count == 2:
+                os._exit(128 + told[0])
+            if self._training:
+                print("\nends after this step; once more, and it ends at once", file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""Which run goes on, and whether it may: `--resume RUN|auto`, and what of a run must stay as it is.
+
+A model of another shape or another tokenizer is refused. All else may change, and is named: options of the step, the
+mesh, the recipe, even the text. What then comes is no longer the run that would have been without an interruption.
+"""
+
+import dataclasses
+import glob
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from checkpoints import BASELINE, MAIN, CannotResume, read_last, steps_in
+from record import Existing
+from settings import Settings
+
+# Settings that do not change what is computed.
+ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "compare", "sample_tokens"}
+ASIDE |= {"distributed", "coordinator", "num_processes", "process_id"}
+FLAGS = {"hidden_size": "--hidden-size", "num_layers": "--num-layers", "num_heads": "--num-heads",
+         "max_seq_len": "--seq-len"}  # fmt: skip
+
+
+def find_run(settings: Settings, name: str, run: dict[str, Any]) -> Existing | None:
+    """The run that goes on, which the one that is described here can take up; None for a new one."""
+    if not settings.resume:
+        return None
+    if settings.resume == "auto":
+        path = _last_run(settings.output, name)
+    else:
+        path = next((p for p in (settings.output / settings.resume, Path(settings.resume)) if steps_in(p / MAIN)), None)
+        if path is None:
+            raise CannotResume(
+                f"--resume must name a run with checkpoints in {settings.output}, got {settings.resume!r}; "
+                "they are saved with --checkpoint-every"
+            )
+    if path is None:
+        return None
+    rows: dict[str, int] = {}
+    for folder in (MAIN, BASELINE):
+        notes = read_last(path / folder)
+        if notes is None:
+            continue
+        check_same(notes, run)
+        for label, count in notes["rows"].items():
+            rows[label] = max(count, rows.get(label, 0))
+        if folder == MAIN:
+            changed = differences(notes, run)
+            other = f"; other than before: {changed}" if changed else ""
+            print(f"{path} goes on after step {notes['step']}{other}")
+    return Existing(path, rows)
+
+
+def _last_run(output: Path, name: str) -> Path | None:
+    """Of the runs `name`, `name-2`, `name-3`, ... that may go on, the last one."""
+    numbers = {_number(path, name): path for path in output.glob(f"{glob.escape(name)}*") if _may_go_on(path)}
+    numbers.pop(None, None)
+    return numbers[max(numbers)] if numbers else None
+
+
+def _number(path, name) -> int | None:
+    """1 for `name` itself, 2 for `name-2`; None for a run of another name."""
+    found = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", path.name)
+    return int(found[1] or 1) if found else None
+
+
+def _may_go_on(run: Path) -> bool:
+    """Whether a run has checkpoints, or has ended before its first one."""
+    if steps_in(run / MAIN):
+        return True
+    config = run / "config.json"
+    if not config.exists():
+        return run.is_dir() and not (run / "metrics.jsonl").exists()
+    return json.loads(config.read_text())["settings"].get("checkpoint_every", 0) > 0
+
+
+def describe_run(settings: Settings, model: Any, tokenizer: str, text: str) -> dict[str, Any]:
+    """What a checkpoint says of its run, as JSON has it."""
+    described = {"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(model)}
+    return json.loads(json.dumps(described | {"tokenizer": tokenizer, "text": text}, default=str))
+
+
+def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise where a run cannot go on from a checkpoint of another one."""
+    then, now = saved["settings"], run["settings"]
+    pairs = [("--tokenizer", then["tokenizer"], now["tokenizer"])]
+    if now["tokenizer"] == "bpe":
+        pairs.append(("--vocab-size", then["vocab_size"], now["vocab_size"]))
+        pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))
+    for field, flag in FLAGS.items():
+        pairs.append((flag, saved["model"][field], run["model"][field]))
+    pairs.append(("--preset", then["preset"], now["preset"])) if saved["model"] != run["model"] else None
+    for flag, was, given in pairs:
+        if was != given:
+            raise CannotResume(
+                f"{flag} must be {was} as in the checkpoint, got {given}; begin a new run for another one"
+            )
+    if now["steps"] < saved["step"]:
+        raise CannotResume(
+            f"--steps must be at least {saved['step']}, after which the checkpoint was saved, got {now['steps']}; "
+            "give more, or begin a new run"
+        )
+    if now["compare"] and then["recipe"] != now["recipe"]:
+        raise CannotResume(
+            f"--compare needs --recipe {then['recipe']} from the first step on, got {now['recipe']}; leave it out"
+        )
+
+
+def differences(saved: dict[str, Any], run: dict[str, Any]) -> str:
+    """What is another than in the checkpoint, in words; empty if the run goes on as it was."""
+    then, now = saved["settings"], run["settings"]
+    changed = [
+        f"--{field.replace('_', '-')} {now[field]} (was {then.get(field)})"
+        for field in now
+        if field not in ASIDE and then.get(field) != now[field]
+    ]
+    return ", ".join(changed + (["another text"] if saved["text"] != run["text"] else []))
+
+
+def interruption(settings: Settings, run: Path, rows: list[dict]) -> str:
+    """Where a run was when it was interrupted, what it left, and how to go on."""
+    if not rows:
+        return f"interrupted before the first step; the configuration is in {run}"
+    if steps_in(run / MAIN):
+        remedy = f"the same command goes on with --resume {run.name}"
+    else:
+        remedy = "to go on from there another time, give it --checkpoint-every"
+    return (
+        f"interrupted after step {rows[-1]['step']} of {settings.steps} of {rows[-1]['run']}; "
+        f"log, configuration and the curves so far are in {run}; {remedy}"
+    )

@@ -14,12 +14,14 @@ Every complaint is a ValueError of one sentence: what must hold, what arrived, w
 
 import contextlib
 import gc
+import json
 import logging
 import math
 import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ import jax_fp8 as fp8
 
 MAIN, BASELINE = "checkpoints", "checkpoints-baseline"  # folders of the two runs of `--compare`
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
+SETTLED = 0.5  # seconds after which what was written beside an array that failed has failed too
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 REASONS = {
     "RESOURCE_EXHAUSTED": "No space left on device",
@@ -160,9 +163,14 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            self._manager = None
-            for path in self.folder.glob(UNFINISHED):
-                shutil.rmtree(path, ignore_errors=True)
+            with _quietly():
+                manager, self._manager = self._manager, None
+                if manager is not None:
+                    with contextlib.suppress(OSError, ValueError):
+                        manager.close()
+                time.sleep(SETTLED)
+                for path in self.folder.glob(UNFINISHED):
+                    shutil.rmtree(path, ignore_errors=True)
             steps = steps_in(self.folder)
             remains = f"that of step {steps[-1]} is whole, --resume goes on from it" if steps else "there is none yet"
             raise CannotSave(
@@ -173,10 +181,9 @@ class Checkpoints:
 @contextlib.contextmanager
 def _reading(folder: Path, step: int) -> Iterator[None]:
     """What went wrong, in one sentence."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda _: None  # Orbax leaves what else it was reading unread, of which Python would tell
     try:
-        yield
+        with _quietly():
+            yield
     except Exception as error:
         # Orbax raises Exception itself where an array cannot be read.
         if type(error) is not Exception and not isinstance(error, OSError | ValueError | KeyError):
@@ -184,6 +191,15 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
         path, before = folder / str(step), [number for number in steps_in(folder) if number < step]
         remedy = f"remove it, and --resume goes on from step {before[-1]}" if before else "there is no other"
         raise CannotResume(f"the checkpoint {path} must be as it was saved, got {_reason(error)}; {remedy}") from None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Where one array fails, Orbax drops what it was doing with the others, and Python would tell of each."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        yield
     finally:
         gc.collect()
         sys.unraisablehook = hook
@@ -193,15 +209,14 @@ def _reason(error: BaseException) -> str:
     """What went wrong, in a few words: Orbax and what it stands on say much more."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = str(error)
-    if found := re.search(r"OS error (\d+)", text):
-        return os.strerror(int(found[1]))
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "a file that is no longer JSON"
     if type(error) is Exception:
         return "an array that cannot be read"
-    status = text.partition(":")[0]
-    return REASONS.get(
-        status, "a file that is no longer JSON" if isinstance(error, ValueError) and "column" in text else text[:100]
-    )
+    text = str(error.args[0] if error.args else error)
+    if found := re.search(r"os_error_code='(\d+)'", text):
+        return os.strerror(int(found[1]))
+    return REASONS.get(text.partition(":")[0], " ".join(text.split())[:150])
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -133,10 +133,11 @@ def benchmark(monkeypatch):
 @pytest.fixture
 def example(monkeypatch):
     """A module of examples/ by name, imported as the script imports it."""
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "examples"))
+    folder = pathlib.Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module
-    for name in ("train_gpt", "settings", "text", "record", "mesh", "processes", "evaluation"):
-        sys.modules.pop(name, None)
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.fixture

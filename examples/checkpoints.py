@@ -71,6 +71,7 @@ class Checkpoints:
         self.folder, self.every, self.keep = folder.absolute(), every, keep
         self.last = read_last(folder) if resume else None
         self._manager = self._unfinished = None  # the step that is being written
+        self._quiet = contextlib.ExitStack()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -112,7 +113,7 @@ class Checkpoints:
             self._wait()
             if self._manager is not None:
                 self._manager.close()
-        self._manager = None
+        self._close()
 
     def restore(self, like: fp8.TrainState, new_fp8: Callable[[], Any]) -> tuple[fp8.TrainState, bool]:
         """The state of the last one, and whether its FP8 state is new: that of another recipe is.
@@ -131,8 +132,10 @@ class Checkpoints:
         for name, tree in wanted.items():
             _check_types(name, _types(saved.get(name, {})), describe(tree))
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+        with self._writing():
+            manager = self._opened()
         with _reading(self.folder, step):
-            found = self._opened().restore(step, args=ocp.args.Composite(**arguments))
+            found = manager.restore(step, args=ocp.args.Composite(**arguments))
             items = {name: found[name] for name in wanted}
             for name, tree in items.items():
                 wrong = [path for path, array in describe(tree).items() if array != saved[name][path]]
@@ -146,7 +149,12 @@ class Checkpoints:
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
+            self._quiet.enter_context(_quietly())
         return self._manager
+
+    def _close(self):
+        self._manager = None
+        self._quiet.close()
 
     def _wait(self):
         """For what is being written: it must be there then."""
@@ -163,14 +171,14 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            with _quietly():
-                manager, self._manager = self._manager, None
-                if manager is not None:
-                    with contextlib.suppress(OSError, ValueError):
-                        manager.close()
+            if self._manager is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    self._manager.close()
                 time.sleep(SETTLED)
-                for path in self.folder.glob(UNFINISHED):
-                    shutil.rmtree(path, ignore_errors=True)
+            gc.collect()
+            for path in self.folder.glob(UNFINISHED):
+                shutil.rmtree(path, ignore_errors=True)
+            self._close()
             steps = steps_in(self.folder)
             remains = f"that of step {steps[-1]} is whole, --resume goes on from it" if steps else "there is none yet"
             raise CannotSave(
@@ -195,13 +203,21 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Where one array fails, Orbax drops what it was doing with the others, and Python would tell of each."""
+    """Where one array fails, Orbax drops what it was doing with the others, of which Python would tell one by one."""
     hook = sys.unraisablehook
-    sys.unraisablehook = lambda _: None
+
+    def tell(unraisable):
+        error = unraisable.exc_value
+        if type(error) is not Exception and "Event loop is closed" not in str(error):
+            hook(unraisable)
+
+    sys.unraisablehook = tell
     try:
         yield
-    finally:
+    except BaseException:
         gc.collect()
+        raise
+    finally:
         sys.unraisablehook = hook
 
 

@@ -65,5 +65,5 @@ class Leaving:
             self._count += 1
             if self._count == 2:
                 os._exit(128 + told[0])
-            if self._training:
+            if self._training or self.asked:
                 print("\nends after this step; once more, and it ends at once", file=sys.stderr, flush=True)

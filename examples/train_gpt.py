@@ -196,7 +196,8 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
 
 def first_state(job: Job, model: fp8.GPT, train_step: Any, batch: Callable, kept: Checkpoints) -> fp8.TrainState:
     """The seed's parameters, or what the last checkpoint has, with new scales if that was another recipe's."""
-    arguments = (model.init, jax.random.key(job.settings.seed), jnp.zeros(np.shape(batch(1)), jnp.int32)[:, :-1])
+    tokens = jnp.zeros((job.settings.batch_size, job.settings.seq_len), jnp.int32)
+    arguments = (model.init, jax.random.key(job.settings.seed), tokens)
     shapes = train_step.state_shapes(*arguments)
     kept.check_room(shapes)
     if kept.last is None:

@@ -1,8 +1,11 @@
 """Checkpoints of the example: what is in one, that it comes back bit for bit, and what is said where it cannot."""
 
 import dataclasses
+import importlib
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 TX = fp8.fused_adamw(1e-3)
 NOTES = {"rows": {"delayed": 3}, "losses": [1.0, 0.1]}
 
@@ -42,33 +46,33 @@ def check_equal(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.fixture
-def checkpoints(example):
-    return example("checkpoints")
+@pytest.fixture(scope="module")
+def checkpoints():
+    """The module, imported once: what it has traced is traced for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("checkpoints")
+    del sys.modules["checkpoints"]
 
 
 @pytest.fixture(scope="module")
-def once():
-    """What is made once, by the first test that needs it."""
-    return {}
-
-
-@pytest.fixture
-def saved(checkpoints, once, tmp_path, tmp_path_factory):
-    """A folder with checkpoints of steps 2 and 4, of states of seeds 2 and 4."""
-    if not once:
-        once["made"] = tmp_path_factory.mktemp("checkpoints")
-        with checkpoints.Checkpoints(once["made"], every=2, keep=2, resume=False) as kept:
-            for step in (2, 4):
-                kept.save(step, make_state(step), NOTES)
-    folder = tmp_path / "mine/checkpoints"
-    shutil.copytree(once["made"], folder)
+def first_saved(checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with checkpoints.Checkpoints(folder, every=2, keep=2, resume=False) as kept:
+        for step in (2, 4):
+            kept.save(step, make_state(step), NOTES)
     return folder
 
 
+@pytest.fixture
+def saved(first_saved, tmp_path):
+    """A folder with checkpoints of steps 2 and 4, of states of seeds 2 and 4."""
+    return Path(shutil.copytree(first_saved, tmp_path / "mine/checkpoints"))
+
+
 def restore(checkpoints, folder, like=None):
-    kept = checkpoints.Checkpoints(folder, every=2, keep=2, resume=True)
-    return kept.restore(shapes_of(make_state()) if like is None else like, no_scales)[0]
+    with checkpoints.Checkpoints(folder, every=2, keep=2, resume=True) as kept:
+        return kept.restore(shapes_of(make_state()) if like is None else like, no_scales)[0]
 
 
 @pytest.mark.versions
@@ -85,9 +89,9 @@ def test_a_state_comes_back_bit_for_bit_without_its_weight_cache(checkpoints, tm
         "opt_state",
         "params",
     ]
-    kept = checkpoints.Checkpoints(folder, every=3, keep=2, resume=True)
-    assert {name: kept.last[name] for name in NOTES} == NOTES
-    found, is_new = kept.restore(shapes_of(make_state()), no_scales)
+    with checkpoints.Checkpoints(folder, every=3, keep=2, resume=True) as kept:
+        assert {name: kept.last[name] for name in NOTES} == NOTES
+        found, is_new = kept.restore(shapes_of(make_state()), no_scales)
     assert (int(found.step), is_new) == (3, False)
     check_equal((found.params, found.opt_state, found.fp8), (expected.params, expected.opt_state, expected.fp8))
     other = make_state(1)  # negative control
@@ -167,7 +171,10 @@ def test_arrays_of_another_dtype_are_refused(changes, sentence, checkpoints, sav
     assert sentence in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("then", "now"), [(TX, REMAINDER), (REMAINDER, TX)], ids=["to remainder", "from remainder"])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [pytest.param(TX, REMAINDER, id="to remainder"), pytest.param(REMAINDER, TX, id="from", marks=pytest.mark.slow)],
+)
 def test_masters_of_another_dtype_are_refused(then, now, checkpoints, tmp_path):
     with checkpoints.Checkpoints(tmp_path / "checkpoints", every=1, keep=1, resume=False) as kept:
         kept.save(1, make_state(dtype=jnp.bfloat16, tx=then), NOTES)
@@ -177,20 +184,19 @@ def test_masters_of_another_dtype_are_refused(then, now, checkpoints, tmp_path):
 
 
 def test_another_recipe_brings_new_scales(checkpoints, saved, tmp_path):
-    state = make_state(4)
-    new = jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), state.fp8)
-    kept = checkpoints.Checkpoints(saved, every=2, keep=2, resume=True)
-    without, is_new = kept.restore(shapes_of(make_state(history=0)), no_scales)
-    assert (without.fp8, is_new) == ({}, False)
-    check_equal((without.params, without.opt_state), (state.params, state.opt_state))
-    longer = make_state(history=8)
-    found, is_new = kept.restore(shapes_of(longer), lambda: longer.fp8)
+    state, without, longer = make_state(4), make_state(4, history=0), make_state(5, history=8)
+    with checkpoints.Checkpoints(saved, every=2, keep=2, resume=True) as kept:
+        found, is_new = kept.restore(shapes_of(without), no_scales)
+        assert (found.fp8, is_new) == ({}, False)
+        check_equal((found.params, found.opt_state), (state.params, state.opt_state))
+        found, is_new = kept.restore(shapes_of(longer), lambda: longer.fp8)
+        assert is_new
+        check_equal((found.params, found.fp8), (state.params, longer.fp8))
+    with checkpoints.Checkpoints(tmp_path / "bf16", every=1, keep=1, resume=False) as kept:
+        kept.save(1, without, NOTES)
+        found, is_new = kept.restore(shapes_of(longer), lambda: longer.fp8)
     assert is_new
-    check_equal((found.params, found.fp8), (state.params, longer.fp8))
-    with checkpoints.Checkpoints(tmp_path / "bf16", every=1, keep=1, resume=False) as other:
-        other.save(1, make_state(history=0), NOTES)
-    found, is_new = other.restore(shapes_of(state), lambda: new)
-    assert is_new and (found.fp8["amax_history"] == 7).all()
+    check_equal((found.params, found.fp8), (without.params, longer.fp8))
 
 
 # --- what is damaged --------------------------------------------------------------------------------------------------
@@ -223,8 +229,13 @@ DAMAGE = {
 }
 
 
+FAST = ("a bit", "half an array", "half of the notes", "an empty folder")
+
+
 @pytest.mark.versions
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE]
+)
 def test_what_is_damaged_is_one_sentence_and_the_one_before_is_whole(damage, checkpoints, saved, capfd):
     DAMAGE[damage](saved / "4")
     with pytest.raises(checkpoints.CannotResume) as raised:

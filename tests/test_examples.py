@@ -85,7 +85,7 @@ CANNOT_RUN = {
     "preset": (["--preset", "gpt5"], "gpt2-124m"),
     "recipe": (["--recipe", "fp4"], "delayed"),
     "tokenizer": (["--tokenizer", "words"], "bytes"),
-    "no such flag": (["--resume"], "--resume"),
+    "no such flag": (["--restart"], "--restart"),
     "no number": (["--steps", "many"], "many"),
     "no value": (["--steps"], "--steps"),
     "no steps": (["--steps", "0"], "--steps must be at least 1"),
@@ -248,7 +248,7 @@ def test_a_full_disk_is_found_before_training(example, book, tmp_path, capsys, s
 
 
 def test_a_disk_that_fills_during_training_is_one_sentence(example, book, tmp_path, capsys, monkeypatch):
-    def train(job, recipe, folder):
+    def train(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     script = example("train_gpt")
@@ -308,9 +308,9 @@ def check_one_sentence(code, printed, expected):
 
 @pytest.mark.slow  # the next test shows it, and what jax says
 def test_the_script_itself_exits_with_2(tmp_path):
-    finished = run_script("--resume", "--output", tmp_path)
+    finished = run_script("--restart", "--output", tmp_path)
     assert finished.returncode == 2
-    assert finished.stderr == "train_gpt.py: Unrecognized options: --resume (--help lists the options)\n"
+    assert finished.stderr == "train_gpt.py: Unrecognized options: --restart (--help lists the options)\n"
 
 
 def test_an_environment_that_names_no_processes(monkeypatch):

@@ -1,0 +1,70 @@
+"""Ctrl-C and SIGTERM: the first is asked for after a step, the second one leaves at once, whatever the process does."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PROGRAM = """
+import hashlib, signal, sys
+sys.path.insert(0, sys.argv[1])
+from leaving import Leaving
+
+before = signal.getsignal(signal.SIGTERM)
+try:
+    with Leaving() as leaving:
+        if sys.argv[2] == "trains":
+            with leaving.after_a_step():
+                for step in range(1000):
+                    print("step", flush=True)
+                    hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[3]))  # Python hears of no signal in here
+                    if leaving.asked:
+                        print("asked", leaving.status)
+                        break
+        else:
+            print("step", flush=True)
+            while True:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 1000)
+except KeyboardInterrupt:
+    print("interrupted", leaving.status)
+print(signal.getsignal(signal.SIGTERM) == before)
+"""
+
+
+def run(where, rounds, *signals):
+    command = [sys.executable, "-c", PROGRAM, str(EXAMPLES), where, str(rounds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "step\n"
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.2)
+        output, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, [line for line in output.splitlines() if line not in ("", "step")], said
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_asked_for_after_a_step(number, status):
+    assert run("trains", 1000, number) == (
+        0,
+        [f"asked {status}", "True"],
+        "\nends after this step; once more, and it ends at once\n",
+    )
+
+
+def test_without_steps_it_interrupts():
+    assert run("samples", 0, signal.SIGTERM) == (0, ["interrupted 143", "True"], "")
+
+
+def test_the_second_signal_leaves_at_once():
+    """While the first is still unheard, in a call that would last for minutes."""
+    began = time.monotonic()
+    code, output, said = run("trains", 10**9, signal.SIGTERM, signal.SIGINT)
+    assert (code, output) == (130, []) and said.startswith("\nends after this step")
+    assert time.monotonic() - began < 30

@@ -1,0 +1,235 @@
+"""Runs of the example that go on: as if they had not been interrupted, on another mesh, in another recipe; and which
+run that is.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+
+import pytest
+
+from jax_fp8.train.train_step import TrainStep
+
+SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 0".split()
+SMALL += "--steps 6 --eval-every 4 --checkpoint-every 2".split()
+
+
+class Runs:
+    """Runs with the same options, in one folder of runs."""
+
+    def __init__(self, example, book, output, monkeypatch):
+        self.script, self.output = example("train_gpt"), output
+        self._read = example("checkpoints").read_last
+        self._options = [*SMALL, "--data", str(book), "--output", str(output)]
+        self._monkeypatch, self._batch = monkeypatch, self.script.training_batch
+
+    def __call__(self, *options, stop=None, number=signal.SIGINT):
+        """The exit status; with `stop`, a signal while the batch of that step is made."""
+
+        def training_batch(tokens, step, *others):
+            if step == stop:
+                os.kill(os.getpid(), number)
+            return self._batch(tokens, step, *others)
+
+        self._monkeypatch.setattr(self.script, "training_batch", training_batch)
+        return self.script.main([*self._options, *options])
+
+    def losses(self, name):
+        rows = map(json.loads, (self.output / name / "metrics.jsonl").read_text().splitlines())
+        return [(row["run"], row["step"], row["loss"], row["val_loss"]) for row in rows]
+
+    def last(self, name, folder="checkpoints"):
+        notes = self._read(self.output / name / folder)
+        return notes["step"], notes["arrays"]
+
+
+@pytest.fixture
+def runs(example, book, tmp_path, monkeypatch):
+    return Runs(example, book, tmp_path / "runs", monkeypatch)
+
+
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, capfd):
+    assert runs("--name", "whole") == 0
+    assert runs("--name", "mine", stop=3) == 130
+    assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["2", "3"]
+    said = capfd.readouterr().err.splitlines()
+    assert "ends after this step; once more, and it ends at once" in said
+    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command goes on with --resume mine")
+    assert (runs.output / "mine/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [row[1] for row in runs.losses("mine")] == [0, 3]
+    assert runs.last("mine")[1]["params"] != runs.last("whole")[1]["params"]
+    config = (runs.output / "mine/config.json").read_bytes()
+    with (runs.output / "mine/metrics.jsonl").open("a") as log:
+        log.write('{"run": "delayed", "step": 6, "lo')  # killed in the middle of a line
+    assert runs("--name", "mine", "--resume", "auto") == 0
+    assert "mine goes on after step 3\n" in capfd.readouterr().out
+    assert runs.losses("mine") == runs.losses("whole")
+    assert [row[1] for row in runs.losses("mine")] == [0, 4, 6]
+    assert runs.last("mine") == runs.last("whole")
+    assert runs.last("mine")[0] == 6 and {"params", "opt_state", "fp8"} == set(runs.last("mine")[1])
+    assert (runs.output / "mine/config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh"),
+    [
+        ("bf16", "data=1"),
+        pytest.param("bf16", "data=2", marks=pytest.mark.slow),
+        pytest.param("delayed", "fsdp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_in_another_recipe_and_on_another_mesh(recipe, mesh, runs, monkeypatch, capfd):
+    """From bfloat16 to FP8 with scales from the first batch, as before the first step of a run."""
+    jax, step_class = runs.script.jax, TrainStep
+    warm_start, warmed = step_class.warm_start, []
+
+    def watched(step, state, batch):
+        warmed.append(int(state.step))
+        state = warm_start(step, state, batch)
+        named = jax.tree_util.tree_leaves_with_path(state.fp8)
+        histories = [leaf for path, leaf in named if "history" in str(path)]
+        assert histories and all((history.max(-1) > 0).all() for history in histories)
+        return state
+
+    monkeypatch.setattr(step_class, "warm_start", watched)
+    other = {"bf16": "delayed", "delayed": "bf16"}[recipe]
+    assert runs("--name", "mine", "--recipe", recipe, stop=3, number=signal.SIGTERM) == 143
+    assert runs("--resume", "mine", "--recipe", other, "--mesh", mesh) == 0
+    assert f"other than before: --recipe {other} (was {recipe})" in capfd.readouterr().out
+    assert warmed == ([3] if other == "delayed" else [])
+    losses = runs.losses("mine")
+    assert [row[:2] for row in losses] == [(recipe, 0), (other, 4), (other, 6)]
+    assert losses[0][3] > losses[1][3] > losses[2][3]
+
+
+@pytest.mark.slow
+def test_both_runs_of_a_comparison_go_on(runs):
+    """From where the second one was interrupted; the first one is not trained again."""
+    options = ["--recipe", "current", "--compare"]
+    assert runs("--name", "whole", *options) == 0
+    shutil.copytree(runs.output / "whole", runs.output / "mine")
+    shutil.rmtree(runs.output / "mine/checkpoints-baseline/6")
+    assert runs("--name", "mine", *options, "--resume", "auto", stop=5) == 130  # only the second has a step 5 to do
+    assert [row[:2] for row in runs.losses("mine")][-2:] == [("bf16", 4), ("bf16", 5)]
+    assert runs("--name", "mine", *options, "--resume", "auto") == 0
+    assert runs.losses("mine") == runs.losses("whole")
+    for folder in ("checkpoints", "checkpoints-baseline"):
+        assert runs.last("mine", folder) == runs.last("whole", folder)
+
+
+# --- which run goes on ------------------------------------------------------------------------------------------------
+
+
+def described(example, **changes):
+    settings = dataclasses.replace(example("settings").Settings(hidden_size=32, num_layers=1, num_heads=2), **changes)
+    model = example("train_gpt").fp8.GPTConfig.preset(
+        "tiny", **{name: getattr(settings, name) for name in ("hidden_size", "num_layers", "num_heads")},
+        max_seq_len=settings.seq_len,
+    )  # fmt: skip
+    return example("resuming").describe_run(settings, model, settings.tokenizer, "text")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": 64}, "--hidden-size must be 32 as in the checkpoint, got 64"),
+        ({"num_layers": 2}, "--num-layers must be 1 as in the checkpoint, got 2"),
+        ({"num_heads": 1}, "--num-heads must be 2 as in the checkpoint, got 1"),
+        ({"seq_len": 64}, "--seq-len must be 128 as in the checkpoint, got 64"),
+        ({"tokenizer": "bpe"}, "--tokenizer must be bytes as in the checkpoint, got bpe"),
+        ({"steps": 11}, "--steps must be at least 12, after which the checkpoint was saved, got 11"),
+        ({"compare": True, "recipe": "current"}, "--compare needs --recipe delayed from the first step on"),
+    ],
+)
+def test_what_must_stay_as_it_was(changes, sentence, example):
+    resuming = example("resuming")
+    saved = described(example) | {"step": 12}
+    resuming.check_same(saved, described(example))
+    with pytest.raises(example("checkpoints").CannotResume) as raised:
+        resuming.check_same(saved, described(example, **changes))
+    assert sentence in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_another_tokenizer_or_preset_of_the_same_size(example):
+    resuming, bpe = example("resuming"), described(example, tokenizer="bpe", vocab_size=300)
+    with pytest.raises(ValueError, match=r"--vocab-size must be 300 as in the checkpoint, got 400"):
+        resuming.check_same(bpe | {"step": 1}, described(example, tokenizer="bpe", vocab_size=400))
+    with pytest.raises(ValueError, match=r"--data, from which bpe was learnt, must be text ab as in .* got text cd"):
+        resuming.check_same(bpe | {"step": 1, "tokenizer": "ab"}, bpe | {"tokenizer": "cd"})
+    other = bpe | {"model": bpe["model"] | {"positions": "rotary"}, "settings": bpe["settings"] | {"preset": "other"}}
+    with pytest.raises(ValueError, match=r"--preset must be tiny as in the checkpoint, got other"):
+        resuming.check_same(bpe | {"step": 1}, other)
+
+
+def test_what_may_change_is_named(example):
+    resuming, saved = example("resuming"), described(example)
+    assert resuming.differences(saved, saved) == ""
+    now = described(example, mesh="data=2", learning_rate=1e-4, resume="x", keep=9) | {"text": "another"}
+    assert resuming.differences(saved, now) == (
+        "--learning-rate 0.0001 (was 0.001), --mesh data=2 (was data=1), another text"
+    )
+
+
+def make_run(path, checkpoint=None, every=None, log=True):
+    path.mkdir(parents=True)
+    if checkpoint is not None:
+        (path / "checkpoints" / str(checkpoint)).mkdir(parents=True)
+    if every is not None:
+        (path / "config.json").write_text(json.dumps({"settings": {"checkpoint_every": every}}))
+    if log:
+        (path / "metrics.jsonl").write_text("")
+
+
+def test_auto_finds_the_last_run_of_a_name_that_can_go_on(example, tmp_path):
+    last_run = example("resuming")._last_run
+    assert last_run(tmp_path / "none", "mine") is None
+    make_run(tmp_path / "mine", every=0)  # it is finished, and has nothing to go on from
+    make_run(tmp_path / "mine-other", 4, every=4)
+    assert last_run(tmp_path, "mine") is None
+    make_run(tmp_path / "mine-2", every=4)  # ended before its first checkpoint
+    assert last_run(tmp_path, "mine") == tmp_path / "mine-2"
+    make_run(tmp_path / "mine-10", 4, every=4)
+    make_run(tmp_path / "mine-3", 8, every=4)
+    assert last_run(tmp_path, "mine") == tmp_path / "mine-10"
+    make_run(tmp_path / "mine-11", log=False)  # killed before it wrote anything
+    assert last_run(tmp_path, "mine") == tmp_path / "mine-11"
+
+
+def test_a_run_without_checkpoints_is_not_one_to_go_on_with(example, tmp_path):
+    make_run(tmp_path / "mine", every=0)
+    settings = dataclasses.replace(example("settings").Settings(), output=tmp_path, resume="mine")
+    with pytest.raises(
+        ValueError, match=r"must name a run with checkpoints in .*, got 'mine'; they are saved with --ch"
+    ):
+        example("resuming").find_run(settings, "mine", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--checkpoint-every", "-1"], "--checkpoint-every must not be negative, got -1; 0 saves none"),
+        (["--keep", "0"], "--keep must be at least 1, got 0"),
+        (["--resume", "nowhere"], "--resume must name a run with checkpoints in"),
+    ],
+)
+def test_options_that_cannot_be(options, sentence, runs, capsys):
+    assert runs(*options) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1
+    assert not runs.output.exists()
+
+
+def test_a_log_that_lost_rows_is_said(example, tmp_path, capsys):
+    record = example("record")
+    rows = [{"run": run, "step": step} for run in ("delayed", "bf16") for step in (0, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = record.Folder(tmp_path, "x", 4, existing=record.Existing(tmp_path, {"delayed": 1, "bf16": 3}))
+    folder.take_up()
+    kept = [rows[0], rows[2], rows[3]]
+    assert folder.rows == kept == [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert "has lost 1 rows from before the checkpoint" in capsys.readouterr().out
+    assert folder.counts() == {"delayed": 1, "bf16": 2}
+    folder.take_up()  # once
+    assert folder.rows == kept

@@ -90,7 +90,7 @@ class Checkpoints:
         if self.every and needed > free:
             raise CannotSave(
                 f"--keep {self.keep} needs room for {needed / 2**30:,.1f} GiB of checkpoints, got "
-                f"{free / 2**30:,.1f} GiB in {self.folder.parent}; free some space, or choose another folder by --output"
+                f"{free / 2**30:,.1f} GiB in {self.folder.parent}; free some space, or choose another --output"
             )
 
     def save(self, step: int, state: fp8.TrainState, notes: dict[str, Any]) -> None:
@@ -293,8 +293,8 @@ def _check_types(name, saved, wanted) -> None:
         if saved.get(path) != wanted.get(path):
             one, other = (_written(arrays.get(path)) for arrays in (wanted, saved))
             raise CannotResume(
-                f"{name}{path} must be {one} in this run, got {other} in the checkpoint; train with the options that it "
-                "was saved with"
+                f"{name}{path} must be {one} in this run, got {other} in the checkpoint; train with the options "
+                "that it was saved with"
             )
 
 

@@ -12,6 +12,7 @@ from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
 from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
+from jax_fp8.models.params_file import load_params, save_params
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense
@@ -58,11 +59,13 @@ __all__ = [
     "explain",
     "fused_adam",
     "fused_adamw",
+    "load_params",
     "make_train_step",
     "matmul",
     "next_token_loss",
     "quantize",
     "rules_from_names",
+    "save_params",
     "shardings",
     "tune",
     "tuned_gemms",

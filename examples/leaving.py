@@ -2,6 +2,9 @@
 
 Python runs its own handlers between two lines of Python, and a step that is being compiled is one line for a minute. So
 a thread listens as well: it answers at once, and can leave at once.
+
+Several processes must end after the same step, whichever of them is told. jax agrees on one when any of them gets a
+SIGTERM, so there Ctrl-C becomes one (processes.py).
 """
 
 import contextlib
@@ -10,25 +13,30 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Leaving:
-    """What a run knows of signals. While it trains, the first one sets `asked`; else it raises KeyboardInterrupt.
+    """What a run knows of signals. While it trains, the first one is heard after a step; else it raises
+    KeyboardInterrupt. To be used by the main thread, as a context.
 
-    `status` is the exit status then, as shells have it. To be used by the main thread, as a context.
+    `status` is the exit status then, as shells have it.
+
+    Args:
+      all_end: of several processes: whether all are to end after this step; it hears of SIGTERM by itself.
     """
 
-    def __init__(self):
-        self.asked, self.status = False, 128 + signal.SIGINT
-        self._training, self._count = False, 0
+    def __init__(self, all_end: Callable[[int], bool] | None = None):
+        self.status = 128 + signal.SIGINT
+        self._all_end, self._asked, self._training, self._count = all_end, False, False, 0
 
     def __enter__(self) -> "Leaving":
         self._listening, self._told = socket.socketpair()
         self._told.setblocking(False)
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        numbers = (signal.SIGINT,) if self._all_end else SIGNALS
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         self._wakeup_before = signal.set_wakeup_fd(self._told.fileno())
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -44,18 +52,24 @@ class Leaving:
 
     @contextlib.contextmanager
     def after_a_step(self) -> Iterator[None]:
-        """Here somebody looks at `asked` after every step."""
+        """Here `is_asked` is called after every step."""
         self._training = True
         try:
             yield
         finally:
             self._training = False
 
+    def is_asked(self, step: int) -> bool:
+        """Whether the run is to end after this step; of several processes, all say so after the same one."""
+        return self._all_end(step) if self._all_end else self._asked
+
     def _handle(self, number, _frame):
         self.status = 128 + number
         if not self._training:
             raise KeyboardInterrupt
-        self.asked = True
+        self._asked = True
+        if self._all_end:
+            os.kill(os.getpid(), signal.SIGTERM)  # of which the others hear too
 
     def _listen(self):
         """The kernel's word for every signal, one byte each, whatever the main thread is doing."""
@@ -65,5 +79,5 @@ class Leaving:
             self._count += 1
             if self._count == 2:
                 os._exit(128 + told[0])
-            if self._training or self.asked:
+            if self._training or self._asked:
                 print("\nends after this step; once more, and it ends at once", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from settings import Settings
 
+TOLD = 2**14  # bytes that one process can tell the others
 CANNOT = bytes(32)  # the fingerprint of a process that cannot run
 
 
@@ -30,6 +31,11 @@ def start(settings: Settings) -> None:
 def is_first() -> bool:
     """Whether this process writes and prints; nobody is asked where there is only one."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def all_end(step: int) -> bool:
+    """Whether all processes are to end after this step: jax agrees on one as soon as any of them gets a SIGTERM."""
+    return multihost_utils.reached_preemption_sync_point(step)
 
 
 def fingerprint(*parts: bytes) -> bytes:
@@ -58,3 +64,13 @@ def agree(own: bytes = CANNOT) -> None:
             "all processes must have the same options and the same text, "
             f"but those of process {others[0]} differ; give all of them the same --data"
         )
+
+
+def tell_all(text: str) -> str:
+    """What the first process says, in all of them."""
+    if not jax.distributed.is_initialized():
+        return text
+    room = np.zeros(TOLD, np.uint8)
+    said = np.frombuffer(text.encode(), np.uint8)
+    room[: len(said)] = said
+    return bytes(multihost_utils.broadcast_one_to_all(room)).rstrip(b"\0").decode()

@@ -73,6 +73,11 @@ class Folder:
             ) from None
         trial.unlink()
 
+    def like_that_of_the_first(self, path: Path, goes_on: bool) -> "Folder":
+        """Of a process that writes no log: where the first one writes, and all of them their parts of checkpoints."""
+        self.path, self.existing = path, Existing(path, {}) if goes_on else None
+        return self
+
     def remove(self) -> None:
         """Leave nothing of a run that cannot begin."""
         if self.is_written and self.existing is None:
@@ -86,7 +91,8 @@ class Folder:
         """Keep of the log what was there when the checkpoint was saved, and read it: what came later will come again.
         Of a new run there is nothing to keep, and it is done once.
         """
-        if self.existing is None:
+        if self.existing is None or not self.is_written:
+            self.existing = None
             return
         log, left, self.existing = self.path / "metrics.jsonl", dict(self.existing.rows), None
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []

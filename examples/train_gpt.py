@@ -19,9 +19,11 @@ devices in mesh.py, and what several processes agree on in processes.py: each ru
 
 import contextlib
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +35,7 @@ from evaluation import make_validation, make_writer
 from jax.sharding import Mesh
 from leaving import Leaving
 from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
-from processes import agree, fingerprint, is_first, start
+from processes import agree, all_end, fingerprint, is_first, start, tell_all
 from record import Folder, Progress, versions
 from resuming import describe_run, find_run, interruption
 from settings import Settings, check, parse
@@ -118,7 +120,7 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     try:
         job = prepare(settings)
         name = settings.name or f"{settings.preset}-{settings.recipe}"
-        existing = find_run(settings, name, job.description)
+        existing = find_run(settings, name, job.description) if is_first() else None
         folder = Folder(settings.output, name, log_rows(settings), is_first(), existing)
     except (ValueError, OSError):
         agree()
@@ -130,7 +132,8 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     except ValueError:
         folder.remove()
         raise
-    return job, folder
+    path, goes_on = json.loads(tell_all(json.dumps([str(folder.path.absolute()), existing is not None])))
+    return job, folder if is_first() else folder.like_that_of_the_first(Path(path), goes_on)
 
 
 def make_model(job: Job, recipe: str) -> fp8.GPT:
@@ -186,7 +189,7 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
             state, metrics = train_step(state, batch(step))
             due = step % settings.eval_every == 0 or step == settings.steps
             progress.add(step, metrics["loss"], validate() if due else None)
-            is_last = leaving.asked
+            is_last = leaving.is_asked(step)
             if is_last or kept.is_due(step, settings.steps):
                 kept.save(step, state, job.description | progress.notes())
             if is_last:
@@ -258,7 +261,7 @@ def main(argv: list[str]) -> int:
 
 def run_or_say_why(job: Job, folder: Folder) -> int:
     """The run, and one sentence where it ends early."""
-    with Leaving() as leaving:
+    with Leaving(all_end if jax.process_count() > 1 else None) as leaving:
         try:
             return run(job, folder, leaving)
         except KeyboardInterrupt:

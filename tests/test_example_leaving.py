@@ -22,7 +22,7 @@ try:
                 for step in range(1000):
                     print("step", flush=True)
                     hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[3]))  # Python hears of no signal in here
-                    if leaving.asked:
+                    if leaving.is_asked(step):
                         print("asked", leaving.status)
                         break
         else:

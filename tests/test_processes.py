@@ -10,6 +10,8 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -107,13 +109,22 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def run_processes(*commands: list, devices: int) -> list[subprocess.CompletedProcess]:
-    """Run one Python script per process at the same time, each with so many CPU devices."""
+def run_processes(
+    *commands: list, devices: int, stop: Callable[[], bool] | None = None
+) -> list[subprocess.CompletedProcess]:
+    """Run one Python script per process at the same time, each with so many CPU devices. The last one is told to end as
+    soon as `stop` says so.
+    """
     flags = re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     started = [subprocess.Popen([sys.executable, *map(str, command)], **pipes) for command in commands]
     try:
+        while stop is not None and started[-1].poll() is None:
+            if stop():
+                started[-1].terminate()
+                break
+            time.sleep(0.05)
         outputs = [process.communicate(timeout=LIMIT) for process in started]
     finally:
         for process in started:
@@ -197,6 +208,39 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     last = [printed.splitlines()[-3] for printed in (first.stdout, capsys.readouterr().out)]
     assert last[0] == last[1]  # of the sample
+
+
+@pytest.mark.slow
+def test_the_example_in_two_processes_ends_after_one_step_and_goes_on(book, tmp_path):
+    """Of which one alone is told to end; both save, in one checkpoint, and end as if they had not been interrupted."""
+    options = [*SMALL, "--steps", 300, "--recipe", "bf16", "--data", book, "--mesh", "fsdp=2", "--output", tmp_path]
+    options += ["--checkpoint-every", 150, "--eval-every", 100]
+
+    def commands(name):
+        together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", PROCESSES, "--process-id"]
+        own = [*options, "--name", name, "--resume", "auto", *together]
+        return [[EXAMPLE, *own, process] for process in range(PROCESSES)]
+
+    def both(name):
+        for finished in run_processes(*commands(name), devices=1):
+            assert finished.returncode == 0, finished.stderr
+
+    def notes(name):
+        folders = (tmp_path / name / "checkpoints").iterdir()
+        return json.loads((max(folders, key=lambda path: int(path.name)) / "notes/metadata").read_text())
+
+    def losses(name):
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [(row["step"], row["loss"], row["val_loss"]) for row in rows]
+
+    both("whole")
+    log = tmp_path / "mine/metrics.jsonl"
+    for finished in run_processes(*commands("mine"), devices=1, stop=lambda: log.exists()):
+        assert finished.returncode in (130, 143), finished.stderr
+    assert 0 < notes("mine")["step"] < 300
+    both("mine")
+    assert notes("mine")["arrays"] == notes("whole")["arrays"] and notes("mine")["step"] == 300
+    assert losses("mine") == losses("whole")
 
 
 if __name__ == "__main__":

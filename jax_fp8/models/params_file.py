@@ -72,7 +72,7 @@ def load_params(path: str | os.PathLike, like: Any = None) -> Any:
         found: dict = {}
         for name, array in arrays.items():
             *parents, last = name.split(".")
-            put_at_path(found, tuple(parents), {last: jnp.asarray(array)})
+            put_at_path(found, tuple(parents), {last: jnp.array(array)})
         return found
     wanted = _named(like)
     _check_names(path, set(arrays), set(wanted))
@@ -135,7 +135,7 @@ def _like(path, name, array, leaf) -> jax.Array:
             f"{array.dtype}{list(array.shape)}; convert it first"
         )
     sharding = getattr(leaf, "sharding", None)
-    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+    return jnp.array(array) if sharding is None else jax.device_put(array, sharding, may_alias=False)
 
 
 def _library(name: str) -> Any:

@@ -46,7 +46,8 @@ REASONS = {
     "OUT_OF_RANGE": "a file is cut short",
 }
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax logs of an error is said in one sentence here
+for name in ("absl", "asyncio"):  # what Orbax logs of an error, array by array, is said in one sentence here
+    logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class CannotResume(ValueError):
@@ -123,12 +124,25 @@ class Checkpoints:
           new_fp8: makes the FP8 state before the first step.
         """
         assert self.last is not None, "there is one"
-        step, saved = self.last["step"], self.last["arrays"]
         like = jax.tree.map(_with_place, like)
         wanted = _items(like)
-        has_scales = _types(saved.get("fp8", {})) == describe(wanted.get("fp8", {}))
+        has_scales = _types(self.last["arrays"].get("fp8", {})) == describe(wanted.get("fp8", {}))
         if not has_scales:
             wanted.pop("fp8", None)
+        items = self._read(wanted)
+        is_new = not has_scales and bool(like.fp8)
+        fp8_state = jax.tree.map(_put, new_fp8(), like.fp8) if is_new else items.get("fp8", {})
+        step = _put(self.last["step"], like.step)
+        return fp8.TrainState(step, items["params"], fp8_state, items["opt_state"]), is_new
+
+    def restore_params(self, like: Any) -> Any:
+        """The params of the last one alone, for a program that does not train; `like` as in `restore`."""
+        return self._read({"params": jax.tree.map(_with_place, like)})["params"]
+
+    def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Some of the items, each in the places of its like, and as it was saved."""
+        assert self.last is not None, "there is one"
+        step, saved = self.last["step"], self.last["arrays"]
         for name, tree in wanted.items():
             _check_types(name, _types(saved.get(name, {})), describe(tree))
         arguments = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
@@ -136,14 +150,11 @@ class Checkpoints:
             manager = self._opened()
         with _reading(self.folder, step):
             found = manager.restore(step, args=ocp.args.Composite(**arguments))
-            items = {name: found[name] for name in wanted}
-            for name, tree in items.items():
-                wrong = [path for path, array in describe(tree).items() if array != saved[name][path]]
+            for name in wanted:
+                wrong = [path for path, array in describe(found[name]).items() if array != saved[name][path]]
                 if wrong:
                     raise ValueError(f"other numbers in {name}{wrong[0]}")
-        is_new = not has_scales and bool(like.fp8)
-        fp8_state = jax.tree.map(_put, new_fp8(), like.fp8) if is_new else items.get("fp8", {})
-        return fp8.TrainState(_put(step, like.step), items["params"], fp8_state, items["opt_state"]), is_new
+            return {name: found[name] for name in wanted}
 
     def _opened(self) -> ocp.CheckpointManager:
         if self._manager is None:

@@ -72,7 +72,7 @@ def _may_go_on(run: Path) -> bool:
     config = run / "config.json"
     if not config.exists():
         return run.is_dir() and not (run / "metrics.jsonl").exists()
-    return json.loads(config.read_text())["settings"].get("checkpoint_every", 0) > 0
+    return json.loads(config.read_text()).get("settings", {}).get("checkpoint_every", 0) > 0
 
 
 def describe_run(settings: Settings, model: Any, tokenizer: str, text: str) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def interruption(settings: Settings, run: Path, rows: list[dict]) -> str:
     """Where a run was when it was interrupted, what it left, and how to go on."""
     if not rows:
         return f"interrupted before the first step; the configuration is in {run}"
-    if steps_in(run / MAIN):
-        remedy = f"the same command goes on with --resume {run.name}"
+    if steps := steps_in(run / MAIN):
+        remedy = f"the same command with --resume {run.name} goes on after step {steps[-1]}"
     else:
         remedy = "to go on from there another time, give it --checkpoint-every"
     return (

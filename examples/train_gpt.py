@@ -201,6 +201,8 @@ def first_state(job: Job, model: fp8.GPT, train_step: Any, batch: Callable, kept
     """The seed's parameters, or what the last checkpoint has, with new scales if that was another recipe's."""
     tokens = jnp.zeros((job.settings.batch_size, job.settings.seq_len), jnp.int32)
     arguments = (model.init, jax.random.key(job.settings.seed), tokens)
+    if kept.last is None and not kept.every:
+        return train_step.init_state(*arguments)
     shapes = train_step.state_shapes(*arguments)
     kept.check_room(shapes)
     if kept.last is None:

@@ -94,6 +94,8 @@ def test_a_state_comes_back_bit_for_bit_without_its_weight_cache(checkpoints, tm
         found, is_new = kept.restore(shapes_of(make_state()), no_scales)
     assert (int(found.step), is_new) == (3, False)
     check_equal((found.params, found.opt_state, found.fp8), (expected.params, expected.opt_state, expected.fp8))
+    with checkpoints.Checkpoints(folder, every=0, keep=2, resume=True) as kept:
+        check_equal(kept.restore_params(shapes_of(make_state()).params), expected.params)
     other = make_state(1)  # negative control
     assert not np.array_equal(found.params["kernel"], other.params["kernel"])
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -25,12 +26,14 @@ class Runs:
         self._options = [*SMALL, "--data", str(book), "--output", str(output)]
         self._monkeypatch, self._batch = monkeypatch, self.script.training_batch
 
-    def __call__(self, *options, stop=None, number=signal.SIGINT):
-        """The exit status; with `stop`, a signal while the batch of that step is made."""
+    def __call__(self, *options, stop=None, number=signal.SIGINT, at=(None, None)):
+        """The exit status; with `stop`, a signal while the batch of that step is made; `at` a step, do something."""
 
         def training_batch(tokens, step, *others):
             if step == stop:
                 os.kill(os.getpid(), number)
+            if step == at[0]:
+                at[1]()
             return self._batch(tokens, step, *others)
 
         self._monkeypatch.setattr(self.script, "training_batch", training_batch)
@@ -56,7 +59,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, capfd):
     assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["2", "3"]
     said = capfd.readouterr().err.splitlines()
     assert "ends after this step; once more, and it ends at once" in said
-    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command goes on with --resume mine")
+    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command with --resume mine goes on after step 3")
     assert (runs.output / "mine/loss.png").read_bytes().startswith(b"\x89PNG")
     assert [row[1] for row in runs.losses("mine")] == [0, 3]
     assert runs.last("mine")[1]["params"] != runs.last("whole")[1]["params"]
@@ -102,6 +105,31 @@ def test_a_run_goes_on_in_another_recipe_and_on_another_mesh(recipe, mesh, runs,
     losses = runs.losses("mine")
     assert [row[:2] for row in losses] == [(recipe, 0), (other, 4), (other, 6)]
     assert losses[0][3] > losses[1][3] > losses[2][3]
+
+
+def test_a_disk_that_fills_ends_the_run_with_one_sentence(runs, capfd):
+    """After the checkpoint of step 2: files may then grow to 4 KiB, which the log does not need and an array does."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = runs.output / "mine/checkpoints"
+
+    def limit():
+        while not (folder / "2").exists():  # it is written beside training
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+
+    try:
+        assert runs("--name", "mine", "--recipe", "bf16", at=(3, limit)) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == (
+        f"train_gpt.py: a checkpoint must find room in {folder}, got File too large; "
+        "that of step 2 is whole, --resume goes on from it"
+    )
+    assert [path.name for path in folder.iterdir()] == ["2"]
+    assert runs("--name", "mine", "--recipe", "bf16", "--resume", "auto") == 0
+    assert [row[1] for row in runs.losses("mine")] == [0, 4, 6]
 
 
 @pytest.mark.slow

@@ -13,14 +13,12 @@ Every complaint is a ValueError of one sentence: what must hold, what arrived, w
 """
 
 import contextlib
+import errno
 import gc
 import json
-import logging
 import math
 import os
-import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from orbax_errors import quietly, reason
 
 import jax_fp8 as fp8
 
@@ -39,15 +38,6 @@ MAIN, BASELINE = "checkpoints", "checkpoints-baseline"  # folders of the two run
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
 SETTLED = 0.5  # seconds after which what was written beside an array that failed has failed too
 UNFINISHED = "*.orbax-checkpoint-tmp*"
-REASONS = {
-    "RESOURCE_EXHAUSTED": "No space left on device",
-    "NOT_FOUND": "a file is missing",
-    "DATA_LOSS": "a file is damaged",
-    "OUT_OF_RANGE": "a file is cut short",
-}
-
-for name in ("absl", "asyncio"):  # what Orbax logs of an error, array by array, is said in one sentence here
-    logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class CannotResume(ValueError):
@@ -90,8 +80,8 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder.parent).free
         if self.every and needed > free:
             raise CannotSave(
-                f"--keep {self.keep} needs room for {needed / 2**30:,.1f} GiB of checkpoints, got "
-                f"{free / 2**30:,.1f} GiB in {self.folder.parent}; free some space, or choose another --output"
+                f"--keep {self.keep} needs room for {needed / 2**20:,.1f} MiB of checkpoints, got "
+                f"{free / 2**20:,.1f} MiB in {self.folder.parent}; free some space, or choose another --output"
             )
 
     def save(self, step: int, state: fp8.TrainState, notes: dict[str, Any]) -> None:
@@ -103,10 +93,18 @@ class Checkpoints:
         arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         with self._writing():
             self._wait()
-            if not self.folder.parent.is_dir():
-                raise FileNotFoundError(f"no folder {self.folder.parent}")
+            self._check_folder()
             self._opened().save(step, args=ocp.args.Composite(notes=ocp.args.JsonSave(notes), **arguments))
         self.last, self._unfinished = notes, step
+
+    def _check_folder(self):
+        """Raise where Orbax would wait for minutes, or make a folder again that somebody took away."""
+        if not self.folder.parent.is_dir():
+            raise FileNotFoundError(f"no folder {self.folder.parent}")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(self.folder if self.folder.exists() else self.folder.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def finish(self) -> None:
         """Wait until the last one is written."""
@@ -160,7 +158,7 @@ class Checkpoints:
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
-            self._quiet.enter_context(_quietly())
+            self._quiet.enter_context(quietly())
         return self._manager
 
     def _close(self):
@@ -192,16 +190,14 @@ class Checkpoints:
             self._close()
             steps = steps_in(self.folder)
             remains = f"that of step {steps[-1]} is whole, --resume goes on from it" if steps else "there is none yet"
-            raise CannotSave(
-                f"a checkpoint must find room in {self.folder}, got {_reason(error)}; {remains}"
-            ) from error
+            raise CannotSave(f"a checkpoint must find room in {self.folder}, got {reason(error)}; {remains}") from error
 
 
 @contextlib.contextmanager
 def _reading(folder: Path, step: int) -> Iterator[None]:
     """What went wrong, in one sentence."""
     try:
-        with _quietly():
+        with quietly():
             yield
     except Exception as error:
         # Orbax raises Exception itself where an array cannot be read.
@@ -209,41 +205,7 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
             raise
         path, before = folder / str(step), [number for number in steps_in(folder) if number < step]
         remedy = f"remove it, and --resume goes on from step {before[-1]}" if before else "there is no other"
-        raise CannotResume(f"the checkpoint {path} must be as it was saved, got {_reason(error)}; {remedy}") from None
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Where one array fails, Orbax drops what it was doing with the others, of which Python would tell one by one."""
-    hook = sys.unraisablehook
-
-    def tell(unraisable):
-        error = unraisable.exc_value
-        if type(error) is not Exception and "Event loop is closed" not in str(error):
-            hook(unraisable)
-
-    sys.unraisablehook = tell
-    try:
-        yield
-    except BaseException:
-        gc.collect()
-        raise
-    finally:
-        sys.unraisablehook = hook
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong, in a few words: Orbax and what it stands on say much more."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "a file that is no longer JSON"
-    if type(error) is Exception:
-        return "an array that cannot be read"
-    text = str(error.args[0] if error.args else error)
-    if found := re.search(r"os_error_code='(\d+)'", text):
-        return os.strerror(int(found[1]))
-    return REASONS.get(text.partition(":")[0], " ".join(text.split())[:150])
+        raise CannotResume(f"the checkpoint {path} must be as it was saved, got {reason(error)}; {remedy}") from None
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+FAILED = 1  # exit status of a run that began and could not go on
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -81,3 +82,14 @@ class Leaving:
                 os._exit(128 + told[0])
             if self._training or self._asked:
                 print("\nends after this step; once more, and it ends at once", file=sys.stderr, flush=True)
+
+
+def leave(status: int) -> None:
+    """End the process. After a failure at once: threads may still wait for what will never come, such as Orbax's for a
+    folder that could not be made.
+    """
+    if status == FAILED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -33,7 +33,7 @@ from building import compiler_options, make_optimizer
 from checkpoints import BASELINE, MAIN, CannotResume, CannotSave, Checkpoints
 from evaluation import make_validation, make_writer
 from jax.sharding import Mesh
-from leaving import Leaving
+from leaving import FAILED, Leaving, leave
 from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
 from processes import agree, all_end, fingerprint, is_first, start, tell_all
 from record import Folder, Progress, versions
@@ -275,13 +275,13 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
         except CannotResume as error:
             return complain(str(error), 2)
         except (FloatingPointError, CannotSave) as error:
-            return complain(str(error), 1)
+            return complain(str(error), FAILED)
         except OSError as error:
-            return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", 1)
+            return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", FAILED)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return complain("out of device memory; use more --microbatches or a smaller --preset", 1)
+            return complain("out of device memory; use more --microbatches or a smaller --preset", FAILED)
 
 
 def title(job: Job) -> str:
@@ -318,4 +318,4 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -68,3 +68,21 @@ def test_the_second_signal_leaves_at_once():
     code, output, said = run("trains", 10**9, signal.SIGTERM, signal.SIGINT)
     assert (code, output) == (130, []) and said.startswith("\nends after this step")
     assert time.monotonic() - began < 30
+
+
+def test_a_run_that_failed_waits_for_no_thread():
+    program = (
+        "import sys, threading, time; sys.path.insert(0, sys.argv[1]); import leaving\n"
+        "threading.Thread(target=time.sleep, args=(float(sys.argv[3]),)).start()\n"
+        "print('said'); leaving.leave(int(sys.argv[2]))"
+    )
+
+    def seconds(status, sleeps):
+        began = time.monotonic()
+        command = [sys.executable, "-c", program, str(EXAMPLES), str(status), str(sleeps)]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (finished.returncode, finished.stdout, finished.stderr) == (status, "said\n", "")
+        return time.monotonic() - began
+
+    assert seconds(1, 60) < 30
+    assert seconds(2, 1) >= 1  # negative control

@@ -212,6 +212,7 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     mesh = mesh_of_described(choices.axes, choices.gpu)
     on_mesh = {name: getattr(choices, name) for name in ("sequence_parallel", "schedule", "chunks")}
     how = Parallelism.of(mesh, **on_mesh)
+    assert how is not None  # as there is a mesh
     step = make_train_step(
         next_token_loss(model),
         _optimizer(choices),

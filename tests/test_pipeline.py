@@ -187,9 +187,11 @@ def adds_to_gradients(totals: Totals) -> Totals:
 )
 def test_a_bubble_that_leaves_a_trace_is_noticed(monkeypatch, leaves, said):
     """Negative control."""
-    monkeypatch.setattr(
-        runner, "_idle", lambda carry, microbatch, taken: replace(carry, totals=[*map(leaves, carry.totals)])
-    )
+
+    def idle(work, inboxes, microbatch, taken):
+        return replace(work, totals={number: leaves(totals) for number, totals in work.totals.items()})
+
+    monkeypatch.setattr(runner, "_idle", idle)
     way = WAYS["pipe 2, gpipe"]
     with pytest.raises(AssertionError, match=said):
         assert_is_same_step(*step_of(way), *without_pipe(way.without_pipe))

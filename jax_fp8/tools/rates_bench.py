@@ -78,7 +78,7 @@ def products(operands: list[jax.Array]) -> list[jax.Array]:
 
 
 def copy_seconds(copied: int, clock: Clock) -> float:
-    """Of reading and writing so many bytes each, in words of 4: XLA moves smaller ones at three quarters of the rate."""
+    """Of reading and writing so many bytes each, in words of 4: XLA moves smaller ones more slowly."""
     return _seconds(partial(jnp.bitwise_xor, jnp.uint32(1)), jnp.ones(copied // 4, jnp.uint32), clock)
 
 

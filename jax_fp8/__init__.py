@@ -11,7 +11,8 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
-from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense

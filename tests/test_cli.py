@@ -12,7 +12,7 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8 import CurrentScaling, cli, gpt_plans
 from jax_fp8.kernels import extension
-from jax_fp8.models.gpt import GPTConfig
+from jax_fp8.models.config import GPTConfig
 from jax_fp8.tools import tune
 from jax_fp8.tools.gemm_table import GemmTable
 from jax_fp8.tools.rates import RateTable

@@ -13,11 +13,13 @@ already. A bare custom call on a sharded array would make the compiler gather th
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.custom_batching
 from jax import lax
+from jax.core import Tracer
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
@@ -54,12 +56,56 @@ def dispatch(
     if part is not None and mesh is not None and part.can_be(mesh, part.axes, split):
         split[part.dim] = part.axes
     if mesh is None or (not split and AxisType.Auto in mesh.axis_types):
-        local = kernel and _auto_partitioned(kernel, rule, part)
-        return _on_platform(local, functools.partial(reference, split={}), *args)
+        operation = Operation(rule, kernel and form_of(kernel), form_of(reference), part)
+        return (_traced_once(operation) if any(isinstance(arg, Tracer) for arg in args) else operation)(*args)
     # As on Auto axes: under `vmap` a kernel is one call after the other.
     local = kernel and jax.custom_batching.sequential_vmap(functools.partial(kernel, split=split))
     on_platform = functools.partial(_on_platform, local, functools.partial(reference, split=split))
     return on_shards(mesh, inputs, outputs, split, on_platform, *args)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function with some of its arguments, equal to any other that is the same with the same, unlike a
+    `functools.partial`.
+    """
+
+    function: Callable
+    args: tuple
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self.function(*self.args, *args, **dict(self.keywords), **keywords)
+
+
+def form_of(function: Callable) -> Callable:
+    """A `functools.partial`, of partials perhaps, as a `Form`; any other function as it is."""
+    if not isinstance(function, functools.partial):
+        return function
+    keywords = tuple((name, form_of(value)) for name, value in sorted(function.keywords.items()))
+    return Form(form_of(function.func), tuple(map(form_of, function.args)), keywords)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What `dispatch` runs where no Explicit axes split its arrays."""
+
+    rule: str
+    kernel: Callable | None
+    reference: Callable
+    part: Part | None
+
+    def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        local = self.kernel and _auto_partitioned(self.kernel, self.rule, self.part)
+        return _on_platform(local, functools.partial(self.reference, split={}), *args)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_once(operation: Operation) -> Callable:
+    """The same, of which jax keeps the trace for arrays like these: a model has many operations alike, and both forms
+    are traced for each. To the program that is being traced it makes no difference.
+    """
+    return jax.jit(lambda *args: operation(*args), inline=True)
 
 
 def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, *args: jax.Array) -> Any:

@@ -170,11 +170,7 @@ def _empty(ticks: Ticks, chunks, inputs, of_loss, room) -> _Carry:
     kept, operands = [], []
     for chunk, slots in zip(chunks, ticks.slots, strict=True):
         y, of_forward = jax.eval_shape(chunk.forward, x)
-        if (y.shape, y.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"a layer of a pipeline must return what it takes, {x.dtype} {x.shape}, got {y.dtype} {y.shape}; "
-                "put what changes it before or after the layers"
-            )
+        check_returns_what_it_takes(x, y)
         kept.append([of_forward] * slots)
         if has_halves:
             _, of_halves, _ = jax.eval_shape(chunk.input_gradient, of_forward, x, jax.eval_shape(chunk.no_totals))
@@ -184,6 +180,15 @@ def _empty(ticks: Ticks, chunks, inputs, of_loss, room) -> _Carry:
     nothing = jnp.zeros(x.shape, x.dtype)
     totals = [chunk.no_totals() for chunk in chunks]
     return _Carry(kept, operands, inputs, activations, gradients, nothing, nothing, totals, of_loss)
+
+
+def check_returns_what_it_takes(x: Any, y: Any) -> None:
+    """Raise unless what enters a layer and what leaves it have one shape and one dtype."""
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"a layer of a pipeline must return what it takes, {x.dtype} {x.shape}, got {y.dtype} {y.shape}; "
+            "put what changes it before or after the layers"
+        )
 
 
 def _put(slots, branch: Branch, new) -> list:

@@ -7,7 +7,7 @@ beside activations in parallel/stages.py. What comes before and after the layers
 some of the microbatches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -47,16 +47,19 @@ class OnStages:
     Args:
       gemms: all in FP8, and the recipes of their layers.
       in_fp8: those whose weights are cast once, where they lie.
+      kinds: for each layer the first one that computes the same.
     """
 
     placement: Placement
     loss: LayeredLoss
     gemms: Mapping[LayerPath, Recipe]
     in_fp8: Mapping[LayerPath, Recipe]
+    kinds: Mapping[str, str]
     microbatches: int
 
     def __post_init__(self):
         _check_layers_are_alike(self)
+        _check_stages_compute_alike(self)
 
     @cached_property
     def stages(self) -> Stages:
@@ -140,7 +143,7 @@ class OnStages:
         amaxes = jnp.maximum(amaxes, jnp.where(is_one, found, 0))
         return dy, (add(total, loss), jax.tree.map(add, sums, gradients), amaxes)
 
-    def _positions(self):
+    def positions(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Chunk, number in it, and the layer of each stage that has this number there."""
         for chunk in range(self.stages.chunks):
             for number in range(self.stages.chunk_size):
@@ -150,7 +153,7 @@ class OnStages:
         """The stage's own layers. They have the names of those of the first stage."""
         variables = [{"params": {}, "fp8": {}, "fp8_cache": {}} for _ in range(self.stages.chunks)]
         weights = self._weights(shards, from_current)
-        for chunk, layers in self._positions():
+        for chunk, layers in self.positions():
             name = layers[0]
             own = variables[chunk]
             own["params"][name] = self._own_params([shards.params[layer] for layer in layers], name)
@@ -158,7 +161,7 @@ class OnStages:
             if states:
                 own["fp8"][name] = jax.tree.map(lambda *of_stages: own_of(of_stages), *states)
         for gemm, weight in weights.items():
-            chunk = next(chunk for chunk, layers in self._positions() if layers[0] == gemm[0])
+            chunk = next(chunk for chunk, layers in self.positions() if layers[0] == gemm[0])
             put_at_path(variables[chunk]["fp8_cache"], gemm, {"kernel": weight})
         return [
             ChunkWork(
@@ -193,7 +196,7 @@ class OnStages:
             cast = cast_gemms(shards.params, {} if from_current else shards.fp8, of_layers)
         places = self.placement.by_path
         found = {}
-        for _, layers in self._positions():
+        for _, layers in self.positions():
             for gemm in of_layers:
                 if gemm[0] == layers[0]:
                     parts = [at_path(cast, (layer, *gemm[1:]))["kernel"] for layer in layers]
@@ -204,7 +207,7 @@ class OnStages:
     def _gradients_of_layers(self, params, totals: list[Totals]) -> dict:
         """Of this device's shards of all layers."""
         found: dict[str, Any] = {}
-        for chunk, layers in self._positions():
+        for chunk, layers in self.positions():
             sums = totals[chunk].sums[layers[0]]
             each = map_with_names(
                 lambda names, total, name=layers[0]: self._wired(total, gradients_of_layers, (name, *names)), sums
@@ -225,7 +228,7 @@ class OnStages:
         of_outer = iter(jnp.split(outer, np.cumsum(sizes, dtype=int)[:-1]))
         home = {
             layer: (chunk, stage, layers[0])
-            for chunk, layers in self._positions()
+            for chunk, layers in self.positions()
             for stage, layer in enumerate(layers)
         }
         found = []
@@ -276,12 +279,6 @@ def _check_layers_are_alike(on: OnStages) -> None:
     """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
     first, *others = on.loss.layers
     places, described = on.placement.by_path, {}
-    unknown = {*on.loss.layers} - {path[0] for path in places}
-    if unknown:
-        raise ValueError(
-            f"the layers of a LayeredLoss must be names in the params, got {min(unknown)!r} among {on.loss.layers}, "
-            f"and params of {sorted({path[0] for path in places})}; name them as in the params"
-        )
     for name in (first, *others):
         described[name] = [
             {path[1:]: place for path, place in places.items() if path[0] == name},
@@ -293,6 +290,18 @@ def _check_layers_are_alike(on: OnStages) -> None:
                 "the layers of a pipeline must be alike, with params of the same shapes, places and recipes, "
                 f"got {name} unlike {first}; make them alike, or leave out the axis pipe"
             )
+
+
+def _check_stages_compute_alike(on: OnStages) -> None:
+    """Raise unless what a layer computes is what the one of stage 0 does that has its number there."""
+    for _, (first, *others) in on.positions():
+        for name in others:
+            if on.kinds[name] != on.kinds[first]:
+                raise ValueError(
+                    "all stages of a pipeline run the program of stage 0, so layers with the same number on their "
+                    f"stages must compute the same, got {name} unlike {first}; let no layer compute by its name or "
+                    "number, or leave out the axis pipe"
+                )
 
 
 def _zeros(params) -> Any:

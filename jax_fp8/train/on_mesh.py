@@ -92,8 +92,7 @@ class OnMesh:
         check_kernels_are_params(pieces.short_loss, short, microbatch)
         check_loss_is_whole(of_short, pieces.short_loss, short, microbatch)
         check_first(loss, state.variables, microbatch)
-        layers = Layers.of(pieces.short_loss, short, microbatch)
-        in_fp8 = pieces.of_all(gathered_in_fp8(of_short, layers, pieces.short_loss, short, microbatch))
+        in_fp8 = pieces.of_all(gathered_in_fp8(of_short, pieces.layers, pieces.short_loss, short, microbatch))
         gemms = pieces.layers.gemms_of(placement.by_path, state.fp8)
         on_stages = OnStages(placement, loss, gemms, in_fp8, pieces.kinds, microbatches)
         return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
@@ -190,7 +189,7 @@ class OnMesh:
         in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, batch_specs, *specs
         on_all = jax.shard_map(run, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
-        state = self.constrain(state)
+        state = self.constrain(replace(state, opt_state=None))
         return on_all(state.step, state.params, state.fp8, state.cache, batch, *others)
 
     @property

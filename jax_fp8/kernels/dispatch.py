@@ -35,6 +35,7 @@ from jax_fp8.kernels.explicit import (
     place,
     spec_of,
 )
+from jax_fp8.kernels.forms import form_of
 from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.varying import vary, varying_axes
 
@@ -59,28 +60,6 @@ def dispatch(
     if mesh is not None and (split or AxisType.Auto not in mesh.axis_types):
         return _traced_once_on_shards(operation, mesh, tuple(split.items()))(*_placed(mesh, inputs, split, args))
     return (_traced_once(operation) if any(isinstance(arg, Tracer) for arg in args) else operation)(*args)
-
-
-@dataclass(frozen=True)
-class Form:
-    """A function with some of its arguments, equal to any other that is the same with the same, unlike a
-    `functools.partial`.
-    """
-
-    function: Callable
-    args: tuple
-    keywords: tuple[tuple[str, Any], ...]
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return self.function(*self.args, *args, **dict(self.keywords), **keywords)
-
-
-def form_of(function: Callable) -> Callable:
-    """A `functools.partial`, of partials perhaps, as a `Form`; any other function as it is."""
-    if not isinstance(function, functools.partial):
-        return function
-    keywords = tuple((name, form_of(value)) for name, value in sorted(function.keywords.items()))
-    return Form(form_of(function.func), tuple(map(form_of, function.args)), keywords)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def round_second_moment(v: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.where((rounded == 0) & (v > 0), smallest, rounded)
 
 
-def quantize_root(v: jax.Array, dtype: np.dtype, scale: jax.Array, seed: jax.Array, leaf: jax.typing.ArrayLike) -> jax.Array:
+def quantize_root(
+    v: jax.Array, dtype: np.dtype, scale: jax.Array, seed: jax.Array, leaf: jax.typing.ArrayLike
+) -> jax.Array:
     """FP8 values of sqrt(v) with the given scale, rounded up with a probability equal to the part that rounding down
     would lose.
 

@@ -77,12 +77,15 @@ class OnMesh:
     ) -> "OnMesh":
         if how.stages > 1:
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
-            return cls._with_stages(how, loss_fn, recipe, once, state, _shapes_of_one(batch, microbatches), microbatches)
+            return cls._with_stages(
+                how, loss_fn, recipe, once, state, _shapes_of_one(batch, microbatches), microbatches
+            )
         layers = Layers.of(loss_fn, state.variables, batch)
         placement = _place(how, state, layers)
         check_loss_is_whole(placement, loss_fn, state.variables, batch)
         in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
         return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path, state.fp8), in_fp8, once)
+
     @classmethod
     def _with_stages(cls, how, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
         pieces = Pieces.of(loss, state.variables, microbatch)

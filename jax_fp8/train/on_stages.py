@@ -227,9 +227,7 @@ class OnStages:
         sizes = [gemm["scale"].size for gemm in gemm_states(outer_state)]
         of_outer = iter(jnp.split(outer, np.cumsum(sizes, dtype=int)[:-1]))
         home = {
-            layer: (chunk, stage, layers[0])
-            for chunk, layers in self.positions()
-            for stage, layer in enumerate(layers)
+            layer: (chunk, stage, layers[0]) for chunk, layers in self.positions() for stage, layer in enumerate(layers)
         }
         found = []
 

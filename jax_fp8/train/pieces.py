@@ -49,7 +49,9 @@ class Pieces:
             x = loss.first(variables, microbatch)
             for name in loss.layers:
                 own = of_layer(variables, name)
-                program, y = jax.make_jaxpr(lambda own, x, name=name: loss.layer(own, x, name), return_shape=True)(own, x)
+                program, y = jax.make_jaxpr(lambda own, x, name=name: loss.layer(own, x, name), return_shape=True)(
+                    own, x
+                )
                 check_returns_what_it_takes(x, y)
                 traced[name] = program, jax.tree.structure({key: tree[name] for key, tree in own.items()})
             return loss.last(variables, x, microbatch)

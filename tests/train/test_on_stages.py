@@ -45,6 +45,16 @@ def of_other_names() -> fp8.LayeredLoss:
     return fp8.LayeredLoss(("layer_0", "layer_2"), loss.first, loss.layer, loss.last, lambda *given: loss(*given))
 
 
+def by_number(parts, number_of) -> fp8.LayeredLoss:
+    """Layers whose result is multiplied by a number."""
+    loss = loss_of(parts)
+
+    def layer(variables, x, name):
+        return loss.layer(variables, x, name) * number_of(loss.layers.index(name))
+
+    return fp8.LayeredLoss(loss.layers, loss.first, layer, loss.last)
+
+
 class Widens(Tanh):
     """What it returns has another dtype than what it takes."""
 
@@ -106,6 +116,10 @@ REFUSED = {
         lambda: trace({name: partial(Widens, DELAYED) for name in PARTS}),
         r"must return what it takes, bfloat16 \(16, 32\), got float32 \(16, 32\); put what changes it before or after",
     ),
+    "layers that compute by their number": (
+        lambda: trace(loss=by_number(PARTS, lambda number: 1.0 + number)),
+        "the same number on their stages must compute the same, got layer_1 unlike layer_0; let no layer compute by",
+    ),
     "state before the layers": (
         lambda: trace({"first": dense(DELAYED)} | PARTS),
         "no GEMM there may have FP8 state, got first with delayed scaling; give it CurrentScaling",
@@ -149,9 +163,13 @@ def test_refused_in_one_sentence(case):
 
 
 def test_what_is_like_the_refused_is_taken():
-    """Negative control: a GEMM without state before the layers, hidden operands with another schedule."""
+    """Negative control: a GEMM without state before the layers, hidden operands with another schedule, and layers that
+    differ by turns, so that those with the same number on their stages do not.
+    """
     trace({"first": dense(CURRENT)} | PARTS)
     trace(REMAT, schedule="1f1b")
+    by_turns = layers(DELAYED, 4)
+    trace(by_turns, loss=by_number(by_turns, lambda number: 1.0 + number % 2))
 
 
 def test_state_behind_the_layers_moves_as_without_pipe():

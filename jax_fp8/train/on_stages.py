@@ -60,6 +60,7 @@ class OnStages:
     def __post_init__(self):
         _check_layers_are_alike(self)
         _check_stages_compute_alike(self)
+        _check_gemms_are_not_stacked(self)
 
     @cached_property
     def stages(self) -> Stages:
@@ -89,7 +90,9 @@ class OnStages:
         sums = jax.tree.map(lambda total, of_first: total + share * of_first, sums, pull_first(dx))
         gradients = self._gradients_of_layers(shards.params, totals)
         gradients |= map_with_names(lambda names, total: self._wired(total, sum_of, names), sums)
-        gradients = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, shards.params)
+        params, tree = jax.tree.flatten(shards.params)  # whose containers need not be dicts
+        leaves = zip(jax.tree.leaves(gradients), params, strict=True)
+        gradients = tree.unflatten([gradient.astype(param.dtype) for gradient, param in leaves])
         return loss, gradients, self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
 
     def _outer(self, tree: Mapping) -> dict:
@@ -250,6 +253,12 @@ def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weig
             "a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss(GPT(...)) returns it, "
             f"got {describe(loss_fn)}; make one, or leave out the axis pipe"
         )
+    twice = [name for number, name in enumerate(loss_fn.layers) if name in loss_fn.layers[:number]]
+    if twice:
+        raise ValueError(
+            f"the layers of a pipeline must be different ones, got {twice[0]!r} twice among {loss_fn.layers}; "
+            "give each its own params, or leave out the axis pipe"
+        )
     make_schedule(how.schedule, how.stages, microbatches, how.chunks)
     Stages(loss_fn.layers, how.stages, how.chunks)
     if not cache_weights:
@@ -300,6 +309,17 @@ def _check_stages_compute_alike(on: OnStages) -> None:
                     f"stages must compute the same, got {name} unlike {first}; let no layer compute by its name or "
                     "number, or leave out the axis pipe"
                 )
+
+
+def _check_gemms_are_not_stacked(on: OnStages) -> None:
+    """Raise where a layer has several kernels under one name: stages exchange weights, and record amaxes, of one."""
+    for gemm in on.gemms:
+        dims = len(on.placement.by_path[kernel_paths(gemm)[0]].shape)
+        if gemm[0] in on.loss.layers and dims != 2:
+            raise ValueError(
+                "a GEMM in a layer of a pipeline must have kernels of two dims, not stacked by nn.scan or nn.vmap, "
+                f"got {'/'.join(gemm)} with {dims} dims; let each of them be a layer of the loss, or write them out"
+            )
 
 
 def _zeros(params) -> Any:

@@ -3,15 +3,19 @@
 from collections import Counter
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.core import freeze
 from hybrid import SHOWING, make_mesh, train
 from pipelines import CURRENT, DELAYED, Tanh, assert_is_same_step, dense, layers, loss_of, rows, variables_of
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.train.on_mesh import OnMesh
 
 PARTS = layers(DELAYED)
 BATCH = rows()
@@ -53,6 +57,26 @@ def by_number(parts, number_of) -> fp8.LayeredLoss:
         return loss.layer(variables, x, name) * number_of(loss.layers.index(name))
 
     return fp8.LayeredLoss(loss.layers, loss.first, layer, loss.last)
+
+
+def twice(parts) -> fp8.LayeredLoss:
+    loss = loss_of(parts)
+    return fp8.LayeredLoss(("layer_0", "layer_0"), loss.first, loss.layer, loss.last)
+
+
+class Stacked(nn.Module):
+    """Two layers in one."""
+
+    @nn.compact
+    def __call__(self, x):
+        axes, rngs = dict.fromkeys(("params", "fp8", "fp8_cache"), 0), {"params": True}
+        both = nn.scan(InScan, variable_axes=axes, split_rngs=rngs, length=2)
+        return both(DELAYED, name="inner")(x, None)[0]
+
+
+class InScan(Tanh):
+    def __call__(self, x, _):
+        return super().__call__(x), None
 
 
 class Widens(Tanh):
@@ -120,6 +144,14 @@ REFUSED = {
         lambda: trace(loss=by_number(PARTS, lambda number: 1.0 + number)),
         "the same number on their stages must compute the same, got layer_1 unlike layer_0; let no layer compute by",
     ),
+    "a layer that is there twice": (
+        lambda: make(loss=twice(PARTS)),
+        r"must be different ones, got 'layer_0' twice among \('layer_0', 'layer_0'\); give each its own params, or",
+    ),
+    "kernels that are stacked": (
+        lambda: trace(dict.fromkeys(PARTS, Stacked)),
+        "must have kernels of two dims, not stacked by nn.scan or nn.vmap, got layer_0/inner/up with 3 dims; let",
+    ),
     "state before the layers": (
         lambda: trace({"first": dense(DELAYED)} | PARTS),
         "no GEMM there may have FP8 state, got first with delayed scaling; give it CurrentScaling",
@@ -182,6 +214,21 @@ def test_state_behind_the_layers_moves_as_without_pipe():
     assert_is_same_step(ours[0], losses[0], wanted[0], own_losses[0])
     with pytest.raises(AssertionError, match="elements differ"):
         jax.tree.map(assert_same_bits, ours[0].fp8["last"], jax.tree.map(jax.device_get, state.fp8["last"]))
+
+
+def test_containers_of_params_are_kept():
+    variables = variables_of(PARTS)
+    state = fp8.TrainState.create(variables=variables | {"params": freeze(variables["params"])}, tx=TX)
+    after, _ = jax.eval_shape(make(), state, BATCH)
+    assert jax.tree.structure(after) == jax.tree.structure(state) != jax.tree.structure(state_of(PARTS))
+
+
+def test_weights_that_no_stage_has_a_part_of_are_cast_once_too():
+    parts = layers(DELAYED, 3)  # of 32 rows and columns
+    how = Parallelism.of(make_mesh(pipe=3))
+    on_mesh = OnMesh.of(how, loss_of(parts), DELAYED, True, state_of(parts), BATCH, 4)
+    assert not on_mesh.placement.splits_params
+    assert sorted(on_mesh.on_stages.in_fp8) == [(name, gemm) for name in parts for gemm in ("down", "up")]
 
 
 def exchanged(**options) -> Counter:

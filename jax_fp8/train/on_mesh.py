@@ -24,6 +24,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
+from jax_fp8.parallel.stages import Stages
 from jax_fp8.parallel.transfers import (
     gather_params,
     gather_weight,
@@ -35,9 +36,10 @@ from jax_fp8.parallel.transfers import (
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
-from jax_fp8.train.on_stages import OnStages, check_first
+from jax_fp8.train.on_stages import OnStages
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pieces import Pieces
+from jax_fp8.train.pipeline_checks import check_first, check_layers
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_gemms, with_version
 
@@ -97,7 +99,8 @@ class OnMesh:
         check_first(loss, state.variables, microbatch)
         in_fp8 = pieces.of_all(gathered_in_fp8(of_short, pieces.layers, pieces.short_loss, short, microbatch))
         gemms = pieces.layers.gemms_of(placement.by_path, state.fp8)
-        on_stages = OnStages(placement, loss, gemms, in_fp8, pieces.kinds, microbatches)
+        check_layers(Stages(loss.layers, how.stages, how.chunks), pieces.kinds, placement, gemms, in_fp8)
+        on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
         return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.checks import describe
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.room import room
-from jax_fp8.parallel.mesh import PIPE, TENSOR, Parallelism
+from jax_fp8.parallel.mesh import PIPE, TENSOR
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.schedules import make_schedule
@@ -31,7 +30,6 @@ from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_par
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
 from jax_fp8.train.gradients import value_grads_and_amaxes
-from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
 from jax_fp8.train.train_state import TrainState
@@ -47,20 +45,13 @@ class OnStages:
     Args:
       gemms: all in FP8, and the recipes of their layers.
       in_fp8: those whose weights are cast once, where they lie.
-      kinds: for each layer the first one that computes the same.
     """
 
     placement: Placement
     loss: LayeredLoss
     gemms: Mapping[LayerPath, Recipe]
     in_fp8: Mapping[LayerPath, Recipe]
-    kinds: Mapping[str, str]
     microbatches: int
-
-    def __post_init__(self):
-        _check_layers_are_alike(self)
-        _check_stages_compute_alike(self)
-        _check_gemms_are_not_stacked(self)
 
     @cached_property
     def stages(self) -> Stages:
@@ -146,7 +137,7 @@ class OnStages:
         amaxes = jnp.maximum(amaxes, jnp.where(is_one, found, 0))
         return dy, (add(total, loss), jax.tree.map(add, sums, gradients), amaxes)
 
-    def positions(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+    def _positions(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Chunk, number in it, and the layer of each stage that has this number there."""
         for chunk in range(self.stages.chunks):
             for number in range(self.stages.chunk_size):
@@ -156,7 +147,7 @@ class OnStages:
         """The stage's own layers. They have the names of those of the first stage."""
         variables = [{"params": {}, "fp8": {}, "fp8_cache": {}} for _ in range(self.stages.chunks)]
         weights = self._weights(shards, from_current)
-        for chunk, layers in self.positions():
+        for chunk, layers in self._positions():
             name = layers[0]
             own = variables[chunk]
             own["params"][name] = self._own_params([shards.params[layer] for layer in layers], name)
@@ -164,7 +155,7 @@ class OnStages:
             if states:
                 own["fp8"][name] = jax.tree.map(lambda *of_stages: own_of(of_stages), *states)
         for gemm, weight in weights.items():
-            chunk = next(chunk for chunk, layers in self.positions() if layers[0] == gemm[0])
+            chunk = next(chunk for chunk, layers in self._positions() if layers[0] == gemm[0])
             put_at_path(variables[chunk]["fp8_cache"], gemm, {"kernel": weight})
         return [
             ChunkWork(
@@ -199,7 +190,7 @@ class OnStages:
             cast = cast_gemms(shards.params, {} if from_current else shards.fp8, of_layers)
         places = self.placement.by_path
         found = {}
-        for _, layers in self.positions():
+        for _, layers in self._positions():
             for gemm in of_layers:
                 if gemm[0] == layers[0]:
                     parts = [at_path(cast, (layer, *gemm[1:]))["kernel"] for layer in layers]
@@ -210,7 +201,7 @@ class OnStages:
     def _gradients_of_layers(self, params, totals: list[Totals]) -> dict:
         """Of this device's shards of all layers."""
         found: dict[str, Any] = {}
-        for chunk, layers in self.positions():
+        for chunk, layers in self._positions():
             sums = totals[chunk].sums[layers[0]]
             each = map_with_names(
                 lambda names, total, name=layers[0]: self._wired(total, gradients_of_layers, (name, *names)), sums
@@ -230,7 +221,9 @@ class OnStages:
         sizes = [gemm["scale"].size for gemm in gemm_states(outer_state)]
         of_outer = iter(jnp.split(outer, np.cumsum(sizes, dtype=int)[:-1]))
         home = {
-            layer: (chunk, stage, layers[0]) for chunk, layers in self.positions() for stage, layer in enumerate(layers)
+            layer: (chunk, stage, layers[0])
+            for chunk, layers in self._positions()
+            for stage, layer in enumerate(layers)
         }
         found = []
 
@@ -244,82 +237,6 @@ class OnStages:
 
         map_gemms_with_path(collect, fp8_state)
         return join_amaxes(found)
-
-
-def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool) -> None:
-    """Raise unless there is a pipeline for this loss."""
-    if not isinstance(loss_fn, LayeredLoss):
-        raise ValueError(
-            "a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss(GPT(...)) returns it, "
-            f"got {describe(loss_fn)}; make one, or leave out the axis pipe"
-        )
-    twice = [name for number, name in enumerate(loss_fn.layers) if name in loss_fn.layers[:number]]
-    if twice:
-        raise ValueError(
-            f"the layers of a pipeline must be different ones, got {twice[0]!r} twice among {loss_fn.layers}; "
-            "give each its own params, or leave out the axis pipe"
-        )
-    make_schedule(how.schedule, how.stages, microbatches, how.chunks)
-    Stages(loss_fn.layers, how.stages, how.chunks)
-    if not cache_weights:
-        raise ValueError(
-            "a pipeline casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe"
-        )
-
-
-def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
-    """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
-    outer = {
-        collection: {name: entry for name, entry in tree.items() if name not in loss.layers}
-        for collection, tree in variables.items()
-    }
-    found = Layers.of(loss.first, outer, batch).gemms
-    with_state = ["/".join(gemm) for gemm, recipe in found.items() if recipe.has_state]
-    if with_state:
-        raise ValueError(
-            "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "
-            f"got {with_state[0]} with delayed scaling; give it CurrentScaling() or None, or make it a part of a layer"
-        )
-
-
-def _check_layers_are_alike(on: OnStages) -> None:
-    """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
-    first, *others = on.loss.layers
-    places, described = on.placement.by_path, {}
-    for name in (first, *others):
-        described[name] = [
-            {path[1:]: place for path, place in places.items() if path[0] == name},
-            *({gemm[1:]: recipe for gemm, recipe in of.items() if gemm[0] == name} for of in (on.gemms, on.in_fp8)),
-        ]
-    for name in others:
-        if described[name] != described[first]:
-            raise ValueError(
-                "the layers of a pipeline must be alike, with params of the same shapes, places and recipes, "
-                f"got {name} unlike {first}; make them alike, or leave out the axis pipe"
-            )
-
-
-def _check_stages_compute_alike(on: OnStages) -> None:
-    """Raise unless what a layer computes is what the one of stage 0 does that has its number there."""
-    for _, (first, *others) in on.positions():
-        for name in others:
-            if on.kinds[name] != on.kinds[first]:
-                raise ValueError(
-                    "all stages of a pipeline run the program of stage 0, so layers with the same number on their "
-                    f"stages must compute the same, got {name} unlike {first}; let no layer compute by its name or "
-                    "number, or leave out the axis pipe"
-                )
-
-
-def _check_gemms_are_not_stacked(on: OnStages) -> None:
-    """Raise where a layer has several kernels under one name: stages exchange weights, and record amaxes, of one."""
-    for gemm in on.gemms:
-        dims = len(on.placement.by_path[kernel_paths(gemm)[0]].shape)
-        if gemm[0] in on.loss.layers and dims != 2:
-            raise ValueError(
-                "a GEMM in a layer of a pipeline must have kernels of two dims, not stacked by nn.scan or nn.vmap, "
-                f"got {'/'.join(gemm)} with {dims} dims; let each of them be a layer of the loss, or write them out"
-            )
 
 
 def _zeros(params) -> Any:

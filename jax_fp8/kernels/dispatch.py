@@ -35,7 +35,7 @@ from jax_fp8.kernels.explicit import (
     place,
     spec_of,
 )
-from jax_fp8.kernels.forms import form_of
+from jax_fp8.kernels.forms import form_of, is_hashable
 from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.varying import vary, varying_axes
 
@@ -57,9 +57,12 @@ def dispatch(
     if part is not None and mesh is not None and part.can_be(mesh, part.axes, split):
         split[part.dim] = part.axes
     operation = Operation(rule, kernel and form_of(kernel), form_of(reference), part)
+    traced, on_shards = _traced_once, _traced_once_on_shards
+    if not is_hashable(operation):
+        traced, on_shards = traced.__wrapped__, on_shards.__wrapped__
     if mesh is not None and (split or AxisType.Auto not in mesh.axis_types):
-        return _traced_once_on_shards(operation, mesh, tuple(split.items()))(*_placed(mesh, inputs, split, args))
-    return (_traced_once(operation) if any(isinstance(arg, Tracer) for arg in args) else operation)(*args)
+        return on_shards(operation, mesh, tuple(split.items()))(*_placed(mesh, inputs, split, args))
+    return (traced(operation) if any(isinstance(arg, Tracer) for arg in args) else operation)(*args)
 
 
 @dataclass(frozen=True)

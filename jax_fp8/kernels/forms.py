@@ -30,3 +30,12 @@ def form_of(function: Callable) -> Callable:
         return function
     keywords = tuple((name, form_of(value)) for name, value in sorted(function.keywords.items()))
     return Form(form_of(function.func), tuple(map(form_of, function.args)), keywords)
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether it has a hash: what a user has put into a form, such as the formula of a scale, need not have one."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

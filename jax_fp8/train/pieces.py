@@ -8,7 +8,7 @@ A model has many layers, as a rule of one kind. So each is traced once, and what
 is found out of the short loss.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -49,9 +49,7 @@ class Pieces:
             x = loss.first(variables, microbatch)
             for name in loss.layers:
                 own = of_layer(variables, name)
-                program, y = jax.make_jaxpr(lambda own, x, name=name: loss.layer(own, x, name), return_shape=True)(
-                    own, x
-                )
+                program, y = jax.make_jaxpr(_of_name(loss, name), return_shape=True)(own, x)
                 check_returns_what_it_takes(x, y)
                 traced[name] = program, jax.tree.structure({key: tree[name] for key, tree in own.items()})
             return loss.last(variables, x, microbatch)
@@ -73,6 +71,10 @@ class Pieces:
         """What was found of the GEMMs of the short loss, of those of the whole one."""
         short = {gemm: (*(self.kinds.get(name, name) for name in gemm[:1]), *gemm[1:]) for gemm in self.layers.gemms}
         return {gemm: found[of_kind] for gemm, of_kind in short.items() if of_kind in found}
+
+
+def _of_name(loss, name) -> Callable:
+    return lambda own, x: loss.layer(own, x, name)
 
 
 def _kinds(described: Mapping[str, tuple]) -> dict[str, str]:

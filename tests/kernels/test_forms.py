@@ -53,6 +53,7 @@ def traced(forms, mesh=None) -> int:
 FORMS = {
     "of one number": (lambda form: [partial(form, number=2.0), partial(form, number=2.0)], 1),
     "of a partial of a partial": (lambda form: [partial(partial(form, number=2.0), other=other) for other in "ab"], 2),
+    "of a value without a hash": (lambda form: [partial(form, number=2.0, other=[])], 2),
     "of two numbers": (lambda form: [partial(form, number=2.0), partial(form, number=3.0)], 2),
 }
 

@@ -70,6 +70,7 @@ WAYS = {
     "pipe 2, 1f1b, current": own(2, "1f1b", 3, CURRENT),
     "pipe 2, interleaved": own(2, "interleaved", 4, layers=4),
     "pipe 2, zero-bubble": own(2, "zero-bubble", 5),
+    "pipe 3, 1f1b, kernels that it does not split": own(3, "1f1b", 3, layers=3),
     "pipe 4, 1f1b": own(4, "1f1b", 6, layers=4),
     "fsdp 2, pipe 2, interleaved": own(2, "interleaved", 2, layers=4, fsdp=2),
     "fsdp 2, pipe 2, gpipe, bfloat16": own(2, "gpipe", 2, None, fsdp=2),

@@ -226,11 +226,7 @@ def _empty(ticks: Ticks, chunks, inputs, room) -> tuple[_Work, _Inboxes]:
     kept, operands = {}, {}
     for number, (chunk, slots) in enumerate(zip(chunks, ticks.slots, strict=True)):
         y, of_forward = jax.eval_shape(chunk.forward, x)
-        if (y.shape, y.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"a layer of a pipeline must return what it takes, {x.dtype} {x.shape}, got {y.dtype} {y.shape}; "
-                "put what changes it before or after the layers"
-            )
+        check_returns_what_it_takes(x, y)
         kept |= {(number, slot): of_forward for slot in range(slots)}
         if has_halves:
             _, of_halves, _ = jax.eval_shape(chunk.input_gradient, of_forward, x, jax.eval_shape(chunk.no_totals))
@@ -240,3 +236,12 @@ def _empty(ticks: Ticks, chunks, inputs, room) -> tuple[_Work, _Inboxes]:
     nothing = jnp.zeros(x.shape, x.dtype)
     totals = {number: chunk.no_totals() for number, chunk in enumerate(chunks)}
     return _Work(kept, operands, totals, inputs, nothing, nothing), _Inboxes(activations, gradients)
+
+
+def check_returns_what_it_takes(x: Any, y: Any) -> None:
+    """Raise unless what enters a layer and what leaves it have one shape and one dtype."""
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"a layer of a pipeline must return what it takes, {x.dtype} {x.shape}, got {y.dtype} {y.shape}; "
+            "put what changes it before or after the layers"
+        )

@@ -72,7 +72,9 @@ def with_scales(variables) -> dict:
     pass must find them, which would be a program of its own for every model and mesh.
     """
     scaled = {
-        name: map_gemms(lambda gemm: gemm | {"scale": gemm["scale"].at[..., OUTPUT_GRADIENT].set(SMALL_GRADIENTS)}, tree)
+        name: map_gemms(
+            lambda gemm: gemm | {"scale": gemm["scale"].at[..., OUTPUT_GRADIENT].set(SMALL_GRADIENTS)}, tree
+        )
         for name, tree in variables.items()
         if name == "fp8"
     }

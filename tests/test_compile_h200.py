@@ -33,7 +33,7 @@ REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 in_place = pytest.mark.skipif(h200.COPIES_IN_BRANCHES, reason="the compiler of jaxlib 0.10 copies in branches")
 
-CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=2, num_heads=4, hidden_size=256, max_seq_len=128)
+CONFIG = fp8.GPTConfig(vocab_size=512, num_layers=1, num_heads=4, hidden_size=256, max_seq_len=128)
 BATCH = (16, 129)
 WEIGHTS = 4 * CONFIG.num_layers  # of qkv, attention output, MLP up, MLP down
 TENSORS = 3 * WEIGHTS  # input, weight and output gradient of each

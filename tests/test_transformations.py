@@ -24,6 +24,18 @@ RECIPES = [
     pytest.param(fp8.CurrentScaling(), id="current"),
     pytest.param(None, id="bfloat16"),
 ]
+COMBINED = ("vmap of jit", "vmap of remat", "vmap of vmap", "cond of remat", "switch")  # of others, for one version
+
+
+def each(ways, recipes) -> list:
+    """Every way with every recipe."""
+    return [
+        pytest.param(how, *recipe.values, id=f"{how}-{recipe.id}", marks=() if how in COMBINED else recipe.marks)
+        for how in ways
+        for recipe in recipes
+    ]
+
+
 X = jax.random.normal(jax.random.key(0), (2, 16, 32))
 GROWING = X * jnp.array([1.0, 3.0])[:, None, None]
 
@@ -131,8 +143,7 @@ def staged(state):
     return np.concatenate([np.ravel(gemm["amax_history"][..., 0]) for gemm in gemm_states(state)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
-@pytest.mark.parametrize("how", BATCHED)
+@pytest.mark.parametrize(("how", "recipe"), each(BATCHED, RECIPES[:2]))
 def test_a_layer_under_vmap_is_the_layer_called_for_each(how, recipe):
     got = differentiate(recipe, how, GROWING)
     assert_same(got, of_each(recipe), exact_grads=False)
@@ -140,9 +151,8 @@ def test_a_layer_under_vmap_is_the_layer_called_for_each(how, recipe):
         assert np.all(staged(got[2]) > 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", [True, False])
-@pytest.mark.parametrize("how", BRANCHING)
+@pytest.mark.parametrize(("how", "recipe"), each(BRANCHING, RECIPES))
 def test_a_layer_in_a_branch_is_the_layer(how, which, recipe):
     got = differentiate(recipe, how, X[0], which)
     want = of_branch(recipe, which)
@@ -163,8 +173,7 @@ def after_microbatches(recipe, how):
     return step(state, jnp.concatenate([X[0], 3 * X[1]]))[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
-@pytest.mark.parametrize("how", ["cond", "switch", "nn.cond"])
+@pytest.mark.parametrize(("how", "recipe"), each(["cond", "switch", "nn.cond"], RECIPES[:2]))
 def test_microbatches_through_branches(how, recipe):
     """Here the gradients of microbatches are added after the GEMMs, in the oracle by them."""
     got, want = after_microbatches(recipe, how), after_microbatches(recipe, "if")

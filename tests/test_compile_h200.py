@@ -184,7 +184,7 @@ def check_loop_over_microbatches(program: h200.Program):
     [
         pytest.param("delayed", 1, False, marks=pytest.mark.slow),  # as with current scaling, and as with 2
         ("current", 1, False),
-        ("delayed", 2, False),
+        pytest.param("delayed", 2, False, marks=pytest.mark.slow),  # as with a cache
         pytest.param("current", 2, False, marks=pytest.mark.slow),  # as with 1, and as with delayed scaling
         pytest.param("delayed", 1, True, marks=in_place),
         pytest.param("delayed", 2, True, marks=in_place),

@@ -28,6 +28,8 @@ README_LINES = 130
 WARNS: dict[str, str] = {}
 # Blocks whose steps begin with a warm start, as a user's do: on one device, on a mesh, on stages.
 WARM = ("README.md-1", "docs/meshes.md-1", "docs/pipelines.md-1")
+# What test_hybrid_names.py and test_processes.py run as well: names of params, and rows of processes.
+SLOW = ("docs/meshes.md-3", "docs/meshes.md-5")
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -247,7 +249,8 @@ def blocks():
     for block in CODE:
         on_mesh = block.startswith(("docs/meshes.md", "docs/pipelines.md"))
         is_another = on_mesh and block not in ("docs/meshes.md-1", "docs/pipelines.md-2")
-        yield pytest.param(block, marks=() if is_another else pytest.mark.versions)
+        marks = [] if is_another else [pytest.mark.versions]
+        yield pytest.param(block, marks=[*marks, pytest.mark.slow] if block in SLOW else marks)
 
 
 @pytest.mark.parametrize("block", list(blocks()))

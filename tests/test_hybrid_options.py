@@ -44,7 +44,9 @@ def assert_same_step(ours, of_one, tolerance):
     """The first step of both: losses and gradients, and where sums alone differ the FP8 state."""
     (states, losses), (expected, of_one_losses) = ours, of_one
     np.testing.assert_allclose(losses[0], of_one_losses[0], 1e-5 if tolerance <= SUMS else 1e-3)
-    assert_close(significant(gradients_of(states[0])), significant(gradients_of(expected[0])), tolerance)
+    wanted = significant(gradients_of(expected[0]))
+    assert all(np.any(gradient) for gradient in wanted.values())  # zeros, of a scale that is too large, show nothing
+    assert_close(significant(gradients_of(states[0])), wanted, tolerance)
     if tolerance == SUMS:
         jax.tree.map(assert_same_bits, states[0].fp8, expected[0].fp8)
 

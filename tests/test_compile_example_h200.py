@@ -16,10 +16,11 @@ REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 BATCH, SEQ = 8, 192
+# One mesh that splits params both ways, and one with stages; the slow ones split by one axis beside `data`.
 MESHES = [
-    {"data": 2, "fsdp": 1, "tensor": 2},
+    pytest.param({"data": 2, "fsdp": 1, "tensor": 2}, marks=pytest.mark.slow),
     {"data": 1, "fsdp": 2, "tensor": 2},
-    {"data": 2, "fsdp": 2, "tensor": 1},
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 1}, marks=pytest.mark.slow),
     {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 2},
 ]
 

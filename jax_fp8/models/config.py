@@ -58,8 +58,9 @@ def _llama3(layers, heads, width, mlp):
 
 
 # GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1; the one
-# with a trillion: https://arxiv.org/abs/2104.04473, table 1; vocabulary padded to a multiple of 128. Llama 3:
-# https://arxiv.org/abs/2407.21783, table 3, but for its rotary base.
+# with a trillion: https://arxiv.org/abs/2104.04473, table 1, but with heads of 128, the most that cuDNN takes. Their
+# vocabulary is padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, but for its rotary
+# base.
 PRESETS = {
     "tiny": _preset(4, 4, 128, vocab=256, seq=128),
     "gpt2-124m": _preset(12, 12, 768, seq=1024),
@@ -70,7 +71,7 @@ PRESETS = {
     "gpt3-6.7b": _preset(32, 32, 4096),
     "gpt3-13b": _preset(40, 40, 5120),
     "gpt3-175b": _preset(96, 96, 12_288),
-    "gpt-1t": _preset(128, 160, 25_600),
+    "gpt-1t": _preset(128, 200, 25_600),
     "llama3-8b": _llama3(32, 32, 4096, 14_336),
     "llama3-70b": _llama3(80, 64, 8192, 28_672),
     "llama3-405b": _llama3(126, 128, 16_384, 53_248),

@@ -16,6 +16,7 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
+from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
@@ -25,6 +26,7 @@ from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.checks import check_call, check_loss_settings, check_tokens
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
@@ -61,8 +63,9 @@ class GPT(nn.Module):
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`;
-    `head_recipe=CurrentScaling()` computes the head in FP8 too; `recompute` keeps less for the backward:
-    see `TransformerBlock`, also for `attention_implementation`. With `logical_axes` `init` returns params with the
+    `head_recipe=CurrentScaling()` computes the head in FP8 too. `remat` says what layers keep for the backward: "none",
+    "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
+    `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py.
     """
 
@@ -72,6 +75,7 @@ class GPT(nn.Module):
     param_dtype: Dtype = jnp.float32
     head_recipe: CurrentScaling | None = None
     recompute: bool = False
+    remat: str = "none"
     logical_axes: bool = False
     attention_implementation: Literal["cudnn", "xla"] | None = None
 
@@ -121,7 +125,12 @@ class GPT(nn.Module):
 
     def _layer(self, index):
         config = self.config
-        return TransformerBlock(
+        remat = Remat.parse(self.remat, config.num_layers)
+        kind = remat.of_layer(index)
+        block = TransformerBlock
+        if kind in ("full", "offload"):
+            block = nn.remat(block, policy=offload_policy(remat.names) if kind == "offload" else None)
+        return block(
             config.num_heads,
             config.mlp_hidden_size or 4 * config.hidden_size,
             config.num_kv_heads,
@@ -130,7 +139,7 @@ class GPT(nn.Module):
             rotary=config.positions == "rotary",
             use_bias=config.use_bias,
             recipe=self.recipe,
-            recompute=self.recompute,
+            recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             logical_axes=self.logical_axes,

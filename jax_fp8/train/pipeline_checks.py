@@ -6,6 +6,8 @@ All stages run one program. So what differs between their layers must be in the 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from jax_fp8.core.checks import describe
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
@@ -105,3 +107,12 @@ def _check_compute_alike(of_stages, kinds):
                 f"must compute the same, got {name} unlike {first}; let no layer compute by its name or number, or "
                 "leave out the axis pipe"
             )
+
+
+def check_is_on_device(kept: list[jax.Array]) -> None:
+    """Raise where a layer's forward puts what it keeps on the host: slots are on the device."""
+    if any(jax.typeof(array).memory_space == jax.memory.Space.Host for array in kept):
+        raise ValueError(
+            "the layers of a pipeline must keep what their backward wants on the device, got one that keeps some of it "
+            "on the host; take another remat than offload, or leave out the axis pipe"
+        )

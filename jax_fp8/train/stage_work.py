@@ -27,6 +27,7 @@ from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
 from jax_fp8.train.gradients import added_by_gemms, sums_are_maxima
 from jax_fp8.train.halves import Halves, needed
+from jax_fp8.train.pipeline_checks import check_is_on_device
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +80,9 @@ class ChunkWork:
         return Totals(sums, {gemm: jnp.zeros((1, 3), jnp.float32) for gemm in self._with_state})
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        return self._halves.forward(self.variables, x)
+        y, kept = self._halves.forward(self.variables, x)
+        check_is_on_device(kept)
+        return y, kept
 
     def backward(self, kept: list[jax.Array], dy: jax.Array, totals: Totals) -> tuple[jax.Array, Totals]:
         return self._backward(self.variables, kept, dy, totals)

@@ -22,6 +22,7 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
 from jax_fp8.parallel.transfers import (
@@ -37,7 +38,7 @@ from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_spl
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.on_stages import OnStages, check_first
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_gemms, with_version
+from jax_fp8.train.weight_cache import with_version
 
 WHOLE = PartitionSpec()
 

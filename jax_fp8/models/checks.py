@@ -110,10 +110,11 @@ def check_prompts(config: Any, prompt: Any, lengths: Any, max_new_tokens: Any) -
         if is_known(prompt):
             is_own = np.arange(seq)[None] < np.asarray(lengths)[:, None]
             _check_vocabulary("prompt", np.asarray(prompt)[is_own], config.vocab_size)
-    if longest + max_new_tokens > config.max_seq_len:
+    if longest + max_new_tokens - 1 > config.max_seq_len:
         raise ValueError(
-            f"a prompt and max_new_tokens must fit into max_seq_len={config.max_seq_len}, got {longest} and "
-            f"{max_new_tokens}; cut the beginning of the prompt, or ask for fewer tokens"
+            f"a model with max_seq_len={config.max_seq_len} reads so many tokens, the prompt and the new ones but for the "
+            f"last, got a prompt of {longest} and max_new_tokens={max_new_tokens}; cut the beginning of the prompt, or "
+            "ask for fewer"
         )
     return prompt, lengths
 
@@ -136,7 +137,8 @@ def check_choice(temperature: Any, top_k: Any, top_p: Any, key: Any, batch: int)
     if shape is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         shape = shape[:-1]  # the words of a raw key
     if shape not in ((), (batch,)):
-        raise ValueError(f"key must be one random key, or one for each of the {batch} prompts, got {describe(key)}")
+        arrived = describe(key) if shape is None else f"keys of shape {shape}"
+        raise ValueError(f"key must be one random key, or one for each of the {batch} prompts, got {arrived}")
 
 
 def check_stops(stop_tokens: Any, vocab: int) -> np.ndarray:

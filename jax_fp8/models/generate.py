@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.models.checks import check_choice, check_prompts, check_stops, check_written_by
 from jax_fp8.models.gpt import GPT
@@ -51,7 +51,8 @@ def generate(
       variables: "params", and "fp8" where the recipe has state, as of `TrainState.variables`; may lie on a mesh.
       prompt: integers (batch, seq), at least one token each. With `lengths`, rows end in padding of any value.
       lengths: integers (batch,), how many tokens of each row are its prompt; None is all.
-      max_new_tokens: longest prompt and new tokens together must fit into the model's `max_seq_len`.
+      max_new_tokens: the model reads all but the last of them after the longest prompt, within its `max_seq_len`;
+        rotary positions, too, end there.
       temperature: 0 takes the most likely token. Above, tokens are drawn; below 1 prefers likely ones.
       top_k: draw from so many most likely tokens.
       top_p: draw from the fewest most likely tokens that have at least this probability together, of what `top_k`
@@ -106,7 +107,15 @@ def _whole_where(variables) -> NamedSharding | None:
 
 @cache
 def _program(result: NamedSharding | None):
-    return jax.jit(_write, static_argnums=(0, 1, 2), out_shardings=result)
+    return jax.jit(partial(_write_on, result), static_argnums=(0, 1, 2), out_shardings=result)
+
+
+def _write_on(result, model, max_new_tokens, top_k, *arrays) -> jax.Array:
+    """`_write`, where variables lie on a mesh with Explicit axes as if they were Auto: the compiler splits it."""
+    write = partial(_write, model, max_new_tokens, top_k)
+    if result is None or AxisType.Explicit not in result.mesh.axis_types:
+        return write(*arrays)
+    return jax.sharding.auto_axes(write, axes=result.mesh.axis_names, out_sharding=result)(*arrays)
 
 
 def _write(model, max_new_tokens, top_k, variables, prompt, lengths, keys, temperature, top_p, stops) -> jax.Array:

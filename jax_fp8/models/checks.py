@@ -112,9 +112,9 @@ def check_prompts(config: Any, prompt: Any, lengths: Any, max_new_tokens: Any) -
             _check_vocabulary("prompt", np.asarray(prompt)[is_own], config.vocab_size)
     if longest + max_new_tokens - 1 > config.max_seq_len:
         raise ValueError(
-            f"a model with max_seq_len={config.max_seq_len} reads so many tokens, the prompt and the new ones but for the "
-            f"last, got a prompt of {longest} and max_new_tokens={max_new_tokens}; cut the beginning of the prompt, or "
-            "ask for fewer"
+            f"a model with max_seq_len={config.max_seq_len} reads so many tokens, a prompt and all but the last of "
+            f"the new ones, got a prompt of {longest} and max_new_tokens={max_new_tokens}; cut the beginning of the "
+            "prompt, or ask for fewer"
         )
     return prompt, lengths
 

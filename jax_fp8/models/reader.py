@@ -1,7 +1,7 @@
 """A GPT that reads: tokens and the caches of what was read before → logits after the last token, and the caches.
 
-Weights are cast when a `Reader` is made, and never when it reads: kernels to FP8, as `model.apply` would, or to `dtype`;
-kernels and biases that stand side by side are put together. So a loop around `read` casts nothing but activations.
+Weights are cast when a `Reader` is made, and never when it reads: kernels to FP8, as `model.apply` would, or to
+`dtype`, and biases; those that stand side by side are put together. So a loop around `read` casts activations alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -68,8 +68,8 @@ class Reader:
         return {f"layer_{index}": (empty, empty) for index in range(config.num_layers)}
 
     def read(self, tokens: jax.Array, caches: Caches, step: jax.Array | None) -> tuple[jax.Array, Caches]:
-        """Logits f32[batch, vocab] after prompts i32[batch, prompt_slots], whose `step` is None, or after the new tokens
-        i32[batch, 1] of this number; and the caches with what was read.
+        """Logits f32[batch, vocab] after prompts i32[batch, prompt_slots], with `step` None, or after the new tokens
+        i32[batch, 1] of this number, from 0; and the caches with what was read.
         """
         lengths, slots = self.lengths, self.prompt_slots
         kept = {
@@ -145,7 +145,7 @@ def _joined(params, gemm, leaves, dtype) -> dict[str, jax.Array]:
 
 
 def _make_head(model, params) -> Callable[[jax.Array], jax.Array]:
-    """A function of (batch, seq, hidden) to logits (batch, seq, vocab). It has no gradient, so in FP8 it takes any number
+    """A function of (batch, seq, hidden) to logits (batch, seq, vocab), without a gradient: in FP8 it takes any number
     of rows.
     """
     table, recipe = params["embedding" if model.config.tie_embeddings else "head"], model.head_recipe

@@ -3,9 +3,9 @@
     slot    0 ... length - 1        ... prompt_slots - 1    prompt_slots + i
     has     the prompt of a row     padding                 the new token i of every row
 
-A query sees the prompt of its row, and the new tokens up to its own. Rows have prompts of several lengths, and yet their
-new tokens stand in the same slot: one write in one place. Positions are told apart from slots; they are in the keys
-already (rotary), or in what was added to the embedding (learned).
+A query sees the prompt of its row, and the new tokens up to its own. Prompts have several lengths, and yet new tokens
+stand in the same slot of all rows: one write in one place. A slot is not a position; that is in the key already
+(rotary), or in what was added to the embedding (learned).
 
 Padding has the query, key and value of the first token of its row, and is given that token's result, too. So it is that
 token over and over, in every layer: it adds nothing to an amax, and a scale is what it would be without.
@@ -44,8 +44,8 @@ class KeyValueCache:
 
 
 def positions_of(lengths: jax.Array, prompt_slots: int, step: jax.Array | None) -> jax.Array:
-    """Where the tokens stand that are read, i32[batch, seq], as in `KeyValueCache`; padding stands where its row's first
-    token does.
+    """The positions of what is read, i32[batch, seq], with the words of `KeyValueCache`; those of padding are 0, as of
+    its row's first token.
     """
     if step is not None:
         return (lengths + step)[:, None]

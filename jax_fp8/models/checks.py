@@ -95,10 +95,10 @@ def check_prompts(config: Any, prompt: Any, lengths: Any, max_new_tokens: Any) -
     Numbers that are not known while a program is traced are not looked at.
     """
     check_integer("max_new_tokens", max_new_tokens)
-    prompt = _as_array(prompt)
     check_tokens(prompt, "(batch, seq)", least=1)
     batch, seq = prompt.shape
-    lengths = np.full(batch, seq) if lengths is None else _as_array(lengths)
+    lengths = np.full(batch, seq) if lengths is None else lengths
+    lengths = np.asarray(lengths) if isinstance(lengths, list | tuple) else lengths
     if not is_array(lengths) or lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths must be integers, one for each of the {batch} prompts, got {describe(lengths)}")
     longest = seq
@@ -153,10 +153,6 @@ def check_stops(stop_tokens: Any, vocab: int) -> np.ndarray:
 def is_known(array: Any) -> bool:
     """Whether its numbers can be read here: not while a program is traced, nor of another process."""
     return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)
-
-
-def _as_array(numbers):
-    return np.asarray(numbers) if isinstance(numbers, list | tuple) else numbers
 
 
 def _check_vocabulary(name, tokens, vocab):

@@ -115,7 +115,8 @@ def _write_on(result, model, max_new_tokens, top_k, *arrays) -> jax.Array:
     write = partial(_write, model, max_new_tokens, top_k)
     if result is None or AxisType.Explicit not in result.mesh.axis_types:
         return write(*arrays)
-    return jax.sharding.auto_axes(write, axes=result.mesh.axis_names, out_sharding=result)(*arrays)
+    split: Any = jax.sharding.auto_axes(write, axes=result.mesh.axis_names, out_sharding=result)
+    return split(*arrays)
 
 
 def _write(model, max_new_tokens, top_k, variables, prompt, lengths, keys, temperature, top_p, stops) -> jax.Array:

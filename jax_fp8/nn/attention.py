@@ -30,7 +30,8 @@ class SelfAttention(Fp8Module):
     Variables: `params/{query, key, value, out}`, each as of a Dense, and `params/norm` with `norm` ("layernorm" or
     "rmsnorm"), which normalizes the input first, in the same op as the projections. Queries, keys and values are one
     GEMM with the state `fp8/query+key+value`. The columns of `query` are its heads one after the other, those of `key`
-    and `value` theirs, as are the rows of `out`: they can be split over devices by heads without moving any.
+    and `value` theirs, as are the rows of `out`: they can be split over devices by heads without moving any. With the
+    collection `kv_cache/slots` it attends to what was read before, too: see ops/cached_attention.py.
 
     Args:
       num_heads: query heads; must divide the width of `x`, unless `head_dim` says how wide one is.

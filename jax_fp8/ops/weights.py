@@ -56,9 +56,10 @@ def cast_kernels(
     then: Callable[[Fp8Pair], Fp8Pair] | None = None,
 ) -> Fp8Pair:
     """Kernels (k, n_i) side by side in FP8, by `cast_of(scales, measure)`; `scales` f32[3], or None."""
-    if kernels[0].ndim > 2:  # stacked layers, each with scales of its own or none
+    first, *others = kernels
+    if first.ndim > 2:  # stacked layers, each with scales of its own or none
         return jax.vmap(lambda each, its_scales: cast_kernels(each, cast_of, its_scales, then))(kernels, scales)
-    pair = cast_weight(kernels if len(kernels) > 1 else kernels[0], partial(cast_of, scales))
+    pair = cast_weight(kernels if others else first, partial(cast_of, scales))
     return pair if then is None else then(pair)
 
 

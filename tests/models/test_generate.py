@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_fp8 as fp8
+from jax_fp8.core.paths import map_with_names
 from jax_fp8.models import generate as generation
 from jax_fp8.models import reader
 
@@ -42,11 +43,17 @@ MODELS = {
 
 
 def made(model):
-    """Variables of a model whose logits differ."""
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
-    larger = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, variables["params"])
-    state = jax.tree.map(lambda x: x / 8 if x.shape == (3,) else x, variables.get("fp8", {}))  # within what FP8 holds
-    return {"params": larger, **({"fp8": state} if state else {})}
+    """Random variables, of which nothing is compiled, with scales that suit them."""
+    random, tokens = np.random.default_rng(0), jnp.zeros((1, 16), jnp.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def draw(names, leaf):
+        return jnp.float32(random.normal(names[-1] == "scale", 0.2, leaf.shape))
+
+    params = map_with_names(draw, shapes["params"])
+    scales = jnp.float32([1 / 16, 1 / 256, 1])
+    state = jax.tree.map(lambda leaf: scales if leaf.ndim == 1 else jnp.zeros(leaf.shape), shapes.get("fp8", {}))
+    return {"params": params, **({"fp8": state} if state else {})}
 
 
 def write(model, variables, prompt=PROMPT, lengths=LENGTHS, **options):
@@ -118,20 +125,28 @@ def test_one_program_and_stops(monkeypatch, traced_anew):
         return choose(logits, *options)
 
     monkeypatch.setattr(generation, "choose_tokens", counted)
-    options = {"temperature": 0.7, "key": jax.random.key(0)}
-    free = write(model, variables, stop_tokens=[VOCAB - 1], **options)
+    options, unused = {"temperature": 0.7, "key": jax.random.key(1)}, VOCAB - 1
+    free = write(model, variables, stop_tokens=[unused], **options)
     traced = counts["traced"]
-    assert not (free == VOCAB - 1).any()
-    jax.effects_barrier()
-    assert counts["chosen"] == NEW
-
-    stop, counts["chosen"] = free[0, 2], 0
+    assert unused not in free
+    stop = free[0, 2]
     ended = write(model, variables, stop_tokens=[stop], **options)
     for row, whole in zip(ended, free, strict=True):
         end = [*whole, stop].index(stop) + 1
         np.testing.assert_array_equal(row, [*whole[:end], *[stop] * (NEW - end)])
-    one, counts["chosen"] = np.repeat(PROMPT[:1], 3, axis=0), 0
-    write(model, variables, one, [5, 5, 5], stop_tokens=[stop], temperature=1e-6, key=options["key"])
+
+    def steps(stop):
+        """Of three rows that are alike."""
+        counts["chosen"] = 0
+        rows = PROMPT[[0, 0, 0]], [5, 5, 5]
+        found = write(model, variables, *rows, stop_tokens=[stop], temperature=1.0, key=jnp.stack([options["key"]] * 3))
+        jax.effects_barrier()
+        return counts["chosen"], found[0]
+
+    whole, row = steps(unused)
+    assert whole == NEW and unused not in row
+    assert steps(row[3])[0] == list(row).index(row[3]) + 1 < NEW
+
     write(model, variables, PROMPT[:, :13], LENGTHS - 3, stop_tokens=[7], **options)  # padded to as many
     assert counts["traced"] == traced
     write(model, variables, np.tile(PROMPT, 2)[:, :20], None, stop_tokens=[7], **options)

@@ -12,6 +12,7 @@ from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.generate import generate
 from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
@@ -59,6 +60,7 @@ __all__ = [
     "explain",
     "fused_adam",
     "fused_adamw",
+    "generate",
     "make_train_step",
     "matmul",
     "next_token_loss",

@@ -90,27 +90,32 @@ class GPT(nn.Module):
             x = self._layer(index)(x)
         return self._head(embedding, x, labels, mask, z_loss)
 
-    def _embed(self, embedding, tokens):
+    def _embed(self, embedding, tokens, numbers=None):
+        """Rows of tokens, which are in the positions `numbers` (batch, seq), or None: 0, 1, ..."""
         config, tensor = self.config, current_tensor()
         x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
             init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
             offer((*self.path, "positions"), TensorDim())
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
-            rows = position_rows(whole(positions), tokens.shape, tensor).astype(jnp.float32)
-            x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows, x.ndim)
+            positions = whole(positions)
+            rows = position_rows(positions, tokens.shape, tensor) if numbers is None else positions[numbers]
+            x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows.astype(jnp.float32), x.ndim)
         return x.astype(self.dtype)
 
     def _head(self, embedding, x, labels, mask, z_loss):
         """Logits, or with labels their loss; `embedding` counts where it is tied."""
-        norm, tensor = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm, current_tensor()
-        with implicit_promotion():
-            fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
-            x = norm(**fields, name="final_norm")(x)
+        x, tensor = self._normalize(x), current_tensor()
         table = embedding if self.config.tie_embeddings else self._table("head")
         if labels is None:
             return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
         return linear_cross_entropy(x, table, labels, mask=mask, z_loss=z_loss, recipe=self.head_recipe, tensor=tensor)
+
+    def _normalize(self, x):
+        norm = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm
+        with implicit_promotion():
+            fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
+            return norm(**fields, name="final_norm")(x)
 
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""

@@ -18,12 +18,12 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.agreement import which_differ
 from jax_fp8.parallel.mesh import TENSOR
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.transfers import can_be_gathered_in_fp8
 from jax_fp8.train.checks import check_loss
-from jax_fp8.train.weight_cache import cast_gemms
 
 
 @dataclass(frozen=True)

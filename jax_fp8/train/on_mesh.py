@@ -22,6 +22,7 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
 from jax_fp8.parallel.stages import Stages
@@ -41,7 +42,7 @@ from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pieces import Pieces
 from jax_fp8.train.pipeline_checks import check_first, check_layers
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_gemms, with_version
+from jax_fp8.train.weight_cache import with_version
 
 WHOLE = PartitionSpec()
 

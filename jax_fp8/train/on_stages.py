@@ -22,6 +22,7 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names,
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.room import room
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import PIPE, TENSOR
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.runner import run_schedule
@@ -33,7 +34,6 @@ from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_gemms
 
 ENTERING = "what enters"  # the last piece of a loss: among its params while it is differentiated
 

@@ -28,7 +28,7 @@ README_LINES = 130
 WARNS: dict[str, str] = {}
 # Blocks whose steps begin with a warm start, as a user's do: on one device, on a mesh, on stages.
 WARM = ("README.md-1", "docs/meshes.md-1", "docs/pipelines.md-1")
-# What test_hybrid_names.py and test_processes.py run as well: names of params, and rows of processes.
+# What other tests run as well: names of params, rows of processes, loops of one's own, a model by its layers.
 SLOW = ("docs/meshes.md-3", "docs/meshes.md-5", "docs/meshes.md-6", "docs/pipelines.md-2")
 
 

@@ -1,7 +1,7 @@
 """How good a model is: its loss on held-out text, and what it writes.
 
-Both are plain jitted functions of variables that stay where training has put them. On several devices the compiler
-splits them, and all processes run them.
+Both are plain programs of variables that stay where training has put them. On several devices the compiler splits them,
+and all processes run them.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+import numpy as np
 
 import jax_fp8 as fp8
 
@@ -28,19 +27,15 @@ def make_validation(loss_fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[
     return mean_loss
 
 
-def make_writer(model: fp8.GPT, mesh: Mesh) -> Callable[[Any, ArrayLike, jax.Array], jax.Array]:
-    """What a model writes after a window (rows, seq), all of whose rows are alike: one token for each key.
+def write(model: fp8.GPT, variables: Any, prompt: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """What a model writes after a prompt (tokens,): so many tokens.
 
-    The model always reads a full window, so one compiled program makes every token: read, draw, shift.
+    It writes half a window at a time, and goes on from the last half of what is there.
     """
-
-    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    def write(variables, window, keys):
-        def write_one(window, key):
-            logits = model.apply(variables, window)[:, -1].astype(jnp.float32)  # (rows, vocab)
-            token = jax.random.categorical(key, logits / TEMPERATURE).astype(jnp.int32)
-            return jnp.concatenate([window[:, 1:], token[:, None]], axis=1), token[0]
-
-        return jax.lax.scan(write_one, window, keys)[1]
-
-    return write
+    key, half = jax.random.key(seed), max(1, model.config.max_seq_len // 2)
+    text, end = prompt, len(prompt) + count
+    while len(text) < end:
+        key, own = jax.random.split(key)
+        settings: Any = {"max_new_tokens": min(half, count), "temperature": TEMPERATURE, "key": own}
+        text = np.append(text, fp8.generate(model, variables, text[None, -half:], **settings))
+    return text[len(prompt) : end]

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from building import compiler_options, make_optimizer
 from checkpoints import BASELINE, MAIN, CannotResume, CannotSave, Checkpoints
-from evaluation import make_validation, make_writer
+from evaluation import make_validation, write
 from jax.sharding import Mesh
 from leaving import FAILED, Leaving, leave
 from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
@@ -228,11 +228,9 @@ def spread(job: Job) -> dict[str, Any]:
 
 def sample(job: Job, trained: Trained) -> tuple[str, str]:
     """A prompt from the held-out text, and what the model writes after it."""
-    rows = 16 // math.gcd(16, job.settings.seq_len)  # FP8 GEMMs want a multiple of 16 tokens
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
-    keys = jax.random.split(jax.random.key(job.settings.seed), job.settings.sample_tokens)
-    written = make_writer(trained.model, job.mesh)(trained.variables, np.tile(prompt, (rows, 1)), keys)
-    return job.encoder.decode(prompt), job.encoder.decode(np.asarray(written))
+    written = write(trained.model, trained.variables, prompt, job.settings.sample_tokens, job.settings.seed)
+    return job.encoder.decode(prompt), job.encoder.decode(written)
 
 
 def log_rows(settings: Settings) -> int:

@@ -11,7 +11,9 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
-from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.generate import generate
+from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.models.params_file import load_params, save_params
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
@@ -59,6 +61,7 @@ __all__ = [
     "explain",
     "fused_adam",
     "fused_adamw",
+    "generate",
     "load_params",
     "make_train_step",
     "matmul",

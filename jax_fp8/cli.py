@@ -23,7 +23,8 @@ from jax_fp8 import __version__
 from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.gpt_plans import RECIPES, plan_preset
 from jax_fp8.kernels import dispatch, extension
-from jax_fp8.models.gpt import GPT, PRESETS, GPTConfig, next_token_loss
+from jax_fp8.models.config import PRESETS, GPTConfig
+from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.schedules import SCHEDULES
@@ -237,14 +238,14 @@ def main(argv: list[str]) -> int:
     planner.add_argument("--chunks", type=int, help="of layers on each stage of --schedule interleaved; 2 if left out")
     planner.add_argument("--recipe", choices=[*RECIPES, "bf16"], default="delayed", help="of the FP8 layers, or none")
     for name, words in (
-        ("fast", "fast accumulation in all of the layers' GEMMs"),
-        ("fp8-head", "the head in FP8 too"),
-        ("bf16-params", "params in bfloat16, beside the 16 bits that they lack"),
-        ("bf16-moments", "Adam's moments in bfloat16"),
-        ("sequence-parallel", "rows between layers split over tensor, too"),
-        ("recompute", "keep less for the backward"),
+        ("--fast", "fast accumulation in all of the layers' GEMMs"),
+        ("--fp8-head", "the head in FP8 too"),
+        ("--bf16-params", "params in bfloat16, beside the 16 bits that they lack"),
+        ("--bf16-moments", "Adam's moments in bfloat16"),
+        ("--sequence-parallel", "rows between layers split over tensor, too"),
+        ("--recompute", "keep less for the backward"),
     ):
-        planner.add_argument(f"--{name}", action="store_true", help=words)
+        planner.add_argument(name, action="store_true", help=words)
     planner.add_argument("--rates", metavar="FILE", help="estimate times by these, which `tune --rates FILE` wrote")
     planner.add_argument(
         "--between-hosts", type=float, metavar="GB/S", help="that a GPU sends to other hosts, each of 8"

@@ -16,7 +16,8 @@ from jax_fp8.core.checks import check_integer
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
-from jax_fp8.models.gpt import GPT, GPTConfig, next_token_loss
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
 from jax_fp8.tools.arithmetic import Setting, Shape, memory_of
@@ -212,6 +213,7 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     mesh = mesh_of_described(choices.axes, choices.gpu)
     on_mesh = {name: getattr(choices, name) for name in ("sequence_parallel", "schedule", "chunks")}
     how = Parallelism.of(mesh, **on_mesh)
+    assert how is not None  # as there is a mesh
     step = make_train_step(
         next_token_loss(model),
         _optimizer(choices),

@@ -57,7 +57,7 @@ if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
 
 # Tracing makes many small objects that live on: a seventh of the time went into looking for others.
-gc.set_threshold(200_000)
+gc.set_threshold(500_000)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -65,6 +65,12 @@ import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from jax_fp8.kernels import dispatch  # noqa: E402
+
+
+def pytest_collection_finish(session):
+    """Modules and tests live to the end: nobody looks through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def gpus() -> list:

@@ -9,6 +9,8 @@ import optax
 from reference import relative_error
 
 import jax_fp8 as fp8
+from jax_fp8.core.formats import OUTPUT_GRADIENT
+from jax_fp8.core.state import map_gemms
 
 BATCH, SEQ, VOCAB = 8, 32, 128
 
@@ -62,13 +64,33 @@ def run(step, state, batch, steps=3) -> tuple[list, list[float]]:
 SHOWING = showing(optax.sgd(0.1))
 
 
+SMALL_GRADIENTS = 2.0**-20
+
+
+def with_scales(variables) -> dict:
+    """Variables with scales of gradients that a first step can use: with ones, gradients of a mean would vanish. So no
+    pass must find them, which would be a program of its own for every model and mesh.
+    """
+    scaled = {
+        name: map_gemms(
+            lambda gemm: gemm | {"scale": gemm["scale"].at[..., OUTPUT_GRADIENT].set(SMALL_GRADIENTS)}, tree
+        )
+        for name, tree in variables.items()
+        if name == "fp8"
+    }
+    return dict(variables) | scaled
+
+
 def first_state(init, x, tx=SHOWING) -> fp8.TrainState:
-    return fp8.TrainState.create(variables=jax.jit(init)(jax.random.key(0), x), tx=tx)
+    variables = jax.jit(lambda key, x: with_scales(init(key, x)))(jax.random.key(0), x)
+    return fp8.TrainState.create(variables=variables, tx=tx)
 
 
-def train(loss_fn, state, batch, recipe, *, axes=None, tx=SHOWING, steps=1, microbatches=1, **options):
+def train(
+    loss_fn, state, batch, recipe, *, axes=None, tx=SHOWING, steps=1, microbatches=1, warm_start=False, **options
+):
     """States and losses; on a mesh with these axes, or on one device."""
-    options |= {} if axes is None else {"mesh": make_mesh(**axes)}
+    options |= {"warm_start": warm_start} | ({} if axes is None else {"mesh": make_mesh(**axes)})
     step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, **options)
     return run(step, step.place(jax.tree.map(jnp.copy, state), batch), batch, steps)
 

@@ -17,6 +17,7 @@ def measured(benchmark, profile=0, **case):
     return list(mesh_steps.measure(mesh_steps.Job(mesh_cases.Case(**{**SMALL, **case}), steps=2, profile=profile)))
 
 
+@pytest.mark.slow
 def test_ours_and_plain_train_the_same_model(benchmark):
     (ours,) = measured(benchmark, mesh="data=2", fast=True, fp8_head=True, param_dtype="bfloat16")
     plain, with_profile = measured(benchmark, mesh="tensor=2+sequence", recipe="plain", profile=1)

@@ -71,6 +71,30 @@ def test_a_profile_that_fails_costs_no_times(benchmark, tmp_path):
 
 
 @pytest.mark.slow
+def test_generate_runs_whole(benchmark, tmp_path):
+    generate = benchmark("generate")
+    assert generate.main(["--self-test", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
+    found = [(row["recipe"], row["reads"]) for row in rows]
+    both = [(recipe, reads) for recipe in ("bf16", "delayed") for reads in ("cache", "window")]
+    assert found == [*both, ("delayed, head", "cache")]
+    cached = [row for row in rows if row["reads"] == "cache"]
+    assert all(row["shortfall"] < 0.1 and row["distinct"] > 1 for row in cached)
+    assert "| tiny | delayed | 2 | window |" in (tmp_path / "generate.md").read_text()
+
+
+def test_generate_compares_with_the_full_pass(benchmark):
+    generate = benchmark("generate")
+    config = generate.fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=32, max_seq_len=16)
+    model, prompt = generate.fp8.GPT(config, recipe=None), np.arange(24, dtype=np.int32).reshape(2, 12)
+    variables = generate.variables_of(model)
+    written = generate.fp8.generate(model, variables, prompt, max_new_tokens=4)
+    assert generate.compare(model, variables, prompt, written)["shortfall"] < 0.1
+    wrong = generate.compare(model, variables, prompt, written[:, ::-1])
+    assert wrong["shortfall"] > 0.5 and wrong["most_likely"] < 1
+
+
+@pytest.mark.slow
 def test_optimizer_step_runs_whole(benchmark, tmp_path):
     optimizer_step = benchmark("optimizer_step")
     variants = ["optax", "in_place", "remainder"]

@@ -12,7 +12,7 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8 import CurrentScaling, cli, gpt_plans
 from jax_fp8.kernels import extension
-from jax_fp8.models.gpt import GPTConfig
+from jax_fp8.models.config import GPTConfig
 from jax_fp8.tools import tune
 from jax_fp8.tools.gemm_table import GemmTable
 from jax_fp8.tools.rates import RateTable
@@ -231,7 +231,12 @@ def test_plan_compiles_a_step_for_gpus_that_are_not_here(monkeypatch, capsys):
 
 REFUSED_PLANS = {
     "axes": (["--mesh", "expert=2"], "a mesh must be axes among pipe, data, fsdp, tensor"),
-    "fewer microbatches than stages": (["--mesh", "pipe=2"], "as many microbatches as stages, or more, got 1 micro"),
+    "fewer microbatches than stages": (
+        ["--mesh", "pipe=2", "--microbatches", "1"],
+        "as many microbatches as stages, or more, got 1 micro",
+    ),
+    "chunks": (["--mesh", "pipe=2", "--schedule", "interleaved", "--chunks", "3"], "must have as many layers"),
+    "a schedule of no pipeline": (["--schedule", "1f1b"], "schedule and chunks are about the axis `pipe`"),
     "microbatches": (["--microbatches", "0"], "microbatches must be"),
     "batch": (["--batch", "-8"], "batch must be an integer of at least 1, got -8"),
     "sequence parallel": (["--sequence-parallel"], "splits rows over the axis `tensor`, which this mesh has not"),

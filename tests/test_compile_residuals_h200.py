@@ -52,6 +52,7 @@ def kept_by_a_layer(recompute) -> float:
     return (three - two) / (BATCH * SEQUENCE * WIDTH)
 
 
+@pytest.mark.slow
 def test_recomputing_keeps_two_bytes_fewer_for_each_feature():
     """One for the input of qkv and one for that of the MLP."""
     kept, recomputed = kept_by_a_layer(recompute=False), kept_by_a_layer(recompute=True)

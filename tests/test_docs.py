@@ -5,6 +5,7 @@ Each rule is a function from a source tree to the sentences that say where it is
 that breaks it.
 """
 
+import functools
 import importlib
 import json
 import re
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import jax_fp8 as fp8
+
 ROOT = Path(__file__).parent.parent
 PATTERNS = ("*.md", ".github/**/*.md", "docs/*.md", "benchmarks/*.md")  # what programs write is in benchmarks/results
 MAX_COLUMNS = 120
@@ -23,6 +26,10 @@ README_LINES = 130
 
 # Page: why its code may warn.
 WARNS: dict[str, str] = {}
+# Blocks whose steps begin with a warm start, as a user's do: on one device, on a mesh, on stages.
+WARM = ("README.md-1", "docs/meshes.md-1", "docs/pipelines.md-1")
+# What other tests run as well: names of params, rows of processes, loops of one's own, a model by its layers.
+SLOW = ("docs/meshes.md-3", "docs/meshes.md-5", "docs/meshes.md-6", "docs/pipelines.md-2")
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -238,17 +245,21 @@ CODE = {
 
 
 def blocks():
-    """Under a second jax of the blocks on meshes the first, whose mesh has all axes: the library has the same calls
-    for all of them."""
+    """Under a second jax one block on a mesh of all axes and one on stages: the library has the same calls for all."""
     for block in CODE:
-        is_another = block.startswith("docs/meshes.md") and block != "docs/meshes.md-1"
-        yield pytest.param(block, marks=() if is_another else pytest.mark.versions)
+        on_mesh = block.startswith(("docs/meshes.md", "docs/pipelines.md"))
+        is_another = on_mesh and block not in ("docs/meshes.md-1", "docs/pipelines.md-2")
+        marks = [] if is_another else [pytest.mark.versions]
+        yield pytest.param(block, marks=[*marks, pytest.mark.slow] if block in SLOW else marks)
 
 
 @pytest.mark.parametrize("block", list(blocks()))
-def test_code_runs(block, recwarn):
-    """Every block by itself, on eight CPU devices, as conftest.py has them."""
+def test_code_runs(block, recwarn, monkeypatch):
+    """Every block by itself, on eight CPU devices, as conftest.py has them. Most begin without a warm start, which is a
+    program of its own, unless they ask for one."""
     page, code = CODE[block]
+    if block not in WARM:
+        monkeypatch.setattr(fp8, "make_train_step", functools.partial(fp8.make_train_step, warm_start=False))
     exec(compile(code, block, "exec"), {"__name__": "__main__"})
     assert page in WARNS or not recwarn.list
 

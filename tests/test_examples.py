@@ -17,10 +17,7 @@ SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 
 
 
 def run_script(*arguments):
-    flags = (
-        "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
-        "--xla_cpu_parallel_codegen_split_count=1"
-    )
+    flags = re.sub(r"(?<=device_count=)\d+", "2", os.environ["XLA_FLAGS"])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -16,6 +16,9 @@ BOTH = {"sequence_parallel": True, "recompute": True}
 SMALL, MIDDLE, LARGE, LLAMA = ({"preset": name} for name in ("gpt3-1.3b", "gpt3-6.7b", "gpt3-175b", "llama3-8b"))
 LLAMA70 = {"preset": "llama3-70b"}
 
+PIPE = {"mesh": "pipe=2", "batch": 32, "microbatches": 8}
+CHUNKS = {"schedule": "interleaved", "chunks": 6, "sequence_parallel": True}
+
 # GiB of a device and ms of a step, as `plan` found them by compiling with --fast; of 1.3B, one part, with --fp8-head.
 COMPILED = [
     (SMALL, 34.59, 161),
@@ -32,6 +35,14 @@ COMPILED = [
     (LLAMA | {"mesh": "fsdp=4,tensor=2", "batch": 16, "microbatches": 2, "sequence_parallel": True}, 65.28, 1193),
     (LARGE | {"mesh": "fsdp=8,tensor=8", "batch": 64, **BOTH}, 119.10, 5014),
     (LLAMA70 | {"mesh": "fsdp=8,tensor=8", "batch": 128, "microbatches": 8, **BOTH}, 91.7, 12_697),
+    (SMALL | PIPE | {"batch": 16}, 21.73, 231),
+    (SMALL | PIPE, 31.30, 395),
+    (SMALL | PIPE | {"schedule": "interleaved"}, 26.68, 379),
+    (SMALL | PIPE | {"schedule": "zero-bubble"}, 40.75, 384),
+    (SMALL | PIPE | {"microbatches": 16}, 21.86, 417),
+    (SMALL | PIPE | {"recipe": "bf16"}, 99.49, 719),
+    (SMALL | PIPE | {"sequence": 1024, "batch": 64}, 31.28, 362),
+    (LARGE | {"mesh": "pipe=8,tensor=8", "batch": 64, "microbatches": 64, **CHUNKS}, 61.28, 3550),
     (LLAMA70 | {"mesh": "data=2,fsdp=4,tensor=8", "batch": 128, "microbatches": 8, **BOTH}, 104.0, 12_779),
 ]
 

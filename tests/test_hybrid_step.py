@@ -6,7 +6,7 @@ state has its bits; sums of float32 over tokens are added up by device first, an
 Over `tensor` partial sums are rounded to bfloat16, and a value that falls on the other side of a rounding to FP8 is as
 far off as any. So a gradient is compared with that of the same model in float32: it is no farther from it than one
 device's. How far that is depends on a few roundings where a gradient is a sum over all tokens, so distances are taken
-over several models: over one of them the ratio of a norm's bias is between 0.8 and 1.2, over five within 1.07.
+over several models of one layer: over one of them the ratio of a bias is between 0.85 and 1.2, over eight within 1.1.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hybrid import SEQ, assert_close, errors, gpt, gradients_of, make_mesh, run, showing, tokens
+from hybrid import SEQ, assert_close, errors, gpt, gradients_of, make_mesh, run, showing, tokens, with_scales
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
@@ -34,7 +34,7 @@ FIRST_SUMS = 5e-4
 AFTER_STEPS = {"delayed": 1e-3, "current": 5e-2}
 LOSS, LOSS_OF_TENSOR = 2e-5, 1e-3  # 8e-6 seen
 FARTHER, TINY = 1.1, 0.02
-MODELS = 5
+MODELS = 8
 EXACT_MODELS = 2  # where every leaf is compared with that of one device, nothing is averaged
 
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling()}
@@ -70,14 +70,15 @@ FAST = {
 }  # fmt: skip
 
 
-def model_of(way, recipe, **fields):
-    return gpt(recipe, **(GROUPED if way.grouped else {}), **fields)
+def model_of(recipe, grouped, **fields):
+    return gpt(recipe, num_layers=1, **(GROUPED if grouped else {}), **fields)
 
 
 @functools.cache
 def first_variables(recipe, grouped, key):
-    model = gpt(RECIPES[recipe], **(GROUPED if grouped else {}))
-    return _jitted_init(model)(jax.random.key(key), jnp.zeros((1, SEQ), jnp.int32))
+    return with_scales(
+        _jitted_init(model_of(RECIPES[recipe], grouped))(jax.random.key(key), jnp.zeros((1, SEQ), jnp.int32))
+    )
 
 
 @functools.cache
@@ -86,8 +87,10 @@ def _jitted_init(model):
 
 
 def make_step(way, recipe, microbatches):
-    options = {"mesh": make_mesh(**dict(way.axes)), "sequence_parallel": way.sequence} if way.axes else {}
-    model = model_of(way, RECIPES[recipe])
+    """With several microbatches its first step begins with a warm start."""
+    options: dict = {"mesh": make_mesh(**dict(way.axes)), "sequence_parallel": way.sequence} if way.axes else {}
+    options["warm_start"] = microbatches > 1
+    model = model_of(RECIPES[recipe], way.grouped)
     return fp8.make_train_step(fp8.next_token_loss(model), TX, RECIPES[recipe], microbatches, **options)
 
 
@@ -120,7 +123,7 @@ def on_one_device(recipe, microbatches, grouped, models):
 @functools.cache
 def in_float32(grouped):
     """The gradients of the model without FP8, in float32."""
-    loss_fn = fp8.next_token_loss(gpt(None, dtype=jnp.float32, **(GROUPED if grouped else {})))
+    loss_fn = fp8.next_token_loss(model_of(None, grouped, dtype=jnp.float32))
     return jax.jit(jax.grad(lambda params, batch: loss_fn({"params": params}, batch)))
 
 
@@ -165,9 +168,8 @@ def assert_as_good_as_one_device(trained, expected, grouped):
     losses, of_one_losses = (np.array([losses for _, losses in ways]) for ways in (trained, expected))
     np.testing.assert_allclose(losses, of_one_losses, LOSS_OF_TENSOR)
     for states, _ in trained:
-        for layer in ("layer_0", "layer_1"):
-            query, key = (gradients_of(states[1])[layer]["attention"][name]["bias"] for name in ("query", "key"))
-            assert np.linalg.norm(key) < 0.1 * np.linalg.norm(query)
+        query, key = (gradients_of(states[1])["layer_0"]["attention"][name]["bias"] for name in ("query", "key"))
+        assert np.linalg.norm(key) < 0.1 * np.linalg.norm(query)
     ours, one = distances(trained, grouped), distances(expected, grouped)
     far = {
         path: (ours[path], one[path])

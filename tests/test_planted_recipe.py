@@ -56,7 +56,7 @@ def batch(step) -> jax.Array:
 def train(recipe, steps=32, **options) -> list[float]:
     """The losses of a small GPT with every part that a recipe reaches: attention, grouped queries, a gated MLP."""
     config = fp8.GPTConfig(
-        vocab_size=128, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=128, mlp_hidden_size=128, max_seq_len=64,
+        vocab_size=128, num_layers=1, num_heads=4, num_kv_heads=2, hidden_size=128, mlp_hidden_size=128, max_seq_len=64,
         norm="rmsnorm", activation="swiglu", positions="rotary", use_bias=False,
     )  # fmt: skip
     model = fp8.GPT(config, recipe=recipe, **options)

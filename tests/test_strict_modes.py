@@ -5,6 +5,7 @@ Each mode is a context, so that nothing of it is left to the tests that follow. 
 """
 
 import contextlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,10 @@ def programs(gpt, tx, microbatches):
     loss_fn = fp8.next_token_loss(gpt, ignore_label=3, z_loss=1e-4)
     variables = jax.eval_shape(gpt.init, jax.random.key(1), TOKENS[:, :-1])
     jax.jit(fp8.value_and_grad(loss_fn)).lower(variables, TOKENS)
+    drawn = {"temperature": 1.0, "top_k": 4, "top_p": 0.5, "key": jax.random.key(0)}
+    for options in ({}, drawn):
+        write = partial(fp8.generate, gpt, max_new_tokens=3, stop_tokens=[1], **options)
+        jax.eval_shape(write, variables, TOKENS[:, :9])
     state = jax.eval_shape(lambda variables: fp8.TrainState.create(variables=variables, tx=tx), variables)
     step = fp8.make_train_step(loss_fn, tx, gpt.recipe, microbatches)
     step.lower(state, TOKENS)

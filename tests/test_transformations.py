@@ -24,6 +24,18 @@ RECIPES = [
     pytest.param(fp8.CurrentScaling(), id="current"),
     pytest.param(None, id="bfloat16"),
 ]
+COMBINED = ("vmap of jit", "vmap of remat", "vmap of vmap", "cond of remat", "switch")  # of others, for one version
+
+
+def each(ways, recipes) -> list:
+    """Every way with every recipe."""
+    return [
+        pytest.param(how, *recipe.values, id=f"{how}-{recipe.id}", marks=() if how in COMBINED else recipe.marks)
+        for how in ways
+        for recipe in recipes
+    ]
+
+
 X = jax.random.normal(jax.random.key(0), (2, 16, 32))
 GROWING = X * jnp.array([1.0, 3.0])[:, None, None]
 
@@ -77,7 +89,7 @@ def loss_of(recipe, how):
 
 @functools.cache
 def variables_of(recipe):
-    variables = Two(recipe, "if").init(jax.random.key(1), X)
+    variables = jax.jit(Two(recipe, "if").init)(jax.random.key(1), X)
     # Scales that are not one, so that a lost scale is seen.
     return fp8_scales_times(variables, 0.5)
 
@@ -89,9 +101,14 @@ def fp8_scales_times(variables, factor):
     return jax.tree_util.tree_map_with_path(halve, variables)
 
 
+@functools.cache
+def differentiated(recipe, how, static):
+    """One program serves both branches, unless which one is static."""
+    return jax.jit(fp8.value_and_grad(loss_of(recipe, how)), static_argnums=(2,) if static else ())
+
+
 def differentiate(recipe, how, *args, static=False):
-    of = fp8.value_and_grad(loss_of(recipe, how))
-    return jax.jit(of, static_argnums=(2,) if static else ())(variables_of(recipe), *args)
+    return differentiated(recipe, how, static)(variables_of(recipe), *args)
 
 
 @functools.cache
@@ -126,8 +143,7 @@ def staged(state):
     return np.concatenate([np.ravel(gemm["amax_history"][..., 0]) for gemm in gemm_states(state)])
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
-@pytest.mark.parametrize("how", BATCHED)
+@pytest.mark.parametrize(("how", "recipe"), each(BATCHED, RECIPES[:2]))
 def test_a_layer_under_vmap_is_the_layer_called_for_each(how, recipe):
     got = differentiate(recipe, how, GROWING)
     assert_same(got, of_each(recipe), exact_grads=False)
@@ -135,9 +151,8 @@ def test_a_layer_under_vmap_is_the_layer_called_for_each(how, recipe):
         assert np.all(staged(got[2]) > 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("which", [True, False])
-@pytest.mark.parametrize("how", BRANCHING)
+@pytest.mark.parametrize(("how", "recipe"), each(BRANCHING, RECIPES))
 def test_a_layer_in_a_branch_is_the_layer(how, which, recipe):
     got = differentiate(recipe, how, X[0], which)
     want = of_branch(recipe, which)
@@ -148,18 +163,20 @@ def test_a_layer_in_a_branch_is_the_layer(how, which, recipe):
         assert np.all(staged({"b": got[2]["b"]}) > 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
-@pytest.mark.parametrize("how", ["cond", pytest.param("switch", marks=pytest.mark.slow), "nn.cond"])
+@functools.cache
+def after_microbatches(recipe, how):
+    """The state after a step of two microbatches."""
+    tx = optax.sgd(0.5)
+    # A copy for itself: the step donates its state.
+    state = fp8.TrainState.create(variables=jax.tree.map(jnp.copy, variables_of(recipe)), tx=tx)
+    step = fp8.make_train_step(loss_of(recipe, how), tx, recipe, microbatches=2)
+    return step(state, jnp.concatenate([X[0], 3 * X[1]]))[0]
+
+
+@pytest.mark.parametrize(("how", "recipe"), each(["cond", "switch", "nn.cond"], RECIPES[:2]))
 def test_microbatches_through_branches(how, recipe):
     """Here the gradients of microbatches are added after the GEMMs, in the oracle by them."""
-    tx, states = optax.sgd(0.5), []
-    batch = jnp.concatenate([X[0], 3 * X[1]])
-    for compute in (how, "if"):
-        # A copy for itself: the step donates its state.
-        state = fp8.TrainState.create(variables=jax.tree.map(jnp.copy, variables_of(recipe)), tx=tx)
-        step = fp8.make_train_step(loss_of(recipe, compute), tx, recipe, microbatches=2)
-        states.append(step(state, batch)[0])
-    got, want = states
+    got, want = after_microbatches(recipe, how), after_microbatches(recipe, "if")
     assert_close(got.params, want.params)
     jax.tree.map(np.testing.assert_array_equal, got.fp8, want.fp8)
     moved = jax.tree.map(lambda a, b: np.any(a != b), got.params, variables_of(recipe)["params"])

@@ -18,7 +18,8 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 from jax_fp8.core.paths import names_of
-from jax_fp8.models.gpt import PRESETS, from_fused_layout
+from jax_fp8.models.config import PRESETS
+from jax_fp8.models.gpt import from_fused_layout
 
 LAYERS = 2
 FROZEN = pathlib.Path(__file__).with_name("frozen_variables.json")

@@ -262,21 +262,26 @@ def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, f
 
 
 def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, first_leaf, adam_w_mode):
-    coefficients = Coefficients(*vector)
     remaining, leaves = iter(arrays), []
     for number, (layout, row) in enumerate(zip(layouts, scales, strict=True)):
-        leaf = leaf_of(layout, Scales(*row), {name: next(remaining) for name in names_in(layout)})
-        leaves.append(adam_leaf(leaf, coefficients, seed, first_leaf + number, adam_w_mode)[0])
+        of_leaf = {name: next(remaining) for name in names_in(layout)}
+        leaf_number = np.uint32(first_leaf + number)
+        leaves.append(_reference_of_leaf(vector, row, seed, leaf_number, of_leaf, layout, adam_w_mode))
     written = [
         shared_cast_reference(
             [leaves[number].param for number in members],
             casts[4 * cast : 4 * cast + 4],
             Scales(*scales[members[0]]).cast_scale,
-            coefficients.apply == 0,
+            Coefficients(*vector).apply == 0,
         )
         for cast, members in enumerate(shared)
     ]
     return written, [array for leaf in leaves for array in list(arrays_of(leaf).values())[1:]]
+
+
+@partial(jax.jit, static_argnames=("layout", "adam_w_mode"))  # which is traced once for all leaves alike
+def _reference_of_leaf(vector, row, seed, number, arrays, layout, adam_w_mode) -> Leaf:
+    return adam_leaf(leaf_of(layout, Scales(*row), arrays), Coefficients(*vector), seed, number, adam_w_mode)[0]
 
 
 def _whole_amaxes(results, layouts, shared_casts: int, split: Split) -> tuple[jax.Array, ...]:

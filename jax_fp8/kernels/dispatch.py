@@ -13,11 +13,13 @@ already. A bare custom call on a sharded array would make the compiler gather th
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.custom_batching
 from jax import lax
+from jax.core import Tracer
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
@@ -33,6 +35,7 @@ from jax_fp8.kernels.explicit import (
     place,
     spec_of,
 )
+from jax_fp8.kernels.forms import form_of, is_hashable
 from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.varying import vary, varying_axes
 
@@ -53,18 +56,59 @@ def dispatch(
     split = collect(inputs, outputs, [explicit_spec(arg) for arg in args])
     if part is not None and mesh is not None and part.can_be(mesh, part.axes, split):
         split[part.dim] = part.axes
-    if mesh is None or (not split and AxisType.Auto in mesh.axis_types):
-        local = kernel and _auto_partitioned(kernel, rule, part)
-        return _on_platform(local, functools.partial(reference, split={}), *args)
-    # As on Auto axes: under `vmap` a kernel is one call after the other.
-    local = kernel and jax.custom_batching.sequential_vmap(functools.partial(kernel, split=split))
-    on_platform = functools.partial(_on_platform, local, functools.partial(reference, split=split))
-    return on_shards(mesh, inputs, outputs, split, on_platform, *args)
+    operation = Operation(rule, kernel and form_of(kernel), form_of(reference), part)
+    traced, on_shards = _traced_once, _traced_once_on_shards
+    if not is_hashable(operation):
+        traced, on_shards = traced.__wrapped__, on_shards.__wrapped__
+    if mesh is not None and (split or AxisType.Auto not in mesh.axis_types):
+        return on_shards(operation, mesh, tuple(split.items()))(*_placed(mesh, inputs, split, args))
+    return (traced(operation) if any(isinstance(arg, Tracer) for arg in args) else operation)(*args)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What `dispatch` runs: called where no Explicit axes split its arrays, and `on_shard` where they do."""
+
+    rule: str
+    kernel: Callable | None
+    reference: Callable
+    part: Part | None
+
+    def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        local = self.kernel and _auto_partitioned(self.kernel, self.rule, self.part)
+        return _on_platform(local, functools.partial(self.reference, split={}), *args)
+
+    def on_shard(self, split: Split, *args: jax.Array) -> tuple[jax.Array, ...]:
+        # As on Auto axes: under `vmap` a kernel is one call after the other.
+        local = self.kernel and jax.custom_batching.sequential_vmap(functools.partial(self.kernel, split=split))
+        return _on_platform(local, functools.partial(self.reference, split=split), *args)
+
+
+# A model has many operations alike, and for each of them both forms are traced: so jax keeps these traces.
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_once(operation: Operation) -> Callable:
+    """The operation; inlined, it leaves no trace in the program that is being traced."""
+    return jax.jit(lambda *args: operation(*args), inline=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_once_on_shards(operation: Operation, mesh: Any, split: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable:
+    """The operation, of arrays that lie on an Explicit mesh as `split` says."""
+    return _mapped(mesh, *parse_rule(operation.rule), dict(split), functools.partial(operation.on_shard, dict(split)))
 
 
 def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, *args: jax.Array) -> Any:
     """Run `local` on the shards of an Explicit mesh that `split` makes of arrays with these dims."""
-    placed = [place(mesh, arg, spec_of(dims, split)) for dims, arg in zip(inputs, args, strict=True)]
+    return _mapped(mesh, inputs, outputs, split, local)(*_placed(mesh, inputs, split, args))
+
+
+def _placed(mesh, inputs, split, args) -> list[jax.Array]:
+    return [place(mesh, arg, spec_of(dims, split)) for dims, arg in zip(inputs, args, strict=True)]
+
+
+def _mapped(mesh, inputs, outputs, split, local) -> Callable:
     mapped = jax.shard_map(
         local,
         mesh=mesh,
@@ -75,7 +119,7 @@ def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, 
         },
         check_vma=False,
     )
-    return jax.jit(mapped)(*placed)  # outside jit, a shard_map over some axes of a mesh does not run
+    return jax.jit(mapped)  # outside jit, a shard_map over some axes of a mesh does not run
 
 
 def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:

@@ -156,15 +156,14 @@ def check_norm(norm: str) -> None:
 
 def _dispatch(rule, kernel, reference, *operands):
     """`dispatch` of forms that want whole rows: of their operands only the dim `m` is ever split."""
-    dims_of = parse_rule(rule)[0]
+    kernel = kernel and partial(_on_whole_rows, rule, kernel)
+    return dispatch(rule, kernel, partial(_on_whole_rows, rule, reference), *operands)
 
-    def on_whole_rows(form, *args, split: Split):
-        others = {dim: axes for dim, axes in split.items() if dim != "m"}
-        whole = [gathered(arg, others, *dims) for arg, dims in zip(args, dims_of, strict=True)]
-        return form(*whole, axes=split_axes(split, "m"))
 
-    kernel = kernel and partial(on_whole_rows, kernel)
-    return dispatch(rule, kernel, partial(on_whole_rows, reference), *operands)
+def _on_whole_rows(rule, form, *args, split: Split):
+    others = {dim: axes for dim, axes in split.items() if dim != "m"}
+    whole = [gathered(arg, others, *dims) for arg, dims in zip(args, parse_rule(rule)[0], strict=True)]
+    return form(*whole, axes=split_axes(split, "m"))
 
 
 def _quantize_kernel(results, epsilon, x, source, norm_scale, norm_bias=None, *, axes):

@@ -53,7 +53,9 @@ def round_second_moment(v: jax.Array, dtype: np.dtype) -> jax.Array:
     return jnp.where((rounded == 0) & (v > 0), smallest, rounded)
 
 
-def quantize_root(v: jax.Array, dtype: np.dtype, scale: jax.Array, seed: jax.Array, leaf: int) -> jax.Array:
+def quantize_root(
+    v: jax.Array, dtype: np.dtype, scale: jax.Array, seed: jax.Array, leaf: jax.typing.ArrayLike
+) -> jax.Array:
     """FP8 values of sqrt(v) with the given scale, rounded up with a probability equal to the part that rounding down
     would lose.
 
@@ -87,7 +89,7 @@ def _hash(shape, seed, leaf):
     a multiplicative mix and two rounds of xor-shift-multiply.
     """
     index = lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
-    leaf_term = np.uint32(leaf * 0xC2B2AE3D & 0xFFFFFFFF)
+    leaf_term = jnp.asarray(leaf, jnp.uint32) * np.uint32(0xC2B2AE3D)
     h = index * np.uint32(0x9E3779B1) + seed * np.uint32(0x85EBCA77) + leaf_term
     h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D)
     h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)

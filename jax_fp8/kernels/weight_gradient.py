@@ -70,10 +70,12 @@ def after(total: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     until then. Of shards, whose sum over devices is to be one for all parts, it may.
     """
     dims, tokens = ("b s n", ("b", "s")) if dy.ndim == 3 else ("m n", ("m",))
-    total, dy = dispatch(
-        f"n k, {dims} -> n k, {dims}", partial(_in_order, tokens), lambda *arrays, split: arrays, total, dy
-    )
+    total, dy = dispatch(f"n k, {dims} -> n k, {dims}", partial(_in_order, tokens), _as_they_are, total, dy)
     return total, dy
+
+
+def _as_they_are(*arrays, split: Split):
+    return arrays
 
 
 def _in_order(tokens, total, dy, split: Split):

@@ -1,8 +1,14 @@
-"""What must hold of a GPT's shape, of its tokens and of its loss's settings, said before anything is computed."""
+"""What must hold of a GPT's shape, of its tokens, of its loss's settings, and of what it is to write: said before
+anything is computed.
+"""
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.kernels.activation import is_gated
@@ -74,6 +80,85 @@ def check_tokens(tokens: Any, shape: str, least: int) -> None:
             f"tokens {shape} must have at least 1 row and {least} column{'s' * (least > 1)}, got {describe(tokens)}; "
             "leave empty batches out"
         )
+
+
+def check_written_by(model: Any, variables: Any) -> None:
+    """Raise unless `generate` can run this model."""
+    if not hasattr(getattr(model, "config", None), "max_seq_len"):
+        raise ValueError(f"generate needs a GPT, got {describe(model)}; pass GPT(config)")
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise ValueError(f'variables must hold "params", got {describe(variables)}; pass what model.init returned')
+
+
+def check_prompts(config: Any, prompt: Any, lengths: Any, max_new_tokens: Any) -> tuple[np.ndarray | jax.Array, ...]:
+    """Raise unless these are prompts of which a model can read so many tokens more; they and their lengths as arrays.
+    Numbers that are not known while a program is traced are not looked at.
+    """
+    check_integer("max_new_tokens", max_new_tokens)
+    check_tokens(prompt, "(batch, seq)", least=1)
+    batch, seq = prompt.shape
+    lengths = np.full(batch, seq) if lengths is None else lengths
+    lengths = np.asarray(lengths) if isinstance(lengths, list | tuple) else lengths
+    if not is_array(lengths) or lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers, one for each of the {batch} prompts, got {describe(lengths)}")
+    longest = seq
+    if is_known(lengths):
+        shortest, longest = int(np.min(lengths)), int(np.max(lengths))
+        if shortest < 1 or longest > seq:
+            wrong = shortest if shortest < 1 else longest
+            raise ValueError(f"lengths must be from 1 to {seq}, the tokens of a row, got {wrong}; leave empty rows out")
+        if is_known(prompt):
+            is_own = np.arange(seq)[None] < np.asarray(lengths)[:, None]
+            _check_vocabulary("prompt", np.asarray(prompt)[is_own], config.vocab_size)
+    if longest + max_new_tokens - 1 > config.max_seq_len:
+        raise ValueError(
+            f"a model with max_seq_len={config.max_seq_len} reads so many tokens, a prompt and all but the last of "
+            f"the new ones, got a prompt of {longest} and max_new_tokens={max_new_tokens}; cut the beginning of the "
+            "prompt, or ask for fewer"
+        )
+    return prompt, lengths
+
+
+def check_choice(temperature: Any, top_k: Any, top_p: Any, key: Any, batch: int) -> None:
+    """Raise unless tokens can be chosen in this way."""
+    check_number("temperature", temperature, "that is not negative", lambda temperature: temperature >= 0)
+    if top_k is not None:
+        check_integer("top_k", top_k)
+    if top_p is not None:
+        check_number("top_p", top_p, "above 0 and at most 1", lambda top_p: 0 < top_p <= 1)
+    if temperature == 0:
+        return
+    if key is None:
+        raise ValueError(
+            f"tokens are drawn with a key at temperature {temperature}, got None; pass jax.random.key(seed), or "
+            "temperature=0 for the most likely ones"
+        )
+    shape = getattr(key, "shape", None)
+    if shape is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        shape = shape[:-1]  # the words of a raw key
+    if shape not in ((), (batch,)):
+        arrived = describe(key) if shape is None else f"keys of shape {shape}"
+        raise ValueError(f"key must be one random key, or one for each of the {batch} prompts, got {arrived}")
+
+
+def check_stops(stop_tokens: Any, vocab: int) -> np.ndarray:
+    """Stop tokens i32[n], or raise unless they are tokens."""
+    stops = np.asarray(stop_tokens, None if len(stop_tokens) else np.int32)
+    if stops.ndim != 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
+        raise ValueError(f"stop_tokens must be integers, got {stop_tokens!r}; pass a list of tokens, such as [0]")
+    _check_vocabulary("stop_tokens", stops, vocab)
+    return stops.astype(np.int32)
+
+
+def is_known(array: Any) -> bool:
+    """Whether its numbers can be read here: not while a program is traced, nor of another process."""
+    return not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)
+
+
+def _check_vocabulary(name, tokens, vocab):
+    outside = tokens[(tokens < 0) | (tokens >= vocab)]
+    if outside.size:
+        raise ValueError(f"{name} must be tokens of the vocabulary, from 0 to {vocab - 1}, got {outside[0]}")
 
 
 def _check_z_loss(z_loss):

@@ -7,7 +7,6 @@ The head stays out of FP8 by default: it is where the noise costs most and, but 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import flax.linen as nn
@@ -17,6 +16,7 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
+from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
@@ -24,7 +24,9 @@ from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.models.checks import check_call, check_config, check_loss_settings, check_tokens
+from jax_fp8.models.checks import check_call, check_loss_settings, check_tokens
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
@@ -33,76 +35,6 @@ from jax_fp8.nn.names import named
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
 from jax_fp8.ops.head import compute_logits
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """The shape of a GPT.
-
-    Sizes are in elements; `mlp_hidden_size` None is four times `hidden_size`; `positions` is "learned" or "rotary".
-    """
-
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    hidden_size: int
-    max_seq_len: int = 1024
-    num_kv_heads: int | None = None
-    mlp_hidden_size: int | None = None
-    norm: str = "layernorm"
-    activation: str = "gelu"
-    positions: str = "learned"
-    use_bias: bool = True
-    tie_embeddings: bool = True
-
-    def __post_init__(self):
-        check_config(self)
-
-    @classmethod
-    def preset(cls, name: str, **overrides) -> "GPTConfig":
-        """A known shape by name, with any field overridden."""
-        if not isinstance(name, str) or name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
-        return replace(PRESETS[name], **overrides)
-
-
-def _preset(layers, heads, width, vocab=50_304, seq=2048, **others):
-    return GPTConfig(num_layers=layers, num_heads=heads, hidden_size=width, vocab_size=vocab, max_seq_len=seq, **others)
-
-
-def _llama3(layers, heads, width, mlp):
-    return _preset(
-        layers,
-        heads,
-        width,
-        vocab=128_256,
-        seq=8192,
-        num_kv_heads=8,
-        mlp_hidden_size=mlp,
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rotary",
-        use_bias=False,
-        tie_embeddings=False,
-    )
-
-
-# GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1;
-# vocabulary padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, but for its rotary base.
-PRESETS = {
-    "tiny": _preset(4, 4, 128, vocab=256, seq=128),
-    "gpt2-124m": _preset(12, 12, 768, seq=1024),
-    "gpt2-350m": _preset(24, 16, 1024, seq=1024),
-    "gpt2-774m": _preset(36, 20, 1280, seq=1024),
-    "gpt3-1.3b": _preset(24, 16, 2048),
-    "gpt3-2.7b": _preset(32, 32, 2560),
-    "gpt3-6.7b": _preset(32, 32, 4096),
-    "gpt3-13b": _preset(40, 40, 5120),
-    "gpt3-175b": _preset(96, 96, 12_288),
-    "llama3-8b": _llama3(32, 32, 4096, 14_336),
-    "llama3-70b": _llama3(80, 64, 8192, 28_672),
-    "llama3-405b": _llama3(126, 128, 16_384, 53_248),
-}
 
 
 class _WholeParams:
@@ -131,8 +63,9 @@ class GPT(nn.Module):
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`;
-    `head_recipe=CurrentScaling()` computes the head in FP8 too; `recompute` keeps less for the backward:
-    see `TransformerBlock`, also for `attention_implementation`. With `logical_axes` `init` returns params with the
+    `head_recipe=CurrentScaling()` computes the head in FP8 too. `remat` says what layers keep for the backward: "none",
+    "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
+    `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py.
     """
 
@@ -142,6 +75,7 @@ class GPT(nn.Module):
     param_dtype: Dtype = jnp.float32
     head_recipe: CurrentScaling | None = None
     recompute: bool = False
+    remat: str = "none"
     logical_axes: bool = False
     attention_implementation: Literal["cudnn", "xla"] | None = None
 
@@ -156,27 +90,32 @@ class GPT(nn.Module):
             x = self._layer(index)(x)
         return self._head(embedding, x, labels, mask, z_loss)
 
-    def _embed(self, embedding, tokens):
+    def _embed(self, embedding, tokens, numbers=None):
+        """Rows of tokens, which are in the positions `numbers` (batch, seq), or None: 0, 1, ..."""
         config, tensor = self.config, current_tensor()
         x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
             init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
             offer((*self.path, "positions"), TensorDim())
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
-            rows = position_rows(whole(positions), tokens.shape, tensor).astype(jnp.float32)
-            x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows, x.ndim)
+            positions = whole(positions)
+            rows = position_rows(positions, tokens.shape, tensor) if numbers is None else positions[numbers]
+            x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows.astype(jnp.float32), x.ndim)
         return x.astype(self.dtype)
 
     def _head(self, embedding, x, labels, mask, z_loss):
         """Logits, or with labels their loss; `embedding` counts where it is tied."""
-        norm, tensor = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm, current_tensor()
-        with implicit_promotion():
-            fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
-            x = norm(**fields, name="final_norm")(x)
+        x, tensor = self._normalize(x), current_tensor()
         table = embedding if self.config.tie_embeddings else self._table("head")
         if labels is None:
             return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
         return linear_cross_entropy(x, table, labels, mask=mask, z_loss=z_loss, recipe=self.head_recipe, tensor=tensor)
+
+    def _normalize(self, x):
+        norm = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm
+        with implicit_promotion():
+            fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
+            return norm(**fields, name="final_norm")(x)
 
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
@@ -191,7 +130,12 @@ class GPT(nn.Module):
 
     def _layer(self, index):
         config = self.config
-        return TransformerBlock(
+        remat = Remat.parse(self.remat, config.num_layers)
+        kind = remat.of_layer(index)
+        block = TransformerBlock
+        if kind in ("full", "offload"):
+            block = nn.remat(block, policy=offload_policy(remat.names) if kind == "offload" else None)
+        return block(
             config.num_heads,
             config.mlp_hidden_size or 4 * config.hidden_size,
             config.num_kv_heads,
@@ -200,7 +144,7 @@ class GPT(nn.Module):
             rotary=config.positions == "rotary",
             use_bias=config.use_bias,
             recipe=self.recipe,
-            recompute=self.recompute,
+            recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             logical_axes=self.logical_axes,

@@ -14,10 +14,12 @@ from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import as_heads, attention, own_heads
+from jax_fp8.ops.cached_attention import cached_attention
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
 
 ROTARY_BASE = 10_000.0
+KV_CACHE = "kv_cache"  # the collection with the `KeyValueCache` of every layer, there while a text is written
 PROJECTIONS = ("query", "key", "value")
 INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
 
@@ -28,7 +30,8 @@ class SelfAttention(Fp8Module):
     Variables: `params/{query, key, value, out}`, each as of a Dense, and `params/norm` with `norm` ("layernorm" or
     "rmsnorm"), which normalizes the input first, in the same op as the projections. Queries, keys and values are one
     GEMM with the state `fp8/query+key+value`. The columns of `query` are its heads one after the other, those of `key`
-    and `value` theirs, as are the rows of `out`: they can be split over devices by heads without moving any.
+    and `value` theirs, as are the rows of `out`: they can be split over devices by heads without moving any. With the
+    collection `kv_cache/slots` it attends to what was read before, too: see ops/cached_attention.py.
 
     Args:
       num_heads: query heads; must divide the width of `x`, unless `head_dim` says how wide one is.
@@ -68,10 +71,8 @@ class SelfAttention(Fp8Module):
         projections, x, tensor = _project(self, x, widths, head_dim)
         query, key, value = (as_heads(part, head_dim) for part in projections)
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
-        if self.rotary:
-            query, key = rotate(query), rotate(key)
         implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
-        attended = attention(query, key, value, causal=self.causal, implementation=implementation)
+        attended = _attend(self, query, key, value, implementation)
         fields = shared_fields(self, Dense) | {
             "kernel_init": named(self.out_init or self.kernel_init, ("heads", "residual"), self.logical_axes),
             "recompute": self.recompute
@@ -105,11 +106,26 @@ def _project(module, x, widths, head_dim):
     return projections, x, gemm.tensor
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotate pairs (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by position times base^(-2i / head_dim)."""
+def _attend(module, query, key, value, implementation):
+    """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
+    cache = module.get_variable(KV_CACHE, "slots")
+    if module.rotary:
+        query, key = (rotate(part, None if cache is None else cache.positions) for part in (query, key))
+    if cache is None:
+        return attention(query, key, value, causal=module.causal, implementation=implementation)
+    attended, cache = cached_attention(query, key, value, cache, implementation=implementation)
+    module.put_variable(KV_CACHE, "slots", cache)
+    return attended
+
+
+def rotate(x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """Rotate pairs (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by position times base^(-2i / head_dim);
+    positions are i32[batch, seq], or None: 0, 1, ...
+    """
     half = x.shape[-1] // 2
     frequency = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[-3], dtype=jnp.float32)[:, None, None] * frequency[None, None, :]  # (seq, 1, half)
+    positions = jnp.arange(x.shape[-3]) if positions is None else positions
+    angle = positions.astype(jnp.float32)[..., None, None] * lax.broadcast_to_rank(frequency, positions.ndim + 2)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (lax.broadcast_to_rank(wave(angle), x.ndim) for wave in (jnp.cos, jnp.sin))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
+from jax_fp8.core.kept import keep
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.dispatch import on_shards
@@ -55,6 +56,7 @@ def _attend(causal, implementation, query, key, value) -> jax.Array:
     """XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
+    query, key, value = keep("attention_operands", (query, key, value))
     dtype = query.dtype
     if implementation != "cudnn" and jax.config.jax_numpy_dtype_promotion == "strict":
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))

@@ -15,6 +15,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
@@ -111,7 +112,7 @@ def _run(static, x, norm, parameters, gemm, keep):
 
 def _forward(static, x, norm, parameters, gemm):
     out, kept = _run(static, x, norm, parameters, gemm, keep=not static.recompute)
-    return out, (x, norm, *kept, Like.of(((x, norm), parameters)), gemm)
+    return out, (keep("norm_input", x), norm, *kept, Like.of(((x, norm), parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):

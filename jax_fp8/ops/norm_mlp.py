@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.activation import (
     activate,
@@ -106,8 +107,9 @@ def _run(static, x, norm, up, down, gemms, keep):
 
 
 def _forward(static, x, norm, up, down, gemms):
-    out, kept = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
-    return out, (x, norm, *kept, Like.of((x, norm)), Like.of(up), Like.of(down), gemms)
+    out, (statistics, hidden, *kept) = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
+    x, hidden = keep("norm_input", x), keep("mlp_hidden", hidden)
+    return out, (x, norm, statistics, hidden, *kept, Like.of((x, norm)), Like.of(up), Like.of(down), gemms)
 
 
 def _backward(static, residuals, cotangents):

@@ -32,6 +32,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import Side, TensorParallel
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
@@ -175,7 +176,8 @@ def forward_gemm(
         parts = _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths)
         y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.amax, weight.amax])
-    return y, amaxes, GemmResidual(x.columnwise, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
+    x_transposed = x.columnwise and replace(x.columnwise, values=keep("gemm_input", x.columnwise.values))
+    return y, amaxes, GemmResidual(x_transposed, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
 
 
 def forward_rows(

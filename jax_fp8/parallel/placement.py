@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ class Placement:
     def specs(self) -> Any:
         return jax.tree.map(lambda place: place.spec, self.places, is_leaf=_is_place)
 
-    @property
+    @cached_property
     def by_path(self) -> dict[LayerPath, Place]:
         found: dict[LayerPath, Place] = {}
         map_with_names(found.__setitem__, self.places, is_leaf=_is_place)

@@ -5,14 +5,18 @@
 
 In each tick a stage runs the branch that its table says; an idle stage runs none, so a bubble leaves no trace. Each
 branch is one kind of work of one chunk, for one slot of what is kept from the forward to the backward. Slots are arrays
-of their own, written as a whole and read as a whole: nothing is copied into a ring, or out of one.
+of their own, written as a whole and read as a whole: nothing is copied into a ring, or out of one. A long pipeline has
+many slots, and its branches are shared out to several conditionals, of which at most one is not idle: each is handed
+its own slots only, since compiling takes a time that is quadratic in what a branch is handed.
 
 What enters the first stage and leaves the last one is kept at the edge, an array of all microbatches: inputs on the
 first stage, of which the gradients take the place; outputs on the last one, likewise. The loss of a group, as many
 microbatches as stages, is computed by all stages, one microbatch each.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -51,28 +55,48 @@ class Chunk(Protocol):
 
 Loss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-# What the two conditionals of a tick are called in the compiled program.
+# What the conditionals of a tick are called in the compiled program: those of units, by number, and that of losses.
 UNIT, LOSSES = "pipeline_unit", "pipeline_losses"
+MOST_WORK = 50_000_000  # of compiling a conditional: its branches times the square of the arrays that it is handed
+SlotName = tuple[int, int]  # chunk, number
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Carry:
-    """What goes from tick to tick.
+class _Work:
+    """What units read and write.
 
-    `kept` and `operands`: of each chunk, of each slot. `edge`: (microbatches, ...). `activations`, `gradients`: the
-    inboxes, (places + 1, ...). `y`, `dx`: to be sent. `totals`: of each chunk.
+    `kept` and `operands`: of each slot. `totals`: of each chunk. `edge`: (microbatches, ...). `y`, `dx`: to be sent.
     """
 
-    kept: Any
-    operands: Any
+    kept: dict[SlotName, Any]
+    operands: dict[SlotName, Any]
+    totals: dict[int, Any]
     edge: jax.Array
-    activations: jax.Array
-    gradients: jax.Array
     y: jax.Array
     dx: jax.Array
-    totals: list[Any]
-    of_loss: Any
+
+    def of(self, slots: Collection[SlotName]) -> "_Work":
+        """Of these slots alone."""
+        kept, operands = (
+            {slot: found[slot] for slot in slots if slot in found} for found in (self.kept, self.operands)
+        )
+        chunks = {chunk for chunk, _ in slots}
+        return replace(self, kept=kept, operands=operands, totals={chunk: self.totals[chunk] for chunk in chunks})
+
+    def with_done(self, done: "_Work") -> "_Work":
+        """What has been done by some slots, and all others."""
+        kept, operands, totals = self.kept | done.kept, self.operands | done.operands, self.totals | done.totals
+        return replace(done, kept=kept, operands=operands, totals=totals)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Inboxes:
+    """What has come from the stage before and from the stage behind, (places + 1, ...)."""
+
+    activations: jax.Array
+    gradients: jax.Array
 
 
 def run_schedule(
@@ -99,102 +123,125 @@ def run_schedule(
     stages = ticks.branch.shape[1]
     stage = lax.axis_index(PIPE)
     is_last = stage == stages - 1
-    branches = [_idle, *(_branch(branch, chunks, stage == 0, is_last) for branch in ticks.branches)]
+    work, inboxes = _empty(ticks, chunks, inputs, room)
+    conditionals = _conditionals(ticks.branches, work)
+    programs = [[_branch(branch, chunks, stage == 0, is_last) for branch in own] for own in conditionals]
 
-    def tick(carry: _Carry, row):
-        branch, microbatch, taken, put_activation, put_gradient, group = row
-        with jax.named_scope(UNIT):
-            carry = lax.switch(branch, branches, carry, microbatch, taken)
-        y = lax.ppermute(carry.y, PIPE, [(s, (s + 1) % stages) for s in range(stages)])
-        dx = lax.ppermute(carry.dx, PIPE, [((s + 1) % stages, s) for s in range(stages)])
-        activations = carry.activations.at[put_activation].set(y)
-        gradients = carry.gradients.at[put_gradient].set(dx)
-        carry = replace(carry, activations=activations, gradients=gradients)
+    def tick(carry, row):
+        work, inboxes, of_loss = carry
+        indices, microbatch, taken, put_activation, put_gradient, group = row
+        for number, (own, index) in enumerate(zip(conditionals, indices, strict=True)):
+            slots = {(branch.chunk, branch.slot) for branch in own}
+            with jax.named_scope(f"{UNIT}_{number}"):
+                done = lax.switch(index, [_idle, *programs[number]], work.of(slots), inboxes, microbatch, taken)
+            work = work.with_done(done)
+        y = lax.ppermute(work.y, PIPE, [(s, (s + 1) % stages) for s in range(stages)])
+        dx = lax.ppermute(work.dx, PIPE, [((s + 1) % stages, s) for s in range(stages)])
+        activations = inboxes.activations.at[put_activation].set(y)
+        gradients = inboxes.gradients.at[put_gradient].set(dx)
         with jax.named_scope(LOSSES):
-            return lax.cond(group >= 0, losses, lambda carry, _: carry, carry, group), None
+            edge, of_loss = lax.cond(group >= 0, losses, lambda *before: before[:2], work.edge, of_loss, group)
+        return (replace(work, edge=edge), _Inboxes(activations, gradients), of_loss), None
 
-    def losses(carry: _Carry, group):
+    def losses(edge, of_loss, group):
         first = group * stages
-        of_group = lax.dynamic_slice_in_dim(carry.edge, first, stages)
+        of_group = lax.dynamic_slice_in_dim(edge, first, stages)
         own = lax.psum_scatter(jnp.where(is_last, of_group, 0), PIPE, scatter_dimension=0, tiled=True)
-        dy, of_loss = loss(first + stage, own[0], carry.of_loss)
+        dy, of_loss = loss(first + stage, own[0], of_loss)
         gradients = jnp.where(is_last, lax.all_gather(dy, PIPE), of_group)
-        return replace(carry, edge=lax.dynamic_update_slice_in_dim(carry.edge, gradients, first, 0), of_loss=of_loss)
+        return lax.dynamic_update_slice_in_dim(edge, gradients, first, 0), of_loss
 
     of_stages = ticks.branch, ticks.microbatch, ticks.taken, ticks.put_activation, ticks.put_gradient
-    rows = [jnp.asarray(table)[:, stage] for table in of_stages]
-    carry, _ = lax.scan(tick, _empty(ticks, chunks, inputs, of_loss, room), (*rows, jnp.asarray(ticks.loss)))
-    return jnp.where(stage == 0, carry.edge, 0), carry.totals, carry.of_loss
+    branch, *rows = (jnp.asarray(table)[:, stage] for table in of_stages)
+    rows = [*_indices(branch, conditionals)], *rows, jnp.asarray(ticks.loss)
+    (work, _, of_loss), _ = lax.scan(tick, (work, inboxes, of_loss), rows)
+    return jnp.where(stage == 0, work.edge, 0), [work.totals[number] for number in range(len(chunks))], of_loss
 
 
-def _idle(carry, microbatch, taken) -> _Carry:
-    return carry
+def _conditionals(branches: Sequence[Branch], work: _Work) -> list[list[Branch]]:
+    """The branches of each conditional of a tick, those of a slot in one: as few as leave little work of compiling."""
+    sizes = {slot: len(jax.tree.leaves((kept, work.operands.get(slot)))) for slot, kept in work.kept.items()}
+    together = sum(sizes.values())
+    count = math.ceil(math.sqrt(len(branches) / MOST_WORK) * together)
+    found: list[list[Branch]] = [[] for _ in range(count)]
+    before = 0
+    for slot, of_slot in itertools.groupby(branches, lambda branch: (branch.chunk, branch.slot)):
+        found[before * count // together] += of_slot
+        before += sizes[slot]
+    return [own for own in found if own]
+
+
+def _indices(branch: jax.Array, conditionals: list[list[Branch]]) -> Iterator[jax.Array]:
+    """For each conditional the branches that it takes, i32[ticks]: 0 where another has it, or none."""
+    first = 0
+    for own in conditionals:
+        yield jnp.where((branch > first) & (branch <= first + len(own)), branch - first, 0)
+        first += len(own)
+
+
+def _idle(work, inboxes, microbatch, taken) -> _Work:
+    return work
 
 
 def _branch(branch: Branch, chunks: Sequence[Chunk], is_first, is_last) -> Callable:
     """The program of one kind of work, of one chunk, in one slot."""
-    number, slot = branch.chunk, branch.slot
+    number, slot = branch.chunk, (branch.chunk, branch.slot)
     chunk = chunks[number]
     enters, leaves = is_first & (number == 0), is_last & (number == len(chunks) - 1)
 
-    def forward(carry: _Carry, microbatch, taken):
-        x = jnp.where(enters, carry.edge[microbatch], carry.activations[taken])
+    def forward(work: _Work, inboxes: _Inboxes, microbatch, taken):
+        x = jnp.where(enters, work.edge[microbatch], inboxes.activations[taken])
         y, kept = chunk.forward(x)
-        edge = carry.edge.at[microbatch].set(jnp.where(leaves, y, carry.edge[microbatch]))
-        return replace(carry, y=y, edge=edge, kept=_put(carry.kept, branch, kept))
+        edge = work.edge.at[microbatch].set(jnp.where(leaves, y, work.edge[microbatch]))
+        return replace(work, y=y, edge=edge, kept=work.kept | {slot: kept})
 
-    def gradient_of(carry: _Carry, microbatch, taken):
-        return jnp.where(leaves, carry.edge[microbatch], carry.gradients[taken])
+    def gradient_of(work: _Work, inboxes: _Inboxes, microbatch, taken):
+        return jnp.where(leaves, work.edge[microbatch], inboxes.gradients[taken])
 
-    def after(carry: _Carry, microbatch, dx, totals) -> _Carry:
-        edge = carry.edge.at[microbatch].set(jnp.where(enters, dx, carry.edge[microbatch]))
-        return replace(carry, dx=dx, edge=edge, totals=_put_at(carry.totals, number, totals))
+    def after(work: _Work, microbatch, dx, totals) -> _Work:
+        edge = work.edge.at[microbatch].set(jnp.where(enters, dx, work.edge[microbatch]))
+        return replace(work, dx=dx, edge=edge, totals=work.totals | {number: totals})
 
-    def backward(carry: _Carry, microbatch, taken):
-        dy = gradient_of(carry, microbatch, taken)
-        return after(carry, microbatch, *chunk.backward(carry.kept[number][slot], dy, carry.totals[number]))
+    def backward(work: _Work, inboxes: _Inboxes, microbatch, taken):
+        dy = gradient_of(work, inboxes, microbatch, taken)
+        return after(work, microbatch, *chunk.backward(work.kept[slot], dy, work.totals[number]))
 
-    def input_gradient(carry: _Carry, microbatch, taken):
-        dy = gradient_of(carry, microbatch, taken)
-        dx, operands, totals = chunk.input_gradient(carry.kept[number][slot], dy, carry.totals[number])
-        carry = replace(carry, operands=_put(carry.operands, branch, operands))
-        return after(carry, microbatch, dx, totals)
+    def input_gradient(work: _Work, inboxes: _Inboxes, microbatch, taken):
+        dy = gradient_of(work, inboxes, microbatch, taken)
+        dx, operands, totals = chunk.input_gradient(work.kept[slot], dy, work.totals[number])
+        work = replace(work, operands=work.operands | {slot: operands})
+        return after(work, microbatch, dx, totals)
 
-    def weight_gradient(carry: _Carry, microbatch, taken):
-        kept, operands = carry.kept[number][slot], carry.operands[number][slot]
-        totals = chunk.weight_gradient(kept, operands, carry.totals[number])
-        return replace(carry, totals=_put_at(carry.totals, number, totals))
+    def weight_gradient(work: _Work, inboxes: _Inboxes, microbatch, taken):
+        totals = chunk.weight_gradient(work.kept[slot], work.operands[slot], work.totals[number])
+        return replace(work, totals=work.totals | {number: totals})
 
     return {FORWARD: forward, BACKWARD: backward, INPUT_GRADIENT: input_gradient}.get(branch.kind, weight_gradient)
 
 
-def _empty(ticks: Ticks, chunks, inputs, of_loss, room) -> _Carry:
+def _empty(ticks: Ticks, chunks, inputs, room) -> tuple[_Work, _Inboxes]:
     """Before the first tick."""
     x = jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype)
     has_halves = any(branch.kind is INPUT_GRADIENT for branch in ticks.branches)
-    kept, operands = [], []
-    for chunk, slots in zip(chunks, ticks.slots, strict=True):
+    kept, operands = {}, {}
+    for number, (chunk, slots) in enumerate(zip(chunks, ticks.slots, strict=True)):
         y, of_forward = jax.eval_shape(chunk.forward, x)
-        if (y.shape, y.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"a layer of a pipeline must return what it takes, {x.dtype} {x.shape}, got {y.dtype} {y.shape}; "
-                "put what changes it before or after the layers"
-            )
-        kept.append([of_forward] * slots)
+        check_returns_what_it_takes(x, y)
+        kept |= {(number, slot): of_forward for slot in range(slots)}
         if has_halves:
             _, of_halves, _ = jax.eval_shape(chunk.input_gradient, of_forward, x, jax.eval_shape(chunk.no_totals))
-            operands.append([of_halves] * slots)
+            operands |= {(number, slot): of_halves for slot in range(slots)}
     inbox = jax.ShapeDtypeStruct((ticks.places + 1, *x.shape), x.dtype)
     kept, operands, activations, gradients = room((kept, operands, inbox, inbox))
     nothing = jnp.zeros(x.shape, x.dtype)
-    totals = [chunk.no_totals() for chunk in chunks]
-    return _Carry(kept, operands, inputs, activations, gradients, nothing, nothing, totals, of_loss)
+    totals = {number: chunk.no_totals() for number, chunk in enumerate(chunks)}
+    return _Work(kept, operands, totals, inputs, nothing, nothing), _Inboxes(activations, gradients)
 
 
-def _put(slots, branch: Branch, new) -> list:
-    """The same slots with a new content of one."""
-    return _put_at(slots, branch.chunk, _put_at(slots[branch.chunk], branch.slot, new))
-
-
-def _put_at(values: list, number: int, new) -> list:
-    return [*values[:number], new, *values[number + 1 :]]
+def check_returns_what_it_takes(x: Any, y: Any) -> None:
+    """Raise unless what enters a layer and what leaves it have one shape and one dtype."""
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"a layer of a pipeline must return what it takes, {x.dtype} {x.shape}, got {y.dtype} {y.shape}; "
+            "put what changes it before or after the layers"
+        )

@@ -39,7 +39,7 @@ class Ticks:
     """A schedule as arrays; all but `loss` are int32[ticks, stages].
 
     Args:
-      branches: that occur, sorted. In `branch`, 0 is to be idle, and i + 1 is `branches[i]`.
+      branches: that occur, slot by slot. In `branch`, 0 is to be idle, and i + 1 is `branches[i]`.
       branch, microbatch: what a stage does, and of which microbatch; 0 where it is idle.
       taken: the place of the inbox that the unit reads: a forward that of activations, a backward or an input gradient
         that of gradients. 0 where it reads none: the first and the last of the model, and weight gradients.
@@ -69,7 +69,7 @@ def make_ticks(schedule: Schedule) -> Ticks:
         (tick, stage): Branch(unit.kind, unit.chunk, slots[(stage, unit.chunk), unit.microbatch])
         for tick, stage, unit in schedule.units()
     }
-    kinds = sorted(set(branches.values()), key=lambda branch: ([*Kind].index(branch.kind), branch.chunk, branch.slot))
+    kinds = sorted(set(branches.values()), key=lambda branch: (branch.chunk, branch.slot, [*Kind].index(branch.kind)))
     places = 1 + max((letter.place for letter in mail), default=0)
 
     def array(values, otherwise=0) -> np.ndarray:

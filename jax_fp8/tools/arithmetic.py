@@ -130,7 +130,7 @@ class Memory:
 
     Args:
       weights: of layers, as the GEMMs read them.
-      tables: embedding and head, gathered.
+      tables: embedding and head, gathered; and in a pipeline their gradients of a microbatch.
       activations: kept for the backward, and those of the layers at work.
       sums: of the gradients of microbatches.
       gradients: whole, as collectives read them, and summed over devices.
@@ -164,13 +164,16 @@ def memory_of(setting: Setting) -> Memory:
     of_stage = shape.layers / pipe
     of_a_token = (of_stage * setting.slots + AT_WORK) * bytes_of_a_token(setting)
     of_a_token += of_stage * setting.slots * _bytes_of_operands(setting)
-    if pipe > 1:  # what enters the first layer and leaves the last one, of all microbatches
+    of_a_microbatch = 0.0
+    if pipe > 1:  # what enters the first layer and leaves the last one, of all microbatches; and losses between layers
         of_a_token += 2 * setting.microbatches * shape.width / (tensor if setting.sequence_parallel else 1)
+        of_a_token += 2 * shape.vocab / tensor
+        of_a_microbatch = 2 * 4 * of_tables  # gradients, before and after they are added
     return Memory(
         params=param * stored,
         optimizer=kept * stored,
         weights=weight * of_layers,
-        tables=param * of_tables if storage > 1 else 0,
+        tables=param * of_tables + of_a_microbatch if storage > 1 else 0,
         activations=of_a_token * setting.tokens,
         sums=4 * (of_layers + of_tables) if several else 0,
         gradients=4 * summed if several else param * (of_layers + of_tables + summed),
@@ -180,6 +183,10 @@ def memory_of(setting: Setting) -> Memory:
 def bytes_of_a_token(setting: Setting) -> float:
     """What one layer keeps of it for the backward."""
     shape, tensor = setting.shape, setting.tensor
+    if setting.pipe > 1 and not setting.fp8:  # from tick to tick goes all that jax keeps, also in float32
+        between = (24 + 6) * shape.width / (tensor if setting.sequence_parallel else 1)
+        attention = 4 * shape.width + 4 * shape.kv_width
+        return between + (attention + 18 * shape.mlp * (2 if shape.is_gated else 1)) / tensor
     norms = 4 * shape.width / (tensor if setting.sequence_parallel else 1)
     attention = 4 * shape.width / tensor + 4 * shape.kv_width / min(tensor, shape.kv_heads)
     mlp = 2 * shape.mlp * (2 if shape.is_gated else 1) / tensor

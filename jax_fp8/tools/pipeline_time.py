@@ -3,6 +3,7 @@
 Ticks, the compiled step ─pipeline_time→ how often the branches of a tick count, the bubble ─estimate→ StepTime
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,30 +38,33 @@ class PipelineTime:
 
 def pipeline_time(ticks: Ticks, instructions: Sequence[Instruction], rates: Rates) -> PipelineTime:
     """What the ticks of a schedule mean for the compiled step, as `read_hlo` reads it."""
-    unit, losses = (_conditional(scope, instructions) for scope in (UNIT, LOSSES))
-    of_branches = np.array(branch_seconds(unit, instructions, rates))
+    units, losses = _conditionals(UNIT, instructions), _conditionals(LOSSES, instructions)[0]
+    seconds = {unit.name: branch_seconds(unit, instructions, rates) for unit in units}
+    of_branches = np.array([0.0, *(each for of_unit in seconds.values() for each in of_unit[1:])])  # the first is idle
     if len(of_branches) != 1 + len(ticks.branches):
         raise ValueError(
             f"the step must have been compiled with these ticks, which have {1 + len(ticks.branches)} branches, "
             f"got {len(of_branches)}; make both of one schedule"
         )
-    units = of_branches[ticks.branch]  # (ticks, stages)
-    slowest = np.take_along_axis(ticks.branch, units.argmax(axis=1, keepdims=True), axis=1)
+    times = of_branches[ticks.branch]  # (ticks, stages)
+    slowest = np.take_along_axis(ticks.branch, times.argmax(axis=1, keepdims=True), axis=1)[:, 0]
+    counts, first = {}, 1
+    for name, of_unit in seconds.items():
+        own = np.bincount(slowest, minlength=len(of_branches))[first : first + len(of_unit) - 1]
+        counts[name] = len(slowest) - int(own.sum()), *own.tolist()
+        first += len(own)
     groups = int(np.count_nonzero(ticks.loss >= 0))
+    counts[losses.name] = len(slowest) - groups, groups
     return PipelineTime(
-        bubble=float(1 - units.sum() / (units.shape[1] * units.max(axis=1).sum())),
-        counts={
-            unit.name: tuple(np.bincount(slowest[:, 0], minlength=len(of_branches)).tolist()),
-            losses.name: (len(ticks.loss) - groups, groups),
-        },
+        bubble=float(1 - times.sum() / (times.shape[1] * times.max(axis=1).sum())),
+        counts=counts,
         slot_bytes=sum(array.bytes for call in instructions if call.target == TARGET for array in call.results),
     )
 
 
-def _conditional(scope: str, instructions: Sequence[Instruction]) -> Instruction:
-    """The one of a scope; conditionals inside of its branches are of other scopes, too."""
-    return next(
-        instruction
-        for instruction in instructions
-        if instruction.opcode in BRANCHES and instruction.op_name.endswith(f"{scope}/cond")
-    )
+def _conditionals(scope: str, instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Those of a scope, by number; conditionals inside of their branches are of other scopes, too."""
+    pattern = re.compile(rf"\b{scope}(?:_(\d+))?/cond$")
+    matches = [(pattern.search(found.op_name), found) for found in instructions if found.opcode in BRANCHES]
+    numbered = {int(match[1] or 0): found for match, found in matches if match}
+    return [numbered[number] for number in sorted(numbered)]

@@ -177,7 +177,7 @@ def loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
     """The loss (and aux) as a function of the params, and of the vector f32[rows] whose cotangent takes amaxes."""
 
     def of_params(params, rows):
-        cotangents.vector = _sums_are_maxima(rows)
+        cotangents.vector = sums_are_maxima(rows)
         replaced = {**variables, "params": params}
         out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
         check_loss(out, has_aux)
@@ -187,14 +187,14 @@ def loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
 
 
 @jax.custom_vjp
-def _sums_are_maxima(rows: jax.Array) -> jax.Array:
+def sums_are_maxima(rows: jax.Array) -> jax.Array:
     """f32[rows] in a dtype whose cotangents are "added" by taking the larger one."""
     with jax.debug_nans(False):  # which cannot look at such a dtype outside of jit
         return lax.convert_element_type(rows, fp32_max_grad)
 
 
-_sums_are_maxima.defvjp(
-    lambda rows: (_sums_are_maxima(rows), None),
+sums_are_maxima.defvjp(
+    lambda rows: (sums_are_maxima(rows), None),
     lambda _, maxima: (jnp.maximum(lax.convert_element_type(maxima, jnp.float32), 0),),
 )
 

@@ -18,12 +18,12 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.agreement import which_differ
 from jax_fp8.parallel.mesh import TENSOR
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.transfers import can_be_gathered_in_fp8
 from jax_fp8.train.checks import check_loss
-from jax_fp8.train.weight_cache import cast_gemms
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,11 @@ def gathered_in_fp8(
     placement: Placement, layers: Layers, loss_fn: Callable, variables: Mapping, batch: Any
 ) -> dict[LayerPath, Recipe]:
     """The GEMMs whose weights can be cast where they lie and gathered in FP8, and their recipes: all of their kernels
-    lie alike, and the layer finds a weight in the cache. Others are gathered as they are, and cast by the layer.
+    lie alike, and the layer finds a weight in the cache. Others are gathered as they are, and cast by the layer. In a
+    pipeline, these are all that stages exchange in FP8, also where a kernel cannot be split.
     """
     places = placement.by_path
-    if all(place.fsdp_dim is None for place in places.values()):
+    if placement.how.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
         return {}
     gemms = {
         gemm: recipe

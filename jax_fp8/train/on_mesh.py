@@ -22,8 +22,10 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
+from jax_fp8.parallel.stages import Stages
 from jax_fp8.parallel.transfers import (
     gather_params,
     gather_weight,
@@ -35,9 +37,12 @@ from jax_fp8.parallel.transfers import (
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
-from jax_fp8.train.on_stages import OnStages, check_first
+from jax_fp8.train.on_stages import OnStages
+from jax_fp8.train.own_kernels import check_kernels_are_params
+from jax_fp8.train.pieces import Pieces
+from jax_fp8.train.pipeline_checks import check_first, check_layers
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_gemms, with_version
+from jax_fp8.train.weight_cache import with_version
 
 WHOLE = PartitionSpec()
 
@@ -73,25 +78,31 @@ class OnMesh:
         batch: Any,
         microbatches: int = 1,
     ) -> "OnMesh":
-        layers = Layers.of(loss_fn, state.variables, batch)
-        placement = place_params(how, state.params, layers.offers)
-        if how.sequence:
-            check_rows_are_split(layers, placement)
-        if state.cache and placement.splits_params:
-            raise ValueError(
-                "a state that carries a weight cache must have whole params on every device, "
-                f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
-                "the step casts each shard once, and gathers it in FP8"
-            )
-        check_loss_is_whole(placement, loss_fn, state.variables, batch)
-        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
-        gemms = layers.gemms_of(placement.by_path, state.fp8)
-        on_stages = None
         if how.stages > 1:
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
-            check_first(loss_fn, state.variables, batch)
-            on_stages = OnStages(placement, loss_fn, gemms, in_fp8, microbatches)
-        return cls(placement, loss_fn, recipe, gemms, in_fp8, once, on_stages)
+            return cls._with_stages(
+                how, loss_fn, recipe, once, state, _shapes_of_one(batch, microbatches), microbatches
+            )
+        layers = Layers.of(loss_fn, state.variables, batch)
+        placement = _place(how, state, layers)
+        check_loss_is_whole(placement, loss_fn, state.variables, batch)
+        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
+        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path, state.fp8), in_fp8, once)
+
+    @classmethod
+    def _with_stages(cls, how, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
+        pieces = Pieces.of(loss, state.variables, microbatch)
+        placement = _place(how, state, pieces.layers)
+        short = {collection: pieces.short(tree) for collection, tree in state.variables.items()}
+        of_short = replace(placement, places=pieces.short(placement.places))
+        check_kernels_are_params(pieces.short_loss, short, microbatch)
+        check_loss_is_whole(of_short, pieces.short_loss, short, microbatch)
+        check_first(loss, state.variables, microbatch)
+        in_fp8 = pieces.of_all(gathered_in_fp8(of_short, pieces.layers, pieces.short_loss, short, microbatch))
+        gemms = pieces.layers.gemms_of(placement.by_path, state.fp8)
+        check_layers(Stages(loss.layers, how.stages, how.chunks), pieces.kinds, placement, gemms, in_fp8)
+        on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
+        return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
 
     def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
         """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
@@ -185,7 +196,7 @@ class OnMesh:
         in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, batch_specs, *specs
         on_all = jax.shard_map(run, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
-        state = self.constrain(state)
+        state = self.constrain(replace(state, opt_state=None))
         return on_all(state.step, state.params, state.fp8, state.cache, batch, *others)
 
     @property
@@ -233,6 +244,29 @@ class OnMesh:
         return cast_gemms(
             shards.params, scales, gemms, {gemm: partial(gather_weight, of) for gemm, of in kernels.items()}
         )
+
+
+def _place(how: Parallelism, state: TrainState, layers: Layers) -> Placement:
+    placement = place_params(how, state.params, layers.offers)
+    if how.sequence:
+        check_rows_are_split(layers, placement)
+    if state.cache and placement.splits_params:
+        raise ValueError(
+            "a state that carries a weight cache must have whole params on every device, "
+            f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
+            "the step casts each shard once, and gathers it in FP8"
+        )
+    return placement
+
+
+def _shapes_of_one(batch: Any, microbatches: int) -> Any:
+    """Of a microbatch."""
+
+    def of_one(leaf):
+        rows, others = jnp.shape(leaf)[:1], jnp.shape(leaf)[1:]
+        return jax.ShapeDtypeStruct((*(count // microbatches for count in rows), *others), jnp.result_type(leaf))
+
+    return jax.tree.map(of_one, batch)
 
 
 def shapes_of_pending(how: Parallelism, state: TrainState) -> Any:

@@ -7,7 +7,7 @@ beside activations in parallel/stages.py. What comes before and after the layers
 some of the microbatches.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.checks import describe
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.room import room
-from jax_fp8.parallel.mesh import PIPE, TENSOR, Parallelism
+from jax_fp8.ops.weights import cast_gemms
+from jax_fp8.parallel.mesh import PIPE, TENSOR
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.schedules import make_schedule
@@ -31,11 +31,9 @@ from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_par
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
 from jax_fp8.train.gradients import value_grads_and_amaxes
-from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_gemms
 
 ENTERING = "what enters"  # the last piece of a loss: among its params while it is differentiated
 
@@ -54,9 +52,6 @@ class OnStages:
     gemms: Mapping[LayerPath, Recipe]
     in_fp8: Mapping[LayerPath, Recipe]
     microbatches: int
-
-    def __post_init__(self):
-        _check_layers_are_alike(self)
 
     @cached_property
     def stages(self) -> Stages:
@@ -86,7 +81,9 @@ class OnStages:
         sums = jax.tree.map(lambda total, of_first: total + share * of_first, sums, pull_first(dx))
         gradients = self._gradients_of_layers(shards.params, totals)
         gradients |= map_with_names(lambda names, total: self._wired(total, sum_of, names), sums)
-        gradients = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), gradients, shards.params)
+        params, tree = jax.tree.flatten(shards.params)  # whose containers need not be dicts
+        leaves = zip(jax.tree.leaves(gradients), params, strict=True)
+        gradients = tree.unflatten([gradient.astype(param.dtype) for gradient, param in leaves])
         return loss, gradients, self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
 
     def _outer(self, tree: Mapping) -> dict:
@@ -140,7 +137,7 @@ class OnStages:
         amaxes = jnp.maximum(amaxes, jnp.where(is_one, found, 0))
         return dy, (add(total, loss), jax.tree.map(add, sums, gradients), amaxes)
 
-    def _positions(self):
+    def _positions(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Chunk, number in it, and the layer of each stage that has this number there."""
         for chunk in range(self.stages.chunks):
             for number in range(self.stages.chunk_size):
@@ -240,59 +237,6 @@ class OnStages:
 
         map_gemms_with_path(collect, fp8_state)
         return join_amaxes(found)
-
-
-def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool) -> None:
-    """Raise unless there is a pipeline for this loss."""
-    if not isinstance(loss_fn, LayeredLoss):
-        raise ValueError(
-            "a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss(GPT(...)) returns it, "
-            f"got {describe(loss_fn)}; make one, or leave out the axis pipe"
-        )
-    make_schedule(how.schedule, how.stages, microbatches, how.chunks)
-    Stages(loss_fn.layers, how.stages, how.chunks)
-    if not cache_weights:
-        raise ValueError(
-            "a pipeline casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe"
-        )
-
-
-def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
-    """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
-    outer = {
-        collection: {name: entry for name, entry in tree.items() if name not in loss.layers}
-        for collection, tree in variables.items()
-    }
-    found = Layers.of(loss.first, outer, batch).gemms
-    with_state = ["/".join(gemm) for gemm, recipe in found.items() if recipe.has_state]
-    if with_state:
-        raise ValueError(
-            "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "
-            f"got {with_state[0]} with delayed scaling; give it CurrentScaling() or None, or make it a part of a layer"
-        )
-
-
-def _check_layers_are_alike(on: OnStages) -> None:
-    """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
-    first, *others = on.loss.layers
-    places, described = on.placement.by_path, {}
-    unknown = {*on.loss.layers} - {path[0] for path in places}
-    if unknown:
-        raise ValueError(
-            f"the layers of a LayeredLoss must be names in the params, got {min(unknown)!r} among {on.loss.layers}, "
-            f"and params of {sorted({path[0] for path in places})}; name them as in the params"
-        )
-    for name in (first, *others):
-        described[name] = [
-            {path[1:]: place for path, place in places.items() if path[0] == name},
-            *({gemm[1:]: recipe for gemm, recipe in of.items() if gemm[0] == name} for of in (on.gemms, on.in_fp8)),
-        ]
-    for name in others:
-        if described[name] != described[first]:
-            raise ValueError(
-                "the layers of a pipeline must be alike, with params of the same shapes, places and recipes, "
-                f"got {name} unlike {first}; make them alike, or leave out the axis pipe"
-            )
 
 
 def _zeros(params) -> Any:

@@ -71,7 +71,8 @@ class Programs:
     def step(self, state, batch, zeros):
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
-        if self.microbatches > 1 or state.cache:
+        has_stages = self.how is not None and self.how.stages > 1  # of which `on_mesh` checks it
+        if not has_stages and (self.microbatches > 1 or state.cache):
             part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
             check_kernels_are_params(self.loss_fn, state.variables, part)
         if self.how is None:

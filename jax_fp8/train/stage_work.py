@@ -22,11 +22,12 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm, GradientSum, Record
 from jax_fp8.core.layered_loss import LayeredLoss, of_layer
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.recorder import RECORDER, ByIdentity, Recorder
+from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder
 from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
-from jax_fp8.train.gradients import added_by_gemms
+from jax_fp8.train.gradients import added_by_gemms, sums_are_maxima
 from jax_fp8.train.halves import Halves, needed
+from jax_fp8.train.pipeline_checks import check_is_on_device
 
 
 @jax.tree_util.register_dataclass
@@ -42,12 +43,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class _Refs:
-    """Where a backward pass writes: Refs of kernels and of GEMMs by their paths, and the keeper of operands, if weight
-    gradients are for later.
+    """Where a backward pass writes: Refs of kernels and of GEMMs by their paths, the way out where no Ref is, and the
+    keeper of operands, if weight gradients are for later.
     """
 
     sums: dict[LayerPath, Any]
     amaxes: dict[LayerPath, Any]
+    cotangents: Cotangents
     keeper: "_Keeper | None" = None
 
 
@@ -78,7 +80,9 @@ class ChunkWork:
         return Totals(sums, {gemm: jnp.zeros((1, 3), jnp.float32) for gemm in self._with_state})
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        return self._halves.forward(self.variables, x)
+        y, kept = self._halves.forward(self.variables, x)
+        check_is_on_device(kept)
+        return y, kept
 
     def backward(self, kept: list[jax.Array], dy: jax.Array, totals: Totals) -> tuple[jax.Array, Totals]:
         return self._backward(self.variables, kept, dy, totals)
@@ -110,7 +114,8 @@ class ChunkWork:
 
     def _refs(self, totals: Totals, keeper: "_Keeper | None" = None) -> _Refs:
         sums = {kernel: jax.new_ref(at_path(totals.sums, kernel)) for kernel in self._added}
-        return _Refs(sums, {gemm: jax.new_ref(amaxes) for gemm, amaxes in totals.amaxes.items()}, keeper)
+        amaxes = {gemm: jax.new_ref(of_gemm) for gemm, of_gemm in totals.amaxes.items()}
+        return _Refs(sums, amaxes, Cotangents(), keeper)
 
     def _sums(self, totals, refs) -> Any:
         return map_with_names(lambda names, total: refs.sums[names][...] if names in refs.sums else total, totals.sums)
@@ -120,37 +125,43 @@ class ChunkWork:
         return Halves(self._pull_back, lambda: self._refs(self.no_totals()), _shapes(self.variables), self.x)
 
     def _pull_back(self, variables, x, refs: _Refs):
-        """`jax.vjp` of the chunk by params and x."""
+        """`jax.vjp` of the chunk by params, x, and f32[rows] whose cotangents are amaxes."""
         recorded: dict = {}
         for gemm in self.gemms:
             put_at_path(
                 recorded, gemm, {**(at_path(variables.get("fp8", {}), gemm) or {}), **self._recorder(gemm, refs)}
             )
 
-        def run(params, x):
+        def run(params, x, rows):
+            refs.cotangents.vector = sums_are_maxima(rows)
             given = {**variables, "params": params, **({"fp8": recorded} if recorded else {})}
             for name in self.names:
                 x = self.loss.layer(of_layer(given, name), x, name)
             return x
 
-        return jax.vjp(run, variables["params"], x)
+        return jax.vjp(run, variables["params"], x, jnp.zeros(3 * len(self._with_state), jnp.float32))
 
     def _recorder(self, gemm, refs) -> dict[str, Recorder]:
         sums = tuple(ByIdentity(refs.sums[kernel]) for kernel in kernel_paths(gemm) if kernel in refs.sums)
         deferral = ByIdentity(_Deferral(refs.keeper, gemm)) if refs.keeper is not None and sums else None
         if gemm not in refs.amaxes:
-            return {RECORDER: Recorder(None, sums, self.weight, True, None, deferral=deferral)}
-        # With a slot the backward alone records: see `DeclaredGemm.stage`.
-        amaxes = ByIdentity(refs.amaxes[gemm])
-        return {RECORDER: Recorder(amaxes, sums, self.weight, self.from_current, jnp.int32(0), deferral=deferral)}
+            return {RECORDER: Recorder(None, sums, self.weight, True, None, refs.cotangents, deferral=deferral)}
+        amaxes, first_row = ByIdentity(refs.amaxes[gemm]), 3 * self._with_state.index(gemm)
+        slot = jnp.int32(0)  # with which the backward alone records: see `DeclaredGemm.stage`
+        others = refs.cotangents, first_row, deferral
+        return {RECORDER: Recorder(amaxes, sums, self.weight, self.from_current, slot, *others)}
 
     def _differentiate(self, variables, x, kept, dy, totals, refs) -> tuple[jax.Array, Totals]:
-        dparams, dx = self._halves.pullback(variables, x, kept, refs)(dy)
+        dparams, dx, rows = self._halves.pullback(variables, x, kept, refs)(dy)
         share = np.float32(self.weight)
         sums = jax.tree.map(
             lambda total, gradient: total + share * gradient.astype(jnp.float32), self._sums(totals, refs), dparams
         )
-        return dx, Totals(sums, {gemm: ref[...] for gemm, ref in refs.amaxes.items()})
+        amaxes = {gemm: ref[...] for gemm, ref in refs.amaxes.items()}
+        if refs.cotangents.is_used:
+            of_gemms = dict(zip(self._with_state, rows.reshape(-1, 1, 3), strict=True))
+            amaxes = {gemm: jnp.maximum(found, of_gemms[gemm]) for gemm, found in amaxes.items()}
+        return dx, Totals(sums, amaxes)
 
     @property
     def _shapes_of_backward(self) -> tuple:

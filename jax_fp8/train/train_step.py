@@ -29,7 +29,7 @@ from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep
-from jax_fp8.train.on_stages import check_pipeline
+from jax_fp8.train.pipeline_checks import check_pipeline
 from jax_fp8.train.programs import STATE_REMEDY, Programs
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import check_flag

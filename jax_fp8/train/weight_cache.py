@@ -13,9 +13,8 @@ overwritten weight, no flag need be remembered.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,10 +29,9 @@ from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
 from jax_fp8.core.recipe import Recipe, check_recipe
-from jax_fp8.core.shards import current_amax_axes, largest_amax
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.kernels.explicit import whole_first
-from jax_fp8.ops.passes import cast_weight
+from jax_fp8.ops.weights import cast_gemms, cast_kernels, kernels_of
 from jax_fp8.optim.updates import NewParam
 from jax_fp8.parallel.names import without_names
 from jax_fp8.train.checks import check_variables
@@ -97,33 +95,6 @@ def with_version(cache: Mapping, params: Mapping) -> dict:
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 
-def cast_gemms(
-    params: Mapping,
-    fp8_state: Mapping,
-    recipes: Mapping[LayerPath, Recipe | None],
-    then: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair]] = MappingProxyType({}),
-) -> dict:
-    """The kernels of GEMMs in FP8, each by its recipe, without a version: with the scales of the state, or where it has
-    none with scales of their own. What `then` has of a GEMM is applied to its weight.
-    """
-    cache: dict = {}
-    for path, recipe in recipes.items():
-        state = at_path(fp8_state, path)
-        scales = state["scale"] if state else None
-        pair = _cast(_kernels_of(path, params), _cast_of(recipe), scales, then.get(path))
-        put_at_path(cache, path, {"kernel": pair})
-    return cache
-
-
-def _cast_of(recipe) -> Callable:
-    """How a recipe casts a kernel, of which this device may have a part."""
-
-    def cast_of(scales, measure):
-        return recipe.cast(KERNEL, scales, lambda: largest_amax(measure(), current_amax_axes()))
-
-    return cast_of
-
-
 def _cast_all(variables, recipe) -> dict:
     recipes: dict = {}
     map_gemms_with_path(lambda path, _: recipes.setdefault(path, recipe), variables["fp8"])
@@ -134,7 +105,7 @@ def _cast_all(variables, recipe) -> dict:
 def _version(params, cache) -> jax.Array:
     """A hash, uint32[], of the kernels that have a cached copy: of their samples,
     each times an odd number of its place."""
-    samples = [_samples(kernel) for path, _ in _cached(cache) for kernel in _kernels_of(path, params)]
+    samples = [_samples(kernel) for path, _ in _cached(cache) for kernel in kernels_of(path, params)]
     words = jnp.concatenate(samples)
     place = jnp.arange(words.size, dtype=jnp.uint32)
     return jnp.sum(words * (2 * place * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
@@ -158,7 +129,7 @@ def cast_requests(
     requests = {}
     for path, pair in _cached(cache):
         kernels = kernel_paths(path)
-        if all(kernel.ndim == 2 for kernel in _kernels_of(path, params)):
+        if all(kernel.ndim == 2 for kernel in kernels_of(path, params)):
             first, *others = kernels
             requests[kernels if others else first] = pair, _scales_of(path, fp8_state)[KERNEL]
     return requests
@@ -174,21 +145,9 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
         new = written.get(kernel_paths(path)[0])
         if new is None:
             cast_of = partial(_with_scale_of_state, old.rowwise.dtype)
-            new = _cast(_kernels_of(path, params), cast_of, _scales_of(path, fp8_state))
+            new = cast_kernels(kernels_of(path, params), cast_of, _scales_of(path, fp8_state))
         put_at_path(renewed, path, {"kernel": new})
     return {**renewed, VERSION: _version(params, cache)} if cache else {}
-
-
-def _kernels_of(gemm, params) -> tuple[jax.Array, ...]:
-    """The kernels of a GEMM, as they stand side by side."""
-    kernels = tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
-    for path, kernel in zip(kernel_paths(gemm), kernels, strict=True):
-        if not hasattr(kernel, "ndim"):
-            raise ValueError(
-                f"params must have the kernel {'/'.join(path)} of a GEMM in the FP8 state or cache, "
-                f"got {describe(kernel)}; pass params and state of one model"
-            )
-    return kernels
 
 
 def _scales_of(gemm, fp8_state) -> jax.Array:
@@ -203,14 +162,6 @@ def _scales_of(gemm, fp8_state) -> jax.Array:
 
 def _with_scale_of_state(dtype, scales, _measure) -> Cast:
     return Cast.with_row(dtype, scales, KERNEL)
-
-
-def _cast(kernels, cast_of, scales, then=None) -> Fp8Pair:
-    """Kernels (k, n_i) side by side in FP8, by `cast_of(scales, measure)`; `scales` f32[3], or None."""
-    if kernels[0].ndim > 2:  # stacked layers, each with scales of its own or none
-        return jax.vmap(lambda each, its_scales: _cast(each, cast_of, its_scales, then))(kernels, scales)
-    pair = cast_weight(kernels if len(kernels) > 1 else kernels[0], partial(cast_of, scales))
-    return pair if then is None else then(pair)
 
 
 def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:

@@ -97,6 +97,13 @@ def test_rotation_makes_scores_relative():
     assert np.ptp(scores[:, 0]) > 0.1  # and they do depend on the distance
 
 
+def test_rotation_to_given_positions():
+    x = jax.random.normal(jax.random.key(0), (2, 6, 1, 8))
+    picked = jnp.int32([[0, 3], [5, 2]])
+    found = rotate(jnp.take_along_axis(x, picked[..., None, None], axis=1), picked)
+    np.testing.assert_array_equal(found, jnp.take_along_axis(rotate(x), picked[..., None, None], axis=1))
+
+
 def test_errors():
     x = jnp.ones((1, 16, 64))
     with pytest.raises(ValueError, match="num_heads must divide the width, got num_heads=3 and width 64"):

@@ -15,10 +15,12 @@ from pipeline import Pipeline, TanhLayers
 from reference import assert_same_bits
 
 from jax_fp8.kernels.room import room
+from jax_fp8.parallel import runner
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Schedule, Unit, in_order
 from jax_fp8.parallel.schedules import SCHEDULES, make_schedule
 from jax_fp8.parallel.ticks import Ticks
+from jax_fp8.tools.jaxprs import inner_jaxprs
 
 pytestmark = pytest.mark.versions
 
@@ -46,6 +48,36 @@ def test_all_schedules_find_the_same_bits():
     for other in others:
         for field in ("loss", "gradients", "dx"):
             assert_same_bits(getattr(other, field), getattr(first, field))
+
+
+@pytest.mark.parametrize(("name", "stages"), [("interleaved", 2), ("zero-bubble", 4)])
+def test_several_conditionals_find_the_same_bits(name, stages, monkeypatch):
+    """As a pipeline with many slots has them; here each slot has one, which is handed no other's arrays."""
+    one = pipeline(name, stages, MICROBATCHES)
+    monkeypatch.setattr(runner, "MOST_WORK", 1)
+    several = Pipeline(make_schedule(name, stages, MICROBATCHES, 2 if name == "interleaved" else 1))
+    slots = sum(one.ticks.slots)
+    assert [len(found) for found in switches(one)] == [1 + len(one.ticks.branches)] and slots > 3
+    assert len(switches(several)) == slots
+    for field in ("loss", "gradients", "dx", "counts"):
+        assert_same_bits(getattr(several.run(), field), getattr(one.run(), field))
+
+
+def switches(of: Pipeline) -> list:
+    """The branches of each conditional of units: those of a loss have two."""
+    found: list = []
+
+    def look(jaxpr):
+        for equation in jaxpr.eqns:
+            branches = equation.params.get("branches", ())
+            if len(branches) > 2:
+                found.append(branches)
+            else:
+                for inner in inner_jaxprs(equation):
+                    look(inner)
+
+    look(of.program.trace(*of.arguments()).jaxpr.jaxpr)
+    return found
 
 
 def changed(ticks, field, where, value) -> Ticks:

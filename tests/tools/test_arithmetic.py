@@ -141,10 +141,11 @@ def test_stages_divide_the_state_and_what_they_compute_with():
     four = replace(BASE, microbatches=4, pipe=4, schedule="gpipe")
     found = memory_of(four)
     assert (found.params, found.optimizer, found.weights) == (one.params / 4, one.optimizer / 4, one.weights / 4)
-    assert found.sums == 4 * (GPT.of_layers / 4 + GPT.of_tables) and found.tables == 4 * GPT.of_tables
+    assert found.sums == 4 * (GPT.of_layers / 4 + GPT.of_tables) and found.tables == 3 * 4 * GPT.of_tables
     rows = four.tokens
     layers = rows * bytes_of_a_token(BASE)
-    assert found.activations == (4 * 1 + 2) * layers + 2 * 4 * rows * GPT.width  # and the edge of all microbatches
+    edge, logits = 4 * GPT.width, GPT.vocab
+    assert found.activations == (4 * 1 + 2) * layers + 2 * rows * (edge + logits)
     halves = memory_of(replace(four, schedule="zero-bubble"))
     assert halves.activations - found.activations == 4 * 13 * GPT.width * rows
     split = memory_of(replace(four, tensor=2))

@@ -37,8 +37,8 @@ def program(ticks) -> str:
     branches += [computation(f"branch_{number}", count) for number, count in enumerate(rows)]
     names = ", ".join(["%idle", *(f"%branch_{number}" for number in range(len(rows)))])
     path = "jit(step)/while/body"
-    unit = f'branch_computations={{{names}}}, metadata={{op_name="{path}/pipeline_unit/cond"}}'
-    inside = f'branch_computations={{%idle}}, metadata={{op_name="{path}/pipeline_unit/cond/branch_1_fun/cond"}}'
+    unit = f'branch_computations={{{names}}}, metadata={{op_name="{path}/pipeline_unit_0/cond"}}'
+    inside = f'branch_computations={{%idle}}, metadata={{op_name="{path}/pipeline_unit_0/cond/branch_1_fun/cond"}}'
     branches[1] = branches[1].replace("  ROOT", f"  %inside = (u8[8]{{0}}) conditional(%p.branch_0), {inside}\n  ROOT")
     losses = f'true_computation=%losses, false_computation=%none, metadata={{op_name="{path}/pipeline_losses/cond"}}'
     loop = f'body=%body, backend_config={{"known_trip_count":{{"n":"{len(ticks.loss)}"}}}}'

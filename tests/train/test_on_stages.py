@@ -1,162 +1,34 @@
-"""What a pass over the stages of a pipeline refuses, which amaxes it finds, and in which dtype gradients go."""
+"""Amaxes that a pass over the stages of a pipeline finds, weights that it casts once, and the dtype of gradients."""
 
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
+from flax.core import freeze
 from hybrid import SHOWING, make_mesh, train
-from pipelines import CURRENT, DELAYED, Tanh, assert_is_same_step, dense, layers, loss_of, rows, variables_of
+from pipelines import DELAYED, assert_is_same_step, dense, layers, loss_of, rows, variables_of
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.train.on_mesh import OnMesh
 
 PARTS = layers(DELAYED)
 BATCH = rows()
-TX = optax.sgd(0.1)
 
 
-def state_of(parts, tx=TX) -> fp8.TrainState:
-    return fp8.TrainState.create(variables=variables_of(parts), tx=tx)
+def state_of(parts) -> fp8.TrainState:
+    return fp8.TrainState.create(variables=variables_of(parts), tx=SHOWING)
 
 
-def make(parts=PARTS, microbatches=4, loss=None, pipe=2, **options):
-    loss = loss_of(parts) if loss is None else loss
-    return fp8.make_train_step(loss, TX, DELAYED, microbatches, **{"mesh": make_mesh(pipe=pipe)} | options)
-
-
-def trace(parts=PARTS, state=None, **options):
-    return make(parts, **options).trace(state_of(parts) if state is None else state, BATCH)
-
-
-def with_cache() -> fp8.TrainState:
-    variables = variables_of(PARTS)
-    return fp8.TrainState.create(variables=variables | {"fp8_cache": fp8.cast_weights(variables, DELAYED)}, tx=TX)
-
-
-def unlike(**fields):
-    return layers(DELAYED) | {"layer_1": partial(Tanh, **{"recipe": DELAYED} | fields)}
-
-
-def of_other_names() -> fp8.LayeredLoss:
-    loss = loss_of(PARTS)
-    return fp8.LayeredLoss(("layer_0", "layer_2"), loss.first, loss.layer, loss.last, lambda *given: loss(*given))
-
-
-class Widens(Tanh):
-    """What it returns has another dtype than what it takes."""
-
-    def __call__(self, x):
-        return super().__call__(x).astype(jnp.float32)
-
-
-REMAT = layers(DELAYED, remat=True)
-REFUSED = {
-    "a loss without layers": (
-        lambda: make(loss=lambda variables, batch: 0.0),
-        r"a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss\(GPT\(...\)\) returns it, got .*; ma",
-    ),
-    "layers that stages do not divide": (
-        lambda: make(layers(DELAYED, 3)),
-        "got 3 layers for 2 stages with 1 chunks each; pass a multiple of 2 layers, or other stages",
-    ),
-    "layers that chunks do not divide": (
-        lambda: make(schedule="interleaved"),
-        "got 2 layers for 2 stages with 2 chunks each; pass a multiple of 4 layers, or other stages",
-    ),
-    "fewer microbatches than stages": (
-        lambda: make(microbatches=1),
-        "as many microbatches as stages, or more, got 1 microbatches for 2 stages; pass at least 2",
-    ),
-    "groups that are not whole": (
-        lambda: make(layers(DELAYED, 4), microbatches=3, schedule="interleaved"),
-        "as many microbatches as stages, or a multiple, got 3 microbatches for 2 stages; pass 4",
-    ),
-    "an unknown schedule": (
-        lambda: make(schedule="2f2b"),
-        "must be one of gpipe, 1f1b, interleaved, zero-bubble, got '2f2b'; choose one",
-    ),
-    "chunks with a schedule of one": (
-        lambda: make(layers(DELAYED, 4), chunks=2),
-        "1f1b has one chunk of layers on each stage, got chunks=2; leave it out, or take interleaved",
-    ),
-    "a schedule without pipe": (
-        lambda: make(mesh=make_mesh(data=2), schedule="1f1b"),
-        "are about the axis `pipe`, which this mesh has not, got data=2; add the axis, or leave them out",
-    ),
-    "chunks without pipe": (lambda: make(mesh=make_mesh(data=2), chunks=2), "are about the axis `pipe`"),
-    "a schedule without a mesh": (lambda: make(mesh=None, schedule="gpipe"), "are about a mesh, got none; pass mesh="),
-    "weights cast in every microbatch": (
-        lambda: make(cache_weights=False),
-        "casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe",
-    ),
-    "one layer without FP8": (
-        lambda: trace(unlike(recipe=None)),
-        "the layers of a pipeline must be alike, .* got layer_1 unlike layer_0; make them alike, or leave out",
-    ),
-    "one layer with another recipe": (lambda: trace(unlike(recipe=CURRENT)), "must be alike, .* got layer_1 unlike"),
-    "one layer of another width": (lambda: trace(unlike(hidden=64)), "must be alike, .* got layer_1 unlike layer_0"),
-    "names of no params": (
-        lambda: trace(loss=of_other_names()),
-        r"got 'layer_2' among \('layer_0', 'layer_2'\), and params of \['layer_0', 'layer_1'\]; name them as in the pa",
-    ),
-    "layers that change the dtype": (
-        lambda: trace({name: partial(Widens, DELAYED) for name in PARTS}),
-        r"must return what it takes, bfloat16 \(16, 32\), got float32 \(16, 32\); put what changes it before or after",
-    ),
-    "state before the layers": (
-        lambda: trace({"first": dense(DELAYED)} | PARTS),
-        "no GEMM there may have FP8 state, got first with delayed scaling; give it CurrentScaling",
-    ),
-    "operands that are hidden": (
-        lambda: trace(REMAT, schedule="zero-bubble"),
-        "which a layer's own jax.checkpoint or scan hides, got layer_0/down in one; take another schedule, or",
-    ),
-    "a state with a weight cache": (
-        lambda: trace(state=with_cache()),
-        "must have whole params on every device, got a step on pipe=2; leave fp8_cache out of the variables",
-    ),
-    "start": (
-        lambda: make().start(state_of(PARTS)),
-        "start runs whole models, and has no pipeline, got pipe=2; leave out the axis pipe, or call a step of make_",
-    ),
-    "accumulate_step": (
-        lambda: make().accumulate_step(
-            state_of(PARTS), fp8.make_train_step(loss_of(PARTS), TX, DELAYED, 4).start(state_of(PARTS)), BATCH,
-            is_first_microbatch=True,
-        ),
-        "accumulate_step runs whole models, and has no pipeline, got pipe=2",
-    ),
-    "value_and_grad": (
-        lambda: fp8.value_and_grad(loss_of(PARTS), mesh=make_mesh(pipe=2)),
-        "value_and_grad runs whole models, and has no pipeline, got pipe=2",
-    ),
-    "warm_start": (
-        lambda: fp8.warm_start(loss_of(PARTS), DELAYED, mesh=make_mesh(pipe=2, data=2)),
-        "warm_start runs whole models, and has no pipeline, got pipe=2,data=2",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_sentence(case):
-    call, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as said:
-        call()
-    assert "\n" not in str(said.value) and str(said.value).count("; ") == 1
-
-
-def test_what_is_like_the_refused_is_taken():
-    """Negative control: a GEMM without state before the layers, hidden operands with another schedule."""
-    trace({"first": dense(CURRENT)} | PARTS)
-    trace(REMAT, schedule="1f1b")
+def make(**options):
+    return fp8.make_train_step(loss_of(PARTS), SHOWING, DELAYED, 4, mesh=make_mesh(pipe=2), **options)
 
 
 def test_state_behind_the_layers_moves_as_without_pipe():
     parts = PARTS | {"last": dense(DELAYED)}
-    state = state_of(parts, SHOWING)
+    state = state_of(parts)
     (ours, losses), (wanted, own_losses) = (
         train(loss_of(parts), state, BATCH, DELAYED, axes=axes, microbatches=4, warm_start=False)
         for axes in ({"pipe": 2}, None)
@@ -166,9 +38,24 @@ def test_state_behind_the_layers_moves_as_without_pipe():
         jax.tree.map(assert_same_bits, ours[0].fp8["last"], jax.tree.map(jax.device_get, state.fp8["last"]))
 
 
+def test_containers_of_params_are_kept():
+    variables = variables_of(PARTS)
+    state = fp8.TrainState.create(variables=variables | {"params": freeze(variables["params"])}, tx=SHOWING)
+    after, _ = jax.eval_shape(make(), state, BATCH)
+    assert jax.tree.structure(after) == jax.tree.structure(state) != jax.tree.structure(state_of(PARTS))
+
+
+def test_weights_that_no_stage_has_a_part_of_are_cast_once_too():
+    parts = layers(DELAYED, 3)  # of 32 rows and columns
+    how = Parallelism.of(make_mesh(pipe=3))
+    on_mesh = OnMesh.of(how, loss_of(parts), DELAYED, True, state_of(parts), BATCH, 4)
+    assert not on_mesh.placement.splits_params
+    assert sorted(on_mesh.on_stages.in_fp8) == [(name, gemm) for name in parts for gemm in ("down", "up")]
+
+
 def exchanged(**options) -> Counter:
     """How often each dtype goes from stage to stage in an all-to-all."""
-    lines = str(trace(**options).jaxpr).splitlines()
+    lines = str(make(**options).trace(state_of(PARTS), BATCH).jaxpr).splitlines()
     return Counter(line.split(":")[1].split("[")[0] for line in lines if " all_to_all[" in line)
 
 

@@ -16,10 +16,10 @@ from jax_fp8.core.layered_loss import of_layer
 from jax_fp8.core.paths import LayerPath, kernel_paths, map_with_names
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.train import stage_work
 from jax_fp8.train.gradients import value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.stage_work import ChunkWork, Totals
-from jax_fp8.train.weight_cache import cast_gemms
 
 ROWS, MICROBATCHES = 64, 2
 WEIGHT = 1 / 3

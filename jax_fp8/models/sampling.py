@@ -1,0 +1,40 @@
+"""One token for each row of logits: the most likely one, or one drawn at random from the likely ones.
+
+logits / temperature → the top_k most likely → of these the fewest that have probability top_p → draw
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def choose_tokens(
+    logits: jax.Array,
+    keys: jax.Array | None,
+    temperature: jax.Array,
+    top_k: int | None,
+    top_p: jax.Array | None,
+) -> jax.Array:
+    """The tokens i32[batch] of logits f32[batch, vocab].
+
+    Args:
+      keys: random keys (batch,), so that a row's draw does not depend on the rows beside it; None takes the most likely
+        token.
+      temperature: f32[], positive; below 1 prefers likely tokens.
+      top_k: how many tokens may be drawn, and no more where several are as likely; None is all.
+      top_p: f32[], above 0: a token may be drawn if those before it, in the order of their probabilities, have less
+        than this together; None is every token that `top_k` leaves, whose probabilities are what is counted.
+    """
+    if keys is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / temperature
+    draw = jax.vmap(jax.random.categorical)
+    if top_k is None and top_p is None:
+        return draw(keys, logits).astype(jnp.int32)
+    likely, tokens = lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
+    if top_p is not None:
+        probabilities = jax.nn.softmax(likely, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        likely = jnp.where(before < top_p, likely, -jnp.inf)
+    drawn = draw(keys, likely)[:, None]
+    return jnp.take_along_axis(tokens, drawn, axis=-1)[:, 0].astype(jnp.int32)

@@ -1,0 +1,72 @@
+"""The kernels of many GEMMs in FP8: as nested dicts like the collection "fp8_cache", each GEMM's `Fp8Pair` at its path.
+
+A weight cache for training is made of them (train/weight_cache.py), and so is what a generation reads.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jax_fp8.core.checks import describe
+from jax_fp8.core.formats import KERNEL
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, put_at_path
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.shards import current_amax_axes, largest_amax
+from jax_fp8.ops.passes import cast_weight
+
+
+def cast_gemms(
+    params: Mapping,
+    fp8_state: Mapping,
+    recipes: Mapping[LayerPath, Recipe | None],
+    then: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair]] = MappingProxyType({}),
+) -> dict:
+    """The kernels of GEMMs in FP8, each by its recipe: with the scales of the state, or where it has none with scales
+    of their own. What `then` has of a GEMM is applied to its weight.
+    """
+    cache: dict = {}
+    for path, recipe in recipes.items():
+        state = at_path(fp8_state, path)
+        scales = state["scale"] if state else None
+        pair = cast_kernels(kernels_of(path, params), _cast_of(recipe), scales, then.get(path))
+        put_at_path(cache, path, {"kernel": pair})
+    return cache
+
+
+def kernels_of(gemm: LayerPath, params: Mapping) -> tuple[jax.Array, ...]:
+    """The kernels of a GEMM, as they stand side by side."""
+    kernels = tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
+    for path, kernel in zip(kernel_paths(gemm), kernels, strict=True):
+        if not hasattr(kernel, "ndim"):
+            raise ValueError(
+                f"params must have the kernel {'/'.join(path)} of a GEMM in the FP8 state or cache, "
+                f"got {describe(kernel)}; pass params and state of one model"
+            )
+    return kernels  # type: ignore[return-value]
+
+
+def cast_kernels(
+    kernels: tuple[jax.Array, ...],
+    cast_of: Callable[..., Any],
+    scales: jax.Array | None,
+    then: Callable[[Fp8Pair], Fp8Pair] | None = None,
+) -> Fp8Pair:
+    """Kernels (k, n_i) side by side in FP8, by `cast_of(scales, measure)`; `scales` f32[3], or None."""
+    first, *others = kernels
+    if first.ndim > 2:  # stacked layers, each with scales of its own or none
+        return jax.vmap(lambda each, its_scales: cast_kernels(each, cast_of, its_scales, then))(kernels, scales)
+    pair = cast_weight(kernels if others else first, partial(cast_of, scales))
+    return pair if then is None else then(pair)
+
+
+def _cast_of(recipe) -> Callable:
+    """How a recipe casts a kernel, of which this device may have a part."""
+
+    def cast_of(scales, measure):
+        return recipe.cast(KERNEL, scales, lambda: largest_amax(measure(), current_amax_axes()))
+
+    return cast_of

@@ -1,0 +1,118 @@
+"""What a pipeline refuses: of a loss when the step is made, of its layers when they are traced.
+
+All stages run one program. So what differs between their layers must be in the variables, and in nothing else.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jax_fp8.core.checks import describe
+from jax_fp8.core.layered_loss import LayeredLoss
+from jax_fp8.core.paths import LayerPath, kernel_paths
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.placement import Placement
+from jax_fp8.parallel.schedules import make_schedule
+from jax_fp8.parallel.stages import Stages
+from jax_fp8.train.layers import Layers
+
+
+def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool) -> None:
+    """Raise unless there is a pipeline for this loss."""
+    if not isinstance(loss_fn, LayeredLoss):
+        raise ValueError(
+            "a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss(GPT(...)) returns it, "
+            f"got {describe(loss_fn)}; make one, or leave out the axis pipe"
+        )
+    twice = [name for number, name in enumerate(loss_fn.layers) if name in loss_fn.layers[:number]]
+    if twice:
+        raise ValueError(
+            f"the layers of a pipeline must be different ones, got {twice[0]!r} twice among {loss_fn.layers}; "
+            "give each its own params, or leave out the axis pipe"
+        )
+    make_schedule(how.schedule, how.stages, microbatches, how.chunks)
+    Stages(loss_fn.layers, how.stages, how.chunks)
+    if not cache_weights:
+        raise ValueError(
+            "a pipeline casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe"
+        )
+
+
+def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
+    """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
+    outer = {
+        collection: {name: entry for name, entry in tree.items() if name not in loss.layers}
+        for collection, tree in variables.items()
+    }
+    found = Layers.of(loss.first, outer, batch).gemms
+    with_state = ["/".join(gemm) for gemm, recipe in found.items() if recipe.has_state]
+    if with_state:
+        raise ValueError(
+            "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "
+            f"got {with_state[0]} with delayed scaling; give it CurrentScaling() or None, or make it a part of a layer"
+        )
+
+
+def check_layers(
+    stages: Stages,
+    kinds: Mapping[str, str],
+    placement: Placement,
+    gemms: Mapping[LayerPath, Recipe],
+    in_fp8: Mapping[LayerPath, Recipe],
+) -> None:
+    """Raise unless one program can run the layers of all stages.
+
+    Args:
+      kinds: for each layer the first one that computes the same.
+      gemms: all in FP8; `in_fp8` are those whose weights are cast once.
+    """
+    _check_are_alike(stages.layers, placement, gemms, in_fp8)
+    for chunk in range(stages.chunks):
+        for number in range(stages.chunk_size):
+            _check_compute_alike(stages.at(chunk, number), kinds)
+    for gemm in gemms:
+        dims = len(placement.by_path[kernel_paths(gemm)[0]].shape)
+        if gemm[0] in stages.layers and dims != 2:  # stages exchange weights, and record amaxes, of one kernel
+            raise ValueError(
+                "a GEMM in a layer of a pipeline must have kernels of two dims, not stacked by nn.scan or nn.vmap, "
+                f"got {'/'.join(gemm)} with {dims} dims; let each of them be a layer of the loss, or write them out"
+            )
+
+
+def _check_are_alike(layers, placement, *of_gemms):
+    """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
+    described: dict[str, list[dict]] = {name: [{} for _ in (placement, *of_gemms)] for name in layers}
+    for number, by_path in enumerate((placement.by_path, *of_gemms)):
+        for path, value in by_path.items():
+            if path[0] in described:
+                described[path[0]][number][path[1:]] = value
+    first, *others = layers
+    for name in others:
+        if described[name] != described[first]:
+            raise ValueError(
+                "the layers of a pipeline must be alike, with params of the same shapes, places and recipes, "
+                f"got {name} unlike {first}; make them alike, or leave out the axis pipe"
+            )
+
+
+def _check_compute_alike(of_stages, kinds):
+    """Raise unless the layers that have one number on their stages compute the same."""
+    first, *others = of_stages
+    for name in others:
+        if kinds[name] != kinds[first]:
+            raise ValueError(
+                "all stages of a pipeline run the program of stage 0, so layers with the same number on their stages "
+                f"must compute the same, got {name} unlike {first}; let no layer compute by its name or number, or "
+                "leave out the axis pipe"
+            )
+
+
+def check_is_on_device(kept: list[jax.Array]) -> None:
+    """Raise where a layer's forward puts what it keeps on the host: slots are on the device."""
+    if any(jax.typeof(array).memory_space == jax.memory.Space.Host for array in kept):
+        raise ValueError(
+            "the layers of a pipeline must keep what their backward wants on the device, got one that keeps some of it "
+            "on the host; take another remat than offload, or leave out the axis pipe"
+        )

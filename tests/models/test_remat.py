@@ -1,0 +1,82 @@
+"""What a user says of the layers of a GPT, which layers it means, and that no bit of a step depends on it."""
+
+import jax
+import numpy as np
+import pytest
+from hybrid import gpt, make_mesh, tokens
+from reference import assert_same_bits
+
+import jax_fp8 as fp8
+from jax_fp8.core.kept import KEPT
+from jax_fp8.models.remat import Remat
+
+RECIPE = fp8.DelayedScaling(amax_history_len=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "layers", "offloaded"),
+    [(0, 4, []), (1, 4, [0]), (2, 4, [0, 2]), (3, 4, [0, 2, 3]), (4, 4, [0, 1, 2, 3]), (8, 24, [*range(0, 24, 3)])],
+)
+def test_layers_that_are_offloaded_stand_apart(count, layers, offloaded):
+    remat = Remat.parse(f"offload:{count}", layers)
+    kinds = [remat.of_layer(index) for index in range(layers)]
+    assert [index for index, kind in enumerate(kinds) if kind == "offload"] == offloaded
+    assert {*kinds} <= {"offload", "none"} and remat.names == KEPT
+
+
+def test_all_layers_do_the_same_otherwise():
+    for kind in ("none", "norms", "full"):
+        assert {Remat.parse(kind, 3).of_layer(index) for index in range(3)} == {kind}
+    assert Remat.parse("offload:2:mlp_hidden,norm_input", 3).names == ("mlp_hidden", "norm_input")
+
+
+@pytest.mark.parametrize(
+    "text", ["offload", "offload:", "offload:5", "offload:-1", "offload:2:all", "offload:2:", "full:2", "some", "", 3]
+)
+def test_what_means_nothing_is_refused(text):
+    message = r"remat must be none, norms, full, offload:N with N of 4 layers, or offload:N:NAMES .* got "
+    with pytest.raises(ValueError, match=message):
+        Remat.parse(text, 4)
+
+
+def state_after(remat, microbatches, recompute=False, **options):
+    """One step of a small GPT."""
+    model = gpt(RECIPE, recompute=recompute).clone(remat=remat)
+    tx = fp8.fused_adamw(1e-3)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, RECIPE, microbatches, warm_start=False, **options)
+    state = step.init_state(model.init, jax.random.key(0), tokens()[:, :-1])
+    state, metrics = step(state, tokens())
+    return jax.tree.map(np.asarray, (state.params, state.opt_state, state.fp8)), float(metrics["loss"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_does_not_depend_on_it(microbatches):
+    expected = state_after("none", microbatches)
+    for remat in ("norms", "full", "offload:1", "offload:2:mlp_hidden"):
+        jax.tree.map(assert_same_bits, state_after(remat, microbatches), expected)
+    jax.tree.map(assert_same_bits, state_after("none", microbatches, recompute=True), expected)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_nor_on_a_mesh(axes):
+    """Loss, FP8 state and moments of kernels to the bit. Gradients of biases XLA adds up in another order; that of a
+    key's is zero in exact arithmetic.
+    """
+    mesh = make_mesh(**axes)
+    expected, actual = (state_after(remat, 2, mesh=mesh) for remat in ("none", "offload:2"))
+    (_, moments, fp8_state), loss = actual
+    jax.tree.map(assert_same_bits, (fp8_state, loss), (expected[0][2], expected[1]))
+    compared = 0
+    for (path, one), other in zip(jax.tree.leaves_with_path(moments), jax.tree.leaves(expected[0][1]), strict=True):
+        name = jax.tree_util.keystr(path)
+        if "bias" not in name:
+            assert_same_bits(one, other)
+            compared += one.ndim > 1 and bool(np.any(other))
+        elif "key" not in name:
+            assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
+    assert compared > 8
+
+
+def test_a_pipeline_keeps_on_the_device():
+    with pytest.raises(ValueError, match="must keep what their backward wants on the device, got one that keeps some"):
+        state_after("offload:2", 2, mesh=make_mesh(pipe=2))

@@ -1,0 +1,67 @@
+"""`generate` compiled for an H200 with no GPU: one CUDA graph reads the prompts, and one a token with weights that were
+cast before.
+"""
+
+import math
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.kernels import extension
+from jax_fp8.models import reader
+from jax_fp8.tools.hlo import CALLS, FUSIONS, by_computation, executed
+
+REASON = h200.missing_reason() or extension.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+BATCH, SEQ, NEW, WIDTH = 8, 512, 64, 256
+CONFIG = fp8.GPTConfig(vocab_size=1024, num_layers=1, num_heads=4, hidden_size=WIDTH, max_seq_len=1024)
+CASTS = "jax_fp8_quantize_transpose"  # what casts weights, and in a forward nothing else
+
+
+def compiled(model):
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+    prompt = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+    write = jax.jit(lambda *arrays: fp8.generate(model, *arrays, max_new_tokens=NEW))
+    return h200.compile(write, *h200.shapes((variables, prompt), h200.on_one_device()))
+
+
+def weights_made_in_the_loop(program) -> list:
+    """What casts, copies or joins an array as large as a weight for every token; the caches have a dim of the batch."""
+    (entry,) = {i.computation for i in program.instructions if i.in_entry}
+    ran = executed(by_computation(program.instructions), entry, CALLS | FUSIONS)
+    in_the_loop = [instruction for instruction, times in ran if times == NEW - 1]
+    assert any(instruction.target for instruction in in_the_loop)
+    return [
+        instruction
+        for instruction in in_the_loop
+        for result in instruction.results
+        if instruction.launches
+        and result.dtype in ("f8e4m3fn", "bf16", "f32")
+        and math.prod(result.shape) >= WIDTH * WIDTH
+        and BATCH not in result.shape
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head", "casts"),
+    [(fp8.DelayedScaling(), fp8.CurrentScaling(), 5), (None, None, 0)],
+    ids=["FP8", "bf16"],
+)
+def test_no_weight_is_cast_or_joined_for_a_token(recipe, head, casts, monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled(fp8.GPT(CONFIG, recipe=recipe, head_recipe=head))
+    assert program.custom_calls[CASTS] == casts  # once, for the prompts and for all tokens
+    assert program.graphs == 2 and set(program.outside_graphs) <= {"While", "CustomKernel"}
+    assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
+    assert not weights_made_in_the_loop(program)
+
+
+def test_a_weight_that_is_cast_for_every_token_is_found(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(reader, "cast_gemms", lambda *_: {})
+    found = weights_made_in_the_loop(compiled(fp8.GPT(CONFIG)))
+    assert CASTS in {instruction.target for instruction in found}

@@ -74,6 +74,11 @@ def check_stages(stages: int, settings: Settings) -> None:
             flag = "--schedule" if settings.schedule else "--chunks"
             raise ValueError(f"{flag} is about the axis pipe, got --mesh {settings.mesh}; add pipe=2, or leave it out")
         return
+    if settings.remat.startswith("offload"):
+        raise ValueError(
+            f"the layers of a pipeline keep on their device, got --remat {settings.remat} and --mesh {settings.mesh}; "
+            "take another remat, or leave out pipe"
+        )
     interleaved = settings.schedule == "interleaved"
     if settings.chunks and not interleaved:
         raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")

@@ -47,6 +47,9 @@ class Settings:
     """Peak of the schedule: linear warmup, then linear decay to zero."""
     seed: int = 0
     """Of parameters, data order and sample."""
+    remat: str = "none"
+    """What layers keep for the backward: none (all it wants), norms (less), full (what enters them), or offload:N (all,
+    but of N layers in the host's memory)."""
     mesh: str = "data=1"
     """Devices by axis, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor the layers; each device of
     pipe has some of the layers, and microbatches pass from one to the next."""
@@ -91,6 +94,7 @@ class Settings:
     """Where trained tokenizers are kept."""
 
 
+REMATS = ("none", "norms", "full")  # and offload:N
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
@@ -157,6 +161,13 @@ def check(settings: Settings) -> None:
     if (settings.fast or settings.fp8_head) and settings.recipe == "bf16":
         raise ValueError(
             "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
+        )
+    kind, _, layers = settings.remat.partition(":")
+    is_count = kind == "offload" and layers.isdecimal() and int(layers) <= settings.num_layers
+    if settings.remat not in REMATS and not is_count:
+        raise ValueError(
+            f"--remat must be none, norms, full, or offload:N with N of {settings.num_layers} layers, "
+            f"got {settings.remat!r}; choose one"
         )
     if settings.schedule and settings.schedule not in SCHEDULES:
         raise ValueError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {settings.schedule!r}; choose one")

@@ -139,9 +139,10 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
 def make_model(job: Job, recipe: str) -> fp8.GPT:
     """The GPT in one recipe; "bf16" has no FP8 anywhere."""
     if recipe == "bf16":
-        return fp8.GPT(job.model, recipe=None)
+        return fp8.GPT(job.model, recipe=None, remat=job.settings.remat)
     layers = RECIPES[recipe](split_accumulator=()) if job.settings.fast else RECIPES[recipe]()
-    return fp8.GPT(job.model, recipe=layers, head_recipe=fp8.CurrentScaling() if job.settings.fp8_head else None)
+    head = fp8.CurrentScaling() if job.settings.fp8_head else None
+    return fp8.GPT(job.model, recipe=layers, head_recipe=head, remat=job.settings.remat)
 
 
 class Trained(NamedTuple):

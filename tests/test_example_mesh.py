@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -210,3 +211,24 @@ def test_validation_and_sample_where_pipe_splits_params(example):
     assert loss == pytest.approx(loss_alone, rel=1e-5)
     assert (text == text_alone).all()
     assert loss_other != pytest.approx(loss_alone, rel=1e-3) and (text_other != text_alone).any()
+
+
+@pytest.mark.parametrize("remat", ["offload", "offload:9", "offload:-1", "some", "full:2", ""])
+def test_what_layers_cannot_keep(example, remat):
+    settings = example("settings")
+    defaults = settings.defaults("tiny")
+    for right in ("none", "norms", "full", "offload:0", "offload:4"):
+        settings.check(dataclasses.replace(defaults, remat=right))
+    with pytest.raises(ValueError, match=r"--remat must be none, norms, full, or offload:N with N of 4 layers, got"):
+        settings.check(dataclasses.replace(defaults, remat=remat))
+
+
+def test_what_layers_keep_is_the_models(example):
+    script, settings = example("train_gpt"), example("settings")
+    chosen = dataclasses.replace(settings.defaults("tiny"), remat="offload:2", mesh="pipe=2", microbatches=2)
+    job = types.SimpleNamespace(model=fp8.GPTConfig.preset("tiny"), settings=chosen)
+    assert {script.make_model(job, recipe).remat for recipe in ("bf16", "delayed", "current")} == {"offload:2"}
+    with pytest.raises(
+        ValueError, match=r"keep on their device, got --remat offload:2 and --mesh pipe=2; take another"
+    ):
+        example("mesh").check_stages(2, chosen)

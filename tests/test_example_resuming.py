@@ -9,7 +9,9 @@ import shutil
 import signal
 import time
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_fp8.train.train_step import TrainStep
 
@@ -107,7 +109,17 @@ def test_a_run_goes_on_in_another_recipe_and_on_another_mesh(recipe, mesh, runs,
     assert losses[0][3] > losses[1][3] > losses[2][3]
 
 
-def test_a_disk_that_fills_ends_the_run_with_one_sentence(runs, capfd):
+@pytest.fixture
+def keeps_no_programs():
+    """Or jax would write what it compiles, too, where files may not grow."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether there is one is asked once
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def test_a_disk_that_fills_ends_the_run_with_one_sentence(runs, capfd, keeps_no_programs):
     """After the checkpoint of step 2: files may then grow to 4 KiB, which the log does not need and an array does."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

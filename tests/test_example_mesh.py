@@ -174,6 +174,7 @@ def test_what_a_step_is_told_of_a_pipeline(example, book):
     assert (chosen["schedule"], chosen["chunks"]) == ("interleaved", 3)
 
 
+@pytest.mark.slow
 def test_a_run_on_stages_is_a_run_on_one_device(example, book, tmp_path):
     def run(name, *flags):
         given = ["--data", str(book), "--recipe", "bf16", "--steps", "4", "--eval-every", "2", "--sample-tokens", "0"]

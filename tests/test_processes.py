@@ -173,6 +173,7 @@ EXAMPLE = ROOT / "examples/train_gpt.py"
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 3".split()
 
 
+@pytest.mark.slow
 def test_the_example_in_two_processes(example, book, tmp_path, capsys):
     """Both train, the first one writes and prints; the log is that of one process with two devices."""
     arguments = [

@@ -160,7 +160,7 @@ def run_schedule(
 
 def _conditionals(branches: Sequence[Branch], work: _Work) -> list[list[Branch]]:
     """The branches of each conditional of a tick, those of a slot in one: as few as leave little work of compiling."""
-    sizes = {slot: len(jax.tree.leaves((kept, work.operands.get(slot)))) for slot, kept in work.kept.items()}
+    sizes = {slot: 1 + len(jax.tree.leaves((kept, work.operands.get(slot)))) for slot, kept in work.kept.items()}
     together = sum(sizes.values())
     count = math.ceil(math.sqrt(len(branches) / MOST_WORK) * together)
     found: list[list[Branch]] = [[] for _ in range(count)]

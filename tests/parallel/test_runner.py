@@ -147,6 +147,36 @@ def test_what_arrives_may_wait():
     assert not own.is_right(dataclasses.replace(own.ticks, taken=1 - own.ticks.taken))
 
 
+def test_layers_may_keep_nothing():
+    """Then there is nothing to share out among conditionals."""
+    own = Pipeline(make_schedule("1f1b", 2, 2))
+
+    class Twice(TanhLayers):
+        def forward(self, x):
+            return 2 * x, []
+
+        def backward(self, kept, dy, totals):
+            return 2 * dy, totals
+
+    def on_stage(weights):
+        inputs = jnp.ones((2, 2, 8))
+
+        def loss(number, y, totals):
+            return y, totals + y.sum()
+
+        dx, _, total = run_schedule(own.ticks, [Twice(weights[0])], loss, inputs, jnp.float32(0), room)
+        return dx[None], total[None]
+
+    dx, total = on_devices(
+        on_stage,
+        own.weights[own.places][:, 0],
+        in_specs=P("pipe"),
+        out_specs=P("pipe"),
+        pipe=2,
+    )
+    assert (dx[0] == 16).all() and total.sum() == 2 * 2 * 8 * 4  # two stages there, and two back
+
+
 def test_a_layer_must_return_what_it_takes():
     own = Pipeline(make_schedule("1f1b", 2, 2))
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
@@ -215,12 +216,9 @@ def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
     scales = state["scale"] if gemm.recipe.has_state and state else jnp.ones((*gemm.stacked, 3), jnp.float32)
 
     def of_one(scales, *kernels):
-        def largest():
-            return jnp.max(jnp.stack([amax_reference(kernel) for kernel in kernels]))
-
-        cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, largest)
-        joined = jnp.concatenate(kernels, axis=1)
-        return measure(kernels, cast_reference(joined, cast))
+        amax = jnp.max(jnp.stack([amax_reference(kernel) for kernel in kernels]))
+        cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, lambda: amax)
+        return measure(lambda *rows: rows, kernels, cast_reference(jnp.concatenate(kernels, axis=1), cast), amax)
 
     for _ in gemm.stacked:
         of_one = jax.vmap(of_one)
@@ -249,9 +247,14 @@ def _of_gradients(leaves) -> tuple[jax.Array, jax.Array]:
     for leaf, index in leaves:
         gradient = leaf[index].astype(jnp.float32)
         is_finite = jnp.isfinite(gradient)
-        squares += jnp.sum(jnp.where(is_finite, gradient, 0) ** 2)
-        count += jnp.sum(~is_finite, dtype=jnp.float32)
+        numbers = jnp.where(is_finite, gradient, 0) ** 2, (~is_finite).astype(jnp.float32)
+        of_leaf = lax.reduce(numbers, (np.float32(0),) * 2, _add, range(gradient.ndim))  # one pass, not two
+        squares, count = _add((squares, count), of_leaf)
     return jnp.sqrt(squares), count
+
+
+def _add(one, other):
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _numbered(path, stacked) -> Iterator[str]:

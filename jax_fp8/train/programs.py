@@ -104,7 +104,7 @@ class Programs:
             self.how.check_has_no_stages("diagnose")
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
         else:
-            part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
+            part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
             gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
         return tuple(ObservedGemm.of(path, recipe, state.params) for path, recipe in gemms.items())
 

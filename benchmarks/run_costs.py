@@ -155,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.preset, options.batch, options.seq, options.rounds = "tiny", 2, 32, 1
     training = Training(options.preset, options.batch, options.seq)
     found = {"steps": measure_steps(training, options.rounds)}
+    print(json.dumps(found), flush=True)  # what follows needs more than a GPU
     if not options.no_checkpoints:
         found["bits"] = compare(training)
         with tempfile.TemporaryDirectory() as folder:

@@ -128,7 +128,7 @@ def _backward(static, residuals, cotangents):
         dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
     )
     observe_gradient(
-        lambda *rows: (activate_backward(*rows, static.activation),), (dactivated, hidden), dhidden, up_gemm
+        lambda dy, x: (activate_backward(dy, x, static.activation),), (dactivated, hidden), dhidden, up_gemm
     )
     down_kept = replace(down_kept, x_transposed=activated)
     up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon, tensor), x, after=dactivated)

@@ -1,4 +1,5 @@
-"""The tensors that a layer hands to its GEMMs, cast: its input in the forward pass, its output gradient in the backward.
+"""The tensors that a layer hands to its GEMMs, cast: its input in the forward pass, its output gradient in the
+backward.
 
     x ─cast→ FP8 ─gather→ rows of all devices        dy ─cast→ FP8, column sums ─gather→ rows of all devices
 

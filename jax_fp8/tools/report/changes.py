@@ -47,10 +47,9 @@ def _of_tensors(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Chan
     rows = {place: row for row, place in enumerate(before.places)}
     broken = np.flatnonzero(now.broken_tensors[:, 0])
     first = origin(now, broken) if len(broken) else None
-    order = range(len(now.places))  # in which the forward passes them, or the backward
     if first is not None and now.places[first][1] == OUTPUT_GRADIENT:
-        order = order[::-1]
-    for row in sorted(order, key=lambda row: row != first):
+        broken = broken[::-1]  # as the backward passes them
+    for row in [*broken, *np.flatnonzero(~now.broken_tensors[:, 0])]:
         place = now.places[row]
         if place not in rows:
             continue

@@ -63,10 +63,10 @@ def draw(chart: Chart, last_step: int) -> str:
         for step in ticks_of(0, last, 5)
         if step <= last
     )
-    keys = "".join(_key(curve, chart.unit) for curve in curves)
+    keys = "".join(_key(curve) for curve in curves)
     box = f'viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none"'
     return (
-        f'<figure class="chart" data-curves="{escape(_points(curves, chart.unit, last))}">'
+        f'<figure class="chart" data-curves="{escape(_points(curves, last))}">'
         f"<figcaption>{escape(chart.title)} <small>{escape(chart.unit)}</small></figcaption>"
         f'<ul class="keys">{keys}</ul><div class="plot">{left}'
         f'<svg {box} role="img" aria-label="{escape(chart.title)} over steps">{rules}{marks}{paths}</svg>'
@@ -116,16 +116,16 @@ def _path(curve: Curve, across, down) -> str:
     return line
 
 
-def _key(curve: Curve, unit: str) -> str:
+def _key(curve: Curve) -> str:
     kind = " dotted" if curve.dotted else ""
-    last = f"{number(float(curve.values[-1]))} {unit}".strip()
+    last = number(float(curve.values[-1]))
     return (
         f'<li class="c{curve.color}{kind}"><b></b>{escape(curve.label)}: '
         f'<output data-last="{escape(last)}">{escape(last)}</output></li>'
     )
 
 
-def _points(curves: list[Curve], unit: str, last: int) -> str:
+def _points(curves: list[Curve], last: int) -> str:
     """What the script shows of the step under the pointer."""
     points = [[curve.steps.tolist(), [float(f"{value:.4g}") for value in curve.values]] for curve in curves]
-    return json.dumps({"last": last, "unit": unit, "curves": points}, separators=(",", ":"))
+    return json.dumps({"last": last, "curves": points}, separators=(",", ":"))

@@ -59,7 +59,7 @@ class Diagnosed:
 
     @property
     def broken_gradients(self) -> np.ndarray:
-        """bool (layers, steps): where elements are not finite, or so large that the norm is not."""
+        """bool (layers, steps): where elements are not finite, or so large that their norm is not."""
         return (self.nonfinite_gradients > 0) | (np.isnan(self.norms) & ~np.isnan(self.nonfinite_gradients))
 
 

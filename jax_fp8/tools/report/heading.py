@@ -16,6 +16,11 @@ def heading(folder: RunFolder) -> str:
     return f"<h1>{escape(folder.path.resolve().name)}</h1>{about}"
 
 
+def written(text: str) -> str:
+    """Text as HTML, in which a number keeps its percent sign."""
+    return escape(text).replace(" %", "\u00a0%")
+
+
 def _model(config: dict[str, Any]) -> list[str]:
     settings, model = (_part(config, name) for name in ("settings", "model"))
     words = (
@@ -24,7 +29,7 @@ def _model(config: dict[str, Any]) -> list[str]:
         ("num_heads", "heads"),
         ("vocab_size", "tokens in the vocabulary"),
     )
-    known = [f"{_written(model[key])} {word}" for key, word in words if model.get(key)]
+    known = [f"{_counted(model[key])} {word}" for key, word in words if model.get(key)]
     return [str(settings["preset"]), *known] if settings.get("preset") else known
 
 
@@ -34,7 +39,7 @@ def _how(config: dict[str, Any]) -> list[str]:
     parts += ["fast accumulation"] if settings.get("fast") else []
     parts += ["head in FP8"] if settings.get("fp8_head") else []
     if settings.get("batch_size") and settings.get("seq_len"):
-        parts.append(f"{_written(settings['batch_size'])} x {_written(settings['seq_len'])} tokens a step")
+        parts.append(f"{_counted(settings['batch_size'])} x {_counted(settings['seq_len'])} tokens a step")
     device = config.get("device")
     return [*parts, f"on {device}"] if device else parts
 
@@ -44,7 +49,7 @@ def _when(folder: RunFolder) -> str:
     written = f"Files written {begun} UTC" if begun == ended else f"Files written {begun} to {ended} UTC"
     planned = _part(folder.config, "settings").get("steps")
     reached = last_step(folder)
-    whole = f" of {_written(planned)}" if planned else ""
+    whole = f" of {_counted(planned)}" if planned else ""
     return f"{written}. Step {reached:,}{whole} was reached."
 
 
@@ -59,14 +64,14 @@ def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def _written(value: Any) -> str:
+def _counted(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def tiles(folder: RunFolder) -> str:
     """Key numbers of the first run, with those of others beside them."""
     found = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <em>{escape(unit)}</em><small>{escape(note)}</small></dd></div>"
+        f"<div><dt>{escape(name)}</dt><dd>{written(value)} <em>{unit}</em><small>{written(note)}</small></dd></div>"
         for name, value, unit, note in _key_numbers(folder)
     )
     return f'<dl class="tiles">{found}</dl>'

@@ -17,7 +17,7 @@ from jax_fp8.tools.report.tensor_checks import severity
 from jax_fp8.tools.report.words import number, percent, tensor_word
 
 COLUMNS = 240  # of a map, at most: what a screen has room for
-LEAST_COLUMNS, CELLS = 60, 70_000  # a model of very many layers gets fewer, so that the page stays small
+LEAST_COLUMNS, CELLS = 40, 64_000  # a model of very many layers gets fewer, so that the page stays small
 HEAT = ("heat0", "heat1", "heat2", "heat3", "heat4", "heat5", "heat6")
 AROUND = ("low2", "low1", "low0", "even", "high0", "high1", "high2")  # from too small to too large
 

@@ -99,8 +99,10 @@ class HealthMap {
   // Where things are, in CSS pixels: a gutter of names, the cells, and step numbers above and below.
   layout() {
     const rows = this.shown(), width = this.canvas.parentElement.clientWidth, narrow = width < 620;
-    const height = Math.max(4, Math.min(18, Math.floor((this.data.rows[0][1] ? 900 : 600) / rows.length)));
-    const names = rows.map(row => narrow ? this.data.rows[row][0].split("/")[0] : this.data.rows[row][0]);
+    const room = this.data.rows[0][1] ? 900 : 600, least = this.part ? 11 : 4;
+    const height = Math.max(least, Math.min(18, Math.floor(room / rows.length)));
+    const parts = this.part ? 1 : new Set(this.data.rows.map(row => row[1])).size, short = narrow || height * parts < 11;
+    const names = rows.map(row => short ? this.data.rows[row][0].split("/")[0] : this.data.rows[row][0]);
     const context = this.canvas.getContext("2d");
     context.font = "11px system-ui, sans-serif";
     const longest = Math.max(...names.map(name => context.measureText(name).width));
@@ -223,7 +225,7 @@ class HealthMap {
 
 // Curves: the values at the step under the pointer, in the place of the last ones.
 function followCurves(figure) {
-  const { last, unit, curves } = JSON.parse(figure.dataset.curves), plot = figure.querySelector("svg");
+  const { last, curves } = JSON.parse(figure.dataset.curves), plot = figure.querySelector("svg");
   const outputs = figure.querySelectorAll("output"), cursor = figure.querySelector(".cursor");
   const area = figure.querySelector(".plot");
   const follow = event => {
@@ -234,7 +236,7 @@ function followCurves(figure) {
     curves.forEach(([steps, values], i) => {
       let nearest = 0;
       steps.forEach((at, j) => { if (Math.abs(at - step) < Math.abs(steps[nearest] - step)) nearest = j; });
-      outputs[i].textContent = `${write(values[nearest])} ${unit} at step ${steps[nearest].toLocaleString("en")}`;
+      outputs[i].textContent = `${write(values[nearest])} at step ${steps[nearest].toLocaleString("en")}`;
     });
   };
   const leave = () => {

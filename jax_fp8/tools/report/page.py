@@ -21,8 +21,8 @@ NAME = "report.html"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 ABOUT_TENSORS = (
     "Each layer has an input, a kernel and an output gradient, from top to bottom. <b>Saturated</b>: the share of "
-    "elements that are too large for FP8 at their scale, and are cut off. <b>Underflowed</b>: the share of which FP8 "
-    "keeps little or nothing, for they are too small. <b>Error</b>: how far the tensor in FP8 is off, as a relative "
+    "elements that are too large for FP8 at their scale, and are cut off. <b>Underflowed</b>: the share that "
+    "becomes zero, for they are too small. <b>Error</b>: how far the tensor in FP8 is off, as a relative "
     "root mean square. <b>Headroom</b>: the largest number that the scale can hold, over the amax; below 1 the tensor "
     "saturates. <b>Overall</b>: how many times the threshold of a finding is passed by the worst of the first three."
 )

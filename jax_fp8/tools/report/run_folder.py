@@ -33,7 +33,7 @@ Row = TypeVar("Row")
 
 
 class Metrics(NamedTuple):
-    """Rows of the log of one run: steps i64 (rows,), ascending, and what was measured f64 (rows,), NaN where nothing."""
+    """Rows of the log of one run: steps i64 (rows,), ascending, and what was measured f64 (rows,), or NaN."""
 
     steps: np.ndarray
     values: dict[str, np.ndarray]

@@ -9,7 +9,7 @@ from jax_fp8.tools.report.changes import Change, changes, column_before
 from jax_fp8.tools.report.charts import Chart, Curve, draw
 from jax_fp8.tools.report.diagnosed import Diagnosed
 from jax_fp8.tools.report.finding import Finding
-from jax_fp8.tools.report.heading import last_step
+from jax_fp8.tools.report.heading import last_step, written
 from jax_fp8.tools.report.ranking import COLUMNS, MOST, worst_tensors
 from jax_fp8.tools.report.run_folder import Event, Metrics, RunFolder
 from jax_fp8.tools.report.step_checks import loss_against_limit
@@ -53,11 +53,11 @@ def _item(alike: list[Finding], names_run: bool) -> str:
 
 def _sentence(finding: Finding) -> str:
     if finding.place is None:
-        return escape(finding.sentence)
+        return written(finding.sentence)
     layer, tensor = finding.place
     names = {"of": finding.run, "layer": layer, "tensor": tensor_word(tensor)}
     data = " ".join(f'data-{key}="{escape(value)}"' for key, value in names.items())
-    return f'{escape(finding.sentence)}<button type="button" {data}>show in the map</button>'
+    return f'{written(finding.sentence)} <button type="button" {data}>show in the map</button>'
 
 
 def _with_code(text: str) -> str:
@@ -162,7 +162,7 @@ def _event(event: Event, folder: RunFolder) -> str:
         sentence += f" At step {before:,}, the last one diagnosed before, the loss was "
         sentence += f"{number(float(diagnosed.losses[column]))}."
         table = _changes(changes(event.sample, diagnosed, column), before, event.step)
-    return f"<h3>Step {event.step:,} of {escape(event.run)}</h3><p>{escape(sentence)}</p>{table}"
+    return f"<h3>Step {event.step:,} of {escape(event.run)}</h3><p>{written(sentence)}</p>{table}"
 
 
 def _changes(found: list[Change], before: int, after: int) -> str:
@@ -171,13 +171,15 @@ def _changes(found: list[Change], before: int, after: int) -> str:
     broken = [change for change in found if math.isinf(change.size)]
     shown = [*broken[:BROKEN_SHOWN], *found[len(broken) :]][:CHANGES_SHOWN]
     rows = "".join(
-        f"<tr><td>{escape(change.what)}</td><td>{change.before}</td><td>{change.after}</td><td>{change.change}</td></tr>"
+        f"<tr><td>{escape(change.what)}</td>"
+        f"<td>{change.before}</td><td>{change.after}</td><td>{change.change}</td></tr>"
         for change in shown
     )
     left_out = max(0, len(broken) - BROKEN_SHOWN)
     rest = len(found) - len(shown) - left_out
-    more = f"Of tensors and gradients {left_out:,} more are not finite, " if left_out else "Of tensors and gradients "
-    more = f"<p><small>{more}{rest:,} more changed by a factor of 2 or more.</small></p>" if left_out + rest else ""
+    words = f"{left_out:,} more tensors or gradients are not finite, " if left_out else ""
+    words += f"{rest:,} more changed by a factor of 2 or more."
+    more = f"<p><small>{words}</small></p>" if left_out + rest else ""
     heads = f"<tr><th>what changed most</th><th>step {before:,}</th><th>step {after:,}</th><th>change</th></tr>"
     return f'<div class="scroll"><table>{heads}{rows}</table></div>{more}'
 

@@ -11,6 +11,8 @@ from jax_fp8.tools.report.words import counted, number, percent, step_list, tens
 JUMP = 10.0
 JUMP_WINDOW = 20  # diagnosed steps that the median is of
 JUMP_HISTORY = 5  # of which there must be so many: in the first steps norms do move
+# Of the norm of all gradients: what grows from nearly nothing, as those of queries and keys do, is no jump.
+JUMP_SHARE = 0.3
 # Of the loss: times the median of the rows before. The mean over a row's steps is within some percent of it.
 SPIKE = 1.2
 SPIKE_WINDOW, SPIKE_HISTORY = 10, 4  # rows
@@ -21,8 +23,8 @@ AVOID = (
     "`step(state, batch, skip_above=limit)` leaves steps with such a loss out; a lower learning rate makes them rare."
 )
 REMEDIES = {
-    NOT_FINITE: "Look at the batch of that step, and lower the learning rate; `fused_adamw(skip_nonfinite=True)` leaves "
-    "such steps out.",
+    NOT_FINITE: "Look at the batch of that step, and lower the learning rate; `fused_adamw(skip_nonfinite=True)` "
+    "leaves such steps out.",
     STOPPED: "What changed in that step is below, under events.",
     SKIPPED: "What changed in them is below, under events. A few are harmless; many mean a learning rate too high.",
     JUMPS: AVOID,
@@ -124,33 +126,44 @@ def _fault(event: Event) -> str:
 def check_jumps(diagnosed: Diagnosed) -> list[Finding]:
     """Steps in which gradients are much larger than in those before; steps beside each other are one jump."""
     ratios = norm_ratios(diagnosed.norms)
+    whole = np.sqrt(np.nansum(diagnosed.norms.astype(float) ** 2, axis=0, keepdims=True))
+    ratios = np.where(diagnosed.norms > JUMP_SHARE * medians_before(whole), ratios, np.nan)
     jumps = np.flatnonzero((ratios > JUMP).any(axis=0))
     if not len(jumps):
         return []
-    return [_jump(diagnosed, ratios, columns) for columns in np.split(jumps, np.flatnonzero(np.diff(jumps) > 1) + 1)]
+    stretches = np.split(jumps, np.flatnonzero(np.diff(jumps) > 1) + 1)
+    return [_jump(diagnosed, ratios, norm_ratios(whole)[0], columns) for columns in stretches]
 
 
 def norm_ratios(norms: np.ndarray) -> np.ndarray:
     """Norms over the median of those before, (layers, steps); NaN where there are too few."""
+    medians = medians_before(norms)
+    return norms.astype(float) / np.where(medians > 0, medians, np.nan)
+
+
+def medians_before(norms: np.ndarray) -> np.ndarray:
+    """Of the JUMP_WINDOW columns before each, (layers, steps); NaN where fewer than JUMP_HISTORY are known."""
     padded = np.pad(norms[:, :-1], ((0, 0), (JUMP_WINDOW, 0)), constant_values=np.nan)
     before = np.sort(np.lib.stride_tricks.sliding_window_view(padded, JUMP_WINDOW, axis=1), axis=2)  # NaN comes last
     count = np.isfinite(before).sum(axis=2, keepdims=True)
     middles = np.concatenate([np.maximum(count - 1, 0) // 2, np.minimum(count // 2, JUMP_WINDOW - 1)], axis=2)
-    median = np.take_along_axis(before, middles, axis=2).mean(axis=2)
-    return norms.astype(float) / np.where((count[:, :, 0] >= JUMP_HISTORY) & (median > 0), median, np.nan)
+    median = np.take_along_axis(before, middles, axis=2).mean(axis=2, dtype=float)
+    return np.where(count[:, :, 0] >= JUMP_HISTORY, median, np.nan)
 
 
-def _jump(diagnosed: Diagnosed, ratios: np.ndarray, columns: np.ndarray) -> Finding:
+def _jump(diagnosed: Diagnosed, ratios: np.ndarray, of_all: np.ndarray, columns: np.ndarray) -> Finding:
+    """About these columns; a note where only some layers jump, and the norm of all gradients does not."""
     stretch = np.nan_to_num(ratios[:, columns])
     row, worst = np.unravel_index(np.argmax(stretch), stretch.shape)
     count = int((stretch > JUMP).any(axis=1).sum())
     many = f" In {count:,} of {len(ratios):,} layers it was more than {JUMP:.0f} times." if count > 1 else ""
+    most = float(np.nanmax(of_all[columns]))
     sentence = (
         f"The gradient norm of {diagnosed.layers[row]} jumped to {number(diagnosed.norms[row, columns[worst]])} at "
-        f"step {diagnosed.steps[columns[worst]]:,}, {number(stretch[row, worst])} times the median before.{many}"
+        f"step {diagnosed.steps[columns[worst]]:,}, {number(stretch[row, worst])} times the median before.{many} "
+        f"That of all gradients was {number(most)} times its median."
     )
-    level = NOTE if count == 1 and len(ratios) > 1 and len(columns) == 1 else WARNING
-    return Finding(level, JUMPS, sentence, REMEDIES[JUMPS], float(stretch[row, worst]))
+    return Finding(WARNING if most > JUMP else NOTE, JUMPS, sentence, REMEDIES[JUMPS], float(stretch[row, worst]))
 
 
 def check_loss(metrics: Metrics) -> list[Finding]:

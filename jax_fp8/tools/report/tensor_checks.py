@@ -19,7 +19,8 @@ FROZEN_STEPS = 3  # diagnosed steps with that headroom and the same scale
 
 # Of elements that saturate: one in a thousand, the largest ones, halved, errs more than rounding does in all others.
 SATURATED = 1e-3
-# Of elements that underflow. Of normally distributed numbers fewer than one in 5,000 do.
+# Of elements that become zero. Where 5 % of normally distributed ones do, their standard deviation is at the smallest
+# normal number, and the bits of most elements begin to go.
 UNDERFLOWED = 0.05
 # From this headroom on, a scale is made for larger numbers than there are: 4 of the 15 powers of two in E4M3 are idle.
 WIDE_HEADROOM = 16.0
@@ -110,7 +111,7 @@ def wide_scales(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:
     headrooms, underflowed, errors = (diagnosed.of(name) for name in ("headroom", "underflowed", "error"))
     suffers = (underflowed > UNDERFLOWED) | (errors > error_limits(diagnosed))
     for row, columns in _rows_above(np.where(suffers, headrooms, 0), WIDE_HEADROOM, LASTING):
-        worst = columns[np.argmax(headrooms[row, columns])]
+        worst = columns[np.argmax(np.nan_to_num(underflowed[row, columns]))]
         sentence = (
             f"The scale of the {tensor_name(diagnosed.places[row])} is made for {number(headrooms[row, worst])} times "
             f"what it had at step {diagnosed.steps[worst]:,}: {percent(underflowed[row, worst])} of its elements "
@@ -119,7 +120,7 @@ def wide_scales(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:
         )
         yield (
             row,
-            Finding(WARNING, WIDE, sentence, REMEDIES[WIDE], float(headrooms[row, worst]), diagnosed.places[row]),
+            Finding(WARNING, WIDE, sentence, REMEDIES[WIDE], float(underflowed[row, worst]), diagnosed.places[row]),
         )
 
 

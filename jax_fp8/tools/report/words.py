@@ -24,7 +24,7 @@ def percent(share: float) -> str:
         return UNKNOWN
     if 0 < share < 1e-5:
         return "< 0.001 %"
-    return f"{100 * share:.3g} %" if share < 9.995 else f"{100 * share:,.0f} %"
+    return f"{number(100 * float(share))} %"
 
 
 def tensor_name(place: Place) -> str:

@@ -204,7 +204,7 @@ def tune_rates(path: str) -> int:
 def report_run(run: str, output: str | None = None) -> int:
     """Write the page of a run's folder, and print where it is. Returns the exit code."""
     path = write_report(run, output)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, for any browser")
+    print(f"{path}: {path.stat().st_size / 1000:,.0f} kB, for any browser")
     return 0
 
 

@@ -1,8 +1,12 @@
 """All findings of a folder: the worst first, each with its run."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 from run_logs import break_gradient, freeze, healthy, put_outliers, spike
 
+from jax_fp8.tools.report import step_checks, tensor_checks
 from jax_fp8.tools.report.findings import find
 from jax_fp8.tools.report.run_folder import read_run
 
@@ -50,3 +54,22 @@ def test_no_warnings_of_numpy_for_extreme_numbers(tmp_path):
                 if isinstance(value, float):
                     entry[key] = extremes[generator.integers(len(extremes))]
     find(read_run(log.write(tmp_path / "run")))
+
+
+def test_the_documentation_has_every_kind_and_its_threshold():
+    page = (Path(__file__).parents[3] / "docs/diagnostics.md").read_text()
+    rows = {cells[1].strip(): cells[2] for line in page.splitlines() if len(cells := line.split("|")) == 5}
+    kinds = {*tensor_checks.REMEDIES, *step_checks.REMEDIES}
+    assert kinds == {kind for name in rows for kind in name.split(", ")} & kinds
+    thresholds = {
+        "frozen scale": (tensor_checks.FROZEN_STEPS, tensor_checks.FROZEN_HEADROOM),
+        "saturation": (100 * tensor_checks.SATURATED,),
+        "scale too large": (tensor_checks.WIDE_HEADROOM, tensor_checks.LASTING),
+        "outliers": (100 * tensor_checks.UNDERFLOWED, tensor_checks.LASTING),
+        "large error": tuple(100 * error for error in tensor_checks.ERRORS.values()),
+        "gradient jump": (step_checks.JUMP, step_checks.JUMP_WINDOW),
+        "loss spike": (step_checks.SPIKE, step_checks.SPIKE_WINDOW),
+    }
+    for kind, numbers in thresholds.items():
+        for value in numbers:
+            assert re.search(rf"(?<![\d.]){value:g}(?![\d.]*\d)", rows[kind]), (kind, value)

@@ -12,7 +12,7 @@ MOST = 15  # rows
 
 
 class Cell(NamedTuple):
-    """The last value, and the worst with its step; `worst` is empty where only the last is of interest."""
+    """The last value, and the worst with its step; `worst` is empty where there is no other."""
 
     last: str
     worst: str = ""
@@ -39,8 +39,9 @@ def worst_tensors(diagnosed: Diagnosed) -> list[tuple[str, list[Cell]]]:
 
 def _cell(diagnosed: Diagnosed, row: int, name: str, write, pick) -> Cell:
     values = diagnosed.of(name)[row]
-    if pick is None:
-        return Cell(write(float(values[-1])))
+    last = write(float(values[-1]))
+    if pick is None or np.isnan(values).all() or (values == values[-1]).all():
+        return Cell(last)
     worst = float(pick.reduce(values))
     step = int(diagnosed.steps[int(np.argmax(values == worst))])
-    return Cell(write(float(values[-1])), f"{write(worst)} at {step:,}" if np.isfinite(worst) else "")
+    return Cell(last, f"{write(worst)} at {step:,}")

@@ -154,7 +154,9 @@ def _read_rows(path: Path, convert: Callable[[dict], Row], remarks: list[str]) -
                     broken.append(number)
     if broken:
         count = "1 line" if len(broken) == 1 else f"{len(broken):,} lines"
-        remarks.append(f"{count} of {path.name} could not be read and were left out, the first is line {broken[0]:,}.")
+        remarks.append(
+            f"{count} of {path.name} could not be read, the first is line {broken[0]:,}; here it is without."
+        )
     return rows
 
 

@@ -1,8 +1,8 @@
 """What stands out among FP8 tensors: each check takes the diagnosed steps of a run, and returns its findings by tensor.
 
-A tensor is named by one check at most, the worst one. With delayed scaling a scale follows the amaxes of the steps
-before, so that a headroom a little below 1 for one step is ordinary: what counts is how much is cut off, and whether
-the scale follows.
+With delayed scaling a scale follows the amaxes of the steps before, so that a headroom a little below 1 for one step is
+ordinary: what counts is how much is cut off, and whether the scale follows. What one check explains, another does not
+repeat.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,9 @@ SATURATED = 1e-3
 # Of elements that become zero. Where 5 % of normally distributed ones do, their standard deviation is at the smallest
 # normal number, and the bits of most elements begin to go.
 UNDERFLOWED = 0.05
+# Of an amax, over the median of the same tensors of all layers: layers differ by less. Without it, many elements are
+# nearly zero, as after GELU, and that is no loss.
+OUTLYING = 10.0
 # From this headroom on, a scale is made for larger numbers than there are: 4 of the 15 powers of two in E4M3 are idle.
 WIDE_HEADROOM = 16.0
 # Root mean square, relative: three times what rounding alone makes, 2.6 % in E4M3 and 5.2 % in E5M2.
@@ -36,26 +39,31 @@ FROZEN, SATURATES, WIDE, OUTLIERS, ERRS = (
     "outliers",
     "large error",
 )
+EXPLAINED_BY = {SATURATES: {FROZEN}, OUTLIERS: {WIDE}, ERRS: {FROZEN, SATURATES, WIDE, OUTLIERS}}
 REMEDIES = {
     FROZEN: "Is the FP8 state of every step kept? A loop of your own calls `update_state` once a step, and hands what "
     "it returns to the next.",
     SATURATES: "`DelayedScaling(margin=1)` doubles the headroom; with `CurrentScaling()` nothing saturates.",
     WIDE: '`DelayedScaling(forget_outliers=True)`, or `amax_compute_algo="most_recent"`, comes back sooner after a '
     "batch with large values.",
-    OUTLIERS: "A few large elements take the range of all others. If the loss suffers, keep this layer in bfloat16 "
-    "(`recipe=None`).",
+    OUTLIERS: "A few large elements take the range of all others; or most are nearly zero, as after GELU, which is "
+    "harmless. If the loss suffers, keep this layer in bfloat16 (`recipe=None`).",
     ERRS: "If the loss suffers, keep this layer in bfloat16 (`recipe=None`), or try `CurrentScaling()`.",
 }
 
 
 def check_tensors(diagnosed: Diagnosed) -> list[Finding]:
     """Findings on tensors, the worst kind first, and the worst of a kind first."""
-    named: set[int] = set()
+    named: dict[int, set[str]] = {}
     findings: list[Finding] = []
     for check in (frozen_scales, saturated_tensors, wide_scales, outliers, large_errors):
-        found = [(row, finding) for row, finding in check(diagnosed) if row not in named]
-        named.update(row for row, _ in found)
-        findings += sorted((finding for _, finding in found), key=lambda finding: -finding.weight)
+        found = []
+        for row, finding in check(diagnosed):
+            kinds = named.setdefault(row, set())
+            if not kinds & EXPLAINED_BY.get(finding.kind, set()):
+                kinds.add(finding.kind)
+                found.append(finding)
+        findings += sorted(found, key=lambda finding: -finding.weight)
     return findings
 
 
@@ -125,18 +133,30 @@ def wide_scales(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:
 
 
 def outliers(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:
-    """Tensors whose scale fits the largest element, and is too large for many others."""
+    """Tensors whose scale fits the largest element, and is too large for many others; a note where their amax is
+    ordinary.
+    """
     headrooms, underflowed = diagnosed.of("headroom"), diagnosed.of("underflowed")
     for row, columns in _rows_above(np.where(headrooms < WIDE_HEADROOM, underflowed, 0), UNDERFLOWED, LASTING):
         worst = columns[np.argmax(underflowed[row, columns])]
+        times = _over_others(diagnosed, row, worst)
+        has = "has outliers" if times > OUTLYING else "may have outliers"
         sentence = (
-            f"The {tensor_name(diagnosed.places[row])} has outliers: {percent(underflowed[row, worst])} of its "
+            f"The {tensor_name(diagnosed.places[row])} {has}: {percent(underflowed[row, worst])} of its "
             f"elements underflowed at step {diagnosed.steps[worst]:,}, at a scale that fits its amax (headroom "
             f"{number(headrooms[row, worst])}), and more than {percent(UNDERFLOWED)} in "
-            f"{_share_of_steps(diagnosed, columns)}."
+            f"{_share_of_steps(diagnosed, columns)}. The amax was {number(times)} times the median of all layers'."
         )
-        weight = float(underflowed[row, worst])
-        yield row, Finding(WARNING, OUTLIERS, sentence, REMEDIES[OUTLIERS], weight, diagnosed.places[row])
+        level, weight = WARNING if times > OUTLYING else NOTE, float(underflowed[row, worst])
+        yield row, Finding(level, OUTLIERS, sentence, REMEDIES[OUTLIERS], weight, diagnosed.places[row])
+
+
+def _over_others(diagnosed: Diagnosed, row: int, column: int) -> float:
+    """The amax of a tensor over the median of those of all layers, of inputs if it is one."""
+    alike = [place[1] == diagnosed.places[row][1] for place in diagnosed.places]
+    amaxes = diagnosed.of("amax")[:, column].astype(float)
+    others = amaxes[np.flatnonzero(alike & np.isfinite(amaxes) & (amaxes > 0))]
+    return float(amaxes[row] / np.median(others)) if len(others) else float("nan")
 
 
 def large_errors(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:

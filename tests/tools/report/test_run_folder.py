@@ -42,7 +42,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_line_is_said(tmp_path
     text = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text("not a row\n" + text)
     folder = read_run(path)
-    assert folder.remarks == ("1 line of metrics.jsonl could not be read and were left out, the first is line 1.",)
+    assert folder.remarks == ("1 line of metrics.jsonl could not be read, the first is line 1; here it is without.",)
     assert len(folder.metrics["delayed"].steps) == 7
 
 

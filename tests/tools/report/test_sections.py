@@ -31,7 +31,8 @@ def test_no_findings_is_said(log, tmp_path):
     assert "No findings in 40 diagnosed steps, the log and the events." in findings_section([], folder)
 
 
-def test_many_findings_of_a_kind_fold_away(log, tmp_path):
+def test_many_findings_of_a_kind_fold_away(tmp_path):
+    log = healthy(layers=4)
     for layer in (0, 1):
         for gemm in ("attention/out", "mlp/down", "mlp/gate+up"):
             put_outliers(log, f"h_{layer}/{gemm}", "input", 30)

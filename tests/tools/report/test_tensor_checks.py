@@ -86,6 +86,11 @@ def test_outliers():
     assert (finding.kind, finding.place) == (OUTLIERS, (LAYER, "input"))
     assert "20 % of its elements underflowed at step 310" in finding.sentence
     assert "headroom 1)" in finding.sentence and "10 of 40 diagnosed steps" in finding.sentence
+    assert finding.level == "warning" and "has outliers" in finding.sentence
+    for column in range(30, 40):  # of which most elements are nearly zero, and none is large
+        log.tensor(column, LAYER, "input").update(amax=4.0)
+    (finding,) = findings_of(log)
+    assert finding.level == "note" and "may have outliers" in finding.sentence
 
 
 def test_outliers_of_an_odd_batch_are_none():
@@ -116,7 +121,16 @@ def test_a_large_error_of_unknown_cause(tensor, error):
     assert findings_of(log) == []
 
 
-def test_the_worst_of_a_kind_comes_first_and_a_tensor_is_named_once():
+def test_what_one_finding_explains_another_does_not_repeat():
+    log = healthy()
+    freeze(log, LAYER, "input", 12)  # which saturates and errs
+    widen(log, "h_0/mlp/down", "input", 12)  # which underflows and errs
+    log.tensor(3, "h_0/mlp/down", "input")["saturated"] = 0.02
+    kinds = [(finding.kind, finding.place[0]) for finding in findings_of(log)]
+    assert kinds == [(FROZEN, LAYER), (SATURATES, "h_0/mlp/down"), (WIDE, "h_0/mlp/down")]
+
+
+def test_the_worst_of_a_kind_comes_first():
     log = healthy()
     freeze(log, LAYER, "input", 12)
     freeze(log, "h_0/mlp/down", "input", 20)

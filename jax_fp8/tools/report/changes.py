@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_fp8.tools.report.diagnosed import OUTPUT_GRADIENT, QUANTITIES, Diagnosed, Sample, gather
-from jax_fp8.tools.report.step_checks import origin
+from jax_fp8.tools.report.diagnosed import QUANTITIES, Diagnosed, Sample, gather
+from jax_fp8.tools.report.step_checks import as_computed
 from jax_fp8.tools.report.words import UNKNOWN, number, percent, tensor_name
 
 LEAST = 1.0  # doublings, or halvings: what batches differ by anyway
@@ -45,18 +45,14 @@ def changes(sample: Sample, diagnosed: Diagnosed, column: int) -> list[Change]:
 
 def _of_tensors(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Change]:
     rows = {place: row for row, place in enumerate(before.places)}
-    broken = np.flatnonzero(now.broken_tensors[:, 0])
-    first = origin(now, broken) if len(broken) else None
-    if first is not None and now.places[first][1] == OUTPUT_GRADIENT:
-        broken = broken[::-1]  # as the backward passes them
-    for row in [*broken, *np.flatnonzero(~now.broken_tensors[:, 0])]:
+    for row in as_computed(now, np.arange(len(now.places))):
         place = now.places[row]
         if place not in rows:
             continue
         old, new = before.values[:, rows[place], column], now.values[:, row, 0]
         if now.broken_tensors[row, 0]:
-            name, index = f"elements of the {tensor_name(place)} that are not finite", QUANTITIES.index("nonfinite")
-            yield Change(name, percent(old[index]), percent(new[index]), "not finite", math.inf)
+            index = QUANTITIES.index("nonfinite")
+            yield Change(f"{tensor_name(place)}: not finite", percent(old[index]), percent(new[index]), "", math.inf)
         else:
             yield max(_of_quantities(tensor_name(place), old, new), key=lambda change: change.size)
 
@@ -66,11 +62,10 @@ def _of_quantities(tensor: str, old: np.ndarray, new: np.ndarray) -> Iterator[Ch
         before, after = (float(values[QUANTITIES.index(name)]) for values in (old, new))
         size = doublings(before, after, floor)
         if name == "amax":
-            yield Change(f"amax of the {tensor}", number(before), number(after), _ratio(before, after), size)
+            yield Change(f"{tensor}: amax", number(before), number(after), _ratio(before, after), size)
         else:
             points = f"{100 * (after - before):+.3g} points"
-            words = {"error": f"error of the {tensor}"}.get(name, f"elements of the {tensor} that {name}")
-            yield Change(words, percent(before), percent(after), points, size)
+            yield Change(f"{tensor}: {name}", percent(before), percent(after), points, size)
 
 
 def _of_gradients(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Change]:
@@ -79,10 +74,12 @@ def _of_gradients(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Ch
         if layer not in rows:
             continue
         old, new = float(before.norms[rows[layer], column]), float(now.norms[row, 0])
-        name = f"gradient norm of {layer}"
         if now.broken_gradients[row, 0]:
-            yield Change(name, number(old), UNKNOWN, "not finite", math.inf)
+            name = f"gradient of {layer}: elements not finite"
+            count = number(before.nonfinite_gradients[rows[layer], column])
+            yield Change(name, count, number(now.nonfinite_gradients[row, 0]), "", math.inf)
         else:
+            name = f"gradient of {layer}: norm"
             yield Change(name, number(old), number(new), _ratio(old, new), doublings(old, new, 0.0))
 
 

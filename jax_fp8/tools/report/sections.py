@@ -124,7 +124,7 @@ def _switch(name: str, kind: str, choices: list[tuple[str, str]]) -> str:
 def tensors_section(title: str, diagnosed: Diagnosed) -> str:
     """The table of the worst-scaled tensors."""
     rows = "".join(
-        f"<tr><td>{escape(name)}</td>"
+        f"<tr><td>{_breakable(name)}</td>"
         + "".join(f"<td>{escape(cell.last)}<small>{escape(cell.worst)}</small></td>" for cell in cells)
         + "</tr>"
         for name, cells in worst_tensors(diagnosed)
@@ -136,6 +136,11 @@ def tensors_section(title: str, diagnosed: Diagnosed) -> str:
         f"{diagnosed.steps[-1]:,}, the last one diagnosed. Small: the worst, and its step.</small></p>"
         f'<div class="scroll"><table><tr><th>tensor</th>{heads}</tr>{rows}</table></div>'
     )
+
+
+def _breakable(name: str) -> str:
+    """A name of a tensor as HTML, which may go on in the next line after a slash."""
+    return escape(name).replace("/", "/<wbr>")
 
 
 def events_section(folder: RunFolder) -> str:
@@ -171,7 +176,7 @@ def _changes(found: list[Change], before: int, after: int) -> str:
     broken = [change for change in found if math.isinf(change.size)]
     shown = [*broken[:BROKEN_SHOWN], *found[len(broken) :]][:CHANGES_SHOWN]
     rows = "".join(
-        f"<tr><td>{escape(change.what)}</td>"
+        f"<tr><td>{_breakable(change.what)}</td>"
         f"<td>{change.before}</td><td>{change.after}</td><td>{change.change}</td></tr>"
         for change in shown
     )

@@ -50,7 +50,7 @@ def _broken_tensors(diagnosed: Diagnosed) -> Finding:
     broken = diagnosed.broken_tensors
     column = int(np.argmax(broken.any(axis=0)))
     rows = np.flatnonzero(broken[:, column])
-    row = origin(diagnosed, rows)
+    row = as_computed(diagnosed, rows)[0]
     backward = diagnosed.places[row][1] == OUTPUT_GRADIENT and len(rows) > 1
     why = " (the backward pass meets it first)" if backward else ""
     others = f" Of all tensors {len(rows):,} of {len(broken):,} had such elements." if len(rows) > 1 else ""
@@ -62,10 +62,10 @@ def _broken_tensors(diagnosed: Diagnosed) -> Finding:
     return Finding(CRITICAL, NOT_FINITE, sentence.strip(), REMEDIES[NOT_FINITE], 2.0, diagnosed.places[row])
 
 
-def origin(diagnosed: Diagnosed, rows: np.ndarray) -> int:
-    """Where it begins among broken tensors of one step: the first that the forward reaches, or the backward."""
-    forward = [row for row in rows if diagnosed.places[row][1] != OUTPUT_GRADIENT]
-    return int(forward[0] if forward else rows[-1])
+def as_computed(diagnosed: Diagnosed, rows: np.ndarray) -> list[int]:
+    """Rows of tensors in the order in which a step has them: the forward, and then the backward from its end."""
+    backward = {int(row) for row in rows if diagnosed.places[row][1] == OUTPUT_GRADIENT}
+    return [*(int(row) for row in rows if row not in backward), *sorted(backward, reverse=True)]
 
 
 def _broken_gradients(diagnosed: Diagnosed) -> Finding:

@@ -42,9 +42,9 @@ def test_the_largest_change_comes_first(log):
     gradients["embedding"]["norm"] *= 1.5
     found = changes_of(log, row)
     assert [change.what for change in found] == [
-        f"gradient norm of {LAYER}",
-        f"elements of the input of {LAYER} that saturated",
-        "amax of the input of h_0/mlp/down",
+        f"gradient of {LAYER}: norm",
+        f"input of {LAYER}: saturated",
+        "input of h_0/mlp/down: amax",
     ]
     assert found[0].change == "1,024 x" and found[2].change == "16 x"
     assert (found[1].after, found[1].change) == ("2.1 %", "+2.1 points")
@@ -59,10 +59,10 @@ def test_what_is_not_finite_comes_before_all_from_where_it_began(log):
     found = changes_of(log, row)
     assert [change.size for change in found] == [math.inf] * 4 + [pytest.approx(math.log2(1e6), rel=1e-3)]
     order = [LAYER, "h_0/mlp/down", "h_0/attention/out"]  # of the backward
-    assert [change.what for change in found[:3]] == [
-        f"elements of the output gradient of {layer} that are not finite" for layer in order
-    ]
-    assert found[3].what == f"gradient norm of {LAYER}"
+    assert [change.what for change in found[:3]] == [f"output gradient of {layer}: not finite" for layer in order]
+    assert found[3][:3] == (f"gradient of {LAYER}: elements not finite", "0", "7")
+    tensors["h_1/attention/out", "input"].update(amax=None, nonfinite=0.125)  # the forward comes before
+    assert changes_of(log, row)[0].what == "input of h_1/attention/out: not finite"
 
 
 def test_what_the_step_before_lacks_is_not_compared(log):

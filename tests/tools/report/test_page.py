@@ -10,7 +10,7 @@ from run_logs import break_gradient, freeze, healthy
 from jax_fp8.tools.report.page import make_page, write_report
 from jax_fp8.tools.report.run_folder import FILES, read_run
 
-VOID = {"meta", "input", "br", "link", "img"}
+VOID = {"meta", "input", "br", "wbr", "link", "img"}
 
 
 class Checked(html.parser.HTMLParser):

@@ -96,7 +96,7 @@ def thin(curve: Curve) -> Curve:
 
 def ticks_of(low: float, high: float, count: int) -> list[float]:
     """Round numbers, some `count` of them, from at most `low` to at least `high`."""
-    if high <= low:
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # nearly the same, to the digits of a float
         high = low + (abs(low) or 1)
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))

@@ -19,7 +19,8 @@ function write(value, unit) {
 function decode(text) {
   const bytes = atob(text), bits = new Uint32Array(bytes.length / 3);
   for (let i = 0; i < bits.length; i++) {
-    bits[i] = (bytes.charCodeAt(3 * i) << 24) | (bytes.charCodeAt(3 * i + 1) << 16) | (bytes.charCodeAt(3 * i + 2) << 8);
+    const [high, middle, low] = [0, 1, 2].map(place => bytes.charCodeAt(3 * i + place));
+    bits[i] = (high << 24) | (middle << 16) | (low << 8);
   }
   return new Float32Array(bits.buffer);
 }
@@ -59,12 +60,21 @@ class HealthMap {
     for (const input of section.querySelectorAll("input")) input.addEventListener("change", () => this.choose(input));
     const move = event => this.point(event);
     for (const kind of ["pointermove", "pointerdown"]) this.canvas.addEventListener(kind, move);
-    this.canvas.addEventListener("pointerleave", () => { this.cell = null; hideTip(); this.draw(); });
+    this.canvas.addEventListener("pointerleave", event => { if (event.pointerType !== "touch") this.forget(); });
+    document.addEventListener("pointerdown", event => {
+      if (event.target !== this.canvas && this.cell) this.forget();
+    });
     this.canvas.addEventListener("keydown", event => this.step(event));
-    this.canvas.addEventListener("blur", hideTip);
+    this.canvas.addEventListener("blur", () => this.forget());
     new ResizeObserver(() => this.draw()).observe(section.querySelector(".frame"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { this.tell(); this.draw(); });
     this.tell();
+    this.draw();
+  }
+
+  forget() {
+    this.cell = null;
+    hideTip();
     this.draw();
   }
 
@@ -93,7 +103,8 @@ class HealthMap {
   colorAt(index, colors) {
     if (this.broken.has(index)) return colors.broken;
     const value = this.values[this.scale.name][index];
-    return Number.isNaN(value) ? colors.empty : colors.classes[this.scale.bounds.filter(bound => value >= bound).length];
+    if (Number.isNaN(value)) return colors.empty;
+    return colors.classes[this.scale.bounds.filter(bound => value >= bound).length];
   }
 
   // Where things are, in CSS pixels: a gutter of names, the cells, and step numbers above and below.
@@ -101,13 +112,15 @@ class HealthMap {
     const rows = this.shown(), width = this.canvas.parentElement.clientWidth, narrow = width < 620;
     const room = this.data.rows[0][1] ? 900 : 600, least = this.part ? 11 : 4;
     const height = Math.max(least, Math.min(18, Math.floor(room / rows.length)));
-    const parts = this.part ? 1 : new Set(this.data.rows.map(row => row[1])).size, short = narrow || height * parts < 11;
+    const parts = this.part ? 1 : new Set(this.data.rows.map(row => row[1])).size;
+    const short = narrow || height * parts < 11;
     const names = rows.map(row => short ? this.data.rows[row][0].split("/")[0] : this.data.rows[row][0]);
     const context = this.canvas.getContext("2d");
     context.font = "11px system-ui, sans-serif";
     const longest = Math.max(...names.map(name => context.measureText(name).width));
     const left = Math.ceil(Math.min(longest, width * (narrow ? 0.25 : 0.3))) + 8;
-    return { rows, names, left, top: 18, width: width - left - 1, row: height, total: width, column: (width - left - 1) / this.data.columns.length };
+    const cells = width - left - 1, column = cells / this.data.columns.length;
+    return { rows, names, left, top: 18, width: cells, row: height, column, total: width };
   }
 
   draw() {
@@ -192,7 +205,8 @@ class HealthMap {
     const line = Math.max(0, Math.min(place.rows.length - 1, place.rows.indexOf(row) + down));
     this.cell = [place.rows[line], Math.max(0, Math.min(this.data.columns.length - 1, column + right))];
     const box = this.canvas.getBoundingClientRect();
-    this.say({ clientX: box.left + place.left + this.cell[1] * place.column, clientY: box.top + place.top + line * place.row });
+    const x = box.left + place.left + this.cell[1] * place.column, y = box.top + place.top + line * place.row;
+    this.say({ clientX: x, clientY: y });
   }
 
   say(at) {
@@ -247,8 +261,10 @@ function followCurves(figure) {
   area.addEventListener("pointerleave", leave);
 }
 
-const maps = new Map([...document.querySelectorAll("[data-map]")].map(section => [section.dataset.map, new HealthMap(section)]));
+const sections = [...document.querySelectorAll("[data-map]")];
+const maps = new Map(sections.map(section => [section.dataset.map, new HealthMap(section)]));
 document.querySelectorAll("[data-curves]").forEach(followCurves);
 for (const button of document.querySelectorAll("button[data-layer]")) {
-  button.addEventListener("click", () => maps.get(button.dataset.of)?.mark(button.dataset.layer, button.dataset.tensor));
+  const { of, layer, tensor } = button.dataset;
+  button.addEventListener("click", () => maps.get(of)?.mark(layer, tensor));
 }

@@ -34,7 +34,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
     run = read_run(folder)
     path = run.path / NAME if output is None else Path(output)
     try:
-        path.write_text(make_page(run), encoding="utf-8")
+        path.write_bytes(make_page(run).encode("utf-8", "replace"))  # JSON may hold halves of a character
     except OSError as error:
         raise ValueError(
             f"a report must be written to a file, got {error.strerror} for {path}; choose another by --output"

@@ -27,6 +27,7 @@ MEASURED = (
     "peak_memory_gib",
 )
 NO_ROW = (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError)
+LARGEST = 1e30  # of what a log measures: beyond it there is nothing to draw
 LAST_STEP = 2**53  # which a page can still count to
 
 Row = TypeVar("Row")
@@ -170,7 +171,7 @@ def _checked_run(row: Any) -> str:
 
 def _metrics_of(row: dict[str, Any]) -> tuple[int, list[float]]:
     values = [number_of(row.get(name)) for name in MEASURED]
-    return row["step"], [value if math.isfinite(value) else math.nan for value in values]
+    return row["step"], [value if abs(value) < LARGEST else math.nan for value in values]
 
 
 def _event_of(row: dict[str, Any]) -> Event:

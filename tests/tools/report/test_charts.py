@@ -12,7 +12,13 @@ from jax_fp8.tools.report.charts import POINTS, Chart, Curve, draw, thin, ticks_
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
-    [(0, 10, [0, 5, 10]), (2.9, 9.2, [2, 4, 6, 8, 10]), (0, 92_200, [0, 50_000, 100_000]), (3, 3, [3, 4, 5, 6])],
+    [
+        (0, 10, [0, 5, 10]),
+        (2.9, 9.2, [2, 4, 6, 8, 10]),
+        (0, 92_200, [0, 50_000, 100_000]),
+        (3, 3, [3, 4, 5, 6]),
+        (0, 5e-324, [0, 0.5, 1]),
+    ],
 )
 def test_ticks_are_round_and_hold_all(low, high, ticks):
     assert ticks_of(low, high, 4) == pytest.approx(ticks)
@@ -23,6 +29,11 @@ def test_ticks_hold_all(seed):
     low, high = np.sort(np.random.default_rng(seed).normal(size=2) * 10.0 ** np.arange(seed, seed + 2))
     ticks = ticks_of(low, high, 4)
     assert ticks[0] <= low + 1e-6 * (high - low) and ticks[-1] >= high - 1e-6 * (high - low) and 2 <= len(ticks) <= 8
+
+
+def test_ticks_of_what_is_nearly_the_same():
+    ticks = ticks_of(3.0, np.nextafter(3.0, 4.0), 4)
+    assert ticks == ticks_of(3.0, 3.0, 4)
 
 
 def test_a_long_curve_keeps_its_spike_and_its_ends():

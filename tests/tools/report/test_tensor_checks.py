@@ -99,6 +99,15 @@ def test_outliers_of_an_odd_batch_are_none():
     assert findings_of(log) == []
 
 
+def test_where_the_scale_is_too_large_are_no_outliers():
+    log = healthy()
+    put_outliers(log, LAYER, "input", 37)
+    assert [finding.kind for finding in findings_of(log)] == [OUTLIERS]
+    for column in (38, 39):
+        log.tensor(column, LAYER, "input")["headroom"] = 100.0
+    assert findings_of(log) == []  # each of the two in too few steps
+
+
 def test_a_scale_that_is_far_too_large():
     log = healthy()
     widen(log, LAYER, "input", 30)

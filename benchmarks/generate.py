@@ -29,7 +29,7 @@ import jax_fp8 as fp8
 
 HERE = pathlib.Path(__file__).resolve()
 RUNS = 5
-LARGER = 5
+LARGER = 2
 WINDOW_TOKENS = 8  # written with full windows
 CHECKED_ROWS = 4
 CURRENT = fp8.CurrentScaling()

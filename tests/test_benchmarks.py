@@ -83,6 +83,16 @@ def test_generate_runs_whole(benchmark, tmp_path):
     assert "| tiny | delayed | 2 | window |" in (tmp_path / "generate.md").read_text()
 
 
+@pytest.mark.slow
+def test_run_costs_runs_whole(benchmark, tmp_path):
+    assert benchmark("run_costs").main(["--self-test", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "run_costs.json").read_text())
+    assert [row["variant"] for row in found["steps"]][:2] == ["plain", "diagnosed every 10 steps"]
+    assert len(found["bits"]) == 6 and all(found["bits"].values())
+    assert all(save["written_after_s"] >= save["blocked_s"] > 0 for save in found["saving"]["saves"])
+    assert "| diagnosed every step |" in (tmp_path / "run_costs.md").read_text()
+
+
 def test_generate_compares_with_the_full_pass(benchmark):
     generate = benchmark("generate")
     config = generate.fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=32, max_seq_len=16)

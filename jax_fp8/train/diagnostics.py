@@ -261,7 +261,7 @@ def _add(one, other):
 
 def _numbered(path, stacked) -> Iterator[str]:
     """The name of each of the layers that are stacked here."""
-    name = "/".join(map(str, path))
+    name = "/".join(map(str, path)) or "model"
     if not stacked:
         yield name
     for index in np.ndindex(*stacked) if stacked else ():

@@ -35,6 +35,7 @@ from jax_fp8.kernels.varying import vary
 TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
 SHARES = ("saturated", "underflowed", "nonfinite")
 OF_GRADIENT = ("norm", "nonfinite")
+HEALTH = len(OBSERVED), len(STATISTICS)  # the shape of what a pass records of a GEMM
 NOTABLE_SATURATION = 1e-3  # share of a tensor: a scale that is a step late cuts off far less
 
 
@@ -54,7 +55,7 @@ class ObservedGemm:
     def shape(self) -> tuple[int, ...]:
         """Of what a pass records of it."""
         layers = (math.prod(self.stacked),) if self.stacked else ()
-        return (*layers, len(OBSERVED), len(STATISTICS))
+        return (*layers, *HEALTH)
 
     def slots(self) -> jax.Array | None:
         """The number of each layer that is stacked here, int32."""
@@ -69,9 +70,11 @@ def new_refs(observed: Observed, axes: frozenset[str]) -> dict[LayerPath, jax.Re
     return {gemm.path: jax.new_ref(vary(jnp.zeros(gemm.shape, jnp.float32), axes)) for gemm in observed}
 
 
-def beside_amaxes(amaxes: jax.Array, refs: Mapping[LayerPath, jax.Ref]) -> jax.Array:
-    """The amaxes f32[rows] of a pass, and behind them what the Refs hold: from here on all of it goes by maximum."""
-    return jnp.concatenate([amaxes, join_amaxes([ref[...] for ref in refs.values()])]) if refs else amaxes
+def beside_amaxes(amaxes: jax.Array, health: Sequence[jax.Array]) -> jax.Array:
+    """The amaxes f32[rows] of a pass, and behind them what it has recorded of each GEMM, f32[..., 2, STATISTICS]: from
+    here on all of it goes by maximum.
+    """
+    return jnp.concatenate([amaxes, join_amaxes(health)]) if health else amaxes
 
 
 def nothing_beside(amaxes: jax.Array, observed: Observed) -> jax.Array:
@@ -82,7 +85,7 @@ def nothing_beside(amaxes: jax.Array, observed: Observed) -> jax.Array:
 def split_from_amaxes(joined: jax.Array, observed: Observed) -> tuple[jax.Array, jax.Array]:
     """The amaxes f32[rows], and f32[gemms, 2, STATISTICS] of what stood behind them."""
     rows = joined.shape[0] - _size(observed)
-    return joined[:rows], joined[rows:].reshape(-1, len(OBSERVED), len(STATISTICS))
+    return joined[:rows], joined[rows:].reshape(-1, *HEALTH)
 
 
 def _size(observed) -> int:

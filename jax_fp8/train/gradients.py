@@ -50,7 +50,7 @@ def value_grads_and_amaxes(
         health = new_refs(observed, axes)
         recorded = record_in(variables, cotangents, axes, from_current, observed=observed, health=health)
         value, grads, amaxes = differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
-        return value, grads, beside_amaxes(amaxes, health)
+        return value, grads, beside_amaxes(amaxes, [ref[...] for ref in health.values()])
 
     return run
 
@@ -89,7 +89,7 @@ def accumulate_grads(
             total = added[path][...] if path in added else total
             return total + np.float32(weight) * gradient.astype(jnp.float32)
 
-        return value, map_with_names(merge, sums, grads), beside_amaxes(amaxes, health)
+        return value, map_with_names(merge, sums, grads), beside_amaxes(amaxes, [ref[...] for ref in health.values()])
 
     return run
 

@@ -34,6 +34,7 @@ from jax_fp8.parallel.transfers import (
     whole_amaxes,
     whole_loss,
 )
+from jax_fp8.train.diagnostics import Observed
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
@@ -104,15 +105,19 @@ class OnMesh:
         on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
         return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
 
-    def gradients(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
-        """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms)`."""
+    def gradients(
+        self, local: Callable, state: TrainState, batch: Any, observed: Observed
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms, observed)`;
+        behind the amaxes, how the tensors of `observed` were cast.
+        """
         how = self.placement.how
 
         def on_device(shards, batch):
             if self.on_stages is not None:
-                loss, gradients, amaxes = self.on_stages.gradients(shards, batch, from_current=False)
+                loss, gradients, amaxes = self.on_stages.gradients(shards, batch, False, observed)
             else:
-                loss, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless)
+                loss, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless, observed)
                 gradients = reduce_gradients(self.placement, gradients, shards.params)
             return whole_loss(how, loss), gradients, whole_amaxes(how, amaxes)
 

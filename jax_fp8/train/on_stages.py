@@ -30,6 +30,7 @@ from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_param, own_weights
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
+from jax_fp8.train.diagnostics import Observed, ObservedGemm, beside_amaxes
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
@@ -63,8 +64,11 @@ class OnStages:
         how = self.placement.how
         return make_ticks(make_schedule(how.schedule, how.stages, self.microbatches, how.chunks))
 
-    def gradients(self, shards: TrainState, batch: Any, from_current: bool) -> tuple[jax.Array, Any, jax.Array]:
-        """On one device: its share of the loss, the gradients of its shards, and the amaxes f32[rows] that it found.
+    def gradients(
+        self, shards: TrainState, batch: Any, from_current: bool, observed: Observed = ()
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """On one device: its share of the loss, the gradients of its shards, and the amaxes f32[rows] that it found;
+        behind these, how the tensors of `observed` GEMMs were cast: those of layers, and zeros for others.
 
         With `from_current` every tensor is scaled by its own amax.
         """
@@ -72,7 +76,8 @@ class OnStages:
         of_all = {"params": gather_params(outer, self._outer(shards.params), ()), "fp8": self._outer(shards.fp8)}
         batch = split(batch, self.microbatches)
         inputs, pull_first = self._first(of_all, batch)
-        chunks = self._chunks(shards, from_current, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
+        x = jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype)
+        chunks = self._chunks(shards, from_current, x, is_observed=bool(observed))
         nothing = jnp.float32(0), _zeros(of_all["params"]), no_amaxes(of_all["fp8"])
         dx, totals, (loss, sums, amaxes) = run_schedule(
             self.ticks, chunks, partial(self._loss, of_all, batch, from_current), inputs, nothing, room
@@ -84,7 +89,8 @@ class OnStages:
         params, tree = jax.tree.flatten(shards.params)  # whose containers need not be dicts
         leaves = zip(jax.tree.leaves(gradients), params, strict=True)
         gradients = tree.unflatten([gradient.astype(param.dtype) for gradient, param in leaves])
-        return loss, gradients, self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
+        amaxes = self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
+        return loss, gradients, beside_amaxes(amaxes, [self._health(gemm, totals) for gemm in observed])
 
     def _outer(self, tree: Mapping) -> dict:
         """What belongs to no layer."""
@@ -143,7 +149,7 @@ class OnStages:
             for number in range(self.stages.chunk_size):
                 yield chunk, self.stages.at(chunk, number)
 
-    def _chunks(self, shards: TrainState, from_current, x) -> list[ChunkWork]:
+    def _chunks(self, shards: TrainState, from_current, x, is_observed) -> list[ChunkWork]:
         """The stage's own layers. They have the names of those of the first stage."""
         variables = [{"params": {}, "fp8": {}, "fp8_cache": {}} for _ in range(self.stages.chunks)]
         weights = self._weights(shards, from_current)
@@ -157,18 +163,13 @@ class OnStages:
         for gemm, weight in weights.items():
             chunk = next(chunk for chunk, layers in self._positions() if layers[0] == gemm[0])
             put_at_path(variables[chunk]["fp8_cache"], gemm, {"kernel": weight})
-        return [
-            ChunkWork(
-                self.loss,
-                tuple(own["params"]),
-                {collection: tree for collection, tree in own.items() if tree},
-                {gemm: recipe for gemm, recipe in self.gemms.items() if gemm[0] in own["params"]},
-                1 / self.microbatches,
-                from_current,
-                x,
-            )
-            for own in variables
-        ]
+        found = []
+        for own in variables:
+            gemms = {gemm: recipe for gemm, recipe in self.gemms.items() if gemm[0] in own["params"]}
+            collections = {collection: tree for collection, tree in own.items() if tree}
+            options = 1 / self.microbatches, from_current, x, [*gemms] if is_observed else ()
+            found.append(ChunkWork(self.loss, tuple(own["params"]), collections, gemms, *options))
+        return found
 
     def _own_params(self, of_stages, name) -> Any:
         """Params of the stage's own layer; NaN where its weights in FP8 are read instead."""
@@ -220,23 +221,37 @@ class OnStages:
         """f32[rows] of all GEMMs; zeros where other stages have them."""
         sizes = [gemm["scale"].size for gemm in gemm_states(outer_state)]
         of_outer = iter(jnp.split(outer, np.cumsum(sizes, dtype=int)[:-1]))
-        home = {
+        found = []
+
+        def collect(path, _):
+            if path[0] not in self._home:
+                found.append(next(of_outer))
+                return
+            chunk, stage, gemm = self._place_of(path)
+            found.append(jnp.where(lax.axis_index(PIPE) == stage, totals[chunk].amaxes[gemm][0], 0))
+
+        map_gemms_with_path(collect, fp8_state)
+        return join_amaxes(found)
+
+    def _health(self, observed: ObservedGemm, totals: list[Totals]) -> jax.Array:
+        """What this device knows of a GEMM: f32[2, STATISTICS], zeros where another stage has it."""
+        if observed.path[0] not in self._home:
+            return jnp.zeros(observed.shape, jnp.float32)
+        chunk, stage, gemm = self._place_of(observed.path)
+        return jnp.where(lax.axis_index(PIPE) == stage, totals[chunk].health[gemm][0], 0)
+
+    @cached_property
+    def _home(self) -> dict[str, tuple[int, int, str]]:
+        """The chunk and the stage of each layer, and its name there."""
+        return {
             layer: (chunk, stage, layers[0])
             for chunk, layers in self._positions()
             for stage, layer in enumerate(layers)
         }
-        found = []
 
-        def collect(path, _):
-            if path[0] not in home:
-                found.append(next(of_outer))
-                return
-            chunk, stage, name = home[path[0]]
-            own = totals[chunk].amaxes[(name, *path[1:])][0]
-            found.append(jnp.where(lax.axis_index(PIPE) == stage, own, 0))
-
-        map_gemms_with_path(collect, fp8_state)
-        return join_amaxes(found)
+    def _place_of(self, gemm: LayerPath) -> tuple[int, int, LayerPath]:
+        chunk, stage, name = self._home[gemm[0]]
+        return chunk, stage, (name, *gemm[1:])
 
 
 def _zeros(params) -> Any:

@@ -140,18 +140,18 @@ def shardings(init_fn: Callable, *args: Any, mesh: Mesh, rules: Rules = ()) -> A
 
 
 def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
-    def local(share, state_of, batch, _):
+    def local(share, state_of, batch, *_):
         return value_grads_and_amaxes(share)(state_of().variables, batch)
 
     def run(on_mesh, state, batch):
-        loss, grads, amaxes = on_mesh.gradients(local, state, batch)
+        loss, grads, amaxes = on_mesh.gradients(local, state, batch, ())
         return loss, grads, stage_joined(state.fp8, amaxes)
 
     return _with_state_on_mesh(how, loss_fn, has_aux, run)
 
 
 def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
-    def local(share, state_of, batch, _):
+    def local(share, state_of, batch, *_):
         return value_grads_and_amaxes(share, from_current=True)(state_of().variables, batch)[2]
 
     def run(on_mesh, state, batch):

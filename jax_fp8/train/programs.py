@@ -9,7 +9,6 @@ arrays; on a mesh the compiler splits it, for it computes element by element, an
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -102,7 +101,6 @@ class Programs:
     def observed(self, state, batch) -> Observed:
         """The GEMMs whose tensors are measured, in program order."""
         if self.how is not None:
-            self.how.check_has_no_stages("diagnose")
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
         else:
             part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
@@ -118,11 +116,11 @@ class Programs:
             part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
             check_kernels_are_params(self.loss_fn, state.variables, part)
         observed = self.observed(state, batch) if diagnoses else ()
-        of_batch = partial(self._gradients, observed=observed)
         if self.how is None:
-            results = of_batch(self.loss_fn, lambda: state, batch, self._gemms(state, batch))
+            results = self._gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), observed)
         else:
-            results = self.on_mesh(state, batch, self.microbatches).gradients(of_batch, state, batch)
+            mesh = self.on_mesh(state, batch, self.microbatches)
+            results = mesh.gradients(self._gradients, state, batch, observed)
         if not diagnoses:
             return state, results, {}
         loss, gradients, joined = results
@@ -231,7 +229,7 @@ class Programs:
         check_state(state, self.recipe)
         check_opt_state(state.opt_state, self.optimizer, state.params)
 
-    def _gradients(self, loss_fn, state_of, batch, gemms, observed: Observed = ()):
+    def _gradients(self, loss_fn, state_of, batch, gemms, observed: Observed):
         """Loss, gradients and amaxes of a batch, and behind these how the tensors of `observed` were cast. The state of
         `state_of()` may be made anew for every microbatch.
         """

@@ -7,7 +7,7 @@ The gradients of kernels are added up by their GEMMs, in place, as over microbat
 by backward passes alone, for a forward of which no backward follows is none.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder
 from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
+from jax_fp8.train.diagnostics import HEALTH
 from jax_fp8.train.gradients import added_by_gemms, sums_are_maxima
 from jax_fp8.train.halves import Halves, needed
 from jax_fp8.train.pipeline_checks import check_is_on_device
@@ -34,11 +35,12 @@ from jax_fp8.train.pipeline_checks import check_is_on_device
 @dataclass(frozen=True)
 class Totals:
     """What the microbatches have left in a chunk: `sums` of the gradients of its params, float32; `amaxes` f32[1, 3] of
-    its GEMMs, by path.
+    its GEMMs, by path; `health` f32[1, 2, STATISTICS] of those that are measured.
     """
 
     sums: Any
     amaxes: dict[LayerPath, jax.Array]
+    health: dict[LayerPath, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class _Refs:
 
     sums: dict[LayerPath, Any]
     amaxes: dict[LayerPath, Any]
+    health: dict[LayerPath, Any]
     cotangents: Cotangents
     keeper: "_Keeper | None" = None
 
@@ -65,6 +68,7 @@ class ChunkWork:
       weight: of a microbatch's gradient in the sum.
       from_current: scale each tensor by its own amax.
       x: shape and dtype of what enters a layer.
+      observed: GEMMs whose casts are measured (train/diagnostics.py).
     """
 
     loss: LayeredLoss
@@ -74,10 +78,12 @@ class ChunkWork:
     weight: float
     from_current: bool
     x: jax.ShapeDtypeStruct
+    observed: Collection[LayerPath] = ()
 
     def no_totals(self) -> Totals:
         sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.variables["params"])
-        return Totals(sums, {gemm: jnp.zeros((1, 3), jnp.float32) for gemm in self._with_state})
+        amaxes = {gemm: jnp.zeros((1, 3), jnp.float32) for gemm in self._with_state}
+        return Totals(sums, amaxes, {gemm: jnp.zeros((1, *HEALTH), jnp.float32) for gemm in self.observed})
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         y, kept = self._halves.forward(self.variables, x)
@@ -96,7 +102,7 @@ class ChunkWork:
         for operand in self._input_gradient[1]:
             x, dy = operand.of(kept, operands)
             self._add_weight_gradient(operand.gemm, x, dy, refs)
-        return Totals(self._sums(totals, refs), totals.amaxes)
+        return Totals(self._sums(totals, refs), totals.amaxes, totals.health)
 
     @property
     def _fp8_state(self) -> Mapping:
@@ -115,7 +121,8 @@ class ChunkWork:
     def _refs(self, totals: Totals, keeper: "_Keeper | None" = None) -> _Refs:
         sums = {kernel: jax.new_ref(at_path(totals.sums, kernel)) for kernel in self._added}
         amaxes = {gemm: jax.new_ref(of_gemm) for gemm, of_gemm in totals.amaxes.items()}
-        return _Refs(sums, amaxes, Cotangents(), keeper)
+        health = {gemm: jax.new_ref(of_gemm) for gemm, of_gemm in totals.health.items()}
+        return _Refs(sums, amaxes, health, Cotangents(), keeper)
 
     def _sums(self, totals, refs) -> Any:
         return map_with_names(lambda names, total: refs.sums[names][...] if names in refs.sums else total, totals.sums)
@@ -144,11 +151,13 @@ class ChunkWork:
     def _recorder(self, gemm, refs) -> dict[str, Recorder]:
         sums = tuple(ByIdentity(refs.sums[kernel]) for kernel in kernel_paths(gemm) if kernel in refs.sums)
         deferral = ByIdentity(_Deferral(refs.keeper, gemm)) if refs.keeper is not None and sums else None
-        if gemm not in refs.amaxes:
-            return {RECORDER: Recorder(None, sums, self.weight, True, None, refs.cotangents, deferral=deferral)}
-        amaxes, first_row = ByIdentity(refs.amaxes[gemm]), 3 * self._with_state.index(gemm)
+        health = ByIdentity(refs.health[gemm]) if gemm in refs.health else None
         slot = jnp.int32(0)  # with which the backward alone records: see `DeclaredGemm.stage`
-        others = refs.cotangents, first_row, deferral
+        if gemm not in refs.amaxes:
+            others = refs.cotangents, 0, deferral, health
+            return {RECORDER: Recorder(None, sums, self.weight, True, slot if health else None, *others)}
+        amaxes, first_row = ByIdentity(refs.amaxes[gemm]), 3 * self._with_state.index(gemm)
+        others = refs.cotangents, first_row, deferral, health
         return {RECORDER: Recorder(amaxes, sums, self.weight, self.from_current, slot, *others)}
 
     def _differentiate(self, variables, x, kept, dy, totals, refs) -> tuple[jax.Array, Totals]:
@@ -161,7 +170,7 @@ class ChunkWork:
         if refs.cotangents.is_used:
             of_gemms = dict(zip(self._with_state, rows.reshape(-1, 1, 3), strict=True))
             amaxes = {gemm: jnp.maximum(found, of_gemms[gemm]) for gemm, found in amaxes.items()}
-        return dx, Totals(sums, amaxes)
+        return dx, Totals(sums, amaxes, {gemm: ref[...] for gemm, ref in refs.health.items()})
 
     @property
     def _shapes_of_backward(self) -> tuple:

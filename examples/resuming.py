@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import BASELINE, MAIN, CannotResume, read_last, steps_in
+from logs import METRICS
 from record import Existing
 from settings import Settings
 
@@ -37,14 +38,16 @@ def find_run(settings: Settings, name: str, run: dict[str, Any]) -> Existing | N
             )
     if path is None:
         return None
-    rows: dict[str, int] = {}
+    rows: dict[str, dict[str, int]] = {}
     for folder in (MAIN, BASELINE):
         notes = read_last(path / folder)
         if notes is None:
             continue
         check_same(notes, run)
-        for label, count in notes["rows"].items():
-            rows[label] = max(count, rows.get(label, 0))
+        for log, counts in (notes.get("other_rows", {}) | {METRICS: notes["rows"]}).items():
+            before = rows.setdefault(log, {})
+            for label, count in counts.items():
+                before[label] = max(count, before.get(label, 0))
         if folder == MAIN:
             changed = differences(notes, run)
             other = f"; other than before: {changed}" if changed else ""

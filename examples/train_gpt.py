@@ -12,9 +12,10 @@ measured on the same held-out text. What else sets two runs apart is noise. It g
 rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
 
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
-Settings are in settings.py, text and tokens in text.py, validation and sample in evaluation.py, logs and pictures in
-record.py, checkpoints in checkpoints.py and resuming.py, Ctrl-C in leaving.py, optimizer and compiler in building.py,
-devices in mesh.py, and what several processes agree on in processes.py: each runs this script from top to bottom.
+Settings are in settings.py, what is made of them in job.py, text and tokens in text.py, validation and sample in
+evaluation.py, the line that shows how far a run is in progress.py and speed.py, its folder in record.py and logs.py,
+checkpoints in checkpoints.py and resuming.py, Ctrl-C in leaving.py, optimizer and compiler in building.py, devices in
+mesh.py, and what several processes agree on in processes.py: each runs this script from top to bottom.
 """
 
 import contextlib
@@ -32,44 +33,22 @@ import numpy as np
 from building import compiler_options, make_optimizer
 from checkpoints import BASELINE, MAIN, CannotResume, CannotSave, Checkpoints
 from evaluation import make_validation, write
-from jax.sharding import Mesh
+from job import Job, make_model, prepare, spread
 from leaving import FAILED, Leaving, leave
-from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
+from mesh import check_settings, on_mesh, parse_axes
 from processes import agree, all_end, fingerprint, is_first, start, tell_all
-from record import Folder, Progress, versions
-from resuming import describe_run, find_run, interruption
+from progress import LOG_EVERY, ROW_BYTES, Progress
+from record import Folder, versions
+from resuming import find_run, interruption
 from settings import Settings, check, parse
-from text import (
-    ByteEncoder,
-    Encoder,
-    PairEncoder,
-    read_corpus,
-    standard_library,
-    training_batch,
-    user_files,
-    validation_batches,
-)
+from speed import Speed
+from text import training_batch, validation_batches
 
 import jax_fp8 as fp8
 
-RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling}
-LOG_EVERY = 10  # steps between two rows of the log
 VALIDATION_BATCHES = 8  # at least
 VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it; leaving.py has that of other signals
-
-
-class Job(NamedTuple):
-    """Everything two runs share: settings, model shape, tokens and devices."""
-
-    settings: Settings
-    model: fp8.GPTConfig
-    encoder: Encoder
-    train: np.ndarray  # (tokens,)
-    held_out: np.ndarray  # (tokens,)
-    mesh: Mesh
-    rows: np.ndarray  # of a batch, which this process reads
-    description: dict[str, Any]  # for checkpoints
 
 
 def read_settings(argv: list[str]) -> Settings:
@@ -80,48 +59,13 @@ def read_settings(argv: list[str]) -> Settings:
     return settings
 
 
-def prepare(settings: Settings) -> Job:
-    """Settle everything else that can be wrong before anything is computed."""
-    sizes = parse_axes(settings.mesh)
-    mesh = make_mesh(sizes)
-    corpus = read_corpus(standard_library() if settings.data is None else user_files(settings.data))
-    if settings.tokenizer == "bytes":
-        encoder = ByteEncoder()
-    else:
-        encoder = PairEncoder.trained_on(corpus.train, settings.vocab_size, settings.cache)
-    train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
-    needed = settings.batch_size * settings.seq_len + 1
-    if len(train) < needed:
-        raise ValueError(
-            f"--data must hold at least one batch of {needed:,} tokens to train on, got {len(train):,}; "
-            f"give more text, or a smaller --batch-size or --seq-len"
-        )
-    if len(held_out) <= settings.seq_len:
-        raise ValueError(
-            f"--data must leave {settings.seq_len + 1:,} tokens for validation, a twentieth of it has "
-            f"{len(held_out):,}; give more text, or a smaller --seq-len"
-        )
-    model = fp8.GPTConfig.preset(
-        settings.preset,
-        vocab_size=-(-encoder.vocab_size // 128) * 128,  # tensor cores like round numbers
-        max_seq_len=settings.seq_len,
-        hidden_size=settings.hidden_size,
-        num_layers=settings.num_layers,
-        num_heads=settings.num_heads,
-    )
-    check_model(sizes, model, settings.fp8_head)
-    text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
-    description = describe_run(settings, model, encoder.identity, text)
-    return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size), description)
-
-
 def begin(settings: Settings) -> tuple[Job, Folder]:
     """The job and the folder of its run, once all processes have both."""
     try:
         job = prepare(settings)
         name = settings.name or f"{settings.preset}-{settings.recipe}"
         existing = find_run(settings, name, job.description) if is_first() else None
-        folder = Folder(settings.output, name, log_rows(settings), is_first(), existing)
+        folder = Folder(settings.output, name, log_bytes(settings), is_first(), existing)
     except (ValueError, OSError):
         agree()
         raise
@@ -136,15 +80,6 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     return job, folder if is_first() else folder.like_that_of_the_first(Path(path), goes_on)
 
 
-def make_model(job: Job, recipe: str) -> fp8.GPT:
-    """The GPT in one recipe; "bf16" has no FP8 anywhere."""
-    if recipe == "bf16":
-        return fp8.GPT(job.model, recipe=None, remat=job.settings.remat)
-    layers = RECIPES[recipe](split_accumulator=()) if job.settings.fast else RECIPES[recipe]()
-    head = fp8.CurrentScaling() if job.settings.fp8_head else None
-    return fp8.GPT(job.model, recipe=layers, head_recipe=head, remat=job.settings.remat)
-
-
 class Trained(NamedTuple):
     model: fp8.GPT
     variables: Any
@@ -154,7 +89,7 @@ class Trained(NamedTuple):
 def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Leaving) -> Trained:
     """One run: the model in one recipe, from the seed's parameters or a checkpoint, over the seed's batches."""
     settings = job.settings
-    model = make_model(job, recipe)
+    model = make_model(settings, job.model, recipe)
     loss_fn = fp8.next_token_loss(model)
     optimizer = make_optimizer(settings)
     shape = (settings.batch_size, settings.seq_len)
@@ -182,7 +117,8 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
     def validate():
         return mean_loss(state.variables, validation)
 
-    progress = Progress(folder, recipe, settings.steps, math.prod(shape), LOG_EVERY, last)
+    speed = Speed.of(job.model, job.mesh)
+    progress = Progress(folder, recipe, settings.steps, math.prod(shape), speed, last)
     with leaving.after_a_step(), kept, progress:
         if last is None:
             progress.start(validate())
@@ -212,21 +148,6 @@ def first_state(job: Job, model: fp8.GPT, train_step: Any, batch: Callable, kept
     return train_step.warm_start(state, batch(kept.last["step"] + 1)) if is_new else state
 
 
-def spread(job: Job) -> dict[str, Any]:
-    """What the step is told of several devices; of one there is nothing to say."""
-    if job.mesh.size == 1:
-        return {}
-    settings = job.settings
-    gradient_dtype = jnp.dtype(settings.gradient_dtype)
-    return {
-        "mesh": job.mesh,
-        "sequence_parallel": settings.sequence_parallel,
-        "gradient_dtype": gradient_dtype,
-        "schedule": settings.schedule or None,
-        "chunks": settings.chunks or None,
-    }
-
-
 def sample(job: Job, trained: Trained) -> tuple[str, str]:
     """A prompt from the held-out text, and what the model writes after it."""
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
@@ -234,9 +155,9 @@ def sample(job: Job, trained: Trained) -> tuple[str, str]:
     return job.encoder.decode(prompt), job.encoder.decode(written)
 
 
-def log_rows(settings: Settings) -> int:
-    """How many rows the log will have, at most."""
-    return 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3)
+def log_bytes(settings: Settings) -> int:
+    """How long the log will be, at most."""
+    return 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3) * ROW_BYTES
 
 
 def complain(sentence: str, status: int) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 
 import jax
 import numpy as np
@@ -145,11 +144,12 @@ def test_what_processes_are_told(example, monkeypatch):
 
 
 def test_only_the_first_process_writes(example, tmp_path, capsys):
-    record = example("record")
+    record, progress = example("record"), example("progress")
+    speed = example("speed").Speed(1.0, 1, None, jax.devices()[0])
     folder = record.Folder(tmp_path, "mine", 10, is_written=False)
     folder.write_config({})
-    with record.Progress(folder, "delayed", 1, 16, 10) as progress:
-        progress.add(1, np.float32(1.0), np.float32(2.0))
+    with progress.Progress(folder, "delayed", 1, 16, speed) as shown:
+        shown.add(1, np.float32(1.0), np.float32(2.0))
     folder.plot("title")
     assert folder.rows and not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
@@ -227,8 +227,10 @@ def test_what_layers_cannot_keep(example, remat):
 def test_what_layers_keep_is_the_models(example):
     script, settings = example("train_gpt"), example("settings")
     chosen = dataclasses.replace(settings.defaults("tiny"), remat="offload:2", mesh="pipe=2", microbatches=2)
-    job = types.SimpleNamespace(model=fp8.GPTConfig.preset("tiny"), settings=chosen)
-    assert {script.make_model(job, recipe).remat for recipe in ("bf16", "delayed", "current")} == {"offload:2"}
+    config = fp8.GPTConfig.preset("tiny")
+    assert {script.make_model(chosen, config, recipe).remat for recipe in ("bf16", "delayed", "current")} == {
+        "offload:2"
+    }
     with pytest.raises(
         ValueError, match=r"keep on their device, got --remat offload:2 and --mesh pipe=2; take another"
     ):

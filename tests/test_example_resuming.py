@@ -261,15 +261,25 @@ def test_options_that_cannot_be(options, sentence, runs, capsys):
     assert not runs.output.exists()
 
 
-def test_a_log_that_lost_rows_is_said(example, tmp_path, capsys):
-    record = example("record")
+def test_logs_go_on_from_a_checkpoint(example, tmp_path, capsys):
+    """Each by itself; what it has lost is said, and what came later goes."""
+    record, logs = example("record"), example("logs")
     rows = [{"run": run, "step": step} for run in ("delayed", "bf16") for step in (0, 7)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = record.Folder(tmp_path, "x", 4, existing=record.Existing(tmp_path, {"delayed": 1, "bf16": 3}))
+    for name in logs.LOGS:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = {"metrics": {"delayed": 1, "bf16": 3}, "diagnostics": {"delayed": 2}}
+    folder = record.Folder(tmp_path, "x", 4, existing=record.Existing(tmp_path, counts))
     folder.take_up()
     kept = [rows[0], rows[2], rows[3]]
-    assert folder.rows == kept == [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert "has lost 1 rows from before the checkpoint" in capsys.readouterr().out
-    assert folder.counts() == {"delayed": 1, "bf16": 2}
+
+    def read(name):
+        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+
+    assert folder.rows == kept == read("metrics")
+    assert (read("diagnostics"), read("events")) == (rows[:2], [])
+    said = capsys.readouterr().out
+    assert said.count("rows from before the checkpoint") == 1
+    assert f"{tmp_path / 'metrics.jsonl'} has lost 1 rows from before the checkpoint" in said
+    assert folder.counts() == {"metrics": {"delayed": 1, "bf16": 2}, "diagnostics": {"delayed": 2}, "events": {}}
     folder.take_up()  # once
     assert folder.rows == kept

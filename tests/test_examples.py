@@ -57,7 +57,7 @@ def test_a_run_leaves_log_configuration_and_picture(book, tmp_path):
     last = finished.stdout.splitlines()[-1]
     assert re.search(r"delayed \d\.\d+, bf16 \d\.\d+, difference [+-]\d+\.\d+ %", last) and str(folder) in last
     assert "the model writes" in finished.stdout
-    for shown in ("loss=", "tokens/s=", "step/s", "val="):
+    for shown in ("delayed 6/6 |", "bf16 6/6 |", "loss ", "val ", " tok/s", " left"):
         assert shown in finished.stderr  # the progress bar
 
 
@@ -173,11 +173,15 @@ def test_flags_choose_what_is_in_fp8_and_how_it_adds(name, example, book, tmp_pa
     plain, quick = (
         script.prepare(script.parse([*SMALL, "--data", str(book), *flags])) for flags in ([], ["--fast", "--fp8-head"])
     )
-    assert script.make_model(plain, name).head_recipe is None
-    assert script.make_model(plain, name).recipe == script.RECIPES[name]()
-    assert script.make_model(quick, name).head_recipe == script.fp8.CurrentScaling()
-    assert script.make_model(quick, name).recipe.split_accumulator == ()
-    baseline = script.make_model(quick, "bf16")
+
+    def model(job, recipe):
+        return script.make_model(job.settings, job.model, recipe)
+
+    assert model(plain, name).head_recipe is None
+    assert model(plain, name).recipe == example("job").RECIPES[name]()
+    assert model(quick, name).head_recipe == script.fp8.CurrentScaling()
+    assert model(quick, name).recipe.split_accumulator == ()
+    baseline = model(quick, "bf16")
     assert (baseline.recipe, baseline.head_recipe) == (None, None)
 
 
@@ -292,7 +296,7 @@ def test_an_interruption_before_the_first_step_leaves_the_configuration(example,
     assert script.main([*SMALL, "--data", str(book), "--output", str(tmp_path), "--name", "mine"]) == 130
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
     assert "interrupted before the first step" in capsys.readouterr().err
-    monkeypatch.setattr(script, "read_corpus", interrupted)
+    monkeypatch.setattr(example("job"), "read_corpus", interrupted)
     assert script.main(["--output", str(tmp_path / "other")]) == 130
     assert not (tmp_path / "other").exists()
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from mesh import check_model, make_mesh, own_rows, parse_axes
+from mesh import check_memory, check_model, make_mesh, own_rows, parse_axes
 from processes import fingerprint
 from resuming import describe_run
 from settings import Settings
@@ -63,6 +63,7 @@ def prepare(settings: Settings) -> Job:
         num_heads=settings.num_heads,
     )
     check_model(sizes, model, settings.fp8_head)
+    check_memory(mesh, model)
     text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
     description = describe_run(settings, model, encoder.identity, text)
     return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size), description)

@@ -10,6 +10,7 @@ anything is compiled.
 """
 
 import math
+import os
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from settings import Settings
 
 import jax_fp8 as fp8
+from jax_fp8.gpt_plans import shape_of
+from jax_fp8.tools.arithmetic import Setting, memory_of
 
 AXES = ("pipe", "data", "fsdp", "tensor")  # the last ones are neighbours: devices of one host, if its axis fits there
 BATCH_AXES = ("data", "fsdp")
@@ -133,6 +136,25 @@ def check_model(sizes: dict[str, int], model: fp8.GPTConfig, fp8_head: bool) -> 
             f"the vocabulary must be a multiple of {multiple} with tensor={tensor}, got {model.vocab_size} tokens; "
             "change --mesh"
         )
+
+
+def check_memory(mesh: Mesh, model: fp8.GPTConfig) -> None:
+    """Raise where not even params and optimizer state have room, whatever else a step needs."""
+    axes = {axis: mesh.shape[axis] for axis in AXES}
+    found = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **axes))
+    needed, room = found.params + found.optimizer, _memory(mesh)
+    if needed > room:
+        raise ValueError(
+            f"params and optimizer state must fit into {room / 2**30:.1f} GiB of a device, got "
+            f"{needed / 2**30:,.1f} GiB; take a smaller model, or more devices by --mesh fsdp=8"
+        )
+
+
+def _memory(mesh) -> float:
+    """Bytes of a device; CPU devices share those of their host."""
+    devices = mesh.local_devices
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
 
 
 def make_mesh(sizes: dict[str, int]) -> Mesh:

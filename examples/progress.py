@@ -81,8 +81,15 @@ class Progress:
         while self.pending:
             self._read(*self.pending.popleft())
 
+    def say(self, text: str) -> None:
+        """Print above the line, after the last step; the time that this took is left out of tokens/s."""
+        self.catch_up()
+        if self.folder.is_written:
+            self.bar.write(text)
+        self.leave_out()
+
     def leave_out(self) -> None:
-        """Of tokens/s, what was done since the last step; its loss has been read."""
+        """Of tokens/s, what was done since the last step, whose loss has been read."""
         self.started, self.counted = time.perf_counter(), 0
 
     def _read(self, step, loss, val_loss):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from profiling import parse_steps
 
 import jax_fp8 as fp8
 
@@ -84,6 +85,8 @@ class Settings:
     resume: str = ""
     """Go on with this run of --output, whatever --name is, from its last checkpoint; auto: with the last run of this
     name, or begin it."""
+    profile: str = ""
+    """FIRST:LAST: write a profile of these steps by jax.profiler; the first step of all is compilation."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 is none."""
     name: str = ""
@@ -177,6 +180,7 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
     if settings.batch_size % settings.microbatches:
         raise ValueError(f"--microbatches must divide --batch-size {settings.batch_size}, got {settings.microbatches}")
+    parse_steps(settings.profile, settings.steps)
     sequences = settings.batch_size // settings.microbatches
     if sequences * settings.seq_len % 16:
         raise ValueError(

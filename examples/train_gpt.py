@@ -37,6 +37,7 @@ from job import Job, make_model, prepare, spread
 from leaving import FAILED, Leaving, leave
 from mesh import check_settings, on_mesh, parse_axes
 from processes import agree, all_end, fingerprint, is_first, start, tell_all
+from profiling import Profile, parse_steps
 from progress import LOG_EVERY, ROW_BYTES, Progress
 from record import Folder, versions
 from resuming import find_run, interruption
@@ -119,16 +120,24 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
 
     speed = Speed.of(job.model, job.mesh)
     progress = Progress(folder, recipe, settings.steps, math.prod(shape), speed, last)
-    with leaving.after_a_step(), kept, progress:
+    profile = Profile(
+        folder.path / "profile" / recipe,
+        parse_steps(settings.profile, settings.steps) if folder.is_written else range(0),
+    )
+    with leaving.after_a_step(), kept, progress, profile:
         if last is None:
             progress.start(validate())
         for step in range(progress.last_step + 1, settings.steps + 1):
-            state, metrics = train_step(state, batch(step))
+            with profile.around(step, state):
+                state, metrics = train_step(state, batch(step))
             due = step % settings.eval_every == 0 or step == settings.steps
             progress.add(step, metrics["loss"], validate() if due else None)
+            if said := profile.end(step, state):
+                progress.say(said)
             is_last = leaving.is_asked(step)
             if is_last or kept.is_due(step, settings.steps):
                 kept.save(step, state, job.description | progress.notes())
+                progress.leave_out()
             if is_last:
                 raise KeyboardInterrupt
     return Trained(model, state.variables, progress.val_loss)

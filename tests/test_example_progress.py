@@ -35,6 +35,7 @@ def make(example, tmp_path, monkeypatch):
     """Progress on a GPU that is not there, by a clock on which each step takes `SECONDS`."""
     progress, record, speed = example("progress"), example("record"), example("speed")
     numbers = itertools.count()
+    monkeypatch.setenv("COLUMNS", "100")
 
     def make(steps, is_on_gpu=True, tokens=16_384, notes=None, is_written=True):
         monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))

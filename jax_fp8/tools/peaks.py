@@ -1,4 +1,4 @@
-"""What GPUs could do at most, as NVIDIA says: operations a second of dense matrix products, half of those with sparsity.
+"""What GPUs could do at most, as NVIDIA says: operations a second of dense matrix products, without sparsity.
 
     jax's name of a device ─peak_of→ Peak ─÷ operations that a step needs → utilization
 

@@ -27,6 +27,7 @@ from jax_fp8.tools.explain import explain
 from jax_fp8.tools.gemm_table import GemmTable, tuned_gemms
 from jax_fp8.tools.tune import tune
 from jax_fp8.train.delayed import backward_dw
+from jax_fp8.train.diagnostics import Diagnostics, find_fault
 from jax_fp8.train.own_loop import shardings, value_and_grad, warm_start
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
@@ -42,6 +43,7 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "Dense",
+    "Diagnostics",
     "Format",
     "Fp8Array",
     "GPTConfig",
@@ -59,6 +61,7 @@ __all__ = [
     "cast_weights",
     "count_amaxes",
     "explain",
+    "find_fault",
     "fused_adam",
     "fused_adamw",
     "generate",

@@ -4,7 +4,7 @@ and the way out for amaxes.
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -14,10 +14,13 @@ from jax import lax
 from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.deferral import OperandSearch, OperandStores
-from jax_fp8.core.formats import OUTPUT_GRADIENT
+from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.health import measure
 from jax_fp8.core.recipe import Recipe, accumulation
 from jax_fp8.core.shards import largest_amax
+
+OBSERVED = INPUT, OUTPUT_GRADIENT  # what is measured in a pass; a kernel is known outside of it
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +73,8 @@ class Record:
       gradient: where to add the kernel's gradient instead of returning it, else None.
       cotangent: takes the amaxes of a backward instead of the Ref, else None.
       deferral: takes the operands of the kernel's gradient instead of a GEMM, else None.
+      health_ref: of f32[..., 2, STATISTICS], collects by maximum how input and output gradient were cast; None where
+        nobody asks.
     """
 
     amax_ref: jax.Ref | None = None
@@ -77,6 +82,7 @@ class Record:
     gradient: GradientSum | None = None
     cotangent: AmaxCotangent | None = None
     deferral: OperandSearch | OperandStores | None = None
+    health_ref: jax.Ref | None = None
 
     def amaxes(self, amaxes: jax.Array) -> None:
         """Raise the first recorded amaxes to f32[rows]; without a Ref, nothing. Recording twice is recording once."""
@@ -85,6 +91,15 @@ class Record:
         rows = slice(0, amaxes.shape[0])
         index = rows if self.slot is None else (self.slot, rows)
         self.amax_ref[index] = jnp.maximum(self.amax_ref[index], amaxes)
+
+    def health(self, tensor: int, found: jax.Array | None) -> None:
+        """Raise what is recorded of INPUT or OUTPUT_GRADIENT to f32[STATISTICS]; None is nothing."""
+        if found is None:
+            return
+        assert self.health_ref is not None, "only what is recorded is measured"
+        row = OBSERVED.index(tensor)
+        index = row if self.slot is None else (self.slot, row)
+        self.health_ref[index] = jnp.maximum(self.health_ref[index], found)
 
 
 @jax.tree_util.register_dataclass
@@ -127,6 +142,12 @@ class Fp8Gemm:
     def accumulation(self, gemm: str) -> str:
         """How "fprop", "dgrad" or "wgrad" accumulates, as `matmul` takes it."""
         return accumulation(self.recipe, gemm)
+
+    def observe(self, sources: Callable[[], Sequence[jax.Array]], pair: Fp8Pair) -> jax.Array | None:
+        """How a tensor was cast, f32[STATISTICS], if anybody asks; `sources()` are the matrices that `pair` was made
+        of.
+        """
+        return None if self.record.health_ref is None else measure(sources(), pair.rowwise)
 
     def record_backward(self, amaxes: jax.Array) -> "Fp8Gemm | None":
         """Record the amaxes f32[3] of a backward pass.

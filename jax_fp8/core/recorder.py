@@ -85,6 +85,7 @@ class Recorder:
       cotangents: where Refs cannot be written to.
       first_row: of this GEMM in `cotangents`.
       deferral: of the operands of its kernels' gradients, if these are for later.
+      health: the Ref of how its tensors were cast, if anybody asks.
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class Recorder:
         cotangents: Cotangents | None = None,
         first_row: int = 0,
         deferral: ByIdentity | None = None,
+        health: ByIdentity | None = None,
     ):
-        self._static = amax, sums, weight, from_current, cotangents, first_row, deferral
-        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static[:-1]
-        self._deferral = deferral
+        self._static = amax, sums, weight, from_current, cotangents, first_row, deferral, health
+        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static[:-2]
+        self._deferral, self._health = deferral, health
         self.slot = slot
 
     @property
@@ -119,7 +121,8 @@ class Recorder:
         deferral = None if self._deferral is None else self._deferral.ref
         if self._amax is None and self.slot is not None and self.slot.ndim:  # nobody has handed each layer its own
             return Record()
-        return Record(self.amax_ref, self.slot, gradient, deferral=deferral)
+        health = None if self._health is None else self._health.ref
+        return Record(self.amax_ref, self.slot, gradient, deferral=deferral, health_ref=health)
 
     def named(self, kernels: Any) -> Any:
         """The kernels of the GEMM, under their names while operands are searched for."""

@@ -72,6 +72,14 @@ def quantize_reference(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Arr
     return with_one_nan(rounded, jnp.isnan(scaled))
 
 
+def cast_reference(x: jax.Array, cast: Cast) -> Fp8Array:
+    """A matrix (m, n) as a cast makes it rowwise, by operations that fuse with others."""
+    rule = cast.rule
+    element = tile_amaxes(x, rule.tile) if rule.tile else cast.source[rule.row] if cast.source.ndim else cast.source
+    scale = rule.scale(element)
+    return Fp8Array(quantize_reference(x, rule.dtype, scale), scale)
+
+
 def with_one_nan(values: jax.Array, is_nan: jax.Array) -> jax.Array:
     """FP8 values with the one NaN of a cast wherever there is one.
 

@@ -17,15 +17,9 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
+from jax_fp8.ops.operands import quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import Like, LinearParameters
-from jax_fp8.ops.passes import (
-    backward_gemm,
-    forward_gemm,
-    forward_rows,
-    plain_linear,
-    quantize_gradient,
-    quantize_input,
-)
+from jax_fp8.ops.passes import backward_gemm, forward_gemm, forward_rows, plain_linear
 
 
 def linear(
@@ -107,12 +101,11 @@ def _linear(static, x, parameters, gemm, residual):
 
 def _run(static, x, parameters, gemm, residual, keep):
     has_own_rows = static.by_columns is not None and static.by_columns.sequence
-    quantized, cast = quantize_input(x, gemm, keep=keep and not has_own_rows)
-    quantized = gather_pair(quantized, static.by_columns, keep)
+    quantized = quantize_input(x, gemm, keep=keep and not has_own_rows).gathered(static.by_columns, keep)
     if static.by_rows is None:
-        y, amaxes, kept = forward_gemm(quantized, cast, parameters, gemm, static.dtype, residual, static.in_parts)
+        y, amaxes, kept = forward_gemm(quantized, parameters, gemm, static.dtype, residual, static.in_parts)
     else:
-        y, amaxes, kept = forward_rows(quantized, cast, parameters, gemm, static.dtype, residual, static.by_rows)
+        y, amaxes, kept = forward_rows(quantized, parameters, gemm, static.dtype, residual, static.by_rows)
     return (y, amaxes), kept
 
 
@@ -136,7 +129,7 @@ def _backward(static, residuals, cotangents):
     dx, gradients = backward_gemm(
         quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths, static.by_columns
     )
-    recorded = gemm.record_backward(kept.all_amaxes(quantized))
+    recorded = kept.record(quantized, gemm)
     return x_like.place(dx), gradients, recorded, residual_like.place(dy) if static.has_residual else None
 
 

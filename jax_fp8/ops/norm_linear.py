@@ -21,8 +21,9 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
+from jax_fp8.ops.operands import GemmInput, quantize_gradient
 from jax_fp8.ops.parameters import Like, LinearParameters
-from jax_fp8.ops.passes import backward_gemm, forward_gemm, plain_linear, quantize_gradient
+from jax_fp8.ops.passes import backward_gemm, forward_gemm, plain_linear
 
 
 def norm_linear(
@@ -69,14 +70,15 @@ def quantize_norm(
     gemm: Fp8Gemm,
     keep: bool,
     tensor: TensorParallel | None = None,
-) -> tuple[Fp8Pair, Cast, NormStatistics]:
+) -> tuple[GemmInput, NormStatistics]:
     """The normalized `x` (m, k) as the input of a GEMM, the rows of all devices, with `keep` in both orientations;
-    its cast, and what the norm's backward needs.
+    and what the norm's backward needs.
     """
     cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
     both = keep and not (tensor is not None and tensor.sequence)
     pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if both else "rowwise")
-    return gather_pair(pair, tensor, keep), cast, statistics
+    quantized = GemmInput.of(lambda: normalize(x, norm, epsilon, x.dtype)[0], pair, cast, gemm)
+    return quantized.gathered(tensor, keep), statistics
 
 
 def transpose_norm(
@@ -105,8 +107,8 @@ def _norm_linear(static, x, norm, parameters, gemm):
 
 
 def _run(static, x, norm, parameters, gemm, keep):
-    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep, static.tensor)
-    y, amaxes, kept = forward_gemm(normalized, cast, parameters, gemm, static.dtype, in_parts=static.in_parts)
+    normalized, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep, static.tensor)
+    y, amaxes, kept = forward_gemm(normalized, parameters, gemm, static.dtype, in_parts=static.in_parts)
     return ((y, x if static.return_input else None), amaxes), (statistics, kept)
 
 
@@ -124,7 +126,7 @@ def _backward(static, residuals, cotangents):
         quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths, static.tensor
     )
     dx, dnorm = Like.place_all(likes, norm_backward(dnormalized, x, norm, statistics, dresidual))
-    return dx, dnorm, gradients, gemm.record_backward(kept.all_amaxes(quantized))
+    return dx, dnorm, gradients, kept.record(quantized, gemm)
 
 
 _norm_linear.defvjp(_forward, _backward)

@@ -19,6 +19,7 @@ from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.activation import (
     activate,
+    activate_backward,
     activation_amax,
     activation_backward_amax,
     activation_backward_quantize,
@@ -29,6 +30,7 @@ from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
+from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient
 from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import (
     backward_dgrad,
@@ -37,7 +39,6 @@ from jax_fp8.ops.passes import (
     forward_gemm,
     forward_rows,
     plain_linear,
-    quantize_gradient,
 )
 
 
@@ -97,11 +98,12 @@ def _norm_mlp(static, x, norm, up, down, gemms):
 
 
 def _run(static, x, norm, up, down, gemms, keep):
-    normalized, cast, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor)
-    hidden, up_amaxes, up_kept = forward_gemm(normalized, cast, up, gemms[0], static.dtype)
+    normalized, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor)
+    hidden, up_amaxes, up_kept = forward_gemm(normalized, up, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
-    activated = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
-    into_down = activated, activated_cast, down, gemms[1], static.dtype, x if static.residual else None, static.tensor
+    pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
+    activated = GemmInput.of(lambda: activate(hidden, static.activation), pair, activated_cast, gemms[1])
+    into_down = activated, down, gemms[1], static.dtype, x if static.residual else None, static.tensor
     y, down_amaxes, down_kept = forward_rows(*into_down)
     return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
 
@@ -125,6 +127,7 @@ def _backward(static, residuals, cotangents):
     dhidden, dhidden_sums, activated = activation_backward_quantize(
         dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
     )
+    observe_gradient(lambda: (activate_backward(dactivated, hidden, static.activation),), dhidden, up_gemm)
     down_kept = replace(down_kept, x_transposed=activated)
     up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon, tensor), x, after=dactivated)
 
@@ -135,11 +138,7 @@ def _backward(static, residuals, cotangents):
         dnormalized, (ddown, dup) = beside_wgrad(dnormalized, (ddown, dup), up_gemm, down_gemm)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
     dx, dnorm = Like.place_all(likes, (dx, dnorm))
-    recorded = (
-        up_gemm.record_backward(up_kept.all_amaxes(dhidden)),
-        down_gemm.record_backward(down_kept.all_amaxes(quantized)),
-    )
-    return dx, dnorm, dup, ddown, recorded
+    return dx, dnorm, dup, ddown, (up_kept.record(dhidden, up_gemm), down_kept.record(quantized, down_gemm))
 
 
 _norm_mlp.defvjp(_forward, _backward)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.cast import Cast
-from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
+from jax_fp8.core.formats import INPUT, KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.kept import keep
@@ -37,14 +37,9 @@ from jax_fp8.core.shards import Side, TensorParallel
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
-from jax_fp8.kernels.quantize import (
-    Matrices,
-    as_tuple,
-    quantize_rowwise,
-    quantize_transpose,
-    quantize_transpose_sums,
-)
-from jax_fp8.ops.collectives import enter, gather_pair, leave, reduce_rows
+from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
+from jax_fp8.ops.collectives import enter, leave, reduce_rows
+from jax_fp8.ops.operands import GemmInput
 from jax_fp8.ops.parameters import Like, LinearParameters, gradients_like, joined, split_columns
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
@@ -64,16 +59,19 @@ class GemmResidual:
       x_cast: how, to the same bits.
       kernel: (k, n).
       amaxes: f32[2], of input and kernel.
+      x_health: f32[STATISTICS], or None where nobody asks.
     """
 
     x_transposed: Fp8Array | None
     x_cast: Cast
     kernel: Fp8Array
     amaxes: jax.Array
+    x_health: jax.Array | None = None
 
-    def all_amaxes(self, dy: Fp8Pair) -> jax.Array:
-        """f32[3], with that of the output gradient."""
-        return jnp.append(self.amaxes, dy.amax)
+    def record(self, dy: Fp8Pair, gemm: Fp8Gemm) -> Fp8Gemm | None:
+        """Record what this backward pass knows of the GEMM's tensors, at its end; returns the cotangent of `gemm`."""
+        gemm.record.health(INPUT, self.x_health)
+        return gemm.record_backward(jnp.append(self.amaxes, dy.amax))
 
     def with_input(
         self, requantize: Callable[[jax.Array, Cast], Fp8Pair], made_of: jax.Array, after: jax.Array
@@ -121,37 +119,8 @@ def cast_weight(kernel: Matrices, cast_of: Callable[[Callable[[], jax.Array]], C
         return quantize_transpose(kernel, cast_of(partial(amax, *as_tuple(kernel))))
 
 
-def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> tuple[Fp8Pair, Cast]:
-    """An input (m, k), with `keep` in both orientations; and its cast."""
-    cast = gemm.cast(INPUT, partial(amax, x))
-    return (quantize_transpose if keep else quantize_rowwise)(x, cast), cast
-
-
-def quantize_gradient(
-    dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm, tensor: TensorParallel | None = None
-) -> tuple[Fp8Pair, jax.Array | None]:
-    """An output gradient (m, n), or its parts, and the bias gradient f32[n] from the same pass,
-    where there is a bias.
-
-    Args:
-      tensor: of a GEMM whose result leaves a split layer; with sequence parallelism `dy` are this device's own rows,
-        and so is the bias gradient their sum. The pair has the rows of all.
-    """
-    cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
-    has_own_rows = tensor is not None and tensor.sequence
-    if parameters_like.bias is not None:
-        pair, sums = quantize_transpose_sums(dy, cast)
-    elif has_own_rows:
-        (own,) = as_tuple(dy)
-        pair, sums = quantize_rowwise(own, cast), None
-    else:
-        pair, sums = quantize_transpose(dy, cast), None
-    return gather_pair(pair, tensor), sums
-
-
 def forward_gemm(
-    x: Fp8Pair,
-    x_cast: Cast,
+    x: GemmInput,
     parameters: LinearParameters,
     gemm: Fp8Gemm,
     dtype,
@@ -164,7 +133,7 @@ def forward_gemm(
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
     multiply = partial(
         matmul,
-        x.rowwise,
+        x.pair.rowwise,
         weight.columnwise,
         bias=joined(parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype),  # as the GEMM takes it
         c=residual,
@@ -175,14 +144,15 @@ def forward_gemm(
     with jax.named_scope(f"{gemm.name}/fprop"):
         parts = _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths)
         y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
-    amaxes = jnp.stack([x.amax, weight.amax])
-    x_transposed = x.columnwise and replace(x.columnwise, values=keep("gemm_input", x.columnwise.values))
-    return y, amaxes, GemmResidual(x_transposed, x_cast.again(x.rowwise.scale), weight.rowwise, amaxes)
+    amaxes = jnp.stack([x.pair.amax, weight.amax])
+    transposed = x.pair.columnwise
+    x_transposed = transposed and replace(transposed, values=keep("gemm_input", transposed.values))
+    x_cast = x.cast.again(x.pair.rowwise.scale)
+    return y, amaxes, GemmResidual(x_transposed, x_cast, weight.rowwise, amaxes, x.health)
 
 
 def forward_rows(
-    x: Fp8Pair,
-    x_cast: Cast,
+    x: GemmInput,
     parameters: LinearParameters,
     gemm: Fp8Gemm,
     dtype,
@@ -194,8 +164,8 @@ def forward_rows(
     With one device the GEMM adds them itself.
     """
     if tensor is None:
-        return forward_gemm(x, x_cast, parameters, gemm, dtype, residual)
-    sums, amaxes, kept = forward_gemm(x, x_cast, replace(parameters, bias=None), gemm, dtype)
+        return forward_gemm(x, parameters, gemm, dtype, residual)
+    sums, amaxes, kept = forward_gemm(x, replace(parameters, bias=None), gemm, dtype)
     y = reduce_rows(sums, tensor).astype(jnp.float32)
     y = y if parameters.bias is None else y + joined(parameters.bias, jnp.float32)
     y = y if residual is None else y + residual.astype(jnp.float32)

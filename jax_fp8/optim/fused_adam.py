@@ -107,6 +107,8 @@ def fused_adam(
         scale = 1 if grad_scale is None else grad_scale
         norm = None if max_grad_norm is None else _global_norm(gradients, scale)
         applied = _all_finite(gradients, norm) if skip_nonfinite else None
+        if in_place is not None and in_place.apply is not None:
+            applied = in_place.apply if applied is None else in_place.apply & applied
         count = jnp.asarray(optax.safe_increment(state.count))
         steps = count.astype(jnp.float32)
         numbers = {

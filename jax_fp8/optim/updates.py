@@ -29,9 +29,11 @@ class InPlace:
     `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale
     f32[] to write them with. Kernels that stand side by side in one copy go by the tuple of their names, from left to
     right.
+    `apply`: bool[], False for a step that changes nothing; None is True.
     """
 
     casts: Mapping[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
+    apply: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)

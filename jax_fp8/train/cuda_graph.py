@@ -10,6 +10,8 @@ moved, some 15 µs of the host's time each, 17 ms for a GPT of 24 layers. A dona
               so there is room for them in front of it
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -32,12 +34,19 @@ def default_options(on_mesh: bool) -> dict[str, str | bool | int]:
 ROOM_BYTES = 16 * 2**20  # 64,000 scalars
 
 
-def zero_metrics() -> dict[str, np.generic]:
-    """What the metrics of a step are added to.
+def zero_metrics(skip_above: float | None = None, diagnostics: Any = None) -> dict[str, Any]:
+    """What the metrics of a step are added to; they have the same names.
 
     To be donated: read to the end, its buffers are shared with nothing else.
+
+    Args:
+      skip_above: the limit of the loss, if there is one; the step reads it here.
+      diagnostics: `Diagnostics` of zeros, if the step is to have them.
     """
-    return {"loss": np.float32(0), "nonfinite_amaxes": np.int32(0), "underflowing_amaxes": np.int32(0)}
+    zeros = {"loss": np.float32(0), "nonfinite_amaxes": np.int32(0), "underflowing_amaxes": np.int32(0)}
+    if skip_above is not None:
+        zeros |= {"skipped": np.int32(0), "skip_above": np.float32(skip_above)}
+    return zeros if diagnostics is None else zeros | {"diagnostics": diagnostics}
 
 
 def make_room(near: jax.Array) -> list[jax.Array]:

@@ -31,20 +31,26 @@ from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
 from jax_fp8.train.checks import check_loss
+from jax_fp8.train.diagnostics import Observed, beside_amaxes, new_refs
 
 
-def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_current: bool = False) -> Callable:
+def value_grads_and_amaxes(
+    loss_fn: Callable, has_aux: bool = False, from_current: bool = False, observed: Observed = ()
+) -> Callable:
     """Like `jax.value_and_grad` over the params of a variable dict; beside them the amaxes of the pass, f32[rows], for
     `finish_step` or `stage_joined`.
 
-    With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet.
+    With `from_current` every tensor is scaled by its own amax: for a first pass, when there is no history yet. How
+    the tensors of `observed` were cast stands behind the amaxes (train/diagnostics.py).
     """
 
     @inside_its_mesh
     def run(variables, *args, **kwargs):
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
-        recorded = record_in(variables, cotangents, axes, from_current)
-        return differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
+        health = new_refs(observed, axes)
+        recorded = record_in(variables, cotangents, axes, from_current, observed=observed, health=health)
+        value, grads, amaxes = differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
+        return value, grads, beside_amaxes(amaxes, health)
 
     return run
 
@@ -54,7 +60,9 @@ def with_first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | No
     return keep_known_rows(fp8_state, finish_step(fp8_state, amaxes, recipe)[0])
 
 
-def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = ()) -> Callable:
+def accumulate_grads(
+    loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = (), observed: Observed = ()
+) -> Callable:
     """`value_grads_and_amaxes` that adds the gradients to sums: `sums + weight * grads`.
 
     The kernels of a GEMM with FP8 state, or of one of `gemms` for recipes without state (see `list_gemms`), are added
@@ -71,10 +79,8 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
         }
 
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
-        recorded = record_in(variables, cotangents, axes, False, added, weight)
-        for gemm in gemms:
-            if sums_of_gemm := _sums_of(gemm, added):
-                put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None, cotangents)})
+        health, options = new_refs(observed, axes), {"stateless": gemms, "observed": observed}
+        recorded = record_in(variables, cotangents, axes, False, added, weight, health=health, **options)
         value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs)
 
         # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
@@ -83,7 +89,7 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
             total = added[path][...] if path in added else total
             return total + np.float32(weight) * gradient.astype(jnp.float32)
 
-        return value, map_with_names(merge, sums, grads), amaxes
+        return value, map_with_names(merge, sums, grads), beside_amaxes(amaxes, health)
 
     return run
 
@@ -138,6 +144,9 @@ def record_in(
     sums: Mapping[LayerPath, jax.Ref] = MappingProxyType({}),
     weight: float = 1.0,
     deferrals: Mapping[LayerPath, Any] = MappingProxyType({}),
+    stateless: Collection[LayerPath] = (),
+    observed: Observed = (),
+    health: Mapping[LayerPath, jax.Ref] = MappingProxyType({}),
 ) -> dict:
     """The FP8 state with a recorder beside the state of each GEMM.
 
@@ -146,8 +155,11 @@ def record_in(
       from_current: scale every tensor by its own amax.
       sums, weight: Refs of sums of kernels' gradients, and what these are multiplied by.
       deferrals: by GEMM, where it leaves the operands of its kernels' gradients.
+      stateless: GEMMs without state, whose kernels may be among `sums`.
+      observed, health: GEMMs that are measured, and where they leave what they find.
     """
     first_row = 0
+    of_health = {path: ByIdentity(ref) for path, ref in health.items()}
 
     def with_recorder(path, gemm):
         nonlocal first_row
@@ -156,11 +168,18 @@ def record_in(
         slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
         own = _sums_of(path, sums)
         deferral = ByIdentity(deferrals[path]) if path in deferrals else None
-        recorder = Recorder(ByIdentity(ref), own, weight, from_current, slot, cotangents, first_row, deferral)
+        others = cotangents, first_row, deferral, of_health.get(path)
         first_row += 3 * layers
-        return {**gemm, RECORDER: recorder}
+        return {**gemm, RECORDER: Recorder(ByIdentity(ref), own, weight, from_current, slot, *others)}
 
-    return map_gemms_with_path(with_recorder, fp8_state_of(variables))
+    recorded = map_gemms_with_path(with_recorder, fp8_state_of(variables))
+    slots = {gemm.path: gemm.slots() for gemm in observed}
+    for path in dict.fromkeys([*stateless, *slots]):
+        own, found = _sums_of(path, sums), of_health.get(path)
+        if (own or found) and at_path(recorded, (*path, RECORDER)) is None:
+            recorder = Recorder(None, own, weight, True, slots.get(path), cotangents, health=found)
+            put_at_path(recorded, path, {RECORDER: recorder})
+    return recorded
 
 
 def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):

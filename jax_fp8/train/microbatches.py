@@ -19,6 +19,7 @@ from jax import lax
 from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import shards_of
+from jax_fp8.train.diagnostics import Observed
 from jax_fp8.train.gradients import accumulate_grads
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
@@ -63,10 +64,13 @@ def add_microbatch(
     pending: PendingStep,
     microbatch: Any,
     gemms: Collection[LayerPath] = (),
+    observed: Observed = (),
 ) -> PendingStep:
-    """Run the loss of a microbatch forward and backward, and add its share; `gemms` as in `accumulate_grads`."""
+    """Run the loss of a microbatch forward and backward, and add its share; `gemms` and `observed` as in
+    `accumulate_grads`.
+    """
     variables = state.variables | ({"fp8_cache": pending.cache} if pending.cache else {})
-    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms)
+    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms, observed)
     loss, gradients, amaxes = gradient_fn(variables, pending.gradients, microbatch)
     total = pending.loss + loss.astype(jnp.float32) / microbatches
     amaxes = jnp.maximum(pending.amaxes, amaxes)

@@ -9,23 +9,36 @@ arrays; on a mesh the compiler splits it, for it computes element by element, an
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from jax_fp8.core.checks import first_difference
+from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, finish_step
+from jax_fp8.optim.skipping import kept_unless
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
 from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_on_mesh, check_opt_state, check_state
+from jax_fp8.train.diagnostics import (
+    Diagnostics,
+    Layout,
+    Observed,
+    ObservedGemm,
+    nothing_beside,
+    split_from_amaxes,
+)
 from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes, with_first_scales
+from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.own_kernels import check_kernels_are_params
@@ -69,21 +82,52 @@ class Programs:
         return program, shapes, placement.shardings(shapes)
 
     def step(self, state, batch, zeros):
+        """A step; `zeros` are what its metrics are added to, and say which there are (train/cuda_graph.py)."""
+        state, (loss, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
+        new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"))
+        if self.how is not None:
+            new = self.on_mesh(state, batch, self.microbatches).constrain(new)
+        return new, jax.tree.map(jnp.add, metrics | found, zeros)
+
+    def diagnose(self, state, batch):
+        """What a step would say of its numbers."""
+        return self._pass(state, batch, True)[2]["diagnostics"]
+
+    def no_diagnostics(self, state, batch) -> Diagnostics:
+        """Zeros, on the host."""
+        layout = Layout.of(self.observed(state, batch), state.params)
+        return Diagnostics(np.zeros(layout.size, np.float32), layout)
+
+    def observed(self, state, batch) -> Observed:
+        """The GEMMs whose tensors are measured, in program order."""
+        if self.how is not None:
+            self.how.check_has_no_stages("diagnose")
+            gemms = self.on_mesh(state, batch, self.microbatches).gemms
+        else:
+            part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
+            gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
+        return tuple(ObservedGemm.of(path, recipe, state.params) for path, recipe in gemms.items())
+
+    def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, tuple[Any, Any, Any], dict[str, Any]]:
+        """The state as it computes, with its own weight cache; loss, gradients and amaxes; and diagnostics, if any."""
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
         has_stages = self.how is not None and self.how.stages > 1  # of which `on_mesh` checks it
         if not has_stages and (self.microbatches > 1 or state.cache):
             part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
             check_kernels_are_params(self.loss_fn, state.variables, part)
+        observed = self.observed(state, batch) if diagnoses else ()
+        of_batch = partial(self._gradients, observed=observed)
         if self.how is None:
-            loss, gradients, amaxes = self._gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch))
-            state, metrics = self._update(state, loss, gradients, amaxes)
+            results = of_batch(self.loss_fn, lambda: state, batch, self._gemms(state, batch))
         else:
-            mesh = self.on_mesh(state, batch, self.microbatches)
-            loss, gradients, amaxes = mesh.gradients(self._gradients, state, batch)
-            state, metrics = self._update(state, loss, gradients, amaxes)
-            state = mesh.constrain(state)
-        return state, jax.tree.map(jnp.add, metrics, zeros)
+            results = self.on_mesh(state, batch, self.microbatches).gradients(of_batch, state, batch)
+        if not diagnoses:
+            return state, results, {}
+        loss, gradients, joined = results
+        amaxes, health = split_from_amaxes(joined, observed)
+        found = Diagnostics.of(observed, health, state.params, state.fp8, gradients)
+        return state, (loss, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):
         self._check(state, batch, self.microbatches)
@@ -186,17 +230,20 @@ class Programs:
         check_state(state, self.recipe)
         check_opt_state(state.opt_state, self.optimizer, state.params)
 
-    def _gradients(self, loss_fn, state_of, batch, gemms):
-        """Loss, gradients and amaxes of a batch. The state of `state_of()` may be made anew for every microbatch."""
+    def _gradients(self, loss_fn, state_of, batch, gemms, observed: Observed = ()):
+        """Loss, gradients and amaxes of a batch, and behind these how the tensors of `observed` were cast. The state of
+        `state_of()` may be made anew for every microbatch.
+        """
         if self.microbatches == 1:
-            return value_grads_and_amaxes(loss_fn)(state_of().variables, batch)
+            return value_grads_and_amaxes(loss_fn, observed=observed)(state_of().variables, batch)
 
         def body(pending, microbatch):
             state = state_of()
-            return add_microbatch(loss_fn, self.microbatches, state, pending, microbatch, gemms), None
+            return add_microbatch(loss_fn, self.microbatches, state, pending, microbatch, gemms, observed), None
 
         state = state_of()
         start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
+        start = dataclasses.replace(start, amaxes=nothing_beside(start.amaxes, observed))
         pending, _ = lax.scan(body, start, split(batch, self.microbatches))
         return pending.loss, pending.gradients, pending.amaxes
 
@@ -219,20 +266,33 @@ class Programs:
         part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
         return list_gemms(self.loss_fn, state.variables, part)
 
-    def _update(self, state, loss, gradients, amaxes):
-        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients."""
+    def _update(self, state, loss, gradients, amaxes, skip_above=None):
+        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients. A loss that
+        is not at most `skip_above` changes nothing.
+        """
+        apply = None if skip_above is None else loss.astype(jnp.float32) <= skip_above
         with jax.named_scope("fp8_state"):
             fp8, counts = finish_step(state.fp8, amaxes, self.recipe)
         with jax.named_scope("optimizer"):
             casts = cast_requests(state.cache, state.params, fp8)
-            request = {"in_place": InPlace(casts)} if self.in_place else {}
+            request = {"in_place": InPlace(casts, apply)} if self.in_place else {}
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
             params = apply_updates(state.params, updates)
-        applied = was_applied(updates)
+            if apply is not None:
+                before = state.params, state.opt_state
+                params, opt_state = kept_unless(apply, updates, (params, opt_state), before)
+        applied, metrics = was_applied(updates), _metrics(loss, counts)
+        if apply is not None:
+            applied = apply if applied is None else apply & applied
+            metrics |= {"skipped": 1 - applied.astype(jnp.int32), "skip_above": jnp.float32(0)}
         if applied is not None:
             fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
         cache = refresh(state.cache, params, fp8, updates)
-        return TrainState(state.step + 1, params, fp8, opt_state, cache), _metrics(loss, counts)
+        return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics
+
+
+def _paths(params) -> dict[LayerPath, Any]:
+    return {names_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def _key(tree) -> str:

@@ -9,6 +9,7 @@ Donated buffers keep their addresses from step to step, and the rest of a step d
 recorded once; nothing waits for the host.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,14 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jax_fp8.core.checks import check_flags, check_integer
+from jax_fp8.core.checks import check_flags, check_integer, check_number
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
+from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep
@@ -42,6 +44,17 @@ class TrainStep:
     microbatches); "nonfinite_amaxes" (int32, tensors with an infinity or a NaN, whose scale was therefore left alone);
     "underflowing_amaxes" (int32, tensors so small at their scale that little more than zeros was left of them: more
     than 0 for many steps says that an outlier has blown up scales; see `DelayedScaling(forget_outliers=True)`).
+
+    Two options of a call, each a program of its own, compiled when it is first asked for:
+
+        step(state, batch, diagnose=True)     the same step to the bit, and `metrics["diagnostics"]`, a `Diagnostics`:
+                                              how each tensor was cast, and gradients by layer
+        step(state, batch, skip_above=4.0)    a step whose loss is larger, or NaN, changes nothing but the step count:
+                                              then `metrics["skipped"]` (int32) is 1; `metrics["skip_above"]` is the
+                                              limit. 1 as well where `fused_adam(skip_nonfinite=True)` has skipped in
+                                              place. math.inf skips NaN alone
+
+    `step.diagnose(state, batch)` is what that step would say, and leaves the state alone.
 
     The same step in pieces, for callers who drive the microbatches themselves:
 
@@ -62,6 +75,7 @@ class TrainStep:
 
         self._step, self._start = jit(programs.step, (0, 2)), jax.jit(programs.start)
         self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
+        self._diagnose, self._no_diagnostics = jit(programs.diagnose, ()), None
         self._warm = jit(programs.warm, 0) if programs.recipe is not None and programs.recipe.has_state else None
         self._warms_up = warm_start
         self._donate, self._last_step_count, self._room = donate, None, None
@@ -92,10 +106,13 @@ class TrainStep:
             state, self._programs.on_mesh(state, batch, self._programs.microbatches).placement.shardings(state)
         )
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(
+        self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
         check_is("state", state, TrainState, STATE_REMEDY)
+        zeros = self._zeros(state, batch, diagnose, skip_above)
         if isinstance(state.step, Tracer):  # being looked at, not run
-            return self._step(state, batch, zero_metrics())
+            return self._step(state, batch, zeros)
         check_not_donated(state)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
@@ -105,11 +122,31 @@ class TrainStep:
             # Asking the step count waits for the device.
             if self._warms_up and self._warm is not None and int(state.step) == 0:
                 state = self._warm(state, batch)
-        state, metrics = self._step(state, batch, zero_metrics())
+        state, metrics = self._step(state, batch, zeros)
         if self._room is None:
             self._room = make_room(state.step)
         self._last_step_count = state.step
         return state, metrics
+
+    def diagnose(self, state: TrainState, batch: Any) -> Diagnostics:
+        """How the tensors of a step from this state would be cast, and its gradients by layer. The state is not donated
+        and not changed.
+        """
+        check_is("state", state, TrainState, STATE_REMEDY)
+        if not isinstance(state.step, Tracer):
+            check_not_donated(state)
+            if self._programs.how is not None:
+                batch = self._programs.how.place_batch(batch, self._programs.microbatches)
+                check_on_mesh(state, self._programs.how.mesh)
+        return self._diagnose(state, batch)
+
+    def _zeros(self, state, batch, diagnose, skip_above) -> dict[str, Any]:
+        check_flags(diagnose=diagnose)
+        if skip_above is not None and skip_above != math.inf:
+            check_number("skip_above", skip_above, "or math.inf", lambda _: True, "None never skips")
+        if diagnose and self._no_diagnostics is None:
+            self._no_diagnostics = self._programs.no_diagnostics(state, batch)
+        return zero_metrics(skip_above, self._no_diagnostics if diagnose else None)
 
     def warm_start(self, state: TrainState, batch: Any) -> TrainState:
         """A state with scales from this batch, as a step makes them by itself before step 0: for params that come from
@@ -186,12 +223,14 @@ class TrainStep:
         """
         return self._apply(state, pending)
 
-    def lower(self, state: TrainState, batch: Any) -> Lowering:
+    def lower(
+        self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
+    ) -> Lowering:
         """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.
 
         Its third input is `zero_metrics()`.
         """
-        return Lowering(self._step.lower(state, batch, zero_metrics()))
+        return Lowering(self._step.lower(state, batch, self._zeros(state, batch, diagnose, skip_above)))
 
     def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:
         """Trace the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""

@@ -1,0 +1,263 @@
+"""What a step can say about its numbers beside the loss: how each tensor was cast to FP8, and the gradients by layer.
+
+    passes ─by maximum, with the amaxes→ health of inputs and output gradients ┐
+    params, scales → health of kernels                                         ├→ one vector, `Diagnostics`
+    gradients → norms, counts of what is not finite                            ┘
+
+A layer measures where it casts (ops/operands.py), and only in a step that was asked to diagnose: that is a program of
+its own, which computes the same state to the bit and reads most activations once more.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fp8.core.checks import describe
+from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_array import is_fp8
+from jax_fp8.core.fp8_gemm import OBSERVED
+from jax_fp8.core.health import STATISTICS, measure
+from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import join_amaxes
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import cast_reference
+from jax_fp8.kernels.varying import vary
+
+TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
+SHARES = ("saturated", "underflowed", "nonfinite")
+OF_GRADIENT = ("norm", "nonfinite")
+NOTABLE_SATURATION = 1e-3  # share of a tensor: a scale that is a step late cuts off far less
+
+
+@dataclass(frozen=True)
+class ObservedGemm:
+    """A GEMM that is measured: its path, its recipe, and the dims along which `nn.scan` stacks it."""
+
+    path: LayerPath
+    recipe: Recipe
+    stacked: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, path: LayerPath, recipe: Recipe, params: Mapping) -> "ObservedGemm":
+        return cls(path, recipe, at_path(params, kernel_paths(path)[0]).shape[:-2])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what a pass records of it."""
+        layers = (math.prod(self.stacked),) if self.stacked else ()
+        return (*layers, len(OBSERVED), len(STATISTICS))
+
+    def slots(self) -> jax.Array | None:
+        """The number of each layer that is stacked here, int32."""
+        return jnp.arange(math.prod(self.stacked), dtype=jnp.int32).reshape(self.stacked) if self.stacked else None
+
+
+Observed = tuple[ObservedGemm, ...]
+
+
+def new_refs(observed: Observed, axes: frozenset[str]) -> dict[LayerPath, jax.Ref]:
+    """Where layers leave how their tensors were cast; `axes` as `vary` takes them."""
+    return {gemm.path: jax.new_ref(vary(jnp.zeros(gemm.shape, jnp.float32), axes)) for gemm in observed}
+
+
+def beside_amaxes(amaxes: jax.Array, refs: Mapping[LayerPath, jax.Ref]) -> jax.Array:
+    """The amaxes f32[rows] of a pass, and behind them what the Refs hold: from here on all of it goes by maximum."""
+    return jnp.concatenate([amaxes, join_amaxes([ref[...] for ref in refs.values()])]) if refs else amaxes
+
+
+def nothing_beside(amaxes: jax.Array, observed: Observed) -> jax.Array:
+    """The same, before anything was measured."""
+    return jnp.concatenate([amaxes, jnp.zeros(_size(observed), jnp.float32)]) if observed else amaxes
+
+
+def split_from_amaxes(joined: jax.Array, observed: Observed) -> tuple[jax.Array, jax.Array]:
+    """The amaxes f32[rows], and f32[gemms, 2, STATISTICS] of what stood behind them."""
+    rows = joined.shape[0] - _size(observed)
+    return joined[:rows], joined[rows:].reshape(-1, len(OBSERVED), len(STATISTICS))
+
+
+def _size(observed) -> int:
+    return sum(math.prod(gemm.shape) for gemm in observed)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What stands where in the vector of `Diagnostics`: names of GEMMs, of each three tensors, and of the layers that
+    have gradients.
+    """
+
+    gemms: tuple[str, ...]
+    layers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, observed: Observed, params: Any) -> "Layout":
+        gemms = tuple(name for gemm in observed for name in _numbered(gemm.path, gemm.stacked))
+        return cls(gemms, tuple(_gradients_by_layer(params, observed)))
+
+    @property
+    def size(self) -> int:
+        return len(self.gemms) * len(TENSORS) * len(STATISTICS) + len(self.layers) * len(OF_GRADIENT)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Diagnostics:
+    """How the tensors of a step were cast, and its gradients by layer, as one array on the device; `rows()` reads it.
+
+    Args:
+      values: f32[size].
+      layout: static.
+    """
+
+    values: jax.Array
+    layout: Layout = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, observed: Observed, health: jax.Array, params: Any, fp8_state: Mapping, gradients: Any):
+        """What a step knows.
+
+        Args:
+          health: f32[gemms, 2, STATISTICS] of inputs and output gradients.
+          params, fp8_state: those with which it computed.
+          gradients: like the params.
+        """
+        kernels = [_kernel_health(gemm, params, fp8_state).reshape(-1, len(STATISTICS)) for gemm in observed]
+        whole = health
+        if kernels:
+            of_tensor = {
+                **dict(zip(OBSERVED, jnp.moveaxis(health, 1, 0), strict=True)),
+                KERNEL: jnp.concatenate(kernels),
+            }
+            whole = jnp.stack([of_tensor[tensor] for tensor in TENSORS], axis=1)
+        found = _gradients_by_layer(gradients, observed)
+        norms = [jnp.stack(_of_gradients(leaves)) for leaves in found.values()]
+        layout = Layout.of(observed, params)
+        return cls(jnp.concatenate([whole.reshape(-1), *norms]), layout)
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """The same in words that JSON knows; waits for the device. Numbers that are not finite are None.
+
+        Returns:
+          "tensors": of each GEMM in program order, three of them, a dict of "layer", "tensor" ("input", "kernel" or
+            "output_gradient"), "amax", "scale", "headroom" (`fp8_max * scale / amax`: below 1 it was too large for its
+            scale), "saturated", "underflowed", "nonfinite" (shares of its elements) and "error" (relative root mean
+            square of what the cast changed). Where several microbatches, uses or devices had the tensor, the worst of
+            them. What could not be measured, as under `jax.vmap`, is None.
+          "gradients": by layer, the module that owns the params: "norm" of the finite elements, "nonfinite" their
+            number.
+        """
+        values = np.asarray(self.values, np.float64)
+        count = len(self.layout.gemms) * len(TENSORS)
+        tensors = values[: count * len(STATISTICS)].reshape(count, len(STATISTICS))
+        names = [(layer, tensor) for layer in self.layout.gemms for tensor in TENSORS.values()]
+        norms = values[count * len(STATISTICS) :].reshape(-1, len(OF_GRADIENT))
+        return {
+            "tensors": [_tensor_row(*name, row) for name, row in zip(names, tensors, strict=True)],
+            "gradients": [
+                {"layer": layer, "norm": _finite(norm), "nonfinite": int(count)}
+                for layer, (norm, count) in zip(self.layout.layers, norms, strict=True)
+            ],
+        }
+
+
+def find_fault(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
+    """What stands out in `Diagnostics.rows()`, as a clause: where numbers that are not finite begin, in the order in
+    which a step computes; else the tensor of which most was cut off; None if neither is there.
+    """
+    if not isinstance(rows, Mapping) or not {"tensors", "gradients"} <= set(rows):
+        raise ValueError(f'rows must hold "tensors" and "gradients", got {describe(rows)}; pass diagnostics.rows()')
+    tensors = rows["tensors"]
+    of_gradients = [row for row in reversed(tensors) if row["tensor"] == TENSORS[OUTPUT_GRADIENT]]
+    in_order = [row for row in tensors if row["tensor"] != TENSORS[OUTPUT_GRADIENT]] + of_gradients
+    for row in in_order:
+        if row["nonfinite"]:
+            return f"{100 * row['nonfinite']:.2g} % of {_described(row)} is not finite"
+    for row in rows["gradients"]:
+        if row["nonfinite"]:
+            return f"{row['nonfinite']} elements of the gradients of {row['layer']} are not finite"
+    worst = max(tensors, key=lambda row: row["saturated"] or 0, default=None)
+    if worst is None or (worst["saturated"] or 0) < NOTABLE_SATURATION:
+        return None
+    return f"{100 * worst['saturated']:.2g} % of {_described(worst)} is larger than its scale allows"
+
+
+def _described(row) -> str:
+    return f"the {row['tensor'].replace('_', ' ')} of {row['layer']}"
+
+
+def _tensor_row(layer, tensor, values) -> dict[str, Any]:
+    found = dict(zip(STATISTICS, values, strict=True))
+    if not found["scale"]:  # nobody has measured it
+        return {"layer": layer, "tensor": tensor, **dict.fromkeys(("amax", "scale", "headroom", *SHARES, "error"))}
+    headroom = 1 / found["reach"] if found["reach"] else math.inf
+    numbers = {"amax": found["amax"], "scale": found["scale"], "headroom": headroom}
+    numbers |= {name: found[name] for name in (*SHARES, "error")}
+    return {"layer": layer, "tensor": tensor, **{name: _finite(number) for name, number in numbers.items()}}
+
+
+def _finite(number) -> float | None:
+    return float(number) if math.isfinite(number) else None
+
+
+def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
+    """STATISTICS of its kernels, side by side, f32[*stacked, 7]; zeros where they are no arrays."""
+    kernels = [at_path(params, kernel) for kernel in kernel_paths(gemm.path)]
+    if any(is_fp8(kernel) for kernel in kernels):
+        return jnp.zeros((*gemm.stacked, len(STATISTICS)), jnp.float32)
+    state = at_path(fp8_state, gemm.path)
+    scales = state["scale"] if gemm.recipe.has_state and state else jnp.ones((*gemm.stacked, 3), jnp.float32)
+
+    def of_one(scales, *kernels):
+        def largest():
+            return jnp.max(jnp.stack([amax_reference(kernel) for kernel in kernels]))
+
+        cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, largest)
+        joined = jnp.concatenate(kernels, axis=1)
+        return measure(kernels, cast_reference(joined, cast))
+
+    for _ in gemm.stacked:
+        of_one = jax.vmap(of_one)
+    return of_one(scales, *kernels)
+
+
+def _gradients_by_layer(tree: Any, observed: Observed) -> dict[str, list]:
+    """The leaves of each layer, the module that owns them, in the order in which people count."""
+    stacks = {gemm.path[0]: gemm.stacked for gemm in observed if gemm.path and gemm.stacked}
+    found: dict[str, list] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_fp8):
+        names = names_of(path)
+        stacked = stacks.get(names[0], ())
+        if leaf.shape[: len(stacked)] != stacked:
+            stacked = ()
+        for number, name in enumerate(_numbered(names[:-1] or names, stacked)):
+            found.setdefault(name, []).append((leaf, np.unravel_index(number, stacked) if stacked else ()))
+    return dict(
+        sorted(found.items(), key=lambda item: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", item[0])])
+    )
+
+
+def _of_gradients(leaves) -> tuple[jax.Array, jax.Array]:
+    """Norm and number of elements that are not finite."""
+    squares, count = jnp.float32(0), jnp.float32(0)
+    for leaf, index in leaves:
+        gradient = leaf[index].astype(jnp.float32)
+        is_finite = jnp.isfinite(gradient)
+        squares += jnp.sum(jnp.where(is_finite, gradient, 0) ** 2)
+        count += jnp.sum(~is_finite, dtype=jnp.float32)
+    return jnp.sqrt(squares), count
+
+
+def _numbered(path, stacked) -> Iterator[str]:
+    """The name of each of the layers that are stacked here."""
+    name = "/".join(map(str, path))
+    if not stacked:
+        yield name
+    for index in np.ndindex(*stacked) if stacked else ():
+        yield f"{name}[{', '.join(map(str, index))}]"

@@ -38,7 +38,7 @@ class Profile:
     """
 
     def __init__(self, folder: Path, steps: range):
-        self.folder, self.steps, self._is_running = folder, steps, False
+        self.folder, self.steps, self._is_running, self._first = folder, steps, False, 0
 
     def __enter__(self) -> "Profile":
         return self
@@ -57,7 +57,7 @@ class Profile:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # calls of Python functions would be most of it
             jax.profiler.start_trace(self.folder, profiler_options=options)
-            self._is_running = True
+            self._is_running, self._first = True, step
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             yield
 
@@ -68,7 +68,7 @@ class Profile:
         jax.block_until_ready(state)
         self._stop()
         return (
-            f"the profile of steps {self.steps[0]} to {step} is below {self.folder}; open its *.trace.json.gz at "
+            f"the profile of steps {self._first} to {step} is below {self.folder}; open its *.trace.json.gz at "
             f"{VIEWER}, or `tensorboard --logdir {self.folder}` (pip install tensorboard xprof)"
         )
 

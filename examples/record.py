@@ -1,4 +1,5 @@
-"""What a run leaves: its folder `runs/<name>/`, with config.json, the logs of logs.py, and the picture loss.png."""
+"""What a run leaves: its folder `runs/<name>/`, with config.json, the logs of logs.py, the picture loss.png, and
+the tokenizer."""
 
 import errno
 import importlib.metadata
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from logs import LOGS, METRICS, Log, replace
 from matplotlib.figure import Figure
 
+TOKENIZER = "tokenizer.json"  # of a run that has learnt one
 PICTURE_BYTES = 2**20  # and configuration, at most
 TRIAL_BYTES = 2**24  # that are written to see whether there is room; beyond them the disk is asked
 
@@ -88,6 +90,12 @@ class Folder:
     def write_config(self, config: dict) -> None:
         if self.is_written:
             replace(self.path / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+
+    def write_tokenizer(self, text: str) -> None:
+        """Once, for programs that read checkpoints."""
+        path = self.path / TOKENIZER
+        if self.is_written and not path.exists():
+            replace(path, text)
 
     def take_up(self) -> None:
         """Keep of the log what was there when the checkpoint was saved, and read it: what came later will come again.

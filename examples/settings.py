@@ -3,14 +3,12 @@
 Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do.
 """
 
-import contextlib
 import dataclasses
-import io
 import math
 from pathlib import Path
 from typing import Literal
 
-import tyro
+import command_line
 from profiling import parse_steps
 
 import jax_fp8 as fp8
@@ -116,26 +114,15 @@ def defaults(preset: str) -> Settings:
 
 
 def parse(argv: list[str]) -> Settings:
-    """Command line → settings. Every complaint of the parser becomes a ValueError of one sentence."""
+    """Command line → settings."""
 
     @dataclasses.dataclass(frozen=True)
     class Preset:
         preset: str = "tiny"
 
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            chosen, _ = tyro.cli(Preset, args=argv, return_unknown_args=True, add_help=False)
-            return tyro.cli(
-                Settings, args=argv, default=defaults(chosen.preset), description="Train a GPT in FP8 on real text."
-            )
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        lines = [line.strip("│╭╮╰╯ \n") for line in complaint.getvalue().splitlines()]
-        body = [line for line in lines if not line.endswith("─")]  # without the frame and its title
-        end = next((index for index, line in enumerate(body) if line.startswith(("For full", "Argument help"))), None)
-        raise ValueError(" ".join(" ".join(body[:end]).split()) + " (--help lists the options)") from None
+    chosen = command_line.read_part(Preset, argv)
+    described = "Train a GPT in FP8 on real text."
+    return command_line.read(Settings, argv, described, default=defaults(chosen.preset))
 
 
 def check(settings: Settings) -> None:

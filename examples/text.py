@@ -152,7 +152,15 @@ class PairEncoder:
                 raise ValueError(
                     f"--cache must be a folder that can be written to, got {error.strerror} for {cache}; choose another"
                 ) from error
+        return cls.load(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "PairEncoder":
         return cls(Tokenizer.from_file(str(path)))
+
+    def text(self) -> str:
+        """For a file that `load` reads."""
+        return self.tokenizer.to_str()
 
     def encode(self, text: bytes) -> np.ndarray:
         encodings = self.tokenizer.encode_batch_fast(chunks(text))

@@ -43,7 +43,7 @@ from record import Folder, versions
 from resuming import find_run, interruption
 from settings import Settings, check, parse
 from speed import Speed
-from text import training_batch, validation_batches
+from text import PairEncoder, training_batch, validation_batches
 
 import jax_fp8 as fp8
 
@@ -166,7 +166,8 @@ def sample(job: Job, trained: Trained) -> tuple[str, str]:
 
 def log_bytes(settings: Settings) -> int:
     """How long the log will be, at most."""
-    return 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3) * ROW_BYTES
+    rows = 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3)
+    return rows * ROW_BYTES
 
 
 def complain(sentence: str, status: int) -> int:
@@ -228,6 +229,8 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
 
     if not goes_on or not folder.existing.rows:
         folder.write_config({"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(job.model)} | found)
+    if isinstance(job.encoder, PairEncoder):
+        folder.write_tokenizer(job.encoder.text())
     print(
         f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {found['device']}; "
         f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"

@@ -1,6 +1,7 @@
 """The example as a user meets it: what it writes, and what it says when it cannot run."""
 
 import errno
+import gzip
 import json
 import math
 import os
@@ -25,17 +26,8 @@ def run_script(*arguments):
 
 def test_a_run_leaves_log_configuration_and_picture(book, tmp_path):
     arguments = [*SMALL, "--data", book, "--tokenizer", "bpe", "--vocab-size", 300, "--cache", tmp_path / "cache"]
-    arguments += [
-        "--compare",
-        "--mesh",
-        "data=2",
-        "--microbatches",
-        2,
-        "--eval-every",
-        3,
-        "--output",
-        tmp_path / "runs",
-    ]
+    arguments += ["--compare", "--mesh", "data=2", "--microbatches", 2, "--eval-every", 3, "--profile", "2:3"]
+    arguments += ["--output", tmp_path / "runs"]
     finished = run_script(*arguments, "--name", "mine")
     assert finished.returncode == 0, finished.stderr
     folder = tmp_path / "runs" / "mine"
@@ -52,7 +44,12 @@ def test_a_run_leaves_log_configuration_and_picture(book, tmp_path):
     assert config["model"]["hidden_size"] == 32 and config["model"]["vocab_size"] == 384
     assert config["device"] == "2 x cpu" and config["jax"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    (tokenizer,) = (tmp_path / "cache").iterdir()
+    assert json.loads((folder / "tokenizer.json").read_text()) == json.loads(tokenizer.read_text())
+    for run in ("delayed", "bf16"):
+        (trace,) = (folder / "profile" / run).rglob("*.trace.json.gz")
+        assert b"jit_step" in gzip.decompress(trace.read_bytes())
+        assert f"the profile of steps 2 to 3 is below {folder / 'profile' / run}" in finished.stdout
 
     last = finished.stdout.splitlines()[-1]
     assert re.search(r"delayed \d\.\d+, bf16 \d\.\d+, difference [+-]\d+\.\d+ %", last) and str(folder) in last

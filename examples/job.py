@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from building import compiler_options, make_optimizer
 from jax.sharding import Mesh
 from mesh import check_memory, check_model, make_mesh, own_rows, parse_axes
 from processes import fingerprint
@@ -76,6 +77,18 @@ def make_model(settings: Settings, config: fp8.GPTConfig, recipe: str) -> fp8.GP
     layers = RECIPES[recipe](split_accumulator=()) if settings.fast else RECIPES[recipe]()
     head = fp8.CurrentScaling() if settings.fp8_head else None
     return fp8.GPT(config, recipe=layers, head_recipe=head, remat=settings.remat)
+
+
+def make_step(job: Job, recipe: str, model: fp8.GPT) -> Any:
+    """The training step of a model in this recipe."""
+    return fp8.make_train_step(
+        fp8.next_token_loss(model),
+        make_optimizer(job.settings),
+        model.recipe,
+        microbatches=job.settings.microbatches,
+        compiler_options=compiler_options(recipe),
+        **spread(job),
+    )
 
 
 def spread(job: Job) -> dict[str, Any]:

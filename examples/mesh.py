@@ -82,6 +82,10 @@ def check_stages(stages: int, settings: Settings) -> None:
             f"the layers of a pipeline keep on their device, got --remat {settings.remat} and --mesh {settings.mesh}; "
             "take another remat, or leave out pipe"
         )
+    if settings.diagnose_every:
+        raise ValueError(
+            f"--diagnose-every looks at layers of one stage, got --mesh {settings.mesh}; leave it out, or pipe"
+        )
     interleaved = settings.schedule == "interleaved"
     if settings.chunks and not interleaved:
         raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")
@@ -182,7 +186,12 @@ def own_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
 
 
 def on_mesh(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """A batch (rows, seq), or several (count, rows, seq), on the mesh: of each, this process has its own rows."""
+    """A batch (rows, seq), or several (count, rows, seq), on the mesh: of each, this process has its own rows.
+
+    On one device as an array of no mesh, as params are: a step of another kind of batch would be compiled once more.
+    """
+    if mesh.size == 1:
+        return jax.device_put(rows, mesh.devices.item())
     return jax.make_array_from_process_local_data(_by_sequence(mesh, rows.ndim - 2), rows)
 
 

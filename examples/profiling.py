@@ -29,6 +29,11 @@ def parse_steps(text: str, steps: int) -> range:
     return range(first, last + 1)
 
 
+def profiled_steps(settings: Any, is_first: bool) -> range:
+    """Those that this process profiles: of several, the first one does."""
+    return parse_steps(settings.profile if is_first else "", settings.steps)
+
+
 class Profile:
     """That of one training run, as a context; an interruption leaves what there is of it.
 

@@ -6,18 +6,20 @@ delayed 200/1000 |██    | loss 2.312 val 2.405 1.23M tok/s 612 TF/s 62% bf16
 """
 
 import collections
+import contextlib
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import tqdm
-from record import Folder
+from logbook import LOG_EVERY, Logbook
 from speed import Speed
+from spikes import READ_BEHIND
+from watch import Watch
 
-LOG_EVERY = 10  # steps between two rows of the log
-ROW_BYTES = 360  # of the log, at most
-READ_BEHIND = 2  # a loss is read this many steps late, so that the device never waits for the host
 COLUMNS = 100  # of the line, at most
 BAR = 4  # columns that the bar itself needs, at least
 
@@ -26,16 +28,16 @@ class Progress:
     """Progress bar and log of one training run. Losses stay on the device until they are `READ_BEHIND` steps old, but
     for the first one, which shows that the run has begun.
 
-    Training loss is averaged over the steps since the last row; tokens/s counts neither compilation nor validation. The
-    time that is left does, for it is that of all steps so far.
+    Training loss is averaged over the steps since the last row, without those that were skipped; tokens/s counts
+    neither compilation nor validation. The time that is left is that of all steps so far, with validations.
     A run that is interrupted logs the steps that the device has finished. One that goes on begins with the `notes` of
     the one before.
     """
 
     def __init__(
-        self, folder: Folder, run: str, steps: int, tokens_per_step: int, speed: Speed, notes: dict | None = None
+        self, log: Logbook, steps: int, tokens_per_step: int, speed: Speed, watch: Watch, notes: dict | None = None
     ):
-        self.folder, self.run, self.steps = folder, run, steps
+        self.log, self.steps, self.watch = log, steps, watch
         self.tokens_per_step, self.speed = tokens_per_step, speed
         notes = notes or {"step": 0, "losses": [], "val_loss": math.nan}
         self.pending, self.last_step = collections.deque(), notes["step"]
@@ -43,9 +45,10 @@ class Progress:
         self.counted = self.started = None  # steps timed since the last row, and when they began
         self._began = self._first = None  # when the first loss was read, and of which step it was
         self._mean = math.nan  # of the last row
+        self._called = set()  # programs
         self._figures = speed.figures(None)
         self._columns = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
-        look = {"mininterval": 0.5, "ncols": self._columns, "disable": not folder.is_written}
+        look = {"mininterval": 0.5, "ncols": self._columns, "disable": not log.is_written}
         self.bar = tqdm.tqdm(total=steps, initial=self.last_step, bar_format=self._format(), **look)
 
     def __enter__(self) -> "Progress":
@@ -53,14 +56,29 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if kind is KeyboardInterrupt:
+            self.watch.hurry()
             self.catch_up()
             if self.losses:
                 self._write(self.last_step, None)
         self.bar.close()
 
-    def add(self, step: int, loss: jax.Array, val_loss: jax.Array | None = None) -> None:
-        """Take the loss of one step, and the validation loss after it where there is one; both may still be running."""
-        self.pending.append((step, loss, val_loss))
+    @contextlib.contextmanager
+    def calling(self, program: str) -> Iterator[None]:
+        """The call of a program, which the first time is compiled: nothing else waits for that, and no figure has it."""
+        if program in self._called:
+            yield
+            return
+        self._called.add(program)
+        self.catch_up()
+        began = time.perf_counter()
+        yield
+        if self._began is not None:
+            self._began += time.perf_counter() - began
+            self.leave_out()
+
+    def add(self, step: int, metrics: dict[str, Any], val_loss: jax.Array | None = None) -> None:
+        """Take the metrics of one step, and the validation loss after it where there is one, which may still run."""
+        self.pending.append((step, metrics, val_loss))
         behind = 0 if step == self.steps or self.started is None else READ_BEHIND
         while len(self.pending) > behind:
             self._read(*self.pending.popleft())
@@ -68,9 +86,8 @@ class Progress:
     def notes(self) -> dict:
         """What a checkpoint keeps, so that the log goes on as if nothing had been; waits for the last step."""
         self.catch_up()
-        others = self.folder.counts()
-        rows = others.pop("metrics")
-        return {"losses": self.losses.copy(), "val_loss": self.val_loss, "rows": rows, "other_rows": others}
+        found = {"losses": self.losses.copy(), "val_loss": self.val_loss}
+        return found | self.log.notes() | self.watch.notes()
 
     def start(self, val_loss: jax.Array) -> None:
         """Take the validation loss before the first step."""
@@ -82,24 +99,29 @@ class Progress:
             self._read(*self.pending.popleft())
 
     def say(self, text: str) -> None:
-        """Print above the line, after the last step; the time that this took is left out of tokens/s."""
-        self.catch_up()
-        if self.folder.is_written:
+        """Print above the line."""
+        if self.log.is_written:
             self.bar.write(text)
+
+    def pause(self, text: str) -> None:
+        """Say something of what was done after the last step."""
+        self.catch_up()
+        self.say(text)
         self.leave_out()
 
     def leave_out(self) -> None:
         """Of tokens/s, what was done since the last step, whose loss has been read."""
         self.started, self.counted = time.perf_counter(), 0
 
-    def _read(self, step, loss, val_loss):
-        self.losses.append(float(loss))  # waits until the device has finished this step
+    def _read(self, step, metrics, val_loss):
+        float(metrics["loss"])  # waits until the device has finished this step
         self.last_step = step
         self._count(step)
-        if not math.isfinite(self.losses[-1]):
-            raise FloatingPointError(
-                f"the loss of {self.run} is {self.losses[-1]} at step {step}; lower --learning-rate"
-            )
+        loss = self.watch.read(step, metrics, self.say)
+        if loss is None:
+            self.leave_out()
+        else:
+            self.losses.append(loss)
         if val_loss is not None or step % LOG_EVERY == 0:
             self._write(step, None if val_loss is None else float(val_loss))
             self.leave_out()
@@ -119,8 +141,9 @@ class Progress:
     def _write(self, step, val_loss):
         loss = sum(self.losses) / len(self.losses) if self.losses else None
         speed = None if self.tokens_per_second is None else round(self.tokens_per_second)
-        row = {"run": self.run, "step": step, "loss": loss, "tokens_per_second": speed, "val_loss": val_loss}
-        self.folder.append(row | self.speed.figures(speed))
+        known = val_loss if val_loss is not None and math.isfinite(val_loss) else None
+        row = {"loss": loss, "tokens_per_second": speed, "val_loss": known}
+        self.log.add_metrics(step, row | self.speed.figures(speed))
         self.losses.clear()
         self._mean = self._mean if loss is None else loss
         self.val_loss = self.val_loss if val_loss is None else val_loss
@@ -132,10 +155,10 @@ class Progress:
 
     def _format(self) -> str:
         """The line: as much as fits, and what is left of it is the bar."""
-        before, parts = f"{self.run} {self.last_step}/{self.steps} |", self._parts()
+        before, parts = f"{self.log.run} {self.last_step}/{self.steps} |", self._parts()
         while len(parts) > 2 and len(before) + BAR + 2 + len(" ".join(parts.values())) > self._columns:
             parts.pop(next(name for name in EXPENDABLE if name in parts))
-        return f"{self.run} {{n_fmt}}/{{total_fmt}} |{{bar}}| {' '.join(parts.values())}"
+        return f"{self.log.run} {{n_fmt}}/{{total_fmt}} |{{bar}}| {' '.join(parts.values())}"
 
     def _parts(self) -> dict[str, str]:
         loss = self._mean if math.isfinite(self._mean) else (self.losses[-1] if self.losses else math.nan)

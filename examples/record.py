@@ -113,14 +113,10 @@ class Folder:
         """Of each log the rows of each run, for `take_up`; on the disk, when this returns."""
         return {name: self._log(name).counts() for name in LOGS}
 
-    def append(self, row: dict) -> None:
-        """To metrics.jsonl."""
-        self.rows.append(row)
-        self._log(METRICS).append(row)
-
-    def append_to(self, name: str, row: dict) -> None:
-        """To another log."""
-        self._log(name).append(row)
+    def append(self, log: str, row: dict) -> None:
+        if log == METRICS:
+            self.rows.append(row)
+        self._log(log).append(row)
 
     def _log(self, name) -> Log:
         if name not in self._logs:

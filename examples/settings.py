@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import command_line
+import scalars
 from profiling import parse_steps
 
 import jax_fp8 as fp8
@@ -83,6 +84,14 @@ class Settings:
     resume: str = ""
     """Go on with this run of --output, whatever --name is, from its last checkpoint; auto: with the last run of this
     name, or begin it."""
+    skip_spikes: bool = False
+    """Skip steps whose loss is far above those before, as steps with a loss that is no number always are."""
+    stop_after_skips: int = 3
+    """End the run when so many steps in a row were skipped."""
+    diagnose_every: int = 0
+    """Steps between two of which all tensors and gradients are looked at; 0: none but those that were skipped."""
+    tensorboard: bool = False
+    """Write the logs for TensorBoard, too."""
     profile: str = ""
     """FIRST:LAST: write a profile of these steps by jax.profiler; the first step of all is compilation."""
     sample_tokens: int = 256
@@ -138,6 +147,14 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--checkpoint-every must not be negative, got {settings.checkpoint_every}; 0 saves none")
     if settings.keep < 1:
         raise ValueError(f"--keep must be at least 1, got {settings.keep}")
+    if settings.stop_after_skips < 1:
+        raise ValueError(f"--stop-after-skips must be at least 1, got {settings.stop_after_skips}")
+    if not 0 <= settings.diagnose_every <= settings.steps:
+        raise ValueError(
+            f"--diagnose-every must be at most the {settings.steps} steps, got {settings.diagnose_every}; 0 is never"
+        )
+    if settings.tensorboard:
+        scalars.check()
     if settings.vocab_size <= 256:
         raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {settings.vocab_size}")
     if not 0 < settings.learning_rate < math.inf:

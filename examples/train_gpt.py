@@ -30,20 +30,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from building import compiler_options, make_optimizer
 from checkpoints import BASELINE, MAIN, CannotResume, CannotSave, Checkpoints
 from evaluation import make_validation, write
-from job import Job, make_model, prepare, spread
+from job import Job, make_model, make_step, prepare
 from leaving import FAILED, Leaving, leave
+from logbook import Logbook, bytes_of_logs
 from mesh import check_settings, on_mesh, parse_axes
 from processes import agree, all_end, fingerprint, is_first, start, tell_all
-from profiling import Profile, parse_steps
-from progress import LOG_EVERY, ROW_BYTES, Progress
+from profiling import Profile, profiled_steps
+from progress import Progress
 from record import Folder, versions
 from resuming import find_run, interruption
 from settings import Settings, check, parse
 from speed import Speed
 from text import PairEncoder, training_batch, validation_batches
+from watch import Watch
 
 import jax_fp8 as fp8
 
@@ -66,7 +67,7 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
         job = prepare(settings)
         name = settings.name or f"{settings.preset}-{settings.recipe}"
         existing = find_run(settings, name, job.description) if is_first() else None
-        folder = Folder(settings.output, name, log_bytes(settings), is_first(), existing)
+        folder = Folder(settings.output, name, bytes_of_logs(settings), is_first(), existing)
     except (ValueError, OSError):
         agree()
         raise
@@ -89,51 +90,40 @@ class Trained(NamedTuple):
 
 def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Leaving) -> Trained:
     """One run: the model in one recipe, from the seed's parameters or a checkpoint, over the seed's batches."""
-    settings = job.settings
-    model = make_model(settings, job.model, recipe)
-    loss_fn = fp8.next_token_loss(model)
-    optimizer = make_optimizer(settings)
+    settings, last = job.settings, kept.last
     shape = (settings.batch_size, settings.seq_len)
-    train_step = fp8.make_train_step(
-        loss_fn,
-        optimizer,
-        model.recipe,
-        microbatches=settings.microbatches,
-        compiler_options=compiler_options(recipe),
-        **spread(job),
-    )
+    model = make_model(settings, job.model, recipe)
+    train_step = make_step(job, recipe, model)
 
     def batch(step):
         return on_mesh(job.mesh, training_batch(job.train, step, settings.seed, *shape, job.rows))
 
-    last = kept.last
     state = first_state(job, model, train_step, batch, kept)
     folder.take_up()
-    measured = min(VALIDATION_TOKENS, len(job.held_out))
-    count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
-    validation = on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
-
-    mean_loss = make_validation(loss_fn)
+    held_out, mean_loss = validation(job), make_validation(fp8.next_token_loss(model))
 
     def validate():
-        return mean_loss(state.variables, validation)
+        with progress.calling("validation"):
+            return mean_loss(state.variables, held_out)
 
-    speed = Speed.of(job.model, job.mesh)
-    progress = Progress(folder, recipe, settings.steps, math.prod(shape), speed, last)
-    profile = Profile(
-        folder.path / "profile" / recipe,
-        parse_steps(settings.profile, settings.steps) if folder.is_written else range(0),
-    )
-    with leaving.after_a_step(), kept, progress, profile:
+    def diagnose(step):
+        return train_step.diagnose(state, batch(step))
+
+    log = Logbook(folder, recipe, settings.tensorboard, last["step"] if last else 0)
+    watch = Watch(log, settings, diagnose if job.mesh.shape["pipe"] == 1 else None, last)
+    progress = Progress(log, settings.steps, math.prod(shape), Speed.of(job.model, job.mesh), watch, last)
+    profile = Profile(folder.path / "profile" / recipe, profiled_steps(settings, folder.is_written))
+    with leaving.after_a_step(), kept, log, progress, profile:
         if last is None:
             progress.start(validate())
         for step in range(progress.last_step + 1, settings.steps + 1):
-            with profile.around(step, state):
-                state, metrics = train_step(state, batch(step))
+            options = watch.options(step)
+            with profile.around(step, state), progress.calling(f"step, {options['diagnose']}"):
+                state, metrics = train_step(state, batch(step), **options)
             due = step % settings.eval_every == 0 or step == settings.steps
-            progress.add(step, metrics["loss"], validate() if due else None)
+            progress.add(step, metrics, validate() if due else None)
             if said := profile.end(step, state):
-                progress.say(said)
+                progress.pause(said)
             is_last = leaving.is_asked(step)
             if is_last or kept.is_due(step, settings.steps):
                 kept.save(step, state, job.description | progress.notes())
@@ -143,16 +133,24 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
     return Trained(model, state.variables, progress.val_loss)
 
 
+def validation(job: Job) -> jax.Array:
+    """Batches of held-out text (count, batch, seq + 1), as many as are needed."""
+    measured, shape = min(VALIDATION_TOKENS, len(job.held_out)), (job.settings.batch_size, job.settings.seq_len)
+    count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
+    return on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
+
+
 def first_state(job: Job, model: fp8.GPT, train_step: Any, batch: Callable, kept: Checkpoints) -> fp8.TrainState:
     """The seed's parameters, or what the last checkpoint has, with new scales if that was another recipe's."""
     tokens = jnp.zeros((job.settings.batch_size, job.settings.seq_len), jnp.int32)
     arguments = (model.init, jax.random.key(job.settings.seed), tokens)
-    if kept.last is None and not kept.every:
-        return train_step.init_state(*arguments)
-    shapes = train_step.state_shapes(*arguments)
-    kept.check_room(shapes)
+    if kept.every or kept.last is not None:
+        shapes = train_step.state_shapes(*arguments)
+        kept.check_room(shapes)
     if kept.last is None:
-        return train_step.init_state(*arguments)
+        state = train_step.init_state(*arguments)
+        # Programs of arrays that say where they are, as those of a step do, are others.
+        return jax.device_put(state, job.mesh.devices.item()) if job.mesh.size == 1 else state
     state, is_new = kept.restore(shapes, lambda: jax.jit(lambda *inputs: model.init(*inputs)["fp8"])(*arguments[1:]))
     return train_step.warm_start(state, batch(kept.last["step"] + 1)) if is_new else state
 
@@ -162,12 +160,6 @@ def sample(job: Job, trained: Trained) -> tuple[str, str]:
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
     written = write(trained.model, trained.variables, prompt, job.settings.sample_tokens, job.settings.seed)
     return job.encoder.decode(prompt), job.encoder.decode(written)
-
-
-def log_bytes(settings: Settings) -> int:
-    """How long the log will be, at most."""
-    rows = 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3)
-    return rows * ROW_BYTES
 
 
 def complain(sentence: str, status: int) -> int:

@@ -144,16 +144,27 @@ def test_what_processes_are_told(example, monkeypatch):
 
 
 def test_only_the_first_process_writes(example, tmp_path, capsys):
-    record, progress = example("record"), example("progress")
+    record, progress, logbook, watch = (example(name) for name in ("record", "progress", "logbook", "watch"))
     speed = example("speed").Speed(1.0, 1, None, jax.devices()[0])
-    folder = record.Folder(tmp_path, "mine", 10, is_written=False)
-    folder.write_config({})
-    with progress.Progress(folder, "delayed", 1, 16, speed) as shown:
-        shown.add(1, np.float32(1.0), np.float32(2.0))
-    folder.plot("title")
-    assert folder.rows and not list(tmp_path.iterdir())
+
+    def run(name, is_written):
+        folder = record.Folder(tmp_path, name, 10, is_written)
+        folder.write_config({})
+        folder.write_tokenizer("")
+        with logbook.Logbook(folder, "delayed", True) as log:
+            looks = watch.Watch(log, example("settings").Settings())
+            with progress.Progress(log, 2, 16, speed, looks) as shown:
+                for step in (1, 2):
+                    looks.options(step)
+                    shown.add(step, {"loss": np.float32(1.0), "skipped": step == 1}, np.float32(2.0))
+        folder.plot("title")
+        return folder
+
+    assert run("mine", False).rows and not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
-    assert record.Folder(tmp_path, "mine", 10).path.exists()  # negative control
+    written = sorted(path.name for path in run("mine", True).path.iterdir())  # negative control
+    assert written == ["config.json", "events.jsonl", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer.json"]
+    assert "step 1 of delayed was skipped" in capsys.readouterr().out
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -166,7 +177,7 @@ def test_what_a_step_is_told_of_a_pipeline(example, book):
     script = example("train_gpt")
 
     def told(*flags):
-        return script.spread(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
+        return example("job").spread(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
 
     assert dict(told()["mesh"].shape) == {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 1}
     assert (told()["schedule"], told()["chunks"]) == (None, None)

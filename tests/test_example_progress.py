@@ -33,20 +33,25 @@ class Loss(float):
 @pytest.fixture
 def make(example, tmp_path, monkeypatch):
     """Progress on a GPU that is not there, by a clock on which each step takes `SECONDS`."""
-    progress, record, speed = example("progress"), example("record"), example("speed")
+    progress, record, speed, watch = (example(name) for name in ("progress", "record", "speed", "watch"))
     numbers = itertools.count()
     monkeypatch.setenv("COLUMNS", "100")
 
-    def make(steps, is_on_gpu=True, tokens=16_384, notes=None, is_written=True):
+    def make(steps, is_on_gpu=True, tokens=16_384, notes=None):
         monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
         clock = [0.0]
-        folder = record.Folder(tmp_path, f"run{next(numbers)}", 10, is_written)
+        folder = record.Folder(tmp_path, f"run{next(numbers)}", 10)
+        log = example("logbook").Logbook(folder, "delayed")
         device, peak = (H200, peak_of("NVIDIA H200")) if is_on_gpu else (CPU, None)
-        shown = progress.Progress(folder, "delayed", steps, tokens, speed.Speed(40e9, 1, peak, device), notes)
+        looks = watch.Watch(log, example("settings").Settings())
+        shown = progress.Progress(log, steps, tokens, speed.Speed(40e9, 1, peak, device), looks, notes)
 
-        def take(step, loss, val_loss=None):
-            shown.add(step, Loss(loss, step, clock), None if val_loss is None else np.float32(val_loss))
+        def take(step, loss, val_loss=None, skipped=0):
+            looks.options(step)
+            metrics = {"loss": Loss(loss, step, clock), "skipped": skipped}
+            shown.add(step, metrics, None if val_loss is None else np.float32(val_loss))
 
+        shown.path, shown.clock = folder.path, clock
         return shown, take
 
     return make
@@ -57,7 +62,7 @@ def line(shown):
 
 
 def rows(shown):
-    return [json.loads(text) for text in (shown.folder.path / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(text) for text in (shown.path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_line_has_everything_and_fits(make):
@@ -124,6 +129,29 @@ def test_what_is_left_has_everything_between_steps(make, monkeypatch):
     monkeypatch.setattr(shown, "_began", shown._began - 60)
     assert shown._seconds_left() > before + 60 * 9
     assert shown.tokens_per_second == speed
+
+
+def test_a_program_that_is_compiled_counts_for_nothing(make):
+    shown, take = make(100)
+    for step in range(1, 11):
+        take(step, 2.0)
+    with shown.calling("step"):
+        assert shown.last_step == 10  # the steps before it are read
+        shown.clock[0] += 60
+    assert shown._seconds_left() == SECONDS * 90
+    with shown.calling("step"):  # it is not compiled again
+        shown.clock[0] += 60
+    assert shown._seconds_left() > 60 * 9
+    assert shown.tokens_per_second == 16_384 / SECONDS
+
+
+def test_a_loss_that_was_skipped_counts_for_nothing(make):
+    shown, take = make(20)
+    for step in range(1, 21):
+        take(step, math.nan if step == 5 else float(step), skipped=step == 5)
+    first, last = rows(shown)
+    assert first["loss"] == (55 - 5) / 9 and last["loss"] == 15.5
+    assert [json.loads(line)["step"] for line in (shown.path / "events.jsonl").read_text().splitlines()] == [5]
 
 
 def test_a_run_that_goes_on_counts_its_own_steps(make):

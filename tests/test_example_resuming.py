@@ -45,6 +45,10 @@ class Runs:
         rows = map(json.loads, (self.output / name / "metrics.jsonl").read_text().splitlines())
         return [(row["run"], row["step"], row["loss"], row["val_loss"]) for row in rows]
 
+    def events(self, name):
+        rows = map(json.loads, (self.output / name / "events.jsonl").read_text().splitlines())
+        return [(row["step"], row["event"], row["loss"], row["limit"]) for row in rows]
+
     def last(self, name, folder="checkpoints"):
         notes = self._read(self.output / name / folder)
         return notes["step"], notes["arrays"]
@@ -55,26 +59,36 @@ def runs(example, book, tmp_path, monkeypatch):
     return Runs(example, book, tmp_path / "runs", monkeypatch)
 
 
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, capfd):
-    assert runs("--name", "whole") == 0
-    assert runs("--name", "mine", stop=3) == 130
-    assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["2", "3"]
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, example, capfd, monkeypatch):
+    """With steps that are diagnosed, and with some that are skipped: those that are not 0.5 % below the first."""
+    monkeypatch.setattr(example("spikes"), "WARM_UP", 1)
+    monkeypatch.setattr(example("spikes"), "FACTOR", -0.5)
+    options = ["--diagnose-every", "2", "--skip-spikes", "--tensorboard"]
+    assert runs("--name", "whole", *options) == 0
+    assert runs("--name", "mine", *options, stop=5) == 130
+    assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["4", "5"]
     said = capfd.readouterr().err.splitlines()
     assert "ends after this step; once more, and it ends at once" in said
-    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command with --resume mine goes on after step 3")
+    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command with --resume mine goes on after step 5")
     assert (runs.output / "mine/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [row[1] for row in runs.losses("mine")] == [0, 3]
+    assert [row[1] for row in runs.losses("mine")] == [0, 4, 5]
     assert runs.last("mine")[1]["params"] != runs.last("whole")[1]["params"]
     config = (runs.output / "mine/config.json").read_bytes()
-    with (runs.output / "mine/metrics.jsonl").open("a") as log:
-        log.write('{"run": "delayed", "step": 6, "lo')  # killed in the middle of a line
-    assert runs("--name", "mine", "--resume", "auto") == 0
-    assert "mine goes on after step 3\n" in capfd.readouterr().out
+    for name in ("metrics", "diagnostics", "events"):
+        with (runs.output / f"mine/{name}.jsonl").open("a") as log:
+            log.write('{"run": "delayed", "step": 6, "loss": 1}\n{"run": "delayed", "lo')  # killed in a line
+    assert runs("--name", "mine", *options, "--resume", "auto") == 0
+    assert "mine goes on after step 5\n" in capfd.readouterr().out
     assert runs.losses("mine") == runs.losses("whole")
     assert [row[1] for row in runs.losses("mine")] == [0, 4, 6]
     assert runs.last("mine") == runs.last("whole")
     assert runs.last("mine")[0] == 6 and {"params", "opt_state", "fp8"} == set(runs.last("mine")[1])
     assert (runs.output / "mine/config.json").read_bytes() == config
+    mine, whole = ((runs.output / name / "diagnostics.jsonl").read_text() for name in ("mine", "whole"))
+    assert mine == whole and [json.loads(line)["step"] for line in mine.splitlines()] == [2, 4, 6]
+    assert runs.events("mine") == runs.events("whole")
+    skipped = [step for step, *_ in runs.events("mine")]
+    assert 0 < len(skipped) < 3 and set(skipped) < {4, 5, 6}
 
 
 @pytest.mark.parametrize(

@@ -140,10 +140,23 @@ def test_an_interruption_before_the_first_step_leaves_the_configuration(example,
     assert not (tmp_path / "other").exists()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(example, book, tmp_path, capsys):
+def test_losses_that_are_not_finite_end_the_run(example, book, tmp_path, capsys):
+    """After three steps that changed nothing, each with what is wrong."""
     arguments = [*SMALL, "--data", str(book), "--recipe", "bf16", "--learning-rate", "1e38", "--output", str(tmp_path)]
     assert example("train_gpt").main(arguments) == 1
-    assert "lower --learning-rate" in capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert "3 steps of bf16 in a row were skipped, the last of them is 4: its loss is nan; " in last
+    assert "lower --learning-rate" in last
+    assert printed.out.count("of bf16 was skipped: its loss is nan; ") == 3
+    rows = [json.loads(line) for line in (tmp_path / "tiny-bf16/events.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["event"]) for row in rows] == [
+        (2, "skipped"),
+        (3, "skipped"),
+        (4, "skipped"),
+        (4, "stopped"),
+    ]
+    assert all(row["loss"] is None and "not finite" in row["fault"] for row in rows)
 
 
 @pytest.mark.slow  # the next test shows it, and what jax says

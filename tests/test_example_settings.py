@@ -94,6 +94,13 @@ CANNOT_RUN = {
     "negative seed": (["--seed", "-1"], "--seed must be from 0"),
     "large seed": (["--seed", str(2**63)], "--seed must be from 0"),
     "vocabulary": (["--tokenizer", "bpe", "--vocab-size", "10"], "--vocab-size"),
+    "diagnoses beyond the last step": (
+        ["--steps", "9", "--diagnose-every", "10"],
+        "--diagnose-every must be at most the 9 steps, got 10; 0 is never",
+    ),
+    "negative diagnoses": (["--diagnose-every", "-1"], "--diagnose-every must be at most the 450 steps, got -1"),
+    "diagnoses on stages": ([*PIPE, "--diagnose-every", "2"], "got --mesh pipe=2; leave it out, or pipe"),
+    "an end after no skips": (["--stop-after-skips", "0"], "--stop-after-skips must be at least 1, got 0"),
     "profile of no steps": (
         ["--profile", "5"],
         "--profile must be FIRST:LAST, two of the steps 1 to 450, got '5'; say",

@@ -27,7 +27,7 @@ def run_script(*arguments):
 def test_a_run_leaves_log_configuration_and_picture(book, tmp_path):
     arguments = [*SMALL, "--data", book, "--tokenizer", "bpe", "--vocab-size", 300, "--cache", tmp_path / "cache"]
     arguments += ["--compare", "--mesh", "data=2", "--microbatches", 2, "--eval-every", 3, "--profile", "2:3"]
-    arguments += ["--output", tmp_path / "runs"]
+    arguments += ["--diagnose-every", 4, "--tensorboard", "--output", tmp_path / "runs"]
     finished = run_script(*arguments, "--name", "mine")
     assert finished.returncode == 0, finished.stderr
     folder = tmp_path / "runs" / "mine"
@@ -38,7 +38,13 @@ def test_a_run_leaves_log_configuration_and_picture(book, tmp_path):
         assert [row["step"] for row in mine] == [0, 3, 6]
         assert all(math.isfinite(row["val_loss"]) for row in mine)
         assert mine[-1]["val_loss"] < mine[0]["val_loss"]
-        assert mine[-1]["tokens_per_second"] > 0
+        assert mine[-1]["tokens_per_second"] > 0 and mine[-1]["model_tflops"] > 0
+        assert list((folder / "tensorboard" / run).iterdir())
+    delayed, bf16 = map(json.loads, (folder / "diagnostics.jsonl").read_text().splitlines())
+    assert (delayed["run"], delayed["step"], bf16["run"], bf16["step"]) == ("delayed", 4, "bf16", 4)
+    assert {row["tensor"] for row in delayed["tensors"]} == {"input", "kernel", "output_gradient"}
+    assert bf16["tensors"] == [] and all(row["norm"] > 0 for row in delayed["gradients"] + bf16["gradients"])
+    assert not (folder / "events.jsonl").exists()
     config = json.loads((folder / "config.json").read_text())
     assert config["settings"]["steps"] == 6 and config["settings"]["learning_rate"] > 0
     assert config["model"]["hidden_size"] == 32 and config["model"]["vocab_size"] == 384

@@ -12,13 +12,13 @@ bfloat16 or FP8 two tokens can be so near to each other that another order of su
 """
 
 import argparse
+import functools
 import gc
 import json
 import pathlib
 import statistics
 import sys
 import time
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ RECIPES = {
 }
 
 
+@functools.lru_cache(maxsize=1)
 def variables_of(model: fp8.GPT):
     """Matrices larger than after initialisation, so that layers decide what is written, and scales that suit."""
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
@@ -62,7 +63,7 @@ def seconds(run) -> float:
 
 
 def measure_cached(model, variables, prompt, new: int, check: bool) -> dict:
-    write = partial(fp8.generate, model, variables, prompt)
+    write = functools.partial(fp8.generate, model, variables, prompt)
     start = time.perf_counter()
     written = jax.block_until_ready(write(max_new_tokens=new))
     compiled = time.perf_counter() - start
@@ -161,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     shape = options.prompt_tokens, options.new_tokens
     environment, rows = tables.environment(), []
     cases = [
-        (preset, recipe, batch) for preset in options.presets for batch in options.batches for recipe in options.recipes
+        (preset, recipe, batch) for preset in options.presets for recipe in options.recipes for batch in options.batches
     ]
     for case in cases:
         for window in (False,) if options.no_window or case[1] == "delayed, head" else (False, True):

@@ -143,11 +143,13 @@ class Fp8Gemm:
         """How "fprop", "dgrad" or "wgrad" accumulates, as `matmul` takes it."""
         return accumulation(self.recipe, gemm)
 
-    def observe(self, sources: Callable[[], Sequence[jax.Array]], pair: Fp8Pair) -> jax.Array | None:
-        """How a tensor was cast, f32[STATISTICS], if anybody asks; `sources()` are the matrices that `pair` was made
-        of.
-        """
-        return None if self.record.health_ref is None else measure(sources(), pair.rowwise)
+    def observe(
+        self, sources_of: Callable[..., Sequence[jax.Array]], tensors: Sequence[jax.Array], pair: Fp8Pair
+    ) -> jax.Array | None:
+        """How a tensor was cast, f32[STATISTICS], if anybody asks: `measure` of the same arguments."""
+        if self.record.health_ref is None:
+            return None
+        return measure(sources_of, tensors, pair.rowwise, pair.amax)
 
     def record_backward(self, amaxes: jax.Array) -> "Fp8Gemm | None":
         """Record the amaxes f32[3] of a backward pass.

@@ -24,7 +24,7 @@ import numpy as np
 from jax_fp8.core.formats import OUTPUT_GRADIENT, fp8_max, smallest_normal
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.core.state import gemm_states, map_gemms, stage
+from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms, stage
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered
 
 TARGET = "jax_fp8_update_state"
@@ -97,10 +97,16 @@ def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Arr
     gemms = gemm_states(fp8_state)
     if not gemms:
         return as_metrics(jnp.zeros(2, jnp.int32))
-    _check(gemms, recipe)
     staged = jnp.concatenate([gemm["amax_history"][..., 0].reshape(-1) for gemm in gemms])
-    scale = jnp.concatenate([gemm["scale"].reshape(-1) for gemm in gemms])
-    return as_metrics(count_rows(staged, scale, recipe))  # type: ignore[arg-type] - _check knows that it has state
+    return as_metrics(count_joined(fp8_state, staged, recipe))
+
+
+def count_joined(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | None) -> jax.Array:
+    """`count_rows` of a collection and of the amaxes f32[rows] of a step, int32[2]."""
+    gemms = gemm_states(fp8_state)
+    _check(gemms, recipe)
+    scale = join_amaxes([gemm["scale"] for gemm in gemms])
+    return count_rows(amaxes, scale, recipe)  # type: ignore[arg-type] - _check knows that it has state
 
 
 def as_metrics(counts: jax.Array) -> dict[str, jax.Array]:

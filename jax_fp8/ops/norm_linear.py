@@ -77,7 +77,7 @@ def quantize_norm(
     cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
     both = keep and not (tensor is not None and tensor.sequence)
     pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if both else "rowwise")
-    quantized = GemmInput.of(lambda: normalize(x, norm, epsilon, x.dtype)[0], pair, cast, gemm)
+    quantized = GemmInput.of(lambda rows: normalize(rows, norm, epsilon, x.dtype)[0], x, pair, cast, gemm)
     return quantized.gathered(tensor, keep), statistics
 
 

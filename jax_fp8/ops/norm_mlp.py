@@ -102,7 +102,7 @@ def _run(static, x, norm, up, down, gemms, keep):
     hidden, up_amaxes, up_kept = forward_gemm(normalized, up, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
-    activated = GemmInput.of(lambda: activate(hidden, static.activation), pair, activated_cast, gemms[1])
+    activated = GemmInput.of(partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1])
     into_down = activated, down, gemms[1], static.dtype, x if static.residual else None, static.tensor
     y, down_amaxes, down_kept = forward_rows(*into_down)
     return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
@@ -127,7 +127,9 @@ def _backward(static, residuals, cotangents):
     dhidden, dhidden_sums, activated = activation_backward_quantize(
         dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
     )
-    observe_gradient(lambda: (activate_backward(dactivated, hidden, static.activation),), dhidden, up_gemm)
+    observe_gradient(
+        lambda dy, x: (activate_backward(dy, x, static.activation),), (dactivated, hidden), dhidden, up_gemm
+    )
     down_kept = replace(down_kept, x_transposed=activated)
     up_kept = up_kept.with_input(partial(transpose_norm, norm, static.epsilon, tensor), x, after=dactivated)
 

@@ -1,4 +1,5 @@
-"""The tensors that a layer hands to its GEMMs, cast: its input in the forward pass, its output gradient in the backward.
+"""The tensors that a layer hands to its GEMMs, cast: its input in the forward pass, its output gradient in the
+backward.
 
     x ─cast→ FP8 ─gather→ rows of all devices        dy ─cast→ FP8, column sums ─gather→ rows of all devices
 
@@ -38,9 +39,11 @@ class GemmInput:
     health: jax.Array | None = None
 
     @classmethod
-    def of(cls, source: Callable[[], jax.Array], pair: Fp8Pair, cast: Cast, gemm: Fp8Gemm) -> "GemmInput":
-        """`source()` is what was cast; it may be costly, and is made only if it is asked for."""
-        return cls(pair, cast, gemm.observe(lambda: (source(),), pair))
+    def of(
+        cls, source_of: Callable[[jax.Array], jax.Array], x: jax.Array, pair: Fp8Pair, cast: Cast, gemm: Fp8Gemm
+    ) -> "GemmInput":
+        """What was cast is `source_of(x)`, row by row."""
+        return cls(pair, cast, gemm.observe(lambda rows: (source_of(rows),), (x,), pair))
 
     def gathered(self, tensor: TensorParallel | None, keep: bool = True) -> "GemmInput":
         """With the rows of all devices, as `gather_pair` has it."""
@@ -51,12 +54,14 @@ def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> GemmInput:
     """An input (m, k), with `keep` in both orientations."""
     cast = gemm.cast(INPUT, partial(amax, x))
     pair = (quantize_transpose if keep else quantize_rowwise)(x, cast)
-    return GemmInput.of(lambda: x, pair, cast, gemm)
+    return GemmInput.of(lambda rows: rows, x, pair, cast, gemm)
 
 
-def observe_gradient(sources: Callable[[], Sequence[jax.Array]], pair: Fp8Pair, gemm: Fp8Gemm) -> None:
-    """Record how an output gradient was cast, if anybody asks."""
-    gemm.record.health(OUTPUT_GRADIENT, gemm.observe(sources, pair))
+def observe_gradient(
+    sources_of: Callable[..., Sequence[jax.Array]], tensors: Sequence[jax.Array], pair: Fp8Pair, gemm: Fp8Gemm
+) -> None:
+    """Record how an output gradient was cast, if anybody asks; arguments as `measure` has them."""
+    gemm.record.health(OUTPUT_GRADIENT, gemm.observe(sources_of, tensors, pair))
 
 
 def quantize_gradient(
@@ -78,5 +83,5 @@ def quantize_gradient(
         pair, sums = quantize_rowwise(own, cast), None
     else:
         pair, sums = quantize_transpose(dy, cast), None
-    observe_gradient(lambda: as_tuple(dy), pair, gemm)
+    observe_gradient(lambda *rows: rows, as_tuple(dy), pair, gemm)
     return gather_pair(pair, tensor), sums

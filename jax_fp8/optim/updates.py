@@ -115,8 +115,8 @@ def was_applied(updates: Any) -> jax.Array | None:
     """Whether the step was taken, bool[], from the updates of an optimizer that may skip it and works in place;
     None if it never skips."""
     answers = [leaf.applied for leaf in jax.tree.leaves(updates) if isinstance(leaf, NewParam)]
-    answers = [applied for applied in answers if applied is not None]
-    return jnp.all(jnp.stack(answers)) if answers else None
+    answers = list({id(applied): applied for applied in answers if applied is not None}.values())
+    return jnp.all(jnp.stack(answers)) if len(answers) > 1 else next(iter(answers), None)
 
 
 def _apply(param, update):

@@ -8,6 +8,7 @@ A layer measures where it casts (ops/operands.py), and only in a step that was a
 its own, which computes the same state to the bit and reads most activations once more.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
@@ -178,14 +180,15 @@ def find_fault(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
     in_order = [row for row in tensors if row["tensor"] != TENSORS[OUTPUT_GRADIENT]] + of_gradients
     for row in in_order:
         if row["nonfinite"]:
-            return f"{100 * row['nonfinite']:.2g} % of {_described(row)} is not finite"
-    for row in rows["gradients"]:
-        if row["nonfinite"]:
-            return f"{row['nonfinite']} elements of the gradients of {row['layer']} are not finite"
+            return f"{100 * row['nonfinite']:.3g} % of {_described(row)} is not finite"
+    layers = [row["layer"] for row in rows["gradients"] if row["nonfinite"]]
+    if layers:
+        others = f", nor those of {len(layers) - 1} other layers" if len(layers) > 1 else ""
+        return f"the gradients of {layers[0]} are not finite{others}"
     worst = max(tensors, key=lambda row: row["saturated"] or 0, default=None)
     if worst is None or (worst["saturated"] or 0) < NOTABLE_SATURATION:
         return None
-    return f"{100 * worst['saturated']:.2g} % of {_described(worst)} is larger than its scale allows"
+    return f"{100 * worst['saturated']:.3g} % of {_described(worst)} is larger than its scale allows"
 
 
 def _described(row) -> str:
@@ -215,12 +218,9 @@ def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
     scales = state["scale"] if gemm.recipe.has_state and state else jnp.ones((*gemm.stacked, 3), jnp.float32)
 
     def of_one(scales, *kernels):
-        def largest():
-            return jnp.max(jnp.stack([amax_reference(kernel) for kernel in kernels]))
-
-        cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, largest)
-        joined = jnp.concatenate(kernels, axis=1)
-        return measure(kernels, cast_reference(joined, cast))
+        amax = functools.reduce(jnp.maximum, map(amax_reference, kernels))
+        cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, lambda: amax)
+        return measure(lambda *rows: rows, kernels, cast_reference(jnp.concatenate(kernels, axis=1), cast), amax)
 
     for _ in gemm.stacked:
         of_one = jax.vmap(of_one)
@@ -249,9 +249,14 @@ def _of_gradients(leaves) -> tuple[jax.Array, jax.Array]:
     for leaf, index in leaves:
         gradient = leaf[index].astype(jnp.float32)
         is_finite = jnp.isfinite(gradient)
-        squares += jnp.sum(jnp.where(is_finite, gradient, 0) ** 2)
-        count += jnp.sum(~is_finite, dtype=jnp.float32)
+        numbers = jnp.where(is_finite, gradient, 0) ** 2, (~is_finite).astype(jnp.float32)
+        of_leaf = lax.reduce(numbers, (np.float32(0),) * 2, _add, range(gradient.ndim))  # one pass, not two
+        squares, count = _add((squares, count), of_leaf)
     return jnp.sqrt(squares), count
+
+
+def _add(one, other):
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _numbered(path, stacked) -> Iterator[str]:

@@ -23,7 +23,7 @@ from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import no_amaxes
-from jax_fp8.kernels.update_state import as_metrics, finish_step
+from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
 from jax_fp8.optim.skipping import kept_unless
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.parallel.mesh import Parallelism
@@ -96,7 +96,8 @@ class Programs:
     def no_diagnostics(self, state, batch) -> Diagnostics:
         """Zeros, on the host."""
         layout = Layout.of(self.observed(state, batch), state.params)
-        return Diagnostics(np.zeros(layout.size, np.float32), layout)
+        nothing: Any = np.zeros(layout.size, np.float32)
+        return Diagnostics(nothing, layout)
 
     def observed(self, state, batch) -> Observed:
         """The GEMMs whose tensors are measured, in program order."""
@@ -104,7 +105,7 @@ class Programs:
             self.how.check_has_no_stages("diagnose")
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
         else:
-            part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
+            part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
             gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
         return tuple(ObservedGemm.of(path, recipe, state.params) for path, recipe in gemms.items())
 
@@ -272,7 +273,11 @@ class Programs:
         """
         apply = None if skip_above is None else loss.astype(jnp.float32) <= skip_above
         with jax.named_scope("fp8_state"):
-            fp8, counts = finish_step(state.fp8, amaxes, self.recipe)
+            # Rows of which nothing was staged stay as they are: no choice between two states, a kernel for each GEMM.
+            staged = amaxes if apply is None else jnp.where(apply, amaxes, 0)
+            fp8, counts = finish_step(state.fp8, staged, self.recipe)
+            if apply is not None and state.fp8:
+                counts = count_joined(state.fp8, amaxes, self.recipe)
         with jax.named_scope("optimizer"):
             casts = cast_requests(state.cache, state.params, fp8)
             request = {"in_place": InPlace(casts, apply)} if self.in_place else {}
@@ -283,9 +288,9 @@ class Programs:
                 params, opt_state = kept_unless(apply, updates, (params, opt_state), before)
         applied, metrics = was_applied(updates), _metrics(loss, counts)
         if apply is not None:
-            applied = apply if applied is None else apply & applied
-            metrics |= {"skipped": 1 - applied.astype(jnp.int32), "skip_above": jnp.float32(0)}
-        if applied is not None:
+            taken = apply if applied is None else apply & applied
+            metrics |= {"skipped": 1 - taken.astype(jnp.int32), "skip_above": jnp.float32(0)}
+        if applied is not None and applied is not apply:
             fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
         cache = refresh(state.cache, params, fp8, updates)
         return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics

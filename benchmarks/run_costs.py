@@ -1,0 +1,172 @@
+"""What a run costs beside its steps: diagnostics, a limit of the loss, and checkpoints.
+
+    python benchmarks/run_costs.py                        # GPT-3 1.3B, batches of 8 x 2,048 tokens
+    python benchmarks/run_costs.py --no-checkpoints       # without Orbax, or without 50 GB of free disk
+    python benchmarks/run_costs.py --self-test            # a tiny model anywhere; its times mean nothing
+
+Variants of a step take turns, a few steps at a time, so that a GPU that slows down slows all of them. None of them may
+change what is computed: after the same steps, sums of bits of params, optimizer and FP8 state are compared, and beside
+it those of one step more, which must differ. A checkpoint is saved as the example saves it (examples/checkpoints.py);
+steps go on while it is written.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tables
+
+import jax_fp8 as fp8
+
+HERE = pathlib.Path(__file__).resolve()
+sys.path.append(str(HERE.parents[1] / "examples"))
+ROUNDS, EVERY = 5, 10  # turns of each variant, and the steps of one
+LONGEST_WRITE = 400  # steps that are timed while a checkpoint is written, at most
+
+
+class Training:
+    """A model, its step, and endless batches."""
+
+    def __init__(self, preset: str, batch: int, seq: int):
+        config = fp8.GPTConfig.preset(preset, max_seq_len=seq)
+        recipe = fp8.DelayedScaling(split_accumulator=())
+        self.model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling())
+        self.step = fp8.make_train_step(fp8.next_token_loss(self.model), fp8.fused_adamw(1e-4), recipe)
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, batch, seq + 1), np.int32)
+        self.batches = [jnp.asarray(one) for one in tokens]
+        self.state = self.fresh()
+
+    def fresh(self) -> fp8.TrainState:
+        return self.step.init_state(self.model.init, jax.random.key(0), self.batches[0][:, :-1])
+
+    def run(self, steps: int, options) -> float:
+        """Seconds a step of so many, dispatched without waiting; `options(number)` are those of each."""
+        jax.block_until_ready(self.state)
+        start = time.perf_counter()
+        for number in range(steps):
+            self.state, metrics = self.step(self.state, self.batches[number % 4], **options(number))
+        jax.block_until_ready((self.state, metrics))
+        return (time.perf_counter() - start) / steps
+
+
+VARIANTS = {
+    "plain": lambda number: {},
+    f"diagnosed every {EVERY} steps": lambda number: {"diagnose": number % EVERY == 0},
+    "diagnosed every step": lambda number: {"diagnose": True},
+    "with a limit of the loss": lambda number: {"skip_above": math.inf},
+}
+
+
+def bits(state: fp8.TrainState) -> dict[str, int]:
+    """The sum of the bits of every array but the step count."""
+    from checkpoints import describe  # needs Orbax
+
+    return {path: row[2] for path, row in describe([state.params, state.opt_state, state.fp8]).items()}
+
+
+def compare(training: Training) -> dict[str, bool]:
+    """Whether variants leave the same bits after three steps, and what must differ does."""
+    found = {}
+    for name, options in VARIANTS.items():
+        training.state = training.fresh()
+        training.run(3, options)
+        found[name] = bits(training.state)
+    plain = found.pop("plain")
+    training.state, metrics = training.step(training.state, training.batches[3], skip_above=-1.0)
+    skipped, was_skipped = bits(training.state), int(metrics["skipped"])
+    training.state, _ = training.step(training.state, training.batches[3])
+    return {
+        **{f"{name}: the same bits": other == plain for name, other in found.items()},
+        "a skipped step changes nothing": skipped == plain and was_skipped == 1,
+        "one more step changes bits": bits(training.state) != plain,
+    }
+
+
+def measure_steps(training: Training, rounds: int) -> list[dict]:
+    taken: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for options in VARIANTS.values():
+        training.run(3, options)  # compiled, and its CUDA graph recorded
+    for _ in range(rounds):
+        for name, options in VARIANTS.items():
+            taken[name].append(1e3 * training.run(EVERY, options))
+    plain = statistics.median(taken["plain"])
+    return [
+        {"variant": name, "step_ms": statistics.median(times), "cost": statistics.median(times) / plain - 1}
+        for name, times in taken.items()
+    ]
+
+
+def measure_saving(training: Training, folder: pathlib.Path) -> dict:
+    from checkpoints import Checkpoints
+
+    kept = Checkpoints(folder / "checkpoints", every=1, keep=1, resume=False)
+    with kept:
+        rows = []
+        for number in (1, 2):  # the first one also makes what Orbax keeps
+            plain = training.run(EVERY, VARIANTS["plain"])
+            start = time.perf_counter()
+            kept.save(number, training.state, {})
+            blocked, steps = time.perf_counter() - start, []
+            while kept._manager.is_saving_in_progress() and len(steps) < LONGEST_WRITE:
+                steps.append(training.run(1, VARIANTS["plain"]))
+            kept._wait()
+            whole = time.perf_counter() - start
+            meanwhile = statistics.mean(steps) if steps else math.nan
+            rows.append({"blocked_s": blocked, "written_after_s": whole, "steps_meanwhile": len(steps)})
+            rows[-1] |= {"plain_ms": 1e3 * plain, "meanwhile_ms": 1e3 * meanwhile}
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {"gib": size / 2**30, "saves": rows}
+
+
+def markdown(environment: dict, shape: str, found: dict) -> str:
+    steps = [[row["variant"], row["step_ms"], f"{100 * row['cost']:+.2f} %"] for row in found["steps"]]
+    parts = ["# What a run costs beside its steps", tables.environment_line(environment), shape]
+    parts.append(tables.table(["step", "ms", "beside plain"], steps))
+    parts += ["\n".join(f"- {name}: {'yes' if holds else 'NO'}" for name, holds in found.get("bits", {}).items())]
+    if "saving" in found:
+        rows = [
+            [number, row["blocked_s"], row["written_after_s"], row["plain_ms"], row["meanwhile_ms"]]
+            for number, row in enumerate(found["saving"]["saves"], 1)
+        ]
+        headings = ["save", "training waits s", "written after s", "step before ms", "step meanwhile ms"]
+        parts += [f"A checkpoint has {found['saving']['gib']:.2f} GiB.", tables.table(headings, rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="gpt3-1.3b")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--no-checkpoints", action="store_true", help="no Orbax: neither saving nor sums of bits")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
+    parser.add_argument("--self-test", action="store_true", help="a tiny model, to run the whole file")
+    options = parser.parse_args(arguments)
+    if options.self_test:
+        options.preset, options.batch, options.seq, options.rounds = "tiny", 2, 32, 1
+    training = Training(options.preset, options.batch, options.seq)
+    found = {"steps": measure_steps(training, options.rounds)}
+    print(json.dumps(found), flush=True)  # what follows needs more than a GPU
+    if not options.no_checkpoints:
+        found["bits"] = compare(training)
+        with tempfile.TemporaryDirectory() as folder:
+            found["saving"] = measure_saving(training, pathlib.Path(folder))
+    environment = tables.environment()
+    shape = f"{options.preset}, batches of {options.batch} x {options.seq} tokens."
+    tables.write(options.output / "run_costs.md", markdown(environment, shape, found))
+    tables.write(options.output / "run_costs.json", json.dumps({"environment": environment, "shape": shape, **found}))
+    print((options.output / "run_costs.md").read_text())
+    return 0 if all(found.get("bits", {}).values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

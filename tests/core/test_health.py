@@ -1,0 +1,112 @@
+"""How a cast went: counted with NumPy, for tensors in which it is known what happens to each element."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.health import ROWS, STATISTICS, measure
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.casting import quantize_reference
+
+pytestmark = pytest.mark.versions
+MAX = {fp8.E4M3: 448.0, fp8.E5M2: 57344.0}
+HALF_A_STEP = {fp8.E4M3: 16.0, fp8.E5M2: 4096.0}  # above the largest number, up to which rounding leads back to it
+SMALLEST = {fp8.E4M3: 2.0**-9, fp8.E5M2: 2.0**-16}  # subnormal
+
+
+def health(*sources, dtype=fp8.E4M3, scale=1.0) -> dict[str, float]:
+    x = jnp.concatenate(sources, axis=1)
+    scale = jnp.asarray(scale, jnp.float32)
+    cast = Fp8Array(quantize_reference(x, dtype, scale), scale)
+    amax = amax_reference(x)
+    found = jax.jit(lambda *rows: measure(lambda *rows: rows, rows, cast, amax))(*sources)
+    return dict(zip(STATISTICS, map(float, found), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**100])
+def test_shares_are_those_of_the_elements_that_were_planted(dtype, scale):
+    x = np.full((16, 32), 1.0, np.float32)
+    x[0, :8] = 0  # which stays zero
+    x[1, :3] = SMALLEST[dtype] / 4  # which becomes zero
+    x[2, :5] = -(MAX[dtype] + HALF_A_STEP[dtype]) * 1.01  # cut off
+    x[3, :7] = MAX[dtype] + HALF_A_STEP[dtype] * 0.99  # only rounded
+    found = health(jnp.asarray(x * np.float32(scale)), dtype=dtype, scale=scale)
+    assert found["underflowed"] == pytest.approx(3 / 512)
+    assert found["saturated"] == pytest.approx(5 / 512)
+    assert found["nonfinite"] == 0
+    assert found["scale"] == scale
+    assert found["amax"] == pytest.approx(scale * np.abs(x).max())
+    assert found["reach"] == pytest.approx(np.abs(x).max() / MAX[dtype])
+    q = np.asarray(quantize_reference(jnp.asarray(x), dtype, jnp.float32(1)), np.float64)
+    assert found["error"] == pytest.approx(np.sqrt(np.sum((x - q) ** 2) / np.sum(np.float64(x) ** 2)), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_error_is_that_of_rounding(dtype):
+    x = jax.random.normal(jax.random.key(0), (256, 512)).astype(dtype)
+    assert 0.02 < health(x, scale=4 / 448)["error"] < 0.03  # 3 bits of mantissa
+    assert 0.04 < health(x, dtype=fp8.E5M2, scale=4 / 57344)["error"] < 0.06  # 2 bits
+    assert health(x, scale=1.0)["error"] < 0.03 < health(x, scale=4096.0)["error"]  # too large a scale: all is zero
+    assert health(x, scale=4096.0)["underflowed"] > 0.9
+    exact = jnp.asarray([[0.5, -2.0, 448.0]] * 16, dtype)
+    assert health(exact)["error"] == 0
+
+
+def test_what_is_not_finite_is_counted_and_spoils_nothing_else():
+    x = np.ones((16, 16), np.float32)
+    x[0, :2], x[1, 0] = np.inf, np.nan
+    found = health(jnp.asarray(x))
+    assert found["nonfinite"] == pytest.approx(3 / 256)
+    assert (found["error"], found["underflowed"]) == (0, 0)
+    assert found["saturated"] == pytest.approx(2 / 256)
+    assert np.isnan(found["amax"])
+
+
+def test_zeros_have_no_error():
+    found = health(jnp.zeros((16, 16)))
+    assert [found[name] for name in STATISTICS] == [0, 1, 0, 0, 0, 0, 0]
+
+
+def test_matrices_side_by_side_are_one_tensor():
+    x = np.asarray(jax.random.normal(jax.random.key(1), (32, 48)) * 300)
+    parts = [jnp.asarray(part) for part in np.split(x, [16, 24], axis=1)]
+    together, apart = health(*parts), health(jnp.asarray(x))
+    assert together == pytest.approx(apart, rel=1e-6)
+    assert together["saturated"] > 0
+
+
+def test_scales_by_tile_are_those_of_their_elements():
+    x = jnp.asarray([[1.0] * 4 + [1000.0] * 4] * 8)
+    by_tile = jnp.asarray([[1 / 448, 1000 / 448]] * 8)
+    assert health(x, scale=by_tile)["error"] < 1e-6
+    assert health(x, scale=by_tile)["saturated"] == 0 < health(x, scale=by_tile[:, ::-1])["saturated"]
+
+
+def test_many_rows_are_sampled_and_none_is_measured_twice():
+    rows, taken = 4 * ROWS, []
+
+    def sources_of(some):
+        taken.append(some.shape)
+        return (some,)
+
+    x = jax.random.normal(jax.random.key(2), (rows, 16))
+    scale = jnp.float32(1 / 448)
+    cast = Fp8Array(quantize_reference(x, fp8.E4M3, scale), scale)
+    amax = amax_reference(x)
+    some = dict(zip(STATISTICS, map(float, measure(sources_of, (x,), cast, amax)), strict=True))
+    assert taken == [(ROWS, 16)]
+    share = float(jnp.mean(jnp.abs(x) > (448 + 16) / 448))
+    assert some["saturated"] == pytest.approx(share, rel=0.05)
+    assert some["amax"] == float(amax)
+
+
+def test_a_nan_in_a_row_that_is_not_looked_at_is_still_said():
+    x = np.ones((4 * ROWS, 16), np.float32)
+    x[1, 3] = np.nan  # every fourth row counts
+    assert health(jnp.asarray(x))["nonfinite"] == pytest.approx(1 / x.size)
+    x[1, 3] = 1
+    assert health(jnp.asarray(x))["nonfinite"] == 0

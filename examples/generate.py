@@ -58,6 +58,10 @@ class Trained(NamedTuple):
     origin: str
 
 
+def read_wish(argv: list[str]) -> Wish:
+    return command_line.read(Wish, argv, "Let the model of a run write.")
+
+
 def check(wish: Wish) -> None:
     """Raise a ValueError of one sentence for what cannot be, whatever the run is."""
     if not wish.run:
@@ -139,7 +143,7 @@ def go_on(trained: Trained, wish: Wish) -> str:
 
 def main(argv: list[str]) -> int:
     try:
-        wish = command_line.read(Wish, argv, description="Let the model of a run write.")
+        wish = read_wish(argv)
         check(wish)
         trained = load(find(wish))
         print(trained.origin, file=sys.stderr)

@@ -64,7 +64,7 @@ class Progress:
 
     @contextlib.contextmanager
     def calling(self, program: str) -> Iterator[None]:
-        """The call of a program, which the first time is compiled: nothing else waits for that, and no figure has it."""
+        """The call of a program, which is compiled the first time: of that no figure knows."""
         if program in self._called:
             yield
             return

@@ -196,3 +196,25 @@ def test_curves_are_what_the_logs_have(example, tmp_path):
     nothing = example("scalars").Scalars(None)
     nothing.add_diagnostics(12, ROWS)
     nothing.close()
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_noise_is_skipped(example, book, tmp_path, monkeypatch, capsys):
+    """Once there is a limit: the same batch before it is a step like others."""
+    script, options = example("train_gpt"), "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16"
+    make, noise = script.training_batch, np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
+    monkeypatch.setattr(script, "training_batch", lambda *all: noise if all[1] in (20, 57) else make(*all))
+    options += " --recipe bf16 --steps 60 --sample-tokens 0 --learning-rate 1e-2 --skip-spikes --diagnose-every 1"
+    assert script.main([*options.split(), "--data", str(book), "--output", str(tmp_path), "--name", "mine"]) == 0
+    diagnosed, events, rows = (
+        [json.loads(line) for line in (tmp_path / f"mine/{name}.jsonl").read_text().splitlines()]
+        for name in ("diagnostics", "events", "metrics")
+    )
+    (event,), losses = events, {row["step"]: row["loss"] for row in diagnosed}
+    assert (event["step"], event["event"], event["tensors"], event["fault"]) == (57, "skipped", [], None)
+    assert event["loss"] == losses[57] > event["limit"] > losses[58] and losses[20] > 1.2 * losses[19]
+    assert f"step 57 of bf16 was skipped: its loss is {losses[57]:.4g}, above" in capsys.readouterr().out
+    assert rows[-1]["step"] == 60
+    assert rows[-1]["loss"] == pytest.approx(sum(losses[step] for step in range(51, 61) if step != 57) / 9)

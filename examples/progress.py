@@ -26,7 +26,7 @@ BAR = 4  # columns that the bar itself needs, at least
 
 class Progress:
     """Progress bar and log of one training run. Losses stay on the device until they are `READ_BEHIND` steps old, but
-    for the first one, which shows that the run has begun.
+    for the first one of a program, which shows that it runs.
 
     Training loss is averaged over the steps since the last row, without those that were skipped; tokens/s counts
     neither compilation nor validation. The time that is left is that of all steps so far, with validations.
@@ -74,7 +74,7 @@ class Progress:
         yield
         if self._began is not None:
             self._began += time.perf_counter() - began
-            self.leave_out()
+        self.started = None  # the next loss is read at once, and what it took is not known
 
     def add(self, step: int, metrics: dict[str, Any], val_loss: jax.Array | None = None) -> None:
         """Take the metrics of one step, and the validation loss after it where there is one, which may still run."""
@@ -129,11 +129,12 @@ class Progress:
         self.bar.update()
 
     def _count(self, step):
-        """Of the time; that of the first step was compilation."""
+        """Of the time; what went by while a program was compiled does not count."""
         now = time.perf_counter()
+        if self._began is None:
+            self._began, self._first = now, step
         if self.started is None:
             self.started, self.counted = now, 0
-            self._began, self._first = now, step
         else:
             self.counted += 1
             self.tokens_per_second = self.counted * self.tokens_per_step / (now - self.started)

@@ -139,6 +139,8 @@ def test_a_program_that_is_compiled_counts_for_nothing(make):
         assert shown.last_step == 10  # the steps before it are read
         shown.clock[0] += 60
     assert shown._seconds_left() == SECONDS * 90
+    take(11, 2.0)
+    assert shown.last_step == 11 and shown.tokens_per_second == 16_384 / SECONDS
     with shown.calling("step"):  # it is not compiled again
         shown.clock[0] += 60
     assert shown._seconds_left() > 60 * 9

@@ -254,6 +254,13 @@ def test_auto_finds_the_last_run_of_a_name_that_can_go_on(example, tmp_path):
     assert last_run(tmp_path, "mine") == tmp_path / "mine-11"
 
 
+def test_a_configuration_that_is_cut_short_is_one_sentence(example, tmp_path):
+    make_run(tmp_path / "mine", every=4)
+    (tmp_path / "mine/config.json").write_text("{")
+    with pytest.raises(example("checkpoints").CannotResume, match=r"config.json must be as it was written, got Expect"):
+        example("resuming")._last_run(tmp_path, "mine")
+
+
 def test_a_run_without_checkpoints_is_not_one_to_go_on_with(example, tmp_path):
     make_run(tmp_path / "mine", every=0)
     settings = dataclasses.replace(example("settings").Settings(), output=tmp_path, resume="mine")

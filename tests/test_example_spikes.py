@@ -198,6 +198,16 @@ def test_curves_are_what_the_logs_have(example, tmp_path):
     nothing.close()
 
 
+def test_curves_need_a_library(example, monkeypatch):
+    scalars = example("scalars")
+    scalars.check()
+    monkeypatch.setattr(scalars.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="--tensorboard needs tensorboardX, which is not installed; pip install tensor"
+    ):
+        scalars.check()
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,11 @@ measured on the same held-out text. What else sets two runs apart is noise. It g
 rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
 
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
-Settings are in settings.py, what is made of them in job.py, text and tokens in text.py, validation and sample in
-evaluation.py, the line that shows how far a run is in progress.py and speed.py, its folder in record.py and logs.py,
-checkpoints in checkpoints.py and resuming.py, Ctrl-C in leaving.py, optimizer and compiler in building.py, devices in
-mesh.py, and what several processes agree on in processes.py: each runs this script from top to bottom.
+Settings are in settings.py, what is made of them in job.py, optimizer and compiler in building.py, text and tokens in
+text.py, validation and sample in evaluation.py. The line that shows how far a run is: progress.py and speed.py; which
+steps are skipped or looked at: spikes.py, watch.py and profiling.py; what is written: record.py, logbook.py, logs.py
+and scalars.py; checkpoints: checkpoints.py and resuming.py. Ctrl-C is in leaving.py, devices in mesh.py, and what
+several processes agree on in processes.py: each runs this script from top to bottom.
 """
 
 import contextlib
@@ -196,7 +197,10 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
             return complain(interruption(job.settings, folder.path, folder.rows), leaving.status)
         except CannotResume as error:
             return complain(str(error), 2)
-        except (FloatingPointError, CannotSave) as error:
+        except FloatingPointError as error:
+            folder.plot(title(job))
+            return complain(str(error), FAILED)
+        except CannotSave as error:
             return complain(str(error), FAILED)
         except OSError as error:
             return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", FAILED)

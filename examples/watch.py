@@ -58,7 +58,7 @@ class Watch:
         self._spikes.take(step, loss, skipped)
         if not skipped:
             return loss
-        found = found or self._diagnosed(step)
+        found = found or self._diagnosed(step, say)
         self._tell(step, loss, None if limit == NO_LIMIT else limit, found, say)
         return None
 
@@ -70,7 +70,7 @@ class Watch:
         """Diagnose nothing any more: it may have to be compiled."""
         self._diagnose = None
 
-    def _diagnosed(self, step) -> dict[str, list[dict[str, Any]]]:
+    def _diagnosed(self, step, say) -> dict[str, list[dict[str, Any]]]:
         """What there is to say of the batch of a step; nothing where it cannot be said."""
         if self._diagnose is None:
             return {}
@@ -79,7 +79,9 @@ class Watch:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return {}  # it needs more memory than the step, which goes on
+            self._diagnose = None
+            say("there is not enough device memory to diagnose steps that were skipped; the run goes on without")
+            return {}
 
     def _tell(self, step, loss, limit, found, say):
         fault = fp8.find_fault(found) if found else None

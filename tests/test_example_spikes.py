@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 
+import jax
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -162,6 +163,26 @@ def test_every_few_steps_are_diagnosed(make):
     read(6, math.nan, 1, diagnostics=Rows())
     assert [(row["step"], row["loss"]) for row in rows("diagnostics")] == [(3, 2.0), (6, None)]
     assert rows("diagnostics")[0]["tensors"] == rows("events")[0]["tensors"]
+
+
+def test_a_diagnosis_that_has_no_memory_ends_no_run(make):
+    asked = []
+
+    def diagnose(step):
+        asked.append(step)
+        raise jax.errors.JaxRuntimeError(f"{message}: 8 GiB")
+
+    _, read, rows = make(diagnose, stop_after_skips=9)
+    message = "RESOURCE_EXHAUSTED"
+    read(1, math.nan, 1)
+    said = read(2, math.nan, 1)
+    assert asked == [1] and said[0].startswith("there is not enough device memory to diagnose steps")
+    assert said[1:] == [f"step {step} of delayed was skipped: its loss is nan" for step in (1, 2)]
+    assert [row["fault"] for row in rows("events")] == [None, None]
+    _, read, _ = make(diagnose)
+    message = "INTERNAL"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        read(1, math.nan, 1)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------

@@ -163,6 +163,7 @@ def test_losses_that_are_not_finite_end_the_run(example, book, tmp_path, capsys)
         (4, "stopped"),
     ]
     assert all(row["loss"] is None and "not finite" in row["fault"] for row in rows)
+    assert (tmp_path / "tiny-bf16/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow  # the next test shows it, and what jax says

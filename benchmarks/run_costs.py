@@ -15,6 +15,7 @@ import json
 import math
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,21 +26,28 @@ import numpy as np
 import tables
 
 import jax_fp8 as fp8
+from jax_fp8.train.cuda_graph import default_options
 
 HERE = pathlib.Path(__file__).resolve()
 sys.path.append(str(HERE.parents[1] / "examples"))
 ROUNDS, EVERY = 5, 10  # turns of each variant, and the steps of one
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 LONGEST_WRITE = 400  # steps that are timed while a checkpoint is written, at most
 
 
 class Training:
     """A model, its step, and endless batches."""
 
-    def __init__(self, preset: str, batch: int, seq: int):
-        config = fp8.GPTConfig.preset(preset, max_seq_len=seq)
+    def __init__(self, preset: str, batch: int, seq: int, layers: int | None = None, deterministic: bool = False):
+        own = {} if layers is None else {"num_layers": layers}
+        config = fp8.GPTConfig.preset(preset, max_seq_len=seq, **own)
         recipe = fp8.DelayedScaling(split_accumulator=())
         self.model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling())
-        self.step = fp8.make_train_step(fp8.next_token_loss(self.model), fp8.fused_adamw(1e-4), recipe)
+        options = (
+            default_options(on_mesh=False) | DETERMINISTIC if deterministic and jax.default_backend() == "gpu" else None
+        )
+        loss, optimizer = fp8.next_token_loss(self.model), fp8.fused_adamw(1e-4)
+        self.step = fp8.make_train_step(loss, optimizer, recipe, compiler_options=options)
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, batch, seq + 1), np.int32)
         self.batches = [jnp.asarray(one) for one in tokens]
         self.state = self.fresh()
@@ -74,20 +82,29 @@ def bits(state: fp8.TrainState) -> dict[str, int]:
 
 def compare(training: Training) -> dict[str, bool]:
     """Whether variants leave the same bits after three steps, and what must differ does."""
-    found = {}
-    for name, options in VARIANTS.items():
+
+    def after_three(options):
         training.state = training.fresh()
         training.run(3, options)
-        found[name] = bits(training.state)
-    plain = found.pop("plain")
+        return bits(training.state)
+
+    plain = after_three(VARIANTS["plain"])
+    found = {f"{name}: the same bits": after_three(options) == plain for name, options in VARIANTS.items()}
+    before = bits(training.state)
     training.state, metrics = training.step(training.state, training.batches[3], skip_above=-1.0)
-    skipped, was_skipped = bits(training.state), int(metrics["skipped"])
+    found["a skipped step changes nothing"] = bits(training.state) == before and int(metrics["skipped"]) == 1
     training.state, _ = training.step(training.state, training.batches[3])
-    return {
-        **{f"{name}: the same bits": other == plain for name, other in found.items()},
-        "a skipped step changes nothing": skipped == plain and was_skipped == 1,
-        "one more step changes bits": bits(training.state) != plain,
-    }
+    return found | {"one more step changes bits": bits(training.state) != before}
+
+
+def compared(options: argparse.Namespace) -> dict[str, bool]:
+    """`compare` in a process of its own, with deterministic kernels: cuDNN's attention adds gradients in any order. That
+    of "plain" with itself says whether they are.
+    """
+    sizes = [f"--{name}={getattr(options, name)}" for name in ("preset", "batch", "seq")]
+    command = [sys.executable, str(HERE), "--compare", *sizes, f"--layers={options.compared_layers}"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_steps(training: Training, rounds: int) -> list[dict]:
@@ -147,21 +164,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--compared-layers", type=int, default=4, help="of the model whose bits are compared")
+    parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--no-checkpoints", action="store_true", help="no Orbax: neither saving nor sums of bits")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="a tiny model, to run the whole file")
     options = parser.parse_args(arguments)
     if options.self_test:
-        options.preset, options.batch, options.seq, options.rounds = "tiny", 2, 32, 1
-    training = Training(options.preset, options.batch, options.seq)
+        options.preset, options.batch, options.seq, options.rounds, options.compared_layers = "tiny", 2, 32, 1, 1
+    shape = options.preset, options.batch, options.seq
+    if options.compare:
+        print(json.dumps(compare(Training(*shape, options.layers, deterministic=True))))
+        return 0
+    found_bits = {} if options.no_checkpoints else compared(options)
+    print(json.dumps(found_bits), flush=True)
+    training = Training(*shape)
     found = {"steps": measure_steps(training, options.rounds)}
     print(json.dumps(found), flush=True)  # what follows needs more than a GPU
     if not options.no_checkpoints:
-        found["bits"] = compare(training)
+        found["bits"] = found_bits
         with tempfile.TemporaryDirectory() as folder:
             found["saving"] = measure_saving(training, pathlib.Path(folder))
     environment = tables.environment()
-    shape = f"{options.preset}, batches of {options.batch} x {options.seq} tokens."
+    shape = f"{options.preset}, batches of {options.batch} x {options.seq} tokens; bits of {options.compared_layers} layers."
     tables.write(options.output / "run_costs.md", markdown(environment, shape, found))
     tables.write(options.output / "run_costs.json", json.dumps({"environment": environment, "shape": shape, **found}))
     print((options.output / "run_costs.md").read_text())

@@ -103,10 +103,11 @@ class Progress:
         if self.log.is_written:
             self.bar.write(text)
 
-    def pause(self, text: str) -> None:
-        """Say something of what was done after the last step."""
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """What is done while the device has nothing to do; it is left out of tokens/s."""
         self.catch_up()
-        self.say(text)
+        yield
         self.leave_out()
 
     def leave_out(self) -> None:

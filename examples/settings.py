@@ -5,12 +5,12 @@ Every complaint is a ValueError of one sentence: what must hold, what arrived, w
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
 import command_line
 import scalars
-from profiling import parse_steps
 
 import jax_fp8 as fp8
 
@@ -191,6 +191,20 @@ def check(settings: Settings) -> None:
             f"a microbatch must hold a multiple of 16 tokens, got {sequences} x {settings.seq_len}; change --seq-len"
         )
     _check_processes(settings)
+
+
+def parse_steps(text: str, steps: int) -> range:
+    """`20:24` → the steps from 20 to 24; none of an empty text."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ValueError(
+            f"--profile must be FIRST:LAST, two of the steps 1 to {steps}, got {text!r}; "
+            f"say --profile {min(2, steps)}:{min(5, steps)}"
+        )
+    return range(first, last + 1)
 
 
 def _check_processes(settings):

@@ -38,11 +38,11 @@ from leaving import FAILED, Leaving, leave
 from logbook import Logbook, bytes_of_logs
 from mesh import check_settings, on_mesh, parse_axes
 from processes import agree, all_end, fingerprint, is_first, start, tell_all
-from profiling import Profile, profiled_steps
+from profiling import Profile
 from progress import Progress
 from record import Folder, versions
 from resuming import find_run, interruption
-from settings import Settings, check, parse
+from settings import Settings, check, parse, parse_steps
 from speed import Speed
 from text import PairEncoder, training_batch, validation_batches
 from watch import Watch
@@ -113,22 +113,22 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
     log = Logbook(folder, recipe, settings.tensorboard, last["step"] if last else 0)
     watch = Watch(log, settings, diagnose if job.mesh.shape["pipe"] == 1 else None, last)
     progress = Progress(log, settings.steps, math.prod(shape), Speed.of(job.model, job.mesh), watch, last)
-    profile = Profile(folder.path / "profile" / recipe, profiled_steps(settings, folder.is_written))
+    profiled = parse_steps(settings.profile if folder.is_written else "", settings.steps)
+    profile = Profile(folder.path / "profile" / recipe, profiled, progress)
     with leaving.after_a_step(), kept, log, progress, profile:
         if last is None:
             progress.start(validate())
         for step in range(progress.last_step + 1, settings.steps + 1):
             options = watch.options(step)
-            with profile.around(step, state), progress.calling(f"step, {options['diagnose']}"):
+            with profile.around(step), progress.calling(f"step, {options['diagnose']}"):
                 state, metrics = train_step(state, batch(step), **options)
             due = step % settings.eval_every == 0 or step == settings.steps
             progress.add(step, metrics, validate() if due else None)
-            if said := profile.end(step, state):
-                progress.pause(said)
+            profile.end(step)
             is_last = leaving.is_asked(step)
             if is_last or kept.is_due(step, settings.steps):
-                kept.save(step, state, job.description | progress.notes())
-                progress.leave_out()
+                with progress.pause():
+                    kept.save(step, state, job.description | progress.notes())
             if is_last:
                 raise KeyboardInterrupt
     return Trained(model, state.variables, progress.val_loss)

@@ -1,5 +1,6 @@
 """`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
-`tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here.
+`tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here; `report`
+makes a page of what a training run left.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.
@@ -32,6 +33,7 @@ from jax_fp8.tools.described import GPUS
 from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tools.rates import RateTable
 from jax_fp8.tools.rates_bench import measure_rates
+from jax_fp8.tools.report.page import write_report
 from jax_fp8.tools.tune import tune
 from jax_fp8.train.own_loop import value_and_grad
 from jax_fp8.train.train_state import TrainState
@@ -199,6 +201,13 @@ def tune_rates(path: str) -> int:
     return 0
 
 
+def report_run(run: str, output: str | None = None) -> int:
+    """Write the page of a run's folder, and print where it is. Returns the exit code."""
+    path = write_report(run, output)
+    print(f"{path}: {path.stat().st_size / 1000:,.0f} kB, for any browser")
+    return 0
+
+
 class _Parser(argparse.ArgumentParser):
     """Complains in one sentence, without a page of usage."""
 
@@ -253,11 +262,18 @@ def main(argv: list[str]) -> int:
     planner.add_argument("--suggest", action="store_true", help="try the meshes of --devices, and rank them")
     planner.add_argument("--devices", type=int, help="GPUs of --suggest")
     planner.add_argument("--tries", type=int, default=4, help="meshes that --suggest compiles for")
+    reporter = commands.add_parser("report", help="make one page of HTML of what a training run left in its folder")
+    reporter.add_argument("run", help="the folder, such as runs/tiny-delayed")
+    reporter.add_argument("--output", metavar="FILE", help="where the page goes; by default report.html in the folder")
     options = vars(parser.parse_args(argv))
     command = options.pop("command")
     if command == "doctor":
         return doctor()
-    run, prog = {"tune": (tune_preset, tuner.prog), "plan": (plan_preset, planner.prog)}[command]
+    run, prog = {
+        "tune": (tune_preset, tuner.prog),
+        "plan": (plan_preset, planner.prog),
+        "report": (report_run, reporter.prog),
+    }[command]
     if command == "tune" and (rates := options.pop("rates")) is not None:
         run, options = tune_rates, {"path": rates}
     try:

@@ -1,4 +1,4 @@
-"""`python -m jax_fp8`: the diagnosis, the tuner, their exit codes, and one sentence for what does not exist."""
+"""`python -m jax_fp8`: the diagnosis, the tuner, the report, exit codes, and one sentence for what does not exist."""
 
 import importlib.metadata
 import pathlib
@@ -8,6 +8,7 @@ import sys
 import h200
 import jax
 import pytest
+import run_logs
 
 import jax_fp8 as fp8
 from jax_fp8 import CurrentScaling, cli, gpt_plans
@@ -193,10 +194,28 @@ def test_a_batch_that_does_not_split_is_one_sentence(on_a_gpu_of_ones_own, capsy
     assert not on_a_gpu_of_ones_own.exists()
 
 
+def test_a_report_of_a_run(tmp_path, capsys):
+    run_logs.healthy(layers=1, count=4).write(tmp_path / "mine")
+    for output in (tmp_path / "mine/report.html", tmp_path / "page.html"):
+        argv = [] if output.name == "report.html" else ["--output", str(output)]
+        assert cli.main(["report", str(tmp_path / "mine"), *argv]) == 0
+        assert capsys.readouterr().out.startswith(f"{output}: ")
+        assert "<h1>mine</h1>" in output.read_text()
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert printed.err.startswith("python -m jax_fp8 report: a report is made of a run's folder")
+
+
 BOTH = ["tune", "--preset", "tiny", "--rates", "rates.json"]
 
 
-@pytest.mark.parametrize("argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"], BOTH])
+@pytest.mark.parametrize(
+    "argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"], BOTH, ["report"]]
+)
 def test_what_does_not_exist_is_one_sentence(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
@@ -207,7 +226,7 @@ def test_what_does_not_exist_is_one_sentence(argv, capsys):
 
 def test_the_package_is_a_command():
     finished = subprocess.run([sys.executable, "-m", "jax_fp8", "--help"], capture_output=True, text=True, check=True)
-    assert "doctor" in finished.stdout and "tune" in finished.stdout
+    assert all(command in finished.stdout for command in ("doctor", "tune", "plan", "report"))
 
 
 NEEDS_COMPILER = pytest.mark.skipif(h200.missing_reason() is not None, reason=str(h200.missing_reason()))

@@ -1,7 +1,9 @@
 """Profiles of chosen steps of the example: which steps are in one, whatever happens to the run."""
 
+import contextlib
+import types
+
 import jax
-import jax.numpy as jnp
 import pytest
 
 
@@ -22,13 +24,22 @@ def steps_in_trace(example, tmp_path, monkeypatch):
 
     def run(first, last, fails_at=None):
         traced, said = [], []
-        with profiling.Profile(tmp_path, profiling.parse_steps("3:5", 9)) as profile:
+
+        @contextlib.contextmanager
+        def pause():
+            was = tracing[0]
+            yield
+            assert tracing[0] != was  # it begins or ends while the device does nothing
+
+        progress = types.SimpleNamespace(pause=pause, say=said.append)
+        steps = example("settings").parse_steps("3:5", 9)
+        with profiling.Profile(tmp_path, steps, progress) as profile:
             for step in range(first, last + 1):
-                with profile.around(step, jnp.zeros(())):
+                with profile.around(step):
                     traced += [step] if tracing[0] else []
                 if step == fails_at:
                     raise KeyboardInterrupt
-                said += filter(None, [profile.end(step, jnp.zeros(()))])
+                profile.end(step)
         return traced, said, tracing
 
     yield run

@@ -147,6 +147,18 @@ def test_a_program_that_is_compiled_counts_for_nothing(make):
     assert shown.tokens_per_second == 16_384 / SECONDS
 
 
+def test_a_pause_counts_for_no_speed(make):
+    """The steps before it are read first; a profile and a checkpoint are such pauses."""
+    shown, take = make(100)
+    for step in range(1, 11):
+        take(step, 2.0)
+    with shown.pause():
+        assert shown.last_step == 10 and shown.tokens_per_second == 16_384 / SECONDS
+        shown.clock[0] += 60
+    assert (shown.started, shown.counted) == (shown.clock[0], 0)
+    assert shown._seconds_left() > 60 * 9  # negative control: it is part of what the rest will take
+
+
 def test_a_loss_that_was_skipped_counts_for_nothing(make):
     shown, take = make(20)
     for step in range(1, 21):

@@ -39,7 +39,8 @@ class SelfAttention(Fp8Module):
       norm: normalize the input first; None takes `x` as it is.
       causal: a position sees itself and what came before.
       rotary: rotary positions (https://arxiv.org/abs/2104.09864) on queries and keys.
-      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU.
+      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has 16 bits, as
+        cuDNN wants it.
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       head_dim: features of a head; None is the width of `x` divided by `num_heads`.
@@ -71,7 +72,8 @@ class SelfAttention(Fp8Module):
         projections, x, tensor = _project(self, x, widths, head_dim)
         query, key, value = (as_heads(part, head_dim) for part in projections)
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
-        implementation = self.implementation or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+        has_cudnn = jax.default_backend() == "gpu" and jnp.dtype(self.dtype).itemsize == 2
+        implementation = self.implementation or ("cudnn" if has_cudnn else "xla")
         attended = _attend(self, query, key, value, implementation)
         fields = shared_fields(self, Dense) | {
             "kernel_init": named(self.out_init or self.kernel_init, ("heads", "residual"), self.logical_axes),
@@ -150,3 +152,8 @@ def _check_heads(module, width, kv_heads):
         )
     if module.implementation not in (None, "cudnn", "xla"):
         raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {module.implementation!r}')
+    if module.implementation == "cudnn" and jnp.dtype(module.dtype).itemsize != 2:
+        raise ValueError(
+            f"{layer}: cuDNN's attention needs a dtype of 16 bits, got {jnp.dtype(module.dtype)}; "
+            'use bfloat16, or implementation="xla"'
+        )

@@ -188,7 +188,9 @@ EXPENDABLE = ("tflops", "memory", "tokens", "peaks", "left")  # what the line do
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "-"
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
 def _short(value: float) -> str:

@@ -190,3 +190,8 @@ def test_figures_are_those_of_a_device(example):
 )
 def test_numbers_are_short(value, text, example):
     assert example("progress")._short(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(2.0, "2.000"), (math.nan, "-"), (7.2288e17, "7.23e+17")])
+def test_losses_are_short(value, text, example):
+    assert example("progress")._number(value) == text

@@ -20,7 +20,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,11 @@ class Checkpoints:
 
     def restore_params(self, like: Any) -> Any:
         """The params of the last one alone, for a program that does not train; `like` as in `restore`."""
-        return self._read({"params": jax.tree.map(_with_place, like)})["params"]
+        return self.restore_variables({"params": like})["params"]
+
+    def restore_variables(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Some of "params" and "fp8" of the last one, for a program that does not train."""
+        return self._read({name: jax.tree.map(_with_place, tree) for name, tree in like.items()})
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Some of the items, each in the places of its like, and as it was saved."""
@@ -156,7 +160,10 @@ class Checkpoints:
 
     def _opened(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
+            if self.every:
+                options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
+            else:  # another process may be writing the next one
+                options = ocp.CheckpointManagerOptions(read_only=True)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
             self._quiet.enter_context(quietly())
         return self._manager

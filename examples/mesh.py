@@ -10,6 +10,7 @@ anything is compiled.
 """
 
 import math
+import os
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from settings import Settings
 
 import jax_fp8 as fp8
+from jax_fp8.gpt_plans import shape_of
+from jax_fp8.tools.arithmetic import Setting, memory_of
 
 AXES = ("pipe", "data", "fsdp", "tensor")  # the last ones are neighbours: devices of one host, if its axis fits there
 BATCH_AXES = ("data", "fsdp")
@@ -79,6 +82,10 @@ def check_stages(stages: int, settings: Settings) -> None:
             f"the layers of a pipeline keep on their device, got --remat {settings.remat} and --mesh {settings.mesh}; "
             "take another remat, or leave out pipe"
         )
+    if settings.diagnose_every:
+        raise ValueError(
+            f"--diagnose-every looks at layers of one stage, got --mesh {settings.mesh}; leave it out, or pipe"
+        )
     interleaved = settings.schedule == "interleaved"
     if settings.chunks and not interleaved:
         raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")
@@ -135,6 +142,25 @@ def check_model(sizes: dict[str, int], model: fp8.GPTConfig, fp8_head: bool) -> 
         )
 
 
+def check_memory(mesh: Mesh, model: fp8.GPTConfig) -> None:
+    """Raise where not even params and optimizer state have room, whatever else a step needs."""
+    axes = {axis: mesh.shape[axis] for axis in AXES}
+    found = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **axes))
+    needed, room = found.params + found.optimizer, _memory(mesh)
+    if needed > room:
+        raise ValueError(
+            f"params and optimizer state must fit into {room / 2**30:.1f} GiB of a device, got "
+            f"{needed / 2**30:,.1f} GiB; take a smaller model, or more devices by --mesh fsdp=8"
+        )
+
+
+def _memory(mesh) -> float:
+    """Bytes of a device; CPU devices share those of their host."""
+    devices = mesh.local_devices
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+
+
 def make_mesh(sizes: dict[str, int]) -> Mesh:
     """A mesh of the first devices; with several processes, of all."""
     count, devices = math.prod(sizes.values()), jax.devices()
@@ -160,7 +186,12 @@ def own_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
 
 
 def on_mesh(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """A batch (rows, seq), or several (count, rows, seq), on the mesh: of each, this process has its own rows."""
+    """A batch (rows, seq), or several (count, rows, seq), on the mesh: of each, this process has its own rows.
+
+    On one device as an array of no mesh, as params are: a step of another kind of batch would be compiled once more.
+    """
+    if mesh.size == 1:
+        return jax.device_put(rows, mesh.devices.item())
     return jax.make_array_from_process_local_data(_by_sequence(mesh, rows.ndim - 2), rows)
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import BASELINE, MAIN, CannotResume, read_last, steps_in
+from logs import METRICS
 from record import Existing
 from settings import Settings
 
 # Settings that do not change what is computed.
-ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "compare", "sample_tokens"}
+ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "compare", "sample_tokens", "profile"}
 ASIDE |= {"distributed", "coordinator", "num_processes", "process_id"}
 FLAGS = {"hidden_size": "--hidden-size", "num_layers": "--num-layers", "num_heads": "--num-heads",
          "max_seq_len": "--seq-len"}  # fmt: skip
@@ -37,14 +38,16 @@ def find_run(settings: Settings, name: str, run: dict[str, Any]) -> Existing | N
             )
     if path is None:
         return None
-    rows: dict[str, int] = {}
+    rows: dict[str, dict[str, int]] = {}
     for folder in (MAIN, BASELINE):
         notes = read_last(path / folder)
         if notes is None:
             continue
         check_same(notes, run)
-        for label, count in notes["rows"].items():
-            rows[label] = max(count, rows.get(label, 0))
+        for log, counts in (notes.get("other_rows", {}) | {METRICS: notes["rows"]}).items():
+            before = rows.setdefault(log, {})
+            for label, count in counts.items():
+                before[label] = max(count, before.get(label, 0))
         if folder == MAIN:
             changed = differences(notes, run)
             other = f"; other than before: {changed}" if changed else ""
@@ -72,13 +75,22 @@ def _may_go_on(run: Path) -> bool:
     config = run / "config.json"
     if not config.exists():
         return run.is_dir() and not (run / "metrics.jsonl").exists()
-    return json.loads(config.read_text()).get("settings", {}).get("checkpoint_every", 0) > 0
+    try:
+        return json.loads(config.read_text()).get("settings", {}).get("checkpoint_every", 0) > 0
+    except ValueError as error:
+        raise CannotResume(
+            f"{config} must be as it was written, got {error}; remove {run}, or leave out --resume"
+        ) from None
 
 
 def describe_run(settings: Settings, model: Any, tokenizer: str, text: str) -> dict[str, Any]:
     """What a checkpoint says of its run, as JSON has it."""
-    described = {"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(model)}
-    return json.loads(json.dumps(described | {"tokenizer": tokenizer, "text": text}, default=str))
+    described = {"model": dataclasses.asdict(model), "tokenizer": tokenizer, "text": text}
+    return json.loads(json.dumps({"settings": describe_settings(settings)} | described))
+
+
+def describe_settings(settings: Settings) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
 
 
 def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
@@ -109,11 +121,11 @@ def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
 
 def differences(saved: dict[str, Any], run: dict[str, Any]) -> str:
     """What is another than in the checkpoint, in words; empty if the run goes on as it was."""
-    then, now = saved["settings"], run["settings"]
+    then, now = describe_settings(Settings()) | saved["settings"], run["settings"]  # older ones have fewer
     changed = [
-        f"--{field.replace('_', '-')} {now[field]} (was {then.get(field)})"
+        f"--{field.replace('_', '-')} {now[field]} (was {then[field]})"
         for field in now
-        if field not in ASIDE and then.get(field) != now[field]
+        if field not in ASIDE and then[field] != now[field]
     ]
     return ", ".join(changed + (["another text"] if saved["text"] != run["text"] else []))
 

@@ -3,14 +3,14 @@
 Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do.
 """
 
-import contextlib
 import dataclasses
-import io
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
-import tyro
+import command_line
+import scalars
 
 import jax_fp8 as fp8
 
@@ -84,6 +84,16 @@ class Settings:
     resume: str = ""
     """Go on with this run of --output, whatever --name is, from its last checkpoint; auto: with the last run of this
     name, or begin it."""
+    skip_spikes: bool = False
+    """Skip steps whose loss is far above those before, as steps with a loss that is no number always are."""
+    stop_after_skips: int = 3
+    """End the run when so many steps in a row were skipped."""
+    diagnose_every: int = 0
+    """Steps between two of which all tensors and gradients are looked at; 0: none but those that were skipped."""
+    tensorboard: bool = False
+    """Write the logs for TensorBoard, too."""
+    profile: str = ""
+    """FIRST:LAST: write a profile of these steps by jax.profiler; the first step of all is compilation."""
     sample_tokens: int = 256
     """Length of the text generated at the end; 0 is none."""
     name: str = ""
@@ -113,26 +123,15 @@ def defaults(preset: str) -> Settings:
 
 
 def parse(argv: list[str]) -> Settings:
-    """Command line → settings. Every complaint of the parser becomes a ValueError of one sentence."""
+    """Command line → settings."""
 
     @dataclasses.dataclass(frozen=True)
     class Preset:
         preset: str = "tiny"
 
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            chosen, _ = tyro.cli(Preset, args=argv, return_unknown_args=True, add_help=False)
-            return tyro.cli(
-                Settings, args=argv, default=defaults(chosen.preset), description="Train a GPT in FP8 on real text."
-            )
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        lines = [line.strip("│╭╮╰╯ \n") for line in complaint.getvalue().splitlines()]
-        body = [line for line in lines if not line.endswith("─")]  # without the frame and its title
-        end = next((index for index, line in enumerate(body) if line.startswith(("For full", "Argument help"))), None)
-        raise ValueError(" ".join(" ".join(body[:end]).split()) + " (--help lists the options)") from None
+    chosen = command_line.read_part(Preset, argv)
+    described = "Train a GPT in FP8 on real text."
+    return command_line.read(Settings, argv, described, default=defaults(chosen.preset))
 
 
 def check(settings: Settings) -> None:
@@ -148,6 +147,14 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--checkpoint-every must not be negative, got {settings.checkpoint_every}; 0 saves none")
     if settings.keep < 1:
         raise ValueError(f"--keep must be at least 1, got {settings.keep}")
+    if settings.stop_after_skips < 1:
+        raise ValueError(f"--stop-after-skips must be at least 1, got {settings.stop_after_skips}")
+    if not 0 <= settings.diagnose_every <= settings.steps:
+        raise ValueError(
+            f"--diagnose-every must be at most the {settings.steps} steps, got {settings.diagnose_every}; 0 is never"
+        )
+    if settings.tensorboard:
+        scalars.check()
     if settings.vocab_size <= 256:
         raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {settings.vocab_size}")
     if not 0 < settings.learning_rate < math.inf:
@@ -177,12 +184,27 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
     if settings.batch_size % settings.microbatches:
         raise ValueError(f"--microbatches must divide --batch-size {settings.batch_size}, got {settings.microbatches}")
+    parse_steps(settings.profile, settings.steps)
     sequences = settings.batch_size // settings.microbatches
     if sequences * settings.seq_len % 16:
         raise ValueError(
             f"a microbatch must hold a multiple of 16 tokens, got {sequences} x {settings.seq_len}; change --seq-len"
         )
     _check_processes(settings)
+
+
+def parse_steps(text: str, steps: int) -> range:
+    """`20:24` → the steps from 20 to 24; none of an empty text."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ValueError(
+            f"--profile must be FIRST:LAST, two of the steps 1 to {steps}, got {text!r}; "
+            f"say --profile {min(2, steps)}:{min(5, steps)}"
+        )
+    return range(first, last + 1)
 
 
 def _check_processes(settings):

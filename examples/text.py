@@ -45,6 +45,8 @@ def user_files(path: Path) -> list[Path]:
         raise ValueError(f"--data must name a file or a folder, but {path} does not exist")
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise ValueError(f"--data must name a file or a folder, but {path} is something else; name a text file")
     below = (file for file in sorted(path.rglob("*")) if file.is_file())
     files = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
@@ -61,7 +63,12 @@ def read_corpus(files: list[Path], max_bytes: int | None = None) -> Corpus:
     """
     documents, size, left_out = [], 0, 0
     for file in files:
-        content = file.read_bytes()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"--data must hold files that can be read, got {error.strerror} for {file}; name other files"
+            ) from error
         if not is_text(content):
             left_out += 1
             if len(files) > 1:
@@ -138,17 +145,22 @@ class PairEncoder:
             raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {vocab_size}")
         path = cache / f"bpe-{vocab_size}-{hashlib.sha256(text).hexdigest()[:16]}.json"
         if not path.exists():
-            tokenizer = Tokenizer(models.BPE())
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokenizer.decoder = decoders.ByteLevel()
-            alphabet = pre_tokenizers.ByteLevel.alphabet()
-            trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-            tokenizer.train_from_iterator(chunks(text), trainer)
-            cache.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}")
-            tokenizer.save(str(unfinished))
-            unfinished.replace(path)  # two runs at once never read half a file
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                _train(text, vocab_size, path)
+            except OSError as error:
+                raise ValueError(
+                    f"--cache must be a folder that can be written to, got {error.strerror} for {cache}; choose another"
+                ) from error
+        return cls.load(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "PairEncoder":
         return cls(Tokenizer.from_file(str(path)))
+
+    def text(self) -> str:
+        """For a file that `load` reads."""
+        return self.tokenizer.to_str()
 
     def encode(self, text: bytes) -> np.ndarray:
         encodings = self.tokenizer.encode_batch_fast(chunks(text))
@@ -156,6 +168,19 @@ class PairEncoder:
 
     def decode(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode([int(token) for token in ids])
+
+
+def _train(text: bytes, vocab_size: int, path: Path) -> None:
+    """Learn pairs, and write them to a file; two runs at once never read half of one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(chunks(text), trainer)
+    unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}")
+    unfinished.write_text(tokenizer.to_str())
+    unfinished.replace(path)
 
 
 def chunks(text: bytes) -> list[str]:

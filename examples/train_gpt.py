@@ -12,9 +12,11 @@ measured on the same held-out text. What else sets two runs apart is noise. It g
 rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
 
 Reads from top to bottom: what is trained, one training run, a sample, and the job that puts them together.
-Settings are in settings.py, text and tokens in text.py, validation and sample in evaluation.py, logs and pictures in
-record.py, checkpoints in checkpoints.py and resuming.py, Ctrl-C in leaving.py, optimizer and compiler in building.py,
-devices in mesh.py, and what several processes agree on in processes.py: each runs this script from top to bottom.
+Settings are in settings.py, what is made of them in job.py, optimizer and compiler in building.py, text and tokens in
+text.py, validation and sample in evaluation.py. The line that shows how far a run is: progress.py and speed.py; which
+steps are skipped or looked at: spikes.py, watch.py and profiling.py; what is written: record.py, logbook.py, logs.py
+and scalars.py; checkpoints: checkpoints.py and resuming.py. Ctrl-C is in leaving.py, devices in mesh.py, and what
+several processes agree on in processes.py: each runs this script from top to bottom.
 """
 
 import contextlib
@@ -29,47 +31,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from building import compiler_options, make_optimizer
 from checkpoints import BASELINE, MAIN, CannotResume, CannotSave, Checkpoints
 from evaluation import make_validation, write
-from jax.sharding import Mesh
+from job import Job, make_model, make_step, prepare
 from leaving import FAILED, Leaving, leave
-from mesh import check_model, check_settings, make_mesh, on_mesh, own_rows, parse_axes
+from logbook import Logbook, bytes_of_logs
+from mesh import check_settings, on_mesh, parse_axes
 from processes import agree, all_end, fingerprint, is_first, start, tell_all
-from record import Folder, Progress, versions
-from resuming import describe_run, find_run, interruption
-from settings import Settings, check, parse
-from text import (
-    ByteEncoder,
-    Encoder,
-    PairEncoder,
-    read_corpus,
-    standard_library,
-    training_batch,
-    user_files,
-    validation_batches,
-)
+from profiling import Profile
+from progress import Progress
+from record import Folder, versions
+from resuming import find_run, interruption
+from settings import Settings, check, parse, parse_steps
+from speed import Speed
+from text import PairEncoder, training_batch, validation_batches
+from watch import Watch
 
 import jax_fp8 as fp8
 
-RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling}
-LOG_EVERY = 10  # steps between two rows of the log
 VALIDATION_BATCHES = 8  # at least
 VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it; leaving.py has that of other signals
-
-
-class Job(NamedTuple):
-    """Everything two runs share: settings, model shape, tokens and devices."""
-
-    settings: Settings
-    model: fp8.GPTConfig
-    encoder: Encoder
-    train: np.ndarray  # (tokens,)
-    held_out: np.ndarray  # (tokens,)
-    mesh: Mesh
-    rows: np.ndarray  # of a batch, which this process reads
-    description: dict[str, Any]  # for checkpoints
 
 
 def read_settings(argv: list[str]) -> Settings:
@@ -80,48 +62,13 @@ def read_settings(argv: list[str]) -> Settings:
     return settings
 
 
-def prepare(settings: Settings) -> Job:
-    """Settle everything else that can be wrong before anything is computed."""
-    sizes = parse_axes(settings.mesh)
-    mesh = make_mesh(sizes)
-    corpus = read_corpus(standard_library() if settings.data is None else user_files(settings.data))
-    if settings.tokenizer == "bytes":
-        encoder = ByteEncoder()
-    else:
-        encoder = PairEncoder.trained_on(corpus.train, settings.vocab_size, settings.cache)
-    train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
-    needed = settings.batch_size * settings.seq_len + 1
-    if len(train) < needed:
-        raise ValueError(
-            f"--data must hold at least one batch of {needed:,} tokens to train on, got {len(train):,}; "
-            f"give more text, or a smaller --batch-size or --seq-len"
-        )
-    if len(held_out) <= settings.seq_len:
-        raise ValueError(
-            f"--data must leave {settings.seq_len + 1:,} tokens for validation, a twentieth of it has "
-            f"{len(held_out):,}; give more text, or a smaller --seq-len"
-        )
-    model = fp8.GPTConfig.preset(
-        settings.preset,
-        vocab_size=-(-encoder.vocab_size // 128) * 128,  # tensor cores like round numbers
-        max_seq_len=settings.seq_len,
-        hidden_size=settings.hidden_size,
-        num_layers=settings.num_layers,
-        num_heads=settings.num_heads,
-    )
-    check_model(sizes, model, settings.fp8_head)
-    text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
-    description = describe_run(settings, model, encoder.identity, text)
-    return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size), description)
-
-
 def begin(settings: Settings) -> tuple[Job, Folder]:
     """The job and the folder of its run, once all processes have both."""
     try:
         job = prepare(settings)
         name = settings.name or f"{settings.preset}-{settings.recipe}"
         existing = find_run(settings, name, job.description) if is_first() else None
-        folder = Folder(settings.output, name, log_rows(settings), is_first(), existing)
+        folder = Folder(settings.output, name, bytes_of_logs(settings), is_first(), existing)
     except (ValueError, OSError):
         agree()
         raise
@@ -136,15 +83,6 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     return job, folder if is_first() else folder.like_that_of_the_first(Path(path), goes_on)
 
 
-def make_model(job: Job, recipe: str) -> fp8.GPT:
-    """The GPT in one recipe; "bf16" has no FP8 anywhere."""
-    if recipe == "bf16":
-        return fp8.GPT(job.model, recipe=None, remat=job.settings.remat)
-    layers = RECIPES[recipe](split_accumulator=()) if job.settings.fast else RECIPES[recipe]()
-    head = fp8.CurrentScaling() if job.settings.fp8_head else None
-    return fp8.GPT(job.model, recipe=layers, head_recipe=head, remat=job.settings.remat)
-
-
 class Trained(NamedTuple):
     model: fp8.GPT
     variables: Any
@@ -153,78 +91,69 @@ class Trained(NamedTuple):
 
 def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Leaving) -> Trained:
     """One run: the model in one recipe, from the seed's parameters or a checkpoint, over the seed's batches."""
-    settings = job.settings
-    model = make_model(job, recipe)
-    loss_fn = fp8.next_token_loss(model)
-    optimizer = make_optimizer(settings)
+    settings, last = job.settings, kept.last
     shape = (settings.batch_size, settings.seq_len)
-    train_step = fp8.make_train_step(
-        loss_fn,
-        optimizer,
-        model.recipe,
-        microbatches=settings.microbatches,
-        compiler_options=compiler_options(recipe),
-        **spread(job),
-    )
+    model = make_model(settings, job.model, recipe)
+    train_step = make_step(job, recipe, model)
 
     def batch(step):
         return on_mesh(job.mesh, training_batch(job.train, step, settings.seed, *shape, job.rows))
 
-    last = kept.last
     state = first_state(job, model, train_step, batch, kept)
     folder.take_up()
-    measured = min(VALIDATION_TOKENS, len(job.held_out))
-    count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
-    validation = on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
-
-    mean_loss = make_validation(loss_fn)
+    held_out, mean_loss = validation(job), make_validation(fp8.next_token_loss(model))
 
     def validate():
-        return mean_loss(state.variables, validation)
+        with progress.calling("validation"):
+            return mean_loss(state.variables, held_out)
 
-    progress = Progress(folder, recipe, settings.steps, math.prod(shape), LOG_EVERY, last)
-    with leaving.after_a_step(), kept, progress:
+    def diagnose(step):
+        return train_step.diagnose(state, batch(step))
+
+    log = Logbook(folder, recipe, settings.tensorboard, last["step"] if last else 0)
+    watch = Watch(log, settings, diagnose if job.mesh.shape["pipe"] == 1 else None, last)
+    progress = Progress(log, settings.steps, math.prod(shape), Speed.of(job.model, job.mesh), watch, last)
+    profiled = parse_steps(settings.profile if folder.is_written else "", settings.steps)
+    profile = Profile(folder.path / "profile" / recipe, profiled, progress)
+    with leaving.after_a_step(), kept, log, progress, profile:
         if last is None:
             progress.start(validate())
         for step in range(progress.last_step + 1, settings.steps + 1):
-            state, metrics = train_step(state, batch(step))
+            options = watch.options(step)
+            with profile.around(step), progress.calling(f"step, {options['diagnose']}"):
+                state, metrics = train_step(state, batch(step), **options)
             due = step % settings.eval_every == 0 or step == settings.steps
-            progress.add(step, metrics["loss"], validate() if due else None)
+            progress.add(step, metrics, validate() if due else None)
+            profile.end(step)
             is_last = leaving.is_asked(step)
             if is_last or kept.is_due(step, settings.steps):
-                kept.save(step, state, job.description | progress.notes())
+                with progress.pause():
+                    kept.save(step, state, job.description | progress.notes())
             if is_last:
                 raise KeyboardInterrupt
     return Trained(model, state.variables, progress.val_loss)
+
+
+def validation(job: Job) -> jax.Array:
+    """Batches of held-out text (count, batch, seq + 1), as many as are needed."""
+    measured, shape = min(VALIDATION_TOKENS, len(job.held_out)), (job.settings.batch_size, job.settings.seq_len)
+    count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
+    return on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
 
 
 def first_state(job: Job, model: fp8.GPT, train_step: Any, batch: Callable, kept: Checkpoints) -> fp8.TrainState:
     """The seed's parameters, or what the last checkpoint has, with new scales if that was another recipe's."""
     tokens = jnp.zeros((job.settings.batch_size, job.settings.seq_len), jnp.int32)
     arguments = (model.init, jax.random.key(job.settings.seed), tokens)
-    if kept.last is None and not kept.every:
-        return train_step.init_state(*arguments)
-    shapes = train_step.state_shapes(*arguments)
-    kept.check_room(shapes)
+    if kept.every or kept.last is not None:
+        shapes = train_step.state_shapes(*arguments)
+        kept.check_room(shapes)
     if kept.last is None:
-        return train_step.init_state(*arguments)
+        state = train_step.init_state(*arguments)
+        # Programs of arrays that say where they are, as those of a step do, are others.
+        return jax.device_put(state, job.mesh.devices.item()) if job.mesh.size == 1 else state
     state, is_new = kept.restore(shapes, lambda: jax.jit(lambda *inputs: model.init(*inputs)["fp8"])(*arguments[1:]))
     return train_step.warm_start(state, batch(kept.last["step"] + 1)) if is_new else state
-
-
-def spread(job: Job) -> dict[str, Any]:
-    """What the step is told of several devices; of one there is nothing to say."""
-    if job.mesh.size == 1:
-        return {}
-    settings = job.settings
-    gradient_dtype = jnp.dtype(settings.gradient_dtype)
-    return {
-        "mesh": job.mesh,
-        "sequence_parallel": settings.sequence_parallel,
-        "gradient_dtype": gradient_dtype,
-        "schedule": settings.schedule or None,
-        "chunks": settings.chunks or None,
-    }
 
 
 def sample(job: Job, trained: Trained) -> tuple[str, str]:
@@ -232,11 +161,6 @@ def sample(job: Job, trained: Trained) -> tuple[str, str]:
     prompt = job.held_out[: job.settings.seq_len].astype(np.int32)
     written = write(trained.model, trained.variables, prompt, job.settings.sample_tokens, job.settings.seed)
     return job.encoder.decode(prompt), job.encoder.decode(written)
-
-
-def log_rows(settings: Settings) -> int:
-    """How many rows the log will have, at most."""
-    return 2 * (settings.steps // LOG_EVERY + settings.steps // settings.eval_every + 3)
 
 
 def complain(sentence: str, status: int) -> int:
@@ -273,7 +197,10 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
             return complain(interruption(job.settings, folder.path, folder.rows), leaving.status)
         except CannotResume as error:
             return complain(str(error), 2)
-        except (FloatingPointError, CannotSave) as error:
+        except FloatingPointError as error:
+            folder.plot(title(job))
+            return complain(str(error), FAILED)
+        except CannotSave as error:
             return complain(str(error), FAILED)
         except OSError as error:
             return complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", FAILED)
@@ -298,6 +225,8 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
 
     if not goes_on or not folder.existing.rows:
         folder.write_config({"settings": dataclasses.asdict(settings), "model": dataclasses.asdict(job.model)} | found)
+    if isinstance(job.encoder, PairEncoder):
+        folder.write_tokenizer(job.encoder.text())
     print(
         f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {found['device']}; "
         f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"

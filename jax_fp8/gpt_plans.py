@@ -20,7 +20,7 @@ from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
-from jax_fp8.tools.arithmetic import Setting, Shape, memory_of
+from jax_fp8.tools.arithmetic import Setting, Shape, memory_of, operations_of
 from jax_fp8.tools.described import GPUS, load_cudnn
 from jax_fp8.tools.plan import GIB, USABLE, Plan, mesh_of_described, options_of_plan, plan_step
 from jax_fp8.tools.rates import Rates, RateTable, rates_of
@@ -167,10 +167,8 @@ def rates_for(choices: Choices) -> Rates:
     return dataclasses.replace(rates, between_hosts=1e9 * choices.between_hosts)
 
 
-def setting_of(choices: Choices) -> Setting:
-    """What arithmetic knows of a step."""
-    config = choices.config
-    shape = Shape(
+def shape_of(config: GPTConfig) -> Shape:
+    return Shape(
         layers=config.num_layers,
         width=config.hidden_size,
         heads=config.num_heads,
@@ -180,8 +178,19 @@ def setting_of(choices: Choices) -> Setting:
         is_gated=is_gated(config.activation),
         is_tied=config.tie_embeddings,
     )
+
+
+def operations_of_a_token(config: GPTConfig) -> float:
+    """That training needs for each token of a whole sequence, model FLOPs: forward and backward of every product."""
+    length = config.max_seq_len
+    return operations_of(Setting(shape=shape_of(config), batch=1, sequence=length)) / length
+
+
+def setting_of(choices: Choices) -> Setting:
+    """What arithmetic knows of a step."""
+    config = choices.config
     return Setting(
-        shape=shape,
+        shape=shape_of(config),
         batch=choices.sequences,
         sequence=config.max_seq_len,
         microbatches=choices.microbatches_of_step,

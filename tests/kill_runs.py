@@ -6,7 +6,7 @@
 One run is left alone. Another is killed by SIGKILL at random moments, the first before its first checkpoint, some while
 it starts, most while it trains and writes a checkpoint every few steps; it is started again each time with
 `--resume auto`. In the end both must have the same params, optimizer state and FP8 state, bit for bit, and the same
-log: every loss, each step once. `tests/test_kill_runs.py` runs a small form of it.
+logs: every loss and every diagnosis, each step once. `tests/test_kill_runs.py` runs a small form of it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+DIAGNOSED = "--diagnose-every 5 --skip-spikes"
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 0 --eval-every 50"
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 STARTING, SECONDS = 0.2, 2.0  # share of kills while a run starts; how long it trains at most before a kill
@@ -47,7 +48,8 @@ class Program:
 
     def start(self, name: str) -> subprocess.Popen:
         """Begin the run of this name, or go on with it."""
-        command = [sys.executable, str(ROOT / "examples/train_gpt.py"), *SMALL.split(), *self._options]
+        command = [sys.executable, str(ROOT / "examples/train_gpt.py"), *SMALL.split(), *DIAGNOSED.split()]
+        command += self._options
         command += ["--output", str(self.output), "--name", name, "--resume", "auto"]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env=self._environment, **pipes)
@@ -96,12 +98,19 @@ def arrays(run: Path) -> dict:
     return {"step": notes["step"]} | notes["arrays"]
 
 
+def diagnostics(run: Path) -> str:
+    path = run / "diagnostics.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
 def check_equal(one: Path, other: Path) -> None:
     if losses(one) != losses(other):
         raise AssertionError(f"the logs of {one} and {other} must be equal")
     steps = [row[1] for row in losses(one)]
     if steps != sorted(set(steps)):
         raise AssertionError(f"each step must be in the log once, got {steps}")
+    if diagnostics(one) != diagnostics(other):
+        raise AssertionError(f"the diagnostics of {one} and {other} must be equal")
     if arrays(one) != arrays(other):
         raise AssertionError(f"the last checkpoints of {one} and {other} must be equal")
 

@@ -271,7 +271,13 @@ def test_the_example_understands_its_commands(monkeypatch):
     settings = importlib.import_module("settings")
     for command in commands:
         settings.parse(shlex.split(command, comments=True))
-    sys.modules.pop("settings")
+    commands = [c for text in pages(ROOT).values() for c in re.findall(r"examples/generate\.py (\w[^`\n]+)", text)]
+    generate = importlib.import_module("generate")
+    for command in commands:
+        generate.check(generate.read_wish(shlex.split(command, comments=True)))
+    assert commands
+    for file in (ROOT / "examples").glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 @pytest.mark.slow

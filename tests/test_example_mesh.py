@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 
 import jax
 import numpy as np
@@ -145,15 +144,27 @@ def test_what_processes_are_told(example, monkeypatch):
 
 
 def test_only_the_first_process_writes(example, tmp_path, capsys):
-    record = example("record")
-    folder = record.Folder(tmp_path, "mine", 10, is_written=False)
-    folder.write_config({})
-    with record.Progress(folder, "delayed", 1, 16, 10) as progress:
-        progress.add(1, np.float32(1.0), np.float32(2.0))
-    folder.plot("title")
-    assert folder.rows and not list(tmp_path.iterdir())
+    record, progress, logbook, watch = (example(name) for name in ("record", "progress", "logbook", "watch"))
+    speed = example("speed").Speed(1.0, 1, None, jax.devices()[0])
+
+    def run(name, is_written):
+        folder = record.Folder(tmp_path, name, 10, is_written)
+        folder.write_config({})
+        folder.write_tokenizer("")
+        with logbook.Logbook(folder, "delayed", True) as log:
+            looks = watch.Watch(log, example("settings").Settings())
+            with progress.Progress(log, 2, 16, speed, looks) as shown:
+                for step in (1, 2):
+                    looks.options(step)
+                    shown.add(step, {"loss": np.float32(1.0), "skipped": step == 1}, np.float32(2.0))
+        folder.plot("title")
+        return folder
+
+    assert run("mine", False).rows and not list(tmp_path.iterdir())
     assert capsys.readouterr() == ("", "")
-    assert record.Folder(tmp_path, "mine", 10).path.exists()  # negative control
+    written = sorted(path.name for path in run("mine", True).path.iterdir())  # negative control
+    assert written == ["config.json", "events.jsonl", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer.json"]
+    assert "step 1 of delayed was skipped" in capsys.readouterr().out
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -166,7 +177,7 @@ def test_what_a_step_is_told_of_a_pipeline(example, book):
     script = example("train_gpt")
 
     def told(*flags):
-        return script.spread(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
+        return example("job").spread(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
 
     assert dict(told()["mesh"].shape) == {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 1}
     assert (told()["schedule"], told()["chunks"]) == (None, None)
@@ -227,8 +238,10 @@ def test_what_layers_cannot_keep(example, remat):
 def test_what_layers_keep_is_the_models(example):
     script, settings = example("train_gpt"), example("settings")
     chosen = dataclasses.replace(settings.defaults("tiny"), remat="offload:2", mesh="pipe=2", microbatches=2)
-    job = types.SimpleNamespace(model=fp8.GPTConfig.preset("tiny"), settings=chosen)
-    assert {script.make_model(job, recipe).remat for recipe in ("bf16", "delayed", "current")} == {"offload:2"}
+    config = fp8.GPTConfig.preset("tiny")
+    assert {script.make_model(chosen, config, recipe).remat for recipe in ("bf16", "delayed", "current")} == {
+        "offload:2"
+    }
     with pytest.raises(
         ValueError, match=r"keep on their device, got --remat offload:2 and --mesh pipe=2; take another"
     ):

@@ -45,6 +45,10 @@ class Runs:
         rows = map(json.loads, (self.output / name / "metrics.jsonl").read_text().splitlines())
         return [(row["run"], row["step"], row["loss"], row["val_loss"]) for row in rows]
 
+    def events(self, name):
+        rows = map(json.loads, (self.output / name / "events.jsonl").read_text().splitlines())
+        return [(row["step"], row["event"], row["loss"], row["limit"]) for row in rows]
+
     def last(self, name, folder="checkpoints"):
         notes = self._read(self.output / name / folder)
         return notes["step"], notes["arrays"]
@@ -55,26 +59,39 @@ def runs(example, book, tmp_path, monkeypatch):
     return Runs(example, book, tmp_path / "runs", monkeypatch)
 
 
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, capfd):
-    assert runs("--name", "whole") == 0
-    assert runs("--name", "mine", stop=3) == 130
-    assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["2", "3"]
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, example, capfd, monkeypatch):
+    """With steps that are diagnosed, and a last one that is skipped, for its loss is not far below those before."""
+    monkeypatch.setattr(example("spikes"), "WARM_UP", 1)
+    monkeypatch.setattr(example("spikes"), "FACTOR", -3)
+    options = ["--diagnose-every", "2", "--skip-spikes", "--tensorboard"]
+    assert runs("--name", "whole", *options) == 0
+    assert runs("--name", "mine", *options, stop=5) == 130
+    assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["4", "5"]
     said = capfd.readouterr().err.splitlines()
     assert "ends after this step; once more, and it ends at once" in said
-    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command with --resume mine goes on after step 3")
+    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command with --resume mine goes on after step 5")
     assert (runs.output / "mine/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [row[1] for row in runs.losses("mine")] == [0, 3]
-    assert runs.last("mine")[1]["params"] != runs.last("whole")[1]["params"]
-    config = (runs.output / "mine/config.json").read_bytes()
-    with (runs.output / "mine/metrics.jsonl").open("a") as log:
-        log.write('{"run": "delayed", "step": 6, "lo')  # killed in the middle of a line
-    assert runs("--name", "mine", "--resume", "auto") == 0
-    assert "mine goes on after step 3\n" in capfd.readouterr().out
+    assert [row[1] for row in runs.losses("mine")] == [0, 4, 5]
+    before = json.loads((runs.output / "mine/checkpoints/4/notes/metadata").read_text())["arrays"]
+    assert runs.last("mine")[1]["params"] != before["params"]
+    at_five, config = runs.last("mine")[1], (runs.output / "mine/config.json").read_bytes()
+    for name in ("metrics", "diagnostics", "events"):
+        with (runs.output / f"mine/{name}.jsonl").open("a") as log:
+            log.write('{"run": "delayed", "step": 6, "loss": 1}\n{"run": "delayed", "lo')  # killed in a line
+    assert runs("--name", "mine", *options, "--resume", "auto") == 0
+    assert "mine goes on after step 5\n" in capfd.readouterr().out
     assert runs.losses("mine") == runs.losses("whole")
     assert [row[1] for row in runs.losses("mine")] == [0, 4, 6]
     assert runs.last("mine") == runs.last("whole")
     assert runs.last("mine")[0] == 6 and {"params", "opt_state", "fp8"} == set(runs.last("mine")[1])
     assert (runs.output / "mine/config.json").read_bytes() == config
+    mine, whole = ((runs.output / name / "diagnostics.jsonl").read_text() for name in ("mine", "whole"))
+    assert mine == whole and [json.loads(line)["step"] for line in mine.splitlines()] == [2, 4, 6]
+    assert runs.events("mine") == runs.events("whole")
+    ((step, event, loss, limit),) = runs.events("mine")
+    assert (step, event) == (6, "skipped") and loss > limit > 5
+    changed = [name for name, arrays in runs.last("mine")[1].items() if arrays != at_five[name]]
+    assert changed == []  # by the step that was skipped
 
 
 @pytest.mark.parametrize(
@@ -237,6 +254,13 @@ def test_auto_finds_the_last_run_of_a_name_that_can_go_on(example, tmp_path):
     assert last_run(tmp_path, "mine") == tmp_path / "mine-11"
 
 
+def test_a_configuration_that_is_cut_short_is_one_sentence(example, tmp_path):
+    make_run(tmp_path / "mine", every=4)
+    (tmp_path / "mine/config.json").write_text("{")
+    with pytest.raises(example("checkpoints").CannotResume, match=r"config.json must be as it was written, got Expect"):
+        example("resuming")._last_run(tmp_path, "mine")
+
+
 def test_a_run_without_checkpoints_is_not_one_to_go_on_with(example, tmp_path):
     make_run(tmp_path / "mine", every=0)
     settings = dataclasses.replace(example("settings").Settings(), output=tmp_path, resume="mine")
@@ -261,15 +285,25 @@ def test_options_that_cannot_be(options, sentence, runs, capsys):
     assert not runs.output.exists()
 
 
-def test_a_log_that_lost_rows_is_said(example, tmp_path, capsys):
-    record = example("record")
+def test_logs_go_on_from_a_checkpoint(example, tmp_path, capsys):
+    """Each by itself; what it has lost is said, and what came later goes."""
+    record, logs = example("record"), example("logs")
     rows = [{"run": run, "step": step} for run in ("delayed", "bf16") for step in (0, 7)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = record.Folder(tmp_path, "x", 4, existing=record.Existing(tmp_path, {"delayed": 1, "bf16": 3}))
+    for name in logs.LOGS:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = {"metrics": {"delayed": 1, "bf16": 3}, "diagnostics": {"delayed": 2}}
+    folder = record.Folder(tmp_path, "x", 4, existing=record.Existing(tmp_path, counts))
     folder.take_up()
     kept = [rows[0], rows[2], rows[3]]
-    assert folder.rows == kept == [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert "has lost 1 rows from before the checkpoint" in capsys.readouterr().out
-    assert folder.counts() == {"delayed": 1, "bf16": 2}
+
+    def read(name):
+        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+
+    assert folder.rows == kept == read("metrics")
+    assert (read("diagnostics"), read("events")) == (rows[:2], [])
+    said = capsys.readouterr().out
+    assert said.count("rows from before the checkpoint") == 1
+    assert f"{tmp_path / 'metrics.jsonl'} has lost 1 rows from before the checkpoint" in said
+    assert folder.counts() == {"metrics": {"delayed": 1, "bf16": 2}, "diagnostics": {"delayed": 2}, "events": {}}
     folder.take_up()  # once
     assert folder.rows == kept

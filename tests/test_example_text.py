@@ -1,5 +1,9 @@
 """The example's text: what is read and held out, tokens and back, and which batch is whose."""
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,6 +20,15 @@ def test_documents_are_held_out_and_files_that_are_not_text_left_out(example, tm
     assert "picture.png" in capsys.readouterr().out
     first = b"".join(text.read_corpus(text.user_files(tmp_path), max_bytes=100))
     assert len(first.replace(b"\n\n", b"\n")) == 100
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(example, book, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(ValueError, match=r"files that can be read, got Permission denied for .*book.txt; name other"):
+        example("text").read_corpus([book])
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fp8 import cli, gpt_plans
-from jax_fp8.gpt_plans import Choices, rates_for, setting_of
+from jax_fp8.gpt_plans import Choices, operations_of_a_token, rates_for, setting_of
+from jax_fp8.models.config import GPTConfig
 from jax_fp8.tools.arithmetic import memory_of, seconds_of
 from jax_fp8.tools.plan import GIB, Plan
 from jax_fp8.tools.rates import RateTable, rates_of
@@ -55,6 +56,15 @@ def test_arithmetic_is_close_to_what_was_compiled(flags, gib, ms):
     setting = setting_of(Choices(**flags))
     assert memory_of(setting).together / GIB == pytest.approx(gib, rel=0.03)
     assert 1e3 * seconds_of(setting, rates_of("h200")) == pytest.approx(ms, rel=0.25)
+
+
+@pytest.mark.parametrize(("preset", "params"), [("gpt2-124m", 124e6), ("gpt3-1.3b", 1.3e9)])
+def test_a_token_takes_six_operations_a_param_and_attention(preset, params):
+    config = GPTConfig.preset(preset)
+    attention = 6 * config.num_layers * config.hidden_size * config.max_seq_len
+    assert operations_of_a_token(config) == pytest.approx(6 * params + attention, rel=0.02)
+    longer = dataclasses.replace(config, max_seq_len=2 * config.max_seq_len)
+    assert operations_of_a_token(longer) - operations_of_a_token(config) == pytest.approx(attention)
 
 
 def test_flags_are_what_a_model_and_its_optimizer_have():

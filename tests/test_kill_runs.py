@@ -38,6 +38,14 @@ def test_what_differs_is_found(losses, sums, sentence, tmp_path):
         kill_runs.check_equal(tmp_path / "whole", tmp_path / "other")
 
 
+def test_another_diagnosis_is_found(tmp_path):
+    for name in ("whole", "other"):
+        make_run(tmp_path / name, [(0, 2.0)], {})
+        (tmp_path / name / "diagnostics.jsonl").write_text(json.dumps({"step": 5, "of": name}))
+    with pytest.raises(AssertionError, match=r"^the diagnostics of .* must be equal"):
+        kill_runs.check_equal(tmp_path / "whole", tmp_path / "other")
+
+
 def test_a_step_twice_in_the_log_is_found(tmp_path):
     for name in ("whole", "other"):
         make_run(tmp_path / name, [(0, 2.0), (4, 1.0), (4, 1.0)], {})

@@ -184,6 +184,8 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
         book,
         "--eval-every",
         2,
+        "--diagnose-every",
+        3,
         "--mesh",
         "data=2",
         "--output",
@@ -193,7 +195,7 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
     commands = [[EXAMPLE, *arguments, "--name", "two", *together, process] for process in range(PROCESSES)]
     first, second = run_processes(*commands, devices=1)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "validation loss" in first.stdout and "loss=" in first.stderr
+    assert "validation loss" in first.stdout and "loss " in first.stderr
     own = [line for line in second.stdout.splitlines() if "[Gloo]" not in line]
     assert (own, second.stderr) == ([], "")
 
@@ -207,6 +209,9 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
     for key in ("loss", "val_loss"):
         found, expected = ([row[key] for row in rows if row[key] is not None] for rows in (two, one))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+    diagnosed = [json.loads((tmp_path / name / "diagnostics.jsonl").read_text()) for name in ("two", "one")]
+    norms = [[row["norm"] for row in found["gradients"]] for found in diagnosed]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
     last = [printed.splitlines()[-3] for printed in (first.stdout, capsys.readouterr().out)]
     assert last[0] == last[1]  # of the sample
 

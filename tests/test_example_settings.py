@@ -1,0 +1,191 @@
+"""What the example cannot train is one sentence, with exit status 2, before anything is computed."""
+
+import pytest
+
+SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 6".split()
+TOGETHER = "--coordinator localhost:1234 --num-processes 2 --process-id 0".split()
+PIPE = "--mesh pipe=2 --microbatches 4".split()
+CANNOT_RUN = {
+    "missing path": (["--data", "nowhere.txt"], "nowhere.txt does not exist"),
+    "hidden size": (["--hidden-size", "72"], "--hidden-size must be a multiple of 16"),
+    "heads": (["--num-heads", "5"], "--num-heads must divide --hidden-size"),
+    "no heads": (["--num-heads", "0"], "--num-heads must be at least 1"),
+    "preset": (["--preset", "gpt5"], "gpt2-124m"),
+    "recipe": (["--recipe", "fp4"], "delayed"),
+    "tokenizer": (["--tokenizer", "words"], "bytes"),
+    "no such flag": (["--restart"], "--restart"),
+    "no number": (["--steps", "many"], "many"),
+    "no value": (["--steps"], "--steps"),
+    "no steps": (["--steps", "0"], "--steps must be at least 1"),
+    "large mesh": (["--mesh", "data=4096", "--batch-size", "4096"], "must not exceed the 8 cpu device(s)"),
+    "large mesh of two axes": (["--mesh", "fsdp=4,tensor=4"], "fsdp=4,tensor=4 must not exceed the 8"),
+    "mesh axis": (["--mesh", "data=2,expert=2"], "'expert' in 'data=2,expert=2'"),
+    "no mesh": (["--mesh", ""], "may have the axes pipe, data, fsdp, tensor, got ''"),
+    "axis twice": (["--mesh", "data=2,tensor=2,data=2"], "got data twice"),
+    "axis of size 0": (["--mesh", "data=2,tensor=0"], "tensor a size of at least 1"),
+    "axis without a size": (["--mesh", "tensor"], "tensor a size of at least 1"),
+    "axis of a negative size": (["--mesh", "fsdp=-2"], "fsdp a size of at least 1"),
+    "mesh and batch": (["--mesh", "data=2", "--batch-size", "3", "--seq-len", "16"], "must divide the 3 sequences"),
+    "mesh and microbatch": (["--mesh", "data=2,fsdp=4", "--microbatches", "2"], "data x fsdp = 8, which must divide"),
+    "odd part of a microbatch": (["--mesh", "data=8", "--seq-len", "24"], "each device must have a multiple of 16"),
+    "heads on a mesh": (["--mesh", "tensor=8"], "tensor=8 must divide the 4 attention heads"),
+    "width on a mesh": (
+        ["--mesh", "tensor=4", "--hidden-size", "96", "--num-heads", "4"],
+        "--hidden-size must be a multiple of 16 on each of tensor=4 devices, got 96",
+    ),
+    "vocabulary on a mesh": (
+        ["--mesh", "tensor=3", "--hidden-size", "96", "--num-heads", "6"],
+        "the vocabulary must be a multiple of 3 with tensor=3, got 256",
+    ),
+    "sequence without tensor": (["--mesh", "data=2", "--sequence-parallel"], "add tensor=2"),
+    "sequence that is not divided": (
+        ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
+        "tensor=4 must divide a sequence, got --seq-len 26",
+    ),
+    "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "sums over data, fsdp and pipe"),
+    "a schedule that does not exist": (
+        ["--mesh", "pipe=2", "--schedule", "2f2b"],
+        "--schedule must be one of 1f1b, gpipe, interleaved, zero-bubble, got '2f2b'",
+    ),
+    "a schedule without pipe": (["--schedule", "1f1b"], "--schedule is about the axis pipe, got --mesh data=1"),
+    "chunks without pipe": (["--chunks", "2"], "--chunks is about the axis pipe"),
+    "chunks of another schedule": ([*PIPE, "--schedule", "gpipe", "--chunks", "2"], "interleaved, got gpipe; leave"),
+    "chunks of the default schedule": ([*PIPE, "--chunks", "2"], "--chunks is about --schedule interleaved, got 1f1b"),
+    "negative chunks": ([*PIPE, "--schedule", "interleaved", "--chunks", "-1"], "--chunks must be 2 or more, got -1"),
+    "fewer microbatches than stages": (
+        ["--mesh", "pipe=4", "--microbatches", "2"],
+        "pipe=4 needs at least 4 microbatches, got --microbatches 2",
+    ),
+    "microbatches of interleaved": (
+        [*PIPE[:3], "3", "--batch-size", "6", "--schedule", "interleaved"],
+        "needs a multiple of pipe=2 microbatches, got --microbatches 3",
+    ),
+    "layers on stages": ([*PIPE, "--num-layers", "5"], "each device of pipe=2 must have as many layers, got --num-la"),
+    "layers in chunks": (
+        [*PIPE, "--schedule", "interleaved", "--chunks", "3"],
+        "pipe=2 with 3 chunks each must have as many layers, got --num-layers 4; make it a multiple of 6",
+    ),
+    "environment and coordinator": (["--distributed", *TOGETHER], "got also --coordinator; give one"),
+    "coordinator alone": (["--coordinator", "localhost:1234"], "got no --num-processes; give all three"),
+    "process alone": (["--process-id", "0"], "got no --coordinator"),
+    "coordinator without a port": (["--coordinator", "localhost", *TOGETHER[2:]], "must be HOST:PORT"),
+    "coordinator with a bad port": (["--coordinator", "localhost:99999", *TOGETHER[2:]], "must be HOST:PORT"),
+    "no processes": ([*TOGETHER[:3], "0", *TOGETHER[4:]], "--num-processes must be at least 1, got 0"),
+    "process beyond the last": ([*TOGETHER[:5], "2"], "--process-id must be from 0 to 1, got 2"),
+    "microbatches": (["--microbatches", "3"], "--microbatches must divide --batch-size"),
+    "odd microbatch": (["--batch-size", "3", "--seq-len", "10"], "multiple of 16"),
+    "comparing bf16": (["--recipe", "bf16", "--compare"], "--compare"),
+    "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head are about FP8"),
+    "bf16 with an FP8 head": (["--recipe", "bf16", "--fp8-head"], "--recipe delayed"),
+    "name": (["--name", "../mine"], "--name must be a plain folder name"),
+    "parent folder": (["--name", ".."], "--name must be a plain folder name"),
+    "learning rate": (["--learning-rate", "nan"], "--learning-rate"),
+    "no learning": (["--learning-rate", "0"], "--learning-rate must be a positive number, got 0.0"),
+    "falling learning rate": (["--learning-rate", "-1e-3"], "--learning-rate"),
+    "infinite learning rate": (["--learning-rate", "inf"], "--learning-rate"),
+    "negative steps": (["--steps", "-1"], "--steps must be at least 1"),
+    "no batch": (["--batch-size", "0"], "--batch-size must be at least 1"),
+    "no sequence": (["--seq-len", "-16"], "--seq-len must be at least 1"),
+    "no microbatches": (["--microbatches", "0"], "--microbatches must be at least 1"),
+    "no layers": (["--num-layers", "-2"], "--num-layers must be at least 1"),
+    "no width": (["--hidden-size", "-16"], "--hidden-size must be a multiple of 16"),
+    "no validation": (["--eval-every", "0"], "--eval-every must be at least 1"),
+    "sample": (["--sample-tokens", "-5"], "--sample-tokens must not be negative, got -5"),
+    "negative seed": (["--seed", "-1"], "--seed must be from 0"),
+    "large seed": (["--seed", str(2**63)], "--seed must be from 0"),
+    "vocabulary": (["--tokenizer", "bpe", "--vocab-size", "10"], "--vocab-size"),
+    "diagnoses beyond the last step": (
+        ["--steps", "9", "--diagnose-every", "10"],
+        "--diagnose-every must be at most the 9 steps, got 10; 0 is never",
+    ),
+    "negative diagnoses": (["--diagnose-every", "-1"], "--diagnose-every must be at most the 450 steps, got -1"),
+    "diagnoses on stages": ([*PIPE, "--diagnose-every", "2"], "got --mesh pipe=2; leave it out, or pipe"),
+    "an end after no skips": (["--stop-after-skips", "0"], "--stop-after-skips must be at least 1, got 0"),
+    "profile of no steps": (
+        ["--profile", "5"],
+        "--profile must be FIRST:LAST, two of the steps 1 to 450, got '5'; say",
+    ),
+    "profile of step 0": (["--profile", "0:3"], "got '0:3'; say --profile 2:5"),
+    "profile beyond the last step": (["--profile", "2:4", "--steps", "3"], "1 to 3, got '2:4'; say --profile 2:3"),
+    "profile backwards": (["--profile", "5:4"], "got '5:4'"),
+    "a device as data": (["--data", "/dev/null"], "/dev/null is something else; name a text file"),
+    "more steps than the disk has room for": (["--steps", str(10**15)], "MiB, got No space left on device in"),
+    "a model beyond the memory": (
+        ["--hidden-size", "1600000", "--num-heads", "2"],
+        "params and optimizer state must fit into",
+    ),
+    "a cache that is a file": (
+        ["--tokenizer", "bpe", "--vocab-size", "300", "--cache", __file__],
+        "--cache must be a folder that can be written to, got File exists",
+    ),
+    "vocabulary of bytes": (["--vocab-size", "-1"], "--vocab-size"),
+}
+
+
+def check_one_sentence(code, printed, expected):
+    assert code == 2
+    assert len(printed.err.splitlines()) == 1 and "Traceback" not in printed.err
+    assert expected in printed.err
+
+
+@pytest.mark.parametrize("case", CANNOT_RUN)
+def test_what_cannot_run_is_one_sentence(case, example, book, tmp_path, capsys, monkeypatch):
+    arguments, expected = CANNOT_RUN[case]
+    monkeypatch.chdir(tmp_path)
+    if "--data" not in arguments:
+        arguments = ["--data", str(book), *arguments]
+    check_one_sentence(example("train_gpt").main(arguments), capsys.readouterr(), expected)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "is empty"), ("a short story", "at least one batch"), ("short" * 500, "validation")]
+)
+def test_too_little_text_is_one_sentence(text, expected, example, tmp_path, capsys):
+    path = tmp_path / "short.txt"
+    path.write_text(text)
+    code = example("train_gpt").main(["--data", str(path), "--output", str(tmp_path / "runs")])
+    check_one_sentence(code, capsys.readouterr(), expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 100, "UTF-8"),
+        (b"\0\1" * 5000, "UTF-8"),
+        ("ä".encode("latin1"), "iconv"),
+    ],
+    ids=["PNG", "zeros", "Latin-1"],
+)
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_what_is_not_text_is_one_sentence(content, expected, in_folder, example, tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("first", "second") if in_folder else ("picture.png",):
+        (folder / name).write_bytes(content)
+    data = folder if in_folder else folder / "picture.png"
+    code = example("train_gpt").main(["--data", str(data), "--output", str(tmp_path / "runs")])
+    check_one_sentence(code, capsys.readouterr(), expected)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_training(example, book, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    code = example("train_gpt").main([*SMALL, "--data", str(book), "--output", str(tmp_path / "file")])
+    check_one_sentence(code, capsys.readouterr(), "choose one by --output")
+
+
+@pytest.fixture
+def small_disk():
+    """Files may grow to 256 KiB in this process, which is what a full disk looks like to it."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_found_before_training(example, book, tmp_path, capsys, small_disk):
+    code = example("train_gpt").main([*SMALL, "--data", str(book), "--output", str(tmp_path / "runs")])
+    check_one_sentence(code, capsys.readouterr(), "free some space")
+    assert not list((tmp_path / "runs").iterdir())

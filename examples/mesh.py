@@ -82,10 +82,6 @@ def check_stages(stages: int, settings: Settings) -> None:
             f"the layers of a pipeline keep on their device, got --remat {settings.remat} and --mesh {settings.mesh}; "
             "take another remat, or leave out pipe"
         )
-    if settings.diagnose_every:
-        raise ValueError(
-            f"--diagnose-every looks at layers of one stage, got --mesh {settings.mesh}; leave it out, or pipe"
-        )
     interleaved = settings.schedule == "interleaved"
     if settings.chunks and not interleaved:
         raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")

@@ -12,16 +12,15 @@ The device compares loss and limit, and a step above it changes nothing (`step(s
 whose steps are skipped again and again learns nothing, and ends.
 """
 
+import math
 import statistics
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 READ_BEHIND = 2  # a loss is read this many steps late, so that the device never waits for the host
 WINDOW, WARM_UP = 64, 48  # losses that count, and before there is a limit
 FACTOR, LEAST_SPREAD, NORMAL = 6, 0.01, 1.4826
-NO_LIMIT = float(np.finfo(np.float32).max)  # which infinity is above
+NO_LIMIT = math.inf  # below which a loss must be finite
 
 
 class Spikes:

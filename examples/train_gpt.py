@@ -111,7 +111,7 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
         return train_step.diagnose(state, batch(step))
 
     log = Logbook(folder, recipe, settings.tensorboard, last["step"] if last else 0)
-    watch = Watch(log, settings, diagnose if job.mesh.shape["pipe"] == 1 else None, last)
+    watch = Watch(log, settings, diagnose, last)
     progress = Progress(log, settings.steps, math.prod(shape), Speed.of(job.model, job.mesh), watch, last)
     profiled = parse_steps(settings.profile if folder.is_written else "", settings.steps)
     profile = Profile(folder.path / "profile" / recipe, profiled, progress)

@@ -99,7 +99,6 @@ CANNOT_RUN = {
         "--diagnose-every must be at most the 9 steps, got 10; 0 is never",
     ),
     "negative diagnoses": (["--diagnose-every", "-1"], "--diagnose-every must be at most the 450 steps, got -1"),
-    "diagnoses on stages": ([*PIPE, "--diagnose-every", "2"], "got --mesh pipe=2; leave it out, or pipe"),
     "an end after no skips": (["--stop-after-skips", "0"], "--stop-after-skips must be at least 1, got 0"),
     "profile of no steps": (
         ["--profile", "5"],

@@ -44,6 +44,7 @@ from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_requests, cast_weights, refresh, renewed
 
+LARGEST_LOSS = np.finfo(np.float32).max
 STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
 
 
@@ -267,9 +268,9 @@ class Programs:
 
     def _update(self, state, loss, gradients, amaxes, skip_above=None):
         """The end of a step: scales from the amaxes, params and the rest of the state from the gradients. A loss that
-        is not at most `skip_above` changes nothing.
+        is not finite and at most `skip_above` changes nothing.
         """
-        apply = None if skip_above is None else loss.astype(jnp.float32) <= skip_above
+        apply = None if skip_above is None else loss.astype(jnp.float32) <= jnp.minimum(skip_above, LARGEST_LOSS)
         with jax.named_scope("fp8_state"):
             # Rows of which nothing was staged stay as they are: no choice between two states, a kernel for each GEMM.
             staged = amaxes if apply is None else jnp.where(apply, amaxes, 0)

@@ -49,10 +49,10 @@ class TrainStep:
 
         step(state, batch, diagnose=True)     the same step to the bit, and `metrics["diagnostics"]`, a `Diagnostics`:
                                               how each tensor was cast, and gradients by layer
-        step(state, batch, skip_above=4.0)    a step whose loss is larger, or NaN, changes nothing but the step count:
-                                              then `metrics["skipped"]` (int32) is 1; `metrics["skip_above"]` is the
-                                              limit. 1 as well where `fused_adam(skip_nonfinite=True)` has skipped in
-                                              place. math.inf skips NaN alone
+        step(state, batch, skip_above=4.0)    a step whose loss is larger, or not finite, changes nothing but the step
+                                              count: then `metrics["skipped"]` (int32) is 1; `metrics["skip_above"]` is
+                                              the limit. 1 as well where `fused_adam(skip_nonfinite=True)` has skipped
+                                              in place. math.inf is no limit, and the loss must be finite
 
     `step.diagnose(state, batch)` is what that step would say, and leaves the state alone.
 

@@ -42,10 +42,13 @@ def times_in_backward(x, factor):
 times_in_backward.defvjp(lambda x, factor: (x, factor), lambda factor, dy: ((dy * factor).astype(dy.dtype), None))
 
 
-def batch_of(x=1.0, poison=1.0, rows=64):
+def batch_of(x=1.0, poison=1.0, target=1.0, rows=64):
     keys = jax.random.split(jax.random.key(3))
     given = {"x": x * jax.random.normal(keys[0], (rows, FEATURES), jnp.bfloat16)}
-    given |= {"target": jax.random.normal(keys[1], (rows, FEATURES)), "poison": jnp.full(rows, poison, jnp.float32)}
+    given |= {
+        "target": target * jax.random.normal(keys[1], (rows, FEATURES)),
+        "poison": jnp.full(rows, poison, jnp.float32),
+    }
     return given
 
 
@@ -254,7 +257,9 @@ def test_a_loss_above_the_limit_changes_nothing_but_the_step_count():
     assert bits((taken.params, taken.opt_state, taken.fp8)) == bits((plain.params, plain.opt_state, plain.fp8))
 
 
-@pytest.mark.parametrize("fault", [{"x": math.nan}, {"poison": math.nan}], ids=["loss", "gradient"])
+@pytest.mark.parametrize(
+    "fault", [{"x": math.nan}, {"target": math.inf}, {"poison": math.nan}], ids=["NaN", "infinity", "gradient"]
+)
 def test_what_is_not_finite_is_skipped(fault):
     step, state = step_of("delayed"), state_of("delayed", steps=1)
     before = bits((state.params, state.opt_state, state.fp8))

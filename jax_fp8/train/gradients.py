@@ -16,6 +16,7 @@ import numpy as np
 from flax.linen.fp8_ops import fp32_max_grad
 from jax import lax
 
+from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
@@ -30,6 +31,7 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
+from jax_fp8.train import by_layer
 from jax_fp8.train.checks import check_loss
 
 
@@ -165,10 +167,18 @@ def record_in(
 
 def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
     """Loss (and aux), gradients of the params, and the amaxes f32[rows] of the pass."""
-    of_params = loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
-    value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
     rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
-    value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
+    if isinstance(loss_fn, LayeredLoss) and loss_fn.on_host and not has_aux:
+
+        def read_rows(rows):
+            cotangents.vector = sums_are_maxima(rows)
+
+        replaced = {**variables, "fp8": recorded} if recorded else variables
+        value, (grads, from_cotangents) = by_layer.value_and_grads(loss_fn, replaced, rows, read_rows, *args, **kwargs)
+    else:
+        of_params = loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
+        value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
+        value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
 

@@ -12,7 +12,9 @@ the loss, until what the one before keeps has left; and what a layer keeps comes
 layer above begins. `lax.optimization_barrier` says so, and the scheduler obeys.
 """
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +22,90 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.layered_loss import LayeredLoss, of_layer
+from jax_fp8.core.paths import LayerPath, names_of
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """Differentiates a loss layer by layer.
+
+    Args:
+      loss: its layers, and those of them that are offloaded.
+      variables: with recorders.
+      read_rows: what every piece does with f32[rows], whose cotangents are maxima, before it is traced.
+      sums: by the path of a kernel, where its gradient is added up instead of being returned.
+    """
+
+    loss: LayeredLoss
+    variables: Mapping
+    read_rows: Callable[[jax.Array], None]
+    sums: Mapping[LayerPath, jax.Ref]
+
+    def value_and_grads(self, rows: jax.Array, batch: Any) -> tuple[jax.Array, tuple[dict, jax.Array]]:
+        """The loss of a batch, and the gradients of params and of `rows`."""
+        loss, params = self.loss, self.variables["params"]
+        around = {name: tree for name, tree in params.items() if name not in loss.layers}
+        first = self._piece(lambda own: loss.first(own, batch), self.variables)
+        last = self._piece(lambda own, x: loss.last(own, x, batch), self.variables)
+        x, pull_first = jax.vjp(first, around, rows)
+        x, pullbacks = self._forward(rows, x)
+        value, pull_last = jax.vjp(last, around, rows, x)
+        d_last, maxima, dx = pull_last(jnp.ones_like(value))
+        gradients, of_rows, dx = self._backward(pullbacks, dx)
+        d_first, of_first = pull_first(dx)
+        gradients |= jax.tree.map(jnp.add, d_last, d_first)
+        maxima = functools.reduce(jnp.maximum, (*of_rows, of_first), maxima)
+        return value, ({name: gradients[name] for name in params}, maxima)
+
+    def _forward(self, rows, x):
+        pullbacks, leaving = {}, []
+        for name in self.loss.layers:
+            if name in self.loss.on_host:
+                x, leaving = _after(leaving, x), []
+            own = of_layer(self.variables, name)
+            layer = self._piece(lambda own, x, name=name: self.loss.layer(own, x, name), own)
+            x, pullback = jax.vjp(layer, own["params"], rows, x)
+            pullbacks[name] = _Pullback(pullback)
+            leaving.append(pullbacks[name])
+        return _after(leaving, x), pullbacks
+
+    def _backward(self, pullbacks, dx):
+        """Gradients by layer, those of rows, and that of what enters the first layer."""
+        gradients, of_rows, names = {}, [], [*pullbacks]
+        done: list[str] = []  # since something last came back
+        for name, below in zip(reversed(names), [*reversed(names[:-1]), None], strict=True):
+            if below in self.loss.on_host:
+                dx, settled = self._settle(pullbacks[below], dx, {other: gradients[other] for other in done})
+                gradients |= settled
+                done = []
+            of_params, of_these, dx = pullbacks[name](dx)
+            gradients |= of_params
+            of_rows.append(of_these)
+            done.append(name)
+        return gradients, of_rows, dx
+
+    def _settle(self, below, dx, gradients):
+        """dx and the gradients of layers above, all there before what is below comes back. A gradient of a kernel is
+        wanted by nobody before the optimizer, and would be computed then, with all that it reads kept until then.
+        """
+        paths, structure = jax.tree.flatten_with_path(gradients)
+        leaves = {names_of(path): leaf for path, leaf in paths}
+        refs = {path: self.sums[path] for path in leaves if path in self.sums}
+        made = {path: refs[path][...] if path in refs else leaf for path, leaf in leaves.items()}
+        dx, made = below.after((dx, [*made.values()]))
+        for path, array in zip(leaves, made, strict=True):
+            if path in refs:
+                refs[path][...] = array
+            else:
+                leaves[path] = array
+        return dx, structure.unflatten(leaves.values())
+
+    def _piece(self, function, own):
+        def run(params, rows, *x):
+            self.read_rows(rows)
+            return function({**own, "params": params}, *x)
+
+        return run
 
 
 class _Pullback:
@@ -46,50 +132,7 @@ def _is_on_host(leaf: Any) -> bool:
     return getattr(jax.typeof(leaf), "memory_space", None) == jax.memory.Space.Host
 
 
-def value_and_grads(
-    loss: LayeredLoss, variables: Mapping, rows: jax.Array, read_rows: Callable[[jax.Array], None], batch: Any
-) -> tuple[jax.Array, tuple[dict, jax.Array]]:
-    """The loss, and the gradients of params and of `rows`, whose "sums" are maxima.
-
-    Args:
-      variables: with recorders.
-      rows: f32[rows], of which every piece has `read_rows` before it is traced.
-    """
-
-    def piece(function, own):
-        def run(params, rows, *args):
-            read_rows(rows)
-            return function({**own, "params": params}, *args)
-
-        return run
-
-    around = {name: tree for name, tree in variables["params"].items() if name not in loss.layers}
-    first = piece(lambda own: loss.first(own, batch), variables)
-    x, pull_first = jax.vjp(first, around, rows)
-    pullbacks, leaving = [], []
-    for name in loss.layers:
-        if name in loss.on_host:
-            x, leaving = _after(leaving, x), []
-        own = of_layer(variables, name)
-        x, pullback = jax.vjp(piece(lambda own, x, name=name: loss.layer(own, x, name), own), own["params"], rows, x)
-        pullbacks.append(_Pullback(pullback))
-        leaving.append(pullbacks[-1])
-    last = piece(lambda own, x: loss.last(own, x, batch), variables)
-    value, pull_last = jax.vjp(last, around, rows, _after(leaving, x))
-
-    d_last, maxima, dx = pull_last(jnp.ones_like(value))
-    gradients = {}
-    for index in reversed(range(len(pullbacks))):
-        dx, gradients = _after(pullbacks[index - 1 : index], (dx, gradients))
-        of_params, of_rows, dx = pullbacks[index](dx)
-        gradients |= of_params
-        maxima = jnp.maximum(maxima, of_rows)
-    d_first, of_rows = pull_first(dx)
-    gradients |= jax.tree.map(jnp.add, d_last, d_first)
-    return value, ({name: gradients[name] for name in variables["params"]}, jnp.maximum(maxima, of_rows))
-
-
-def _after(pullbacks: list[_Pullback], tree: Any) -> Any:
+def _after(pullbacks: list[_Pullback], x: jax.Array) -> jax.Array:
     for pullback in pullbacks:
-        tree = pullback.after(tree)
-    return tree
+        x = pullback.after(x)
+    return x

@@ -31,8 +31,11 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
-from jax_fp8.train import by_layer
+from jax_fp8.train.by_layer import ByLayer
 from jax_fp8.train.checks import check_loss
+
+Sums = Mapping[LayerPath, jax.Ref]  # of gradients, by the path of the kernel
+NO_SUMS: Sums = MappingProxyType({})
 
 
 def value_grads_and_amaxes(loss_fn: Callable, has_aux: bool = False, from_current: bool = False) -> Callable:
@@ -77,7 +80,7 @@ def accumulate_grads(loss_fn: Callable, weight: float, gemms: Collection[LayerPa
         for gemm in gemms:
             if sums_of_gemm := _sums_of(gemm, added):
                 put_at_path(recorded, gemm, {RECORDER: Recorder(None, sums_of_gemm, weight, True, None, cotangents)})
-        value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs)
+        value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs, added)
 
         # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
         # what reached the kernel on another way, as a rule nothing.
@@ -137,7 +140,7 @@ def record_in(
     cotangents: Cotangents,
     axes: frozenset[str],
     from_current: bool = False,
-    sums: Mapping[LayerPath, jax.Ref] = MappingProxyType({}),
+    sums: Sums = NO_SUMS,
     weight: float = 1.0,
     deferrals: Mapping[LayerPath, Any] = MappingProxyType({}),
 ) -> dict:
@@ -165,22 +168,29 @@ def record_in(
     return map_gemms_with_path(with_recorder, fp8_state_of(variables))
 
 
-def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
+def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs, sums: Sums = NO_SUMS):
     """Loss (and aux), gradients of the params, and the amaxes f32[rows] of the pass."""
-    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
+    of_params = loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
+    value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
     if isinstance(loss_fn, LayeredLoss) and loss_fn.on_host and not has_aux:
-
-        def read_rows(rows):
-            cotangents.vector = sums_are_maxima(rows)
-
-        replaced = {**variables, "fp8": recorded} if recorded else variables
-        value, (grads, from_cotangents) = by_layer.value_and_grads(loss_fn, replaced, rows, read_rows, *args, **kwargs)
-    else:
-        of_params = loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
-        value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
-        value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
+        value_and_grads = _by_layer(loss_fn, variables, recorded, cotangents, args, kwargs, sums)
+    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
+    value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
+
+
+def _by_layer(loss, variables, recorded, cotangents, args, kwargs, sums) -> Callable:
+    def read_rows(rows):
+        cotangents.vector = sums_are_maxima(rows)
+
+    def value_and_grads(params, rows):
+        replaced = {**variables, "params": params, **({"fp8": recorded} if recorded else {})}
+        value, grads = ByLayer(loss, replaced, read_rows, sums).value_and_grads(rows, *args, **kwargs)
+        check_loss(value, has_aux=False)
+        return value, grads
+
+    return value_and_grads
 
 
 def loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs) -> Callable:

@@ -71,22 +71,19 @@ class ByLayer:
 
     def _backward(self, pullbacks, dx):
         """Gradients by layer, those of rows, and that of what enters the first layer."""
-        gradients, of_rows, names = {}, [], [*pullbacks]
-        done: list[str] = []  # since something last came back
-        for name, below in zip(reversed(names), [*reversed(names[:-1]), None], strict=True):
-            if below in self.loss.on_host:
-                dx, settled = self._settle(pullbacks[below], dx, {other: gradients[other] for other in done})
-                gradients |= settled
-                done = []
-            of_params, of_these, dx = pullbacks[name](dx)
-            gradients |= of_params
+        gradients, of_rows, of_above, names = {}, [], {}, [*reversed(pullbacks)]
+        for name, below in zip(names, [*names[1:], None], strict=True):
+            if below is not None:
+                dx, of_above = self._settle(pullbacks[below], dx, of_above)
+            gradients |= of_above
+            of_above, of_these, dx = pullbacks[name](dx)
             of_rows.append(of_these)
-            done.append(name)
-        return gradients, of_rows, dx
+        return gradients | of_above, of_rows, dx
 
     def _settle(self, below, dx, gradients):
-        """dx and the gradients of layers above, all there before what is below comes back. A gradient of a kernel is
-        wanted by nobody before the optimizer, and would be computed then, with all that it reads kept until then.
+        """dx and the gradients of the layer above, which are there before the next backward begins and what is below
+        comes back. A gradient of a kernel is wanted by nobody before the optimizer; XLA would compute it then, and keep
+        what it reads until then.
         """
         paths, structure = jax.tree.flatten_with_path(gradients)
         leaves = {names_of(path): leaf for path, leaf in paths}
@@ -118,10 +115,9 @@ class _Pullback:
 
     def after(self, tree: Any) -> Any:
         """The same arrays, there once all has left; and all is there, to come back, once they are."""
-        if self._away:
-            tree, arrays = lax.optimization_barrier((tree, [self._leaves[number] for number in self._away]))
-            for number, array in zip(self._away, arrays, strict=True):
-                self._leaves[number] = array
+        tree, arrays = lax.optimization_barrier((tree, [self._leaves[number] for number in self._away]))
+        for number, array in zip(self._away, arrays, strict=True):
+            self._leaves[number] = array
         return tree
 
     def __call__(self, dy: jax.Array) -> Any:

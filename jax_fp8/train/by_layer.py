@@ -58,16 +58,17 @@ class ByLayer:
         return value, ({name: gradients[name] for name in params}, maxima)
 
     def _forward(self, rows, x):
-        pullbacks, leaving = {}, []
+        pullbacks, leaving = {}, None
         for name in self.loss.layers:
-            if name in self.loss.on_host:
-                x, leaving = _after(leaving, x), []
+            is_offloaded = name in self.loss.on_host
+            if is_offloaded and leaving is not None:
+                x = leaving.after(x)
             own = of_layer(self.variables, name)
             layer = self._piece(lambda own, x, name=name: self.loss.layer(own, x, name), own)
             x, pullback = jax.vjp(layer, own["params"], rows, x)
             pullbacks[name] = _Pullback(pullback)
-            leaving.append(pullbacks[name])
-        return _after(leaving, x), pullbacks
+            leaving = pullbacks[name] if is_offloaded else leaving
+        return x if leaving is None else leaving.after(x), pullbacks
 
     def _backward(self, pullbacks, dx):
         """Gradients by layer, those of rows, and that of what enters the first layer."""
@@ -126,9 +127,3 @@ class _Pullback:
 
 def _is_on_host(leaf: Any) -> bool:
     return getattr(jax.typeof(leaf), "memory_space", None) == jax.memory.Space.Host
-
-
-def _after(pullbacks: list[_Pullback], x: jax.Array) -> jax.Array:
-    for pullback in pullbacks:
-        x = pullback.after(x)
-    return x

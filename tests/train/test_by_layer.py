@@ -97,7 +97,7 @@ def test_what_is_kept_has_left_before_the_next_layer_that_is_offloaded_begins():
 
 
 def test_what_comes_back_waits_for_the_gradients_of_layers_above():
-    """All of them but that of the one right above, beside whose backward it comes back."""
+    """All but that of the one right above, beside whose backward it comes back."""
     order = Order(ON_HOST)
     of_3, of_0 = order.came_back
     of_layers = dict(zip((5, 4, 2, 1), order.made_by["sqrt"], strict=True))
@@ -129,7 +129,8 @@ def test_sums_that_gemms_add_to_are_waited_for_too():
     expected = value_grads_and_amaxes(loss_of(()))(VARIABLES, X)[1]
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), gradients, expected)
     barriers = [equation for equation in jax.make_jaxpr(run)(sums).eqns if "barrier" in equation.primitive.name]
-    assert [len(equation.invars) for equation in barriers] == [2, 2, 3, 5]  # x, what is away, and gradients of layers
+    # x, what of a layer is away, and the gradient of the layer above
+    assert [len(equation.invars) for equation in barriers] == [2, 2, *(1, 3, 2, 2, 3)]
 
 
 @pytest.mark.parametrize("last", [lambda *_: X, lambda *_: jnp.int32(3)])

@@ -1,15 +1,15 @@
 """Gradients of a loss by its layers, where some keep values on the host: when these leave, and when they come back.
 
-    forward    layer 0 │ layer 1   layer 2   │ layer 3   layer 4   │ ... loss          0, 3, ... are offloaded
-                       └── 0 leaves ─────────┘└── 3 leaves ────────┘
-    backward   ...     │ layer 4   │ layer 3   layer 2   │ layer 1   │ layer 0
-                       └── 3 comes back, used in 3       └── 0 comes back, used in 0
+    forward    layer 0 ─ layer 1 ─ layer 2 │ layer 3 ─ layer 4 ─ layer 5 │ loss          0 and 3 are offloaded
+               └ 0 leaves ─────────────────┘ └ 3 leaves ─────────────────┘
+    backward   ... ─ layer 5 │ layer 4 ─ layer 3 ─ layer 2 │ layer 1 ─ layer 0
+                             └ 3 comes back                └ 0 comes back
 
 XLA's scheduler sees that a copy may run beside compute, but not how long it takes, and not that memory is short. Left
 to itself it puts copies to the host off until the backward, and fetches what a layer wants when it wants it. What a
 program computes it must compute in order, though: here x waits in front of a layer that is offloaded, and in front of
-the loss, until what the one before keeps has left; and what a layer keeps comes back no sooner than the backward of the
-layer above begins. `lax.optimization_barrier` says so, and the scheduler obeys.
+the loss, until what the one before keeps has left; and what a layer keeps comes back no sooner than the backward of a
+layer above it begins. `lax.optimization_barrier` says so, and the scheduler obeys.
 """
 
 import functools
@@ -72,25 +72,27 @@ class ByLayer:
 
     def _backward(self, pullbacks, dx):
         """Gradients by layer, those of rows, and that of what enters the first layer."""
-        gradients, of_rows, of_above, names = {}, [], {}, [*reversed(pullbacks)]
-        for name, below in zip(names, [*names[1:], None], strict=True):
-            if below is not None:
-                dx, of_above = self._settle(pullbacks[below], dx, of_above)
+        gradients, of_rows, of_above = {}, [], {}
+        layers, coming_back = self.loss.layers, comes_back_beside(self.loss)
+        for index in reversed(range(len(layers))):
+            dx, of_above = self._settle([pullbacks[name] for name in coming_back[index]], dx, of_above)
             gradients |= of_above
-            of_above, of_these, dx = pullbacks[name](dx)
+            of_above, of_these, dx = pullbacks[layers[index]](dx)
             of_rows.append(of_these)
         return gradients | of_above, of_rows, dx
 
-    def _settle(self, below, dx, gradients):
-        """dx and the gradients of the layer above, which are there before the next backward begins and what is below
-        comes back. A gradient of a kernel is wanted by nobody before the optimizer; XLA would compute it then, and keep
-        what it reads until then.
+    def _settle(self, coming_back, dx, gradients):
+        """dx and the gradients of the layer above, which are there before the next backward begins and anything comes
+        back. A gradient of a kernel is wanted by nobody before the optimizer; XLA would compute it then, and keep what
+        it reads until then.
         """
         paths, structure = jax.tree.flatten_with_path(gradients)
         leaves = {names_of(path): leaf for path, leaf in paths}
         refs = {path: self.sums[path] for path in leaves if path in self.sums}
         made = {path: refs[path][...] if path in refs else leaf for path, leaf in leaves.items()}
-        dx, made = below.after((dx, [*made.values()]))
+        dx, made = lax.optimization_barrier((dx, [*made.values()]))
+        for pullback in coming_back:
+            dx = pullback.after(dx)
         for path, array in zip(leaves, made, strict=True):
             if path in refs:
                 refs[path][...] = array
@@ -104,6 +106,22 @@ class ByLayer:
             return function({**own, "params": params}, *x)
 
         return run
+
+
+def comes_back_beside(loss: LayeredLoss) -> list[list[str]]:
+    """By the index of a layer, which layers' values begin to come back with its backward.
+
+    The copies of a layer leave in the time of the layers up to the next one that is offloaded. A backward takes twice
+    the time of a forward, so half as many layers are enough for the way back, and one at least.
+    """
+    beside: list[list[str]] = [[] for _ in loss.layers]
+    above = len(loss.layers)
+    for index in reversed(range(len(loss.layers))):
+        if loss.layers[index] in loss.on_host:
+            ahead = max(1, (above - index) // 2)
+            beside[min(index + ahead, len(loss.layers) - 1)].append(loss.layers[index])
+            above = index
+    return beside
 
 
 class _Pullback:

@@ -13,9 +13,10 @@ from reference import assert_same_bits
 
 from jax_fp8.core.kept import keep, offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
-from jax_fp8.train.by_layer import ByLayer
+from jax_fp8.train.by_layer import ByLayer, comes_back_beside
 from jax_fp8.train.gradients import value_grads_and_amaxes
 
+HOST = jax.memory.Space.Host
 LAYERS = tuple(f"layer_{index}" for index in range(6))
 ON_HOST = LAYERS[0:4:3]  # every third, as of `offload:2`
 X = jnp.linspace(-1, 1, 8)
@@ -70,7 +71,7 @@ class Order:
         for equation in jaxpr.eqns:
             before = {var for var in equation.invars if not isinstance(var, Literal)}
             if equation.primitive.name == "remat2":  # the backward of a layer that is offloaded
-                self.came_back += [var for var in before if var.aval.memory_space == jax.memory.Space.Host]
+                self.came_back += [var for var in before if getattr(var.aval, "memory_space", None) == HOST]
             before |= {earlier for var in before for earlier in self.before.get(var, ())}
             for var in equation.outvars:
                 self.before[var] = before
@@ -129,8 +130,21 @@ def test_sums_that_gemms_add_to_are_waited_for_too():
     expected = value_grads_and_amaxes(loss_of(()))(VARIABLES, X)[1]
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), gradients, expected)
     barriers = [equation for equation in jax.make_jaxpr(run)(sums).eqns if "barrier" in equation.primitive.name]
-    # x, what of a layer is away, and the gradient of the layer above
-    assert [len(equation.invars) for equation in barriers] == [2, 2, *(1, 3, 2, 2, 3)]
+    # x and what is away; then dx, with the gradient of the layer above or what is away
+    assert [len(equation.invars) for equation in barriers] == [2, 2, *(1, 2, 2, 2, 2, 2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("on_host", "beside"),
+    [
+        ((), [[], [], [], [], [], []]),
+        (("layer_0", "layer_3"), [[], ["layer_0"], [], [], ["layer_3"], []]),
+        (("layer_0",), [[], [], [], ["layer_0"], [], []]),
+        (("layer_1", "layer_4", "layer_5"), [[], [], ["layer_1"], [], [], ["layer_5", "layer_4"]]),
+    ],
+)
+def test_what_comes_back_has_half_of_the_layers_between(on_host, beside):
+    assert comes_back_beside(loss_of(on_host)) == beside
 
 
 @pytest.mark.parametrize("last", [lambda *_: X, lambda *_: jnp.int32(3)])

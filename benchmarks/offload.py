@@ -1,7 +1,7 @@
 """What layers keep on the device, on the host or not at all: the memory it frees, and the time it costs.
 
     python benchmarks/offload.py                                   # GPT-3 1.3B: 12 minutes on one H200 (estimated)
-    python benchmarks/offload.py --preset gpt3-175b --layers 3 --remat none full offload:1 --large 0 --check-layers 0
+    python benchmarks/offload.py --width 8192 --layers 6 --remat none full offload:2 --large 0 --check-layers 0
     python benchmarks/offload.py --self-test                       # a tiny model anywhere; its times mean nothing
 
 One GPU. Every row is a process of its own, all with the same params and random tokens:
@@ -59,6 +59,7 @@ class Job:
     remat: str
     preset: str
     layers: int
+    width: int
     sequence: int
     batch: int
     microbatches: int
@@ -72,6 +73,8 @@ class Job:
 def measure(job: Job) -> dict:
     """Run one job in this process."""
     config = fp8.GPTConfig.preset(job.preset, num_layers=job.layers, max_seq_len=job.sequence)
+    if job.width != config.hidden_size:
+        config = dataclasses.replace(config, hidden_size=job.width, num_heads=max(1, job.width // 128))
     recipe = fp8.DelayedScaling(split_accumulator=())
     model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling(), remat=job.remat)
     options = job.options | ({"xla_gpu_deterministic_ops": True} if job.part == BITS else {})
@@ -166,7 +169,7 @@ def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
     remats = options.remat or ["none", "norms", "full", *(f"offload:{n}" for n in (layers // 6, layers // 3, layers))]
 
     def job(part, remat, layers, batch):
-        shape = options.preset, layers, options.sequence, batch
+        shape = options.preset, layers, options.width, options.sequence, batch
         return Job(part, remat, *shape, options.microbatches, options.steps, extra if "offload" in remat else {})
 
     if few := options.check_layers:
@@ -181,7 +184,7 @@ def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def markdown(rows: list[dict], options: argparse.Namespace) -> str:
-    parts = [f"# What layers keep, and where: {options.preset}, {options.layers} layers"]
+    parts = [f"# What layers keep, and where: {options.preset}, {options.layers} layers, {options.width} wide"]
     measured = [row for row in rows if "failed" not in row]
     parts += [tables.environment_line(measured[0]["environment"]), METHOD] if measured else []
     for part in (TIMED, LARGE):
@@ -244,6 +247,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt3-1.3b")
     parser.add_argument("--layers", type=int, help="other than the preset's")
+    parser.add_argument("--width", type=int, help="other than the preset's, with heads of 128")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence, other than the preset's")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--microbatches", type=int, default=1, help="into which a batch is split")
@@ -266,6 +270,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.remat, options.large_remat = ["none"], ["offload:1"]
     config = fp8.GPTConfig.preset(options.preset)
     options.layers, options.sequence = options.layers or config.num_layers, options.sequence or config.max_seq_len
+    options.width = options.width or config.hidden_size
     if min(options.layers, options.batch, options.microbatches, options.steps) < 1:
         parser.error("--layers, --batch, --microbatches and --steps must be at least 1")
     return options

@@ -78,6 +78,7 @@ def measure(job: Job) -> dict:
     recipe = fp8.DelayedScaling(split_accumulator=())
     model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling(), remat=job.remat)
     options = job.options | ({"xla_gpu_deterministic_ops": True} if job.part == BITS else {})
+    defaults = default_options(on_mesh=False, offloads="offload" in job.remat)
     on_gpu = jax.default_backend() == "gpu"
     step = fp8.make_train_step(
         fp8.next_token_loss(model),
@@ -85,7 +86,7 @@ def measure(job: Job) -> dict:
         recipe,
         job.microbatches,
         warm_start=job.part == BITS,  # it compiles twice, and changes no time
-        compiler_options=default_options(False) | options if options and on_gpu else None,
+        compiler_options=defaults | options if options and on_gpu else None,
     )
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (job.batch, job.sequence + 1), np.int32)
     tokens = jnp.asarray(tokens)

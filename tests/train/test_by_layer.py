@@ -16,6 +16,8 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.train.by_layer import ByLayer, comes_back_beside
 from jax_fp8.train.gradients import value_grads_and_amaxes
 
+pytestmark = pytest.mark.versions
+
 HOST = jax.memory.Space.Host
 LAYERS = tuple(f"layer_{index}" for index in range(6))
 ON_HOST = LAYERS[0:4:3]  # every third, as of `offload:2`

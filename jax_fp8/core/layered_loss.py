@@ -23,6 +23,8 @@ class LayeredLoss:
         layer's entry alone.
       last: `last(variables, x, batch) -> loss`, the mean loss of the microbatch, a scalar.
       whole: the same loss in one, `whole(variables, batch)`; None composes it of the pieces.
+      on_host: the layers that keep something in the host's memory (core/kept.py): their gradients are computed layer by
+        layer, so that copies there and back have their place in the order.
     """
 
     layers: tuple[str, ...]
@@ -30,6 +32,7 @@ class LayeredLoss:
     layer: Callable[[Mapping, Any, str], Any]
     last: Callable[[Mapping, Any, Any], Any]
     whole: Callable[[Mapping, Any], Any] | None = None
+    on_host: tuple[str, ...] = ()
 
     def __call__(self, variables: Mapping, batch: Any) -> Any:
         if self.whole is not None:

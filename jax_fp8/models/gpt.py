@@ -128,13 +128,15 @@ class GPT(nn.Module):
         init = named(nn.initializers.normal(0.02), ("vocab", "residual"), self.logical_axes)
         return self.param(name, init, shape, self.param_dtype)
 
-    def _layer(self, index):
+    def _layer(self, index, alone=False):
+        """A layer of the whole; or alone, for a caller who sees to it that what leaves for the host stays there."""
         config = self.config
         remat = Remat.parse(self.remat, config.num_layers)
         kind = remat.of_layer(index)
         block = TransformerBlock
         if kind in ("full", "offload"):
-            block = nn.remat(block, policy=offload_policy(remat.names) if kind == "offload" else None)
+            policy = offload_policy(remat.names) if kind == "offload" else None
+            block = nn.remat(block, policy=policy, prevent_cse=kind == "full" or not alone)
         return block(
             config.num_heads,
             config.mlp_hidden_size or 4 * config.hidden_size,
@@ -168,7 +170,7 @@ class _Layer(GPT):
 
     @nn.compact
     def __call__(self, x: jax.Array, index: int) -> jax.Array:
-        return self._layer(index)(x)
+        return self._layer(index, alone=True)(x)
 
 
 class _Head(GPT):
@@ -184,6 +186,8 @@ def _layered(model: GPT, inputs_of: Callable, z_loss: float, loss_fn: Callable) 
     """The loss of a GPT by its layers; `inputs_of(tokens)` are inputs, labels and mask."""
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
+    remat = Remat.parse(model.remat, model.config.num_layers)
+    on_host = tuple(name for index, name in enumerate(names) if remat.of_layer(index) == "offload")
 
     def loss_of(variables, x, tokens):
         _, labels, mask = inputs_of(tokens)
@@ -195,6 +199,7 @@ def _layered(model: GPT, inputs_of: Callable, z_loss: float, loss_fn: Callable) 
         lambda variables, x, name: layer.apply(variables, x, names.index(name)),
         loss_of,
         loss_fn,
+        on_host,
     )
 
 

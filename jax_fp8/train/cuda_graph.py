@@ -26,9 +26,13 @@ CUDA_GRAPH_OPTIONS = {
 }
 
 
-def default_options(on_mesh: bool) -> dict[str, str | bool | int]:
-    """The options of a step on a GPU, or on the GPUs of a mesh."""
-    return CUDA_GRAPH_OPTIONS | (OVERLAP_OPTIONS if on_mesh else {})
+# Copies to and from the host that XLA may have under way at a time: by itself two, which hide behind nothing.
+OFFLOAD_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 4096}
+
+
+def default_options(on_mesh: bool, offloads: bool = False) -> dict[str, str | bool | int]:
+    """The options of a step on a GPU, or on the GPUs of a mesh, whose layers may keep on the host."""
+    return CUDA_GRAPH_OPTIONS | (OVERLAP_OPTIONS if on_mesh else {}) | (OFFLOAD_OPTIONS if offloads else {})
 
 
 ROOM_BYTES = 16 * 2**20  # 64,000 scalars

@@ -16,6 +16,7 @@ import numpy as np
 from flax.linen.fp8_ops import fp32_max_grad
 from jax import lax
 
+from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
@@ -30,8 +31,12 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
+from jax_fp8.train.by_layer import ByLayer
 from jax_fp8.train.checks import check_loss
 from jax_fp8.train.diagnostics import Observed, beside_amaxes, new_refs
+
+Sums = Mapping[LayerPath, jax.Ref]  # of gradients, by the path of the kernel
+NO_SUMS: Sums = MappingProxyType({})
 
 
 def value_grads_and_amaxes(
@@ -81,7 +86,7 @@ def accumulate_grads(
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
         health, options = new_refs(observed, axes), {"stateless": gemms, "observed": observed}
         recorded = record_in(variables, cotangents, axes, False, added, weight, health=health, **options)
-        value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs)
+        value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs, added)
 
         # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
         # what reached the kernel on another way, as a rule nothing.
@@ -141,7 +146,7 @@ def record_in(
     cotangents: Cotangents,
     axes: frozenset[str],
     from_current: bool = False,
-    sums: Mapping[LayerPath, jax.Ref] = MappingProxyType({}),
+    sums: Sums = NO_SUMS,
     weight: float = 1.0,
     deferrals: Mapping[LayerPath, Any] = MappingProxyType({}),
     stateless: Collection[LayerPath] = (),
@@ -182,14 +187,29 @@ def record_in(
     return recorded
 
 
-def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs):
+def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs, sums: Sums = NO_SUMS):
     """Loss (and aux), gradients of the params, and the amaxes f32[rows] of the pass."""
     of_params = loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs)
     value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
+    if isinstance(loss_fn, LayeredLoss) and loss_fn.on_host and not has_aux:
+        value_and_grads = _by_layer(loss_fn, variables, recorded, cotangents, args, kwargs, sums)
     rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
     value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
+
+
+def _by_layer(loss, variables, recorded, cotangents, args, kwargs, sums) -> Callable:
+    def read_rows(rows):
+        cotangents.vector = sums_are_maxima(rows)
+
+    def value_and_grads(params, rows):
+        replaced = {**variables, "params": params, **({"fp8": recorded} if recorded else {})}
+        value, grads = ByLayer(loss, replaced, read_rows, sums).value_and_grads(rows, *args, **kwargs)
+        check_loss(value, has_aux=False)
+        return value, grads
+
+    return value_and_grads
 
 
 def loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs) -> Callable:

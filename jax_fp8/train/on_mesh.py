@@ -218,10 +218,19 @@ class OnMesh:
         """The GEMMs of which no state says that they are in FP8."""
         return [] if self.recipe is None or self.recipe.has_state else [*self.gemms]
 
-    def _share(self, variables, batch):
-        """The device's share of the mean over all parts."""
-        loss, parts = self.loss_fn(variables, batch), self.placement.how.batch_parts
-        return loss if parts == 1 else loss / parts
+    @property
+    def _share(self) -> Callable:
+        """The loss whose value is the device's share of the mean over all parts."""
+        loss_fn, parts = self.loss_fn, self.placement.how.batch_parts
+        if parts == 1:
+            return loss_fn
+
+        def share(function):
+            return lambda *args: function(*args) / parts
+
+        if isinstance(loss_fn, LayeredLoss):
+            return replace(loss_fn, last=share(loss_fn.last), whole=share(loss_fn))
+        return share(loss_fn)
 
     def _state_of(self, shards: TrainState, from_current: bool = False) -> Callable[[], TrainState]:
         """What a device computes with, made once or whenever it is asked for."""

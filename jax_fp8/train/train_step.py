@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jax_fp8.core.checks import check_flags, check_integer, check_number
+from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
@@ -295,7 +296,8 @@ def make_train_step(
     if not isinstance(compiler_options, dict | None):
         raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")
     if compiler_options is None:
-        compiler_options = default_options(on_mesh=mesh is not None) if jax.default_backend() == "gpu" else {}
+        offloads = isinstance(loss_fn, LayeredLoss) and bool(loss_fn.on_host)
+        compiler_options = default_options(mesh is not None, offloads) if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
     how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype, schedule, chunks)
     if how is not None and how.stages > 1:

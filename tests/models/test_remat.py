@@ -30,6 +30,11 @@ def test_all_layers_do_the_same_otherwise():
     assert Remat.parse("offload:2:mlp_hidden,norm_input", 3).names == ("mlp_hidden", "norm_input")
 
 
+def test_a_loss_names_the_layers_that_keep_on_the_host():
+    for remat, on_host in (("none", ()), ("full", ()), ("offload:1", ("layer_0",)), ("offload:0", ())):
+        assert fp8.next_token_loss(gpt(RECIPE).clone(remat=remat)).on_host == on_host
+
+
 @pytest.mark.parametrize(
     "text", ["offload", "offload:", "offload:5", "offload:-1", "offload:2:all", "offload:2:", "full:2", "some", "", 3]
 )

@@ -14,7 +14,8 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
-from jax_fp8.train import cuda_graph
+from jax_fp8.parallel.overlap import OVERLAP_OPTIONS
+from jax_fp8.train import cuda_graph, train_step
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS, ROOM_BYTES, make_room, zero_metrics
 from jax_fp8.train.train_step import TrainStep
 
@@ -72,6 +73,19 @@ def test_metrics_share_their_buffers_with_nothing(tmp_path):
 
 
 @pytest.mark.filterwarnings("error:Some donated buffers")
+@pytest.mark.parametrize("remat", ["none", "full", "offload:1"])
+def test_a_step_that_offloads_may_have_all_its_copies_under_way(monkeypatch, remat):
+    """And no other step has other options than before."""
+    found = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(train_step, "TrainStep", lambda programs, donate, options, warm: found.append(options))
+    model = fp8.GPT(fp8.GPTConfig.preset("tiny"), remat=remat)
+    for mesh in (None, jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])):
+        fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, mesh=mesh)
+    extra = cuda_graph.OFFLOAD_OPTIONS if remat.startswith("offload") else {}
+    assert found == [CUDA_GRAPH_OPTIONS | extra, CUDA_GRAPH_OPTIONS | OVERLAP_OPTIONS | extra]
+
+
 def test_zeros_are_added_and_donated():
     batch = jnp.ones((SIZE, SIZE), jnp.bfloat16)
     state, step = tower_state(batch), tower_step()

@@ -1,0 +1,298 @@
+"""What layers keep on the device, on the host or not at all: the memory it frees, and the time it costs.
+
+    python benchmarks/offload.py                                   # GPT-3 1.3B: 12 minutes on one H200 (estimated)
+    python benchmarks/offload.py --width 8192 --layers 6 --remat none full offload:2 --large 0 --check-layers 0
+    python benchmarks/offload.py --self-test                       # a tiny model anywhere; its times mean nothing
+
+One GPU. Every row is a process of its own, all with the same params and random tokens:
+
+    --remat    steps of `--batch` sequences: tokens a second, peak memory
+    --large    steps of so many sequences, more than `none` can hold
+    --check-layers    three steps of so few layers with XLA's deterministic kernels: are all bits those of `none`?
+
+In the last, `none` runs twice: only if these two agree does a difference of another say something.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tables
+
+import jax_fp8 as fp8
+from jax_fp8.tools.jaxprs import inner_jaxprs
+from jax_fp8.train.cuda_graph import default_options
+
+HERE = pathlib.Path(__file__).resolve()
+MEMORY_FRACTION = "0.92"
+WARMUP_STEPS = 3
+CHECKED_STEPS = 3
+GIB = 2**30
+NO_ROOM = "RESOURCE_EXHAUSTED"
+TIMED, LARGE, BITS = "the same batch", "a large batch", "bits"
+METHOD = f"""`DelayedScaling` with fast accumulation, FP8 head, float32 params, `fused_adamw`, random tokens.
+`ms a step` is the median after {WARMUP_STEPS + 1} steps, with a wait after each. `peak` is `peak_bytes_in_use` of the \
+device, `freed` how much less that is
+than with `none`, `moved` what the program copies to the host in one microbatch, and `host` the largest resident \
+memory of the process; all in GiB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that a fresh process needs to know."""
+
+    part: str
+    remat: str
+    preset: str
+    layers: int
+    width: int
+    sequence: int
+    batch: int
+    microbatches: int
+    steps: int
+    options: dict
+
+
+# --- in the fresh process -------------------------------------------------------------------------------------------
+
+
+def measure(job: Job) -> dict:
+    """Run one job in this process."""
+    config = fp8.GPTConfig.preset(job.preset, num_layers=job.layers, max_seq_len=job.sequence)
+    if job.width != config.hidden_size:
+        config = dataclasses.replace(config, hidden_size=job.width, num_heads=max(1, job.width // 128))
+    recipe = fp8.DelayedScaling(split_accumulator=())
+    model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling(), remat=job.remat)
+    options = job.options | ({"xla_gpu_deterministic_ops": True} if job.part == BITS else {})
+    defaults = default_options(on_mesh=False, offloads="offload" in job.remat)
+    on_gpu = jax.default_backend() == "gpu"
+    step = fp8.make_train_step(
+        fp8.next_token_loss(model),
+        fp8.fused_adamw(1e-4, weight_decay=0.1),
+        recipe,
+        job.microbatches,
+        warm_start=job.part == BITS,  # it compiles twice, and changes no time
+        compiler_options=defaults | options if options and on_gpu else None,
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (job.batch, job.sequence + 1), np.int32)
+    tokens = jnp.asarray(tokens)
+    state = step.init_state(model.init, jax.random.key(1), tokens[:1, :-1])
+    found = {"moved_bytes": moved_bytes(step.trace(state, tokens).jaxpr.jaxpr), "environment": tables.environment()}
+    losses, taken = [], []
+    for _ in range(CHECKED_STEPS if job.part == BITS else 1 + WARMUP_STEPS + job.steps):
+        start = time.perf_counter()
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics["loss"]))
+        taken.append(1e3 * (time.perf_counter() - start))
+    found |= {"first_loss": losses[0], "last_loss": losses[-1], "first_step_s": taken[0] / 1e3}
+    if job.part == BITS:
+        return found | {"losses": [loss.hex() for loss in losses], "digest": digest((state.params, state.fp8))}
+    step_ms = statistics.median(taken[1 + WARMUP_STEPS :])
+    stats = jax.devices()[0].memory_stats() or {}  # a CPU has none
+    return found | {
+        "step_ms": step_ms,
+        "spread_ms": [min(taken[1 + WARMUP_STEPS :]), max(taken[1 + WARMUP_STEPS :])],
+        "tokens_per_s": 1e3 * job.batch * job.sequence / step_ms,
+        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def moved_bytes(jaxpr) -> int:
+    """Bytes that a traced program puts into the host's memory; what a loop does in one round counts once."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "device_put":
+            arrays = [var.aval for var in equation.outvars]
+            total += sum(a.size * a.dtype.itemsize for a in arrays if a.memory_space == jax.memory.Space.Host)
+        total += sum(moved_bytes(inner) for inner in inner_jaxprs(equation))
+    return total
+
+
+@jax.jit
+def _checksums(leaves):
+    """Of each array: the sum of its bits as integers, each times an odd number of its place, modulo 2**32."""
+
+    def checksum(x):
+        bits = jax.lax.bitcast_convert_type(x.ravel(), f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+        return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, x.size) + 1), dtype=jnp.uint32)
+
+    return jnp.stack([checksum(x) for x in leaves])
+
+
+def digest(tree) -> str:
+    """Of all bits of a tree, computed where it lies; one bit that differs makes another."""
+    return hashlib.sha256(np.asarray(_checksums(jax.tree.leaves(tree))).tobytes()).hexdigest()[:16]
+
+
+# --- in the parent --------------------------------------------------------------------------------------------------
+
+
+def run_in_fresh_process(job: Job, host_memory: int) -> dict:
+    """The measurement of `job`, or the error that its process ended with."""
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(host_memory),  # XLA takes no more than 64 GB by itself
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        result = pathlib.Path(directory, "result.json")
+        command = [sys.executable, str(HERE), "--job", json.dumps(dataclasses.asdict(job)), "--result", str(result)]
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            return json.loads(result.read_text())
+    print(done.stderr[-3000:], file=sys.stderr, flush=True)
+    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
+    if NO_ROOM in done.stderr and not any(NO_ROOM in error for error in errors):
+        errors.append(NO_ROOM)
+    return {"failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}
+
+
+def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
+    """What is compared with `none` comes behind it."""
+    layers, extra = options.layers, json.loads(options.options)
+    remats = options.remat or ["none", "norms", "full", *(f"offload:{n}" for n in (layers // 6, layers // 3, layers))]
+
+    def job(part, remat, layers, batch):
+        shape = options.preset, layers, options.width, options.sequence, batch
+        return Job(part, remat, *shape, options.microbatches, options.steps, extra if "offload" in remat else {})
+
+    if few := options.check_layers:
+        of_few = ["none", "none", "norms", "full", f"offload:{few}", f"offload:{few // 2}:mlp_hidden,norm_input"]
+        for remat in of_few[3:5] if options.self_test else of_few:
+            yield job(BITS, remat, few, options.batch)
+    for remat in remats:
+        yield job(TIMED, remat, layers, options.batch)
+    if options.large:
+        for remat in options.large_remat or ("none", f"offload:{layers // 3}"):
+            yield job(LARGE, remat, layers, options.large)
+
+
+def markdown(rows: list[dict], options: argparse.Namespace) -> str:
+    parts = [f"# What layers keep, and where: {options.preset}, {options.layers} layers, {options.width} wide"]
+    measured = [row for row in rows if "failed" not in row]
+    parts += [tables.environment_line(measured[0]["environment"]), METHOD] if measured else []
+    for part in (TIMED, LARGE):
+        chosen = [row for row in rows if row["job"]["part"] == part]
+        if chosen:
+            parts += [_title(part, chosen[0]["job"]), _timed_table(chosen)]
+    checked = [row for row in rows if row["job"]["part"] == BITS]
+    if checked:
+        parts += [_title("bits after three steps", checked[0]["job"]), _bits_table(checked)]
+    return "\n\n".join(parts)
+
+
+def _title(part: str, job: dict) -> str:
+    parts = f" in {job['microbatches']} microbatches" if job["microbatches"] > 1 else ""
+    return f"## {part.capitalize()}: {job['layers']} layers, {job['batch']} x {job['sequence']} tokens{parts}"
+
+
+def _timed_table(rows: list[dict]) -> str:
+    base = next((row for row in rows if row["job"]["remat"] == "none" and "failed" not in row), {})
+    headings = ["remat", "ms a step", "times none", "tokens/s", "peak", "freed", "moved", "host", "loss"]
+    return tables.table(headings, [_timed_row(row, base) for row in rows])
+
+
+def _timed_row(row: dict, base: dict) -> list:
+    remat = f"`{row['job']['remat']}`"
+    if "failed" in row:
+        return [remat, "does not fit" if NO_ROOM in row["failed"] else f"failed: {row['failed']}", *["-"] * 7]
+    peak, before = row["peak_bytes"], base.get("peak_bytes")
+    figures = [
+        row["step_ms"],
+        row["step_ms"] / base["step_ms"] if base else "-",
+        round(row["tokens_per_s"]),
+        "-" if peak is None else peak / GIB,
+        "-" if peak is None or before is None else (before - peak) / GIB,
+        row["moved_bytes"] / GIB,
+        row["host_bytes"] / GIB,
+    ]
+    return [remat, *figures, f"{row['first_loss']:.4f} to {row['last_loss']:.4f}"]
+
+
+def _bits_table(rows: list[dict]) -> str:
+    base = rows[0]
+    body = []
+    for row in rows:
+        if "failed" in row or "failed" in base:
+            body.append([f"`{row['job']['remat']}`", row.get("failed", "-"), "-"])
+            continue
+        same = all(row[name] == base[name] for name in ("digest", "losses"))
+        body.append([f"`{row['job']['remat']}`", row["digest"], "yes" if same else "no"])
+    return tables.table(["remat", "digest of params and FP8 state", "as the first row, losses too"], body)
+
+
+def is_good(row: dict) -> bool:
+    """A large batch may be too large for what is not offloaded."""
+    of_interest = row["job"]["part"] == LARGE and "offload" not in row["job"]["remat"]
+    return "failed" not in row or (of_interest and NO_ROOM in row["failed"])
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="gpt3-1.3b")
+    parser.add_argument("--layers", type=int, help="other than the preset's")
+    parser.add_argument("--width", type=int, help="other than the preset's, with heads of 128")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence, other than the preset's")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--microbatches", type=int, default=1, help="into which a batch is split")
+    parser.add_argument("--remat", nargs="+", help="none, norms, full, and offload of a sixth, a third and all layers")
+    parser.add_argument("--large", type=int, default=48, help="sequences of a step that `none` cannot hold; 0 for none")
+    parser.add_argument("--large-remat", nargs="+", help="none, and offload of a third of the layers")
+    parser.add_argument("--check-layers", type=int, default=4, help="of the model whose bits are compared; 0 for none")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--options", default="{}", help="JSON: options of XLA for rows that offload")
+    parser.add_argument("--host-memory", type=int, default=96, help="GB of the host that XLA may pin")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
+    parser.add_argument("--name", default="offload", help="of the two files written there")
+    parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.self_test:
+        options.preset, options.sequence, options.batch, options.large, options.steps = "tiny", 32, 2, 4, 1
+        options.layers, options.check_layers = 2, 2
+        options.remat, options.large_remat = ["none"], ["offload:1"]
+    config = fp8.GPTConfig.preset(options.preset)
+    options.layers, options.sequence = options.layers or config.num_layers, options.sequence or config.max_seq_len
+    options.width = options.width or config.hidden_size
+    if min(options.layers, options.batch, options.microbatches, options.steps) < 1:
+        parser.error("--layers, --batch, --microbatches and --steps must be at least 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.job:
+        options.result.write_text(json.dumps(measure(Job(**json.loads(options.job)))))
+        return 0
+    rows = []
+    for job in jobs_of(options):
+        row = run_in_fresh_process(job, options.host_memory) | {"job": dataclasses.asdict(job)}
+        said = {name: row.get(name) for name in ("failed", "step_ms", "peak_bytes", "digest") if row.get(name)}
+        print(f"{job.part}, {job.remat}: {said}", flush=True)
+        rows.append(row)
+        tables.write(options.output / f"{options.name}.md", markdown(rows, options))
+        tables.write(options.output / f"{options.name}.json", json.dumps(rows, indent=1))
+    print((options.output / f"{options.name}.md").read_text())
+    return 0 if all(is_good(row) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

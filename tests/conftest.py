@@ -103,6 +103,18 @@ def _compiled_anew(request):
         compilation_cache.reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def _old_objects_left_alone(request):
+    """What collects garbage itself (the example, long runs) looks through what its test has made, and not through what
+    all tests before it left: that took seconds each time."""
+    if request.module.__name__.rpartition(".")[2].startswith(("test_example", "test_benchmark", "test_microbatches")):
+        gc.freeze()
+        yield
+        gc.unfreeze()
+    else:
+        yield
+
+
 _TRACED = jax.make_user_context(default_value=0)
 _NUMBERS = itertools.count(1)
 

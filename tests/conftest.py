@@ -56,6 +56,9 @@ if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the 
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
 
+if not _SOME_GPU:  # nothing runs what is compiled for one: no process for each kernel to assemble it
+    os.environ["PATH"] = os.pathsep.join((str(pathlib.Path(__file__).parent / "assembler"), os.environ["PATH"]))
+
 # Tracing makes many small objects that live on: a seventh of the time went into looking for others.
 gc.set_threshold(1_000_000)
 # Compilers allocate much, which large pages make faster: a twentieth of the time. A process has it from the one that

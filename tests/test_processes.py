@@ -37,8 +37,8 @@ def global_batch(step: int) -> np.ndarray:
 
 
 class Training:
-    """A small GPT with delayed scaling, on all devices there are. Without a warm start, which is a program of its own, it
-    begins with scales that gradients can use."""
+    """A small GPT with delayed scaling, on all devices there are. Without a warm start, which is a program of its own,
+    it begins with scales that gradients can use."""
 
     def __init__(self, warm_start: bool = False):
         mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES))

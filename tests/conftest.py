@@ -56,8 +56,16 @@ if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a worker has them from the 
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `import reference`, `import h200`
 
+if not _SOME_GPU:  # nothing runs what is compiled for one: no process for each kernel to assemble it
+    os.environ["PATH"] = os.pathsep.join((str(pathlib.Path(__file__).parent / "assembler"), os.environ["PATH"]))
+
 # Tracing makes many small objects that live on: a seventh of the time went into looking for others.
-gc.set_threshold(500_000)
+gc.set_threshold(1_000_000)
+# Compilers allocate much, which large pages make faster: a twentieth of the time. A process has it from the one that
+# starts it.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+# Programs do not say where in the source an operation was called: nobody reads it, and it takes time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -101,6 +109,18 @@ def _compiled_anew(request):
         yield
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _old_objects_left_alone(request):
+    """What collects garbage itself (the example, long runs) looks through what its test has made, and not through what
+    all tests before it left: that took seconds each time."""
+    if request.module.__name__.rpartition(".")[2].startswith(("test_example", "test_benchmark", "test_microbatches")):
+        gc.freeze()
+        yield
+        gc.unfreeze()
+    else:
+        yield
 
 
 _TRACED = jax.make_user_context(default_value=0)

@@ -2,8 +2,9 @@
 
 XLA:GPU can compile for a described device (`jax_fp8/tools/described.py`). Partitioner, rewriters, fusion, scheduling,
 buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers all run. What cannot
-be had this way is time: nothing is tuned, nothing is executed. It needs jax's CUDA plugin (`jax-cuda13-plugin`,
-`jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which `conftest.py` sets before jax is imported.
+be had this way is time: nothing is tuned, nothing is executed. XLA's own kernels end as PTX (`assembler/ptxas`). It
+needs jax's CUDA plugin (`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which
+`conftest.py` sets before jax is imported.
 
     step = jax.jit(f, donate_argnums=0)
     program = h200.compile(step, h200.shapes(x, h200.on_one_device()))

@@ -18,14 +18,13 @@ from jax_fp8.tools import tune
 from jax_fp8.tools.gemm_table import GemmTable
 from jax_fp8.tools.rates import RateTable
 
-pytestmark = pytest.mark.versions
-
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     monkeypatch.setattr(cli, "list_nvidia_gpus", list)
 
 
+@pytest.mark.versions
 def test_doctor_finds_everything_needed(capsys):
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -35,6 +34,7 @@ def test_doctor_finds_everything_needed(capsys):
     assert "FP8 training works here" in printed
 
 
+@pytest.mark.versions
 def test_doctor_says_that_jax_does_not_see_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(cli, "list_nvidia_gpus", lambda: ["GPU 0: NVIDIA H200"])
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -45,6 +45,7 @@ def test_doctor_says_that_jax_does_not_see_a_gpu(monkeypatch, capsys):
     assert "jax[cuda13]" in printed
 
 
+@pytest.mark.versions
 def test_doctor_says_that_jax_has_no_platform(monkeypatch, capsys):
     def devices():
         raise RuntimeError("Unknown backend cuda")
@@ -83,10 +84,12 @@ def test_missing_cublaslt_breaks_training_on_a_gpu_only(monkeypatch):
     assert describe(True, "gpu", "13.1.0", monkeypatch)[-1] == cli.Finding("cuBLASLt", "13.1.0")
 
 
+@pytest.mark.versions
 def test_doctor_says_where_the_extension_is(monkeypatch):
     assert describe(True, "cpu", "13.1.0", monkeypatch)[0] == cli.Finding("extension", "/site/_kernels.so")
 
 
+@pytest.mark.versions
 def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])
@@ -130,6 +133,7 @@ def on_a_gpu_of_ones_own(monkeypatch, with_kernels, tmp_path):
     yield tmp_path / "jax_fp8/gemm/NVIDIA_H200-cublaslt-13.1.0.json"
 
 
+@pytest.mark.versions
 def test_tuning_a_preset(on_a_gpu_of_ones_own, capsys):
     for _ in range(2):  # the second finds all in the file, and shows it
         assert cli.main(["tune", "--preset", "tiny", "--batch", "4", "--microbatches", "2"]) == 0

@@ -87,8 +87,9 @@ def inputs():
 def test_the_shards_of_a_layer_add_up_to_it(name, recipe):
     make, (x, dy) = LAYERS[name], inputs()
     module = make(recipe, dtype=jnp.float32)
-    params = module.init(jax.random.key(0), x)["params"]
-    expected = gradients(lambda params, x: module.apply({"params": params}, x), dy, params, x)
+    params = jax.jit(module.init)(jax.random.key(0), x)["params"]
+    whole = partial(gradients, lambda params, x: module.apply({"params": params}, x))
+    expected = jax.jit(whole)(dy, params, x)
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), ("tensor",))
     got = jax.jit(on_shards(make, recipe, mesh, params, dtype=jnp.float32))(params, x, dy)
     kind = "block_gradient" if recipe else "float32"
@@ -100,7 +101,7 @@ def test_heads_that_were_cut_apart_would_be_noticed():
     """Negative control: columns split in another order than by heads are another layer."""
     x, dy = inputs()
     module = attention(None, dtype=jnp.float32)
-    params = module.init(jax.random.key(0), x)["params"]
+    params = jax.jit(module.init)(jax.random.key(0), x)["params"]
     order = np.random.default_rng(0).permutation(HEADS)
     columns = (order[:, None] * HEAD_DIM + np.arange(HEAD_DIM)).ravel()
     shuffled = params | {"query": {"kernel": params["query"]["kernel"][:, columns]}}
@@ -206,7 +207,7 @@ def test_on_other_meshes_split_kernels_give_the_same_bits(axis_type):
     """
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), ("tensor",), axis_types=(axis_type,))
     (x, _), layer = inputs(), mlp(fp8.CurrentScaling())
-    params = layer.init(jax.random.key(0), x)["params"]
+    params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
     expected = jax.jit(lambda params, x: layer.apply({"params": params}, x))(params, x)
     with jax.set_mesh(mesh):
         by_columns = {name: {"kernel": P(None, "tensor")} for name in ("gate", "up")}

@@ -99,7 +99,7 @@ MODELS = {
 
 SLOW = {
     "like Llama, fsdp", "an untied head", "a head in FP8, data", "recompute", "plain bfloat16",
-    "plain float32, like Llama", "a warm start, like Llama", "a row for each device",
+    "plain float32, like Llama", "a warm start", "a warm start, like Llama", "a row for each device",
 }  # fmt: skip
 
 

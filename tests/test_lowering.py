@@ -19,7 +19,8 @@ import jax_fp8 as fp8
 DELAYED, CURRENT = fp8.DelayedScaling(amax_history_len=4), fp8.CurrentScaling()
 
 
-pytestmark = [pytest.mark.usefixtures("with_kernels"), pytest.mark.versions]
+pytestmark = pytest.mark.usefixtures("with_kernels")
+RECIPES = [pytest.param(DELAYED, id="delayed", marks=pytest.mark.versions), pytest.param(CURRENT, id="current")]
 
 
 def custom_calls(function, *args, platform: str = "cuda") -> Counter:
@@ -68,7 +69,7 @@ def dense_and_its_gradient(recipe):
     return forward, gradient, (variables, x)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_dense(recipe):
     forward, gradient, args = dense_and_its_gradient(recipe)
     # Forward only: nothing will want xᵀ, so x is cast in one orientation.
@@ -78,18 +79,19 @@ def test_dense(recipe):
     )
 
 
+@pytest.mark.versions
 def test_dense_in_bfloat16_has_none():
     forward, gradient, args = dense_and_its_gradient(None)
     assert not custom_calls(forward, *args) and not custom_calls(gradient, *args)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_cpu_has_none(recipe):
     forward, gradient, args = dense_and_its_gradient(recipe)
     assert not custom_calls(forward, *args, platform="cpu") and not custom_calls(gradient, *args, platform="cpu")
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_gpt_loss_and_its_gradient(recipe):
     config = fp8.GPTConfig.preset("tiny", vocab_size=256, num_layers=2, max_seq_len=33)
     model = fp8.GPT(config, recipe=recipe)
@@ -114,7 +116,7 @@ def test_gpt_loss_and_its_gradient(recipe):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_state_of_a_whole_model_is_one_call(recipe, microbatches):
     config = fp8.GPTConfig.preset("tiny", vocab_size=256, num_layers=2, max_seq_len=33)
     model, tx = fp8.GPT(config, recipe=recipe), optax.sgd(1e-3)
@@ -130,6 +132,7 @@ def test_the_state_of_a_whole_model_is_one_call(recipe, microbatches):
         assert found["jax_fp8_update_state"] == calls
 
 
+@pytest.mark.versions
 def test_calls_through_inner_functions_are_counted():
     inner = jax.jit(lambda x: jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(x))
     twice = custom_calls(lambda x: inner(x) + inner(2 * x), jnp.ones((16, 16)))
@@ -147,6 +150,7 @@ def gradient_of_a_layer():
     return jax.jit(gradient), variables, x
 
 
+@pytest.mark.versions
 def test_a_program_is_exported_for_cuda_by_who_vouches_for_the_kernels():
     """jax asks, for it cannot know whether the kernels will mean the same when the program is loaded."""
     gradient, variables, x = gradient_of_a_layer()
@@ -158,6 +162,7 @@ def test_a_program_is_exported_for_cuda_by_who_vouches_for_the_kernels():
     assert exported.platforms == ("cuda",) and "jax_fp8_gemm" in exported.mlir_module()
 
 
+@pytest.mark.versions
 def test_an_exported_program_computes_the_same():
     gradient, variables, x = gradient_of_a_layer()
     exported = jax.export.export(gradient, platforms=["cpu"])(variables, x)

@@ -66,14 +66,22 @@ def place_variables(mesh, variables, how):
 def train(loss_fn, recipe, variables, batch, microbatches=2):
     """The state after three steps, and their losses."""
     tx = fp8.fused_adamw(1e-2, eps=1e-2)  # so large that noise is not made a step of full size
-    cache = {"fp8_cache": fp8.cast_weights(variables, recipe)} if recipe.has_state else {}
-    # A copy for itself: the step donates its state.
-    state = fp8.TrainState.create(variables=jax.tree.map(jnp.copy, variables) | cache, tx=tx)
+    state = first_state(recipe, tx)(variables)
     step, losses = fp8.make_train_step(loss_fn, tx, recipe, microbatches), []
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
     return state, jnp.stack(losses)
+
+
+def first_state(recipe, tx):
+    """Of variables, of which it has a copy: the step donates its state."""
+
+    def make(variables):
+        cache = {"fp8_cache": fp8.cast_weights(variables, recipe)} if recipe.has_state else {}
+        return fp8.TrainState.create(variables=jax.tree.map(jnp.copy, variables) | cache, tx=tx)
+
+    return jax.jit(make)
 
 
 @functools.cache

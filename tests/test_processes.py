@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hybrid import with_scales
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,19 +37,21 @@ def global_batch(step: int) -> np.ndarray:
 
 
 class Training:
-    """A small GPT with delayed scaling, on all devices there are."""
+    """A small GPT with delayed scaling, on all devices there are. Without a warm start, which is a program of its own,
+    it begins with scales that gradients can use."""
 
-    def __init__(self):
+    def __init__(self, warm_start: bool = False):
         mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES))
         self.model = fp8.GPT(
             fp8.GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=64, max_seq_len=SEQ, use_bias=False)
         )
         self.tx = fp8.fused_adamw(1e-2)
         self.loss_fn = fp8.next_token_loss(self.model)
-        self.step = fp8.make_train_step(self.loss_fn, self.tx, self.model.recipe, mesh=mesh)
+        self.step = fp8.make_train_step(self.loss_fn, self.tx, self.model.recipe, mesh=mesh, warm_start=warm_start)
+        self.init = self.model.init if warm_start else lambda *given: with_scales(self.model.init(*given))
 
     def fresh(self) -> fp8.TrainState:
-        return self.step.init_state(self.model.init, *self._init_arguments())
+        return self.step.init_state(self.init, *self._init_arguments())
 
     def driven(self, state: fp8.TrainState, *parts: slice) -> list[float]:
         """`losses`, in pieces."""
@@ -71,7 +74,7 @@ class Training:
 
     def placed(self) -> fp8.TrainState:
         """The same, from a state that every process has made for itself."""
-        variables = jax.jit(self.model.init)(*self._init_arguments())
+        variables = jax.jit(self.init)(*self._init_arguments())
         return self.step.place(fp8.TrainState.create(variables=variables, tx=self.tx), global_batch(0))
 
     def losses(self, state: fp8.TrainState, *parts: slice) -> list[float]:
@@ -93,7 +96,7 @@ def part(process: int) -> slice:
 
 def main(port: str, process: str, file: str, others: str = "") -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, int(process))
-    training, own = Training(), part(int(process))
+    training, own = Training(warm_start=bool(others)), part(int(process))
     if others:
         variables, state = training.fresh().variables, training.fresh()
         Path(file).write_text(json.dumps([training.driven(state, own, own), training.by_oneself(variables, own, own)]))
@@ -160,7 +163,7 @@ def test_two_processes_drive_microbatches_and_loops_like_one(tmp_path):
         assert finished.returncode == 0, finished.stderr
     first, second = (json.loads(file.read_text()) for file in files)
     assert first == second
-    training, everything = Training(), (slice(None),) * 2
+    training, everything = Training(warm_start=True), (slice(None),) * 2
     expected = (
         training.driven(training.fresh(), *everything),
         training.by_oneself(training.fresh().variables, *everything),

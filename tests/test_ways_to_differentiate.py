@@ -3,6 +3,8 @@
 What goes wrong without care is silent: an output gradient that keeps the scale 1 it began with is rounded to zero.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import layers
@@ -45,8 +47,9 @@ def batches():
 BATCHES = batches()
 
 
+@functools.cache
 def start():
-    variables = MODEL.init(jax.random.key(0), BATCHES[0, :, :-1])
+    variables = jax.jit(MODEL.init)(jax.random.key(0), BATCHES[0, :, :-1])
     return variables["params"], variables["fp8"], TX.init(variables["params"])
 
 
@@ -99,8 +102,11 @@ def expected():
     return last_loss(recorded)[0]
 
 
+WARM_START = jax.jit(fp8.warm_start(LOSS, RECIPE))
+
+
 def warmed(params, state):
-    return jax.jit(fp8.warm_start(LOSS, RECIPE))({"params": params, "fp8": state}, BATCHES[0])
+    return WARM_START({"params": params, "fp8": state}, BATCHES[0])
 
 
 @pytest.mark.parametrize("step", [recorded, with_mutable, plain])

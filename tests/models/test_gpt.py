@@ -34,8 +34,8 @@ def test_logits_and_variables():
 
 def test_initial_loss_is_that_of_guessing():
     model = fp8.GPT(SMALL, recipe=None)
-    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
-    assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
+    assert jax.jit(fp8.next_token_loss(model))(variables, TOKENS) == pytest.approx(np.log(256), rel=0.02)
 
 
 def test_fp8_learns_like_bfloat16():
@@ -64,7 +64,7 @@ def test_gradients_of_a_token_that_comes_often_are_added_up_in_float32():
     tokens = jnp.zeros((4, 33), jnp.int32)
     model = fp8.GPT(dataclasses.replace(SMALL, tie_embeddings=False), recipe=None, dtype=jnp.float32)
     brain = model.clone(param_dtype=jnp.bfloat16)
-    variables = brain.init(jax.random.key(0), tokens[:, :-1])
+    variables = jax.jit(brain.init)(jax.random.key(0), tokens[:, :-1])
     gradients = []
     for of in (model, brain):
         values = jax.tree.map(lambda leaf, of=of: leaf.astype(of.param_dtype), variables)
@@ -82,12 +82,13 @@ def test_tokens_that_are_too_many_are_refused():
 
 def test_loss_is_the_mean_cross_entropy_of_next_tokens():
     model = fp8.GPT(SMALL, recipe=None)
-    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
-    logits = np.asarray(model.apply(variables, TOKENS[:, :-1]), np.float64)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
+    logits = np.asarray(jax.jit(model.apply)(variables, TOKENS[:, :-1]), np.float64)
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     picked = np.take_along_axis(probability, np.asarray(TOKENS[:, 1:, None]), axis=-1)
-    assert fp8.next_token_loss(model)(variables, TOKENS) == pytest.approx(-np.log(picked).mean(), rel=1e-4)
-    assert optax.tree.norm(jax.grad(fp8.next_token_loss(model))(variables, TOKENS)) > 0.1
+    loss, gradients = jax.jit(jax.value_and_grad(fp8.next_token_loss(model)))(variables, TOKENS)
+    assert loss == pytest.approx(-np.log(picked).mean(), rel=1e-4)
+    assert jax.jit(optax.tree.norm)(gradients) > 0.1
 
 
 class Head(nn.Module):
@@ -104,7 +105,7 @@ class Head(nn.Module):
 def test_the_loss_of_a_gpt_is_that_of_its_logits(head_recipe):
     """Padding, the z-loss and gradients included; the GPT computes its loss by chunks, another module from logits."""
     model = fp8.GPT(SMALL, recipe=None, head_recipe=head_recipe)
-    variables = model.init(jax.random.key(0), TOKENS[:, :-1])
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
     padded = TOKENS.at[:, 20:].set(-100)
     settings = {"ignore_label": -100, "z_loss": 1e-2}
 
@@ -114,7 +115,7 @@ def test_the_loss_of_a_gpt_is_that_of_its_logits(head_recipe):
     loss, grads = value_and_grads(model, variables["params"])
     expected, expected_grads = value_and_grads(Head(model), {"model": variables["params"]})
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert float(loss) != pytest.approx(float(fp8.next_token_loss(model)(variables, TOKENS)), rel=1e-3)
+    assert float(loss) != pytest.approx(float(jax.jit(fp8.next_token_loss(model))(variables, TOKENS)), rel=1e-3)
     theirs = expected_grads["params"]["model"]
     for name in ("embedding", "positions"):
         # In FP8 the gradients of the logits are scaled by what they may be, or by what they are.
@@ -127,6 +128,6 @@ def test_layers_use_the_attention_that_is_asked_for():
     tokens = jnp.zeros((1, 32), jnp.int32)
     config = fp8.GPTConfig.preset("tiny", num_layers=1)
     for implementation in (None, "xla"):
-        fp8.GPT(config, attention_implementation=implementation).init(jax.random.key(0), tokens)
+        jax.eval_shape(fp8.GPT(config, attention_implementation=implementation).init, jax.random.key(0), tokens)
     with pytest.raises((RuntimeError, ValueError), match=r"(?i)cudnn"):
         fp8.GPT(config, attention_implementation="cudnn").init(jax.random.key(0), tokens)

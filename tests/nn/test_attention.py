@@ -11,8 +11,6 @@ import reference
 import jax_fp8 as fp8
 from jax_fp8.nn.attention import rotate
 
-pytestmark = pytest.mark.versions
-
 
 def attention(params, x, heads, kv_heads, causal):
     """softmax(q kᵀ / sqrt(d)) v in float64, one query head at a time."""

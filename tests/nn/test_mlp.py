@@ -9,8 +9,6 @@ import reference
 import jax_fp8 as fp8
 from jax_fp8.kernels.activation import GATED, PLAIN, activate, is_gated
 
-pytestmark = pytest.mark.versions
-
 
 def flax_mlp(params, x, activation):
     normalized = nn.LayerNorm().apply({"params": params["norm"]}, x)

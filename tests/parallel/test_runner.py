@@ -22,15 +22,14 @@ from jax_fp8.parallel.schedules import SCHEDULES, make_schedule
 from jax_fp8.parallel.ticks import Ticks
 from jax_fp8.tools.jaxprs import inner_jaxprs
 
-pytestmark = pytest.mark.versions
-
 
 @functools.cache
 def pipeline(name, stages, microbatches) -> Pipeline:
     return Pipeline(make_schedule(name, stages, microbatches, 2 if name == "interleaved" else 1))
 
 
-SIZES = [(2, 2), (2, 5), (4, 6)]  # the last group of a step need not be whole, but for interleaved
+# The last group of a step need not be whole, but for interleaved.
+SIZES = [(2, 2), pytest.param(2, 5, marks=pytest.mark.versions), (4, 6)]
 MICROBATCHES = 6  # of two stages
 
 
@@ -42,6 +41,7 @@ def test_gradients_are_those_of_the_model(name, stages, microbatches):
     assert pipeline(name, stages, microbatches).is_right()
 
 
+@pytest.mark.versions
 def test_all_schedules_find_the_same_bits():
     """They add up in one order; and what lies in the slots is what was put there."""
     first, *others = (pipeline(name, 2, MICROBATCHES).run() for name in SCHEDULES)
@@ -50,17 +50,19 @@ def test_all_schedules_find_the_same_bits():
             assert_same_bits(getattr(other, field), getattr(first, field))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("name", "stages"), [("interleaved", 2), ("zero-bubble", 4)])
 def test_several_conditionals_find_the_same_bits(name, stages, monkeypatch):
     """As a pipeline with many slots has them; here each slot has one, which is handed no other's arrays."""
     one = pipeline(name, stages, MICROBATCHES)
+    expected = one.run()  # is traced before the limit is another
     monkeypatch.setattr(runner, "MOST_WORK", 1)
     several = Pipeline(make_schedule(name, stages, MICROBATCHES, 2 if name == "interleaved" else 1))
     slots = sum(one.ticks.slots)
     assert [len(found) for found in switches(one)] == [1 + len(one.ticks.branches)] and slots > 3
     assert len(switches(several)) == slots
     for field in ("loss", "gradients", "dx", "counts"):
-        assert_same_bits(getattr(several.run(), field), getattr(one.run(), field))
+        assert_same_bits(getattr(several.run(), field), getattr(expected, field))
 
 
 def switches(of: Pipeline) -> list:
@@ -123,6 +125,7 @@ def wrong_ticks(ticks: Ticks) -> Iterator[tuple[str, Ticks]]:
         yield "work in a bubble", changed(ticks, "branch", where, backwards[0])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_wrong_number_is_noticed(name):
     """Negative control."""
@@ -141,12 +144,14 @@ def waiting() -> Schedule:
     return in_order([[Unit(kinds[name[0]], int(name[1])) for name in order.split()] for order in orders], 4)
 
 
+@pytest.mark.versions
 def test_what_arrives_may_wait():
     own = Pipeline(waiting())
     assert own.ticks.places == 2 and own.is_right()
     assert not own.is_right(dataclasses.replace(own.ticks, taken=1 - own.ticks.taken))
 
 
+@pytest.mark.versions
 def test_layers_may_keep_nothing():
     """Then there is nothing to share out among conditionals."""
     own = Pipeline(make_schedule("1f1b", 2, 2))
@@ -177,6 +182,7 @@ def test_layers_may_keep_nothing():
     assert (dx[0] == 16).all() and total.sum() == 2 * 2 * 8 * 4  # two stages there, and two back
 
 
+@pytest.mark.versions
 def test_a_layer_must_return_what_it_takes():
     own = Pipeline(make_schedule("1f1b", 2, 2))
 

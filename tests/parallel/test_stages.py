@@ -19,8 +19,6 @@ from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import place_params
 from jax_fp8.parallel.stages import Stages
 
-pytestmark = pytest.mark.versions
-
 MESHES = {
     "stages": {"pipe": 4},
     "data": {"pipe": 2, "data": 2},
@@ -29,6 +27,10 @@ MESHES = {
     "all": {"pipe": 2, "fsdp": 2, "tensor": 2},
     "pipe last": {"data": 2, "fsdp": 2, "pipe": 2},
 }
+ALL = "all", "pipe last"  # have every axis between them, and stand for the others under a second jax
+EACH_MESH = [
+    pytest.param(axes, id=name, marks=pytest.mark.versions if name in ALL else ()) for name, axes in MESHES.items()
+]
 # Shape and offer of each param of a layer; `odd` can be split by its columns alone, `whole` not at all.
 PARAMS = {
     "columns": ((16, 24), TensorDim(-1, 24)),
@@ -99,7 +101,7 @@ def wrong_params(layers, chunk, found):
     }
 
 
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("axes", EACH_MESH)
 def test_each_stage_has_the_params_of_its_own_layers(axes):
     layers = Layers(axes)
     for chunk in (0, 1):
@@ -109,6 +111,7 @@ def test_each_stage_has_the_params_of_its_own_layers(axes):
     assert {place.fsdp_dim for place in layers.places.values()} == {-2, -1, None}
 
 
+@pytest.mark.versions
 def test_another_order_of_stages_is_noticed():
     """Negative control: every param of every device."""
     layers = Layers(MESHES["all"])
@@ -155,13 +158,14 @@ def assert_own_weights(layers, found, scales):
             assert found_amax == amax(np.concatenate(own, axis=1))
 
 
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("axes", EACH_MESH)
 def test_each_stage_has_the_weights_of_its_own_layers_in_fp8(axes):
     layers = Layers(axes)
     found, scales = own_weights(layers, GEMMS, range(axes["pipe"]))
     assert_own_weights(layers, found, scales)
 
 
+@pytest.mark.versions
 def test_weights_in_another_order_are_noticed():
     layers = Layers(MESHES["tensor"])
     found, scales = own_weights(layers, GEMMS, (1, 0))
@@ -169,6 +173,7 @@ def test_weights_in_another_order_are_noticed():
         assert_own_weights(layers, found, scales)
 
 
+@pytest.mark.versions
 def test_without_gemms_in_fp8_there_are_no_weights():
     assert stages.own_weights([], []) == []
 
@@ -204,6 +209,7 @@ def sums(layers, name, each, stage):
     return sum(parts) / (1 if place.is_partial or how.sequence else len(parts))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("axes", "sequence"),
     [*((axes, False) for axes in MESHES.values()), (MESHES["all"], True)],
@@ -220,6 +226,7 @@ def test_each_device_has_the_gradients_of_its_shards_of_all_layers(axes, sequenc
             assert not np.allclose(found[name][stage], other, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.versions
 def test_what_a_device_leaves_out_is_noticed():
     """Negative control: one device has no gradient."""
     layers = Layers(MESHES["all"])
@@ -234,6 +241,7 @@ def test_what_a_device_leaves_out_is_noticed():
         np.testing.assert_allclose(found[name][0], sums(layers, name, each[name], 0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.versions
 def test_layers_of_all_stages():
     of_two = Stages(tuple("abcdefgh"), 2, 2)
     assert of_two.chunk_size == 2

@@ -8,9 +8,10 @@ One GPU. Every row is a process of its own, all with the same params and random 
 
     --remat    steps of `--batch` sequences: tokens a second, peak memory
     --large    steps of so many sequences, more than `none` can hold
-    --check-layers    three steps of so few layers with XLA's deterministic kernels: are all bits those of `none`?
+    --check-layers    one step of so few layers with XLA's attention: are all bits those of `none`?
 
-In the last, `none` runs twice: only if these two agree does a difference of another say something.
+In the last, `none` runs twice: only if these two agree does a difference of another say something. The table of the
+embedding is left out, whose gradient a GPU adds up in any order, as cuDNN's attention does its own.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from jax_fp8.train.cuda_graph import default_options
 HERE = pathlib.Path(__file__).resolve()
 MEMORY_FRACTION = "0.92"
 WARMUP_STEPS = 3
-CHECKED_STEPS = 3
+CHECKED_STEPS = 1  # behind it, the table of the embedding would reach all others
 GIB = 2**30
 NO_ROOM = "RESOURCE_EXHAUSTED"
 TIMED, LARGE, BITS = "the same batch", "a large batch", "bits"
@@ -76,8 +77,8 @@ def measure(job: Job) -> dict:
     if job.width != config.hidden_size:
         config = dataclasses.replace(config, hidden_size=job.width, num_heads=max(1, job.width // 128))
     recipe = fp8.DelayedScaling(split_accumulator=())
-    model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling(), remat=job.remat)
-    options = job.options | ({"xla_gpu_deterministic_ops": True} if job.part == BITS else {})
+    attention = {"attention_implementation": "xla"} if job.part == BITS else {}
+    model = fp8.GPT(config, recipe=recipe, head_recipe=fp8.CurrentScaling(), remat=job.remat, **attention)
     defaults = default_options(on_mesh=False, offloads="offload" in job.remat)
     on_gpu = jax.default_backend() == "gpu"
     step = fp8.make_train_step(
@@ -86,7 +87,7 @@ def measure(job: Job) -> dict:
         recipe,
         job.microbatches,
         warm_start=job.part == BITS,  # it compiles twice, and changes no time
-        compiler_options=defaults | options if options and on_gpu else None,
+        compiler_options=defaults | job.options if job.options and on_gpu else None,
     )
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (job.batch, job.sequence + 1), np.int32)
     tokens = jnp.asarray(tokens)
@@ -100,7 +101,8 @@ def measure(job: Job) -> dict:
         taken.append(1e3 * (time.perf_counter() - start))
     found |= {"first_loss": losses[0], "last_loss": losses[-1], "first_step_s": taken[0] / 1e3}
     if job.part == BITS:
-        return found | {"losses": [loss.hex() for loss in losses], "digest": digest((state.params, state.fp8))}
+        params = {name: leaves for name, leaves in state.params.items() if name != "embedding"}
+        return found | {"losses": [loss.hex() for loss in losses], "digest": digest((params, state.fp8))}
     step_ms = statistics.median(taken[1 + WARMUP_STEPS :])
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has none
     return found | {
@@ -194,7 +196,7 @@ def markdown(rows: list[dict], options: argparse.Namespace) -> str:
             parts += [_title(part, chosen[0]["job"]), _timed_table(chosen)]
     checked = [row for row in rows if row["job"]["part"] == BITS]
     if checked:
-        parts += [_title("bits after three steps", checked[0]["job"]), _bits_table(checked)]
+        parts += [_title("bits after one step", checked[0]["job"]), _bits_table(checked)]
     return "\n\n".join(parts)
 
 
@@ -235,7 +237,7 @@ def _bits_table(rows: list[dict]) -> str:
             continue
         same = all(row[name] == base[name] for name in ("digest", "losses"))
         body.append([f"`{row['job']['remat']}`", row["digest"], "yes" if same else "no"])
-    return tables.table(["remat", "digest of params and FP8 state", "as the first row, losses too"], body)
+    return tables.table(["remat", "digest of params and FP8 state", "as the first row, the loss too"], body)
 
 
 def is_good(row: dict) -> bool:

@@ -277,3 +277,16 @@ def test_wrong_arguments_are_refused():
         step(state, batch, diagnose=10)
     with pytest.raises(ValueError, match=r'rows must hold "tensors" and "gradients", got .*; pass diagnostics.rows'):
         fp8.find_fault({"loss": 3})
+
+
+def test_what_layers_keep_changes_no_number():
+    config = fp8.GPTConfig(vocab_size=128, max_seq_len=16, hidden_size=32, num_layers=1, num_heads=2)
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 128)
+    found = {}
+    for remat in ("none", "full", "offload:1"):
+        model = fp8.GPT(config, recipe=RECIPES["delayed"], remat=remat)
+        step = fp8.make_train_step(fp8.next_token_loss(model), TX, model.recipe, warm_start=False)
+        state = step.init_state(model.init, jax.random.key(0), tokens[:, :-1])
+        found[remat] = step.diagnose(state, tokens).rows()
+    assert found["none"] == found["full"] == found["offload:1"]
+    assert found["none"]["tensors"][0]["error"] > 0

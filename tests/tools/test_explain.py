@@ -14,6 +14,9 @@ from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.tools.explain import MatrixProduct, kinds
 
+# Which test gets this warning, said once a process, depends on their order.
+pytestmark = pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
+
 X = jnp.ones((2, 16, 64), jnp.bfloat16)
 FP8_TARGET = "jax_fp8_gemm" if extension.built() else "reference"
 
@@ -25,7 +28,6 @@ def gradient_of(module):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 def test_three_products_of_a_layer():
     module = fp8.Dense(32)
     variables = module.init(jax.random.key(0), X)
@@ -110,7 +112,6 @@ def on_a_gpu(monkeypatch, traced_anew):
     return monkeypatch
 
 
-@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 def test_products_outside_the_library_are_named(on_a_gpu):
     module = nn.Sequential([fp8.Dense(32), nn.Dense(48)])
     gemms = fp8.explain(*gradient_of(module))
@@ -145,7 +146,6 @@ def test_strict_without_a_gpu_names_the_platform(on_a_gpu):
     fp8.explain(*gradient_of(fp8.Dense(32, recipe=None)), strict=True)  # asks for no kernel
 
 
-@pytest.mark.filterwarnings("ignore:delayed scaling is differentiated without")
 @pytest.mark.parametrize(
     ("module", "name", "reason"),
     [(extension, "missing_reason", "built without CUDA kernels"), (dispatch, "too_old_gpu", "this GPU has 8.0")],

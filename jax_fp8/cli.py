@@ -252,9 +252,12 @@ def main(argv: list[str]) -> int:
         ("--bf16-params", "params in bfloat16, beside the 16 bits that they lack"),
         ("--bf16-moments", "Adam's moments in bfloat16"),
         ("--sequence-parallel", "rows between layers split over tensor, too"),
-        ("--recompute", "keep less for the backward"),
+        ("--recompute", "keep less for the backward: --remat norms"),
     ):
         planner.add_argument(name, action="store_true", help=words)
+    planner.add_argument(
+        "--remat", default="none", help="what layers keep: none, norms, full, or offload:N on the host"
+    )
     planner.add_argument("--rates", metavar="FILE", help="estimate times by these, which `tune --rates FILE` wrote")
     planner.add_argument(
         "--between-hosts", type=float, metavar="GB/S", help="that a GPU sends to other hosts, each of 8"

@@ -18,11 +18,12 @@ from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT, next_token_loss
+from jax_fp8.models.remat import Remat
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
-from jax_fp8.tools.arithmetic import Setting, Shape, memory_of, operations_of
+from jax_fp8.tools.arithmetic import Setting, Shape, host_bytes_of, host_seconds_of, memory_of, operations_of
 from jax_fp8.tools.described import GPUS, load_cudnn
-from jax_fp8.tools.plan import GIB, USABLE, Plan, mesh_of_described, options_of_plan, plan_step
+from jax_fp8.tools.plan import GIB, USABLE, HostCopies, Plan, mesh_of_described, options_of_plan, plan_step
 from jax_fp8.tools.rates import Rates, RateTable, rates_of
 from jax_fp8.tools.suggest import left_out, meshes_of, rank, remedies
 from jax_fp8.train.train_step import make_train_step
@@ -51,6 +52,7 @@ class Choices:
     schedule: str | None = None
     chunks: int | None = None
     recompute: bool = False
+    remat: str = "none"
     rates: str | None = None
     between_hosts: float | None = None
 
@@ -80,6 +82,9 @@ class Choices:
     def check(self) -> None:
         check_integer("microbatches", self.microbatches_of_step)
         check_integer("batch", self.sequences)
+        if self.recompute and self.remat != "none":
+            raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; say one of them")
+        Remat.parse(self.remat, self.config.num_layers)
         if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
             raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
 
@@ -150,10 +155,10 @@ def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
 
 def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:
     """What fits before what does not, and the fastest first."""
-    plans = sorted(plans, key=lambda found: (not found[1].fits, found[1].time.seconds))
+    plans = sorted(plans, key=lambda found: (not found[1].fits, found[1].seconds))
     rows = [f"{'mesh':<{NAMES}}{'GiB':>8}{'':>14}{'ms':>9}{'tokens/s':>12}{'a GPU':>9}"] if plans else []
     for setting, plan in plans:
-        seconds, fits = plan.time.seconds, "fits" if plan.fits else "does not fit"
+        seconds, fits = plan.seconds, "fits" if plan.fits else "does not fit"
         speed = plan.tokens / seconds
         row = f"{plan.peak / GIB:>8.1f}{fits:>14}{1e3 * seconds:>9.1f}{speed:>12.0f}{speed / plan.devices:>9.0f}"
         rows.append(f"{setting!s:<{NAMES}}{row}")
@@ -189,6 +194,7 @@ def operations_of_a_token(config: GPTConfig) -> float:
 def setting_of(choices: Choices) -> Setting:
     """What arithmetic knows of a step."""
     config = choices.config
+    remat = Remat.parse(choices.remat, config.num_layers)
     return Setting(
         shape=shape_of(config),
         batch=choices.sequences,
@@ -202,7 +208,9 @@ def setting_of(choices: Choices) -> Setting:
         schedule=choices.schedule or "1f1b",
         chunks=choices.chunks or (2 if choices.schedule == "interleaved" else 1),
         fp8=choices.recipe != "bf16",
-        recompute=choices.recompute,
+        recompute=choices.recompute or remat.kind == "norms",
+        full=remat.kind == "full",
+        offloaded=remat.count,
         bf16_params=choices.bf16_params,
         bf16_moments=choices.bf16_moments,
     )
@@ -229,7 +237,7 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
         model.recipe,
         microbatches,
         mesh=mesh,
-        compiler_options=options_of_plan(),
+        compiler_options=options_of_plan(offloads=choices.remat.startswith("offload")),
         **on_mesh,
     )
     sequences, length = choices.sequences, config.max_seq_len
@@ -246,8 +254,9 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
         flush=True,
     )
     batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
-    about = memory_of(setting_of(choices))
-    return plan_step(step, how, state, batch, microbatches, choices.gpu, flops, about, rates)
+    setting = setting_of(choices)
+    host = HostCopies(host_bytes_of(setting), host_seconds_of(setting, rates))
+    return plan_step(step, how, state, batch, microbatches, choices.gpu, flops, memory_of(setting), rates, host)
 
 
 def _model(choices: Choices) -> GPT:
@@ -260,6 +269,7 @@ def _model(choices: Choices) -> GPT:
         param_dtype=jnp.bfloat16 if choices.bf16_params else jnp.float32,
         head_recipe=CurrentScaling() if choices.fp8_head else None,
         recompute=choices.recompute,
+        remat=choices.remat,
         attention_implementation="cudnn",
     )
 

@@ -25,6 +25,8 @@ CHUNKS = {"schedule": "interleaved", "chunks": 6, "sequence_parallel": True}
 COMPILED = [
     (SMALL, 34.59, 161),
     (SMALL | {"recompute": True}, 32.34, 163),
+    (SMALL | {"remat": "offload:8"}, 29.34, 287),
+    (SMALL | {"remat": "full"}, 20.94, 199),
     (SMALL | {"mesh": "data=2"}, 34.66, 176),
     (SMALL | {"mesh": "fsdp=2"}, 27.27, 166),
     (SMALL | {"mesh": "fsdp=2", "microbatches": 4}, 34.13, 641),
@@ -71,6 +73,7 @@ def test_flags_are_what_a_model_and_its_optimizer_have():
     model = gpt_plans._model(Choices(preset="tiny", fast=True, fp8_head=True, recompute=True, bf16_params=True))
     assert model.recipe.split_accumulator == () and model.head_recipe is not None and model.recompute
     assert model.param_dtype == jnp.bfloat16 and model.attention_implementation == "cudnn"
+    assert gpt_plans._model(Choices(preset="tiny", remat="offload:1")).remat == "offload:1"
     plain = gpt_plans._model(Choices(preset="tiny", recipe="bf16", fast=True, sequence=64))
     assert plain.recipe is None and plain.config.max_seq_len == 64 and plain.param_dtype == jnp.float32
 
@@ -187,3 +190,11 @@ def test_what_is_refused_is_one_sentence(case, compiled, capsys):
     said = capsys.readouterr()
     assert said.err.startswith("python -m jax_fp8 plan: ") and message in said.err and said.err.count("\n") == 1
     assert said.out == "" and compiled == []
+
+
+def test_what_layers_keep_is_said_once_and_must_be_known():
+    with pytest.raises(ValueError, match=r"--recompute is --remat norms, got also --remat full; say one of them"):
+        Choices(preset="tiny", recompute=True, remat="full").check()
+    with pytest.raises(ValueError, match=r"remat must be none, norms, full, offload:N with N of 4 layers"):
+        Choices(preset="tiny", remat="offload:5").check()
+    assert gpt_plans.setting_of(Choices(preset="tiny", remat="norms")).recompute

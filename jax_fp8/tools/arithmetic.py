@@ -7,7 +7,7 @@ which change would help. A compiler says it better; this takes no time.
 docs/memory.md explains the bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_fp8.tools.described import HOST
 from jax_fp8.tools.rates import Rates, rate_at
@@ -46,7 +46,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A step: batch and sequence are in sequences and tokens, of all devices together."""
+    """A step: batch and sequence are in sequences and tokens, of all devices together.
+
+    `offloaded`: of how many layers the host keeps what the backward wants. `full`: all of a layer is computed again.
+    """
 
     shape: Shape
     batch: int
@@ -61,6 +64,8 @@ class Setting:
     chunks: int = 1
     fp8: bool = True
     recompute: bool = False
+    full: bool = False
+    offloaded: int = 0
     bf16_params: bool = False
     bf16_moments: bool = False
 
@@ -162,7 +167,8 @@ def memory_of(setting: Setting) -> Memory:
     weight = (2 if several else 1) if setting.fp8 else (param if pipe > 1 else 2)
     summed = stored if storage > 1 else 0
     of_stage = shape.layers / pipe
-    of_a_token = (of_stage * setting.slots + AT_WORK) * bytes_of_a_token(setting)
+    of_a_token = of_stage * setting.slots * bytes_of_a_token(setting)
+    of_a_token += AT_WORK * _kept_of_a_token(replace(setting, full=False))
     of_a_token += of_stage * setting.slots * _bytes_of_operands(setting)
     of_a_microbatch = 0.0
     if pipe > 1:  # what enters the first layer and leaves the last one, of all microbatches; and losses between layers
@@ -181,8 +187,38 @@ def memory_of(setting: Setting) -> Memory:
 
 
 def bytes_of_a_token(setting: Setting) -> float:
-    """What one layer keeps of it for the backward."""
+    """What one layer keeps of it for the backward, on the device; the mean of all layers."""
+    whole, layers = _kept_of_a_token(setting), setting.shape.layers
+    return whole - setting.offloaded / layers * _offloaded_of_a_token(setting)
+
+
+def _offloaded_of_a_token(setting: Setting) -> float:
+    """Of what a layer keeps, all but the result of attention, which stays."""
+    return _kept_of_a_token(setting) - 2 * setting.shape.width / setting.tensor
+
+
+def host_bytes_of(setting: Setting) -> float:
+    """That a step moves from a device to the host, and back again."""
+    tokens = setting.tokens * setting.microbatches
+    return setting.offloaded * tokens * _offloaded_of_a_token(setting)
+
+
+def host_seconds_of(setting: Setting, rates: Rates) -> float:
+    """For which a step waits for the host: the copies of a layer have the time of the forward of as many layers as
+    stand between two that are offloaded, on the way there as on the way back (train/by_layer.py).
+    """
+    if not setting.offloaded:
+        return 0
+    of_layer = host_bytes_of(setting) / setting.offloaded / setting.microbatches / HOST_RATE
+    forward = _seconds_on_device(setting, rates) / 3 / setting.layers_of_a_step
+    exposed = max(0.0, of_layer - forward * setting.shape.layers / setting.offloaded)
+    return 2 * setting.offloaded * setting.microbatches * exposed
+
+
+def _kept_of_a_token(setting: Setting) -> float:
     shape, tensor = setting.shape, setting.tensor
+    if setting.full:  # what enters the layer, and what attention returns, with their statistics
+        return FULL * shape.width / (tensor if setting.sequence_parallel else 1)
     if setting.pipe > 1 and not setting.fp8:  # from tick to tick goes all that jax keeps, also in float32
         between = (24 + 6) * shape.width / (tensor if setting.sequence_parallel else 1)
         attention = 4 * shape.width + 4 * shape.kv_width
@@ -215,6 +251,8 @@ def operations_of(setting: Setting) -> float:
 
 
 # Fitted to the compiled steps of GPT-3 1.3B on one and on two GPUs, as tools/step_time.py estimates them.
+FULL = 4.5  # widths in bytes that a layer keeps of a token with remat="full"; docs/memory.md
+HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each way; benchmarks/log.md
 TOUCHED = 7  # times that what a layer keeps is written or read, by it and by what is not kept
 ADAM_BYTES = 28  # read and written for each parameter
 HIDDEN_COST, EXPOSED_COST = 0.3, 0.75  # of the time of collectives, without those inside of layers and with them
@@ -222,15 +260,22 @@ HIDDEN_COST, EXPOSED_COST = 0.3, 0.75  # of the time of collectives, without tho
 
 def seconds_of(setting: Setting, rates: Rates) -> float:
     """Of a step, roughly: for an order among meshes."""
+    return _seconds_on_device(setting, rates) + host_seconds_of(setting, rates)
+
+
+def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     shape, devices, tensor = setting.shape, setting.devices, setting.tensor
     layers = setting.layers_of_a_step
     size = 2 * setting.tokens * shape.width * (shape.mlp / tensor)
     rate = rate_at(rates.fp8 if setting.fp8 else rates.bf16, size)
     of_attention = layers * setting.tokens * setting.sequence * shape.width / tensor
     products = operations_of(setting) / devices - 6 * of_attention
-    touched = TOUCHED * layers * setting.tokens * bytes_of_a_token(setting)
+    if setting.full:  # one forward more
+        products += 2 * layers * setting.tokens * shape.of_layers / shape.layers / tensor
+    touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(replace(setting, full=False))
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
-    kernels = products / rate + 7 * of_attention / rates.attention + touched / rates.memory
+    attended = (9 if setting.full else 7) * of_attention
+    kernels = products / rate + attended / rates.attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)
     if setting.pipe > 1:  # nothing is beside the loop over ticks, and nothing beside what is sent at the end of one
         return (kernels + EXPOSED_COST * in_layers) / (1 - setting.bubble) + params + _seconds_of_ticks(setting, rates)

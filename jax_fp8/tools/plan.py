@@ -31,6 +31,14 @@ USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, cuBLAS's and NCCL's
 
 
 @dataclass(frozen=True)
+class HostCopies:
+    """By arithmetic: bytes that a step moves from a device to its host, and back again; seconds that it waits."""
+
+    size: float = 0
+    seconds: float = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """Bytes of one device, and what a step does.
 
@@ -46,6 +54,7 @@ class Plan:
       about: what is in the scratch, by arithmetic. It is not all there at a time.
       workspace: the largest that a kernel of a library takes in the scratch.
       pipeline: of a mesh with stages.
+      host: what layers keep there.
     """
 
     params: int
@@ -62,6 +71,12 @@ class Plan:
     about: Memory
     workspace: int
     pipeline: PipelineTime | None = None
+    host: HostCopies = HostCopies()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, estimated."""
+        return self.time.seconds + self.host.seconds
 
     @property
     def peak(self) -> int:
@@ -77,7 +92,7 @@ class Plan:
         return int(USABLE * self.memory)
 
     def __str__(self):
-        seconds, usable = self.time.seconds, self.usable / GIB
+        seconds, usable = self.seconds, self.usable / GIB
         verdict = "fits" if self.fits else "does not fit"
         rows = [
             *((name, f"{value / GIB:8.2f} GiB") for name, value in self._kinds()),
@@ -85,6 +100,7 @@ class Plan:
             ("CUDA graphs", f"{self.report.graphs:8d}"),
             ("over the wire", f"{self.time.wire_bytes / 2**20:8.0f} MiB a device and step"),
             *self._between_hosts(),
+            *([("to the host, and back", f"{self.host.size / GIB:8.2f} GiB, about")] if self.host.size else []),
             ("step, estimated", f"{1e3 * seconds:8.1f} ms"),
             *((f"  {name}", f"{1e3 * value:8.1f} ms") for name, value in self._parts()),
             *self._bubble(),
@@ -121,6 +137,8 @@ class Plan:
         time = self.time
         yield from (("kernels", time.kernels), ("waiting for collectives", time.exposed))
         yield "slower beside them", time.slowed
+        if self.host.size:
+            yield "waiting for the host", self.host.seconds
 
 
 def mesh_of_described(axes: dict[str, int], gpu: str) -> Mesh:
@@ -140,6 +158,7 @@ def plan_step(
     model_flops: float,
     about: Memory,
     rates: Rates,
+    host: HostCopies = HostCopies(),
 ) -> Plan:
     """The plan of a step.
 
@@ -150,6 +169,7 @@ def plan_step(
       model_flops: of a step.
       about: its memory, by arithmetic.
       rates: of the GPU.
+      host: what its layers keep there.
     """
     how.check_rows(batch, microbatches)
     split = NamedSharding(how.mesh, how.batch_spec)
@@ -176,12 +196,13 @@ def plan_step(
         about=about,
         workspace=max(map(_workspace, instructions)),
         pipeline=pipeline,
+        host=host,
     )
 
 
-def options_of_plan() -> dict[str, str | bool | int]:
+def options_of_plan(offloads: bool = False) -> dict[str, str | bool | int]:
     """XLA's options: a step's own, without what needs a device."""
-    return default_options(on_mesh=True) | UNTIMED
+    return default_options(on_mesh=True, offloads=offloads) | UNTIMED
 
 
 def _workspace(instruction: Instruction) -> int:

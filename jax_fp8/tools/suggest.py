@@ -144,15 +144,20 @@ def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
             enough.setdefault(change.kind, change)  # the smallest of its kind
     if enough:
         return [line(change.words, change) for change in enough.values()]
-    made = [Change("", "", setting)]
-    while needed(made[-1]) > usable:
-        better = [change for change in _changes(made[-1].setting) if needed(change) < needed(made[-1])]
-        if not better:
+    lines = []
+    for without in ("--remat", ""):  # what costs a third of a step or more is the last resort
+        made = [Change("", "", setting)]
+        while needed(made[-1]) > usable:
+            possible = [change for change in _changes(made[-1].setting) if change.kind != without]
+            better = [change for change in possible if needed(change) < needed(made[-1])]
+            if not better:
+                break
+            last = next((change for change in better if needed(change) <= usable), None)
+            made.append(last or min(better, key=needed))
+        if needed(made[-1]) <= usable:
+            words = ", ".join({change.kind: change.words for change in made[1:]}.values())
+            lines = [line(f"{words}, all together", made[-1])]
             break
-        last = next((change for change in better if needed(change) <= usable), None)
-        made.append(last or min(better, key=needed))
-    words = ", ".join({change.kind: change.words for change in made[1:]}.values())
-    lines = [line(f"{words}, all together", made[-1])] if needed(made[-1]) <= usable else []
     more = next((change for change in _on_more_devices(setting) if needed(change) <= usable), None)
     return [*lines, *([line(more.words, more)] if more else [])]
 
@@ -180,6 +185,8 @@ def _changes(setting: Setting) -> Iterator[Change]:
     data, fsdp, tensor = setting.data, setting.fsdp, setting.tensor
     wanted: list[tuple[str, dict]] = [
         ("--recompute", {"recompute": True}),
+        *(("--remat", {"offloaded": n}) for n in _divisors(setting.shape.layers)[1:-1]),
+        ("--remat", {"full": True}),
         ("--sequence-parallel", {"sequence_parallel": tensor > 1}),
         *(("--microbatches", {"microbatches": n * setting.microbatches}) for n in (2, 4, 8, 16)),
         ("--mesh", {"data": 1, "fsdp": data * fsdp}),
@@ -190,7 +197,9 @@ def _changes(setting: Setting) -> Iterator[Change]:
     for kind, fields in wanted:
         changed = replace(setting, **fields)
         if changed != setting and not _why_not(changed):
-            value = {"--microbatches": f" {changed.microbatches}", "--mesh": f" {changed.mesh}"}.get(kind, "")
+            remat = "full" if changed.full else f"offload:{changed.offloaded}"
+            values = {"--microbatches": changed.microbatches, "--mesh": changed.mesh, "--remat": remat}
+            value = f" {values[kind]}" if kind in values else ""
             yield Change(kind, kind + value, changed)
 
 
@@ -214,6 +223,10 @@ def _why_not(setting: Setting) -> str:
         return f"{of_pipe}fsdp={setting.fsdp} does not divide a width of {shape.width}"
     if setting.microbatches < setting.pipe or (setting.chunks > 1 and setting.microbatches % setting.pipe):
         return f"pipe={setting.pipe} needs as many microbatches, or a multiple, not {setting.microbatches}"
+    if setting.recompute + setting.full + bool(setting.offloaded) > 1:
+        return "a layer keeps what one option of remat says"
+    if setting.offloaded and setting.pipe > 1:
+        return "the layers of a pipeline keep nothing on the host"
     if setting.batch % parts:
         return f"{parts} parts do not divide a batch of {setting.batch}"
     if tensor > HOST:

@@ -151,3 +151,19 @@ def test_where_no_change_is_enough_several_are_or_more_gpus():
     assert together.count("--microbatches") == 1  # the last of a kind counts
     assert re.match(r"(8|16|32) GPUs by --mesh fsdp=", more)
     assert remedies(setting, needed, 1e6) == []
+
+
+def test_what_layers_keep_is_a_remedy_and_the_last_resort_of_several():
+    setting = replace(BASE, data=4)
+    needed = memory_of(setting).together
+    enough = memory_of(replace(setting, offloaded=8)).together
+    (found,) = (line for line in remedies(setting, needed, 1.06 * enough) if line.startswith("--remat"))
+    assert found == f"--remat offload:8: about {enough / GIB:.0f} GiB"
+    together, *_ = remedies(setting, needed, 0.3 * needed)
+    assert "--remat" not in together
+    alone = replace(BASE, batch=1)  # one sequence on one GPU: neither a mesh nor microbatches
+    least = memory_of(replace(alone, full=True, bf16_moments=True, bf16_params=True)).together
+    together, *_ = remedies(alone, memory_of(alone).together, 1.051 * least)
+    assert "--remat " in together and "--bf16-moments" in together
+    staged = replace(setting, data=1, pipe=4, microbatches=16)
+    assert not any("offload" in line for line in remedies(staged, 1e12, 0.9e12))

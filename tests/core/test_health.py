@@ -11,7 +11,6 @@ from jax_fp8.core.health import ROWS, STATISTICS, measure
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import quantize_reference
 
-pytestmark = pytest.mark.versions
 MAX = {fp8.E4M3: 448.0, fp8.E5M2: 57344.0}
 HALF_A_STEP = {fp8.E4M3: 16.0, fp8.E5M2: 4096.0}  # above the largest number, up to which rounding leads back to it
 SMALLEST = {fp8.E4M3: 2.0**-9, fp8.E5M2: 2.0**-16}  # subnormal

@@ -14,7 +14,6 @@ from jax_fp8.core.health import STATISTICS
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import LinearParameters
 
-pytestmark = pytest.mark.versions
 SCALES = jnp.asarray([1 / 448, 1.0, 1 / 57344])
 GEMM = Fp8Gemm(fp8.DelayedScaling(amax_history_len=4), "layer", SCALES)
 X = jax.random.normal(jax.random.key(0), (32, 64), jnp.bfloat16)

@@ -173,10 +173,10 @@ def test_norms_are_those_of_the_gradients():
         y = model.apply(variables, batch["x"], 1.0)
         return jnp.mean(jnp.square(y.astype(jnp.float32) - batch["target"]))
 
-    _, grads, _ = fp8.value_and_grad(loss)(state.variables, batch)
+    _, grads, _ = jax.jit(fp8.value_and_grad(loss))(state.variables, batch)
     rows = {row["layer"]: row["norm"] for row in step_of("bf16").diagnose(state, batch).rows()["gradients"]}
-    assert rows["first"] == pytest.approx(norm_of(grads["first"]), rel=1e-5)
-    assert rows["block/norm"] == pytest.approx(norm_of(grads["block"]["norm"]), rel=1e-5)
+    assert rows["first"] == pytest.approx(norm_of(grads["first"]), rel=1e-3)
+    assert rows["block/norm"] == pytest.approx(norm_of(grads["block"]["norm"]), rel=1e-3)
 
 
 def norm_of(tree) -> float:

@@ -15,23 +15,19 @@ A variant that fails is a row that says so, and the exit status is 1.
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
 import kernel_profile
 import tables
+from fresh import measure_in_fresh_process
 from variants import COMMON_VARIANTS, SHAPES, VARIANTS, Shape, build, gemms_of
 
 HERE = pathlib.Path(__file__).resolve()
-MEMORY_FRACTION = "0.92"
 WARMUP_STEPS = 4
 PROFILED_STEPS = 3
 
@@ -118,24 +114,6 @@ def _measure(job: Job) -> dict:
 
 
 # --- in the parent --------------------------------------------------------------------------------------------------
-
-
-def run_in_fresh_process(job: Job) -> dict:
-    """The measurement of `job`, or `{"variant", "failed"}` with the error the process ended with."""
-    environment = {
-        **os.environ,
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        result = pathlib.Path(directory, "result.json")
-        command = [sys.executable, str(HERE), "--job", json.dumps(dataclasses.asdict(job)), "--result", str(result)]
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode == 0:
-            return json.loads(result.read_text())
-    print(done.stderr[-4000:], file=sys.stderr, flush=True)
-    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
-    return {"variant": job.variant, "failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}
 
 
 def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dict]) -> str:
@@ -249,7 +227,8 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     results = []
     for name, job in jobs:
-        found = run_in_fresh_process(job)
+        found, _ = measure_in_fresh_process(HERE, job)
+        found = {"variant": job.variant, **found}
         summary = found.get("failed") or f"{found['step_ms']:.1f} ms a step, {found['tokens_per_s']:,.0f} tokens/s"
         print(f"{name} {job.variant}: {summary}", flush=True)
         results.append(found)

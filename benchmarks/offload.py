@@ -18,14 +18,10 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
-import re
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -33,13 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tables
+from fresh import measure_in_fresh_process
 
 import jax_fp8 as fp8
 from jax_fp8.tools.jaxprs import inner_jaxprs
 from jax_fp8.train.cuda_graph import default_options
 
 HERE = pathlib.Path(__file__).resolve()
-MEMORY_FRACTION = "0.92"
 WARMUP_STEPS = 3
 CHECKED_STEPS = 1  # behind it, the table of the embedding would reach all others
 GIB = 2**30
@@ -145,25 +141,13 @@ def digest(tree) -> str:
 # --- in the parent --------------------------------------------------------------------------------------------------
 
 
-def run_in_fresh_process(job: Job, host_memory: int) -> dict:
+def run_job(job: Job, host_memory: int) -> dict:
     """The measurement of `job`, or the error that its process ended with."""
-    environment = {
-        **os.environ,
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(host_memory),  # XLA takes no more than 64 GB by itself
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        result = pathlib.Path(directory, "result.json")
-        command = [sys.executable, str(HERE), "--job", json.dumps(dataclasses.asdict(job)), "--result", str(result)]
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode == 0:
-            return json.loads(result.read_text())
-    print(done.stderr[-3000:], file=sys.stderr, flush=True)
-    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
-    if NO_ROOM in done.stderr and not any(NO_ROOM in error for error in errors):
-        errors.append(NO_ROOM)
-    return {"failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}
+    limit = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(host_memory)}  # XLA takes no more than 64 GB by itself
+    found, complaints = measure_in_fresh_process(HERE, job, **limit)
+    if "failed" in found and NO_ROOM in complaints:
+        return {"failed": NO_ROOM}
+    return found
 
 
 def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
@@ -286,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = []
     for job in jobs_of(options):
-        row = run_in_fresh_process(job, options.host_memory) | {"job": dataclasses.asdict(job)}
+        row = run_job(job, options.host_memory) | {"job": dataclasses.asdict(job)}
         said = {name: row.get(name) for name in ("failed", "step_ms", "peak_bytes", "digest") if row.get(name)}
         print(f"{job.part}, {job.remat}: {said}", flush=True)
         rows.append(row)

@@ -1,0 +1,40 @@
+"""A measurement in a process of its own: nothing of another one is in its memory, on its GPU or in its caches.
+
+parent ──job as JSON──→ python SCRIPT --job ... --result FILE ──measurement as JSON──→ parent
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+MEMORY_FRACTION = "0.92"
+
+
+def measure_in_fresh_process(script: pathlib.Path, job: Any, **environment: str) -> tuple[dict, str]:
+    """What the script says of a job, or `{"failed"}` with the error that its process ended with; and its complaints.
+
+    Args:
+      job: a dataclass of what JSON knows.
+      environment: beside the own one.
+    """
+    whole = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        **environment,
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        result = pathlib.Path(directory, "result.json")
+        command = [sys.executable, str(script), "--job", json.dumps(dataclasses.asdict(job)), "--result", str(result)]
+        done = subprocess.run(command, env=whole, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode == 0:
+            return json.loads(result.read_text()), done.stderr
+    print(done.stderr[-4000:], file=sys.stderr, flush=True)
+    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
+    return {"failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}, done.stderr

@@ -26,8 +26,7 @@ ROOMS = {
     "parallel": {"core", "ops", "parallel"},
     "optim": {"core", "kernels", "optim"},
     "train": BELOW_TRAIN | {"train"},
-    "infer": {"core", "ops", "infer"},
-    "tools": BELOW_TRAIN | {"train", "infer", "tools"},
+    "tools": BELOW_TRAIN | {"train", "tools"},
 }
 NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
 

@@ -253,6 +253,7 @@ def operations_of(setting: Setting) -> float:
 # Fitted to the compiled steps of GPT-3 1.3B on one and on two GPUs, as tools/step_time.py estimates them.
 FULL = 4.5  # widths in bytes that a layer keeps of a token with remat="full"; docs/memory.md
 HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each way; benchmarks/log.md
+AGAIN = 12  # widths in bytes of a token that `recompute` reads and writes once more in a layer
 TOUCHED = 7  # times that what a layer keeps is written or read, by it and by what is not kept
 ADAM_BYTES = 28  # read and written for each parameter
 HIDDEN_COST, EXPOSED_COST = 0.3, 0.75  # of the time of collectives, without those inside of layers and with them
@@ -272,7 +273,8 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     products = operations_of(setting) / devices - 6 * of_attention
     if setting.full:  # one forward more
         products += 2 * layers * setting.tokens * shape.of_layers / shape.layers / tensor
-    touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(replace(setting, full=False))
+    touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(replace(setting, full=False, recompute=False))
+    touched += AGAIN * setting.recompute * layers * setting.tokens * shape.width / tensor
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
     attended = (9 if setting.full else 7) * of_attention
     kernels = products / rate + attended / rates.attention + touched / rates.memory

@@ -197,6 +197,7 @@ def test_what_the_host_keeps_frees_as_much_and_is_waited_for():
 
 
 def test_all_that_is_computed_again_is_a_forward():
-    full = replace(BASE, full=True)
+    full, norms = replace(BASE, full=True), replace(BASE, recompute=True)
+    assert 1 < seconds_of(norms, RATES) / seconds_of(BASE, RATES) < 1.03
     assert bytes_of_a_token(full) == 4.5 * GPT.width < bytes_of_a_token(replace(BASE, recompute=True))
     assert 1.05 < seconds_of(full, RATES) / seconds_of(BASE, RATES) < 1.35

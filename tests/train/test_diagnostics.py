@@ -14,7 +14,6 @@ import jax_fp8 as fp8
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.state import map_gemms_with_path
 
-pytestmark = pytest.mark.versions
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling(), "bf16": None}
 TX = fp8.fused_adamw(1e-3, skip_nonfinite=True)
 FEATURES = 32
@@ -81,6 +80,7 @@ def tensor(rows, layer, name) -> dict:
     return found
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("recipe", "microbatches"), [("delayed", 1), ("delayed", 2), ("current", 2), ("bf16", 1)])
 def test_a_diagnosed_step_is_the_same_step(recipe, microbatches):
     step, batch = step_of(recipe, microbatches), batch_of()
@@ -203,6 +203,7 @@ class Stack(nn.Module):
         return scan(self.recipe, name="layers")(x, None)[0]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("recipe", "remat"), [("delayed", False), ("delayed", True), ("current", False)])
 def test_stacked_layers_have_numbers_of_their_own(recipe, remat):
     model = Stack(RECIPES[recipe], remat)
@@ -244,6 +245,7 @@ def test_what_nobody_can_measure_is_none():
     assert fp8.find_fault(rows) is None
 
 
+@pytest.mark.versions
 def test_a_loss_above_the_limit_changes_nothing_but_the_step_count():
     step, state, batch = step_of("delayed"), state_of("delayed", steps=1), batch_of()
     before = bits((state.params, state.opt_state, state.fp8))

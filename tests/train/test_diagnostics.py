@@ -259,6 +259,18 @@ def test_a_loss_above_the_limit_changes_nothing_but_the_step_count():
     assert bits((taken.params, taken.opt_state, taken.fp8)) == bits((plain.params, plain.opt_state, plain.fp8))
 
 
+def test_nor_does_it_change_the_weights_in_fp8_that_a_state_carries():
+    step, batch, recipe = step_of("delayed"), batch_of(), RECIPES["delayed"]
+    variables = dict(jax.jit(Model(recipe).init)(jax.random.key(1), batch["x"], 1.0))
+    variables["fp8_cache"] = fp8.cast_weights(variables, recipe)
+    state, _ = step(fp8.TrainState.create(variables=variables, tx=TX), batch)
+    before = bits(state.cache)
+    state, metrics = step(state, batch, skip_above=1e-3)
+    assert int(metrics["skipped"]) == 1 and bits(state.cache) == before
+    state, _ = step(state, batch, skip_above=math.inf)
+    assert bits(state.cache) != before
+
+
 @pytest.mark.parametrize(
     "fault", [{"x": math.nan}, {"target": math.inf}, {"poison": math.nan}], ids=["NaN", "infinity", "gradient"]
 )

@@ -5,7 +5,7 @@
     gradients → norms, counts of what is not finite                            ┘
 
 A layer measures where it casts (ops/operands.py), and only in a step that was asked to diagnose: that is a program of
-its own, which computes the same state to the bit and reads most activations once more.
+its own, which computes the same state, and looks at some rows of most activations once more.
 """
 
 import functools

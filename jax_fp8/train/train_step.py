@@ -48,7 +48,7 @@ class TrainStep:
 
     Two options of a call, each a program of its own, compiled when it is first asked for:
 
-        step(state, batch, diagnose=True)     the same step to the bit, and `metrics["diagnostics"]`, a `Diagnostics`:
+        step(state, batch, diagnose=True)     the same step, and `metrics["diagnostics"]`, a `Diagnostics`:
                                               how each tensor was cast, and gradients by layer
         step(state, batch, skip_above=4.0)    a step whose loss is larger, or not finite, changes nothing but the step
                                               count: then `metrics["skipped"]` (int32) is 1; `metrics["skip_above"]` is

@@ -33,6 +33,14 @@ enum MatmulAttribute : int {
   kBScalePointer = 18,
   kFastAccumulation = 25,
   kBiasDataType = 26,
+  kAScaleMode = 31,
+  kBScaleMode = 32,
+};
+
+enum ScaleMode : int32_t {
+  kOneScale = 0,
+  kScalesOfLines = 4,    // of 128 elements along k
+  kScalesOfSquares = 5,  // of 128 x 128 elements
 };
 
 enum Epilogue : uint32_t { kEpilogueDefault = 1, kEpilogueBias = 4 };

@@ -18,6 +18,11 @@ static_assert(static_cast<int>(kAScalePointer) == CUBLASLT_MATMUL_DESC_A_SCALE_P
 static_assert(static_cast<int>(kBScalePointer) == CUBLASLT_MATMUL_DESC_B_SCALE_POINTER);
 static_assert(static_cast<int>(kFastAccumulation) == CUBLASLT_MATMUL_DESC_FAST_ACCUM);
 static_assert(static_cast<int>(kBiasDataType) == CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE);
+static_assert(static_cast<int>(kAScaleMode) == CUBLASLT_MATMUL_DESC_A_SCALE_MODE);
+static_assert(static_cast<int>(kBScaleMode) == CUBLASLT_MATMUL_DESC_B_SCALE_MODE);
+static_assert(static_cast<int>(kOneScale) == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F);
+static_assert(static_cast<int>(kScalesOfLines) == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
+static_assert(static_cast<int>(kScalesOfSquares) == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
 static_assert(static_cast<int>(kEpilogueDefault) == CUBLASLT_EPILOGUE_DEFAULT);
 static_assert(static_cast<int>(kEpilogueBias) == CUBLASLT_EPILOGUE_BIAS);
 static_assert(static_cast<int>(kNotTransposed) == CUBLAS_OP_N);

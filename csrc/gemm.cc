@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <string_view>
 
 #include "ffi.h"
 #include "gemm_plan.h"
@@ -16,6 +17,7 @@ struct GemmState {
   static ffi::TypeId id;
 
   bool has_bias, has_c, fast_accumulation;
+  cublaslt::ScaleMode a_scaling, b_scaling;
   float alpha;
   int64_t first_column;
   int candidate;
@@ -29,7 +31,39 @@ struct GemmBuffers {
   std::optional<ffi::AnyBuffer> bias, c;
   ffi::AnyBuffer d, workspace;
   int64_t first_column;  // of d among the rows of b and the elements of bias, which may have more
+  cublaslt::ScaleMode a_scaling, b_scaling;
 };
+
+// How the operands are scaled; the first of all is one number each.
+struct Scaling {
+  std::string_view name;
+  cublaslt::ScaleMode a, b;
+};
+
+constexpr Scaling kScalings[] = {
+    {"", cublaslt::kOneScale, cublaslt::kOneScale},
+    {"1d2d", cublaslt::kScalesOfLines, cublaslt::kScalesOfSquares},
+    {"2d1d", cublaslt::kScalesOfSquares, cublaslt::kScalesOfLines},
+    {"1d1d", cublaslt::kScalesOfLines, cublaslt::kScalesOfLines},
+};
+
+constexpr int64_t tiles_of(int64_t size) { return (size + kScaleTile - 1) / kScaleTile; }
+
+constexpr int64_t filled_up(int64_t scales) {
+  return (scales + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
+}
+
+// Those of b are of the rows that are multiplied, from the first column of d on.
+void check_scales(Checks& checks, const char* name, const ffi::AnyBuffer& scales, cublaslt::ScaleMode mode,
+                  int64_t rows, int64_t k) {
+  if (mode == cublaslt::kOneScale) {
+    checks.float32_scalar(name, scales);
+  } else if (mode == cublaslt::kScalesOfLines) {
+    checks.dtype(name, scales, {ffi::F32}).shape(name, scales, {tiles_of(k), filled_up(rows)});
+  } else {
+    checks.dtype(name, scales, {ffi::F32}).shape(name, scales, {tiles_of(rows), filled_up(tiles_of(k))});
+  }
+}
 
 cudaDataType_t cuda_type(ffi::DataType dtype) {
   switch (dtype) {
@@ -66,12 +100,12 @@ ffi::Error check_shapes(const GemmBuffers& buffers) {
                buffers.b,
                "have rows for the columns of d, " + std::to_string(n) + " from a multiple of 16 on, here " +
                    std::to_string(buffers.first_column))
-      .float32_scalar("a_scale", buffers.a_scale)
-      .float32_scalar("b_scale", buffers.b_scale)
       .dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32})
       .shape("the result d", buffers.d, {m, n})
       .dtype("the result workspace", buffers.workspace, {ffi::U8})
       .shape("the result workspace", buffers.workspace, {kWorkspaceBytes});
+  check_scales(checks, "a_scale", buffers.a_scale, buffers.a_scaling, m, k);
+  check_scales(checks, "b_scale", buffers.b_scale, buffers.b_scaling, n, k);
   if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {all});
   if (buffers.c) checks.dtype("c", *buffers.c, {d_dtype}).shape("c", *buffers.c, {m, n});
   return checks.error();
@@ -83,6 +117,9 @@ ffi::Error check_addresses(const GemmBuffers& buffers) {
       .aligned("b", buffers.b, kMinAlignment)
       .aligned("the result d", buffers.d, kMinAlignment)
       .aligned("the result workspace", buffers.workspace, kFullAlignment);
+  if (buffers.a_scaling != cublaslt::kOneScale) {
+    checks.aligned("a_scale", buffers.a_scale, kMinAlignment).aligned("b_scale", buffers.b_scale, kMinAlignment);
+  }
   if (buffers.bias) checks.aligned("bias", *buffers.bias, kMinAlignment);
   if (buffers.c) checks.aligned("c", *buffers.c, kMinAlignment);
   return checks.error();
@@ -102,6 +139,8 @@ GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
       .fast_accumulation = state.fast_accumulation,
       .alpha = state.alpha,
       .candidate = state.candidate,
+      .a_scaling = state.a_scaling,
+      .b_scaling = state.b_scaling,
   };
 }
 
@@ -144,14 +183,21 @@ ffi::Error check_count(const GemmState& state, size_t addends) {
 
 GemmBuffers gather(const GemmState& state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
                    ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::AnyBuffer d, ffi::AnyBuffer workspace) {
-  GemmBuffers buffers{a, b, a_scale, b_scale, std::nullopt, std::nullopt, d, workspace, state.first_column};
+  GemmBuffers buffers{a, b, a_scale, b_scale, std::nullopt, std::nullopt, d, workspace, state.first_column,
+                      state.a_scaling, state.b_scaling};
   if (state.has_bias) buffers.bias = *addends.get<ffi::AnyBuffer>(0);
   if (state.has_c) buffers.c = *addends.get<ffi::AnyBuffer>(state.has_bias ? 1 : 0);
   return buffers;
 }
 
 ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, bool fast_accumulation, float alpha,
-                                                     int64_t first_column, int32_t candidate) {
+                                                     int64_t first_column, int32_t candidate,
+                                                     std::string_view scaling) {
+  const Scaling* found = nullptr;
+  for (const Scaling& known : kScalings) found = known.name == scaling ? &known : found;
+  if (found == nullptr) {
+    return ffi::Unexpected(error_of({"scaling must be 1d2d, 2d1d, 1d1d or empty, got " + std::string(scaling)}));
+  }
   if (candidate < 0 || candidate >= kMaxCandidates) {
     return ffi::Unexpected(error_of({.reason = "candidate must be from 0 to " + std::to_string(kMaxCandidates - 1) +
                                                ", got " + std::to_string(candidate),
@@ -164,6 +210,8 @@ ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, 
   state->alpha = alpha;
   state->first_column = first_column;
   state->candidate = candidate;
+  state->a_scaling = found->a;
+  state->b_scaling = found->b;
   return ffi::ErrorOr<std::unique_ptr<GemmState>>(std::move(state));
 }
 
@@ -197,7 +245,8 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<bool>("fast_accumulation")
                            .Attr<float>("alpha")
                            .Attr<int64_t>("first_column")
-                           .Attr<int32_t>("candidate"),
+                           .Attr<int32_t>("candidate")
+                           .Attr<std::string_view>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 // Before the first launch and at every one XLA hands over the same.

@@ -42,6 +42,10 @@ class Description {
     set(cublaslt::kFastAccumulation, static_cast<int8_t>(problem.fast_accumulation));
     set(cublaslt::kAScalePointer, placed(operands.b_scale));
     set(cublaslt::kBScalePointer, placed(operands.a_scale));
+    if (problem.a_scaling != cublaslt::kOneScale) {
+      set(cublaslt::kAScaleMode, problem.b_scaling);
+      set(cublaslt::kBScaleMode, problem.a_scaling);
+    }
     if (!problem.has_bias) return;
     set(cublaslt::kEpilogue, cublaslt::kEpilogueBias);
     set(cublaslt::kBiasDataType, problem.bias_type);

@@ -18,16 +18,22 @@ namespace jax_fp8 {
 constexpr int64_t kWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hopper
 constexpr uintptr_t kMinAlignment = 16;        // of every matrix, or the tensor cores cannot load it
 constexpr uintptr_t kFullAlignment = 256;      // of XLA's own allocations; the heuristic has more to choose from
+constexpr int64_t kScaleTile = 128;            // elements of a line, and of a side of a square, that share a scale
+constexpr int64_t kScalesAlignment = 4;        // the last dim of scales is a multiple of this
 constexpr int kMaxCandidates = 16;             // how much of the heuristic's list a call site may choose from
 
 // Row-major d[m, n] = alpha (a[m, k] * a_scale) · (b[n, k] * b_scale)ᵀ + bias[n] + c[m, n], of FP8 operands; or,
 // contracting the first dims, d[m, n] = alpha a[k, m]ᵀ · b[k, n] + c[m, n] of 16-bit operands.
+//
+// A scale is one number, or one for each line of 128 elements along k, as f32[ceil(k / 128), rows], or one for each
+// square of 128 x 128, as f32[ceil(rows / 128), ceil(k / 128)]; the last dim of these is filled up to a multiple of 4.
 struct GemmProblem {
   int64_t m, n, k;
   cudaDataType_t a_type, b_type, d_type, bias_type;  // c has the type of d
   bool has_bias, has_c, fast_accumulation;
   float alpha;
   int candidate;  // rank in the heuristic's list of algorithms, best guess first
+  cublaslt::ScaleMode a_scaling = cublaslt::kOneScale, b_scaling = cublaslt::kOneScale;
   bool contracting_first = false;
 };
 
@@ -44,7 +50,7 @@ struct Failure {
   explicit operator bool() const { return !reason.empty(); }
 };
 
-// What one call site has been told by the heuristic. Bias, c, accumulation, alpha and candidate are attributes of the
+// What one call site has been told by the heuristic. Bias, c, accumulation, scaling, alpha and candidate are attributes of the
 // call site, so they are not part of the key.
 class GemmPlans {
  public:

@@ -7,7 +7,7 @@ the optimizer, the step.
 from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.layered_loss import LayeredLoss
-from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
@@ -40,6 +40,7 @@ __all__ = [
     "E5M2",
     "GPT",
     "HYBRID",
+    "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
     "Dense",

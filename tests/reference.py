@@ -71,9 +71,11 @@ def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False):
 
 
 def quantize_by_tile(x, dtype, tile, scale_of=scale_from_amax) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 values of a matrix and the scales of its tiles: each is cast by its own amax, as a tensor of its own."""
+    """FP8 values of a matrix and the scales of its tiles: each is cast by its own amax, as a tensor of its own;
+    those at the edges may be cut.
+    """
     (m, n), (rows, columns) = x.shape, tile
-    values, scales = np.empty(x.shape, dtype), np.empty((m // rows, n // columns), np.float32)
+    values, scales = np.empty(x.shape, dtype), np.empty((-(-m // rows), -(-n // columns)), np.float32)
     for i, j in np.ndindex(scales.shape):
         part = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
         scales[i, j] = scale_of(amax(x[part]), dtype)

@@ -18,6 +18,7 @@ import numpy as np
 
 Formula = Callable[[jax.Array, Any], jax.Array]  # (amax, dtype) -> scale; see `ScaleFormula`
 Tile = tuple[int, int]  # rows and columns of a matrix that share a scale
+LINE, SQUARE = (1, 128), (128, 128)  # the tiles of block scaling: what cuBLASLt multiplies on Hopper
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,16 @@ class CastRule:
       dtype: E4M3 or E5M2.
       row: the element of the source that counts, where it is a vector.
       formula: how the scale follows from an amax; None where the source holds the scale itself.
-      tile: what shares a scale, along the last dim of each orientation; None is the whole tensor. By tile, amaxes are
-        found in the same pass, and the source says nothing.
+      tile: what shares a scale of the rowwise orientation; None is the whole tensor. By tile, amaxes are found in the
+        same pass, and the source says nothing.
+      columnwise_tile: the same of the columnwise orientation, a matrix of its own; None only where `tile` is.
     """
 
     dtype: Any
     row: int = 0
     formula: Formula | None = None
     tile: Tile | None = None
+    columnwise_tile: Tile | None = None
 
     def scale(self, element: jax.Array) -> jax.Array:
         """The scale for an element of the source, or for the amaxes of tiles."""
@@ -78,11 +81,15 @@ class Cast:
         return cls(amax, CastRule(jnp.dtype(dtype), formula=formula))
 
     @classmethod
-    def by_tile(cls, dtype: jax.typing.DTypeLike, tile: Tile, formula: Formula) -> "Cast":
-        """With a scale a tile of each orientation, by its own amax."""
-        if not isinstance(tile, tuple) or len(tile) != 2 or any(length < 1 for length in tile):
-            raise ValueError(f"a tile must be a tuple of its rows and columns, at least 1 each, got {tile!r}")
-        return cls(jnp.asarray(np.float32(1)), CastRule(jnp.dtype(dtype), formula=formula, tile=tile))
+    def by_tile(
+        cls, dtype: jax.typing.DTypeLike, tile: Tile, formula: Formula, columnwise_tile: Tile | None = None
+    ) -> "Cast":
+        """With a scale a tile of each orientation, by its own amax; by default both have tiles of one shape."""
+        tiles = tile, columnwise_tile or tile
+        for one in tiles:
+            if not isinstance(one, tuple) or len(one) != 2 or any(length < 1 for length in one):
+                raise ValueError(f"a tile must be a tuple of its rows and columns, at least 1 each, got {one!r}")
+        return cls(jnp.asarray(np.float32(1)), CastRule(jnp.dtype(dtype), 0, formula, *tiles))
 
     def again(self, scale: jax.Array) -> "Cast":
         """The cast that gives the same tensor the same bits once more, when its scale f32[] is known;

@@ -6,12 +6,13 @@ along both of its dims. So a matrix (m, n) is kept twice, rowwise (m, n) and col
 in the words of Transformer Engine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @jax.tree_util.register_dataclass
@@ -20,11 +21,17 @@ class Fp8Array:
     """`x ≈ values * scale`, with `values` in E4M3 or E5M2 and `scale` float32.
 
     The shape of `scale` is its granularity: f32[] is one scale for the whole array; of an array (m, n) with tiles of
-    1 x 128, f32[m, n / 128]. Every dim of `values` is a multiple of that of `scale`.
+    1 x 128, f32[m, ceil(n / 128)]. The last tile of a dim may be cut: then `tile` must say how long the others are.
+
+    Args:
+      values: E4M3 or E5M2, of any shape.
+      scale: f32[], or one for each tile.
+      tile: how many elements of each dim share a scale; None where it follows from the shapes. Static.
     """
 
     values: jax.Array
     scale: jax.Array
+    tile: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,16 +52,18 @@ class Fp8Array:
     @property
     def T(self) -> "Fp8Array":
         """The transpose, values and scales; a view for numbers, not an operand of a GEMM."""
-        return Fp8Array(self.values.T, self.scale.T)
+        return Fp8Array(self.values.T, self.scale.T, None if self.tile is None else self.tile[::-1])
 
     @property
-    def tile(self) -> tuple[int, ...]:
+    def granularity(self) -> tuple[int, ...]:
         """How many elements of each dim share a scale; the whole shape where there is one scale."""
-        return self.shape if self.scale.ndim == 0 else tile_of(self.shape, self.scale.shape)
+        if self.scale.ndim == 0:
+            return self.shape
+        return tile_of(self.shape, self.scale.shape) if self.tile is None else self.tile
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """`values * scale`, computed in float32 and rounded once to `dtype`."""
-        return (self.values.astype(jnp.float32) * spread(self.scale, self.shape)).astype(dtype)
+        return (self.values.astype(jnp.float32) * spread(self.scale, self.shape, self.tile)).astype(dtype)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         """What NumPy sees: the dequantized numbers, float32 unless it asks for another dtype."""
@@ -77,12 +86,23 @@ def tile_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, 
     return tuple(size // tiles for size, tiles in zip(shape, scale_shape, strict=True))
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def tiles_of(shape: tuple[int, ...], tile: tuple[int, ...]) -> Any:
+    """How many tiles each dim has, a tuple; the last one may be cut."""
+    return tuple(-(-size // length) for size, length in zip(shape, tile, strict=True))
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...], tile: tuple[int, ...] | None = None) -> jax.Array:
     """Scales as they multiply an array of this shape: a scalar as it is, those of tiles repeated."""
     if scale.ndim == 0:
         return scale
-    for dim, size in enumerate(tile_of(shape, scale.shape)):
-        scale = jnp.repeat(scale, size, axis=dim)
+    tile = tile_of(shape, scale.shape) if tile is None else tile
+    if scale.shape != tiles_of(shape, tile):
+        raise ValueError(
+            f"an array {shape} with tiles of {tile} must have scales of shape {tiles_of(shape, tile)}, "
+            f"got {scale.shape}; pass one scale for each tile"
+        )
+    for dim, (size, length) in enumerate(zip(shape, tile, strict=True)):
+        scale = lax.slice_in_dim(jnp.repeat(scale, length, axis=dim), 0, size, axis=dim)
     return scale
 
 
@@ -91,7 +111,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 class Fp8Pair:
     """A matrix (m, n) in FP8, cast once for both of its GEMMs.
 
-    Each orientation has its own scale, for tiles along the contracting dim differ. One scale for the whole matrix
+    Each orientation has scales of its own, for tiles along the contracting dim differ. One scale for the whole matrix
     serves both, and is one leaf of the tree: `of` makes such a pair.
 
     Args:

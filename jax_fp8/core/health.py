@@ -48,7 +48,7 @@ def measure(
     sources = sources_of(*(tensor[some] for tensor in tensors))
     scale = quantized.scale if quantized.scale.ndim == 0 else quantized.scale[some]
     values = quantized.values[some]
-    whole, found = spread(scale, values.shape), []
+    whole, found = spread(scale, values.shape, quantized.tile), []
     for source, end in zip(sources, np.cumsum([source.shape[1] for source in sources]), strict=True):
         columns = slice(end - source.shape[1], end)
         found.append(_sums(source, values[:, columns], whole if whole.ndim == 0 else whole[:, columns]))

@@ -2,7 +2,8 @@
 A recipe is a frozen value, safe to hash and to close over.
 
 Delayed scaling predicts a tensor's scale from the amaxes of earlier steps, so that one pass over it both casts and
-measures. Current scaling measures first and casts after: a second read, and no state.
+measures. Current scaling measures first and casts after: a second read, and no state. Block scaling has a scale for
+every 128 elements that a GEMM multiplies in one go: one pass, no state, and an outlier costs its neighbours only.
 
 A recipe is whatever has what `Recipe` names. Nobody outside of this room asks which one it is:
 they ask whether it has state, and how it casts.
@@ -14,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jax_fp8.core.cast import Cast
+from jax_fp8.core.cast import LINE, SQUARE, Cast
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe
-from jax_fp8.core.formats import HYBRID, Format
+from jax_fp8.core.formats import E4M3, HYBRID, KERNEL, OUTPUT_GRADIENT, Format
 from jax_fp8.core.scale import ScaleFormula
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -128,6 +129,53 @@ class CurrentScaling:
         check_number("amax_epsilon", self.amax_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockScaling:
+    """A scale for each tile, from its own amax; no state (https://arxiv.org/abs/2412.19437, section 3.3).
+
+    Tiles are 1 x 128 along the dim that a GEMM contracts, of inputs and output gradients, and 128 x 128 of kernels; all
+    values are E4M3. GEMMs multiply the product of 128 elements by both scales, and add in float32.
+
+    Args:
+      power_2_scale: round the multiplier `1 / scale` down to a power of two.
+      amax_epsilon: smallest amax a scale is computed from.
+      wgrad: tiles of the output gradient in the weight gradient: "1d2d", 128 x 128, with which the GEMM is faster; or
+        "1d1d", 1 x 128 along the tokens. Those of the input are 1 x 128 in both.
+    """
+
+    power_2_scale: bool = True
+    amax_epsilon: float = 0.0
+    wgrad: str = "1d2d"
+
+    @property
+    def fp8_format(self) -> Format:
+        """E4M3 everywhere: a tile has the range of 128 elements."""
+        return Format(forward=E4M3, backward=E4M3)
+
+    @property
+    def split_accumulator(self) -> tuple[str, ...]:
+        """All: sums of 128 products leave the tensor cores, to be scaled."""
+        return GEMMS
+
+    @property
+    def has_state(self) -> bool:
+        return False
+
+    def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
+        """With the scales of the tensor's own tiles."""
+        formula = ScaleFormula(amax_epsilon=self.amax_epsilon, power_2_scale=self.power_2_scale)
+        if tensor == KERNEL:
+            return Cast.by_tile(E4M3, SQUARE, formula)
+        is_coarse = tensor == OUTPUT_GRADIENT and self.wgrad == "1d2d"
+        return Cast.by_tile(E4M3, LINE, formula, SQUARE if is_coarse else LINE)
+
+    def __post_init__(self):
+        check_bool("power_2_scale", self.power_2_scale)
+        check_number("amax_epsilon", self.amax_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
+        if self.wgrad not in ("1d2d", "1d1d"):
+            raise ValueError(f'wgrad must be "1d2d" or "1d1d", got {self.wgrad!r}')
+
+
 def accumulation(recipe: Recipe, gemm: str) -> str:
     """How one of "fprop", "dgrad" and "wgrad" accumulates, as `matmul` takes it."""
     return "split" if gemm in recipe.split_accumulator else "fast"
@@ -137,7 +185,9 @@ def check_recipe(recipe: Any) -> None:
     """Raise unless `recipe` is a recipe or None (plain bfloat16)."""
     if recipe is not None and (isinstance(recipe, type) or not isinstance(recipe, Recipe)):
         arrived = repr(recipe) if isinstance(recipe, str | type | int | float) else describe(recipe)
-        raise ValueError(f"recipe must be DelayedScaling(...), CurrentScaling(...) or None, got {arrived}")
+        raise ValueError(
+            f"recipe must be DelayedScaling(...), CurrentScaling(...), BlockScaling(...) or None, got {arrived}"
+        )
 
 
 def _check_common(recipe):

@@ -22,10 +22,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_fp8.core.cast import Cast
+from jax_fp8.core.cast import LINE, Cast
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, source_dims
+from jax_fp8.kernels.casting import (
+    SCALAR,
+    PairResults,
+    attributes,
+    check_cast,
+    has_kernel,
+    logical_scales,
+    source_dims,
+)
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, pmax, psum
 from jax_fp8.kernels.quantize import column_sums_reference, sums_results
 
@@ -89,7 +97,7 @@ def activation_quantize(x: jax.Array, activation: str, cast: Cast, *, orientatio
     _check_input("activation_quantize", x, gated)
     results = PairResults(cast.rule, orientations)
     rule = f"{_dims(gated)}, {source_dims(cast)} -> {results.dims('m n', 'n m')}"
-    kernel = None if cast.rule.tile else partial(_kernel, results, activation)
+    kernel = partial(_kernel, results, activation) if has_kernel(cast.rule) else None
     return results.pair(
         dispatch(rule, kernel, partial(_reference, results, activation), _halves(x, gated), cast.source)
     )
@@ -125,14 +133,13 @@ def activation_backward_quantize(
     _check_gradient("activation_backward_quantize", dy, x, gated)
     _check_known(activated_cast)
     results, activated = PairResults(cast.rule), PairResults(activated_cast.rule, "columnwise")
-    by_tile = cast.rule.tile or activated_cast.rule.tile
     # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
     dims, sums = (("m h n", "h n m"), "h n") if gated else (("m n", "n m"), "n")
     rule = (
         f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> "
         f"{results.dims(*dims)}, {sums}, {activated.dims('', 'n m')}"
     )
-    kernel = None if by_tile else partial(_backward_kernel, results, activated, activation)
+    kernel = partial(_backward_kernel, results, activated, activation) if _has_kernel(results, activated) else None
     operands = dy, _halves(x, gated), cast.source, activated_cast.source
     reference = partial(_backward_reference, results, activated, activation)
     found = dispatch(rule, kernel, reference, *operands)
@@ -177,6 +184,14 @@ def _check_known(activated_cast):
             "activation_backward_quantize needs the activated tensor's scale f32[], got a source of scales "
             f"{source.dtype}{source.shape} with formula {rule.formula}; pass `cast.again(scale)`"
         )
+
+
+def _has_kernel(results, activated) -> bool:
+    """Whether a kernel makes both: by tile it casts both by one formula, and the activated tensor in lines."""
+    rule, again = results.rule, activated.rule
+    if rule.tile is None and again.tile is None:
+        return True
+    return has_kernel(rule, again) and again.columnwise_tile == LINE and rule.formula == again.formula
 
 
 # In dispatch rules a gated x is (m, 2, n), so that shards of its columns are the same columns of both halves.
@@ -224,9 +239,14 @@ def _gradient(dy, x, activation, split):
 def _kernel(results, activation, x, source, split: Split):
     x = _joined(x, split)
     m, n = x.shape[0], x.shape[1] // (2 if is_gated(activation) else 1)
-    call = jax.ffi.ffi_call(f"{TARGET}_quantize", results.shapes((m, n)))
-    found = call(x, gathered(source, split, "r"), activation=activation, **attributes(results.rule))
+    call = jax.ffi.ffi_call(_target("quantize", results), results.shapes((m, n)))
+    operands = results.operands(x, gathered(source, split, "r"))
+    found = call(*operands, activation=activation, **attributes(results.rule))
     return results.from_kernel(found, split, "m", "n")
+
+
+def _target(name, results):
+    return f"{TARGET}_{name}{'' if results.rule.tile is None else '_by_tile'}"
 
 
 def _reference(results, activation, x, source, split: Split):
@@ -242,18 +262,24 @@ def _amax_reference(activation, x, split: Split):
     return (pmax(amax_reference(_activated(x, activation, split)), split, "m", "n"),)
 
 
-def _backward_kernel(results, activated, activation, dy, x, source, activated_scale, split: Split):
+def _backward_kernel(results, activated, activation, dy, x, source, activated_source, split: Split):
     x = _joined(x, split)
-    values, values_t, *scalars = results.shapes(x.shape)
-    again = jax.ShapeDtypeStruct(dy.shape[::-1], activated.rule.dtype)
-    call = jax.ffi.ffi_call(f"{TARGET}_backward_quantize", (values, values_t, again, *scalars, *sums_results(x.shape)))
+    values, values_t, amax, *scales = results.shapes(x.shape)
+    _, again, _, *_, again_scales = activated.shapes(dy.shape)
     settings = {"activation": activation, **attributes(results.rule)}
-    values, values_t, again, amax, scale, sums, _ = call(
-        dy, x, gathered(source, split, "r"), activated_scale, **settings
-    )
-    pair = results.from_kernel((values, values_t, amax, scale), split, "m", "n")
+    call = partial(jax.ffi.ffi_call, _target("backward_quantize", results))
+    if results.rule.tile is None:
+        shapes = values, values_t, again, amax, *scales, *sums_results(x.shape)
+        operands = dy, x, gathered(source, split, "r"), activated_source
+        values, values_t, again, amax, *scales, sums, _ = call(shapes)(*operands, **settings)
+        again_scales = activated_source
+    else:
+        shapes = values, values_t, amax, *scales, again, again_scales, *sums_results(x.shape)
+        values, values_t, amax, *scales, again, again_scales, sums, _ = call(shapes)(dy, x, **settings)
+        again_scales = logical_scales(again_scales, LINE)
+    pair = results.from_kernel((values, values_t, amax, *scales), split, "m", "n")
     # The kernel measures the gradient only: of the activated tensor everything is known.
-    return _backward_results(pair, sums, (again, jnp.zeros_like(amax), activated_scale), split, activation)
+    return _backward_results(pair, sums, (again, jnp.zeros_like(amax), again_scales), split, activation)
 
 
 def _backward_reference(results, activated, activation, dy, x, source, activated_source, split: Split):

@@ -9,11 +9,12 @@ Its results are a `Fp8Pair`, the orientations that are wanted, as a list of arra
 
     the matrices, the amax f32[], and one scale f32[], or by tile one array of scales for each matrix
 
-Kernels know one scale a tensor. What is cast by tile has a reference and no kernel.
+Kernels know one scale a tensor, and the tiles that cuBLASLt multiplies on Hopper: LINE and SQUARE, in E4M3. Scales of
+lines leave them as the GEMM reads them, neighbouring rows beside each other; a pair has the transpose of that.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fp8.core.cast import Cast, CastRule, Tile
-from jax_fp8.core.formats import fp8_max
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, spread
+from jax_fp8.core.cast import LINE, SQUARE, Cast, CastRule, Tile
+from jax_fp8.core.formats import E4M3, fp8_max
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, spread, tiles_of
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.dispatch import Split, gathered, pmax, split_axes
@@ -31,6 +32,7 @@ from jax_fp8.kernels.dispatch import Split, gathered, pmax, split_axes
 NAN_BYTE = np.uint8(0x7F)
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)  # an amax or a scale, as a kernel returns it
 NOTHING = (0, 0)  # the shape of an operand or a result that a kernel does without
+KNOWN_TILES = ((LINE, LINE), (LINE, SQUARE), (SQUARE, SQUARE))  # rowwise and columnwise
 ORIENTATIONS = ("both", "rowwise", "columnwise")
 
 
@@ -42,7 +44,7 @@ def check_cast(cast: Cast, x_dtype: jax.typing.DTypeLike) -> Cast:
     if x_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"quantize needs float32, bfloat16 or float16, got {x_dtype}; cast first")
     rule = cast.rule
-    if rule.tile is not None or rule.formula is None or type(rule.formula) is ScaleFormula:
+    if rule.tile is not None or rule.formula is None or _is_known(rule.formula):
         return cast
     return Cast.with_scale(rule.dtype, rule.scale(cast.source))
 
@@ -52,21 +54,37 @@ def source_dims(cast: Cast) -> str:
     return "r" if cast.source.ndim else ""
 
 
+def has_kernel(*rules: CastRule) -> bool:
+    """Whether kernels can follow these rules: any with one scale a tensor, and by tile those of block scaling."""
+    return all(
+        rule.tile is None
+        or ((rule.tile, rule.columnwise_tile) in KNOWN_TILES and rule.dtype == E4M3 and _is_known(rule.formula))
+        for rule in rules
+    )
+
+
 def attributes(rule: CastRule) -> dict[str, Any]:
     """A rule in the kernels' words."""
     formula = rule.formula if isinstance(rule.formula, ScaleFormula) else ScaleFormula()
-    return {
-        "row": np.int32(rule.row),
-        "from_amax": rule.formula is not None,
+    how = {
         "margin": np.int32(formula.margin),
         "amax_epsilon": np.float32(formula.amax_epsilon),
         "power_2_scale": formula.power_2_scale,
     }
+    if rule.tile is None:
+        return {"row": np.int32(rule.row), "from_amax": rule.formula is not None, **how}
+    return {"square": rule.tile == SQUARE, "square_t": rule.columnwise_tile == SQUARE, **how}
 
 
-def quantize_reference(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array) -> jax.Array:
+def _is_known(formula) -> bool:
+    return type(formula) is ScaleFormula
+
+
+def quantize_reference(
+    x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array, tile: Tile | None = None
+) -> jax.Array:
     """The FP8 values of `x`, of any shape; `scale` f32[], or one for each tile."""
-    scaled = x.astype(jnp.float32) * (np.float32(1) / spread(scale, x.shape))
+    scaled = x.astype(jnp.float32) * (np.float32(1) / spread(scale, x.shape, tile))
     largest = fp8_max(dtype)
     rounded = jnp.clip(scaled, -largest, largest).astype(dtype)
     return with_one_nan(rounded, jnp.isnan(scaled))
@@ -77,7 +95,7 @@ def cast_reference(x: jax.Array, cast: Cast) -> Fp8Array:
     rule = cast.rule
     element = tile_amaxes(x, rule.tile) if rule.tile else cast.source[rule.row] if cast.source.ndim else cast.source
     scale = rule.scale(element)
-    return Fp8Array(quantize_reference(x, rule.dtype, scale), scale)
+    return Fp8Array(quantize_reference(x, rule.dtype, scale, rule.tile), scale, rule.tile)
 
 
 def with_one_nan(values: jax.Array, is_nan: jax.Array) -> jax.Array:
@@ -90,11 +108,10 @@ def with_one_nan(values: jax.Array, is_nan: jax.Array) -> jax.Array:
 
 
 def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:
-    """The amax of each tile of a matrix (m, n): f32[m / tile[0], n / tile[1]]."""
-    if any(size % length for size, length in zip(x.shape, tile, strict=True)):
-        raise ValueError(f"scales by tile need a matrix of whole tiles of {tile}, got shape {x.shape}; pad it")
-    (m, n), (rows, columns) = x.shape, tile
-    tiles = x.reshape(m // rows, rows, n // columns, columns).swapaxes(1, 2)
+    """The amax of each tile of a matrix (m, n): f32[ceil(m / tile[0]), ceil(n / tile[1])]; at its end tiles are cut."""
+    (down, across), (rows, columns) = tiles_of(x.shape, tile), tile
+    whole = jnp.pad(x, [(0, down * rows - x.shape[0]), (0, across * columns - x.shape[1])])
+    tiles = whole.reshape(down, rows, across, columns).swapaxes(1, 2)
     return jax.vmap(jax.vmap(amax_reference))(tiles)
 
 
@@ -131,19 +148,35 @@ class PairResults:
         scales = ("",) if self.rule.tile is None else self.wanted("r0 r1", "c0 c1")
         return ", ".join([*self.wanted(rowwise, columnwise), "", *scales])
 
+    @property
+    def tiles(self) -> tuple:
+        """Those of the orientations that are wanted."""
+        return self.wanted(self.rule.tile, self.rule.columnwise_tile)
+
+    def operands(self, x: jax.Array, source: jax.Array) -> tuple[jax.Array, ...]:
+        """What a kernel begins with: by tile the source says nothing, and is left out."""
+        return (x, source) if self.rule.tile is None else (x,)
+
     def shapes(self, shape: tuple[int, int]) -> list[jax.ShapeDtypeStruct]:
         """What a kernel returns for a matrix (m, n): both orientations, NOTHING for one that is not wanted;
-        amax and scale.
+        amax and scale, or by tile the scales of both orientations.
         """
+        rule = self.rule
         rowwise = NOTHING if self.orientations == "columnwise" else shape
         columnwise = NOTHING if self.orientations == "rowwise" else shape[::-1]
-        matrices = (jax.ShapeDtypeStruct(dims, self.rule.dtype) for dims in (rowwise, columnwise))
-        return [*matrices, SCALAR, SCALAR]
+        matrices = [jax.ShapeDtypeStruct(dims, rule.dtype) for dims in (rowwise, columnwise)]
+        if rule.tile is None:
+            return [*matrices, SCALAR, SCALAR]
+        scales = _kernel_scales(rowwise, rule.tile), _kernel_scales(columnwise, rule.columnwise_tile)
+        return [*matrices, SCALAR, *scales]
 
     def from_kernel(self, arrays: Sequence[jax.Array], split: Split, *dims: str) -> tuple[jax.Array, ...]:
         """The list, from what a kernel returned for a shard; `dims` are those of the matrix."""
-        values, values_t, amax, scale = arrays
-        return *self.wanted(values, values_t), pmax(amax, split, *dims), scale
+        values, values_t, amax, *scales = arrays
+        if self.rule.tile is not None:
+            check_whole_tiles(split, *dims)
+            scales = [logical_scales(*of) for of in zip(self.wanted(*scales), self.tiles, strict=True)]
+        return *self.wanted(values, values_t), pmax(amax, split, *dims), *scales
 
     def from_reference(self, y: jax.Array, source: jax.Array, split: Split, *dims: str) -> tuple[jax.Array, ...]:
         """The list, for a matrix as it is cast, or a shard of one."""
@@ -154,16 +187,29 @@ class PairResults:
             values = quantize_reference(y, rule.dtype, scale)
             return *self.wanted(values, values.T), amax, scale
         check_whole_tiles(split, *dims)
-        matrices = self.wanted(y, y.T)
-        scales = [rule.scale(tile_amaxes(matrix, rule.tile)) for matrix in matrices]
-        values = [quantize_reference(*pair) for pair in zip(matrices, [rule.dtype] * len(scales), scales, strict=True)]
-        return *values, amax, *scales
+        cast = [
+            cast_reference(matrix, Cast(source, replace(rule, tile=tile)))
+            for matrix, tile in zip(self.wanted(y, y.T), self.tiles, strict=True)
+        ]
+        return *(array.values for array in cast), amax, *(array.scale for array in cast)
 
     def pair(self, arrays: Sequence[jax.Array]) -> Fp8Pair:
         """The pair of such a list."""
-        count, by_tile = len(self.wanted(0, 1)), self.rule.tile is not None
+        tiles, by_tile = self.tiles, self.rule.tile is not None
+        count = len(tiles)
         matrices, amax, scales = arrays[:count], arrays[count], arrays[count + 1 :]
-        found = [Fp8Array(*of) for of in zip(matrices, scales if by_tile else [*scales] * count, strict=True)]
+        found = [Fp8Array(*of) for of in zip(matrices, scales if by_tile else [*scales] * count, tiles, strict=True)]
         rowwise = None if self.orientations == "columnwise" else found[0]
         columnwise = None if self.orientations == "rowwise" else found[-1]
         return Fp8Pair(rowwise, columnwise, amax, shares_scale=count == 2 and not by_tile)
+
+
+def _kernel_scales(shape, tile) -> jax.ShapeDtypeStruct:
+    """The scales of a matrix as kernels have them: of lines, its rows are the last dim."""
+    tiles = tiles_of(shape, tile)
+    return jax.ShapeDtypeStruct(tiles[::-1] if tile == LINE else tiles, jnp.float32)
+
+
+def logical_scales(scales: jax.Array, tile: Tile) -> jax.Array:
+    """Scales as a pair has them, from those of a kernel."""
+    return scales.T if tile == LINE else scales

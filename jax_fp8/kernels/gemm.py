@@ -7,6 +7,12 @@ goes. The reference multiplies exactly what the FP8 values say and accumulates i
 parts, some columns at a time, each an array of its own:
 the kernel starts at a later row of b, and nothing is cut or copied.
 
+By tile, cuBLASLt multiplies LINES by SQUARES, SQUARES by LINES and LINES by LINES; the sum of each 128 products is
+scaled and added in float32, whatever `accumulation` says. It wants the scales of lines with neighbouring rows beside
+each other, f32[ceil(k / 128), m], and those of squares with neighbouring tiles of k, f32[ceil(n / 128), ceil(k / 128)];
+both with a last dim that is a multiple of four. It has no algorithm for any number of rows in lines, so these are
+filled up with zeros to a multiple of 16, which a training step never needs.
+
 Which of cuBLASLt's algorithms runs is told by `kernels/tuned_gemms.py`.
 """
 
@@ -17,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fp8.core.cast import LINE, SQUARE, Tile
 from jax_fp8.core.checks import check_integer, check_number, describe
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
@@ -28,6 +35,14 @@ from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 TARGET = "jax_fp8_gemm"
 REFERENCE_SCOPE = "jax_fp8_gemm_reference"
 RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+# Of the tiles of a and b, None for one scale a tensor: how a problem is called.
+SCALINGS: dict[tuple[Tile | None, Tile | None], str] = {
+    (None, None): "",
+    (LINE, SQUARE): "1d2d",
+    (SQUARE, LINE): "2d1d",
+    (LINE, LINE): "1d1d",
+}
+SCALES_ALIGNMENT, ROWS_IN_LINES = 4, 16
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA recommends for Hopper; as in csrc/gemm_plan.h
 
 
@@ -54,7 +69,7 @@ def matmul(
       c_in_place: write the result over `c`, right for one that is donated or dead; else it is copied first.
         False for one that is used again.
       alpha: multiplies the product, float32; a Python number.
-      accumulation: "fast" or "split".
+      accumulation: "fast" or "split"; of no matter by tile.
       columns: the first and the number of those that are wanted, multiples of 16; None is all. `c` has these columns
         only. Where a mesh splits the rows of `b`, they are gathered.
       columns_over: with `columns`, the axes of an Explicit mesh that split them in the result.
@@ -73,19 +88,26 @@ def matmul(
         operands, rule = [*operands, bias], f"{rule}, {all_columns}"
     if c is not None:
         operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
+    tiles = a.tile, b.tile
     settings = {"dtype": dtype, "has_bias": bias is not None, "alpha": np.float32(alpha), "columns": columns}
+    settings["tiles"] = tiles
     # Ranks are read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
     how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "ranks": ranks_in_use()}
-    kernel = partial(_kernel, **settings, **how) if a.scale.ndim == b.scale.ndim == 0 else None
+    is_known = tiles in SCALINGS and all((x.scale.ndim == 0) == (x.tile is None) for x in (a, b))
+    kernel = partial(_kernel, **settings, **how) if is_known else None
     # Of some columns each device makes those that it is to have; of all, those whose rows of b it has.
     part = None if columns is None else Part("n", of="p", size=columns[1], axes=columns_over)
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands, part=part)
     return d
 
 
-def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, columns, **how):
+def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, columns, tiles, **how):
+    if tiles != (None, None):
+        check_whole_tiles(split, "m", "k", "n", "p")
+        b_scale, tiles = _scales_of_columns(b_scale, b.shape, tiles, columns)
+        a_scale, b_scale = (_as_gemms_read(*of) for of in zip((a_scale, b_scale), tiles, strict=True))
     b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
-    how["columns"] = columns
+    how |= {"columns": columns, "scaling": SCALINGS[tiles]}
     axes = split_axes(split, "k")
     if axes:  # partial products: sum them in float32, then add once
         d = _call(a, b, a_scale, b_scale, dtype=jnp.dtype(jnp.float32), has_bias=False, has_c=False, **how)
@@ -94,35 +116,67 @@ def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has
 
 
 def _call(
-    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, ranks: Ranks, columns
+    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, ranks: Ranks, columns, scaling
 ) -> jax.Array:
     (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
-    problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, accumulation)
+    added = scaling or accumulation
+    problem = GemmProblem(m, n, k, a.dtype.name, b.dtype.name, dtype.name, has_bias, has_c, added)
+    if missing := -m % ROWS_IN_LINES if scaling.startswith("1d") else 0:
+        a, others = _with_more_rows(missing, a, *others, has_c=has_c)
     operands = (a, b, *others)
     call = jax.ffi.ffi_call(
         TARGET,
-        (jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)),
+        (jax.ShapeDtypeStruct((a.shape[0], n), dtype), jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)),
         input_output_aliases={len(operands) - 1: 0} if has_c and c_in_place else None,
     )
     d, _ = call(
         *operands,
         has_bias=has_bias,
         has_c=has_c,
-        fast_accumulation=accumulation == "fast",
+        fast_accumulation=added == "fast",
+        scaling=scaling,
         alpha=alpha,
         first_column=np.int64(first),
         candidate=np.int32(ranks.get(problem, 0)),
     )
-    return d
+    return d[:m]
 
 
-def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns):
+def _with_more_rows(missing, a, a_scale, *others, has_c) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Operands with more rows of zeros in a and c; the scales of lines are filled up already, to a multiple of 4."""
+    rows = a.shape[0] + missing
+    a_scale = jnp.pad(a_scale, [(0, 0), (0, rows - a_scale.shape[1])], constant_values=1)
+    if has_c:
+        others = *others[:-1], jnp.pad(others[-1], [(0, missing), (0, 0)])
+    return jnp.pad(a, [(0, missing), (0, 0)]), (a_scale, *others)
+
+
+def _scales_of_columns(b_scale, b_shape, tiles, columns) -> tuple[jax.Array, tuple]:
+    """The scales of some rows of b, and the tiles: where squares would be cut, their scales become those of lines."""
+    if columns is None:
+        return b_scale, tiles
+    first, count = columns
+    if tiles[1] == SQUARE and first % SQUARE[0] == 0:
+        return b_scale[first // SQUARE[0] : -(-(first + count) // SQUARE[0])], tiles
+    if tiles[1] == SQUARE:
+        b_scale, tiles = jnp.repeat(b_scale, SQUARE[0], axis=0), (tiles[0], LINE)
+    return b_scale[first : first + count], tiles
+
+
+def _as_gemms_read(scale, tile) -> jax.Array:
+    """Scales in the order that cuBLASLt wants, and as many."""
+    scale = scale.T if tile == LINE else scale
+    return jnp.pad(scale, [(0, 0), (0, -scale.shape[1] % SCALES_ALIGNMENT)], constant_values=1)
+
+
+def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns, tiles):
     b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     if a_scale.ndim == b_scale.ndim == 0:
         # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
         a, b, factor, precision = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), alpha * (a_scale * b_scale), None
     else:
-        a, b = _scaled(a, a_scale, split, "m k", "s0 s1"), _scaled(b, b_scale, split, "n k", "t0 t1")
+        a = _scaled(a, a_scale, tiles[0], split, "m k", "s0 s1")
+        b = _scaled(b, b_scale, tiles[1], split, "n k", "t0 t1")
         factor, precision = alpha, lax.Precision.HIGHEST
     if columns is not None:
         b = lax.slice_in_dim(b, columns[0], sum(columns))
@@ -134,11 +188,11 @@ def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, 
     return (_add(product * factor, addends, has_bias, columns).astype(dtype),)
 
 
-def _scaled(x, scale, split: Split, dims: str, scale_dims: str) -> jax.Array:
+def _scaled(x, scale, tile, split: Split, dims: str, scale_dims: str) -> jax.Array:
     """In float32, by its scale or those of its tiles."""
     if scale.ndim:
         check_whole_tiles(split, *dims.split())
-    return x.astype(jnp.float32) * spread(gathered(scale, split, *scale_dims.split()), x.shape)
+    return x.astype(jnp.float32) * spread(gathered(scale, split, *scale_dims.split()), x.shape, tile)
 
 
 def _gather_columns(b, addends, has_bias, split: Split, columns):

@@ -28,7 +28,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.shards import largest_amax
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import NOTHING, SCALAR, PairResults, attributes, check_cast, source_dims
+from jax_fp8.kernels.casting import NOTHING, SCALAR, PairResults, attributes, check_cast, has_kernel, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, parse_rule, split_axes
 from jax_fp8.kernels.explicit import whole
 
@@ -100,7 +100,7 @@ def norm_quantize(
     operands = [x, cast.source, *_in_float32(parameters)]
     has_bias = parameters.bias is not None
     rule = f"m k, {source_dims(cast)}, p{', p' * has_bias} -> {results.dims('m n', 'n m')}, m s{', m s' * has_bias}"
-    kernel = None if cast.rule.tile else partial(_quantize_kernel, results, epsilon)
+    kernel = partial(_quantize_kernel, results, epsilon) if has_kernel(cast.rule) else None
     arrays = list(_dispatch(rule, kernel, partial(_quantize_reference, results, epsilon), *operands))
     mean = arrays.pop() if has_bias else None
     rstd = arrays.pop()
@@ -171,8 +171,9 @@ def _quantize_kernel(results, epsilon, x, source, norm_scale, norm_bias=None, *,
     mean = jax.ShapeDtypeStruct(NOTHING if norm_bias is None else column, jnp.float32)
     shapes = [*results.shapes(x.shape), mean, jax.ShapeDtypeStruct(column, jnp.float32)]
     settings = {"epsilon": np.float32(epsilon), **attributes(results.rule)}
-    call = jax.ffi.ffi_call("jax_fp8_norm_quantize", shapes)
-    *pair, mean, rstd = call(x, source, norm_scale, _or_nothing(norm_bias, (0,)), **settings)
+    target = "jax_fp8_norm_quantize" if results.rule.tile is None else "jax_fp8_norm_quantize_by_tile"
+    operands = *results.operands(x, source), norm_scale, _or_nothing(norm_bias, (0,))
+    *pair, mean, rstd = jax.ffi.ffi_call(target, shapes)(*operands, **settings)
     return *results.from_kernel(pair, {"m": axes}, "m"), rstd, *([] if norm_bias is None else [mean])
 
 

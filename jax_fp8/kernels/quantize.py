@@ -23,7 +23,7 @@ from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.scale import check_scale
 from jax_fp8.kernels.amax import as_matrix
-from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, source_dims
+from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, has_kernel, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, psum
 
 ROWS_PER_PARTIAL_SUM = 128  # as in csrc/column_sums.h
@@ -51,11 +51,12 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, scale: jax.Array) -> Fp8
 def quantize_rowwise(x: jax.Array, cast: Cast) -> Fp8Pair:
     """Cast an array of any shape, by tile a matrix, in the orientation it has."""
     cast = check_cast(cast, x.dtype)
-    if cast.rule.tile is not None and x.ndim != 2:
+    by_tile = cast.rule.tile is not None
+    if by_tile and x.ndim != 2:
         raise ValueError(f"scales by tile need a matrix, got shape {x.shape}; flatten the leading dims")
     results = PairResults(cast.rule, "rowwise")
     rule = f"m n, {source_dims(cast)} -> {results.dims('m n', '')}"
-    kernel = None if cast.rule.tile else partial(_kernel, results)
+    kernel = partial(_tile_kernel if by_tile else _kernel, results) if has_kernel(cast.rule) else None
     values, *others = dispatch(rule, kernel, partial(_reference, results), as_matrix(x), cast.source)
     return results.pair([values.reshape(x.shape), *others])
 
@@ -64,7 +65,8 @@ def quantize_transpose(x: Matrices, cast: Cast) -> Fp8Pair:
     """Cast a matrix (m, n) in both orientations."""
     cast, matrices, operands = _check_matrices("quantize_transpose", x, cast)
     results = PairResults(cast.rule)
-    kernel = None if cast.rule.tile else partial(_transpose_kernel, results)
+    by_tile = cast.rule.tile is not None
+    kernel = partial(_tile_kernel if by_tile else _transpose_kernel, results) if has_kernel(cast.rule) else None
     rule = f"{operands} -> {results.dims('m n', 'n m')}"
     first, *further = matrices
     return results.pair(dispatch(rule, kernel, partial(_reference, results), first, cast.source, *further))
@@ -74,7 +76,7 @@ def quantize_transpose_sums(x: Matrices, cast: Cast) -> tuple[Fp8Pair, jax.Array
     """`quantize_transpose` of a matrix (m, n), and the sums of its columns in float32, (n,)."""
     cast, matrices, operands = _check_matrices("quantize_transpose_sums", x, cast)
     results = PairResults(cast.rule)
-    kernel = None if cast.rule.tile else partial(_sums_kernel, results)
+    kernel = partial(_sums_kernel, results) if has_kernel(cast.rule) else None
     rule = f"{operands} -> {results.dims('m n', 'n m')}, n"
     first, *further = matrices
     *arrays, sums = dispatch(rule, kernel, partial(_sums_reference, results), first, cast.source, *further)
@@ -152,22 +154,28 @@ def _transpose_kernel(results, first, source, *further, split: Split):
     return _cast_kernel("jax_fp8_quantize_transpose", results, (), matrices, source, split)
 
 
+def _tile_kernel(results, first, source, *further, split: Split):
+    matrices = first, *further
+    return _cast_kernel("jax_fp8_quantize_by_tile", results, (), matrices, source, split)
+
+
 def _sums_kernel(results, first, source, *further, split: Split):
     matrices = first, *further
     extra = sums_results(_shape_of(matrices))
-    *pair, sums, _ = _cast_kernel("jax_fp8_quantize_transpose_sums", results, extra, matrices, source, split)
+    name = "transpose" if results.rule.tile is None else "by_tile"
+    *pair, sums, _ = _cast_kernel(f"jax_fp8_quantize_{name}_sums", results, extra, matrices, source, split)
     return *pair, psum(_whole_columns(sums, matrices, split, 0), split, "m")
 
 
 def _cast_kernel(target, results, extra, matrices, source, split) -> tuple[jax.Array, ...]:
     """The pair's list, and the extra results of the target."""
-    call = jax.ffi.ffi_call(target, (*results.shapes(_shape_of(matrices)), *extra))
-    first, *further = matrices
-    values, values_t, amax, scale, *others = call(
-        first, gathered(source, split, "r"), *further, **attributes(results.rule)
-    )
+    shapes = results.shapes(_shape_of(matrices))
+    call = jax.ffi.ffi_call(target, (*shapes, *extra))
+    operands = results.operands(matrices[0], gathered(source, split, "r"))
+    found = call(*operands, *matrices[1:], **attributes(results.rule))
+    (values, values_t, *scales), others = found[: len(shapes)], found[len(shapes) :]
     values, values_t = (_whole_columns(array, matrices, split, dim) for array, dim in ((values, 1), (values_t, 0)))
-    return *results.from_kernel((values, values_t, amax, scale), split, "m", "n", *COLUMNS), *others
+    return *results.from_kernel((values, values_t, *scales), split, "m", "n", *COLUMNS), *others
 
 
 def _shape_of(matrices) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class GemmProblem:
     Args:
       a, b, dtype: names of the dtypes of the operands and of the result.
       has_bias, has_c: what is added.
-      accumulation: "fast" or "split".
+      accumulation: "fast" or "split", or how the tiles of a and b are scaled: "1d2d", "2d1d" or "1d1d".
     """
 
     m: int

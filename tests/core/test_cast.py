@@ -57,7 +57,10 @@ def test_from_an_amax():
 
 def test_by_tile():
     cast = Cast.by_tile(E4M3, (1, 128), ScaleFormula())
-    assert cast.rule == CastRule(jnp.dtype(E4M3), formula=ScaleFormula(), tile=(1, 128))
+    assert cast.rule == CastRule(jnp.dtype(E4M3), formula=ScaleFormula(), tile=(1, 128), columnwise_tile=(1, 128))
+    assert Cast.by_tile(E4M3, (1, 128), ScaleFormula(), (8, 8)).rule == dataclasses.replace(
+        cast.rule, columnwise_tile=(8, 8)
+    )
     assert_same_bits(cast.rule.scale(jnp.full((2, 3), 448.0)), np.ones((2, 3), np.float32))
     assert (cast.source.shape, cast.source.dtype) == ((), jnp.float32)  # nothing that XLA would have to be told of
 

@@ -78,8 +78,8 @@ def test_the_shape_of_the_scale_is_its_granularity():
     expected = np.array([[0, 1, 2, 30, 40, 50], [600, 700, 800, 4.5, 5, 5.5]], np.float32)
     np.testing.assert_array_equal(tiled().dequantize(), expected)
     np.testing.assert_array_equal(jax.jit(lambda array: array.dequantize())(tiled()), expected)
-    assert tiled().tile == (1, 3)
-    assert every_value(E4M3).tile == (256,)
+    assert tiled().granularity == (1, 3)
+    assert every_value(E4M3).granularity == (256,)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 4), (3, 2), (2, 2, 1), (2, 0)])
@@ -88,9 +88,20 @@ def test_scales_that_do_not_tile_the_values_are_refused(shape):
         Fp8Array(tiled().values, jnp.ones(shape)).dequantize()
 
 
+def test_the_last_tile_may_be_cut():
+    cut = Fp8Array(jnp.ones((2, 5), E4M3), jnp.float32([[1, 10, 100]] * 2), (1, 2))
+    np.testing.assert_array_equal(cut.dequantize(), [[1, 1, 10, 10, 100]] * 2)
+    np.testing.assert_array_equal(cut.T.dequantize(), np.transpose([[1, 1, 10, 10, 100]] * 2))
+    assert cut.granularity == (1, 2) and jax.tree.map(lambda leaf: leaf, cut).tile == (1, 2)
+    with pytest.raises(
+        ValueError, match=r"\(2, 5\) with tiles of \(1, 3\) must have scales of shape \(2, 2\), got \(2, 3"
+    ):
+        Fp8Array(cut.values, cut.scale, (1, 3)).dequantize()
+
+
 def test_it_has_what_arrays_have():
     array = tiled()
-    assert (array.ndim, array.size, array.T.shape, array.T.tile) == (2, 12, (6, 2), (3, 1))
+    assert (array.ndim, array.size, array.T.shape, array.T.granularity) == (2, 12, (6, 2), (3, 1))
     np.testing.assert_array_equal(array.T.dequantize(), array.dequantize().T)
     assert is_fp8(array) and not is_fp8(array.values)
 

@@ -122,7 +122,12 @@ def gemm(
         input_output_aliases={len(operands) - 1: 0} if has_c and in_place else None,
     )
     flags = {"has_bias": has_bias, "has_c": has_c, "fast_accumulation": fast}
-    flags |= {"alpha": np.float32(alpha), "first_column": np.int64(first), "candidate": np.int32(candidate)}
+    flags |= {
+        "alpha": np.float32(alpha),
+        "first_column": np.int64(first),
+        "candidate": np.int32(candidate),
+        "scaling": "",
+    }
     return call(*operands, **flags)[0]
 
 
@@ -481,7 +486,7 @@ def check_refusals(report: Report):
 
     def product(d=(32, 48), dtype=jnp.bfloat16, workspace=WORKSPACE, **flags):
         flags = {"has_bias": False, "has_c": False, "fast_accumulation": True, "alpha": np.float32(1)} | flags
-        flags = {"first_column": np.int64(0), "candidate": np.int32(0)} | flags
+        flags = {"first_column": np.int64(0), "candidate": np.int32(0), "scaling": ""} | flags
         return raw("jax_fp8_gemm", (jax.ShapeDtypeStruct(d, dtype), workspace), **flags)
 
     transposed = jax.ShapeDtypeStruct((64, 32), E5M2)

@@ -18,7 +18,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.activation import activate, activate_backward, activation_backward_quantize, activation_quantize
-from jax_fp8.kernels.casting import NOTHING, ORIENTATIONS, SCALAR, PairResults, tile_amaxes
+from jax_fp8.kernels.casting import NOTHING, ORIENTATIONS, SCALAR, PairResults
 from jax_fp8.kernels.dispatch import parse_rule
 from jax_fp8.kernels.norm import NormParameters, norm_quantize, normalize
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose, quantize_transpose_sums
@@ -238,7 +238,7 @@ def test_by_tile(tile, dtype, transform):
     cast = Cast.by_tile(dtype, tile, ScaleFormula())
     both = transform(lambda x: quantize_transpose(x, cast))(jnp.asarray(x))
     assert_cast_by_tile(both, x, dtype, tile)
-    assert (both.rowwise.tile, both.columnwise.tile) == (tile, tile)
+    assert (both.rowwise.granularity, both.columnwise.granularity) == (tile, tile)
     one = transform(lambda x: quantize_rowwise(x, cast))(jnp.asarray(x))
     assert one.columnwise is None
     jax.tree.map(assert_same_bits, (one.rowwise, one.amax), (both.rowwise, both.amax))
@@ -308,17 +308,17 @@ def test_by_tile_a_shard_of_somebodys_own():
     jax.tree.map(assert_same_bits, shards(x), (alone.rowwise, alone.columnwise))
 
 
-@pytest.mark.parametrize(
-    ("call", "shape"),
-    [
-        (lambda: quantize_rowwise(jnp.ones((4, 24)), BY_TILE), r"\(4, 24\)"),
-        (lambda: quantize_transpose(jnp.ones((24, 16)), BY_TILE), r"\(16, 24\)"),
-        (lambda: tile_amaxes(jnp.ones((6, 16)), (4, 8)), r"\(6, 16\)"),
-    ],
-)
-def test_ragged_tiles_are_refused(call, shape):
-    with pytest.raises(ValueError, match=rf"need a matrix of whole tiles of \(.*\), got shape {shape}; pad it"):
-        call()
+@pytest.mark.parametrize("shape", [(24, 40), (1, 1), (17, 3), (0, 16), (32, 0)], ids=str)
+@pytest.mark.parametrize("tiles", [((1, 16), (1, 16)), ((4, 8), (4, 8)), ((1, 16), (16, 16))], ids=str)
+def test_tiles_are_cut_where_the_matrix_ends(tiles, shape):
+    x = uneven(*shape)
+    pair = jax.jit(lambda x: quantize_transpose(x, Cast.by_tile(E4M3, tiles[0], ScaleFormula(), tiles[1])))(x)
+    for array, matrix, tile in ((pair.rowwise, x, tiles[0]), (pair.columnwise, x.T, tiles[1])):
+        values, scales = reference.quantize_by_tile(matrix, E4M3, tile)
+        assert_same_bits(array.values, values)
+        assert_same_bits(array.scale, scales)
+        exact = np.asarray(matrix, np.float32)
+        np.testing.assert_allclose(array.dequantize(), exact, rtol=2**-4, atol=np.abs(exact).max(initial=0) * 2**-9)
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 4, 64)])

@@ -32,7 +32,7 @@ WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
 QUANTIZE_ATTRIBUTES = {"row": np.int32(2), "from_amax": False, "margin": np.int32(0)}
 QUANTIZE_ATTRIBUTES |= {"amax_epsilon": np.float32(0), "power_2_scale": False}
 GEMM_ATTRIBUTES = {"has_bias": False, "has_c": False, "fast_accumulation": True}
-GEMM_ATTRIBUTES |= {"alpha": np.float32(1), "first_column": np.int64(0), "candidate": np.int32(0)}
+GEMM_ATTRIBUTES |= {"alpha": np.float32(1), "first_column": np.int64(0), "candidate": np.int32(0), "scaling": ""}
 
 
 def import_again(monkeypatch, found):

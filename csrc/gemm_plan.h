@@ -50,8 +50,8 @@ struct Failure {
   explicit operator bool() const { return !reason.empty(); }
 };
 
-// What one call site has been told by the heuristic. Bias, c, accumulation, scaling, alpha and candidate are attributes of the
-// call site, so they are not part of the key.
+// What one call site has been told by the heuristic. Bias, c, accumulation, scaling, alpha and candidate are attributes
+// of the call site, so they are not part of the key.
 class GemmPlans {
  public:
   // Before the first launch: cuBLASLt's handle, and the algorithm for matrices aligned as XLA allocates them.

@@ -20,7 +20,7 @@ from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
-from jax_fp8.core.recipe import CurrentScaling, DelayedScaling, Recipe
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
@@ -62,9 +62,9 @@ class GPT(nn.Module):
     without the logits of a whole batch.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
-    under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`;
-    `head_recipe=CurrentScaling()` computes the head in FP8 too. `remat` says what layers keep for the backward: "none",
-    "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
+    under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe`,
+    CurrentScaling() or BlockScaling(), computes the head in FP8 too. `remat` says what layers keep for the backward:
+    "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
     `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py.
     """
@@ -73,7 +73,7 @@ class GPT(nn.Module):
     recipe: Recipe | None = DelayedScaling()
     dtype: Dtype = jnp.bfloat16
     param_dtype: Dtype = jnp.float32
-    head_recipe: CurrentScaling | None = None
+    head_recipe: CurrentScaling | BlockScaling | None = None
     recompute: bool = False
     remat: str = "none"
     logical_axes: bool = False

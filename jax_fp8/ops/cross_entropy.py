@@ -57,7 +57,7 @@ def linear_cross_entropy(
         Where it is 0 everywhere, the loss is 0.
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 4,096 tokens, at most 16 of them.
-      recipe: CurrentScaling() computes the head in FP8; None in the dtype of `x`.
+      recipe: CurrentScaling() or BlockScaling() computes the head in FP8; None in the dtype of `x`.
       tensor: in a step on shards, the axis that splits the vocabulary of `weight`, or None. Labels and mask are those
         of all tokens; with sequence parallelism `x` is this device's part of the rows.
 

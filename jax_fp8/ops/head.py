@@ -6,24 +6,23 @@
 Where the vocabulary is split over a `tensor` axis, a part of the input is this device's own rows, and what comes of
 it has the rows of all devices (see ops/collectives.py).
 
-In FP8 the weight and the input are scaled by their own amaxes, measured once, so there is no state. The gradient of the
-logits needs no measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 below that. Its products
-do not accumulate fast: a row of it has one element near -1 beside tens of thousands near 1e-5,
+In FP8 the weight and the input are scaled by their own amaxes, measured once or by tile, so there is no state. The
+gradient of the logits needs no measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 below
+that. Its products do not accumulate fast: a row of it has one element near -1 beside tens of thousands near 1e-5,
 and fast accumulation drops what is 2**-13 below a partial sum.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.cast import Cast
-from jax_fp8.core.formats import INPUT, KERNEL
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.recipe import Recipe, accumulation, check_recipe
-from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.core.shards import TensorParallel, largest_amax
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import einsum
@@ -122,12 +121,13 @@ class Fp8Head:
         return matmul(x.rows.rowwise, self.weight.rowwise, **how).reshape(*x.leading, -1)
 
     def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array | None, bound: jax.Array):
-        cast = Cast.from_amax(self.recipe.fp8_format.backward, bound, ScaleFormula())
+        cast = self.recipe.cast(OUTPUT_GRADIENT, None, lambda: bound)
         quantized = quantize_transpose(as_matrix(dlogits), cast)
         total = matmul(quantized.columnwise, x.rows.columnwise, c=total, dtype=jnp.float32, accumulation="split")
         total, values = after(total, quantized.rowwise.values)
-        dlogits_fp8 = Fp8Array(values, quantized.rowwise.scale)
-        dx = matmul(dlogits_fp8, self.weight.columnwise, dtype=self.dtype, accumulation="split")
+        dx = matmul(
+            replace(quantized.rowwise, values=values), self.weight.columnwise, dtype=self.dtype, accumulation="split"
+        )
         return _of_own_rows(dx.reshape(*x.leading, -1), self.tensor), total
 
 
@@ -181,7 +181,8 @@ def check_head(tokens: int, vocab: int, hidden: int, recipe: Any) -> None:
         return
     if recipe.has_state:
         raise ValueError(
-            f"the head needs CurrentScaling() or None, got {recipe!r}; it keeps no amax history, whatever the layers do"
+            f"the head needs CurrentScaling(), BlockScaling() or None, got {recipe!r}; "
+            "it keeps no amax history, whatever the layers do"
         )
     if not {"dgrad", "wgrad"} <= set(recipe.split_accumulator):
         raise ValueError(

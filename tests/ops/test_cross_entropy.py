@@ -189,7 +189,7 @@ def test_errors():
         linear_cross_entropy(x, weight, labels.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"mask must have the shape of labels \(4, 24\), got \(4,\)"):
         linear_cross_entropy(x, weight, labels, mask=jnp.ones(4))
-    with pytest.raises(ValueError, match=r"the head needs CurrentScaling\(\) or None, got DelayedScaling"):
+    with pytest.raises(ValueError, match=r"the head needs CurrentScaling\(\), BlockScaling\(\) or None, got Delayed"):
         linear_cross_entropy(x, weight, labels, recipe=DelayedScaling())
     for split in ((), ("fprop", "dgrad"), ("wgrad",)):
         with pytest.raises(ValueError, match=r'the head needs "dgrad" and "wgrad" in split_accumulator, got .*default'):

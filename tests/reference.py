@@ -38,6 +38,12 @@ def amax(x) -> np.float32:
     return np.float32(np.max(magnitudes, initial=0))
 
 
+def amax_of_numbers(x) -> np.float32:
+    """Largest magnitude in float32, infinity included, NaN left out; 0 where there is nothing else."""
+    magnitudes = np.abs(np.asarray(x).astype(np.float32))
+    return np.float32(np.max(magnitudes, where=~np.isnan(magnitudes), initial=0))
+
+
 def quantize(x, dtype, scale) -> tuple[np.ndarray, np.float32]:
     """FP8 values and amax: `saturate(f32(x) * (1 / scale))`, each operation rounded in f32, then once to FP8."""
     x, dtype = np.asarray(x).astype(np.float32), np.dtype(dtype)
@@ -78,7 +84,7 @@ def quantize_by_tile(x, dtype, tile, scale_of=scale_from_amax) -> tuple[np.ndarr
     values, scales = np.empty(x.shape, dtype), np.empty((-(-m // rows), -(-n // columns)), np.float32)
     for i, j in np.ndindex(scales.shape):
         part = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-        scales[i, j] = scale_of(amax(x[part]), dtype)
+        scales[i, j] = scale_of(amax_of_numbers(x[part]), dtype)
         values[part] = quantize(x[part], dtype, scales[i, j])[0]
     return values, scales
 

@@ -108,9 +108,13 @@ def with_one_nan(values: jax.Array, is_nan: jax.Array) -> jax.Array:
 
 
 def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:
-    """The amax of each tile of a matrix (m, n): f32[ceil(m / tile[0]), ceil(n / tile[1])]; at its end tiles are cut."""
+    """The amax of each tile of a matrix (m, n): f32[ceil(m / tile[0]), ceil(n / tile[1])]; at its end tiles are cut.
+
+    A NaN is left out, unlike in the amax of a tensor, which has to tell of it.
+    """
     (down, across), (rows, columns) = tiles_of(x.shape, tile), tile
-    whole = jnp.pad(x, [(0, down * rows - x.shape[0]), (0, across * columns - x.shape[1])])
+    numbers = jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
+    whole = jnp.pad(numbers, [(0, down * rows - x.shape[0]), (0, across * columns - x.shape[1])])
     tiles = whole.reshape(down, rows, across, columns).swapaxes(1, 2)
     return jax.vmap(jax.vmap(amax_reference))(tiles)
 

@@ -88,7 +88,8 @@ struct Activated {
   }
 
   template <int kRows>
-  __device__ void make(const Vector<T> (&loaded)[kRows][kInputs], Vector<T> (&made)[kRows][kMade]) const {
+  __device__ void make(int64_t, int64_t, const Vector<T> (&loaded)[kRows][kInputs],
+                       Vector<T> (&made)[kRows][kMade]) const {
     with_activation<T, Rule::kGated>(activation, [&](auto function) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) make_vectors(function, loaded[r], made[r]);
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kAmaxBlocks
     Vector<typename Producer::Element> loaded[kPatchRows][Producer::kInputs], made[kPatchRows][Producer::kMade];
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) producer.load(row + r, col, width, loaded[r]);
-    producer.make(loaded, made);
+    producer.make(row, col, loaded, made);
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
 #pragma unroll

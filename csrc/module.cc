@@ -35,6 +35,8 @@ py::dict targets() {
   table["jax_fp8_quantize"] = py::dict("execute"_a = capsule(quantize_handler));
   table["jax_fp8_quantize_transpose"] = py::dict("execute"_a = capsule(quantize_transpose_handler));
   table["jax_fp8_quantize_transpose_sums"] = py::dict("execute"_a = capsule(quantize_transpose_sums_handler));
+  table["jax_fp8_quantize_by_tile"] = py::dict("execute"_a = capsule(quantize_by_tile_handler));
+  table["jax_fp8_quantize_by_tile_sums"] = py::dict("execute"_a = capsule(quantize_by_tile_sums_handler));
   table["jax_fp8_room"] = py::dict("execute"_a = capsule(room_handler));
   table["jax_fp8_transpose"] = py::dict("execute"_a = capsule(transpose_handler));
   table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));

@@ -1,5 +1,6 @@
 #include "quantize.h"
 
+#include "by_tile_ffi.h"
 #include "column_sums_ffi.h"
 #include "ffi.h"
 #include "scale_source_ffi.h"
@@ -10,6 +11,8 @@ namespace {
 constexpr char kQuantize[] = "jax_fp8_quantize";
 constexpr char kQuantizeTranspose[] = "jax_fp8_quantize_transpose";
 constexpr char kQuantizeTransposeSums[] = "jax_fp8_quantize_transpose_sums";
+constexpr char kQuantizeByTile[] = "jax_fp8_quantize_by_tile";
+constexpr char kQuantizeByTileSums[] = "jax_fp8_quantize_by_tile_sums";
 
 struct QuantizeBuffers {
   std::vector<ffi::AnyBuffer> x;  // matrices side by side, at least one
@@ -23,18 +26,24 @@ std::vector<ffi::AnyBuffer> matrices_of(ffi::AnyBuffer first, ffi::RemainingArgs
   return matrices;
 }
 
-Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleRule& rule) {
+// `cols` becomes those of all together.
+Checks check_matrices(const char* operation, const std::vector<ffi::AnyBuffer>& matrices, int64_t& cols) {
   Checks checks(operation);
-  checks.require(buffers.x.size() <= kMaxMatrices, "x", buffers.x[0],
+  checks.require(matrices.size() <= kMaxMatrices, "x", matrices[0],
                  "come in at most " + std::to_string(kMaxMatrices) + " matrices side by side");
-  int64_t cols = 0;
-  for (const ffi::AnyBuffer& x : buffers.x) {
+  for (const ffi::AnyBuffer& x : matrices) {
     checks.rank("x", x, 2).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
     if (!checks.passed()) return checks;
     cols += x.dimensions()[1];
-    checks.dtype("x", x, {buffers.x[0].element_type()})
-        .shape("x", x, {buffers.x[0].dimensions()[0], x.dimensions()[1]});
+    checks.dtype("x", x, {matrices[0].element_type()}).shape("x", x, {matrices[0].dimensions()[0], x.dimensions()[1]});
   }
+  return checks;
+}
+
+Checks check(const char* operation, const QuantizeBuffers& buffers, const ScaleRule& rule) {
+  int64_t cols = 0;
+  Checks checks = check_matrices(operation, buffers.x, cols);
+  if (!checks.passed()) return checks;
   check_source(checks, buffers.source, rule)
       .dtype("the result values", buffers.values, {ffi::F8E4M3FN, ffi::F8E5M2})
       .shape("the result values", buffers.values, {buffers.x[0].dimensions()[0], cols})
@@ -116,6 +125,48 @@ ffi::Error quantize_transpose_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::A
   return launch_result(kQuantizeTransposeSums, launch_quantize_transpose(arguments, stream));
 }
 
+// ---- by tiles -------------------------------------------------------------------------------------------------------
+
+ffi::Error quantize_by_tile(const char* operation, cudaStream_t stream, const std::vector<ffi::AnyBuffer>& x,
+                            const TileBuffers& buffers, const ffi::AnyBuffer* sums, const ffi::AnyBuffer* partial_sums,
+                            const TileRule& rule) {
+  int64_t cols = 0;
+  Checks checks = check_matrices(operation, x, cols);
+  if (!checks.passed()) return checks.error();
+  const int64_t rows = x[0].dimensions()[0];
+  check_by_tile(checks, buffers, rows, cols, rule);
+  if (sums) check_sums(checks, *sums, *partial_sums, rows, cols);
+  if (!checks.passed()) return checks.error();
+  const QuantizeByTileArguments arguments{
+      .x = side_by_side(x),
+      .x_type = *source_type(x[0].element_type()),
+      .cast = cast_of(buffers, rule),
+      .sums = sums ? ColumnSums{sums->typed_data<float>(), partial_sums->typed_data<float>()} : ColumnSums{},
+      .rows = rows,
+      .cols = cols,
+  };
+  return launch_result(operation, launch_quantize_by_tile(arguments, stream));
+}
+
+ffi::Error quantize_tiles(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs further,
+                          ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                          ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scales,
+                          ffi::Result<ffi::AnyBuffer> scales_t, TileRule rule) {
+  return quantize_by_tile(kQuantizeByTile, stream, matrices_of(x, further),
+                          {*values, *values_t, *amax, *scales, *scales_t}, nullptr, nullptr, rule);
+}
+
+ffi::Error quantize_tiles_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs further,
+                               ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                               ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scales,
+                               ffi::Result<ffi::AnyBuffer> scales_t, ffi::Result<ffi::AnyBuffer> sums,
+                               ffi::Result<ffi::AnyBuffer> partial_sums, TileRule rule) {
+  return quantize_by_tile(kQuantizeByTileSums, stream, matrices_of(x, further),
+                          {*values, *values_t, *amax, *scales, *scales_t}, &*sums, &*partial_sums, rule);
+}
+
+// ---- bindings -------------------------------------------------------------------------------------------------------
+
 XLA_FFI_DEFINE_HANDLER(plain, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
 // What both casts with a transpose begin with.
@@ -141,10 +192,34 @@ XLA_FFI_DEFINE_HANDLER(summing, quantize_transpose_sums,
                            .Attrs<ScaleRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+// What both casts by tiles begin with.
+auto bind_tiling() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()   // x
+      .RemainingArgs()         // further matrices
+      .Ret<ffi::AnyBuffer>()   // values
+      .Ret<ffi::AnyBuffer>()   // values_t
+      .Ret<ffi::AnyBuffer>()   // amax
+      .Ret<ffi::AnyBuffer>()   // scales
+      .Ret<ffi::AnyBuffer>();  // scales_t
+}
+
+XLA_FFI_DEFINE_HANDLER(tiling, quantize_tiles, bind_tiling().Attrs<TileRule>(), {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(tiling_summing, quantize_tiles_sums,
+                       bind_tiling()
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .Ret<ffi::AnyBuffer>()  // partial_sums
+                           .Attrs<TileRule>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace
 
 XLA_FFI_Handler* const quantize_handler = plain;
 XLA_FFI_Handler* const quantize_transpose_handler = transposing;
 XLA_FFI_Handler* const quantize_transpose_sums_handler = summing;
+XLA_FFI_Handler* const quantize_by_tile_handler = tiling;
+XLA_FFI_Handler* const quantize_by_tile_sums_handler = tiling_summing;
 
 }  // namespace jax_fp8

@@ -1,7 +1,8 @@
-// The cast of a flat array, and what the cast and transpose by tiles, device/quantize_tile.cuh,
-// makes of a matrix as it is.
+// The cast of a flat array, and what the cast and transpose makes of a matrix as it is: with one scale,
+// device/quantize_tile.cuh, or with one a tile, device/quantize_by_tile.cuh.
 #include "device/by_dtype.cuh"
 #include "device/fp8.cuh"
+#include "device/quantize_by_tile.cuh"
 #include "device/quantize_tile.cuh"
 #include "device/reduce.cuh"
 #include "device/scale_source.cuh"
@@ -65,6 +66,8 @@ struct AsItIs {
   static constexpr int kCompanions = 0;
   // 80 KB of x in flight on a multiprocessor, or 128 KB of float32.
   static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;
+  // A thread holds 64 elements.
+  static constexpr int kTileBlocks = sizeof(T) == 4 ? 2 : 4;
   static constexpr bool kSums = kSummed;
 
   Matrices matrices;
@@ -84,7 +87,7 @@ struct AsItIs {
   }
 
   template <int kRows>
-  __device__ void make(const Vector<T> (&loaded)[kRows][1], Vector<T> (&made)[kRows][1]) const {
+  __device__ void make(int64_t, int64_t, const Vector<T> (&loaded)[kRows][1], Vector<T> (&made)[kRows][1]) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) made[r][0] = loaded[r][0];
   }
@@ -141,6 +144,25 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
     arguments.sums.result ? launch(AsItIs<T, true>{arguments.x}) : launch(AsItIs<T, false>{arguments.x});
   });
   return cudaGetLastError();
+}
+
+cudaError_t launch_quantize_by_tile(const QuantizeByTileArguments& arguments, cudaStream_t stream) {
+  const TileCast& cast = arguments.cast;
+  const bool aligned = are_vectorized(arguments.x) && are_aligned({cast.values, cast.values_t});
+  const ByTileResults results{
+      .cast = cast,
+      .sums = arguments.sums,
+      .companion = {},
+      .rows = arguments.rows,
+      .width = arguments.cols,
+  };
+  cudaError_t status = cudaSuccess;
+  by_dtype(arguments.x_type, [&](auto element) {
+    using T = decltype(element);
+    const auto launch = [&](auto producer) { status = launch_by_tile(producer, results, aligned, stream); };
+    arguments.sums.result ? launch(AsItIs<T, true>{arguments.x}) : launch(AsItIs<T, false>{arguments.x});
+  });
+  return status;
 }
 
 }  // namespace jax_fp8

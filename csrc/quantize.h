@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "by_tile.h"
 #include "column_sums.h"
 #include "dtypes.h"
 #include "scale_source.h"
@@ -39,11 +40,23 @@ struct QuantizeArguments {
   int64_t cols;
 };
 
+struct QuantizeByTileArguments {
+  Matrices x;  // [rows, cols] together
+  SourceType x_type;
+  TileCast cast;
+  ColumnSums sums;  // [cols], where they are wanted
+  int64_t rows;
+  int64_t cols;
+};
+
 cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t stream);
 cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaStream_t stream);
+cudaError_t launch_quantize_by_tile(const QuantizeByTileArguments& arguments, cudaStream_t stream);
 
 extern XLA_FFI_Handler* const quantize_handler;
 extern XLA_FFI_Handler* const quantize_transpose_handler;
 extern XLA_FFI_Handler* const quantize_transpose_sums_handler;
+extern XLA_FFI_Handler* const quantize_by_tile_handler;
+extern XLA_FFI_Handler* const quantize_by_tile_sums_handler;
 
 }  // namespace jax_fp8

@@ -67,9 +67,9 @@ def scale_from_amax(amax, dtype, margin=0):
     return np.where(np.isfinite(amax) & (amax > 0), scale, np.float32(1))[()]
 
 
-def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False):
+def current_scale(amax, dtype, amax_epsilon=0.0, power_2_scale=False, margin=0):
     """The scale of a tensor from its own amax; of every tensor, from an array of these."""
-    scale = scale_from_amax(np.maximum(np.asarray(amax, np.float32), np.float32(amax_epsilon)), dtype)
+    scale = scale_from_amax(np.maximum(np.asarray(amax, np.float32), np.float32(amax_epsilon)), dtype, margin)
     if not power_2_scale:
         return scale
     _, exponent = np.frexp(1 / scale.astype(np.float64))  # 1 / scale = mantissa * 2**exponent, mantissa in [0.5, 1)

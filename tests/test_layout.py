@@ -167,6 +167,10 @@ def mirror_gaps(root: pathlib.Path) -> list[str]:
     for kernel in kernels:
         if not (root / wanted[kernel]).exists():
             broken.append(f"{kernel}: needs {wanted[kernel]}, which runs it on the CPU")
+    headers = sorted(path.relative_to(root) for path in (root / "csrc/device").glob("*.cuh"))
+    wanted |= {
+        path: pathlib.Path("tests/csrc/device", f"test_{path.stem}.py") for path in headers
+    }  # where there is one
     for room in (*ROOMS, "csrc"):
         for test in sorted((root / "tests" / room).rglob("test_*.py")):
             if test.relative_to(root) not in wanted.values():
@@ -318,6 +322,7 @@ PLANTED = [
     (mirror_gaps, {"tests/ops/test_a.py": ""}, "has no source file"),
     (mirror_gaps, {"csrc/a.cu": ""}, "csrc/a.cu: needs tests/csrc/test_a.py"),
     (mirror_gaps, {"tests/csrc/test_a.py": ""}, "has no source file"),
+    (mirror_gaps, {"tests/csrc/device/test_a.py": "", "csrc/device/b.cuh": ""}, "has no source file"),
     (operation_names, {"csrc/a.cu": ""}, "must have its handler"),
     (operation_names, {"csrc/a.cc": "XLA_FFI_DEFINE_HANDLER(a)", "csrc/a.h": ""}, "must have jax_fp8/kernels/a.py"),
     (operation_names, {"csrc/module.cc": 'table["jax_fp8_b"] = handler'}, "target jax_fp8_b must begin"),

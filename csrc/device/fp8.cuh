@@ -41,6 +41,14 @@ __device__ inline uint32_t quantize_four(const float* x, float multiplier) {
   return low | high << 16;
 }
 
+// Each by its own.
+template <Fp8Type kFormat>
+__device__ inline uint32_t quantize_four(const float* x, const float* multipliers) {
+  const uint32_t low = cast_pair<kFormat>(__fmul_rn(x[0], multipliers[0]), __fmul_rn(x[1], multipliers[1]));
+  const uint32_t high = cast_pair<kFormat>(__fmul_rn(x[2], multipliers[2]), __fmul_rn(x[3], multipliers[3]));
+  return low | high << 16;
+}
+
 // ---- back to float, and rounding up or down at random ---------------------------------------------------------------
 
 // Two floats from two FP8 bytes: every FP8 value is a float16.

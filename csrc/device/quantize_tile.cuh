@@ -9,7 +9,7 @@
 //     static constexpr bool kSums;             // whether the sums of columns are wanted
 //     static constexpr int kCompanions;        // 1 if it makes another matrix of `width` columns beside, else 0
 //     load(row, col, width, loaded)            // a vector of each input
-//     make(loaded, made)                       // the vectors of a patch of rows: of each part, then of the companion
+//     make(row, col, loaded, made)             // the vectors of a patch of rows: of each part, then of the companion
 //     element(row, col, width, made)           // one element of each
 //
 // `width` is the columns of one part; with two parts the result has 2 * width. A companion is written transposed only,
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) producer.load(row + r, col, width, loaded[r]);
     const float multiplier = multiplier_from<kFormat>(loaded_scale, scale);
-    producer.make(loaded, made);
+    producer.make(row, col, loaded, made);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       uint32_t left[kPatchRows], right[kPatchRows];

@@ -98,6 +98,16 @@ __device__ inline void store_vector(T* target, const Vector<T>& vector) {
   }
 }
 
+// Floats from memory that the block writes itself, by fours.
+template <int kCount>
+__device__ inline void read_fours(const float* source, float (&out)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float4 four = reinterpret_cast<const float4*>(source)[i / 4];
+    out[i] = four.x, out[i + 1] = four.y, out[i + 2] = four.z, out[i + 3] = four.w;
+  }
+}
+
 // ---- to floats ------------------------------------------------------------------------------------------------------
 
 // The elements of one word, the first in the low half.

@@ -5,6 +5,7 @@
 // down, so that code which needs more than PTX promises comes out wrong.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -58,6 +59,24 @@ inline uint32_t halves_from_fp8(Format format, uint16_t bytes) {
   return encode_pair(kFloat16, decode(format, bytes >> 8), decode(format, bytes & 0xFF));
 }
 
+// The larger magnitude of two numbers, given as bits, with the sign of their product: a NaN gives way, or wins.
+inline uint32_t larger_magnitude(uint32_t a, uint32_t b, uint32_t sign_bit, uint32_t infinity, bool nan_wins) {
+  const uint32_t x = a & (sign_bit - 1), y = b & (sign_bit - 1);
+  if ((nan_wins ? x > infinity || y > infinity : x > infinity && y > infinity)) return sign_bit - 1;
+  const uint32_t larger = x > infinity ? y : y > infinity ? x : std::max(x, y);
+  return larger | ((a ^ b) & sign_bit);
+}
+
+inline uint32_t larger_magnitudes(uint32_t a, uint32_t b, uint32_t infinity, bool nan_wins) {
+  return larger_magnitude(a >> 16, b >> 16, 0x8000, infinity, nan_wins) << 16 |
+         larger_magnitude(a & 0xFFFF, b & 0xFFFF, 0x8000, infinity, nan_wins);
+}
+
+inline float larger_magnitude(float a, float b, bool nan_wins) {
+  const auto bits = [](float x) { return std::bit_cast<uint32_t>(x); };
+  return std::bit_cast<float>(larger_magnitude(bits(a), bits(b), 0x80000000u, 0x7F800000u, nan_wins));
+}
+
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
 // Up or down, by the bits of the operand; the rounding to float32 is the other half of the error.
@@ -85,6 +104,17 @@ inline void cvt_f32_bf16(float& d, uint16_t x) { d = decode(kBFloat16, x); }
 
 inline void max_NaN_f32(float& d, float x, float y) {
   d = x != x || y != y ? std::bit_cast<float>(0x7FFFFFFFu) : std::fmax(x, y);
+}
+
+inline void max_xorsign_abs_f32(float& d, float x, float y) { d = larger_magnitude(x, y, false); }
+inline void max_NaN_xorsign_abs_f32(float& d, float x, float y) { d = larger_magnitude(x, y, true); }
+inline void max_xorsign_abs_bf16x2(uint32_t& d, uint32_t x, uint32_t y) { d = larger_magnitudes(x, y, 0x7F80, false); }
+inline void max_NaN_xorsign_abs_bf16x2(uint32_t& d, uint32_t x, uint32_t y) {
+  d = larger_magnitudes(x, y, 0x7F80, true);
+}
+inline void max_xorsign_abs_f16x2(uint32_t& d, uint32_t x, uint32_t y) { d = larger_magnitudes(x, y, 0x7C00, false); }
+inline void max_NaN_xorsign_abs_f16x2(uint32_t& d, uint32_t x, uint32_t y) {
+  d = larger_magnitudes(x, y, 0x7C00, true);
 }
 
 inline void rcp_approx_ftz_f32(float& d, float x) { d = flush(approximate(1.0 / flush(x), 0x1p-23, x)); }

@@ -120,6 +120,43 @@ def test_approximations_are_as_wrong_as_ptx_allows():
         assert np.mean(values == wanted.astype(np.float32)) > 0.1  # and right at times
 
 
+MAGNITUDES = """
+__global__ void magnitudes(const uint32_t* x, uint32_t* bf16, uint32_t* bf16_nan, uint32_t* f16, uint32_t* f16_nan,
+                           float* f32, float* f32_nan) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const uint32_t a = x[2 * i], b = x[2 * i + 1];
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(bf16[i]) : "r"(a), "r"(b));
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(bf16_nan[i]) : "r"(a), "r"(b));
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(f16[i]) : "r"(a), "r"(b));
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(f16_nan[i]) : "r"(a), "r"(b));
+  asm("max.xorsign.abs.f32 %0, %1, %2;" : "=f"(f32[i]) : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)));
+  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(f32_nan[i]) : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)));
+}
+"""
+
+
+def test_maxima_of_magnitudes_are_those_of_numpy():
+    """And their signs are those of products, as if they meant something."""
+    entry = """extern "C" int run(const uint32_t* x, uint32_t* a, uint32_t* b, uint32_t* c, uint32_t* d, float* e,
+                                  float* f) {
+      magnitudes<<<64, 64>>>(x, a, b, c, d, e, f);
+      return cudaGetLastError();
+    }"""
+    x = np.random.default_rng(0).integers(0, 2**32, (4096, 2), dtype=np.uint32)
+    x[:1024] |= np.uint32(0x7F807C00)  # infinities and NaNs
+    x[:512, 0] &= np.uint32(0xFF80FC00)
+    results = [Result((4096,), dtype) for dtype in [np.uint32] * 4 + [np.float32] * 2]
+    got = compile_for_cpu(MAGNITUDES, entry).call("run", x, *results, orders=["forward"])
+    for number, dtype in enumerate((ml_dtypes.bfloat16, np.float16, np.float32)):
+        a, b = (side.copy().view(dtype).astype(np.float32) for side in (x[:, 0], x[:, 1]))
+        signs = np.signbit(a) ^ np.signbit(b)
+        for result, largest in zip(got[2 * number : 2 * number + 2], (np.fmax, np.maximum), strict=True):
+            values, wanted = result.view(dtype).astype(np.float32), largest(np.abs(a), np.abs(b))
+            assert np.isnan(wanted).any()
+            assert_same_bits(np.abs(values), wanted)
+            assert_same_bits(np.signbit(values) & ~np.isnan(wanted), signs & ~np.isnan(wanted))
+
+
 INTRINSICS = """
 __global__ void bytes(const unsigned* x, unsigned* y) {
   const int i = threadIdx.x;

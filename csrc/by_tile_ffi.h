@@ -1,0 +1,61 @@
+// `TileCast` as XLA hands it over, its rule and its results, and the checks of both.
+#pragma once
+
+#include "by_tile.h"
+#include "ffi.h"
+
+// As in scale_source_ffi.h: an operation with attributes of its own has a struct of them, the rule last.
+#define JAX_FP8_TILE_RULE_MEMBERS                                                                           \
+  xla::ffi::StructMember<bool>("square"), xla::ffi::StructMember<bool>("square_t"),                         \
+      xla::ffi::StructMember<int32_t>("margin"), xla::ffi::StructMember<float>("amax_epsilon"),             \
+      xla::ffi::StructMember<bool>("power_2_scale")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::TileRule, JAX_FP8_TILE_RULE_MEMBERS);
+
+namespace jax_fp8 {
+
+struct TileBuffers {
+  ffi::AnyBuffer values, values_t, amax, scales, scales_t;
+};
+
+inline int64_t tiles_of(int64_t length) { return divide_up(length, kTile); }
+
+// `array` is a matrix of as many values as these, with rows along what a GEMM contracts; or both have shape [0, 0].
+inline Checks& check_tiled(Checks& checks, const char* name, const ffi::AnyBuffer& values, const char* scales_name,
+                           const ffi::AnyBuffer& scales, int64_t rows, int64_t cols, bool square) {
+  using Shape = std::vector<int64_t>;
+  const bool wanted = shape_of(values) != Shape{0, 0};
+  const Shape tiles = square ? Shape{tiles_of(rows), tiles_of(cols)} : Shape{tiles_of(cols), rows};
+  checks.dtype(name, values, {ffi::F8E4M3FN}).dtype(scales_name, scales, {ffi::F32});
+  if (wanted) checks.shape(name, values, {rows, cols});
+  return checks.shape(scales_name, scales, wanted ? tiles : Shape{0, 0});
+}
+
+// `rows` and `cols`: of what is cast.
+inline Checks& check_by_tile(Checks& checks, const TileBuffers& buffers, int64_t rows, int64_t cols,
+                             const TileRule& rule) {
+  check_tiled(checks, "the result values", buffers.values, "the result scales", buffers.scales, rows, cols,
+              rule.square);
+  check_tiled(checks, "the result values_t", buffers.values_t, "the result scales_t", buffers.scales_t, cols, rows,
+              rule.square_t);
+  return checks.float32_scalar("the result amax", buffers.amax);
+}
+
+// What has no elements is not wanted.
+template <typename T>
+T* pointer_or_null(const ffi::AnyBuffer& buffer) {
+  return buffer.element_count() ? static_cast<T*>(buffer.untyped_data()) : nullptr;
+}
+
+inline TileCast cast_of(const TileBuffers& buffers, const TileRule& rule) {
+  return {
+      .rule = rule,
+      .values = pointer_or_null<uint8_t>(buffers.values),
+      .values_t = pointer_or_null<uint8_t>(buffers.values_t),
+      .amax = buffers.amax.typed_data<float>(),
+      .scales = pointer_or_null<float>(buffers.scales),
+      .scales_t = pointer_or_null<float>(buffers.scales_t),
+  };
+}
+
+}  // namespace jax_fp8

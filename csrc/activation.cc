@@ -2,6 +2,7 @@
 
 #include <string_view>
 
+#include "by_tile_ffi.h"
 #include "column_sums_ffi.h"
 #include "ffi.h"
 #include "scale_source_ffi.h"
@@ -13,16 +14,26 @@ struct ActivationAttributes {
   ScaleRule rule;
 };
 
+struct ActivationTileAttributes {
+  std::string_view activation;
+  TileRule rule;
+};
+
 }  // namespace jax_fp8
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ActivationAttributes,
                                       xla::ffi::StructMember<std::string_view>("activation"),
                                       JAX_FP8_SCALE_RULE_MEMBERS);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::ActivationTileAttributes,
+                                      xla::ffi::StructMember<std::string_view>("activation"),
+                                      JAX_FP8_TILE_RULE_MEMBERS);
 
 namespace jax_fp8 {
 namespace {
 
 constexpr char kQuantize[] = "jax_fp8_activation_quantize";
+constexpr char kQuantizeByTile[] = "jax_fp8_activation_quantize_by_tile";
+constexpr char kBackwardQuantizeByTile[] = "jax_fp8_activation_backward_quantize_by_tile";
 constexpr char kAmax[] = "jax_fp8_activation_amax";
 constexpr char kBackwardQuantize[] = "jax_fp8_activation_backward_quantize";
 constexpr char kBackwardAmax[] = "jax_fp8_activation_backward_amax";
@@ -135,6 +146,53 @@ ffi::Error backward_quantize(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   return launch_result(kBackwardQuantize, launch_activation_backward_quantize(arguments, stream));
 }
 
+ffi::Error quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
+                            ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
+                            ffi::Result<ffi::AnyBuffer> scales, ffi::Result<ffi::AnyBuffer> scales_t,
+                            ActivationTileAttributes attributes) {
+  const auto& [activation, rule] = attributes;
+  Inputs inputs = inputs_of(kQuantizeByTile, activation, x, nullptr);
+  const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
+  if (inputs.checks.passed()) check_by_tile(inputs.checks, buffers, inputs.value.rows, inputs.value.width, rule);
+  if (!inputs.checks.passed()) return inputs.checks.error();
+  const ActivationByTileArguments arguments{
+      .inputs = inputs.value,
+      .cast = cast_of(buffers, rule),
+      .sums = {},
+      .activated_t = nullptr,
+      .activated_scales_t = nullptr,
+  };
+  return launch_result(kQuantizeByTile, launch_activation_quantize_by_tile(arguments, stream));
+}
+
+ffi::Error backward_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
+                                     ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> values_t,
+                                     ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> scales,
+                                     ffi::Result<ffi::AnyBuffer> scales_t, ffi::Result<ffi::AnyBuffer> activated_t,
+                                     ffi::Result<ffi::AnyBuffer> activated_scales_t, ffi::Result<ffi::AnyBuffer> sums,
+                                     ffi::Result<ffi::AnyBuffer> partial_sums, ActivationTileAttributes attributes) {
+  const auto& [activation, rule] = attributes;
+  Inputs inputs = inputs_of(kBackwardQuantizeByTile, activation, x, &dy);
+  const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
+  if (inputs.checks.passed()) {
+    const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], width = inputs.value.width;
+    check_sums(check_by_tile(inputs.checks, buffers, rows, cols, rule), *sums, *partial_sums, rows, cols)
+        .dtype("the result activated_t", *activated_t, {ffi::F8E4M3FN})
+        .shape("the result activated_t", *activated_t, {width, rows})
+        .dtype("the result activated_scales_t", *activated_scales_t, {ffi::F32})
+        .shape("the result activated_scales_t", *activated_scales_t, {tiles_of(rows), width});
+  }
+  if (!inputs.checks.passed()) return inputs.checks.error();
+  const ActivationByTileArguments arguments{
+      .inputs = inputs.value,
+      .cast = cast_of(buffers, rule),
+      .sums = {.result = sums->typed_data<float>(), .partial = partial_sums->typed_data<float>()},
+      .activated_t = static_cast<uint8_t*>(activated_t->untyped_data()),
+      .activated_scales_t = activated_scales_t->typed_data<float>(),
+  };
+  return launch_result(kBackwardQuantizeByTile, launch_activation_backward_quantize_by_tile(arguments, stream));
+}
+
 ffi::Error amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> result,
                 std::string_view activation) {
   Inputs inputs = inputs_of(kAmax, activation, x, nullptr);
@@ -155,6 +213,11 @@ ffi::Error backward_amax(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
 XLA_FFI_DEFINE_HANDLER(quantizing, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(backward_quantizing, backward_quantize, BoundByParameters(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(tiling, quantize_by_tile, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(backward_tiling, backward_quantize_by_tile, BoundByParameters(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(measuring, amax,
@@ -178,6 +241,8 @@ XLA_FFI_DEFINE_HANDLER(backward_measuring, backward_amax,
 
 XLA_FFI_Handler* const activation_quantize_handler = quantizing;
 XLA_FFI_Handler* const activation_backward_quantize_handler = backward_quantizing;
+XLA_FFI_Handler* const activation_quantize_by_tile_handler = tiling;
+XLA_FFI_Handler* const activation_backward_quantize_by_tile_handler = backward_tiling;
 XLA_FFI_Handler* const activation_amax_handler = measuring;
 XLA_FFI_Handler* const activation_backward_amax_handler = backward_measuring;
 

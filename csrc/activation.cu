@@ -1,7 +1,9 @@
-// What the cast and transpose by tiles, device/quantize_tile.cuh, makes of an activation and of its gradient.
+// What the cast and transpose makes of an activation and of its gradient: with one scale, device/quantize_tile.cuh, or
+// with one a tile, device/quantize_by_tile.cuh.
 #include "activation.h"
 #include "device/activation.cuh"
 #include "device/by_dtype.cuh"
+#include "device/quantize_by_tile.cuh"
 #include "device/quantize_tile.cuh"
 #include "launch.h"
 
@@ -72,6 +74,9 @@ struct Activated {
   static constexpr int kAmaxBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
   // A companion needs registers too.
   static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;
+  // By tiles, 64 elements: what waits for the scales are parts and companion.
+  static constexpr int kHeld = (kInputs > kMade ? kInputs : kMade) * sizeof(T);
+  static constexpr int kTileBlocks = kHeld <= 2 ? 4 : kHeld <= 6 ? 2 : 1;
 
   const T* x;   // [rows, kHalves * width]
   const T* dy;  // [rows, width]
@@ -206,6 +211,26 @@ cudaError_t launch_quantize_activated(const ActivationArguments& arguments, cuda
 }
 
 template <typename Plain, typename Gated>
+cudaError_t launch_activated_by_tile(const ActivationByTileArguments& arguments, cudaStream_t stream) {
+  const ActivationInputs& inputs = arguments.inputs;
+  const TileCast& cast = arguments.cast;
+  const bool aligned = are_aligned({inputs.x, inputs.dy, cast.values, cast.values_t, arguments.activated_t});
+  const ByTileResults results{
+      .cast = cast,
+      .sums = arguments.sums,
+      .companion = {arguments.activated_t, arguments.activated_scales_t},
+      .rows = inputs.rows,
+      .width = inputs.width,
+  };
+  cudaError_t status = cudaSuccess;
+  by_dtype(inputs.type, [&](auto element) {
+    with_producer<decltype(element), Plain, Gated>(
+        inputs, [&](auto producer) { status = launch_by_tile(producer, results, aligned, stream); });
+  });
+  return status;
+}
+
+template <typename Plain, typename Gated>
 cudaError_t launch_amax_of_activated(const ActivationInputs& inputs, float* amax, cudaStream_t stream) {
   const cudaError_t cleared = cudaMemsetAsync(amax, 0, sizeof(float), stream);
   if (cleared != cudaSuccess || inputs.rows * inputs.width == 0) return cleared;
@@ -233,6 +258,15 @@ cudaError_t launch_activation_quantize(const ActivationArguments& arguments, cud
 
 cudaError_t launch_activation_backward_quantize(const ActivationArguments& arguments, cudaStream_t stream) {
   return launch_quantize_activated<Backward, GatedBackward>(arguments, stream);
+}
+
+cudaError_t launch_activation_quantize_by_tile(const ActivationByTileArguments& arguments, cudaStream_t stream) {
+  return launch_activated_by_tile<Forward, GatedForward>(arguments, stream);
+}
+
+cudaError_t launch_activation_backward_quantize_by_tile(const ActivationByTileArguments& arguments,
+                                                        cudaStream_t stream) {
+  return launch_activated_by_tile<Backward, GatedBackward>(arguments, stream);
 }
 
 cudaError_t launch_activation_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream) {

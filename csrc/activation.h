@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "by_tile.h"
 #include "column_sums.h"
 #include "dtypes.h"
 #include "scale_source.h"
@@ -49,8 +50,20 @@ struct ActivationArguments {
   uint8_t* activated_t;  // [width, rows]
 };
 
+// The same by tiles. Beside dx: its column sums, and y in FP8, transposed, by tiles of 1 x 128 along its rows.
+struct ActivationByTileArguments {
+  ActivationInputs inputs;
+  TileCast cast;  // of y [rows, width], or of dx
+  ColumnSums sums;
+  uint8_t* activated_t;       // [width, rows]
+  float* activated_scales_t;  // [rows / 128, width]
+};
+
 cudaError_t launch_activation_quantize(const ActivationArguments& arguments, cudaStream_t stream);
 cudaError_t launch_activation_backward_quantize(const ActivationArguments& arguments, cudaStream_t stream);
+cudaError_t launch_activation_quantize_by_tile(const ActivationByTileArguments& arguments, cudaStream_t stream);
+cudaError_t launch_activation_backward_quantize_by_tile(const ActivationByTileArguments& arguments,
+                                                        cudaStream_t stream);
 
 // The amax alone, which current scaling wants first.
 cudaError_t launch_activation_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream);
@@ -58,6 +71,8 @@ cudaError_t launch_activation_backward_amax(const ActivationInputs& inputs, floa
 
 extern XLA_FFI_Handler* const activation_quantize_handler;
 extern XLA_FFI_Handler* const activation_backward_quantize_handler;
+extern XLA_FFI_Handler* const activation_quantize_by_tile_handler;
+extern XLA_FFI_Handler* const activation_backward_quantize_by_tile_handler;
 extern XLA_FFI_Handler* const activation_amax_handler;
 extern XLA_FFI_Handler* const activation_backward_amax_handler;
 

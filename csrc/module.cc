@@ -40,6 +40,9 @@ py::dict targets() {
   table["jax_fp8_room"] = py::dict("execute"_a = capsule(room_handler));
   table["jax_fp8_transpose"] = py::dict("execute"_a = capsule(transpose_handler));
   table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));
+  table["jax_fp8_activation_quantize_by_tile"] = py::dict("execute"_a = capsule(activation_quantize_by_tile_handler));
+  table["jax_fp8_activation_backward_quantize_by_tile"] =
+      py::dict("execute"_a = capsule(activation_backward_quantize_by_tile_handler));
   table["jax_fp8_activation_amax"] = py::dict("execute"_a = capsule(activation_amax_handler));
   table["jax_fp8_activation_backward_quantize"] = py::dict("execute"_a = capsule(activation_backward_quantize_handler));
   table["jax_fp8_activation_backward_amax"] = py::dict("execute"_a = capsule(activation_backward_amax_handler));

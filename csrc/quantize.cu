@@ -66,8 +66,7 @@ struct AsItIs {
   static constexpr int kCompanions = 0;
   // 80 KB of x in flight on a multiprocessor, or 128 KB of float32.
   static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;
-  // A thread holds 64 elements.
-  static constexpr int kTileBlocks = sizeof(T) == 4 ? 2 : 4;
+  static constexpr int kTileBlocks = sizeof(T) == 4 ? 2 : kSummed ? 3 : 4;
   static constexpr bool kSums = kSummed;
 
   Matrices matrices;

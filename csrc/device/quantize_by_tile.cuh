@@ -37,38 +37,34 @@ namespace by_tile {
 
 // ---- casts ----------------------------------------------------------------------------------------------------------
 
-// Where a patch goes; what is not wanted is null.
-struct PatchTarget {
-  uint8_t* values;  // of its first row
-  int64_t row_length;
-  uint4* tile;  // of the transpose
-  int patch, group;
-  bool cast_once;  // whether row and column have the same scale
-};
-
-// `row_multipliers` begin with that of the patch's first row.
+// A patch, each row by its multiplier, of which the first is at `multipliers` in shared memory.
 template <typename T, int kMade>
-__device__ inline void cast_patch(const Vector<T> (&made)[kPatchRows][kMade], int part, const float* row_multipliers,
-                                  const float* column_multipliers, const PatchTarget& target) {
-  float by_row[kPatchRows], by_column[kVectorWidth];
-  read_fours(row_multipliers, by_row);
-  read_fours(column_multipliers, by_column);
-  uint32_t left[kPatchRows], right[kPatchRows];
+__device__ inline void cast_rows(const Vector<T> (&made)[kPatchRows][kMade], int part, const float* multipliers,
+                                 uint32_t (&left)[kPatchRows], uint32_t (&right)[kPatchRows]) {
+  float by_row[kPatchRows];
+  read_fours(multipliers, by_row);
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
     float elements[kVectorWidth];
     unpack(made[r][part], elements);
-    if (target.values) {
-      left[r] = quantize_four<kFormat>(elements, by_row[r]);
-      right[r] = quantize_four<kFormat>(elements + 4, by_row[r]);
-      *reinterpret_cast<uint2*>(target.values + r * target.row_length) = {left[r], right[r]};
-    }
-    if (target.tile && !target.cast_once) {
-      left[r] = quantize_four<kFormat>(elements, by_column);
-      right[r] = quantize_four<kFormat>(elements + 4, by_column + 4);
-    }
+    left[r] = quantize_four<kFormat>(elements, by_row[r]);
+    right[r] = quantize_four<kFormat>(elements + 4, by_row[r]);
   }
-  if (target.tile) quantize_tile::put_patch(target.tile, target.patch, target.group, left, right);
+}
+
+// And each column by its.
+template <typename T, int kMade>
+__device__ inline void cast_columns(const Vector<T> (&made)[kPatchRows][kMade], int part, const float* multipliers,
+                                    uint32_t (&left)[kPatchRows], uint32_t (&right)[kPatchRows]) {
+  float by_column[kVectorWidth];
+  read_fours(multipliers, by_column);
+#pragma unroll
+  for (int r = 0; r < kPatchRows; ++r) {
+    float elements[kVectorWidth];
+    unpack(made[r][part], elements);
+    left[r] = quantize_four<kFormat>(elements, by_column);
+    right[r] = quantize_four<kFormat>(elements + 4, by_column + 4);
+  }
 }
 
 template <typename Producer>
@@ -121,6 +117,7 @@ __global__ void __launch_bounds__(by_tile::kThreads, Producer::kTileBlocks)
   __syncthreads();
 
   const TileCast& cast = results.cast;
+  const bool is_cast_already = cast.values && cast.rule.square && cast.rule.square_t;
   const auto staged_at = [&](int part, int half) { return staged + (part * kHalves + half) * ValuesTile::kChunks; };
 #pragma unroll
   for (int part = 0; part < kMade; ++part) {
@@ -130,16 +127,20 @@ __global__ void __launch_bounds__(by_tile::kThreads, Producer::kTileBlocks)
     for (int half = 0; half < kHalves; ++half) {
       if (!is_inside(half)) continue;
       const int in_tile = half * ValuesTile::kCols + group * kVectorWidth;
-      const PatchTarget target{
-          .values = straight ? cast.values + (row * kParts + part) * width + tile_col + in_tile : nullptr,
-          .row_length = kParts * width,
-          .tile = transposed ? staged_at(part, half) : nullptr,
-          .patch = patch,
-          .group = group,
-          .cast_once = straight && cast.rule.square && cast.rule.square_t,
-      };
-      cast_patch(made[half], part, shared.row_multipliers[is_companion ? 0 : part] + patch * kPatchRows,
-                 shared.column_multipliers[part] + in_tile, target);
+      uint32_t left[kPatchRows], right[kPatchRows];
+      if (straight) {
+        cast_rows(made[half], part, shared.row_multipliers[is_companion ? 0 : part] + patch * kPatchRows, left, right);
+        uint8_t* target = cast.values + (row * kParts + part) * width + tile_col + in_tile;
+#pragma unroll
+        for (int r = 0; r < kPatchRows; ++r) {
+          *reinterpret_cast<uint2*>(target + r * kParts * width) = {left[r], right[r]};
+        }
+      }
+      if (!transposed) continue;
+      if (is_companion || !is_cast_already) {
+        cast_columns(made[half], part, shared.column_multipliers[part] + in_tile, left, right);
+      }
+      quantize_tile::put_patch(staged_at(part, half), patch, group, left, right);
     }
   }
   __syncthreads();

@@ -1,0 +1,191 @@
+"""Activations and their gradients cast by tiles: csrc/activation.cu on the CPU, bit for bit.
+
+What is cast is asked of the same producer, element by element; tests/csrc/test_activation.py has the functions.
+"""
+
+import ml_dtypes
+import numpy as np
+import plain
+import pytest
+from by_tile import E4M3, TileRule, scales_shape
+from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
+from reference import assert_same_bits
+
+ENTRY = """
+using namespace jax_fp8;
+
+static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated,
+                                  int64_t rows, int64_t width) {
+  return {dy, x, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows, width};
+}
+
+extern "C" int by_tile(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
+                       int64_t width, int64_t square, int64_t square_t, int64_t margin, double amax_epsilon,
+                       int64_t power_2_scale, uint8_t* values, uint8_t* values_t, float* amax, float* scales,
+                       float* scales_t, float* sums, float* partial, uint8_t* activated_t, float* activated_scales_t) {
+  const TileRule rule{square != 0, square_t != 0, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon),
+                      power_2_scale != 0};
+  const ActivationByTileArguments arguments{inputs_of(dy, x, type, activation, gated, rows, width),
+                                            {rule, values, values_t, amax, scales, scales_t}, {sums, partial},
+                                            activated_t, activated_scales_t};
+  return dy ? launch_activation_backward_quantize_by_tile(arguments, nullptr)
+            : launch_activation_quantize_by_tile(arguments, nullptr);
+}
+
+template <typename Producer>
+__global__ void elements_kernel(Producer producer, int64_t width, float* elements) {
+  for (int64_t col = threadIdx.x; col < width; col += 32) {
+    float made[Producer::kMade];
+    producer.element(blockIdx.x, col, width, made);
+    for (int m = 0; m < Producer::kMade; ++m) elements[(blockIdx.x * Producer::kMade + m) * width + col] = made[m];
+  }
+}
+
+template <typename Plain, typename Gated>
+static int launch_elements(const ActivationInputs& inputs, float* elements) {
+  by_dtype(inputs.type, [&](auto element) {
+    with_producer<decltype(element), Plain, Gated>(inputs, [&](auto producer) {
+      const auto kernel = elements_kernel<decltype(producer)>;
+      kernel<<<inputs.rows, 32>>>(producer, inputs.width, elements);
+    });
+  });
+  return cudaGetLastError();
+}
+
+extern "C" int elements(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
+                        int64_t width, float* elements) {
+  const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
+  return dy ? launch_elements<Backward, GatedBackward>(inputs, elements)
+            : launch_elements<Forward, GatedForward>(inputs, elements);
+}
+"""
+ALL = [*plain.ACTIVATIONS, *plain.GATES]
+NAMES = list(plain.ACTIVATIONS)  # in the order of Activation
+SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
+ADDITIONS = 2.0**-20  # of a sum of a few hundred float32, as a share of the sum of their magnitudes
+BY_LINE, OF_GRADIENTS = TileRule(), TileRule(square_t=False, power_2_scale=True)
+
+# Rows and columns of y: whole tiles, tails of them, of two parts a tile with columns of both, no vectors, nothing.
+SHAPES = [(144, 128), (128, 272), (144, 80), (33, 65), (1, 100), (131, 1), (0, 16), (16, 0)]
+
+
+def inputs(activation, shape, dtype, backward):
+    """dy or None, and x; no two rows or columns of one size."""
+    rng = np.random.default_rng(sum(shape))
+    (rows, width), halves = shape, 2 if activation in plain.GATES else 1
+    sizes = np.exp2(rng.integers(-4, 5, size=(rows, 1)) + rng.integers(-2, 3, size=(1, width)))
+    dy = (rng.normal(size=shape) * sizes).astype(dtype) if backward else None
+    return dy, (rng.normal(size=(rows, width * halves)) * np.tile(np.sqrt(sizes), halves)).astype(dtype)
+
+
+def problem_of(activation, dy, x, offset=0):
+    gated = activation in plain.GATES
+    arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize)]
+    function = NAMES.index(plain.GATES.get(activation, activation))
+    return *arrays, SOURCES.index(x.dtype), function, gated, x.shape[0], x.shape[1] // (1 + gated)
+
+
+def elements(activation, dy, x):
+    """y, or dx and y, as they are cast."""
+    rows, width = x.shape[0], x.shape[1] // (1 + (activation in plain.GATES))
+    parts = 1 if dy is None else x.shape[1] // max(1, width)
+    made = np.zeros((rows, parts + (dy is not None), width), np.float32)
+    if made.size:
+        kernels = compile_for_cpu("activation.cu", ENTRY)
+        problem = problem_of(activation, dy, x)
+        (made,) = kernels.call("elements", *problem, Result(made.shape, np.float32), orders=["forward"])
+    return made[:, :parts].reshape(rows, parts * width), made[:, -1]
+
+
+def run(activation, dy, x, rule=BY_LINE, changes=(), offset=0, orders=ORDERS):
+    """The cast, and beside a gradient its sums, the activated tensor and the scales of that."""
+    problem = problem_of(activation, dy, x, offset)
+    rows, width, cols = problem[-2], problem[-1], problem[-1] if dy is None else x.shape[1]
+    beside = [None] * 4
+    if dy is not None:
+        sums = [Result((cols,), np.float32), Result((-(-rows // 128), cols), np.float32)]
+        activated = [Result((width, rows), E4M3, offset), Result(scales_shape((width, rows), False), np.float32)]
+        beside = [*sums, *activated]
+    got = iter(
+        compile_for_cpu("activation.cu", ENTRY, changes).call(
+            "by_tile",
+            *(*problem, *rule.attributes(), *rule.results(rows, cols, offset), *beside),
+            orders=tuple(orders),
+        )
+    )
+    cast = rule.filled(got)
+    return cast, [array for array in got if dy is not None]
+
+
+def check(activation, dy, x, rule=BY_LINE, **how):
+    cast, beside = run(activation, dy, x, rule, **how)
+    made, y = elements(activation, dy, x)
+    rule.check(made, cast)
+    if dy is None:
+        return
+    sums, _, activated_t, activated_scales_t = beside
+    for array, wanted in zip((activated_t, activated_scales_t), rule.cast(y.T, False), strict=True):
+        assert_same_bits(array, wanted)
+    with np.errstate(invalid="ignore"):
+        exact, magnitudes = (array.astype(np.float64).sum(axis=0) for array in (made, np.abs(made)))
+    finite = np.isfinite(magnitudes)
+    assert_same_bits(np.isfinite(sums), finite)
+    assert np.all(np.abs(sums[finite] - exact[finite]) <= ADDITIONS * magnitudes[finite])
+
+
+@pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ALL)
+def test_every_activation(activation, backward, dtype):
+    for shape in [(48, 128), (5, 70)]:
+        check(activation, *inputs(activation, shape, dtype, backward), orders=["random"])
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, activation, backward):
+    for rule, offset in ((BY_LINE, 0), (OF_GRADIENTS, 1)):  # with and without vectors
+        check(activation, *inputs(activation, shape, ml_dtypes.bfloat16, backward), rule, offset=offset)
+
+
+@pytest.mark.parametrize("shape", [(144, 128), (33, 65)], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_one_orientation(activation, shape):
+    _, x = inputs(activation, shape, ml_dtypes.bfloat16, False)
+    check(activation, None, x, TileRule(columnwise=False))
+    check(activation, None, x, TileRule(rowwise=False))
+
+
+def test_a_nan_in_one_part_says_nothing_to_the_scales():
+    dy, x = inputs("reglu", (32, 128), ml_dtypes.bfloat16, True)
+    x[3, 130], x[4, 5], dy[5, 6] = np.nan, np.inf, -np.inf
+    check("reglu", dy, x)
+
+
+FAST, ANY, SCALES = "device/quantize_by_tile.cuh", "device/quantize_any_by_tile.cuh", "device/tile_scales.cuh"
+MISTAKES = {
+    "rows of the other part": (FAST, "row_multipliers[is_companion ? 0 : part]", "row_multipliers[0]"),
+    "a gradient at another place": (FAST, "(row * kParts + part) * width", "row * kParts * width"),
+    "a transpose at another place": (FAST, "cast.values_t + part * width * rows", "cast.values_t"),
+    "a companion cast with its part": (FAST, "shared.column_multipliers[part]", "shared.column_multipliers[0]"),
+    "parts that share a tile": (FAST, "(Producer::kParts == 1 || width % kTile == 0)", "true"),
+    "scales of the first part": (SCALES, "part * task.results.width + tile_col;", "tile_col;"),
+    "sums of one warp left out": (SCALES,
+        "warp = 0; warp < kWarps; ++warp) {\n    sum", "warp = 1; warp < kWarps; ++warp) {\n    sum"),
+    "a companion's maxima of the first part": (SCALES,
+        "put_column_maxima(made, Producer::kParts, group", "put_column_maxima(made, 0, group"),
+    "any: the other part": (ANY, "kParts == 2 && part == 1", "kParts == 2 && part == 0"),
+    "any: a companion for each part": (ANY,
+        "kCompanions && col < results.width", "kCompanions && col >= results.width"),
+    "any: sums of every second row": (ANY, "sums[0][c] + sums[1][c]", "sums[0][c]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", planted(MISTAKES))
+def test_a_mistake_is_noticed(mistake):
+    change = MISTAKES[mistake]
+    shape = (48, 70) if change[0] == ANY else (144, 144) if mistake == "parts that share a tile" else (144, 128)
+    dy, x = inputs("reglu", shape, ml_dtypes.bfloat16, True)
+    with pytest.raises((AssertionError, EmulationError)):
+        check("reglu", dy, x, changes=(change, *ONLY_BFLOAT16))

@@ -134,7 +134,7 @@ def activation_backward_quantize(
     _check_known(activated_cast)
     results, activated = PairResults(cast.rule), PairResults(activated_cast.rule, "columnwise")
     # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
-    dims, sums = (("m h n", "h n m"), "h n") if gated else (("m n", "n m"), "n")
+    dims, sums = (("m h n", "h n m", "m c"), "h n") if gated else (("m n", "n m"), "n")
     rule = (
         f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> "
         f"{results.dims(*dims)}, {sums}, {activated.dims('', 'n m')}"
@@ -263,6 +263,7 @@ def _amax_reference(activation, x, split: Split):
 
 
 def _backward_kernel(results, activated, activation, dy, x, source, activated_source, split: Split):
+    _check_halves(results, activation, split)
     x = _joined(x, split)
     values, values_t, amax, *scales = results.shapes(x.shape)
     _, again, _, *_, again_scales = activated.shapes(dy.shape)
@@ -283,10 +284,20 @@ def _backward_kernel(results, activated, activation, dy, x, source, activated_so
 
 
 def _backward_reference(results, activated, activation, dy, x, source, activated_source, split: Split):
+    _check_halves(results, activation, split)
     dx = _gradient(dy, x, activation, split)
     pair = results.from_reference(dx, source, split, "m", "n")
     again = activated.from_reference(_activated(x, activation, split), activated_source, split, "m", "n")
     return _backward_results(pair, column_sums_reference(dx), again, split, activation)
+
+
+def _check_halves(results, activation, split):
+    """Tiles run along both halves of a gated gradient, of which a shard has a part each."""
+    if is_gated(activation) and results.rule.tile is not None and split.get("n"):
+        raise ValueError(
+            f"the gradient of {activation} cast by tile needs all columns on each device, got columns split over "
+            f"{split['n']}; use another mesh, or a recipe with one scale a tensor"
+        )
 
 
 def _backward_results(pair, sums, again, split, activation):

@@ -27,7 +27,7 @@ from jax_fp8.core.formats import E4M3, fp8_max
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, spread, tiles_of
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.dispatch import Split, gathered, pmax, split_axes
+from jax_fp8.kernels.dispatch import Split, gathered, pmax
 
 NAN_BYTE = np.uint8(0x7F)
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)  # an amax or a scale, as a kernel returns it
@@ -119,14 +119,24 @@ def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:
     return jax.vmap(jax.vmap(amax_reference))(tiles)
 
 
-def check_whole_tiles(split: Split, *dims: str) -> None:
-    """Raise where a mesh splits a matrix with scales by tile along any of the dims: a shard of it has other tiles."""
-    axes = split_axes(split, *dims)
-    if axes:
-        raise ValueError(
-            f"scales by tile are for matrices that no mesh splits yet, got one split over {axes}; "
-            "use a recipe with one scale a tensor on this mesh"
-        )
+def check_whole_tiles(split: Split, dims: Sequence[str], shape: Sequence[int], tile: Tile) -> None:
+    """Raise where a mesh splits a matrix within a tile: then a shard would have other tiles.
+
+    Args:
+      dims, shape: of this shard.
+    """
+    for dim, size, length in zip(dims, shape, tile, strict=True):
+        if split.get(dim) and size % length:
+            raise ValueError(
+                f"each device must hold whole tiles of {tile[0]} x {tile[1]} of a matrix with scales by tile, "
+                f"got {tuple(shape)} on each of those that {split[dim]} splits it over; "
+                "use other sizes, another mesh, or a recipe with one scale a tensor"
+            )
+
+
+def tile_dims(dims: str, tile: Tile) -> str:
+    """The dims of the scales of a matrix with these dims, "m n": "m n/128" of lines."""
+    return " ".join(dim if length == 1 else f"{dim}/{length}" for dim, length in zip(dims.split(), tile, strict=True))
 
 
 @dataclass(frozen=True)
@@ -147,9 +157,13 @@ class PairResults:
         both = rowwise, columnwise
         return {"both": both, "rowwise": both[:1], "columnwise": both[1:]}[self.orientations]
 
-    def dims(self, rowwise: str, columnwise: str) -> str:
-        """The results' part of a dispatch rule, from the dims of the matrices."""
-        scales = ("",) if self.rule.tile is None else self.wanted("r0 r1", "c0 c1")
+    def dims(self, rowwise: str, columnwise: str, matrix: str = "m n") -> str:
+        """The results' part of a dispatch rule, from the dims of the results; `matrix` are those that tiles divide."""
+        scales: Sequence[str] = ("",)
+        if self.rule.tile is not None:
+            m, n = matrix.split()
+            both = self.wanted(matrix, f"{n} {m}")
+            scales = [tile_dims(*of) for of in zip(both, self.tiles, strict=True)]
         return ", ".join([*self.wanted(rowwise, columnwise), "", *scales])
 
     @property
@@ -178,7 +192,7 @@ class PairResults:
         """The list, from what a kernel returned for a shard; `dims` are those of the matrix."""
         values, values_t, amax, *scales = arrays
         if self.rule.tile is not None:
-            check_whole_tiles(split, *dims)
+            self._check_tiles(split, dims, values.shape if self.orientations != "columnwise" else values_t.shape[::-1])
             scales = [logical_scales(*of) for of in zip(self.wanted(*scales), self.tiles, strict=True)]
         return *self.wanted(values, values_t), pmax(amax, split, *dims), *scales
 
@@ -190,12 +204,17 @@ class PairResults:
             scale = rule.scale(element)
             values = quantize_reference(y, rule.dtype, scale)
             return *self.wanted(values, values.T), amax, scale
-        check_whole_tiles(split, *dims)
+        self._check_tiles(split, dims, y.shape)
         cast = [
             cast_reference(matrix, Cast(source, replace(rule, tile=tile)))
             for matrix, tile in zip(self.wanted(y, y.T), self.tiles, strict=True)
         ]
         return *(array.values for array in cast), amax, *(array.scale for array in cast)
+
+    def _check_tiles(self, split, dims, shape):
+        both = self.wanted((dims, shape), (dims[::-1], shape[::-1]))
+        for (names, sizes), tile in zip(both, self.tiles, strict=True):
+            check_whole_tiles(split, names, sizes, tile)
 
     def pair(self, arrays: Sequence[jax.Array]) -> Fp8Pair:
         """The pair of such a list."""

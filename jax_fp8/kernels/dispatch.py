@@ -29,6 +29,7 @@ from jax_fp8.kernels.explicit import (
     Dims,
     Split,
     collect,
+    elements,
     explicit_mesh,
     explicit_spec,
     parse_rule,
@@ -135,7 +136,7 @@ def psum(x: jax.Array, split: Split, *dims: str) -> jax.Array:
 
 def gathered(x: jax.Array, split: Split, *dims: str) -> jax.Array:
     """All of an array whose first dims these are, where shards split any of them."""
-    for position, dim in enumerate(dims):
+    for position, dim in enumerate(map(elements, dims)):
         if split.get(dim):
             x = lax.all_gather(x, split[dim], axis=position, tiled=True)
     return x
@@ -218,5 +219,6 @@ def _auto_partitioned(kernel, rule, part):
 
 
 def _shardy_rule(inputs, outputs) -> str:
-    """Shardy's spelling of the rule: the same, with nothing between commas for a scalar."""
-    return " -> ".join(", ".join(" ".join(dims) for dims in arrays) for arrays in (inputs, outputs))
+    """Shardy's spelling of the rule: nothing between commas for a scalar, and tiles as a dim of their own."""
+    rule = " -> ".join(", ".join(" ".join(dims) for dims in arrays) for arrays in (inputs, outputs))
+    return rule.replace("/", "")

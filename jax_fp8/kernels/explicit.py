@@ -3,7 +3,8 @@
 `jax.make_mesh` makes such meshes by default. Operands carry their shardings in their types, and jax asks for that of
 a result wherever two operands disagree. Here one rule answers for every operation: the first operand that splits a dim
 decides for all, and no two dims of one array are split by the same axis. What is split otherwise is gathered:
-under data parallelism nothing, with params split over the axis of the batch (fsdp) the param.
+under data parallelism nothing, with params split over the axis of the batch (fsdp) the param. The dim "m/128" is that
+of tiles along m, one for every 128 elements: what splits m splits it too.
 
 On other meshes, and on none, all of this does nothing.
 """
@@ -36,7 +37,7 @@ def collect(inputs: Dims, outputs: Dims, specs: Sequence[Any]) -> Split:
     """
     arrays, split = [*inputs, *outputs], {}
     for dims, spec in zip(inputs, specs, strict=True):
-        for dim, axes in zip(dims, spec, strict=False):
+        for dim, axes in zip(map(elements, dims), spec, strict=False):
             axes = axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
             if axes and dim not in split and not set(axes) & _axes_beside(dim, arrays, split):
                 split[dim] = axes
@@ -45,7 +46,12 @@ def collect(inputs: Dims, outputs: Dims, specs: Sequence[Any]) -> Split:
 
 def spec_of(dims: Sequence[str], split: Split) -> PartitionSpec:
     """How an array of these dims is split."""
-    return PartitionSpec(*(split.get(dim) or None for dim in dims))
+    return PartitionSpec(*(split.get(elements(dim)) or None for dim in dims))
+
+
+def elements(dim: str) -> str:
+    """The dim that another one counts the tiles of; any other dim is itself."""
+    return dim.partition("/")[0]
 
 
 def explicit_mesh(*arrays: Any) -> Any:
@@ -178,4 +184,5 @@ def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 def _axes_beside(dim, arrays, split) -> set[str]:
     """Axes that already split another dim of an array that has this one."""
-    return {axis for dims in arrays if dim in dims for other in dims for axis in split.get(other, ())}
+    named = (list(map(elements, dims)) for dims in arrays)
+    return {axis for dims in named if dim in dims for other in dims for axis in split.get(other, ())}

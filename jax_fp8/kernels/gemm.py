@@ -27,7 +27,7 @@ from jax_fp8.core.cast import LINE, SQUARE, Tile
 from jax_fp8.core.checks import check_integer, check_number, describe
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
-from jax_fp8.kernels.casting import check_whole_tiles
+from jax_fp8.kernels.casting import check_whole_tiles, tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
 from jax_fp8.kernels.parts import Part
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
@@ -80,31 +80,31 @@ def matmul(
     dtype = _check(a, b, dtype, accumulation, columns)
     _check_addends(a, b, bias, c, alpha, columns)
     all_columns = "n" if columns is None else "p"
-    # Scales of tiles are not split: their dims have letters of their own.
-    scales = ["" if x.scale.ndim == 0 else f"{name}0 {name}1" for name, x in (("s", a), ("t", b))]
+    matrices = ((a, "m k"), (b, f"{all_columns} k"))
+    scales = ["" if x.scale.ndim == 0 else tile_dims(dims, x.granularity) for x, dims in matrices]
     operands, rule = [a.values, b.values, a.scale, b.scale], f"m k, {all_columns} k, {', '.join(scales)}"
     if bias is not None:
         bias = bias.astype(jnp.bfloat16 if dtype == jnp.float32 else dtype)
         operands, rule = [*operands, bias], f"{rule}, {all_columns}"
     if c is not None:
         operands, rule = [*operands, c.astype(dtype)], f"{rule}, m n"
-    tiles = a.tile, b.tile
+    tiles = tuple(None if x.scale.ndim == 0 else x.granularity for x in (a, b))
     settings = {"dtype": dtype, "has_bias": bias is not None, "alpha": np.float32(alpha), "columns": columns}
     settings["tiles"] = tiles
     # Ranks are read here: where the compiler partitions, it asks for kernels after tracing, when the context is over.
     how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "ranks": ranks_in_use()}
-    is_known = tiles in SCALINGS and all((x.scale.ndim == 0) == (x.tile is None) for x in (a, b))
-    kernel = partial(_kernel, **settings, **how) if is_known else None
-    # Of some columns each device makes those that it is to have; of all, those whose rows of b it has.
-    part = None if columns is None else Part("n", of="p", size=columns[1], axes=columns_over)
+    kernel = partial(_kernel, **settings, **how) if tiles in SCALINGS else None
+    # Of some columns each device makes those that it is to have, but by tile; of all, those whose rows of b it has.
+    in_parts = columns is not None and tiles == (None, None)
+    part = Part("n", of="p", size=columns[1], axes=columns_over) if in_parts else None
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands, part=part)
     return d
 
 
 def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, columns, tiles, **how):
     if tiles != (None, None):
-        check_whole_tiles(split, "m", "k", "n", "p")
-        b_scale, tiles = _scales_of_columns(b_scale, b.shape, tiles, columns)
+        b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
+        b_scale, tiles = _scales_of_columns(b_scale, tiles, columns)
         a_scale, b_scale = (_as_gemms_read(*of) for of in zip((a_scale, b_scale), tiles, strict=True))
     b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     how |= {"columns": columns, "scaling": SCALINGS[tiles]}
@@ -151,7 +151,16 @@ def _with_more_rows(missing, a, a_scale, *others, has_c) -> tuple[jax.Array, tup
     return jnp.pad(a, [(0, missing), (0, 0)]), (a_scale, *others)
 
 
-def _scales_of_columns(b_scale, b_shape, tiles, columns) -> tuple[jax.Array, tuple]:
+def _check_tiles(a, b, b_scale, tiles, columns, split):
+    """Raise where a mesh splits a tile; the scales of all rows of b, if some of its columns are wanted."""
+    b_dims = "n k" if columns is None else "p k"
+    for x, dims, tile in ((a, "m k", tiles[0]), (b, b_dims, tiles[1])):
+        if tile is not None:
+            check_whole_tiles(split, dims.split(), x.shape, tile)
+    return b_scale if tiles[1] is None or columns is None else gathered(b_scale, split, "p")
+
+
+def _scales_of_columns(b_scale, tiles, columns) -> tuple[jax.Array, tuple]:
     """The scales of some rows of b, and the tiles: where squares would be cut, their scales become those of lines."""
     if columns is None:
         return b_scale, tiles
@@ -170,13 +179,14 @@ def _as_gemms_read(scale, tile) -> jax.Array:
 
 
 def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns, tiles):
+    b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
     b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     if a_scale.ndim == b_scale.ndim == 0:
         # Every FP8 value is a bfloat16 value, and a product of two is exact in float32.
         a, b, factor, precision = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), alpha * (a_scale * b_scale), None
     else:
-        a = _scaled(a, a_scale, tiles[0], split, "m k", "s0 s1")
-        b = _scaled(b, b_scale, tiles[1], split, "n k", "t0 t1")
+        a = a.astype(jnp.float32) * spread(a_scale, a.shape, tiles[0])
+        b = b.astype(jnp.float32) * spread(b_scale, b.shape, tiles[1])
         factor, precision = alpha, lax.Precision.HIGHEST
     if columns is not None:
         b = lax.slice_in_dim(b, columns[0], sum(columns))
@@ -186,13 +196,6 @@ def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, 
     axes = split_axes(split, "k")
     product = lax.psum(product, axes) if axes else product
     return (_add(product * factor, addends, has_bias, columns).astype(dtype),)
-
-
-def _scaled(x, scale, tile, split: Split, dims: str, scale_dims: str) -> jax.Array:
-    """In float32, by its scale or those of its tiles."""
-    if scale.ndim:
-        check_whole_tiles(split, *dims.split())
-    return x.astype(jnp.float32) * spread(gathered(scale, split, *scale_dims.split()), x.shape, tile)
 
 
 def _gather_columns(b, addends, has_bias, split: Split, columns):

@@ -174,13 +174,13 @@ def _quantize_kernel(results, epsilon, x, source, norm_scale, norm_bias=None, *,
     target = "jax_fp8_norm_quantize" if results.rule.tile is None else "jax_fp8_norm_quantize_by_tile"
     operands = *results.operands(x, source), norm_scale, _or_nothing(norm_bias, (0,))
     *pair, mean, rstd = jax.ffi.ffi_call(target, shapes)(*operands, **settings)
-    return *results.from_kernel(pair, {"m": axes}, "m"), rstd, *([] if norm_bias is None else [mean])
+    return *results.from_kernel(pair, {"m": axes}, "m", "n"), rstd, *([] if norm_bias is None else [mean])
 
 
 def _quantize_reference(results, epsilon, x, source, norm_scale, norm_bias=None, *, axes):
     y, statistics = _normalize_rounded(epsilon, x, norm_scale, norm_bias)
     mean = [] if norm_bias is None else [statistics.mean]
-    return *results.from_reference(y, source, {"m": axes}, "m"), statistics.rstd, *mean
+    return *results.from_reference(y, source, {"m": axes}, "m", "n"), statistics.rstd, *mean
 
 
 def _amax_kernel(epsilon, x, norm_scale, norm_bias=None, *, axes):

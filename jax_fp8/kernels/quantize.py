@@ -155,12 +155,13 @@ def _transpose_kernel(results, first, source, *further, split: Split):
 
 
 def _tile_kernel(results, first, source, *further, split: Split):
-    matrices = first, *further
+    matrices, split = _as_tiles_are(results, (first, *further), split)
     return _cast_kernel("jax_fp8_quantize_by_tile", results, (), matrices, source, split)
 
 
 def _sums_kernel(results, first, source, *further, split: Split):
     matrices = first, *further
+    matrices, split = _as_tiles_are(results, matrices, split)
     extra = sums_results(_shape_of(matrices))
     name = "transpose" if results.rule.tile is None else "by_tile"
     *pair, sums, _ = _cast_kernel(f"jax_fp8_quantize_{name}_sums", results, extra, matrices, source, split)
@@ -175,7 +176,18 @@ def _cast_kernel(target, results, extra, matrices, source, split) -> tuple[jax.A
     found = call(*operands, *matrices[1:], **attributes(results.rule))
     (values, values_t, *scales), others = found[: len(shapes)], found[len(shapes) :]
     values, values_t = (_whole_columns(array, matrices, split, dim) for array, dim in ((values, 1), (values_t, 0)))
-    return *results.from_kernel((values, values_t, *scales), split, "m", "n", *COLUMNS), *others
+    dims = ("m", "n", *COLUMNS) if results.rule.tile is None else ("m", "n")
+    return *results.from_kernel((values, values_t, *scales), split, *dims), *others
+
+
+def _as_tiles_are(results, matrices, split) -> tuple[tuple[jax.Array, ...], Split]:
+    """By tile, matrices side by side with all of their columns, for tiles run along the whole; and what still splits
+    them.
+    """
+    if results.rule.tile is None or len(matrices) == 1:
+        return matrices, split
+    whole = tuple(gathered(x, split, "", name) for x, name in zip(matrices, COLUMNS, strict=False))
+    return whole, {dim: axes for dim, axes in split.items() if dim not in COLUMNS}
 
 
 def _shape_of(matrices) -> tuple[int, int]:

@@ -50,6 +50,7 @@ py::dict targets() {
   table["jax_fp8_adam"] = py::dict("execute"_a = capsule(adam_handler));
   table["jax_fp8_update_state"] = py::dict("execute"_a = capsule(update_state_handler));
   table["jax_fp8_norm_quantize"] = py::dict("execute"_a = capsule(norm_quantize_handler));
+  table["jax_fp8_norm_quantize_by_tile"] = py::dict("execute"_a = capsule(norm_quantize_by_tile_handler));
   table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
   table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
   table["jax_fp8_cross_entropy"] = py::dict("execute"_a = capsule(cross_entropy_handler));

@@ -1,5 +1,6 @@
 #include "norm.h"
 
+#include "by_tile_ffi.h"
 #include "ffi.h"
 #include "scale_source_ffi.h"
 
@@ -10,15 +11,23 @@ struct NormAttributes {
   ScaleRule rule;
 };
 
+struct NormTileAttributes {
+  float epsilon;
+  TileRule rule;
+};
+
 }  // namespace jax_fp8
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::NormAttributes, xla::ffi::StructMember<float>("epsilon"),
                                       JAX_FP8_SCALE_RULE_MEMBERS);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp8::NormTileAttributes, xla::ffi::StructMember<float>("epsilon"),
+                                      JAX_FP8_TILE_RULE_MEMBERS);
 
 namespace jax_fp8 {
 namespace {
 
 constexpr char kQuantize[] = "jax_fp8_norm_quantize";
+constexpr char kQuantizeByTile[] = "jax_fp8_norm_quantize_by_tile";
 constexpr char kAmax[] = "jax_fp8_norm_amax";
 constexpr char kBackward[] = "jax_fp8_norm_backward";
 
@@ -103,6 +112,31 @@ ffi::Error norm_quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer s
   return launch_result(kQuantize, launch_norm_quantize(arguments, stream));
 }
 
+ffi::Error norm_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer norm_scale,
+                                 ffi::AnyBuffer norm_bias, ffi::Result<ffi::AnyBuffer> values,
+                                 ffi::Result<ffi::AnyBuffer> values_t, ffi::Result<ffi::AnyBuffer> amax,
+                                 ffi::Result<ffi::AnyBuffer> scales, ffi::Result<ffi::AnyBuffer> scales_t,
+                                 ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> rstd,
+                                 NormTileAttributes attributes) {
+  const auto& [epsilon, rule] = attributes;
+  Checks checks = check_norm(kQuantizeByTile, x, norm_scale, norm_bias);
+  if (!checks.passed()) return checks.error();
+  const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
+  const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
+  check_by_tile(checks, buffers, rows, cols, rule);
+  // The cast reads them again.
+  check_present(checks, "the result mean", *mean, ffi::F32, is_layernorm(norm_bias) ? Shape{rows, 1} : Shape{0, 0});
+  check_present(checks, "the result rstd", *rstd, ffi::F32, {rows, 1});
+  if (!checks.passed()) return checks.error();
+  const NormQuantizeByTileArguments arguments{
+      .norm = norm_arguments(x, norm_scale, norm_bias, epsilon),
+      .cast = cast_of(buffers, rule),
+      .mean = pointer_to<float>(*mean),
+      .rstd = rstd->typed_data<float>(),
+  };
+  return launch_result(kQuantizeByTile, launch_norm_quantize_by_tile(arguments, stream));
+}
+
 ffi::Error norm_amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer norm_scale, ffi::AnyBuffer norm_bias,
                      ffi::Result<ffi::AnyBuffer> amax, float epsilon) {
   Checks checks = check_norm(kAmax, x, norm_scale, norm_bias);
@@ -161,6 +195,9 @@ ffi::Error norm_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
 
 XLA_FFI_DEFINE_HANDLER(quantize_handler, norm_quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(by_tile_handler, norm_quantize_by_tile, BoundByParameters(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER(amax_handler, norm_amax,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -176,6 +213,7 @@ XLA_FFI_DEFINE_HANDLER(backward_handler, norm_backward, BoundByParameters(), {ff
 }  // namespace
 
 XLA_FFI_Handler* const norm_quantize_handler = quantize_handler;
+XLA_FFI_Handler* const norm_quantize_by_tile_handler = by_tile_handler;
 XLA_FFI_Handler* const norm_amax_handler = amax_handler;
 XLA_FFI_Handler* const norm_backward_handler = backward_handler;
 

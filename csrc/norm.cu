@@ -1,5 +1,5 @@
 // Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm_cluster.cuh,
-// device/norm.cuh and device/norm_backward.cuh.
+// device/norm.cuh and device/norm_backward.cuh; by tiles, one of the first two and device/quantize_by_tile.cuh.
 #include "norm.h"
 
 #include <algorithm>
@@ -8,7 +8,9 @@
 #include "device/column_sums.cuh"
 #include "device/norm.cuh"
 #include "device/norm_backward.cuh"
+#include "device/norm_by_tile.cuh"
 #include "device/norm_cluster.cuh"
+#include "device/quantize_by_tile.cuh"
 #include "launch.h"
 
 namespace jax_fp8 {
@@ -204,6 +206,24 @@ cudaError_t launch_gradients(const NormBackwardArguments& arguments, int availab
 cudaError_t launch_norm_quantize(const NormQuantizeArguments& arguments, cudaStream_t stream) {
   const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
   return launch(arguments.norm, scale, arguments.format, arguments.results, stream);
+}
+
+cudaError_t launch_norm_quantize_by_tile(const NormQuantizeByTileArguments& arguments, cudaStream_t stream) {
+  const NormArguments& problem = arguments.norm;
+  const TileCast& cast = arguments.cast;
+  const NormResults statistics{
+      .values = nullptr, .values_t = nullptr, .amax = cast.amax, .mean = arguments.mean, .rstd = arguments.rstd};
+  cudaError_t status = launch(problem, DeviceScaleSource{}, Fp8Type::kE4M3, statistics, stream);
+  if (status != cudaSuccess) return status;
+  const bool aligned = are_aligned({problem.x, problem.norm_scale, problem.norm_bias, cast.values, cast.values_t});
+  const ByTileResults results{.cast = cast, .sums = {}, .companion = {}, .rows = problem.rows, .width = problem.cols};
+  by_dtype(problem.x_type, [&](auto element) {
+    using T = decltype(element);
+    const norm::Rows<T> input{static_cast<const T*>(problem.x), problem.norm_scale, problem.norm_bias, problem.epsilon,
+                              problem.rows, problem.cols};
+    status = launch_by_tile(norm::Normalized<T>{input, arguments.mean, arguments.rstd}, results, aligned, stream);
+  });
+  return status;
 }
 
 cudaError_t launch_norm_amax(const NormArguments& arguments, float* amax, cudaStream_t stream) {

@@ -3,13 +3,15 @@
 //
 //     layernorm: y = (x - mean) * rstd * scale + bias        rmsnorm: y = x * rstd * scale
 //
-// y is rounded to the dtype of x, as if it had been stored, and then quantized. Rows are read from memory once.
+// y is rounded to the dtype of x, as if it had been stored, and then quantized. Rows are read from memory once; where
+// every tile has a scale of its own, twice.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "by_tile.h"
 #include "dtypes.h"
 #include "scale_source.h"
 #include "xla/ffi/api/c_api.h"
@@ -43,6 +45,13 @@ struct NormQuantizeArguments {
   NormResults results;
 };
 
+struct NormQuantizeByTileArguments {
+  NormArguments norm;
+  TileCast cast;
+  float* mean;  // [rows, 1]; nullptr: RMSNorm
+  float* rstd;  // [rows, 1]
+};
+
 struct NormBackwardArguments {
   const void* dy;        // [rows, cols]
   const void* x;         // [rows, cols]
@@ -62,10 +71,12 @@ struct NormBackwardArguments {
 };
 
 cudaError_t launch_norm_quantize(const NormQuantizeArguments& arguments, cudaStream_t stream);
+cudaError_t launch_norm_quantize_by_tile(const NormQuantizeByTileArguments& arguments, cudaStream_t stream);
 cudaError_t launch_norm_amax(const NormArguments& arguments, float* amax, cudaStream_t stream);
 cudaError_t launch_norm_backward(const NormBackwardArguments& arguments, cudaStream_t stream);
 
 extern XLA_FFI_Handler* const norm_quantize_handler;
+extern XLA_FFI_Handler* const norm_quantize_by_tile_handler;
 extern XLA_FFI_Handler* const norm_amax_handler;
 extern XLA_FFI_Handler* const norm_backward_handler;
 

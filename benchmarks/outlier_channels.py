@@ -41,7 +41,7 @@ TOLERANCE = 0.01
 
 
 def plant(params, factor: float):
-    """The params of a GPT, with a channel of each norm in its layers that much larger, and its readers' rows smaller."""
+    """The params of a GPT with a channel of each norm that much larger, and its readers' rows that much smaller."""
 
     def planted(path, leaf):
         names = [key.key for key in path]

@@ -134,7 +134,7 @@ def check_whole_tiles(split: Split, dims: Sequence[str], shape: Sequence[int], t
             )
 
 
-def tile_dims(dims: str, tile: Tile) -> str:
+def tile_dims(dims: str, tile: tuple[int, ...]) -> str:
     """The dims of the scales of a matrix with these dims, "m n": "m n/128" of lines."""
     return " ".join(dim if length == 1 else f"{dim}/{length}" for dim, length in zip(dims.split(), tile, strict=True))
 

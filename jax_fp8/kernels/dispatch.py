@@ -28,6 +28,7 @@ from jax_fp8.kernels import extension
 from jax_fp8.kernels.explicit import (
     Dims,
     Split,
+    check_tiles,
     collect,
     elements,
     explicit_mesh,
@@ -62,6 +63,7 @@ def dispatch(
     if not is_hashable(operation):
         traced, on_shards = traced.__wrapped__, on_shards.__wrapped__
     if mesh is not None and (split or AxisType.Auto not in mesh.axis_types):
+        check_tiles(mesh, inputs, split, [arg.shape for arg in args])
         return on_shards(operation, mesh, tuple(split.items()))(*_placed(mesh, inputs, split, args))
     return (traced(operation) if any(isinstance(arg, Tracer) for arg in args) else operation)(*args)
 

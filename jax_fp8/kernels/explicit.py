@@ -54,6 +54,22 @@ def elements(dim: str) -> str:
     return dim.partition("/")[0]
 
 
+def check_tiles(mesh: Any, inputs: Dims, split: Split, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise where a dim is split within one of the tiles that an operand has along it."""
+    sizes = {
+        dim: size for dims, shape in zip(inputs, shapes, strict=True) for dim, size in zip(dims, shape, strict=True)
+    }
+    for dim in sizes:
+        name, _, length = dim.partition("/")
+        shards = _size(mesh, split.get(name))
+        if length and shards > 1 and sizes[name] % (shards * int(length)):
+            raise ValueError(
+                f"each device must hold whole tiles of {length} elements of a matrix with scales by tile, "
+                f"got {sizes[name]} over {shards} devices of {split[name]}; "
+                "use other sizes, another mesh, or a recipe with one scale a tensor"
+            )
+
+
 def explicit_mesh(*arrays: Any) -> Any:
     """The mesh of the first array that lies on one with Explicit axes, as jax's types have it; or None."""
     for array in arrays:

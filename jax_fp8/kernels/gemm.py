@@ -95,8 +95,8 @@ def matmul(
     how = {"has_c": c is not None, "accumulation": accumulation, "c_in_place": c_in_place, "ranks": ranks_in_use()}
     kernel = partial(_kernel, **settings, **how) if tiles in SCALINGS else None
     # Of some columns each device makes those that it is to have, but by tile; of all, those whose rows of b it has.
-    in_parts = columns is not None and tiles == (None, None)
-    part = Part("n", of="p", size=columns[1], axes=columns_over) if in_parts else None
+    no_tiles = tiles == (None, None)
+    part = Part("n", of="p", size=columns[1], axes=columns_over) if columns is not None and no_tiles else None
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands, part=part)
     return d
 

@@ -172,7 +172,7 @@ def check_against_one_scale(report: Report, group, label, by_tile, others):
     largest = padded.reshape(down, by_tile.tile[0], across, by_tile.tile[1]).max(axis=(1, 3), initial=0)
     fits = ((largest >= 224) & (largest <= 448)) | ((largest == 0) & (scales == 1))
     report.expect(group, bool(fits.all()), f"scales of {label}: the largest values are {np.unique(largest)[:5]}")
-    if scales.size > 1:
+    if scales.size > 1 and by_tile.tile == LINE:  # squares of a norm may all have the same
         moved = spread(np.roll(scales, 1), values.shape, by_tile.tile)
         report.expect(f"{group}: control", not np.array_equal(moved, whole), f"{label} has one scale")
 

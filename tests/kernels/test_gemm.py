@@ -253,7 +253,8 @@ def on_mesh(axis_type, array, spec, scale_spec=REPLICATED) -> Fp8Array:
     """Placed on two devices."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
     values = jax.device_put(array.values, NamedSharding(mesh, spec))
-    return Fp8Array(values, jax.device_put(array.scale, NamedSharding(mesh, scale_spec)))
+    scale = jax.device_put(array.scale, NamedSharding(mesh, scale_spec))
+    return Fp8Array(values, scale, None if array.scale.ndim == 0 else array.granularity)
 
 
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
@@ -266,12 +267,17 @@ def test_scales_by_tile_where_the_compiler_splits(a_tile, b_tile, spec):
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_matrix_with_scales_by_tile_that_an_explicit_axis_splits_is_refused(which, spec):
-    """Else the scales of (16, 16) tiles would be taken for those of (8, 16) ones, and nothing would say so."""
-    a, b = tiled(0, (32, 64), (16, 16)), tiled(1, (32, 64), (16, 16))
-    operands = [on_mesh(AxisType.Explicit, x, spec if i == which else P()) for i, x in enumerate((a, b))]
-    with jax.set_mesh(operands[0].values.sharding.mesh), pytest.raises(ValueError, match="that no mesh splits yet"):
-        matmul(*operands)
+def test_an_explicit_axis_may_split_whole_tiles(which, spec):
+    """Within a tile it may not: the scales of (64, 64) tiles would be taken for those of (32, 64) ones."""
+    for tile, fits in (((16, 16), True), ((32, 64), False)):
+        a, b = tiled(0, (32, 64), tile), tiled(1, (32, 64), tile)
+        operands = [on_mesh(AxisType.Explicit, x, spec if i == which else P()) for i, x in enumerate((a, b))]
+        with jax.set_mesh(operands[0].values.sharding.mesh):
+            if fits:
+                assert_close(matmul(*operands, dtype=jnp.float32), oracle_by_tile(a, b), "gemm_float32")
+                continue
+            with pytest.raises(ValueError, match=r"whole tiles of (32|64) elements of .*, got (32|64) over 2 d"):
+                matmul(*operands)
 
 
 def test_scales_by_tile_that_an_explicit_axis_splits_are_gathered():

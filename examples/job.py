@@ -18,7 +18,7 @@ from text import ByteEncoder, Encoder, PairEncoder, read_corpus, standard_librar
 
 import jax_fp8 as fp8
 
-RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling}
+RECIPES = {"delayed": fp8.DelayedScaling, "current": fp8.CurrentScaling, "block": fp8.BlockScaling}
 
 
 class Job(NamedTuple):
@@ -75,8 +75,9 @@ def make_model(settings: Settings, config: fp8.GPTConfig, recipe: str) -> fp8.GP
     if recipe == "bf16":
         return fp8.GPT(config, recipe=None, remat=settings.remat)
     layers = RECIPES[recipe](split_accumulator=()) if settings.fast else RECIPES[recipe]()
-    head = fp8.CurrentScaling() if settings.fp8_head else None
-    return fp8.GPT(config, recipe=layers, head_recipe=head, remat=settings.remat)
+    # The head keeps no history of amaxes: it is in the recipe of the layers where that has none, either.
+    head = fp8.BlockScaling() if recipe == "block" else fp8.CurrentScaling()
+    return fp8.GPT(config, recipe=layers, head_recipe=head if settings.fp8_head else None, remat=settings.remat)
 
 
 def make_step(job: Job, recipe: str, model: fp8.GPT) -> Any:

@@ -21,10 +21,10 @@ class Settings:
 
     preset: str = "tiny"
     """Model size; it also chooses the defaults below."""
-    recipe: Literal["delayed", "current", "bf16"] = "delayed"
+    recipe: Literal["delayed", "current", "block", "bf16"] = "delayed"
     """How the scales of FP8 tensors are found; bf16 is no FP8 at all."""
     fast: bool = False
-    """Let all GEMMs of the layers accumulate fast; by default those of gradients do not."""
+    """Let all GEMMs of the layers accumulate fast; by default those of gradients do not, and of block none."""
     fp8_head: bool = False
     """Multiply the output head in FP8 too."""
     compare: bool = False
@@ -164,10 +164,15 @@ def check(settings: Settings) -> None:
     if settings.hidden_size % settings.num_heads:
         raise ValueError(f"--num-heads must divide --hidden-size {settings.hidden_size}, got {settings.num_heads}")
     if settings.compare and settings.recipe == "bf16":
-        raise ValueError("--compare sets an FP8 recipe beside bf16; choose --recipe delayed or --recipe current")
+        raise ValueError("--compare sets an FP8 recipe beside bf16; choose --recipe delayed, current or block")
     if (settings.fast or settings.fp8_head) and settings.recipe == "bf16":
         raise ValueError(
             "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
+        )
+    if settings.fast and settings.recipe == "block":
+        raise ValueError(
+            "--fast is for recipes whose GEMMs may add up fast, got --recipe block, which scales the sum of every 128 "
+            "products in float32; leave out --fast, or choose --recipe delayed or --recipe current"
         )
     kind, _, layers = settings.remat.partition(":")
     is_count = kind == "offload" and layers.isdecimal() and int(layers) <= settings.num_layers

@@ -7,7 +7,6 @@ device that a training run would use, and compares it with bfloat16's.
 """
 
 import argparse
-import dataclasses
 import datetime
 import importlib.metadata
 import platform
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 
 from jax_fp8 import __version__
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.gpt_plans import RECIPES, plan_preset
+from jax_fp8.gpt_plans import RECIPES, head_in, layers_in, plan_preset
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.config import PRESETS, GPTConfig
 from jax_fp8.models.gpt import GPT, next_token_loss
@@ -165,8 +164,8 @@ def tune_preset(
             f"a batch of sequences of at most {config.max_seq_len} tokens must split into microbatches, "
             f"got {batch=}, sequence={length}, {microbatches=}; change one of them"
         )
-    chosen = dataclasses.replace(RECIPES[recipe], split_accumulator=()) if fast else RECIPES[recipe]
-    head = CurrentScaling() if fp8_head else None
+    chosen = layers_in(recipe, fast)
+    head = head_in(recipe) if fp8_head else None
     param_dtype = jnp.bfloat16 if bf16_params else jnp.float32
     model = GPT(config, recipe=chosen, param_dtype=param_dtype, head_recipe=head)
     tx = fused_adamw(1e-4)
@@ -233,7 +232,7 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="fast accumulation in all of the layers' GEMMs: a recipe with split_accumulator=()",
     )
-    tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=CurrentScaling())")
+    tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=...)")
     tuner.add_argument("--bf16-params", action="store_true", help="params in bfloat16: GPT(param_dtype=jnp.bfloat16)")
     tuner.add_argument("--again", action="store_true", help="measure also what is known")
     planner = commands.add_parser("plan", help="what a GPT's training step needs on GPUs that are not here")

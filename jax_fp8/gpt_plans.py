@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_fp8.core.checks import check_integer
-from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.models.config import GPTConfig
@@ -30,7 +30,7 @@ from jax_fp8.train.train_step import make_train_step
 
 MOST_MICROBATCHES = 256  # that --suggest tries
 NAMES = 72  # columns
-RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling()}
+RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,7 @@ class Choices:
         return 4 * self.axes[PIPE] if self.axes.get(PIPE, 1) > 1 else 1
 
     def check(self) -> None:
+        layers_in(self.recipe, self.fast)
         check_integer("microbatches", self.microbatches_of_step)
         check_integer("batch", self.sequences)
         if self.recompute and self.remat != "none":
@@ -87,6 +88,24 @@ class Choices:
         Remat.parse(self.remat, self.config.num_layers)
         if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
             raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
+
+
+def layers_in(recipe: str, fast: bool = False) -> DelayedScaling | CurrentScaling | BlockScaling | None:
+    """The recipe of a GPT's layers, by its name; "bf16" is none."""
+    found = {**RECIPES, "bf16": None}[recipe]
+    if not fast or found is None:
+        return found
+    if isinstance(found, BlockScaling):
+        raise ValueError(
+            "--fast is for recipes whose GEMMs may add up fast, got --recipe block, which scales the sum of every 128 "
+            "products in float32; leave out --fast, or choose --recipe delayed or --recipe current"
+        )
+    return dataclasses.replace(found, split_accumulator=())
+
+
+def head_in(recipe: str) -> CurrentScaling | BlockScaling:
+    """The recipe of a head in FP8: that of the layers where it has no state, as the head keeps no history."""
+    return BlockScaling() if recipe == "block" else CurrentScaling()
 
 
 def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 4, **flags) -> int:
@@ -208,6 +227,7 @@ def setting_of(choices: Choices) -> Setting:
         schedule=choices.schedule or "1f1b",
         chunks=choices.chunks or (2 if choices.schedule == "interleaved" else 1),
         fp8=choices.recipe != "bf16",
+        by_tile=choices.recipe == "block",
         recompute=choices.recompute or remat.kind == "norms",
         full=remat.kind == "full",
         offloaded=remat.count,
@@ -260,14 +280,11 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
 
 
 def _model(choices: Choices) -> GPT:
-    recipe = {**RECIPES, "bf16": None}[choices.recipe]
-    if choices.fast and recipe is not None:
-        recipe = dataclasses.replace(recipe, split_accumulator=())
     return GPT(
         choices.config,
-        recipe=recipe,
+        recipe=layers_in(choices.recipe, choices.fast),
         param_dtype=jnp.bfloat16 if choices.bf16_params else jnp.float32,
-        head_recipe=CurrentScaling() if choices.fp8_head else None,
+        head_recipe=head_in(choices.recipe) if choices.fp8_head else None,
         recompute=choices.recompute,
         remat=choices.remat,
         attention_implementation="cudnn",

@@ -163,6 +163,15 @@ def test_tuning_what_else_a_step_may_be_made_of(on_a_gpu_of_ones_own, capsys):
     assert {p.dtype for p in problems if p.k == 8 * 128} == {"float32"}  # weight gradients
 
 
+def test_tuning_products_by_tile(on_a_gpu_of_ones_own, capsys):
+    assert cli.main(["tune", "--preset", "tiny", "--recipe", "block", "--fp8-head"]) == 0
+    problems = [problem for problem, _ in GemmTable.load(on_a_gpu_of_ones_own).choices]
+    assert {p.accumulation for p in problems} == {"1d2d", "2d1d"}  # the head's weight gradient is of squares by lines
+    assert any(p.n == GPTConfig.preset("tiny").vocab_size for p in problems)
+    assert cli.main(["tune", "--preset", "tiny", "--recipe", "block", "--fast"]) == 1
+    assert "got --recipe block, which scales the sum of every 128" in capsys.readouterr().err
+
+
 def test_tuning_for_bfloat16_params(on_a_gpu_of_ones_own, capsys):
     """Their gradients are written in bfloat16, which is another product."""
     assert cli.main(["tune", "--preset", "tiny", "--bf16-params"]) == 0

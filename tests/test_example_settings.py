@@ -75,6 +75,7 @@ CANNOT_RUN = {
     "microbatches": (["--microbatches", "3"], "--microbatches must divide --batch-size"),
     "odd microbatch": (["--batch-size", "3", "--seq-len", "10"], "multiple of 16"),
     "comparing bf16": (["--recipe", "bf16", "--compare"], "--compare"),
+    "fast block": (["--recipe", "block", "--fast"], "got --recipe block, which scales the sum of every 128"),
     "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head are about FP8"),
     "bf16 with an FP8 head": (["--recipe", "bf16", "--fp8-head"], "--recipe delayed"),
     "name": (["--name", "../mine"], "--name must be a plain folder name"),

@@ -75,6 +75,13 @@ def test_a_name_that_is_taken_gets_a_number(example, book, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().out
 
 
+def test_the_head_of_a_model_by_tile_is_by_tile(example, book):
+    script = example("train_gpt")
+    job = script.prepare(script.parse([*SMALL, "--data", str(book), "--recipe", "block", "--fp8-head"]))
+    model = script.make_model(job.settings, job.model, "block")
+    assert model.recipe == model.head_recipe == script.fp8.BlockScaling()
+
+
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_flags_choose_what_is_in_fp8_and_how_it_adds(name, example, book, tmp_path):
     script = example("train_gpt")

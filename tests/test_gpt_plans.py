@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fp8 import cli, gpt_plans
+from jax_fp8.core.recipe import BlockScaling
 from jax_fp8.gpt_plans import Choices, operations_of_a_token, rates_for, setting_of
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.tools.arithmetic import memory_of, seconds_of
@@ -75,6 +76,8 @@ def test_flags_are_what_a_model_and_its_optimizer_have():
     assert model.param_dtype == jnp.bfloat16 and model.attention_implementation == "cudnn"
     assert gpt_plans._model(Choices(preset="tiny", remat="offload:1")).remat == "offload:1"
     plain = gpt_plans._model(Choices(preset="tiny", recipe="bf16", fast=True, sequence=64))
+    block = gpt_plans._model(Choices(preset="tiny", recipe="block", fp8_head=True))
+    assert block.recipe == block.head_recipe == BlockScaling()
     assert plain.recipe is None and plain.config.max_seq_len == 64 and plain.param_dtype == jnp.float32
 
 
@@ -178,6 +181,10 @@ REFUSED = {
         "tries must be an integer of at least",
     ),
     "devices": (["--devices", "8"], "--devices is for --suggest, got 8 without it"),
+    "fast block": (
+        ["--recipe", "block", "--fast"],
+        "--fast is for recipes whose GEMMs may add up fast, got --recipe b",
+    ),
     "rates": (["--rates", "no/such.json"], "rates must be a file that `python -m jax_fp8 tune --rates` wrote"),
     "hosts": (["--between-hosts", "0"], "--between-hosts must be GB/s above 0, got 0.0"),
 }

@@ -3,15 +3,16 @@
 Of a tensor x, of what the cast made of it, q, and of its scale:
 
     amax          the largest |x|; of all elements, like the next one
-    scale         the largest, where there are several
-    reach         the largest |x| / (fp8_max * scale): above 1, the tensor is larger than its scale allows
+    scale         the largest, where there are several: of tiles that hold more than zeros
+    reach         the largest |x| / (fp8_max * scale): above 1, the tensor is larger than its scale allows; by tile,
+                  each element's own scale counts, and that of zeros does not
     saturated     share of elements that were cut off: too large to be rounded to fp8_max
     underflowed   share of elements that were not zero and became zero
     nonfinite     share of elements that are infinite or NaN; above 0 wherever there is one
     error         sqrt(sum (x - q * scale)² / sum x²) over finite elements, relative root mean square
 
-Shares and error are those of at most ROWS rows, evenly spaced: a few million elements say as much as all of them, and
-the time this takes does not grow with the batch.
+Shares and error, and by tile scale and reach, are those of at most ROWS rows, evenly spaced: a few million elements say
+as much as all of them, and the time this takes does not grow with the batch.
 
 All of these are the worse the larger they are, but for amax and scale, which are what they are. So they leave a step as
 amaxes do, by maximum over microbatches, uses and devices: what is reported is the worst of these.
@@ -56,9 +57,18 @@ def measure(
     one, count = np.float32(1 / quantized.size), np.float32(1 / values.size)
     nonfinite = jnp.where(jnp.isfinite(amax), nonfinite * count, jnp.maximum(nonfinite * count, one))
     error = jnp.sqrt(squared_error / jnp.where(squares > 0, squares, 1))
-    largest = jnp.max(quantized.scale)
-    reach = amax / (fp8_max(values.dtype) * largest)
+    if whole.ndim:
+        largest, reach = _largest_of_tiles(jnp.concatenate(sources, axis=1), values, whole)
+    else:
+        largest, reach = whole, amax / (fp8_max(values.dtype) * whole)
     return jnp.stack([amax, largest, reach, saturated * count, underflowed * count, nonfinite, error])
+
+
+def _largest_of_tiles(x, values, scale) -> tuple[jax.Array, jax.Array]:
+    """Of the scales f32[m, n] of elements that are not zero, and of what these need of them."""
+    largest = jnp.max(jnp.where(values.astype(jnp.float32) != 0, scale, 0))
+    needed = jnp.abs(x.astype(jnp.float32)) * (np.float32(1 / fp8_max(values.dtype)) / scale)
+    return jnp.where(largest > 0, largest, jnp.max(scale)), jnp.max(needed)
 
 
 def _sums(source, values, scale) -> tuple[jax.Array, ...]:

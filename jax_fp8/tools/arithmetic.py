@@ -10,8 +10,9 @@ docs/memory.md explains the bytes.
 from dataclasses import dataclass, replace
 
 from jax_fp8.tools.described import HOST
-from jax_fp8.tools.rates import Rates, rate_at
+from jax_fp8.tools.rates import Rates, fp8_rate, rate_at
 
+SCALES = 4 / 128  # bytes of an element of a line by tile, beside the one of its value
 AT_WORK = 2  # layers whose activations are there once more while a gradient is computed
 
 
@@ -48,7 +49,8 @@ class Shape:
 class Setting:
     """A step: batch and sequence are in sequences and tokens, of all devices together.
 
-    `offloaded`: of how many layers the host keeps what the backward wants. `full`: all of a layer is computed again.
+    `by_tile`: in FP8 by `BlockScaling`. `offloaded`: of how many layers the host keeps what the backward wants. `full`:
+    all of a layer is computed again.
     """
 
     shape: Shape
@@ -63,6 +65,7 @@ class Setting:
     schedule: str = "1f1b"
     chunks: int = 1
     fp8: bool = True
+    by_tile: bool = False
     recompute: bool = False
     full: bool = False
     offloaded: int = 0
@@ -228,6 +231,7 @@ def _kept_of_a_token(setting: Setting) -> float:
     mlp = 2 * shape.mlp * (2 if shape.is_gated else 1) / tensor
     if setting.fp8:
         inputs = 0 if setting.recompute else shape.width * (2 + 1 / tensor)
+        inputs *= 1 + SCALES if setting.by_tile else 1
     else:
         inputs = 2 * shape.mlp / tensor + (0 if setting.recompute else 4 * shape.width)
     return norms + attention + mlp + inputs
@@ -240,7 +244,7 @@ def _bytes_of_operands(setting: Setting) -> float:
     shape = setting.shape
     into_mlp, out_of_mlp = shape.mlp * (2 if shape.is_gated else 1), shape.mlp
     of_parts = shape.width + 2 * shape.kv_width + into_mlp + out_of_mlp  # the last is computed again from what is kept
-    return (1 if setting.fp8 else 2) * (of_parts / setting.tensor + 2 * shape.width)
+    return ((1 + SCALES * setting.by_tile) if setting.fp8 else 2) * (of_parts / setting.tensor + 2 * shape.width)
 
 
 def operations_of(setting: Setting) -> float:
@@ -256,6 +260,7 @@ HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each 
 AGAIN = 12  # widths in bytes of a token that `recompute` reads and writes once more in a layer
 TOUCHED = 7  # times that what a layer keeps is written or read, by it and by what is not kept
 ADAM_BYTES = 28  # read and written for each parameter
+CAST_BYTES = 4 + 2  # of a parameter that a step casts itself, in both orientations
 HIDDEN_COST, EXPOSED_COST = 0.3, 0.75  # of the time of collectives, without those inside of layers and with them
 
 
@@ -268,7 +273,8 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     shape, devices, tensor = setting.shape, setting.devices, setting.tensor
     layers = setting.layers_of_a_step
     size = 2 * setting.tokens * shape.width * (shape.mlp / tensor)
-    rate = rate_at(rates.fp8 if setting.fp8 else rates.bf16, size)
+    of_fp8 = fp8_rate(rates, "1d2d" if setting.by_tile else "fast", size)
+    rate = of_fp8 if setting.fp8 else rate_at(rates.bf16, size)
     of_attention = layers * setting.tokens * setting.sequence * shape.width / tensor
     products = operations_of(setting) / devices - 6 * of_attention
     if setting.full:  # one forward more
@@ -276,6 +282,9 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(replace(setting, full=False, recompute=False))
     touched += AGAIN * setting.recompute * layers * setting.tokens * shape.width / tensor
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
+    if setting.by_tile:  # weights are cast anew, and both norms of a layer read their input twice
+        touched += CAST_BYTES * shape.of_layers / (setting.fsdp * setting.pipe * tensor)
+        touched += 4 * layers * setting.tokens * shape.width / (tensor if setting.sequence_parallel else 1)
     attended = (9 if setting.full else 7) * of_attention
     kernels = products / rate + attended / rates.attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)

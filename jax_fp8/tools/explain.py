@@ -284,8 +284,11 @@ def _dot(equation, path, count):
     return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
 
 
+_OTHER_TILES = "kernels know the tiles of BlockScaling, 1 x 128 and 128 x 128, and no others"
+
+
 def _why_no_kernel() -> str:
-    return extension.missing_reason() or dispatch.too_old_gpu() or "there are no kernels for scales by tile yet"
+    return extension.missing_reason() or dispatch.too_old_gpu() or _OTHER_TILES
 
 
 def _why_not_fp8(path, batched) -> tuple[bool, str]:

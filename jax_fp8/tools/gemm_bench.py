@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.kernels.gemm import matmul
+from jax_fp8.core.fp8_array import Fp8Array, tiles_of
+from jax_fp8.kernels.gemm import SCALINGS, matmul
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, using_ranks
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
@@ -30,7 +30,7 @@ B_SCALE = 0.125  # keeps sums of random products within float16
 
 # |d - exact| <= ACCUMULATION * sum|a||b| + ROUNDING * what is rounded to the result's dtype. Tensor cores keep about 13
 # fraction bits of the largest partial sum; split accumulation loses less.
-ACCUMULATION = {"fast": 2.0**-10, "split": 2.0**-12}
+ACCUMULATION = {"fast": 2.0**-10, "split": 2.0**-12} | dict.fromkeys(("1d2d", "2d1d", "1d1d"), 2.0**-12)
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
 OFF_THE_LIST = "OUT_OF_RANGE"  # the code by which csrc/gemm.cc reports a rank at which there is no algorithm
@@ -133,14 +133,24 @@ def _multiply_all(problem, copies, scales):
 def _multiply(problem, operands, scale):
     a, b, *addends = operands
     return matmul(
-        Fp8Array(a, scale),
-        Fp8Array(b, jnp.float32(B_SCALE)),
+        *_scaled(problem, a, b, scale),
         dtype=problem.dtype,
         bias=addends[0] if problem.has_bias else None,
         c=addends[-1] if problem.has_c else None,
         c_in_place=False,
-        accumulation=problem.accumulation,
+        accumulation="fast" if problem.accumulation == "fast" else "split",
     )
+
+
+def _scaled(problem, a, b, scale) -> tuple[Fp8Array, Fp8Array]:
+    """Both operands with these scales: one a tensor, or the same for all tiles that the problem has."""
+    by_name = {name: tiles for tiles, name in SCALINGS.items()}
+    a_tile, b_tile = by_name.get(problem.accumulation, (None, None))
+    return _with_scale(a, scale, a_tile), _with_scale(b, jnp.float32(B_SCALE), b_tile)
+
+
+def _with_scale(values, scale, tile) -> Fp8Array:
+    return Fp8Array(values, scale if tile is None else jnp.broadcast_to(scale, tiles_of(values.shape, tile)), tile)
 
 
 def _tolerance(problem, operands, scale, first):

@@ -78,7 +78,9 @@ class Instruction:
     trips: int | None  # of a loop, when the compiler knows
     name: str
     inputs: tuple[str, ...]  # the names of the operands
-    accumulation: str  # of a product in FP8 of this library: "fast" or "split", else ""
+    accumulation: (
+        str  # of a product in FP8 of this library: "fast" or "split", or by tile "1d2d", "2d1d" or "1d1d"; else ""
+    )
     groups: Groups  # of a collective: which devices exchange something; () of anything else
 
     @property
@@ -145,6 +147,7 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _FAST = re.compile(r"\bfast_accumulation = (true|false)\b")
+_SCALING = re.compile(r'\bscaling = "([12]d[12]d)"')
 _MODULE_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
@@ -170,7 +173,7 @@ def _arrays(type_text):
 def _instruction(header, match, arrays, opcodes, devices):
     operands, _, attributes = match["rest"].partition(")")
     names = [name for name in _NAME.findall(operands) if name in arrays]
-    target, op_name, trips, fast = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS, _FAST))
+    target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
     is_collective = match["opcode"].removesuffix("-start") in COLLECTIVES
     return Instruction(
         opcode=match["opcode"],
@@ -185,9 +188,16 @@ def _instruction(header, match, arrays, opcodes, devices):
         trips=int(trips[1]) if trips else None,
         name=match["name"],
         inputs=tuple(names),
-        accumulation={"true": "fast", "false": "split"}[fast[1]] if fast else "",
+        accumulation=_accumulation(attributes),
         groups=groups_of(attributes, devices) if is_collective else (),
     )
+
+
+def _accumulation(attributes) -> str:
+    fast, scaling = _FAST.search(attributes), _SCALING.search(attributes)
+    if scaling:
+        return scaling[1]
+    return {"true": "fast", "false": "split"}[fast[1]] if fast else ""
 
 
 def _called(attributes):

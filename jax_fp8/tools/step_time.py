@@ -19,7 +19,7 @@ from jax_fp8.tools.collectives import ring_bytes
 from jax_fp8.tools.described import HOST
 from jax_fp8.tools.groups import on_hosts
 from jax_fp8.tools.hlo import BRANCHES, CALLS, FUSIONS, Array, Instruction, by_computation
-from jax_fp8.tools.rates import Rates, rate_at
+from jax_fp8.tools.rates import Rates, fp8_rate, rate_at
 
 BF16_PRODUCTS = ("__cublas$", "jax_fp8_weight_gradient")
 READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
@@ -213,8 +213,7 @@ def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruc
     target = instruction.target
     if target == "jax_fp8_gemm":  # of a (m, k) and b (n, k), of which it may leave out some rows
         (m, n), k = instruction.results[0].shape, instruction.operands[0].shape[1]
-        curve = rates.fp8_split if instruction.accumulation == "split" else rates.fp8
-        return max(moved, 2 * m * n * k / rate_at(curve, 2 * m * n * k))
+        return max(moved, 2 * m * n * k / fp8_rate(rates, instruction.accumulation, 2 * m * n * k))
     if target.startswith(BF16_PRODUCTS) or instruction.opcode == "dot":
         sizes = [math.prod(array.shape) for array in (*instruction.operands[:2], instruction.results[0])]
         operations = 2 * math.sqrt(math.prod(sizes))  # m k, k n and m n

@@ -126,5 +126,5 @@ def _problem(equation) -> GemmProblem:
         dtype=d.dtype.name,
         has_bias=bool(attributes["has_bias"]),
         has_c=bool(attributes["has_c"]),
-        accumulation="fast" if attributes["fast_accumulation"] else "split",
+        accumulation=attributes["scaling"] or ("fast" if attributes["fast_accumulation"] else "split"),
     )

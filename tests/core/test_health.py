@@ -85,6 +85,16 @@ def test_scales_by_tile_are_those_of_their_elements():
     assert health(x, scale=by_tile)["saturated"] == 0 < health(x, scale=by_tile[:, ::-1])["saturated"]
 
 
+def test_tiles_of_zeros_say_nothing_of_the_scale():
+    """Their scale is 1, which could be far above all others: then a tensor would seem to have room."""
+    x = jnp.asarray([[0.0] * 4 + [1e-3] * 3 + [0.0]] * 8)
+    found = health(x, scale=jnp.asarray([[1.0, 1e-3 / 448]] * 8))
+    assert found["scale"] == pytest.approx(1e-3 / 448) and found["reach"] == pytest.approx(1)
+    assert health(x, scale=1e-3 / 448) == pytest.approx(found)  # one scale says the same
+    zeros = health(jnp.zeros((16, 16)), scale=jnp.ones((16, 2)))
+    assert [zeros[name] for name in STATISTICS] == [0, 1, 0, 0, 0, 0, 0]
+
+
 def test_many_rows_are_sampled_and_none_is_measured_twice():
     rows, taken = 4 * ROWS, []
 

@@ -61,6 +61,16 @@ def test_what_a_layer_keeps_of_a_token():
     assert bytes_of_a_token(few_keys) == 4 * h + 4 * h / 8 + 4 * (h / 4) / 4 + 4 * 3584 / 8  # keys in 4 parts only
 
 
+def test_what_scales_by_tile_add():
+    """4 bytes to 128 of what is kept in FP8, 3 of the 23 widths; slower products, and weights that a step casts."""
+    by_tile, h = replace(BASE, by_tile=True), GPT.width
+    assert bytes_of_a_token(by_tile) == (20 + 3 * (1 + 4 / 128)) * h
+    assert bytes_of_a_token(replace(by_tile, recompute=True)) == 20 * h
+    assert memory_of(by_tile).weights == memory_of(BASE).weights
+    seconds = [seconds_of(setting, RATES) for setting in (BASE, by_tile, replace(BASE, fp8=False))]
+    assert seconds == sorted(seconds) and seconds[1] > 1.05 * seconds[0]
+
+
 def test_what_divides_the_state():
     one, axes = memory_of(BASE), {"fsdp": 4, "tensor": 2}
     split = memory_of(replace(BASE, **axes))

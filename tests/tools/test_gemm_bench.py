@@ -35,13 +35,14 @@ KINDS = [  # a, b, result, bias, c, accumulation
     ("float8_e4m3fn", "float8_e5m2", "float32", False, True, "split"),
     ("float8_e4m3fn", "float8_e5m2", "float16", True, True, "fast"),
 ]
+BY_TILE = [("float8_e4m3fn", "float8_e4m3fn", "float32", False, True, scaling) for scaling in ("1d2d", "2d1d", "1d1d")]
 
 
 def problem(kind, m=48, n=32, k=64) -> GemmProblem:
     return GemmProblem(m, n, k, *kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BY_TILE])
 def test_the_product_of_the_bench_is_that_of_the_problem(kind):
     bench = GemmBench(problem(kind))
     a, b, *addends = bench._copies[0]
@@ -83,6 +84,14 @@ def test_the_timed_program_is_a_graph_of_gemms(kind, monkeypatch):
     program = h200.compile(bench._many, *arguments, **CUDA_GRAPH_OPTIONS)
     assert program.custom_calls == {"jax_fp8_gemm": 5} and program.graphs == 1
     assert not program.copies and not program.outside_graphs, program.thunks
+
+
+@pytest.mark.parametrize("kind", BY_TILE)
+def test_a_problem_by_tile_is_timed_by_tile(kind, with_kernels):
+    bench = GemmBench(problem(kind, k=256))
+    with bench._using(9):
+        text = bench._one.trace(bench._copies[0], bench._scales[0]).lower(lowering_platforms=("cuda",)).as_text()
+    assert f'scaling = "{kind[-1]}"' in text and "candidate = 9 : i32" in text
 
 
 def test_every_call_of_the_timed_program_stays(monkeypatch, with_kernels):

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_fp8.tools.hlo import BRANCHES, read_hlo
-from jax_fp8.tools.rates import Rates
+from jax_fp8.tools.rates import BY_TILE, Rates
 from jax_fp8.tools.step_time import estimate, longest
 
 # One operation, one byte a second: times are what is counted.
@@ -62,6 +62,15 @@ def test_the_rate_of_a_product_is_that_of_its_size_and_accumulation():
     for is_fast, seconds in (("true", 1024), ("false", 1024 / 4)):
         config = f"{body}, backend_config={{alpha = 1.0 : f32, fast_accumulation = {is_fast}, has_c = false}}"
         assert time_of(config, split).seconds == seconds
+
+
+def test_products_by_tile_are_slower_than_those_with_split_accumulation():
+    seconds = {}
+    for scaling in ("", *BY_TILE):
+        config = f'  %d = {GEMM}, backend_config={{fast_accumulation = false, has_c = false, scaling = "{scaling}"}}'
+        seconds[scaling] = time_of(config, dataclasses.replace(ONE, fp8=FAST)).seconds
+    assert seconds.pop("") == 1024
+    assert seconds == {scaling: pytest.approx(1024 / factor) for scaling, factor in BY_TILE.items()}
 
 
 def test_columns_that_a_product_leaves_out_do_not_count():

@@ -158,6 +158,19 @@ def test_the_gemms_of_a_step(with_kernels):
     assert accumulated in list_fp8_gemms(step, state, x)
 
 
+def test_the_gemms_of_a_step_by_tile(with_kernels):
+    """Those of block scaling have problems of their own: weights and output gradients in squares."""
+    e4m3 = "float8_e4m3fn"
+    layer, x = fp8.Dense(32, recipe=fp8.BlockScaling()), jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    gradient = jax.grad(lambda variables, x: layer.apply(variables, x).astype(jnp.float32).sum(), argnums=(0, 1))
+    assert set(list_fp8_gemms(gradient, variables, x)) == {
+        GemmProblem(32, 32, 64, e4m3, e4m3, "bfloat16", True, False, "1d2d"),
+        GemmProblem(32, 64, 32, e4m3, e4m3, "bfloat16", False, False, "1d2d"),
+        GemmProblem(64, 32, 32, e4m3, e4m3, "float32", False, False, "1d2d"),
+    }
+
+
 def test_equal_gemms_are_listed_once_and_others_not_at_all(with_kernels):
     layer = fp8.Dense(64, use_bias=False, recipe=fp8.CurrentScaling())
     x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)

@@ -15,6 +15,7 @@ from jax_fp8.core.formats import INPUT
 from jax_fp8.core.state import map_gemms_with_path
 
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling(), "bf16": None}
+RECIPES |= {"block": fp8.BlockScaling()}
 TX = fp8.fused_adamw(1e-3, skip_nonfinite=True)
 FEATURES = 32
 LAYERS = ["first", "block/up", "block/down", "last"]
@@ -81,7 +82,9 @@ def tensor(rows, layer, name) -> dict:
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(("recipe", "microbatches"), [("delayed", 1), ("delayed", 2), ("current", 2), ("bf16", 1)])
+@pytest.mark.parametrize(
+    ("recipe", "microbatches"), [("delayed", 1), ("delayed", 2), ("current", 2), ("block", 2), ("bf16", 1)]
+)
 def test_a_diagnosed_step_is_the_same_step(recipe, microbatches):
     step, batch = step_of(recipe, microbatches), batch_of()
     plain, diagnosed = state_of(recipe), state_of(recipe)
@@ -113,6 +116,8 @@ def test_a_diagnosed_step_is_the_same_step(recipe, microbatches):
         ("delayed", {"poison": 1e5}, r"% of the output gradient of block/down is larger than its scale allows"),
         ("delayed", {"poison": math.nan}, r"100 % of the output gradient of block/down is not finite"),
         ("current", {"poison": math.nan}, r"100 % of the output gradient of block/down is not finite"),
+        ("block", {"poison": math.nan}, r"100 % of the output gradient of block/down is not finite"),
+        ("block", {"x": 1000.0, "poison": 1e5}, None),
         ("bf16", {"poison": math.nan}, r"the gradients of block/down are not finite, nor those of 3 other layers"),
         ("current", {"x": 1000.0, "poison": 1e5}, None),  # whose scales follow at once
         ("delayed", {}, None),
@@ -142,12 +147,14 @@ def test_a_scale_that_stands_still_shows_in_headroom_and_saturation():
 def test_an_outlier_shows_as_underflow_and_error():
     batch = batch_of()
     with_outlier = batch | {"x": batch["x"].at[0, 0].set(1e5)}
-    healthy, found = (
-        tensor(step_of("current").diagnose(state_of("current"), given).rows(), "first", "input")
-        for given in (batch, with_outlier)
+    healthy, found, by_tile = (
+        tensor(step_of(recipe).diagnose(state_of(recipe), given).rows(), "first", "input")
+        for recipe, given in (("current", batch), ("current", with_outlier), ("block", with_outlier))
     )
     assert found["underflowed"] > 0.1 > 0.001 > healthy["underflowed"]
     assert found["saturated"] == healthy["saturated"] == 0
+    # By tile it costs the other elements of its row at most, 31 of 64 x 32.
+    assert 0 < by_tile["underflowed"] < 31 / 2048 and 1 <= by_tile["headroom"] < 2
 
 
 def test_numbers_are_the_worst_of_the_microbatches():

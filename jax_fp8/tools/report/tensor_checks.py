@@ -43,12 +43,15 @@ EXPLAINED_BY = {SATURATES: {FROZEN}, OUTLIERS: {WIDE}, ERRS: {FROZEN, SATURATES,
 REMEDIES = {
     FROZEN: "Is the FP8 state of every step kept? A loop of your own calls `update_state` once a step, and hands what "
     "it returns to the next.",
-    SATURATES: "`DelayedScaling(margin=1)` doubles the headroom; with `CurrentScaling()` nothing saturates.",
+    SATURATES: "`DelayedScaling(margin=1)` doubles the headroom; with `CurrentScaling()` or `BlockScaling()` nothing "
+    "saturates.",
     WIDE: '`DelayedScaling(forget_outliers=True)`, or `amax_compute_algo="most_recent"`, comes back sooner after a '
     "batch with large values.",
     OUTLIERS: "A few large elements take the range of all others; or most are nearly zero, as after GELU, which is "
-    "harmless. If the loss suffers, keep this layer in bfloat16 (`recipe=None`).",
-    ERRS: "If the loss suffers, keep this layer in bfloat16 (`recipe=None`), or try `CurrentScaling()`.",
+    "harmless. If the loss suffers, try `BlockScaling()`, in which a large element costs only those that share its "
+    "tile, or keep this layer in bfloat16 (`recipe=None`).",
+    ERRS: "If the loss suffers, try `CurrentScaling()` or `BlockScaling()`, or keep this layer in bfloat16 "
+    "(`recipe=None`).",
 }
 
 

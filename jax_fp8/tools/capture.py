@@ -19,7 +19,7 @@ from jax_fp8.tools.collectives import Collective, collectives_of, table
 from jax_fp8.tools.hlo import BRANCHES, CALLS, FUSIONS, Instruction, by_computation, executed, read_hlo, read_thunks
 from jax_fp8.train.lowering import Compilation, Lowering
 
-CAST_TARGETS = ("jax_fp8_quantize", "jax_fp8_quantize_transpose")
+CAST_TARGETS = ("jax_fp8_quantize", "jax_fp8_quantize_transpose", "jax_fp8_quantize_by_tile")
 FP8_DTYPES = ("f8e4m3fn", "f8e5m2")
 SMALLEST_COPY = 64 * 1024  # bytes; copies that do not exceed this cost a launch, not bandwidth
 SHOWN_COPIES = 8  # in a printed report

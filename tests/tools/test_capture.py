@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 
 import jax_fp8 as fp8
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import KERNEL
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.tools.capture import Branch, CaptureReport, capture_report
+from jax_fp8.tools.capture import CAST_TARGETS, Branch, CaptureReport, capture_report
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.lowering import Lowering
 
@@ -54,6 +55,17 @@ def refresh_arguments(size=SIZE):
     names = ("up", "down")
     cache = {name: (shape(size, size, dtype=fp8.E4M3),) * 2 for name in names}
     return shape(dtype=bool), {name: shape(size, size) for name in names}, cache, shape(dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [Cast.with_scale(fp8.E4M3, 1.0), fp8.BlockScaling().cast(KERNEL, None, lambda: jnp.float32(1))],
+    ids=["one", "tiles"],
+)
+def test_every_kernel_that_casts_a_weight_is_known(how, with_kernels):
+    traced = jax.jit(lambda weight: quantize_transpose(weight, how)).trace(jnp.zeros(WEIGHT, jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert sum(text.count(f"@{target}(") for target in CAST_TARGETS) == 1
 
 
 @needs_kernels

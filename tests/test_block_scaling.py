@@ -9,6 +9,7 @@ import pytest
 import reference
 from reference import assert_close
 
+import jax_fp8 as fp8
 from jax_fp8.core.cast import LINE, SQUARE
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array, tiles_of
@@ -66,3 +67,48 @@ def test_block_scaling_as_cublaslt_reads_it(a_tile, b_tile, columns, scaling, a_
     assert f'scaling = "{scaling}"' in call and shapes == [a_scales, b_scales]
     rows = 150 if scaling == "2d1d" else 160
     assert f"tensor<{rows}x336xf8E4M3FN>" in call and "fast_accumulation = false" in call
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+LAYERS = ["Dense", "LayerNormDense", "LayerNormMLP"]
+FINE, CURRENT, DELAYED = fp8.BlockScaling(wgrad="1d1d"), fp8.CurrentScaling(), fp8.DelayedScaling(amax_history_len=2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "other"),
+    [("Dense", CURRENT), *((layer, DELAYED) for layer in LAYERS)],
+    ids=["Dense, current", *LAYERS],
+)
+def test_a_large_channel_of_inputs_costs_the_others_nothing_by_tile(layer, other, benchmark):
+    """With one scale a tensor they are all but zero. Without the large channel both round, one of them to E5M2."""
+    error, block = benchmark("outliers").error, fp8.BlockScaling()
+    alone, beside = (error(layer, block, case) for case in ("none", "inputs, 100,000 times"))
+    assert beside < 1.1 * alone < 0.07
+    assert error(layer, other, "inputs, 100,000 times") > 5 * beside
+    assert alone < error(layer, other, "none") < 2 * alone
+    assert error(layer, other, "inputs, 1,000 times") < 2 * alone  # FP8 has a range of its own
+
+
+def test_a_large_channel_of_gradients_costs_those_of_its_square(benchmark):
+    error = benchmark("outliers").error
+    alone, squares, lines = (
+        error("Dense", recipe, case)
+        for recipe, case in (
+            (fp8.BlockScaling(), "none"),
+            (fp8.BlockScaling(), "gradients, 100,000 times"),
+            (FINE, "gradients, 100,000 times"),
+        )
+    )
+    assert lines < 1.1 * alone < 0.05 and squares > 5 * lines
+    assert error("Dense", fp8.BlockScaling(), "gradients, 1,000 times") < 1.1 * alone
+    assert error("Dense", DELAYED, "gradients, 100,000 times") < 2 * lines  # E5M2 holds both
+
+
+def test_the_table_has_a_row_for_each_recipe(benchmark, monkeypatch, capsys):
+    outliers = benchmark("outliers")
+    monkeypatch.setattr(outliers, "error", lambda layer, recipe, case: 0.01 * (list(outliers.CASES).index(case) + 1))
+    assert outliers.main() == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| 1.0 | 2.0 | 3.0 | 4.0 | 5.0 |") == len(LAYERS) * len(outliers.RECIPES)
+    assert all(f"`{layer}`" in printed for layer in LAYERS)

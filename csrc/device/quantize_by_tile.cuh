@@ -70,6 +70,11 @@ __device__ inline void cast_columns(const Vector<T> (&made)[kPatchRows][kMade], 
 template <typename Producer>
 constexpr int kStagedBytes = Shared<Producer>::kMade * kHalves * ValuesTile::kChunks * static_cast<int>(sizeof(uint4));
 
+// Percent of a multiprocessor's 228 KB that as many blocks as registers allow share; a block takes 1 KB beside its own.
+template <typename Producer>
+constexpr int kCarveout = std::min<int>(
+    100, 100 * Producer::kTileBlocks * (kStagedBytes<Producer> + sizeof(Shared<Producer>) + 2048) / (228 * 1024) + 1);
+
 }  // namespace by_tile
 
 // ---- tiles of 128 rows x 128 columns --------------------------------------------------------------------------------
@@ -182,6 +187,8 @@ cudaError_t launch_by_tile(const Producer& producer, const ByTileResults& result
     const auto kernel = quantize_by_tile_kernel<Producer>;
     constexpr int kBytes = kStagedBytes<Producer>;
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (status != cudaSuccess) return status;
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveout<Producer>);
     if (status != cudaSuccess) return status;
     kernel<<<blocks, kThreads, kBytes, stream>>>(producer, task);
   } else if (blocks != 0) {

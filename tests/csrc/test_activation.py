@@ -10,35 +10,8 @@ import plain
 import pytest
 import reference
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
+from entries import ACTIVATION
 from reference import assert_same_bits
-
-ENTRY = """
-using namespace jax_fp8;
-
-static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated,
-                                  int64_t rows, int64_t width) {
-  return {dy, x, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows, width};
-}
-
-extern "C" int quantize(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                        int64_t width, const float* source, int64_t row, int64_t format, uint8_t* values,
-                        uint8_t* values_t, float* amax, float* scale, float* partial, float* sums,
-                        const float* activated_scale, int64_t activated_format, uint8_t* activated_t) {
-  ActivationArguments arguments{.inputs = inputs_of(dy, x, type, activation, gated, rows, width),
-                                .source = {source, {static_cast<int32_t>(row), false, 0, 0.0f, false}},
-                                .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t,
-                                .amax = amax, .scale = scale, .sums = {sums, partial},
-                                .activated_scale = activated_scale,
-                                .activated_format = static_cast<Fp8Type>(activated_format), .activated_t = activated_t};
-  return dy ? launch_activation_backward_quantize(arguments, nullptr) : launch_activation_quantize(arguments, nullptr);
-}
-
-extern "C" int amax(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                    int64_t width, float* amax) {
-  const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
-  return dy ? launch_activation_backward_amax(inputs, amax, nullptr) : launch_activation_amax(inputs, amax, nullptr);
-}
-"""
 
 # A kernel that calls the functions alone: f(x) and f'(x), not rounded.
 FUNCTIONS = """
@@ -175,7 +148,7 @@ def run(
     results += [Result((cols, rows), dtype, offset) if wanted["values_t"] else None, SCALAR, SCALAR]
     of = (SOURCES.index(x.dtype), function, gated, rows, x.shape[1] // (2 if gated else 1))
     arrays = [None if dy is None else Input(dy, offset * x.itemsize), Input(x, offset * x.itemsize)]
-    kernels = compile_for_cpu("activation.cu", ENTRY, changes)
+    kernels = compile_for_cpu("activation.cu", ACTIVATION, changes)
     source = np.array([9, scale], np.float32)
     got = kernels.call(
         "quantize", *arrays, *of, source, 1, FORMATS.index(dtype), *results, *beside, orders=tuple(orders)

@@ -7,40 +7,9 @@ import numpy as np
 import pytest
 import reference
 from emulation import ONLY_BFLOAT16, EmulationError, InPlace, Input, Result, compile_for_cpu, planted
+from entries import NORM
 from reference import assert_close, assert_same_bits
 
-ENTRY = """
-using namespace jax_fp8;
-
-static NormArguments norm_of(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias,
-                             double epsilon, int64_t rows, int64_t cols) {
-  return {.x = x, .x_type = static_cast<SourceType>(x_type), .norm_scale = norm_scale, .norm_bias = norm_bias,
-          .epsilon = static_cast<float>(epsilon), .rows = rows, .cols = cols};
-}
-
-extern "C" int norm_quantize(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias,
-                             double epsilon, int64_t rows, int64_t cols, const float* source, int64_t row,
-                             int64_t from_amax, int64_t format, uint8_t* values, uint8_t* values_t, float* amax,
-                             float* scale, float* mean, float* rstd) {
-  return launch_norm_quantize(
-      {.norm = norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols),
-       .source = {source, {static_cast<int32_t>(row), from_amax != 0, 0, 0.0f, false}},
-       .format = static_cast<Fp8Type>(format), .scale = scale,
-       .results = {values, values_t, amax, mean, rstd}}, nullptr);
-}
-
-extern "C" int norm_amax(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                         int64_t rows, int64_t cols, float* amax) {
-  return launch_norm_amax(norm_of(x, x_type, norm_scale, norm_bias, epsilon, rows, cols), amax, nullptr);
-}
-
-extern "C" int norm_backward(const void* dy, const void* x, const void* residual, int64_t type, const float* norm_scale,
-                             const float* mean, const float* rstd, int64_t partials, int64_t rows, int64_t cols,
-                             void* dx, float* dscale, float* dbias, float* dscale_partials, float* dbias_partials) {
-  return launch_norm_backward({dy, x, residual, static_cast<SourceType>(type), norm_scale, mean, rstd, dx, dscale,
-                               dbias, dscale_partials, dbias_partials, partials, rows, cols}, nullptr);
-}
-"""
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
 SCALAR = Result((), np.float32)
@@ -74,7 +43,7 @@ def quantize(x, norm, dtype=FORMATS[0], source=SCALE, how=(0, False), wanted=(Tr
     values_t = Result((cols, rows), dtype, offset) if wanted[1] else None
     column = Result((rows, 1), np.float32)
     results = [values, values_t, SCALAR, SCALAR, None if norm_bias is None else column, column]
-    got = compile_for_cpu("norm.cu", ENTRY, changes).call(
+    got = compile_for_cpu("norm.cu", NORM, changes).call(
         "norm_quantize",
         *(Input(x, offset * x.dtype.itemsize), SOURCES.index(x.dtype), norm_scale, norm_bias, EPSILON, rows, cols),
         *(np.asarray(source, np.float32), *how, FORMATS.index(dtype), *results),
@@ -85,7 +54,7 @@ def quantize(x, norm, dtype=FORMATS[0], source=SCALE, how=(0, False), wanted=(Tr
 
 def amax(x, norm, changes=()):
     rows, cols = x.shape
-    (got,) = compile_for_cpu("norm.cu", ENTRY, changes).call(
+    (got,) = compile_for_cpu("norm.cu", NORM, changes).call(
         "norm_amax", x, SOURCES.index(x.dtype), *parameters(cols, norm), EPSILON, rows, cols, SCALAR
     )
     return got
@@ -212,7 +181,7 @@ def backward(dy, x, norm, residual=None, partials=5, changes=(), offset=0):
     sums, parts = Result((cols,), np.float32), np.full((partials, cols), np.nan, np.float32)
     has_bias = norm_bias is not None
     # More partial sums than blocks are not written: they are no results here, and whoever reads them finds NaN.
-    return compile_for_cpu("norm.cu", ENTRY, changes).call(
+    return compile_for_cpu("norm.cu", NORM, changes).call(
         "norm_backward",
         *(Input(dy, offset), Input(x, offset), residual, SOURCES.index(x.dtype)),
         *(norm_scale, mean if has_bias else None, rstd, partials, rows, cols, Result(x.shape, x.dtype, offset), sums),

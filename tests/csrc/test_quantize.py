@@ -5,59 +5,9 @@ import numpy as np
 import pytest
 import reference
 from emulation import ONLY_BFLOAT16, EmulationError, Input, Result, compile_for_cpu, planted
+from entries import QUANTIZE
 from reference import assert_same_bits
 
-ENTRY = """
-using namespace jax_fp8;
-
-static QuantizeArguments arguments_of(Matrices x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
-                                      int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
-                                      uint8_t* values, uint8_t* values_t, float* amax, float* scale, int64_t rows,
-                                      int64_t cols) {
-  const ScaleRule rule{static_cast<int32_t>(row), from_amax != 0, static_cast<int32_t>(margin),
-                       static_cast<float>(amax_epsilon), power_2_scale != 0};
-  return {.x = x, .x_type = static_cast<SourceType>(x_type), .source = {source, rule},
-          .format = static_cast<Fp8Type>(format), .values = values, .values_t = values_t, .amax = amax, .scale = scale,
-          .rows = rows, .cols = cols};
-}
-
-static Matrices alone(const void* x, int64_t cols) { return {{x}, {cols, cols,
-                      cols}}; }  extern "C" int quantize(const void* x, int64_t x_type, const float* source,
-                      int64_t row, int64_t from_amax, int64_t margin, double amax_epsilon, int64_t power_2_scale,
-                      int64_t format, int64_t rows, int64_t cols, uint8_t* values, float* amax, float* scale) {
-  return launch_quantize(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon,
-                                      power_2_scale, format, values, nullptr, amax, scale, rows, cols), nullptr);
-}
-
-extern "C" int quantize_transpose(const void* x, int64_t x_type, const float* source, int64_t row, int64_t from_amax,
-                                  int64_t margin, double amax_epsilon, int64_t power_2_scale, int64_t format,
-                                  int64_t rows, int64_t cols, uint8_t* values, uint8_t* values_t, float* amax,
-                                  float* scale) {
-  return launch_quantize_transpose(arguments_of(alone(x, cols), x_type, source, row, from_amax, margin, amax_epsilon,
-                                                power_2_scale, format,
-                                                values, values_t, amax, scale, rows, cols), nullptr);
-}
-
-extern "C" int quantize_transpose_sums(const void* x, int64_t x_type, const float* source, int64_t format, int64_t rows,
-                                       int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale,
-                                       float* sums, float* partial) {
-  QuantizeArguments arguments = arguments_of(alone(x, cols), x_type, source, 0, 0, 0, 0, 0, format, values, values_t,
-                                             amax, scale, rows, cols);
-  arguments.sums = {sums, partial};
-  return launch_quantize_transpose(arguments, nullptr);
-}
-
-extern "C" int side_by_side(const void* first, const void* second, const void* third, int64_t x_type,
-                            const float* source, int64_t format, int64_t rows, int64_t end, int64_t second_end,
-                            int64_t cols, uint8_t* values, uint8_t* values_t, float* amax, float* scale, float* sums,
-                            float* partial) {
-  const Matrices x{{first, second, third}, {end, second_end, cols}};
-  QuantizeArguments arguments = arguments_of(x, x_type, source, 0, 0, 0, 0, 0, format, values, values_t, amax, scale,
-                                             rows, cols);
-  arguments.sums = {sums, partial};
-  return launch_quantize_transpose(arguments, nullptr);
-}
-"""
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
 SCALAR = Result((), np.float32)
@@ -86,7 +36,7 @@ def run(entry, x, source, dtype, row=0, from_amax=False, rule=RULES[0], changes=
     margin, amax_epsilon, power_2_scale = rule
     results = [Result((rows, cols), dtype, offset)]
     results += [Result((cols, rows), dtype, offset)] if entry == "quantize_transpose" else []
-    return compile_for_cpu("quantize.cu", ENTRY, changes).call(
+    return compile_for_cpu("quantize.cu", QUANTIZE, changes).call(
         entry,
         *(Input(x, offset * x.dtype.itemsize), SOURCES.index(x.dtype), np.asarray(source, np.float32)),
         *(row, from_amax, margin, amax_epsilon, power_2_scale, FORMATS.index(dtype), rows, cols),
@@ -173,7 +123,7 @@ def test_sums(shape, source):
     x = np.random.default_rng(rows).integers(-9, 10, shape).astype(source)
     sums, partial = Result((cols,), np.float32), Result((-(-rows // 128), cols), np.float32)
     results = [Result((rows, cols), FORMATS[0]), Result((cols, rows), FORMATS[0]), SCALAR, SCALAR, sums, partial]
-    kernels = compile_for_cpu("quantize.cu", ENTRY)
+    kernels = compile_for_cpu("quantize.cu", QUANTIZE)
     scale = np.float32([0.3])
     got = kernels.call("quantize_transpose_sums", x, SOURCES.index(source), scale, 0, rows, cols, *results)
     check("quantize_transpose", x, scale[0], FORMATS[0], got[:4])
@@ -194,7 +144,7 @@ def test_matrices_side_by_side(widths, source, changes=()):
     results = [Result((rows, cols), FORMATS[0]), Result((cols, rows), FORMATS[0]), SCALAR, SCALAR, sums, partial]
     scale = np.float32([0.3])
     ends = np.cumsum(widths).tolist()
-    kernels = compile_for_cpu("quantize.cu", ENTRY, changes)
+    kernels = compile_for_cpu("quantize.cu", QUANTIZE, changes)
     got = kernels.call("side_by_side", *parts, SOURCES.index(source), scale, 0, rows, *ends, *results)
     check("quantize_transpose", x, scale[0], FORMATS[0], got[:4])
     assert_same_bits(got[4], x.astype(np.float32).sum(axis=0))

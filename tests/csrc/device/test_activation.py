@@ -9,56 +9,9 @@ import plain
 import pytest
 from by_tile import E4M3, TileRule, scales_shape
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
+from entries import ACTIVATION
 from reference import assert_same_bits
 
-ENTRY = """
-using namespace jax_fp8;
-
-static ActivationInputs inputs_of(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated,
-                                  int64_t rows, int64_t width) {
-  return {dy, x, static_cast<SourceType>(type), static_cast<Activation>(activation), gated != 0, rows, width};
-}
-
-extern "C" int by_tile(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                       int64_t width, int64_t square, int64_t square_t, int64_t margin, double amax_epsilon,
-                       int64_t power_2_scale, uint8_t* values, uint8_t* values_t, float* amax, float* scales,
-                       float* scales_t, float* sums, float* partial, uint8_t* activated_t, float* activated_scales_t) {
-  const TileRule rule{square != 0, square_t != 0, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon),
-                      power_2_scale != 0};
-  const ActivationByTileArguments arguments{inputs_of(dy, x, type, activation, gated, rows, width),
-                                            {rule, values, values_t, amax, scales, scales_t}, {sums, partial},
-                                            activated_t, activated_scales_t};
-  return dy ? launch_activation_backward_quantize_by_tile(arguments, nullptr)
-            : launch_activation_quantize_by_tile(arguments, nullptr);
-}
-
-template <typename Producer>
-__global__ void elements_kernel(Producer producer, int64_t width, float* elements) {
-  for (int64_t col = threadIdx.x; col < width; col += 32) {
-    float made[Producer::kMade];
-    producer.element(blockIdx.x, col, width, made);
-    for (int m = 0; m < Producer::kMade; ++m) elements[(blockIdx.x * Producer::kMade + m) * width + col] = made[m];
-  }
-}
-
-template <typename Plain, typename Gated>
-static int launch_elements(const ActivationInputs& inputs, float* elements) {
-  by_dtype(inputs.type, [&](auto element) {
-    with_producer<decltype(element), Plain, Gated>(inputs, [&](auto producer) {
-      const auto kernel = elements_kernel<decltype(producer)>;
-      kernel<<<inputs.rows, 32>>>(producer, inputs.width, elements);
-    });
-  });
-  return cudaGetLastError();
-}
-
-extern "C" int elements(const void* dy, const void* x, int64_t type, int64_t activation, int64_t gated, int64_t rows,
-                        int64_t width, float* elements) {
-  const ActivationInputs inputs = inputs_of(dy, x, type, activation, gated, rows, width);
-  return dy ? launch_elements<Backward, GatedBackward>(inputs, elements)
-            : launch_elements<Forward, GatedForward>(inputs, elements);
-}
-"""
 ALL = [*plain.ACTIVATIONS, *plain.GATES]
 NAMES = list(plain.ACTIVATIONS)  # in the order of Activation
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -91,7 +44,7 @@ def elements(activation, dy, x):
     parts = 1 if dy is None else x.shape[1] // max(1, width)
     made = np.zeros((rows, parts + (dy is not None), width), np.float32)
     if made.size:
-        kernels = compile_for_cpu("activation.cu", ENTRY)
+        kernels = compile_for_cpu("activation.cu", ACTIVATION)
         problem = problem_of(activation, dy, x)
         (made,) = kernels.call("elements", *problem, Result(made.shape, np.float32), orders=["forward"])
     return made[:, :parts].reshape(rows, parts * width), made[:, -1]
@@ -107,7 +60,7 @@ def run(activation, dy, x, rule=BY_LINE, changes=(), offset=0, orders=ORDERS):
         activated = [Result((width, rows), E4M3, offset), Result(scales_shape((width, rows), False), np.float32)]
         beside = [*sums, *activated]
     got = iter(
-        compile_for_cpu("activation.cu", ENTRY, changes).call(
+        compile_for_cpu("activation.cu", ACTIVATION, changes).call(
             "by_tile",
             *(*problem, *rule.attributes(), *rule.results(rows, cols, offset), *beside),
             orders=tuple(orders),

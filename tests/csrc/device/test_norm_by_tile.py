@@ -8,31 +8,9 @@ import numpy as np
 import pytest
 from by_tile import TileRule
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
+from entries import NORM
 from reference import assert_same_bits
 
-ENTRY = """
-using namespace jax_fp8;
-
-extern "C" int by_tile(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                       int64_t rows, int64_t cols, int64_t square, int64_t square_t, int64_t margin,
-                       double amax_epsilon, int64_t power_2_scale, uint8_t* values, uint8_t* values_t, float* amax,
-                       float* scales, float* scales_t, float* mean, float* rstd) {
-  const TileRule rule{square != 0, square_t != 0, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon),
-                      power_2_scale != 0};
-  return launch_norm_quantize_by_tile({{x, static_cast<SourceType>(x_type), norm_scale, norm_bias,
-                                        static_cast<float>(epsilon), rows, cols},
-                                       {rule, values, values_t, amax, scales, scales_t}, mean, rstd}, nullptr);
-}
-
-extern "C" int by_one(const void* x, int64_t x_type, const float* norm_scale, const float* norm_bias, double epsilon,
-                      int64_t rows, int64_t cols, const float* source, float* amax, float* scale, float* mean,
-                      float* rstd) {
-  return launch_norm_quantize({{x, static_cast<SourceType>(x_type), norm_scale, norm_bias, static_cast<float>(epsilon),
-                                rows, cols},
-                               {source, {0, false, 0, 0.0f, false}}, Fp8Type::kE4M3, scale,
-                               {nullptr, nullptr, amax, mean, rstd}}, nullptr);
-}
-"""
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 NORMS = ["layernorm", "rmsnorm"]
 EPSILON = 1e-3
@@ -58,7 +36,7 @@ def run(x, norm, rule=BY_LINE, changes=(), offset=0, orders=ORDERS):
     """The cast, the mean (None of RMSNorm) and 1 / deviation."""
     results = [*rule.results(*x.shape, offset), *statistics(x.shape[0], norm)]
     arguments = (*problem_of(x, norm, offset), *rule.attributes(), *results)
-    got = iter(compile_for_cpu("norm.cu", ENTRY, changes).call("by_tile", *arguments, orders=tuple(orders)))
+    got = iter(compile_for_cpu("norm.cu", NORM, changes).call("by_tile", *arguments, orders=tuple(orders)))
     cast = rule.filled(got)
     return cast, next(got) if norm == "layernorm" else None, next(got)
 
@@ -76,7 +54,7 @@ def check(x, norm, rule=BY_LINE, offset=0, **how):
     cast, mean, rstd = run(x, norm, rule, offset=offset, **how)
     scalar = Result((), np.float32)
     arguments = (*problem_of(x, norm, offset), np.float32([0.1]), scalar, scalar, *statistics(x.shape[0], norm))
-    amax, _, *wanted = compile_for_cpu("norm.cu", ENTRY).call("by_one", *arguments, orders=["forward"])
+    amax, _, *wanted = compile_for_cpu("norm.cu", NORM).call("by_one", *arguments, orders=["forward"])
     assert_same_bits(cast[2], amax)
     for got, one in zip([rstd, mean], wanted[::-1], strict=False):
         assert_same_bits(got, one)

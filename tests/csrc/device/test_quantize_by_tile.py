@@ -5,22 +5,9 @@ import numpy as np
 import pytest
 from by_tile import TileRule
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
+from entries import QUANTIZE
 from reference import assert_same_bits
 
-ENTRY = """
-using namespace jax_fp8;
-
-extern "C" int by_tile(const void* first, const void* second, const void* third, int64_t x_type, int64_t rows,
-                       int64_t end, int64_t second_end, int64_t cols, int64_t square, int64_t square_t, int64_t margin,
-                       double amax_epsilon, int64_t power_2_scale, uint8_t* values, uint8_t* values_t, float* amax,
-                       float* scales, float* scales_t, float* sums, float* partial) {
-  const TileRule rule{square != 0, square_t != 0, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon),
-                      power_2_scale != 0};
-  return launch_quantize_by_tile({{{first, second, third}, {end, second_end, cols}}, static_cast<SourceType>(x_type),
-                                  {rule, values, values_t, amax, scales, scales_t}, {sums, partial}, rows, cols},
-                                 nullptr);
-}
-"""
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 BY_LINE = TileRule()
 SQUARES = [(False, False), (False, True), (True, True)]
@@ -48,7 +35,7 @@ def run(parts, rule=BY_LINE, sums=False, changes=(), offset=0, orders=ORDERS):
     beside = [Result((cols,), np.float32), Result((-(-rows // 128), cols), np.float32)] if sums else [None, None]
     arrays = [Input(part, offset * source.itemsize) for part in parts] + [None] * (3 - len(parts))
     ends += [cols] * (3 - len(ends))
-    kernels = compile_for_cpu("quantize.cu", ENTRY, changes)
+    kernels = compile_for_cpu("quantize.cu", QUANTIZE, changes)
     got = iter(
         kernels.call(
             "by_tile",

@@ -41,10 +41,10 @@ py::dict targets() {
   table["jax_fp8_transpose"] = py::dict("execute"_a = capsule(transpose_handler));
   table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));
   table["jax_fp8_activation_quantize_by_tile"] = py::dict("execute"_a = capsule(activation_quantize_by_tile_handler));
-  table["jax_fp8_activation_backward_quantize_by_tile"] =
-      py::dict("execute"_a = capsule(activation_backward_quantize_by_tile_handler));
   table["jax_fp8_activation_amax"] = py::dict("execute"_a = capsule(activation_amax_handler));
   table["jax_fp8_activation_backward_quantize"] = py::dict("execute"_a = capsule(activation_backward_quantize_handler));
+  table["jax_fp8_activation_backward_quantize_by_tile"] =
+      py::dict("execute"_a = capsule(activation_backward_quantize_by_tile_handler));
   table["jax_fp8_activation_backward_amax"] = py::dict("execute"_a = capsule(activation_backward_amax_handler));
   table["jax_fp8_amax"] = py::dict("execute"_a = capsule(amax_handler));
   table["jax_fp8_adam"] = py::dict("execute"_a = capsule(adam_handler));

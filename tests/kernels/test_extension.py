@@ -31,6 +31,8 @@ SCALES = jax.ShapeDtypeStruct((3,), jnp.float32)
 WORKSPACE = jax.ShapeDtypeStruct((2**25,), jnp.uint8)
 QUANTIZE_ATTRIBUTES = {"row": np.int32(2), "from_amax": False, "margin": np.int32(0)}
 QUANTIZE_ATTRIBUTES |= {"amax_epsilon": np.float32(0), "power_2_scale": False}
+BY_TILE_ATTRIBUTES = {"square": False, "square_t": False, "margin": np.int32(0), "amax_epsilon": np.float32(0)}
+BY_TILE_ATTRIBUTES |= {"power_2_scale": False}
 GEMM_ATTRIBUTES = {"has_bias": False, "has_c": False, "fast_accumulation": True}
 GEMM_ATTRIBUTES |= {"alpha": np.float32(1), "first_column": np.int64(0), "candidate": np.int32(0), "scaling": ""}
 
@@ -162,16 +164,21 @@ def test_build_info_is_what_was_built():
         "quantize",
         "quantize_transpose",
         "quantize_transpose_sums",
+        "quantize_by_tile",
+        "quantize_by_tile_sums",
         "room",
         "transpose",
         "activation_quantize",
+        "activation_quantize_by_tile",
         "activation_amax",
         "activation_backward_quantize",
+        "activation_backward_quantize_by_tile",
         "activation_backward_amax",
         "amax",
         "adam",
         "update_state",
         "norm_quantize",
+        "norm_quantize_by_tile",
         "norm_amax",
         "norm_backward",
         "cross_entropy",
@@ -231,6 +238,9 @@ def calls():
     swiglu = {"activation": "swiglu"}
     labels, row = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)
     of_weight = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    by_tile = (matrix, transpose, SCALAR, row.update(shape=(1, 64)), row.update(shape=(1, 32)))
+    gradient_by_tile = (*gradient, SCALAR, row.update(shape=(1, 64)), row.update(shape=(1, 64)))
+    column, parameter = row.update(shape=(64, 1)), row.update(shape=(32,))
     return {
         "jax_fp8_quantize": ((matrix, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
         "jax_fp8_quantize_transpose": ((matrix, transpose, SCALAR, SCALAR), (x, SCALES), QUANTIZE_ATTRIBUTES),
@@ -238,6 +248,19 @@ def calls():
             (matrix, transpose, SCALAR, SCALAR, *sums_results((64, 32))),
             (x, SCALES),
             QUANTIZE_ATTRIBUTES,
+        ),
+        "jax_fp8_quantize_by_tile": (by_tile, (x,), BY_TILE_ATTRIBUTES),
+        "jax_fp8_quantize_by_tile_sums": ((*by_tile, *sums_results((64, 32))), (x,), BY_TILE_ATTRIBUTES),
+        "jax_fp8_activation_quantize_by_tile": (by_tile, (gated,), BY_TILE_ATTRIBUTES | swiglu),
+        "jax_fp8_activation_backward_quantize_by_tile": (
+            (*gradient_by_tile, transpose, row.update(shape=(1, 32)), *sums_results((64, 64))),
+            (x, gated),
+            BY_TILE_ATTRIBUTES | swiglu,
+        ),
+        "jax_fp8_norm_quantize_by_tile": (
+            (*by_tile, column, column),
+            (x, parameter, parameter),
+            BY_TILE_ATTRIBUTES | {"epsilon": np.float32(1e-5)},
         ),
         "jax_fp8_transpose": ((transpose,), (matrix,), {}),
         "jax_fp8_activation_quantize": (

@@ -74,7 +74,8 @@ struct Activated {
   static constexpr int kAmaxBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
   // A companion needs registers too.
   static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;
-  // By tiles, 64 elements: what waits for the scales are parts and companion.
+  // By tiles it has 64, and parts and companion wait for their scales. Of 16-bit gated gradients some 24 registers of
+  // them wait in local memory: the price of a second block, which loads while the first one computes.
   static constexpr int kHeld = (kInputs > kMade ? kInputs : kMade) * sizeof(T);
   static constexpr int kTileBlocks = kHeld <= 2 ? 4 : kHeld <= 6 ? 2 : 1;
 
@@ -214,6 +215,8 @@ template <typename Plain, typename Gated>
 cudaError_t launch_activated_by_tile(const ActivationByTileArguments& arguments, cudaStream_t stream) {
   const ActivationInputs& inputs = arguments.inputs;
   const TileCast& cast = arguments.cast;
+  cudaError_t status = cudaMemsetAsync(cast.amax, 0, sizeof(float), stream);
+  if (status != cudaSuccess) return status;
   const bool aligned = are_aligned({inputs.x, inputs.dy, cast.values, cast.values_t, arguments.activated_t});
   const ByTileResults results{
       .cast = cast,
@@ -222,7 +225,6 @@ cudaError_t launch_activated_by_tile(const ActivationByTileArguments& arguments,
       .rows = inputs.rows,
       .width = inputs.width,
   };
-  cudaError_t status = cudaSuccess;
   by_dtype(inputs.type, [&](auto element) {
     with_producer<decltype(element), Plain, Gated>(
         inputs, [&](auto producer) { status = launch_by_tile(producer, results, aligned, stream); });

@@ -147,6 +147,8 @@ cudaError_t launch_quantize_transpose(const QuantizeArguments& arguments, cudaSt
 
 cudaError_t launch_quantize_by_tile(const QuantizeByTileArguments& arguments, cudaStream_t stream) {
   const TileCast& cast = arguments.cast;
+  cudaError_t status = cudaMemsetAsync(cast.amax, 0, sizeof(float), stream);
+  if (status != cudaSuccess) return status;
   const bool aligned = are_vectorized(arguments.x) && are_aligned({cast.values, cast.values_t});
   const ByTileResults results{
       .cast = cast,
@@ -155,7 +157,6 @@ cudaError_t launch_quantize_by_tile(const QuantizeByTileArguments& arguments, cu
       .rows = arguments.rows,
       .width = arguments.cols,
   };
-  cudaError_t status = cudaSuccess;
   by_dtype(arguments.x_type, [&](auto element) {
     using T = decltype(element);
     const auto launch = [&](auto producer) { status = launch_by_tile(producer, results, aligned, stream); };

@@ -1,5 +1,5 @@
-"""The C++ functions through which tests call the kernels of csrc: one text a source, which is compiled once
-for all of its tests.
+"""The C++ functions through which tests call the kernels of csrc: one text for each source, which is compiled once for
+all tests of it.
 """
 
 QUANTIZE = """

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(by_tile::kAnyThreads) quantize_any_by_tile_ker
   __shared__ uint32_t tile_maximum[1];
   __shared__ float row_multipliers[kTile];
   __shared__ float sums[kRowsAtOnce][kTile];
-  __shared__ uint8_t tile[kTile][kTile + 4];            // the padding moves each row to the next bank
+  __shared__ uint8_t tile[kTile][kTile + 4];  // the padding moves each row to the next bank
   __shared__ uint8_t companion_tile[Producer::kCompanions ? kTile : 1][kTile + 4];
   const ByTileResults& results = task.results;
   const TileCast& cast = results.cast;

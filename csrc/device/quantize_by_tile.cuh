@@ -164,14 +164,12 @@ __global__ void __launch_bounds__(by_tile::kThreads, Producer::kTileBlocks)
 
 // ---- launching ------------------------------------------------------------------------------------------------------
 
-// `aligned`: all pointers are.
+// `aligned`: all pointers are. The amax is zero to start with, or one that counts as well.
 template <typename Producer>
 cudaError_t launch_by_tile(const Producer& producer, const ByTileResults& results, bool aligned,
                            cudaStream_t stream) {
   using namespace by_tile;
   const int64_t rows = results.rows, width = results.width, cols = Producer::kParts * width;
-  cudaError_t status = cudaMemsetAsync(results.cast.amax, 0, sizeof(float), stream);
-  if (status != cudaSuccess) return status;
   const bool vectorized =
       aligned && rows % 16 == 0 && width % 16 == 0 && (Producer::kParts == 1 || width % kTile == 0);
   const TileRule& rule = results.cast.rule;
@@ -186,7 +184,7 @@ cudaError_t launch_by_tile(const Producer& producer, const ByTileResults& result
   if (blocks != 0 && vectorized) {
     const auto kernel = quantize_by_tile_kernel<Producer>;
     constexpr int kBytes = kStagedBytes<Producer>;
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (status != cudaSuccess) return status;
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveout<Producer>);
     if (status != cudaSuccess) return status;

@@ -58,8 +58,8 @@ __device__ inline void find_row_maxima(const Patches<T, kMade>& made, int part, 
   }
 }
 
-// To `target`, those of 128 rows in order; returns the largest of the warp's rows. Lane i keeps word i of its patch, of
-// as many as 4 rows have. Every thread of the warp must arrive.
+// To `target`, those of 128 rows in order; returns the largest of the warp's rows. The maxima of a patch are 2 words of
+// 16-bit elements or 4 of float32, and of its 8 lanes lane i ends up with word i. Every thread of the warp must arrive.
 template <typename T>
 __device__ inline float put_row_maxima(const uint32_t (&maxima)[kPatchRows], int patch, int group, uint32_t* target) {
   constexpr int kWords = kPatchRows / Vector<T>::kPerWord;

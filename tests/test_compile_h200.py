@@ -42,7 +42,11 @@ GEMMS = FPROPS + 2 * WEIGHTS  # with dgrad and wgrad: kernels as small as these 
 ALONE = WEIGHTS - CONFIG.num_layers  # weights that are no part of one
 METRICS_BYTES = 12  # written over zeros that are donated too
 SMALLEST_KERNEL = CONFIG.hidden_size**2  # bytes, in FP8
-RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=16), "current": fp8.CurrentScaling()}
+RECIPES = {
+    "delayed": fp8.DelayedScaling(amax_history_len=16),
+    "current": fp8.CurrentScaling(),
+    "block": fp8.BlockScaling(),
+}
 
 
 def abstract_state(recipe, tx, cached) -> fp8.TrainState:
@@ -184,6 +188,8 @@ def check_loop_over_microbatches(program: h200.Program):
     [
         pytest.param("delayed", 1, False, marks=pytest.mark.slow),  # as with current scaling, and as with 2
         ("current", 1, False),
+        ("block", 1, False),
+        pytest.param("block", 2, False, marks=pytest.mark.slow),  # as with 1, and as with delayed scaling
         pytest.param("delayed", 2, False, marks=pytest.mark.slow),  # as with a cache
         pytest.param("current", 2, False, marks=pytest.mark.slow),  # as with 1, and as with delayed scaling
         pytest.param("delayed", 1, True, marks=in_place),
@@ -225,9 +231,10 @@ def test_a_microbatch_of_the_caller():
     assert (report.graphs, report.cuts, report.weight_copies, report.all_copies_bytes) == (1, {}, (), 0)
 
 
-def test_step_on_four_devices_data_parallel():
-    program, state_bytes = train_step("delayed", data=4)
-    assert checked(program) == promised("delayed", state_bytes)
+@pytest.mark.parametrize("recipe_name", ["delayed", "block"])
+def test_step_on_four_devices_data_parallel(recipe_name):
+    program, state_bytes = train_step(recipe_name, data=4)
+    assert checked(program) == promised(recipe_name, state_bytes)
     every_row = BATCH[0] * CONFIG.max_seq_len
     assert all(every_row not in operand.shape for gemm in program.gemms for operand in gemm.operands)
     # One reduction for all amaxes, one for all float32 gradients, one for the bfloat16 gradient of the tied head.
@@ -263,7 +270,7 @@ def test_bfloat16_gemms_are_found():
     assert len(unquantized_gemms(program)) == 2
 
 
-@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("recipe_name", ["delayed", "current"])
 def test_scales_made_apart_are_found(recipe_name):
     """Both ways to a scale, as plain operations before the cast and as the kernel's own work."""
     recipe, from_amax = RECIPES[recipe_name], recipe_name == "current"

@@ -1,0 +1,82 @@
+"""Block scaling compiled for an H200, with no GPU: scales go from the kernels that make them to the GEMMs as they are."""
+
+import flax.linen as nn
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.core.cast import LINE, SQUARE
+from jax_fp8.kernels import extension
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+
+REASON = h200.missing_reason() or extension.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+WIDTH, TOKENS, LAYERS = 1024, 2048, 2
+SCALES = [(WIDTH // 128, TOKENS), (TOKENS // 128, WIDTH), (WIDTH // 128, WIDTH // 128), (WIDTH // 128, TOKENS // 128)]
+
+
+class Stack(nn.Module):
+    recipe: fp8.BlockScaling
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(LAYERS):
+            x = fp8.LayerNormMLP(WIDTH, "gelu", recipe=self.recipe)(x)
+        return x
+
+
+def compiled(microbatches=1, change=lambda x: x) -> h200.Program:
+    recipe, rows = fp8.BlockScaling(), jax.ShapeDtypeStruct((TOKENS * microbatches, WIDTH), jnp.bfloat16)
+    model = Stack(recipe)
+
+    def loss_fn(variables, x):
+        return jnp.mean(jnp.square(change(model.apply(variables, x)).astype(jnp.float32)))
+
+    step = fp8.make_train_step(
+        loss_fn, fp8.fused_adamw(1e-3), recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS
+    )
+    state = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((16, WIDTH), jnp.bfloat16))
+    on = h200.on_one_device()
+    return h200.compile(step, h200.shapes(state, on), h200.shapes(rows, on))
+
+
+def scales_made(program) -> list[str]:
+    """Whatever makes scales alone: the kernels that cast make values, too."""
+    found = (made for shape in SCALES for made in program.making("f32", *shape))
+    return [str(made) for made in found if all(result.dtype == "f32" for result in made.results)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_nothing_is_between_casts_and_gemms(microbatches):
+    program = compiled(microbatches)
+    calls = {name: count for name, count in program.custom_calls.items() if "by_tile" in name}
+    gemms, weights = 2 * LAYERS, 2 * LAYERS
+    assert calls == {
+        "jax_fp8_norm_quantize_by_tile": LAYERS,
+        "jax_fp8_activation_quantize_by_tile": LAYERS,
+        "jax_fp8_quantize_by_tile": weights,
+        "jax_fp8_quantize_by_tile_sums": LAYERS,
+        "jax_fp8_activation_backward_quantize_by_tile": LAYERS,
+    }
+    assert program.custom_calls["jax_fp8_gemm"] == 3 * gemms and not program.gemms_of("bf16", "f16", "f32")
+    assert scales_made(program) == []
+    assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+    assert program.report.weight_casts == weights
+
+
+def test_scales_that_are_made_anew_are_found():
+    """Rows that are no multiple of 16 are filled up, and so are their scales."""
+
+    def fprop(x, w):
+        return fp8.matmul(fp8.Fp8Array(x, scales(x, LINE), LINE), fp8.Fp8Array(w, scales(w, SQUARE), SQUARE))
+
+    def scales(x, tile):
+        return jnp.full((-(-x.shape[0] // tile[0]), -(-x.shape[1] // tile[1])), 0.5)
+
+    on = h200.on_one_device()
+    x, w = (h200.shapes(jax.ShapeDtypeStruct((rows, WIDTH), fp8.E4M3), on) for rows in (TOKENS - 2, WIDTH))
+    program = h200.compile(jax.jit(fprop), x, w)
+    assert program.custom_calls["jax_fp8_gemm"] == 1 and scales_made(program)

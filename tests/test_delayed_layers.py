@@ -80,6 +80,7 @@ MODULES = {
     "scan of remat": layers.Scanned(remat=True),
     "scan, two calls": Turns(),
     "scan, two calls, current": Turns(CURRENT),
+    "scan, two calls, block": Turns(fp8.BlockScaling()),
     "scan of one layer": Turns(shared=True),
 }
 
@@ -112,6 +113,7 @@ def test_a_call_of_several_left_out_is_noticed():
     [
         pytest.param(RECIPE, True, id="delayed", marks=pytest.mark.versions),
         pytest.param(CURRENT, False, id="current"),
+        pytest.param(fp8.BlockScaling(), False, id="block"),
     ],
 )
 def test_all_kinds_of_layers(recipe, recompute):

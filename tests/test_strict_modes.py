@@ -73,6 +73,7 @@ CASES = {
         2,
     ),
     "current": (model(CURRENT, head_recipe=CURRENT), fp8.fused_adamw(1e-2, mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2), 2),
+    "block": (model(fp8.BlockScaling(), head_recipe=fp8.BlockScaling(), gated=True), fp8.fused_adamw(1e-2), 2),
     "none": (model(None, gated=True), fp8.fused_adamw(1e-2), 1),
 }
 
@@ -98,7 +99,9 @@ def test_losses_under_strict_promotion():
 @pytest.mark.parametrize(
     "layer", [fp8.Dense(16), fp8.LayerNormDense(16, return_input=True), fp8.LayerNormMLP(32, "reglu")]
 )
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, None], ids=["delayed", "current", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, CURRENT, fp8.BlockScaling(), None], ids=["delayed", "current", "block", "bf16"]
+)
 def test_layers_by_themselves(layer, recipe):
     """Any number of dims."""
     layer = layer.clone(recipe=recipe)
@@ -124,7 +127,7 @@ def test_strict_is_strict():
     assert (jnp.ones((2, 2), jnp.bfloat16) + jnp.ones(2)).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", [pytest.param("delayed", marks=pytest.mark.versions), "current"])
+@pytest.mark.parametrize("name", [pytest.param("delayed", marks=pytest.mark.versions), "current", "block"])
 def test_no_false_alarm_of_debug_nans(name):
     with jax.debug_nans(True):
         losses = train(*CASES[name])

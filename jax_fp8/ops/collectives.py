@@ -15,6 +15,7 @@ other one is made of it here. What is summed is in the dtype of activations.
 `tensor` is None where layers are not split; then all of this does nothing.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -45,19 +46,25 @@ def gather_pair(own: Fp8Pair, tensor: TensorParallel | None, keep: bool = True) 
     """The rows of all devices of a matrix in FP8, with `keep` in both orientations; of `own` the rowwise one counts."""
     if tensor is None or not tensor.sequence:
         return own
-    return whole_pair(gather_rows(own.rowwise.values, tensor), own, keep)
+    return whole_pair(replace(own.rowwise, values=gather_rows(own.rowwise.values, tensor)), own, keep)
 
 
-def whole_pair(values: jax.Array, part: Fp8Pair, keep: bool = True) -> Fp8Pair:
-    """The matrix of these rowwise values, gathered from parts that were cast with one scale."""
-    if part.rowwise.scale.ndim:
+def whole_pair(rowwise: Fp8Array, part: Fp8Pair, keep: bool = True) -> Fp8Pair:
+    """A matrix, and its transpose of which the scales must be known: gathered from parts (m, n) that were cast with one
+    scale, or in both orientations in squares, of which each part has whole ones.
+    """
+    if not rowwise.scale.ndim:
+        if keep:
+            return Fp8Pair.of(rowwise.values, transpose(rowwise.values), rowwise.scale, part.amax)
+        return Fp8Pair(rowwise, None, part.amax)
+    down, across = part.rowwise.granularity
+    if part.columnwise is None or part.columnwise.granularity != (across, down) or part.rowwise.shape[0] % down:
         raise ValueError(
-            "rows that are gathered must have one scale for the whole tensor, got scales by tile; "
-            "leave out sequence parallelism and fsdp, or use another recipe"
+            "rows that are gathered must have one scale for the whole tensor, or whole squares with a scale each, got "
+            f"other scales by tile, {down} x {across}; leave out sequence parallelism and fsdp, or use another recipe"
         )
-    if keep:
-        return Fp8Pair.of(values, transpose(values), part.rowwise.scale, part.amax)
-    return Fp8Pair(Fp8Array(values, part.rowwise.scale), None, part.amax)
+    columnwise = Fp8Array(transpose(rowwise.values), rowwise.scale.T, part.columnwise.tile) if keep else None
+    return Fp8Pair(rowwise, columnwise, part.amax)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

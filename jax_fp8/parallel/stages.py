@@ -9,13 +9,13 @@ device sends its parts of the layers of all stages and gets those of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.shards import largest_amax
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, Parallelism
@@ -75,16 +75,24 @@ def own_weights(weights: Sequence[Sequence[Fp8Pair]], places: Sequence[Sequence[
     amaxes = largest_amax(jnp.stack([jnp.stack([part.amax for part in parts]) for parts in weights]), (PIPE,))
     found = []
     for parts, kernels, amax in zip(weights, places, amaxes, strict=True):
-        scale, place = own_of([part.rowwise.scale for part in parts]), kernels[0]
-        values = jnp.stack([part.rowwise.values for part in parts])
-        own = amax[lax.axis_index(PIPE)]
+        place, own = kernels[0], amax[lax.axis_index(PIPE)]
         if place.fsdp_dim is None:
-            columnwise = own_of([part.columnwise.values for part in parts])
-            found.append(Fp8Pair.of(values[lax.axis_index(PIPE)], columnwise, scale, own))
+            mine = jax.tree.map(lambda *of_stages: own_of(of_stages), *parts)
+            found.append(replace(mine, amax=own))
         else:
-            whole = _gather(_exchange(values, place.fsdp_dim), place)
-            found.append(whole_pair(whole, Fp8Pair.of(whole, None, scale, own)))
+            found.append(whole_pair(_exchanged(parts, place), replace(parts[0], amax=own)))
     return found
+
+
+def _exchanged(parts, place) -> Fp8Array:
+    """The stage's own weight, rowwise, of this device's parts of those of all stages."""
+    scales = [part.rowwise.scale for part in parts]
+
+    def whole(of_stages):
+        return _gather(_exchange(jnp.stack(of_stages), place.fsdp_dim), place)
+
+    values = whole([part.rowwise.values for part in parts])
+    return Fp8Array(values, whole(scales) if scales[0].ndim else own_of(scales), parts[0].rowwise.tile)
 
 
 def gradients_of_layers(how: Parallelism, gradient: jax.Array, place: Place) -> tuple[jax.Array, ...]:

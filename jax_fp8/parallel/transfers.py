@@ -7,19 +7,21 @@ else is read in one dtype goes in that. Gradients are summed over the batch's ax
 device gets the sum of its own shard.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.paths import LayerPath, map_with_names
+from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import largest_amax
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
 from jax_fp8.parallel.placement import Place, Placement
+from jax_fp8.parallel.tiles import has_whole_squares
 
 
 def gather_params(placement: Placement, params: Any, in_fp8: Collection[LayerPath]) -> Any:
@@ -50,12 +52,24 @@ def gather_weight(places: Collection[Place], own: Fp8Pair) -> Fp8Pair:
     if dims == {None}:
         return own
     assert dims == {-2}, "other kernels are gathered before they are cast"
-    return whole_pair(_all_gather(own.rowwise.values, -2, (FSDP,)), own)
+    return whole_pair(gathered_rows(own.rowwise, lambda x: _all_gather(x, -2, (FSDP,))), own)
+
+
+def gathered_rows(part: Fp8Array, gather: Callable[[jax.Array], jax.Array]) -> Fp8Array:
+    """A matrix in FP8, of parts of its rows: by tile, also the scales are in parts."""
+    scale = gather(part.scale) if part.scale.ndim else part.scale
+    return Fp8Array(gather(part.values), scale, part.tile)
 
 
 def can_be_gathered_in_fp8(places: Collection[Place]) -> bool:
     """Whether kernels side by side lie so that their rows can be gathered as one FP8 array."""
     return {place.fsdp_dim for place in places} in ({None}, {-2})
+
+
+def cuts_squares(how: Parallelism, places: Collection[Place], recipe: Recipe) -> bool:
+    """Whether kernels that could be gathered lie so that their tiles cannot be: between two devices some are cut."""
+    rows = {place.shape_without_fsdp(how.size(TENSOR))[-2] // how.storage_parts for place in places if place.fsdp_dim}
+    return not all(has_whole_squares(recipe, of_device) for of_device in rows)
 
 
 def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:

@@ -30,6 +30,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import join_amaxes
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference
+from jax_fp8.kernels.explicit import whole
 from jax_fp8.kernels.varying import vary
 
 TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
@@ -134,17 +135,17 @@ class Diagnostics:
           gradients: like the params.
         """
         kernels = [_kernel_health(gemm, params, fp8_state).reshape(-1, len(STATISTICS)) for gemm in observed]
-        whole = health
+        of_all = health
         if kernels:
             of_tensor = {
                 **dict(zip(OBSERVED, jnp.moveaxis(health, 1, 0), strict=True)),
                 KERNEL: jnp.concatenate(kernels),
             }
-            whole = jnp.stack([of_tensor[tensor] for tensor in TENSORS], axis=1)
+            of_all = jnp.stack([of_tensor[tensor] for tensor in TENSORS], axis=1)
         found = _gradients_by_layer(gradients, observed)
         norms = [jnp.stack(_of_gradients(leaves)) for leaves in found.values()]
         layout = Layout.of(observed, params)
-        return cls(jnp.concatenate([whole.reshape(-1), *norms]), layout)
+        return cls(jnp.concatenate([of_all.reshape(-1), *norms]), layout)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The same in words that JSON knows; waits for the device. Numbers that are not finite are None.
@@ -223,6 +224,8 @@ def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
     def of_one(scales, *kernels):
         amax = functools.reduce(jnp.maximum, map(amax_reference, kernels))
         cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, lambda: amax)
+        if cast.rule.tile is not None:  # of shards, tiles would be others
+            kernels = tuple(whole(kernel) for kernel in kernels)
         return measure(lambda *rows: rows, kernels, cast_reference(jnp.concatenate(kernels, axis=1), cast), amax)
 
     for _ in gemm.stacked:

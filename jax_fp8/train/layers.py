@@ -20,9 +20,9 @@ from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.agreement import which_differ
-from jax_fp8.parallel.mesh import TENSOR
+from jax_fp8.parallel.mesh import TENSOR, describe_mesh
 from jax_fp8.parallel.placement import Placement
-from jax_fp8.parallel.transfers import can_be_gathered_in_fp8
+from jax_fp8.parallel.transfers import can_be_gathered_in_fp8, cuts_squares
 from jax_fp8.train.checks import check_loss
 
 
@@ -129,6 +129,19 @@ def gathered_in_fp8(
         for gemm, recipe in layers.gemms_of(places, variables.get("fp8", {})).items()
         if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])
     }
+    cut = {
+        gemm
+        for gemm, recipe in gemms.items()
+        if cuts_squares(placement.how, [places[kernel] for kernel in kernel_paths(gemm)], recipe)
+    }
+    if cut:
+        warnings.warn(
+            "each device must have whole tiles of a kernel, or it is gathered as it is, and not in FP8: "
+            f"{describe_mesh(placement.how.mesh)} cuts those of {', '.join('/'.join(gemm) for gemm in sorted(cut))}; "
+            "make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
+            stacklevel=2,
+        )
+    gemms = {gemm: recipe for gemm, recipe in gemms.items() if gemm not in cut}
     if not gemms:
         return {}
 

@@ -26,6 +26,7 @@ from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
 from jax_fp8.parallel.stages import Stages
+from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.parallel.transfers import (
     gather_params,
     gather_weight,
@@ -263,6 +264,7 @@ class OnMesh:
 def _place(how: Parallelism, state: TrainState, layers: Layers) -> Placement:
     placement = place_params(how, state.params, layers.offers)
     if how.sequence:
+        check_sequence(layers.gemms.values())
         check_rows_are_split(layers, placement)
     if state.cache and placement.splits_params:
         raise ValueError(

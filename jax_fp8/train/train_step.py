@@ -26,6 +26,7 @@ from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
+from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
@@ -300,6 +301,8 @@ def make_train_step(
         compiler_options = default_options(mesh is not None, offloads) if jax.default_backend() == "gpu" else {}
     optimizer = optax.with_extra_args_support(tx)
     how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype, schedule, chunks)
+    if how is not None and how.sequence:
+        check_sequence([recipe])
     if how is not None and how.stages > 1:
         check_pipeline(how, loss_fn, microbatches, cache_weights)
     programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)

@@ -38,6 +38,7 @@ MODELS = {
     "learned": fp8.GPT(LEARNED, recipe=None, dtype=jnp.float32),
     "rotary": fp8.GPT(replace(ROTARY, num_layers=2), recipe=None, dtype=jnp.float32),
     "delayed": fp8.GPT(ROTARY, recipe=DELAYED, dtype=jnp.float32),
+    "block": fp8.GPT(ROTARY, recipe=fp8.BlockScaling(), head_recipe=fp8.BlockScaling(), dtype=jnp.float32),
     "current, FP8 head": fp8.GPT(LEARNED, recipe=FIXED, head_recipe=FIXED, dtype=jnp.float32),
 }
 

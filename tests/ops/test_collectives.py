@@ -12,7 +12,8 @@ from reference import assert_same_bits
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.ops import collectives
@@ -76,10 +77,22 @@ def test_one_orientation_is_gathered_and_the_other_made_of_it():
     assert over_tensor(each(partial(gather, keep=False)), X)[1] is None
 
 
-def test_scales_by_tile_are_not_gathered():
-    by_tile = Fp8Pair(Fp8Array(X[0].astype(E4M3), jnp.ones((ROWS, 1))), None, jnp.float32(1))
-    with pytest.raises(ValueError, match="must have one scale for the whole tensor, got scales by tile; leave out"):
-        collectives.whole_pair(X[0].astype(E4M3), by_tile)
+def pair_by_tile(tile, columnwise_tile) -> Fp8Pair:
+    return quantize_transpose(X[0], Cast.by_tile(E4M3, tile, ScaleFormula(), columnwise_tile))
+
+
+@pytest.mark.parametrize("tiles", [((1, 4), (1, 4)), ((1, 4), (4, 4)), ((4, 4), (1, 4)), ((5, 5), (5, 5))], ids=str)
+def test_scales_by_tile_whose_transpose_is_not_known_are_not_gathered(tiles):
+    part = pair_by_tile(*tiles)
+    with pytest.raises(ValueError, match=r"must have one scale for the whole tensor, or whole squares .*, got other"):
+        collectives.whole_pair(part.rowwise, part)
+
+
+def test_squares_have_one_scale_in_both_orientations():
+    expected = pair_by_tile((4, 4), (4, 4))
+    found = collectives.whole_pair(expected.rowwise, expected)
+    jax.tree.map(assert_same_bits, found, expected)
+    assert collectives.whole_pair(expected.rowwise, expected, keep=False).columnwise is None
 
 
 def test_columns_are_gathered_and_their_gradient_is_cut():

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hybrid import make_mesh, on_devices
 from jax.sharding import PartitionSpec as P
-from reference import amax, assert_same_bits, quantize
+from reference import amax, assert_same_bits, quantize, quantize_by_tile
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.core.shards import TensorDim
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.parallel import stages
@@ -163,6 +164,41 @@ def test_each_stage_has_the_weights_of_its_own_layers_in_fp8(axes):
     layers = Layers(axes)
     found, scales = own_weights(layers, GEMMS, range(axes["pipe"]))
     assert_own_weights(layers, found, scales)
+
+
+def own_weights_by_tile(layers, order):
+    """As `own_weights`, in squares of 2 x 2."""
+    of_stages = [layers.stages.at(1, 0)[stage] for stage in order]
+    cast = Cast.by_tile(E4M3, SQUARES, ScaleFormula())
+
+    def own(params):
+        parts = [[quantize_transpose(params[layer][name], cast) for layer in of_stages] for (name,) in OF_SQUARES]
+        found = stages.own_weights(parts, [[layers.places[name] for name in names] for names in OF_SQUARES])
+        return jax.tree.map(lambda x: x[None], found)
+
+    return layers.run(own, layers.params, in_specs=(layers.placement.specs,), out_specs=layers.every)
+
+
+SQUARES, OF_SQUARES = (2, 2), [("columns",), ("narrow",), ("whole",)]
+
+
+def assert_own_squares(layers, found):
+    for number, where in layers.devices():
+        layer = layers.stages.at(1, 0)[where["pipe"]]
+        for (name,), pair in zip(OF_SQUARES, found, strict=True):
+            whole = layers.part(layers.params[layer][name], name, where["tensor"])
+            values, scales = quantize_by_tile(whole, E4M3, SQUARES)
+            assert_same_bits(pair.rowwise.values[number], values)
+            assert_same_bits(pair.rowwise.scale[number], scales)
+            assert_same_bits(pair.columnwise.values[number], values.T)
+            assert_same_bits(pair.columnwise.scale[number], scales.T)
+
+
+def test_each_stage_has_the_weights_of_its_own_layers_by_tile():
+    layers = Layers(MESHES["all"])
+    assert_own_squares(layers, own_weights_by_tile(layers, (0, 1)))
+    with pytest.raises(AssertionError):
+        assert_own_squares(layers, own_weights_by_tile(layers, (1, 0)))
 
 
 @pytest.mark.versions

@@ -10,8 +10,9 @@ from hybrid import make_mesh, on_devices
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
+import jax_fp8 as fp8
 from jax_fp8.core.cast import Cast
-from jax_fp8.core.formats import E4M3
+from jax_fp8.core.formats import E4M3, KERNEL
 from jax_fp8.core.shards import TensorDim
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.parallel import transfers
@@ -72,6 +73,40 @@ def test_a_weight_in_fp8_is_gathered_in_both_orientations():
         assert_same_bits(columnwise[device], expected.columnwise.values)
     whole = quantize_transpose(kernel, cast)
     assert transfers.gather_weight([Place(kernel.shape)], whole) is whole
+
+
+def test_a_weight_by_tile_is_gathered_with_its_scales():
+    kernel = jax.random.normal(jax.random.key(3), (256, 144)) * jnp.exp2(jnp.arange(256) // 64)[:, None]
+    place = Place(kernel.shape, None, -2)
+    cast = fp8.BlockScaling().cast(KERNEL, None, None)
+
+    def gather(own):
+        return jax.tree.map(lambda x: x[None], transfers.gather_weight([place], quantize_transpose(own, cast)))
+
+    found, expected = run(gather, kernel, in_specs=(P("fsdp"),), out_specs=EVERY), quantize_transpose(kernel, cast)
+    for device in range(8):
+        for of_all, whole in ((found.rowwise, expected.rowwise), (found.columnwise, expected.columnwise)):
+            assert of_all.tile == whole.tile
+            assert_same_bits(of_all.values[device], whole.values)
+            assert_same_bits(of_all.scale[device], whole.scale)
+    assert expected.rowwise.scale.shape == (2, 2) and len(np.unique(expected.rowwise.scale)) > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor_dim", "is_cut"),
+    [
+        ((256, 80), None, False),
+        ((192, 80), None, True),
+        ((256, 80), -1, False),
+        ((256, 80), -2, True),
+        ((512, 80), -2, False),
+    ],
+)
+def test_squares_that_devices_cut(shape, tensor_dim, is_cut):
+    place = Place(shape, tensor_dim, -2)
+    assert transfers.cuts_squares(HOW, [place], fp8.BlockScaling()) == is_cut
+    assert not transfers.cuts_squares(HOW, [place], fp8.CurrentScaling())
+    assert not transfers.cuts_squares(HOW, [Place(shape, tensor_dim)], fp8.BlockScaling())  # whole on each device
 
 
 def test_what_can_be_gathered_as_one_array():

@@ -13,6 +13,7 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.train.diagnostics import ObservedGemm, _kernel_health
 
 RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.CurrentScaling(), "bf16": None}
 RECIPES |= {"block": fp8.BlockScaling()}
@@ -155,6 +156,19 @@ def test_an_outlier_shows_as_underflow_and_error():
     assert found["saturated"] == healthy["saturated"] == 0
     # By tile it costs the other elements of its row at most, 31 of 64 x 32.
     assert 0 < by_tile["underflowed"] < 31 / 2048 and 1 <= by_tile["headroom"] < 2
+
+
+def test_a_kernel_by_tile_of_which_devices_have_parts():
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))
+    kernel = jax.random.normal(jax.random.key(0), (192, 128))  # of which each device has a square that is cut
+    split = jax.device_put(kernel, jax.NamedSharding(mesh, jax.P("fsdp")))
+    gemm = ObservedGemm(("dense",), RECIPES["block"])
+    one, other = (
+        jax.jit(lambda kernel: _kernel_health(gemm, {"dense": {"kernel": kernel}}, {}))(array)
+        for array in (kernel, split)
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert one[0] > 3 and 0.02 < one[-1] < 0.03
 
 
 def test_numbers_are_the_worst_of_the_microbatches():

@@ -15,7 +15,11 @@ import jax_fp8 as fp8
 pytestmark = pytest.mark.versions
 
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=2), "current": fp8.CurrentScaling()}
+RECIPES = {
+    "delayed": fp8.DelayedScaling(amax_history_len=2),
+    "current": fp8.CurrentScaling(),
+    "block": fp8.BlockScaling(),
+}
 TX = optax.sgd(1.0)
 
 

@@ -58,6 +58,11 @@ def check_settings(sizes: dict[str, int], settings: Settings) -> None:
         raise ValueError(
             f"--sequence-parallel splits what is between layers over tensor, got --mesh {settings.mesh}; add tensor=2"
         )
+    if settings.sequence_parallel and settings.recipe == "block":
+        raise ValueError(
+            "--sequence-parallel gathers activations in FP8, and needs one scale a tensor, got --recipe block; leave it "
+            "out, or choose --recipe delayed or --recipe current"
+        )
     if settings.sequence_parallel and settings.seq_len % tensor:
         raise ValueError(
             f"--sequence-parallel with tensor={tensor} must divide a sequence, got --seq-len {settings.seq_len}; "

@@ -38,6 +38,10 @@ CANNOT_RUN = {
         "the vocabulary must be a multiple of 3 with tensor=3, got 256",
     ),
     "sequence without tensor": (["--mesh", "data=2", "--sequence-parallel"], "add tensor=2"),
+    "sequence by tile": (
+        ["--mesh", "tensor=2", "--sequence-parallel", "--recipe", "block"],
+        "needs one scale a tensor, got --recipe block; leave it out",
+    ),
     "sequence that is not divided": (
         ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
         "tensor=4 must divide a sequence, got --seq-len 26",

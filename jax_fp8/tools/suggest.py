@@ -231,6 +231,8 @@ def _why_not(setting: Setting) -> str:
         return f"{parts} parts do not divide a batch of {setting.batch}"
     if tensor > HOST:
         return f"tensor={tensor} is more than the {HOST} GPUs of a host"
+    if setting.sequence_parallel and setting.by_tile:
+        return "sequence parallelism gathers no activations with scales by tile"
     if setting.sequence_parallel and setting.tokens % tensor:
         return f"tensor={tensor} does not divide {setting.tokens:.0f} rows"
     return ""

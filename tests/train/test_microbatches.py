@@ -213,7 +213,7 @@ def test_gradients_are_not_used_twice():
     assert (int(state.step), np.isnan(metrics["loss"])) == (1, True)
 
 
-@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), None], ids=["current", "bf16"])
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), None], ids=["current", "block", "bf16"])
 def test_recipes_without_state(recipe):
     """Weights cast once or every time: the same bits. The caller's loop, where no GEMM adds, may round once more."""
     module, tx = fp8.LayerNormMLP(48, recipe=recipe), optax.chain(RECORDED, optax.sgd(0.1))

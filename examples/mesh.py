@@ -60,8 +60,8 @@ def check_settings(sizes: dict[str, int], settings: Settings) -> None:
         )
     if settings.sequence_parallel and settings.recipe == "block":
         raise ValueError(
-            "--sequence-parallel gathers activations in FP8, and needs one scale a tensor, got --recipe block; leave it "
-            "out, or choose --recipe delayed or --recipe current"
+            "--sequence-parallel gathers activations in FP8, and needs one scale a tensor, got --recipe block; leave "
+            "it out, or choose --recipe delayed or --recipe current"
         )
     if settings.sequence_parallel and settings.seq_len % tensor:
         raise ValueError(

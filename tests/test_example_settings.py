@@ -40,7 +40,7 @@ CANNOT_RUN = {
     "sequence without tensor": (["--mesh", "data=2", "--sequence-parallel"], "add tensor=2"),
     "sequence by tile": (
         ["--mesh", "tensor=2", "--sequence-parallel", "--recipe", "block"],
-        "needs one scale a tensor, got --recipe block; leave it out",
+        "needs one scale a tensor, got --recipe block; leave",
     ),
     "sequence that is not divided": (
         ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],

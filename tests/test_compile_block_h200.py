@@ -1,4 +1,4 @@
-"""Block scaling compiled for an H200, with no GPU: scales go from the kernels that make them to the GEMMs as they are."""
+"""Block scaling compiled for an H200, with no GPU: GEMMs read scales as the casts have written them."""
 
 import flax.linen as nn
 import h200

@@ -289,11 +289,10 @@ def test_by_tile_on_a_mesh(name, axis_type, spec):
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_by_tile_an_explicit_axis_may_split_whole_tiles(name, spec):
-    mesh, halves = make_mesh(AxisType.Explicit), spec == P(None, "data") and "swiglu" in name
-    alone = PRODUCERS[name][0](*operands(name), BY_TILE)
+    mesh, alone = make_mesh(AxisType.Explicit), PRODUCERS[name][0](*operands(name), BY_TILE)
     with jax.set_mesh(mesh):
         args = [jax.device_put(array, NamedSharding(mesh, spec)) for array in operands(name)]
-        if name == "gradient of swiglu" and halves:
+        if name == "gradient of swiglu" and spec == P(None, "data"):
             with pytest.raises(ValueError, match=r"swiglu cast by tile needs all columns on each device, got .*'data'"):
                 PRODUCERS[name][0](*args, BY_TILE)
             return
@@ -322,8 +321,6 @@ def test_tiles_are_cut_where_the_matrix_ends(tiles, shape):
         values, scales = reference.quantize_by_tile(matrix, E4M3, tile)
         assert_same_bits(array.values, values)
         assert_same_bits(array.scale, scales)
-        exact = np.asarray(matrix, np.float32)
-        np.testing.assert_allclose(array.dequantize(), exact, rtol=2**-4, atol=np.abs(exact).max(initial=0) * 2**-9)
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 4, 64)])

@@ -78,9 +78,7 @@ class Instruction:
     trips: int | None  # of a loop, when the compiler knows
     name: str
     inputs: tuple[str, ...]  # the names of the operands
-    accumulation: (
-        str  # of a product in FP8 of this library: "fast" or "split", or by tile "1d2d", "2d1d" or "1d1d"; else ""
-    )
+    accumulation: str  # of this library's products in FP8: "fast" or "split", by tile "1d2d", ...; else ""
     groups: Groups  # of a collective: which devices exchange something; () of anything else
 
     @property

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from building import compiler_options, make_optimizer
 from jax.sharding import Mesh
-from mesh import check_memory, check_model, make_mesh, own_rows, parse_axes
+from mesh import check_memory, check_model, check_tiles, make_mesh, own_rows, parse_axes
 from processes import fingerprint
 from resuming import describe_run
 from settings import Settings
@@ -64,6 +64,7 @@ def prepare(settings: Settings) -> Job:
         num_heads=settings.num_heads,
     )
     check_model(sizes, model, settings.fp8_head)
+    check_tiles(sizes, settings, model)
     check_memory(mesh, model)
     text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
     description = describe_run(settings, model, encoder.identity, text)

@@ -143,6 +143,26 @@ def check_model(sizes: dict[str, int], model: fp8.GPTConfig, fp8_head: bool) -> 
         )
 
 
+def check_tiles(sizes: dict[str, int], settings: Settings, model: fp8.GPTConfig) -> None:
+    """Raise unless each device has whole tiles of kernels by block scaling: validation casts them where they lie."""
+    tensor = sizes["tensor"]
+    parts = sizes["pipe"] * sizes["fsdp"] * tensor
+    if settings.recipe != "block" or parts == 1:
+        return
+    kv_width = model.hidden_size // model.num_heads * (model.num_kv_heads or model.num_heads)
+    widths = {
+        "--hidden-size": (model.hidden_size, parts),
+        "the width of the MLP": (model.mlp_hidden_size or 4 * model.hidden_size, parts),
+        "the width of keys and values": (kv_width, tensor),
+    }
+    for name, (width, devices) in widths.items():
+        if width % (128 * devices):
+            raise ValueError(
+                f"--recipe block needs whole tiles of 128 x 128 on each device, and {name} a multiple of "
+                f"{128 * devices} with --mesh {settings.mesh}, got {width}; change one of them"
+            )
+
+
 def check_memory(mesh: Mesh, model: fp8.GPTConfig) -> None:
     """Raise where not even params and optimizer state have room, whatever else a step needs."""
     axes = {axis: mesh.shape[axis] for axis in AXES}

@@ -42,6 +42,14 @@ CANNOT_RUN = {
         ["--mesh", "tensor=2", "--sequence-parallel", "--recipe", "block"],
         "needs one scale a tensor, got --recipe block; leave",
     ),
+    "tiles that fsdp cuts": (
+        ["--mesh", "fsdp=2", "--recipe", "block"],
+        "--hidden-size a multiple of 256 with --mesh fsdp=2, got 128; change one of them",
+    ),
+    "tiles that two axes cut": (
+        ["--mesh", "fsdp=2,tensor=2", "--recipe", "block", "--hidden-size", "256"],
+        "--hidden-size a multiple of 512 with --mesh fsdp=2,tensor=2, got 256",
+    ),
     "sequence that is not divided": (
         ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
         "tensor=4 must divide a sequence, got --seq-len 26",

@@ -192,6 +192,7 @@ TILES = {  # of a (48, 64) and of b (32, 64); None is one scale
     "by one scale": ((1, 16), None),
     "one scale by": (None, (8, 64)),
 }
+REPLICATED = P()
 
 
 def tiled(seed, shape, tile, dtype=E4M3) -> Fp8Array:
@@ -246,7 +247,7 @@ def test_equal_scales_of_tiles_are_one_scale():
     assert_same_bits(matmul(*same, dtype=jnp.float32), matmul(a, b, dtype=jnp.float32))
 
 
-def on_mesh(axis_type, array, spec, scale_spec=P()) -> Fp8Array:
+def on_mesh(axis_type, array, spec, scale_spec=REPLICATED) -> Fp8Array:
     """Placed on two devices."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
     values = jax.device_put(array.values, NamedSharding(mesh, spec))

@@ -52,6 +52,7 @@ def test_kernels_go_over_the_wire_in_fp8_with_a_scale_for_each_square():
     assert {(up, "float8_e4m3fn"), ((2, 8), "float32")} <= sent and (up, "float32") not in sent
 
 
+@pytest.mark.slow  # whether squares are cut: tests/parallel/test_transfers.py
 def test_squares_that_fsdp_cuts_are_gathered_as_they_are():
     """Half a square on each device: layers cast the whole kernel, as on one device; and the user is told."""
     with pytest.warns(UserWarning, match=r"whole tiles of a kernel.*fsdp=2 cuts those of layer_0/attention/out, "):

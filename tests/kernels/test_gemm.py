@@ -265,7 +265,6 @@ def test_scales_by_tile_where_the_compiler_splits(a_tile, b_tile, spec):
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_explicit_axis_may_split_whole_tiles(which, spec):
-    """Within a tile it may not."""
     for tile in ((16, 16), (32, 64)):
         a, b = tiled(0, (32, 64), tile), tiled(1, (32, 64), tile)
         operands = [on_mesh(AxisType.Explicit, x, spec if i == which else P()) for i, x in enumerate((a, b))]

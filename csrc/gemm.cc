@@ -53,7 +53,6 @@ constexpr int64_t filled_up(int64_t scales) {
   return (scales + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
 }
 
-// Those of b are of the rows that are multiplied, from the first column of d on.
 void check_scales(Checks& checks, const char* name, const ffi::AnyBuffer& scales, cublaslt::ScaleMode mode,
                   int64_t rows, int64_t k) {
   if (mode == cublaslt::kOneScale) {
@@ -105,7 +104,12 @@ ffi::Error check_shapes(const GemmBuffers& buffers) {
       .dtype("the result workspace", buffers.workspace, {ffi::U8})
       .shape("the result workspace", buffers.workspace, {kWorkspaceBytes});
   check_scales(checks, "a_scale", buffers.a_scale, buffers.a_scaling, m, k);
-  check_scales(checks, "b_scale", buffers.b_scale, buffers.b_scaling, n, k);
+  // Scales of squares are those of all rows of b, of lines those of the rows that are multiplied.
+  const bool has_squares = buffers.b_scaling == cublaslt::kScalesOfSquares;
+  check_scales(checks, "b_scale", buffers.b_scale, buffers.b_scaling, has_squares ? all : n, k);
+  checks.require(!has_squares || buffers.first_column % kScaleTile == 0, "b_scale", buffers.b_scale,
+                 "be those of lines where columns of d begin within a square, at " +
+                     std::to_string(buffers.first_column));
   if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {all});
   if (buffers.c) checks.dtype("c", *buffers.c, {d_dtype}).shape("c", *buffers.c, {m, n});
   return checks.error();
@@ -153,11 +157,14 @@ const void* skipping(const ffi::AnyBuffer& buffer, int64_t bytes) {
 GemmOperands operands_of(const GemmBuffers& buffers) {
   const int64_t k = buffers.a.dimensions()[1];
   constexpr int64_t kBiasBytes = 2;  // bfloat16 or float16
+  const bool has_squares = buffers.b_scaling == cublaslt::kScalesOfSquares;
+  const int64_t row_of_scales = filled_up(tiles_of(k)) * static_cast<int64_t>(sizeof(float));
   return {
       .a = buffers.a.untyped_data(),
       .b = skipping(buffers.b, buffers.first_column * k),
       .a_scale = buffers.a_scale.untyped_data(),
-      .b_scale = buffers.b_scale.untyped_data(),
+      .b_scale = has_squares ? skipping(buffers.b_scale, buffers.first_column / kScaleTile * row_of_scales)
+                             : buffers.b_scale.untyped_data(),
       .bias = buffers.bias ? skipping(*buffers.bias, buffers.first_column * kBiasBytes) : nullptr,
       .c = buffers.c ? buffers.c->untyped_data() : nullptr,
       .d = buffers.d.untyped_data(),

@@ -52,7 +52,7 @@ def test_block_scaling_against_float64(a_tile, b_tile, columns):
         (LINE, SQUARE, None, "1d2d", (3, 160), (2, 4)),
         (SQUARE, LINE, None, "2d1d", (2, 4), (3, 208)),
         (LINE, LINE, None, "1d1d", (3, 160), (3, 208)),
-        (LINE, SQUARE, (128, 80), "1d2d", (3, 160), (1, 4)),
+        (LINE, SQUARE, (128, 80), "1d2d", (3, 160), (2, 4)),  # the kernel finds its own
         (LINE, SQUARE, (48, 128), "1d1d", (3, 160), (3, 128)),  # squares that are cut become lines
     ],
     ids=str,

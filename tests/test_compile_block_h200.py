@@ -67,6 +67,34 @@ def test_nothing_is_between_casts_and_gemms(microbatches):
     assert program.report.weight_casts == weights
 
 
+def cut_in_graph(program) -> list[str]:
+    """GEMMs that begin with a part of an array: commands that a CUDA graph has to update in every step."""
+    found = (made for made in program.instructions if made.opcode == "fusion" and made.results[-1].dtype == "u8")
+    return list(map(str, found))
+
+
+def test_a_gemm_finds_the_scales_of_its_columns_itself():
+    """Queries, keys and values are parts of a product, of which each has squares of its own."""
+    layer = fp8.SelfAttention(8, recipe=fp8.BlockScaling())
+    x = jax.ShapeDtypeStruct((2, TOKENS // 2, 8 * 384), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def gradient(variables, x):
+        return fp8.value_and_grad(lambda v: jnp.sum(layer.apply(v, x).astype(jnp.float32)))(variables)
+
+    def product(x, w):
+        half, one = x.shape[0] // 2, jnp.float32(1)
+        return fp8.matmul(fp8.Fp8Array(x[:half], one), fp8.Fp8Array(w, one))
+
+    on = h200.on_one_device()
+    step = jax.jit(gradient, compiler_options=CUDA_GRAPH_OPTIONS)
+    program = h200.compile(step, h200.shapes(variables, on), h200.shapes(x, on))
+    assert program.custom_calls["jax_fp8_gemm"] == 3 + 1 + 1 + 3 + 1  # nobody asks for dx
+    assert cut_in_graph(program) == []
+    matrix = h200.shapes(jax.ShapeDtypeStruct((TOKENS, WIDTH), fp8.E4M3), on)
+    assert len(cut_in_graph(h200.compile(jax.jit(product), matrix, matrix))) == 1
+
+
 def test_scales_that_are_made_anew_are_found():
     """Rows that are no multiple of 16 are filled up, and so are their scales."""
 

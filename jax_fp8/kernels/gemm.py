@@ -161,15 +161,16 @@ def _check_tiles(a, b, b_scale, tiles, columns, split):
 
 
 def _scales_of_columns(b_scale, tiles, columns) -> tuple[jax.Array, tuple]:
-    """The scales of some rows of b, and the tiles: where squares would be cut, their scales become those of lines."""
-    if columns is None:
+    """The scales with which some rows of b are multiplied, and the tiles.
+
+    The kernel itself finds its squares among those of all rows; a slice would be a command that a CUDA graph has to
+    update in every step. Where squares would be cut, their scales become those of lines.
+    """
+    if columns is None or (tiles[1] == SQUARE and columns[0] % SQUARE[0] == 0):
         return b_scale, tiles
-    first, count = columns
-    if tiles[1] == SQUARE and first % SQUARE[0] == 0:
-        return b_scale[first // SQUARE[0] : -(-(first + count) // SQUARE[0])], tiles
     if tiles[1] == SQUARE:
         b_scale, tiles = jnp.repeat(b_scale, SQUARE[0], axis=0), (tiles[0], LINE)
-    return b_scale[first : first + count], tiles
+    return b_scale[columns[0] : sum(columns)], tiles
 
 
 def _as_gemms_read(scale, tile) -> jax.Array:

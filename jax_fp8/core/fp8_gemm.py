@@ -146,10 +146,15 @@ class Fp8Gemm:
     def observe(
         self, sources_of: Callable[..., Sequence[jax.Array]], tensors: Sequence[jax.Array], pair: Fp8Pair
     ) -> jax.Array | None:
-        """How a tensor was cast, f32[STATISTICS], if anybody asks: `measure` of the same arguments."""
+        """How a tensor was cast, f32[STATISTICS], if anybody asks: `measure` of the same arguments, the worse of both
+        orientations where these have other tiles.
+        """
         if self.record.health_ref is None:
             return None
-        return measure(sources_of, tensors, pair.rowwise, pair.amax)
+        found = measure(sources_of, tensors, pair.rowwise, pair.amax)
+        if pair.columnwise is None or pair.columnwise.T.granularity == pair.rowwise.granularity:
+            return found
+        return jnp.maximum(found, measure(sources_of, tensors, pair.columnwise.T, pair.amax))
 
     def record_backward(self, amaxes: jax.Array) -> "Fp8Gemm | None":
         """Record the amaxes f32[3] of a backward pass.

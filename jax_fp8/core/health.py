@@ -44,12 +44,10 @@ def measure(
       quantized: (m, n), rowwise.
       amax: f32[], of what was cast.
     """
-    by_row = quantized.scale.ndim == 0 or quantized.scale.shape[0] == quantized.shape[0]
-    some = slice(None, None, max(1, quantized.shape[0] // ROWS) if by_row else 1)
+    some = slice(None, None, max(1, quantized.shape[0] // ROWS))
     sources = sources_of(*(tensor[some] for tensor in tensors))
-    scale = quantized.scale if quantized.scale.ndim == 0 else quantized.scale[some]
     values = quantized.values[some]
-    whole, found = spread(scale, values.shape, quantized.tile), []
+    whole, found = _scales_of_rows(quantized, some), []
     for source, end in zip(sources, np.cumsum([source.shape[1] for source in sources]), strict=True):
         columns = slice(end - source.shape[1], end)
         found.append(_sums(source, values[:, columns], whole if whole.ndim == 0 else whole[:, columns]))
@@ -62,6 +60,16 @@ def measure(
     else:
         largest, reach = whole, amax / (fp8_max(values.dtype) * whole)
     return jnp.stack([amax, largest, reach, saturated * count, underflowed * count, nonfinite, error])
+
+
+def _scales_of_rows(quantized, some) -> jax.Array:
+    """The scale of each element of these rows, or the one of all."""
+    scale = quantized.scale
+    if scale.ndim == 0:
+        return scale
+    (rows, columns), (down, across) = quantized.shape, quantized.granularity
+    of_rows = spread(scale, (rows, scale.shape[1]), (down, 1))[some]
+    return spread(of_rows, (of_rows.shape[0], columns), (1, across))
 
 
 def _largest_of_tiles(x, values, scale) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,8 @@
 by maximum, into the rows they belong to, nowhere without a Ref.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2, INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
-from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
+from jax_fp8.core.health import STATISTICS
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from jax_fp8.kernels.quantize import quantize_transpose
 
 pytestmark = pytest.mark.versions
 
@@ -90,3 +94,19 @@ def test_the_layer_names_its_gemms():
     gemm = Fp8Gemm(CurrentScaling(split_accumulator=("wgrad",)), "block/mlp/up")
     assert gemm.name == "up"
     assert [gemm.accumulation(which) for which in ("fprop", "dgrad", "wgrad")] == ["fast", "fast", "split"]
+
+
+@pytest.mark.parametrize("wgrad", ["1d2d", "1d1d"])
+def test_orientations_with_other_tiles_are_both_observed(wgrad):
+    """A large row has lines of its own, and hurts the others in the tiles of columns."""
+    recipe = BlockScaling(wgrad=wgrad)
+    dy = jax.random.normal(jax.random.key(0), (256, 256)).at[7].multiply(1e5)
+    pair = quantize_transpose(dy, recipe.cast(OUTPUT_GRADIENT, None, lambda: jnp.float32(1)))
+    gemm = Fp8Gemm(recipe, "layer", record=Record(health_ref=jax.new_ref(jnp.zeros(len(STATISTICS)))))
+
+    def underflowed(pair) -> float:
+        found = gemm.observe(lambda x: (x,), (dy,), pair)
+        assert found is not None
+        return float(found[STATISTICS.index("underflowed")])
+
+    assert underflowed(replace(pair, columnwise=None)) < 0.01 < 0.05 < underflowed(pair) < 0.5

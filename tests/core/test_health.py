@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.health import ROWS, STATISTICS, measure
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import quantize_reference
+from jax_fp8.kernels.casting import cast_reference, quantize_reference
 
 MAX = {fp8.E4M3: 448.0, fp8.E5M2: 57344.0}
 HALF_A_STEP = {fp8.E4M3: 16.0, fp8.E5M2: 4096.0}  # above the largest number, up to which rounding leads back to it
@@ -93,6 +95,16 @@ def test_tiles_of_zeros_say_nothing_of_the_scale():
     assert health(x, scale=1e-3 / 448) == pytest.approx(found)  # one scale says the same
     zeros = health(jnp.zeros((16, 16)), scale=jnp.ones((16, 2)))
     assert [zeros[name] for name in STATISTICS] == [0, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (128, 1)])
+def test_rows_are_sampled_with_the_scales_of_their_tiles(tile):
+    x = jax.random.normal(jax.random.key(2), (4 * ROWS, 200)) * jnp.exp2(jnp.arange(4 * ROWS)[:, None] // 128 % 5 * 4)
+    cast = cast_reference(x, Cast.by_tile(fp8.E4M3, tile, ScaleFormula()))
+    found = dict(zip(STATISTICS, measure(lambda x: (x,), (x,), cast, amax_reference(x)), strict=True))
+    assert 0.02 < found["error"] < 0.03 and found["saturated"] == 0 and found["reach"] == pytest.approx(1, rel=0.01)
+    wrong = Fp8Array(cast.values, jnp.roll(cast.scale, 1, axis=0), tile)
+    assert measure(lambda x: (x,), (x,), wrong, amax_reference(x))[-1] > 0.5
 
 
 def test_many_rows_are_sampled_and_none_is_measured_twice():

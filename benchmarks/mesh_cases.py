@@ -19,7 +19,7 @@ from jax_fp8.parallel.schedule import Schedule
 from jax_fp8.parallel.schedules import layers_of_stage, make_schedule
 from jax_fp8.train.cuda_graph import default_options
 
-RECIPES = ("delayed", "current", "bf16", "plain")
+RECIPES = ("delayed", "current", "block", "bf16", "plain")
 GRAPHS = ("default", "collectives", "none")
 SEQUENCE = "+sequence"
 COMMANDS = "xla_gpu_enable_command_buffer"
@@ -39,7 +39,7 @@ class Case:
 
     Args:
       mesh: `data=2,tensor=2`; with `+sequence` at its end, sequence parallel.
-      recipe: delayed, current, bf16 (jax_fp8 without FP8) or plain (plain Flax, automatic sharding).
+      recipe: delayed, current, block, bf16 (jax_fp8 without FP8) or plain (plain Flax, automatic sharding).
       batch: sequences of a step, all devices together; 0 is `batch_per_data` for each part of a batch. Without `pipe`
         each microbatch has that many, and with it as many as the stages have together, in all microbatches: so a step
         on pipe=4 has the work of one on data=4.
@@ -163,7 +163,7 @@ class Case:
     def name(self) -> str:
         """What of the recipe is not the default, in words."""
         in_fp8 = {
-            "fast": self.fast,
+            "fast": self.fast and self.recipe != "block",
             "FP8 head": self.fp8_head,
             f"{self.param_dtype} params": self.param_dtype != "float32",
         }
@@ -178,7 +178,7 @@ class Case:
 
     @property
     def in_fp8(self) -> bool:
-        return self.recipe in ("delayed", "current")
+        return self.recipe in ("delayed", "current", "block")
 
     @property
     def compiler_options(self) -> dict:
@@ -270,12 +270,14 @@ def _build_ours(case, tx, mesh, tokens):
     recipe = {
         "delayed": fp8.DelayedScaling(**accumulation),
         "current": fp8.CurrentScaling(**accumulation),
+        "block": fp8.BlockScaling(),
         "bf16": None,
     }[case.recipe]
+    head = fp8.BlockScaling() if case.recipe == "block" else fp8.CurrentScaling()
     model = fp8.GPT(
         case.config,
         recipe=recipe,
-        head_recipe=fp8.CurrentScaling() if case.fp8_head and case.in_fp8 else None,
+        head_recipe=head if case.fp8_head and case.in_fp8 else None,
         param_dtype=jnp.dtype(case.param_dtype) if case.in_fp8 else jnp.float32,
         recompute=case.recompute,
     )

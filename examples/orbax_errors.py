@@ -28,7 +28,9 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Where one array fails, Orbax drops what it was doing with the others, of which Python would tell one by one."""
+    """Where one array fails, Orbax drops what it was doing with the others, of which Python would tell one by one, also
+    when this has ended: threads of its own come back later. So then it stays quiet.
+    """
     hook = sys.unraisablehook
 
     def tell(unraisable):
@@ -42,8 +44,7 @@ def quietly() -> Iterator[None]:
     except BaseException:
         gc.collect()
         raise
-    finally:
-        sys.unraisablehook = hook
+    sys.unraisablehook = hook
 
 
 def reason(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,3 +87,13 @@ def test_a_run_that_failed_waits_for_no_thread():
 
     assert seconds(1, 60) < 30
     assert seconds(2, 1) >= 1  # negative control
+
+
+def test_what_threads_of_others_tell_later_is_not_told(example, monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with pytest.raises(OSError), example("orbax_errors").quietly():
+        raise OSError
+    for error in (RuntimeError("Event loop is closed"), ValueError("ours")):
+        sys.unraisablehook(SimpleNamespace(exc_value=error))  # type: ignore[arg-type]
+    assert [str(unraisable.exc_value) for unraisable in told] == ["ours"]

@@ -141,21 +141,18 @@ class BlockScaling:
       amax_epsilon: smallest amax a scale is computed from.
       wgrad: tiles of the output gradient in the weight gradient: "1d2d", 128 x 128, with which the GEMM is faster; or
         "1d1d", 1 x 128 along the tokens. Those of the input are 1 x 128 in both.
+      split_accumulator: all three GEMMs, and nothing else: each sum of 128 products leaves the tensor cores.
     """
 
     power_2_scale: bool = True
     amax_epsilon: float = 0.0
     wgrad: str = "1d2d"
+    split_accumulator: tuple[str, ...] = GEMMS
 
     @property
     def fp8_format(self) -> Format:
         """E4M3 everywhere: a tile has the range of 128 elements."""
         return Format(forward=E4M3, backward=E4M3)
-
-    @property
-    def split_accumulator(self) -> tuple[str, ...]:
-        """All: sums of 128 products leave the tensor cores, to be scaled."""
-        return GEMMS
 
     @property
     def has_state(self) -> bool:
@@ -174,6 +171,11 @@ class BlockScaling:
         check_number("amax_epsilon", self.amax_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
         if self.wgrad not in ("1d2d", "1d1d"):
             raise ValueError(f'wgrad must be "1d2d" or "1d1d", got {self.wgrad!r}')
+        if self.split_accumulator != GEMMS:
+            raise ValueError(
+                f"split_accumulator of BlockScaling must be {GEMMS}, got {self.split_accumulator!r}: by tile no GEMM "
+                "accumulates fast; leave it out"
+            )
 
 
 def accumulation(recipe: Recipe, gemm: str) -> str:

@@ -10,8 +10,8 @@ the kernel starts at a later row of b, and nothing is cut or copied.
 By tile, cuBLASLt multiplies LINES by SQUARES, SQUARES by LINES and LINES by LINES; the sum of each 128 products is
 scaled and added in float32, whatever `accumulation` says. It wants the scales of lines with neighbouring rows beside
 each other, f32[ceil(k / 128), m], and those of squares with neighbouring tiles of k, f32[ceil(n / 128), ceil(k / 128)];
-both with a last dim that is a multiple of four. It has no algorithm for any number of rows in lines, so these are
-filled up with zeros to a multiple of 16, which a training step never needs.
+both with a last dim that is a multiple of four. It has no algorithm for some numbers of rows in lines, 18 for one, so
+these are filled up with zeros to a multiple of 16, which a training step never needs.
 
 Which of cuBLASLt's algorithms runs is told by `kernels/tuned_gemms.py`.
 """

@@ -29,7 +29,12 @@ def test_defaults():
         "split_accumulator": ("dgrad", "wgrad"),
     }
 
-    assert dataclasses.asdict(BlockScaling()) == {"power_2_scale": True, "amax_epsilon": 0.0, "wgrad": "1d2d"}
+    assert dataclasses.asdict(BlockScaling()) == {
+        "power_2_scale": True,
+        "amax_epsilon": 0.0,
+        "wgrad": "1d2d",
+        "split_accumulator": ("fprop", "dgrad", "wgrad"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,10 @@ def test_split_accumulator_takes_any_of_the_gemms(split_accumulator):
         (lambda: CurrentScaling(amax_epsilon="x"), "amax_epsilon must be a finite number .* got 'x'"),
         (lambda: CurrentScaling(power_2_scale="no"), "power_2_scale must be True or False, got 'no'"),
         (lambda: BlockScaling(wgrad="2d2d"), 'wgrad must be "1d2d" or "1d1d", got \'2d2d\''),
+        (
+            lambda: BlockScaling(split_accumulator=()),
+            r"split_accumulator of BlockScaling must be .*, got \(\): by tile",
+        ),
         (lambda: BlockScaling(power_2_scale=1), "power_2_scale must be True or False, got 1"),
         (lambda: BlockScaling(amax_epsilon=-1.0), "amax_epsilon must be a finite number that is not neg.*, got -1.0"),
         (lambda: DelayedScaling(fp8_format="hybrid"), "fp8_format must be a Format, got 'hybrid'; pass jax_fp8.HYBRID"),

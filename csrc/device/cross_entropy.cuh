@@ -1,16 +1,22 @@
-// Two kernels, a block for each row: rows of whole vectors, kept in shared memory as they come,
-// and one for any vocabulary.
+// Two kernels: one that keeps a row in shared memory as it comes, and one for a gradient that is aligned in another way
+// than the logits.
 //
 // A thread measures its elements while they are in registers, and rescales what it has added up whenever a batch of
 // loads brings a larger one. After two reductions over the block, every thread turns the elements that it has kept
 // itself into their gradient. All of a row is measured before any of it is overwritten, and what did not fit into
 // shared memory is read again by the thread that will overwrite it.
 //
+// A row that is longer than what a block can keep is shared by the blocks of a cluster: each has as many of its vectors
+// as the others, and tells them its maximum and its sum. Vectors begin where memory is aligned, so with an odd
+// vocabulary elsewhere in every row; what is left at both ends of a row are up to 14 elements, one each for as many
+// threads.
+//
 // Two blocks share a multiprocessor, so that one loads while the other computes and stores:
 //
 //     16-bit, vocab = 50,304: 2 x 100,608 bytes of logits; 2 x 512 threads with 128 bytes of loads in flight each,
 //     128 KB together. For an element some 16 instructions and two exponentials: half of the time in which memory
 //     delivers it and takes it back.
+//     16-bit, vocab = 128,256: clusters of four, 64,128 bytes each
 //
 // Of 16-bit logits, exp has an error of 2**-22 + |logit - largest| 2**-23, relative:
 // far less than the rounding of the gradient.
@@ -18,6 +24,7 @@
 
 #include <cstdint>
 
+#include "cluster.cuh"
 #include "exponential.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
@@ -26,6 +33,7 @@ namespace jax_fp8::cross_entropy {
 
 constexpr int kThreads = 512;
 constexpr int kBlocks = 2;  // on a multiprocessor
+constexpr int kMaxClusterBlocks = 8;
 constexpr int64_t kMaxVectorizedVocab = 1 << 24;
 
 // Vectors that a thread loads before it needs the first: 128 bytes.
@@ -49,12 +57,13 @@ __device__ inline float exponential(float x) {
   return power_of_2<T>(__fmul_rn(kLog2E, x));
 }
 
-// What a thread knows of its elements: sum exp(x - largest).
+// What is known of some elements: sum exp(x - largest).
 // `largest` stays finite, so that it can be subtracted from infinity.
 struct Measured {
   static constexpr float kLimit = 0x1.fffffep127f;
-  float largest = -kLimit;
-  float sum = 0.0f;
+  float largest, sum;
+
+  static __device__ Measured nothing() { return {-kLimit, 0.0f}; }
 
   template <typename T>
   __device__ void raise(float wanted) {
@@ -72,9 +81,10 @@ struct Measured {
 struct Scratch {
   float maxima[kWarp];
   float sums[kWarp][1];
+  Measured parts[kMaxClusterBlocks];  // what the blocks of a cluster have measured
 };
 
-// Of the row, from what all threads have measured; every thread gets it. A NaN is in the sum.
+// From what all threads of the block have measured; every thread gets it. A NaN is in the sum.
 template <typename T>
 __device__ inline Measured merge(Measured measured, Scratch& scratch) {
   measured.raise<T>(block_max(measured.largest, scratch.maxima));
@@ -82,6 +92,24 @@ __device__ inline Measured merge(Measured measured, Scratch& scratch) {
   block_sums(sum, scratch.sums);
   measured.sum = sum[0];
   return measured;
+}
+
+// From what all blocks of the cluster have measured, always in the same order. Every thread has arrived at the cluster
+// once before, so that all blocks are there to be written to.
+template <typename T>
+__device__ inline Measured merge_blocks(Measured measured, int block, int blocks, Scratch& scratch) {
+  wait_for_cluster();
+  if (static_cast<int>(threadIdx.x) < blocks) *in_block(&scratch.parts[block], threadIdx.x) = measured;
+  arrive_at_cluster();
+  wait_for_cluster();
+  Measured row = Measured::nothing();
+  for (int i = 0; i < blocks; ++i) row.raise<T>(scratch.parts[i].largest);
+  for (int i = 0; i < blocks; ++i) {
+    Measured part = scratch.parts[i];
+    part.raise<T>(row.largest);
+    row.sum = __fadd_rn(row.sum, part.sum);
+  }
+  return row;
 }
 
 // What a row's label says.
@@ -123,6 +151,12 @@ struct Result {
     return __fmul_rn(exponential<T>(__fsub_rn(x, largest)), factor);
   }
 
+  // Of the element of a column.
+  template <typename T>
+  __device__ T element(float x, int64_t col, const Label& label) const {
+    return from_float<T>(__fsub_rn(slope<T>(x), col == label.label ? label.share : 0.0f));
+  }
+
   template <typename T>
   __device__ void write(const Rows<T>& rows, int64_t row, float chosen, float share) const {
     const float loss = __fadd_rn(__fsub_rn(largest, chosen), log_sum);
@@ -131,25 +165,45 @@ struct Result {
   }
 };
 
-// ---- rows of whole vectors: pointers of 16 bytes --------------------------------------------------------------------
+// ---- rows in vectors ------------------------------------------------------------------------------------------------
 
-// A thread has vectors kThreads apart; the first `held` columns are left at `kept`.
+// What a block has of a row, and what a thread has of it that is in no vector.
+struct Part {
+  int begin, end;  // columns of the block's vectors
+  int lone;        // the column of one element; -1: none
+
+  template <typename T>
+  __device__ Part(const T* logits, int vocab, int block, int blocks) {
+    constexpr int kAligned = 16 / sizeof(T);
+    const auto after = static_cast<int>(reinterpret_cast<uintptr_t>(logits) % 16 / sizeof(T));
+    const int first = min(vocab, (kAligned - after) % kAligned);
+    const int64_t vectors = (vocab - first) / kVectorWidth;
+    begin = first + static_cast<int>(vectors * block / blocks) * kVectorWidth;
+    end = first + static_cast<int>(vectors * (block + 1) / blocks) * kVectorWidth;
+    const int thread = static_cast<int>(threadIdx.x), last = first + static_cast<int>(vectors) * kVectorWidth;
+    lone = thread < first ? thread : last + thread - first;
+    if (block != 0 || lone >= vocab) lone = -1;
+  }
+};
+
+// A thread has vectors kThreads apart; the first `held` elements are left at `kept`.
 template <typename T>
-__device__ inline Measured measure(const T* logits, int vocab, T* kept, int held) {
+__device__ inline Measured measure(const T* logits, const Part& part, T* kept, int held) {
   constexpr int kStride = kThreads * kVectorWidth;
-  Measured measured;
-  for (int start = static_cast<int>(threadIdx.x) * kVectorWidth; start < vocab; start += kStride * kDepth<T>) {
+  Measured measured = Measured::nothing();
+  for (int start = part.begin + static_cast<int>(threadIdx.x) * kVectorWidth; start < part.end;
+       start += kStride * kDepth<T>) {
     Vector<T> loaded[kDepth<T>];
 #pragma unroll
     for (int i = 0; i < kDepth<T>; ++i) {
-      if (start + i * kStride < vocab) loaded[i] = read_vector(logits + start + i * kStride);
+      if (start + i * kStride < part.end) loaded[i] = read_vector(logits + start + i * kStride);
     }
     float largest = measured.largest;
 #pragma unroll
     for (int i = 0; i < kDepth<T>; ++i) {
       const int col = start + i * kStride;
-      if (col >= vocab) break;
-      if (col < held) write_vector(kept + col, loaded[i]);
+      if (col >= part.end) break;
+      if (col - part.begin < held) write_vector(kept + col - part.begin, loaded[i]);
       float x[kVectorWidth];
       unpack(loaded[i], x);
 #pragma unroll
@@ -158,7 +212,7 @@ __device__ inline Measured measure(const T* logits, int vocab, T* kept, int held
     measured.raise<T>(largest);
 #pragma unroll
     for (int i = 0; i < kDepth<T>; ++i) {
-      if (start + i * kStride >= vocab) break;
+      if (start + i * kStride >= part.end) break;
       float x[kVectorWidth];
       unpack(loaded[i], x);
 #pragma unroll
@@ -168,25 +222,39 @@ __device__ inline Measured measure(const T* logits, int vocab, T* kept, int held
   return measured;
 }
 
-// Dynamic shared memory: the first `held` elements of the row, a multiple of a vector.
+// Clusters of `blocks` blocks; one is none. Dynamic shared memory: the first `held` elements of a block's part, a
+// multiple of a vector.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, int held) {
+__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, int blocks, int held) {
   extern __shared__ uint4 shared[];
   __shared__ Scratch scratch;
   T* const kept = reinterpret_cast<T*>(shared);
-  const int64_t row = blockIdx.x;
-  const int vocab = static_cast<int>(rows.vocab);
+  const int64_t row = blockIdx.x / blocks;
+  const int block = static_cast<int>(blockIdx.x) % blocks, vocab = static_cast<int>(rows.vocab);
   const T* const logits = rows.logits + row * vocab;
   T* const gradient = rows.gradient + row * vocab;
+  if (blocks > 1) arrive_at_cluster_with_nothing();
+  const Part part(logits, vocab, block, blocks);
   const Label label(rows, row);
-  const Measured measured = measure(logits, vocab, kept, held);
-  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;
-  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);
-  if (threadIdx.x == 0) result.write(rows, row, chosen, label.share);
+  const float lone = part.lone >= 0 ? to_float(logits[part.lone]) : 0.0f;
+  Measured measured = measure(logits, part, kept, held);
+  if (part.lone >= 0) {
+    measured.raise<T>(lone);
+    measured.add<T>(lone);
+  }
+  const bool tells = block == 0 && threadIdx.x == 0;
+  const float chosen = tells ? label.chosen(logits) : 0.0f;
+  measured = merge<T>(measured, scratch);
+  if (blocks > 1) measured = merge_blocks<T>(measured, block, blocks, scratch);
+  const Result result(measured, rows.z_loss, label.share);
+  if (tells) result.write(rows, row, chosen, label.share);
 
+  if (part.lone >= 0) gradient[part.lone] = result.element<T>(lone, part.lone, label);
 #pragma unroll 2
-  for (int col = static_cast<int>(threadIdx.x) * kVectorWidth; col < vocab; col += kThreads * kVectorWidth) {
-    Vector<T> vector = col < held ? read_vector(kept + col) : read_vector(logits + col);
+  for (int col = part.begin + static_cast<int>(threadIdx.x) * kVectorWidth; col < part.end;
+       col += kThreads * kVectorWidth) {
+    const int at = col - part.begin;
+    Vector<T> vector = at < held ? read_vector(kept + at) : read_vector(logits + col);
     float x[kVectorWidth];
     unpack(vector, x);
 #pragma unroll
@@ -201,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, i
   }
 }
 
-// ---- one element at a time: any vocabulary --------------------------------------------------------------------------
+// ---- one element at a time ------------------------------------------------------------------------------------------
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) any_kernel(Rows<T> rows) {
@@ -212,7 +280,7 @@ __global__ void __launch_bounds__(kThreads) any_kernel(Rows<T> rows) {
   const Label label(rows, row);
   float largest = -Measured::kLimit;
   for (int64_t col = threadIdx.x; col < rows.vocab; col += kThreads) largest = fmaxf(largest, to_float(logits[col]));
-  Measured measured;
+  Measured measured = Measured::nothing();
   measured.raise<T>(largest);
   for (int64_t col = threadIdx.x; col < rows.vocab; col += kThreads) measured.add<T>(to_float(logits[col]));
   const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;
@@ -220,8 +288,7 @@ __global__ void __launch_bounds__(kThreads) any_kernel(Rows<T> rows) {
   if (threadIdx.x == 0) result.write(rows, row, chosen, label.share);
 
   for (int64_t col = threadIdx.x; col < rows.vocab; col += kThreads) {
-    const float x = result.slope<T>(to_float(logits[col]));
-    gradient[col] = from_float<T>(__fsub_rn(x, col == label.label ? label.share : 0.0f));
+    gradient[col] = result.element<T>(to_float(logits[col]), col, label);
   }
 }
 

@@ -18,8 +18,9 @@ extern "C" int cross_entropy(void* logits, int64_t type, const int32_t* labels, 
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 Z_LOSS = 0.03
 
-# Shared memory for 64 elements of a row: the others are read again.
+# Shared memory for 64 elements of a row: then a cluster shares it, and without clusters the others are read again.
 LITTLE_SHARED = (("cross_entropy.cu", "available / kVectorBytes * kVectorWidth", "64"),)
+NO_CLUSTERS = (*LITTLE_SHARED, ("cross_entropy.cu", "while (clusters && ", "while (false && "))
 
 
 def array(seed, *shape, dtype=np.float32, size=2.0):
@@ -33,10 +34,11 @@ def inputs(rows, vocab, dtype, size=2.0):
 
 
 def run(logits, labels, shares, z_loss=Z_LOSS, in_place=True, offset=0, changes=()):
-    """Gradient, loss, lse."""
+    """Gradient, loss, lse; `offset` in bytes from where memory is aligned, of the logits and of the gradient."""
     rows, vocab = logits.shape
     row = Result((rows,), np.float32)
-    to = (InPlace(logits), None) if in_place else (Input(logits, offset), Result(logits.shape, logits.dtype, offset))
+    ours, other = offset if isinstance(offset, tuple) else (offset, offset)
+    to = (InPlace(logits), None) if in_place else (Input(logits, ours), Result(logits.shape, logits.dtype, other))
     return compile_for_cpu("cross_entropy.cu", ENTRY, changes).call(
         "cross_entropy",
         *(to[0], SOURCES.index(logits.dtype), labels, shares, float(z_loss), to[1], row, row, rows, vocab),
@@ -68,10 +70,10 @@ def check(logits, labels, shares, got, z_loss=Z_LOSS):
         assert same > 0.99, f"{same:.4f} of the gradient are rounded as float64 would be"
 
 
-# Fewer vectors than threads, more, more than a batch of loads; then vocabularies without vectors.
+# Fewer vectors than threads, more, more than a batch of loads; then vocabularies whose rows begin anywhere.
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", [(5, 16), (3, 4104), (2, 33000), (4, 1), (3, 77), (2, 1543)])
+@pytest.mark.parametrize("shape", [(5, 16), (3, 4104), (2, 33000), (4, 1), (9, 3), (9, 77), (2, 1543), (3, 33001)])
 def test_against_float64(shape, source, in_place):
     arguments = inputs(*shape, source)
     check(*arguments, run(*arguments, in_place=in_place))
@@ -81,14 +83,24 @@ def test_against_float64(shape, source, in_place):
 def test_what_shared_memory_does_not_hold(source):
     arguments = inputs(3, 4200, source)
     held = run(*arguments)
-    check(*arguments, run(*arguments, changes=LITTLE_SHARED))
-    for ours, other in zip(held, run(*arguments, changes=LITTLE_SHARED), strict=True):
+    check(*arguments, run(*arguments, changes=NO_CLUSTERS))
+    for ours, other in zip(held, run(*arguments, changes=NO_CLUSTERS), strict=True):
         assert_same_bits(ours, other)
 
 
-def test_a_row_that_is_longer_than_shared_memory():
-    arguments = inputs(1, 70000, np.float32)
-    check(*arguments, run(*arguments))
+# Two, four and eight blocks that hold all of a row, and eight that do not.
+@pytest.mark.parametrize("source", SOURCES[:2])
+@pytest.mark.parametrize("vocab", [120, 197, 256, 509, 4200, 4203])
+def test_rows_that_a_cluster_shares(vocab, source):
+    logits, labels, shares = inputs(9, vocab, source)
+    labels[:4] = [0, vocab - 1, vocab // 2, 63]
+    check(logits, labels, shares, run(logits, labels, shares, changes=LITTLE_SHARED))
+
+
+def test_rows_that_are_longer_than_shared_memory():
+    for source, vocab in ((np.float32, 70000), (ml_dtypes.bfloat16, 128256), (ml_dtypes.bfloat16, 128257)):
+        arguments = inputs(2, vocab, source)
+        check(*arguments, run(*arguments))
 
 
 def test_large_logits():
@@ -102,7 +114,7 @@ def test_large_logits():
 def test_no_rows_and_arrays_that_are_not_aligned():
     gradient, loss, lse = run(*inputs(0, 16, np.float32))
     assert (gradient.shape, loss.shape, lse.shape) == ((0, 16), (0,), (0,))
-    for offset in (2, 8):
+    for offset in (2, 8, (2, 4), (0, 2)):
         arguments = inputs(2, 48, ml_dtypes.bfloat16)
         check(*arguments, run(*arguments, in_place=False, offset=offset))
 
@@ -116,14 +128,15 @@ def test_a_share_of_zero(shape):
     assert gradient[[1, 2, 4, 5]].astype(bool).any(axis=1).all()
 
 
-@pytest.mark.parametrize("shape", [(8, 48), (8, 7)])
-def test_rows_that_are_not_finite_spoil_no_other(shape):
+@pytest.mark.parametrize("changes", [(), LITTLE_SHARED])
+@pytest.mark.parametrize("shape", [(8, 48), (8, 7), (8, 203)])
+def test_rows_that_are_not_finite_spoil_no_other(shape, changes):
     logits, labels, shares = inputs(*shape, ml_dtypes.bfloat16)
-    clean = run(logits, labels, shares)
+    clean = run(logits, labels, shares, changes=changes)
     logits[1, 3], logits[2, 3], logits[3, :], logits[4, 3] = np.nan, np.inf, -np.inf, -np.inf
     labels[5], labels[6], labels[7] = -1, shape[1], np.iinfo(np.int32).min
     labels[1:5] = 1
-    gradient, loss, lse = run(logits, labels, shares)
+    gradient, loss, lse = run(logits, labels, shares, changes=changes)
     for ours, other in zip((gradient, loss, lse), clean, strict=True):
         assert_same_bits(ours[0], other[0])
     assert list(lse[1:4]) == pytest.approx([np.nan, np.inf, -np.inf], nan_ok=True)
@@ -149,8 +162,9 @@ def test_another_formula_would_be_noticed():
 
 # What is wrong then, and what notices it.
 HEADER, REDUCE = "device/cross_entropy.cuh", "device/reduce.cuh"
-CHOSEN = "  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;\n"
-RESULT = "  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);\n"
+CHOSEN = "  const float chosen = tells ? label.chosen(logits) : 0.0f;\n"
+MERGED = "  measured = merge<T>(measured, scratch);\n"
+SHARED = "  if (blocks > 1) measured = merge_blocks<T>(measured, block, blocks, scratch);\n"
 MISTAKES = {
     "no label": (HEADER, "j == place ? label.share : 0.0f", "0.0f"),
     "the label of the vector before": (HEADER, "static_cast<unsigned>(col);", "static_cast<unsigned>(col) - 8;"),
@@ -158,12 +172,12 @@ MISTAKES = {
     "no share": (HEADER, "factor = __fmul_rn(share, ", "factor = __fmul_rn(1.0f, "),
     "not rescaled": (HEADER, "sum = __fmul_rn(sum, exponential<T>(__fsub_rn(largest, raised)));", ""),
     "not rescaled with the block": (HEADER, "measured.raise<T>(block_max", "(void)(block_max"),
-    "the label's logit after it is overwritten": (HEADER, CHOSEN + RESULT, RESULT + CHOSEN),
+    "the label's logit after it is overwritten": (HEADER, CHOSEN + MERGED, MERGED + CHOSEN),
     "no barrier in the maximum": (REDUCE, "  __syncthreads();\n  return warp_max", "  return warp_max"),
     "no barrier in the sum": (REDUCE, "  __syncthreads();\n  const bool filled", "  const bool filled"),
-    "more kept than there is room for": (HEADER, "if (col < held) write_vector", "write_vector"),
-    "nothing kept": (HEADER, "if (col < held) write_vector", "if (col < 0) write_vector"),
-    "a vector too few": (HEADER, "col < vocab; col += kThreads", "col < vocab - kVectorWidth; col += kThreads"),
+    "more kept than there is room for": (HEADER, "if (col - part.begin < held) write_vector", "write_vector"),
+    "nothing kept": (HEADER, "if (col - part.begin < held) write_vector", "if (col < 0) write_vector"),
+    "a vector too few": (HEADER, "end = first + ", "end = first - kVectorWidth + "),
     "one row for all": (HEADER, "rows.logits + row * vocab", "rows.logits"),
 }
 
@@ -171,20 +185,58 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", planted(MISTAKES))
 def test_a_mistake_is_noticed(mistake):
     arguments = inputs(2, 4200, ml_dtypes.bfloat16)
-    changes = (MISTAKES[mistake], *(LITTLE_SHARED if "room" in mistake else ()))
+    changes = (MISTAKES[mistake], *(NO_CLUSTERS if "room" in mistake else ()))
     with pytest.raises((EmulationError, AssertionError)):
         check(*arguments, run(*arguments, changes=changes))
 
 
-ANY_MISTAKES = {
+CLUSTER_MISTAKES = {
+    "a part that is not told": (HEADER, SHARED, ""),
+    "no barrier before a part is read": (
+        HEADER,
+        "  arrive_at_cluster();\n  wait_for_cluster();\n  Measured",
+        "  Measured",
+    ),
+    "parts that are not rescaled": (HEADER, "    part.raise<T>(row.largest);\n", ""),
+    "one part less": (HEADER, "i < blocks; ++i) {\n    Measured part", "i < blocks - 1; ++i) {\n    Measured part"),
+    "the first part for all": (HEADER, "vectors * block / blocks", "vectors * 0 / blocks"),
+    "lone elements in every block": (HEADER, "if (block != 0 || lone", "if (lone"),
+    "the label's logit after it is overwritten": (HEADER, CHOSEN + MERGED + SHARED, MERGED + SHARED + CHOSEN),
+}
+
+
+@pytest.mark.parametrize("mistake", planted(CLUSTER_MISTAKES))
+def test_a_mistake_in_a_cluster_is_noticed(mistake):
+    logits, labels, shares = inputs(4, 205, ml_dtypes.bfloat16)
+    labels[:] = [0, 60, 140, 204]
+    with pytest.raises((EmulationError, AssertionError)):
+        check(logits, labels, shares, run(logits, labels, shares, changes=(CLUSTER_MISTAKES[mistake], *LITTLE_SHARED)))
+
+
+LONE_MISTAKES = {
+    "no lone elements": (HEADER, "|| lone >= vocab) lone = -1", "|| lone >= 0) lone = -1"),
+    "no lone elements at the end": (HEADER, "|| lone >= vocab) lone = -1", "|| lone >= first) lone = -1"),
+    "every row begins where memory is aligned": (HEADER, "(kAligned - after) % kAligned", "0"),
     "no label": (HEADER, "col == label.label ? label.share : 0.0f", "0.0f"),
-    "the label's logit after it is overwritten": (HEADER, CHOSEN + RESULT, RESULT + CHOSEN),
+}
+
+
+@pytest.mark.parametrize("mistake", planted(LONE_MISTAKES))
+def test_a_mistake_with_any_vocabulary_is_noticed(mistake):
+    logits, labels, shares = inputs(5, 777, ml_dtypes.bfloat16)
+    labels[:] = [0, 1, 776, 775, 5]
+    with pytest.raises((EmulationError, AssertionError)):
+        check(logits, labels, shares, run(logits, labels, shares, changes=(LONE_MISTAKES[mistake],)))
+
+
+ANY_MISTAKES = {
     "an element too few": (HEADER, "col < rows.vocab; col += kThreads", "col < rows.vocab - 1; col += kThreads"),
+    "one row for all": (HEADER, "rows.logits + row * rows.vocab", "rows.logits"),
 }
 
 
 @pytest.mark.parametrize("mistake", planted(ANY_MISTAKES))
-def test_a_mistake_with_any_vocabulary_is_noticed(mistake):
+def test_a_mistake_with_arrays_aligned_otherwise_is_noticed(mistake):
     arguments = inputs(2, 777, ml_dtypes.bfloat16)
     with pytest.raises((EmulationError, AssertionError)):
-        check(*arguments, run(*arguments, changes=(ANY_MISTAKES[mistake],)))
+        check(*arguments, run(*arguments, in_place=False, offset=(0, 2), changes=(ANY_MISTAKES[mistake],)))

@@ -200,7 +200,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--profile", nargs="*", choices=VARIANTS, help="add a profile by kernel of these variants, or of all (GPU only)"
     )
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
-    parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
+    parser.add_argument("--self-test", action="store_true", help="tiny shapes and few steps, to run the whole file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
         job = Job(**{**fields, "shape": Shape(**fields["shape"])})
         options.result.write_text(json.dumps(measure(job)))
         return 0
-    shapes = ["tiny"] if options.self_test else options.shapes
+    shapes = ["tiny", "tiny_llama"] if options.self_test else options.shapes
     steps = 2 if options.self_test else options.steps
     profiled = () if options.profile is None else options.profile or options.variants
     override = {} if options.layers is None else {"num_layers": options.layers}

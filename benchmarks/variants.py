@@ -1,4 +1,4 @@
-"""The models that the benchmarks compare: shapes, variants of one GPT, and how a training step of each is made."""
+"""The models that the benchmarks compare: shapes, variants of one model, and how a training step of each is made."""
 
 import contextlib
 import dataclasses
@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from plain_gpt import PlainGPT, make_plain_step, plain_loss
+from plain_llama import PlainLlama
 
 import jax_fp8 as fp8
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A GPT and the batch of one microbatch; a step of N microbatches trains on N times `batch_size` sequences."""
+    """A model and the batch of one microbatch; a step of N microbatches trains on N times `batch_size` sequences.
+
+    It is a GPT, or with `mlp_hidden_size` and `num_kv_heads` like Llama.
+    """
 
     num_layers: int
     hidden_size: int
@@ -23,16 +27,56 @@ class Shape:
     batch_size: int
     seq_len: int = 2048
     vocab_size: int = 50_304
+    num_kv_heads: int | None = None
+    mlp_hidden_size: int | None = None
+    tied: bool = True
 
     def flops(self, num_params: int, tokens: int) -> float:
-        """Model FLOPs of forward and backward: 6 a parameter and token, and causal attention (half of the square)."""
-        return tokens * (6 * num_params + 6 * self.num_layers * self.hidden_size * self.seq_len)
+        """Model FLOPs of forward and backward: 6 a parameter and token, and causal attention (half of the square).
+
+        Of an embedding apart from the head, rows are taken, and nothing is multiplied.
+        """
+        multiplied = num_params - (0 if self.tied else self.vocab_size * self.hidden_size)
+        return tokens * (6 * multiplied + 6 * self.num_layers * self.hidden_size * self.seq_len)
+
+    @property
+    def sizes(self) -> dict:
+        """The arguments that plain models and `GPTConfig` have in common."""
+        names = "vocab_size", "num_layers", "num_heads", "hidden_size"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def of_llama(self) -> dict:
+        return {"num_kv_heads": self.num_kv_heads, "mlp_hidden_size": self.mlp_hidden_size}
+
+    @property
+    def config(self) -> fp8.GPTConfig:
+        sizes = self.sizes | {"max_seq_len": self.seq_len}
+        if self.mlp_hidden_size is None:
+            return fp8.GPTConfig(**sizes)
+        form = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "use_bias": False}
+        return fp8.GPTConfig(**sizes, **self.of_llama, **form, tie_embeddings=self.tied)
+
+    def plain(self, dot_general_cls: Callable | None) -> nn.Module:
+        """The same model in plain Flax."""
+        if self.mlp_hidden_size is None:
+            return PlainGPT(**self.sizes, max_seq_len=self.seq_len, dot_general_cls=dot_general_cls)
+        return PlainLlama(**self.sizes, **self.of_llama, tied=self.tied, dot_general_cls=dot_general_cls)
 
 
+def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_size=128_256, heads=32, tied=False):
+    return Shape(num_layers, hidden_size, heads, batch_size, seq_len, vocab_size, heads // 4, mlp_hidden_size, tied)
+
+
+# Eight layers of Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3), and Llama 3.2 1B as a whole, by its model card.
 SHAPES = {
     "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
     "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
+    "llama_8192": _llama(8, 4096, 14_336, batch_size=1, seq_len=8192),
+    "llama_2048": _llama(8, 4096, 14_336, batch_size=4, seq_len=2048),
+    "llama_1b": _llama(16, 2048, 8192, batch_size=8, seq_len=2048, tied=True),
     "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
+    "tiny_llama": _llama(1, 64, 96, batch_size=2, seq_len=32, vocab_size=256, heads=4),
 }
 
 PLAIN_DOTS = {"bf16": None, "flax_direct": nn.Fp8DirectDotGeneralOp}
@@ -84,19 +128,12 @@ def gemms_of(variant: str) -> contextlib.AbstractContextManager:
 
 def build(variant: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tuple[Callable, object, int]:
     """`(step, state, number of parameters)` of one variant; `step(state, tokens)` gives `(state, {"loss"})`."""
-    sizes = {
-        "vocab_size": shape.vocab_size,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "hidden_size": shape.hidden_size,
-        "max_seq_len": shape.seq_len,
-    }
     plain = variant in PLAIN_DOTS
     if plain:
-        model = PlainGPT(**sizes, dot_general_cls=PLAIN_DOTS[variant])
+        model = shape.plain(PLAIN_DOTS[variant])
         tx = optax.adamw(1e-4, weight_decay=0.1)
     else:
-        model = fp8.GPT(fp8.GPTConfig(**sizes), **MODELS[variant])
+        model = fp8.GPT(shape.config, **MODELS[variant])
         # Of float32 params nothing is kept apart; of bfloat16 params the 16 bits that they lack.
         tx = fp8.fused_adamw(1e-4, weight_decay=0.1, master_dtype="remainder")
     variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])

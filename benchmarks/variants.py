@@ -68,7 +68,7 @@ def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_
     return Shape(num_layers, hidden_size, heads, batch_size, seq_len, vocab_size, heads // 4, mlp_hidden_size, tied)
 
 
-# Eight layers of Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3), and Llama 3.2 1B as a whole, by its model card.
+# Eight layers of Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3); Llama 3.2 1B as a whole, by its model card.
 SHAPES = {
     "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
     "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),

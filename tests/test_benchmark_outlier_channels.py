@@ -37,8 +37,18 @@ def test_a_planted_channel_changes_the_tensors_and_not_the_function(benchmark):
 
 def test_the_verdict(benchmark):
     judge = benchmark("outlier_channels").judge
-    losses = {"bf16": 2.0, "delayed, no outliers": 2.01, "delayed": 2.1, "current": 2.1, "block": 2.005}
+    losses = {"bf16": 2.0, "no_outliers": 2.01, "delayed": 2.1, "current": 2.1, "block": 2.005}
     assert all(judge(losses).values())
-    for name, loss in {"block": 2.03, "delayed": 2.01, "delayed, no outliers": 2.1}.items():
+    for name, loss in {"block": 2.03, "delayed": 2.01, "no_outliers": 2.1}.items():
         assert [run for run, holds in judge({**losses, name: loss}).items() if not holds] == [name]
     assert judge({**losses, "delayed": float("nan")})["delayed"]
+
+
+def test_no_verdict_without_all_that_is_judged(benchmark):
+    outlier_channels = benchmark("outlier_channels")
+    losses = {"bf16": 2.0, "no_outliers": 2.01, "delayed": 2.1, "block": 2.005}
+    words = {"PASS": losses, "FAIL": losses | {"block": 2.1}, "INCOMPLETE": {"bf16": 2.0, "block": 2.0}}
+    for word, found in words.items():
+        assert outlier_channels.markdown(found, 2.0, 1, "").splitlines()[0].endswith(f": {word}")
+    with pytest.raises(SystemExit):
+        outlier_channels.main(["--self-test", "--runs", "block"])

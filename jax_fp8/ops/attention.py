@@ -29,15 +29,26 @@ RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features 
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, implementation: str | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool,
+    implementation: str | None,
+    window: int | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
     batch dim.
+
+    Args:
+      window: with `causal`, how many positions a query sees, the last of which is its own; None: all before it.
     """
     if query.ndim == 3:
         batches = (x[None] for x in (query, key, value))
-        return attention(*batches, causal=causal, implementation=implementation)[0]
-    attend = partial(_attend, causal, implementation)
+        return attention(*batches, causal=causal, implementation=implementation, window=window)[0]
+    if window is not None and not causal:
+        raise ValueError(f"a window is of what comes before a position, so attention must be causal, got {window=}")
+    attend = partial(_attend, causal, implementation, window)
     operands = query, key, value
     mesh = explicit_mesh(*operands)
     if mesh is not None:
@@ -52,7 +63,7 @@ def attention(
     return attended[0]
 
 
-def _attend(causal, implementation, query, key, value) -> jax.Array:
+def _attend(causal, implementation, window, query, key, value) -> jax.Array:
     """XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
@@ -62,6 +73,8 @@ def _attend(causal, implementation, query, key, value) -> jax.Array:
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     with implicit_promotion():
         options: Any = {"is_causal": causal, "implementation": implementation}
+        if window is not None and window < key.shape[1]:  # how many before a position, and after it
+            options["local_window_size"] = window - 1, 0
         return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
 
 

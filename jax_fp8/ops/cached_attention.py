@@ -58,38 +58,53 @@ def is_token(lengths: jax.Array, prompt_slots: int) -> jax.Array:
 
 
 def cached_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, cache: KeyValueCache, *, implementation: str | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: KeyValueCache,
+    *,
+    implementation: str | None,
+    window: int | None = None,
 ) -> tuple[jax.Array, KeyValueCache]:
     """Attention of what is read, (batch, seq, heads, head_dim), to itself and to what is in the cache;
-    and the cache with its keys and values (batch, seq, kv_heads, head_dim).
+    and the cache with its keys and values (batch, seq, kv_heads, head_dim). `window` is as for `attention`.
 
     Prompts are attended to as in training. A new token is one row of each head: a product of a vector, left to XLA.
     """
     first = jnp.int32(0) if cache.step is None else cache.prompt_slots + cache.step
     kept = replace(cache, key=_write(cache.key, key, first), value=_write(cache.value, value, first))
     if cache.step is not None:
-        return _attend(query, kept, cache.step), kept
-    attended = attention(query, key, value, causal=True, implementation=implementation)
+        return _attend(query, kept, cache.step, window), kept
+    attended = attention(query, key, value, causal=True, implementation=implementation, window=window)
     is_own = is_token(cache.lengths, cache.prompt_slots)[:, :, None, None]
     return jnp.where(is_own, attended, attended[:, :1]), kept
+
+
+def _seen(cache, step, window) -> jax.Array:
+    """Which slots the new token of each row sees, bool[batch, slots]."""
+    lengths, own = cache.lengths[:, None], cache.lengths[:, None] + step
+    in_prompt = jnp.arange(cache.prompt_slots, dtype=jnp.int32)[None]
+    new = lengths + jnp.arange(cache.key.shape[2] - cache.prompt_slots, dtype=jnp.int32)[None]
+    seen = jnp.concatenate([in_prompt < lengths, new <= own], axis=1)
+    if window is None:
+        return seen
+    positions = jnp.concatenate([jnp.broadcast_to(in_prompt, (len(lengths), in_prompt.size)), new], axis=1)
+    return seen & (positions > own - window)
 
 
 def _write(slots, new, first) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(slots, new.swapaxes(1, 2).astype(slots.dtype), first, axis=2)
 
 
-def _attend(query, cache, step) -> jax.Array:
+def _attend(query, cache, step, window) -> jax.Array:
     """One query of each row and head, (batch, 1, heads, head_dim), to the cache; softmax in float32."""
     batch, _, heads, head_dim = query.shape
-    kv_heads, slots = cache.key.shape[1:3]
+    kv_heads = cache.key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     into_float32 = {"preferred_element_type": jnp.float32}
     logits = jnp.einsum("bkgd,bksd->bkgs", grouped, cache.key, **into_float32) / jnp.float32(head_dim**0.5)
-    new = jnp.arange(slots - cache.prompt_slots, dtype=jnp.int32)[None] <= step
-    seen = jnp.concatenate(
-        [is_token(cache.lengths, cache.prompt_slots), jnp.broadcast_to(new, (batch, new.shape[1]))], axis=1
-    )
-    logits = jnp.where(seen[:, None, None, :], logits, -jnp.inf)  # the prompt's first is seen
+    seen = _seen(cache, step, window)
+    logits = jnp.where(seen[:, None, None, :], logits, -jnp.inf)  # at least its own
     weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
     attended = jnp.einsum("bkgs,bksd->bkgd", weights, cache.value, **into_float32)
     return attended.astype(query.dtype).reshape(query.shape)

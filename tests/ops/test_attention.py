@@ -43,6 +43,31 @@ def test_on_explicit_shards(kv_heads, heads_are_split, spec):
     assert bool(heads) == (heads_are_split and len(spec) == 3)
 
 
+def seen_by(window):
+    """Attention to what a query sees, by a mask written down pair by pair."""
+    query, key, value = operands(4)
+    mask = np.zeros((SEQ, SEQ), bool)
+    for own in range(SEQ):
+        for other in range(SEQ):
+            mask[own, other] = 0 <= own - other < window
+    return jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(mask)[None, None], implementation="xla")
+
+
+@pytest.mark.parametrize("window", [1, 3, SEQ, SEQ + 5])
+def test_a_window(window):
+    got = attention(*operands(4), causal=True, implementation="xla", window=window)
+    assert_close(got, seen_by(window), "float32")
+    if window < SEQ:
+        assert np.abs(got - seen_by(window + 1)).max() > 0.1
+    alone = attention(*(x[0] for x in operands(4)), causal=True, implementation="xla", window=window)
+    assert_close(alone, got[0], "float32")
+
+
+def test_a_window_is_of_what_came_before():
+    with pytest.raises(ValueError, match="attention must be causal, got window=3"):
+        attention(*operands(4), causal=False, implementation="xla", window=3)
+
+
 def test_heads_that_a_mesh_cuts_apart_are_brought_together():
     mesh, x = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4]), jnp.ones((2, 4, 64))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "tensor")))

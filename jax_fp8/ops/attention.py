@@ -7,6 +7,9 @@ mesh: on Explicit axes it runs in a `shard_map` over those that split batch and 
 first go through an operation that does nothing, whose rule ties their batches and their heads together. A group of
 queries and its key stay on one device, so heads are split where an axis divides the number of key and value heads, and
 computed whole on every device where it does not.
+
+Documents that are packed into one sequence are told apart by numbers, `segments`. They become a mask (batch, 1, seq,
+seq), for cuDNN in `dtype`: it has no other way that JAX makes public. Layers of one program share that array.
 """
 
 from functools import partial
@@ -26,6 +29,7 @@ from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, exp
 from jax_fp8.kernels.varying import alike
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
+RULE_OF_SEGMENTS = "b s h d, b t h e, b t h e, b u -> b s h d"
 
 
 def attention(
@@ -36,23 +40,27 @@ def attention(
     causal: bool,
     implementation: str | None,
     window: int | None = None,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
     batch dim.
 
     Args:
       window: with `causal`, how many positions a query sees, the last of which is its own; None: all before it.
+      segments: int (batch, seq): a position sees those with the same number.
     """
     if query.ndim == 3:
         batches = (x[None] for x in (query, key, value))
-        return attention(*batches, causal=causal, implementation=implementation, window=window)[0]
+        segments = None if segments is None else segments[None]
+        options: Any = {"causal": causal, "implementation": implementation, "window": window, "segments": segments}
+        return attention(*batches, **options)[0]
     if window is not None and not causal:
         raise ValueError(f"a window is of what comes before a position, so attention must be causal, got {window=}")
     attend = partial(_attend, causal, implementation, window)
-    operands = query, key, value
+    operands = query, key, value, *(() if segments is None else (segments,))
     mesh = explicit_mesh(*operands)
     if mesh is not None:
-        inputs, outputs = parse_rule(RULE)
+        inputs, outputs = parse_rule(RULE if segments is None else RULE_OF_SEGMENTS)
         local = _split(mesh, inputs, operands)
         return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
     if implementation != "cudnn":
@@ -63,7 +71,7 @@ def attention(
     return attended[0]
 
 
-def _attend(causal, implementation, window, query, key, value) -> jax.Array:
+def _attend(causal, implementation, window, query, key, value, segments=None) -> jax.Array:
     """XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
@@ -75,6 +83,8 @@ def _attend(causal, implementation, window, query, key, value) -> jax.Array:
         options: Any = {"is_causal": causal, "implementation": implementation}
         if window is not None and window < key.shape[1]:  # how many before a position, and after it
             options["local_window_size"] = window - 1, 0
+        if segments is not None:
+            options["mask"] = segments[:, None, :, None] == segments[:, None, None, :]
         return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
 
 
@@ -122,7 +132,7 @@ _tied.defvjp(_forward, _backward)
 
 
 def _tie(kv_heads, *operands):
-    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike.
+    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike, and (batch, seq).
     Under `vmap` they are left alone.
     """
     tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
@@ -144,6 +154,10 @@ def _shardy_rule(kv_heads, mesh, operand_types, result_types):
     operands, results, sizes = [], [], {}
     can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
     for number, operand in enumerate(operand_types):
+        if len(operand.shape) == 2:
+            operands.append(f"b s{number}")
+            results.append(f"b t{number}")
+            continue
         group = operand.shape[2] // kv_heads
         heads = "h" if group == 1 else f"(h g{number})"
         operands.append(f"b s{number} {heads if can_be_split else f'o{number}'} d{number}")

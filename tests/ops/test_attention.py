@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_close
 
@@ -68,6 +68,47 @@ def test_a_window_is_of_what_came_before():
         attention(*operands(4), causal=False, implementation="xla", window=3)
 
 
+# Documents of one, two and five tokens; of eight; of four and four; a number that comes back.
+SEGMENTS = jnp.int32([[1, 2, 2, 3, 3, 3, 3, 3], [7] * 8, [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 2, 1, 1, 1]])
+
+
+def packed(*operands, segments=SEGMENTS, causal=True):
+    return attention(*operands, causal=causal, implementation="xla", segments=segments)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_do_not_see_one_another(causal):
+    got = packed(*operands(2), causal=causal)
+    for row, numbers in enumerate(np.asarray(SEGMENTS)):
+        for number in set(numbers.tolist()):
+            own = np.flatnonzero(numbers == number)
+            alone = [x[row : row + 1, own] for x in operands(2)]
+            assert_close(got[row, own], attention(*alone, causal=causal, implementation="xla")[0], "float32")
+    leaking = packed(*operands(2), segments=SEGMENTS.at[0, 3].set(2), causal=causal)  # negative control
+    assert np.abs(leaking - got)[0, 3:].max() > 0.1 and not np.abs(leaking - got)[1:].any()
+    alone = attention(*(x[0] for x in operands(2)), causal=causal, implementation="xla", segments=SEGMENTS[0])
+    assert_close(alone, got[0], "float32")
+
+
+def loss_of_packed(segments, *operands):
+    return jnp.sum(jnp.square(packed(*operands, segments=segments)))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, "tensor"), P("data", None, "tensor")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_documents_on_shards(kind, spec):
+    mesh, of_loss = (
+        jax.make_mesh((2, 2), ("data", "tensor"), (kind,) * 2),
+        jax.value_and_grad(loss_of_packed, (1, 2, 3)),
+    )
+    expected = jax.jit(of_loss)(SEGMENTS, *operands(2))
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in operands(2)]
+    segments = jax.device_put(SEGMENTS, NamedSharding(mesh, P(*spec[:1])))
+    jax.tree.map(
+        lambda got, wanted: assert_close(got, wanted, "float32"), jax.jit(of_loss)(segments, *placed), expected
+    )
+
+
 def test_heads_that_a_mesh_cuts_apart_are_brought_together():
     mesh, x = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4]), jnp.ones((2, 4, 64))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "tensor")))
@@ -97,8 +138,15 @@ def test_how_operands_are_tied_together():
     )  # fmt: skip
 
 
+def test_numbers_of_segments_are_tied_to_batches():
+    types = [SimpleNamespace(shape=(BATCH, SEQ, HEADS, HEAD_DIM)), SimpleNamespace(shape=(BATCH, SEQ))]
+    assert attention_op._shardy_rule(4, SimpleNamespace(shape={"data": 2}), types, types) == (
+        "b s0 h d0, b s1 -> b t0 h e0, b t1", {}
+    )  # fmt: skip
+
+
 def test_tied_arrays_are_what_they_were():
-    arrays = operands(2)
+    arrays = [*operands(2), SEGMENTS]
     jax.tree.map(np.testing.assert_array_equal, list(jax.jit(attention_op._tied, static_argnums=0)(2, *arrays)), arrays)
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(attention_op._tied(2, x)[0])))(arrays[1])
     np.testing.assert_array_equal(gradient, jnp.cos(arrays[1]))

@@ -100,7 +100,7 @@ def load(run: Path) -> Trained:
     fields = {field.name for field in dataclasses.fields(Settings)} & set(notes["settings"])
     settings = Settings(**{name: notes["settings"][name] for name in fields})
     encoder = ByteEncoder() if settings.tokenizer == "bytes" else _pairs(run, notes["tokenizer"])
-    model = make_model(settings, fp8.GPTConfig(**notes["model"]), settings.recipe)
+    model = make_model(settings, fp8.GPTConfig.from_dict(notes["model"]), settings.recipe)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
     with kept:
         variables = kept.restore_variables(shapes)

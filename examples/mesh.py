@@ -116,7 +116,7 @@ def check_model(sizes: dict[str, int], model: fp8.GPTConfig, fp8_head: bool) -> 
     tensor, heads = sizes["tensor"], model.num_heads
     if tensor == 1:
         return
-    kv_heads = model.num_kv_heads or heads
+    kv_heads = model.kv_heads
     if heads % tensor:
         raise ValueError(f"tensor={tensor} must divide the {heads} attention heads; change --num-heads or --mesh")
     if kv_heads % tensor and tensor % kv_heads:
@@ -125,10 +125,11 @@ def check_model(sizes: dict[str, int], model: fp8.GPTConfig, fp8_head: bool) -> 
         )
     widths = {
         "--hidden-size": model.hidden_size,
+        "the width of queries": model.features_of_head * heads,
         "the width of the MLP": model.mlp_hidden_size or 4 * model.hidden_size,
     }
     if kv_heads % tensor == 0:  # with fewer of them, each device has all
-        widths["the width of keys and values"] = model.hidden_size // heads * kv_heads
+        widths["the width of keys and values"] = model.features_of_head * kv_heads
     for name, width in widths.items():
         if width % (16 * tensor):
             raise ValueError(
@@ -149,11 +150,11 @@ def check_tiles(sizes: dict[str, int], settings: Settings, model: fp8.GPTConfig)
     parts = sizes["pipe"] * sizes["fsdp"] * tensor
     if settings.recipe != "block" or parts == 1:
         return
-    kv_width = model.hidden_size // model.num_heads * (model.num_kv_heads or model.num_heads)
     widths = {
         "--hidden-size": (model.hidden_size, parts),
         "the width of the MLP": (model.mlp_hidden_size or 4 * model.hidden_size, parts),
-        "the width of keys and values": (kv_width, tensor),
+        "the width of queries": (model.features_of_head * model.num_heads, parts),
+        "the width of keys and values": (model.features_of_head * model.kv_heads, tensor),
     }
     for name, (width, devices) in widths.items():
         if width % (128 * devices):

@@ -16,6 +16,8 @@ from logs import METRICS
 from record import Existing
 from settings import Settings
 
+import jax_fp8 as fp8
+
 # Settings that do not change what is computed.
 ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "compare", "sample_tokens", "profile"}
 ASIDE |= {"distributed", "coordinator", "num_processes", "process_id"}
@@ -102,7 +104,10 @@ def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
         pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))
     for field, flag in FLAGS.items():
         pairs.append((flag, saved["model"][field], run["model"][field]))
-    pairs.append(("--preset", then["preset"], now["preset"])) if saved["model"] != run["model"] else None
+    before, after = (dataclasses.asdict(fp8.GPTConfig.from_dict(of["model"])) for of in (saved, run))
+    if before != after:  # older checkpoints have fewer fields
+        pairs.append(("--preset", then["preset"], now["preset"]))
+        pairs += [(f"{field} of the model", before[field], after[field]) for field in before]
     for flag, was, given in pairs:
         if was != given:
             raise CannotResume(

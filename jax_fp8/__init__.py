@@ -19,6 +19,7 @@ from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.mlp import LayerNormMLP
+from jax_fp8.ops.rotary import RotaryScaling
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.parallel.names import rules_from_names
@@ -53,6 +54,7 @@ __all__ = [
     "LayerNormDense",
     "LayerNormMLP",
     "LayeredLoss",
+    "RotaryScaling",
     "SelfAttention",
     "TrainState",
     "TransformerBlock",

@@ -21,10 +21,11 @@ from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.models.remat import Remat
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
-from jax_fp8.tools.arithmetic import Setting, Shape, host_bytes_of, host_seconds_of, memory_of, operations_of
+from jax_fp8.tools.arithmetic import Setting, host_bytes_of, host_seconds_of, memory_of, operations_of
 from jax_fp8.tools.described import GPUS, load_cudnn
 from jax_fp8.tools.plan import GIB, USABLE, HostCopies, Plan, mesh_of_described, options_of_plan, plan_step
 from jax_fp8.tools.rates import Rates, RateTable, rates_of
+from jax_fp8.tools.shape import Shape
 from jax_fp8.tools.suggest import left_out, meshes_of, rank, remedies
 from jax_fp8.train.train_step import make_train_step
 
@@ -196,11 +197,12 @@ def shape_of(config: GPTConfig) -> Shape:
         layers=config.num_layers,
         width=config.hidden_size,
         heads=config.num_heads,
-        kv_heads=config.num_kv_heads or config.num_heads,
+        kv_heads=config.kv_heads,
         mlp=config.mlp_hidden_size or 4 * config.hidden_size,
         vocab=config.vocab_size,
         is_gated=is_gated(config.activation),
         is_tied=config.tie_embeddings,
+        head_dim=config.head_dim,
     )
 
 
@@ -266,7 +268,7 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
         dataclasses.replace(model, attention_implementation="xla").init, jax.random.key(0), tokens
     )
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    flops = tokens.size * 6 * (num_params + config.num_layers * config.hidden_size * length)
+    flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
     what = f"{sequences} x {length} tokens in {microbatches} microbatches, {how.mesh.size} {choices.gpu}"
     described = f"{describe_mesh(how.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
     print(

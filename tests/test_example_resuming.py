@@ -220,6 +220,16 @@ def test_another_tokenizer_or_preset_of_the_same_size(example):
         resuming.check_same(bpe | {"step": 1}, other)
 
 
+def test_a_preset_that_has_changed_since(example):
+    """A checkpoint has the fields that a model had when it was written."""
+    resuming, run = example("resuming"), described(example)
+    then = {name: value for name, value in run["model"].items() if name not in ("rotary_base", "qk_norm")}
+    resuming.check_same(run | {"model": then, "step": 1}, run)
+    now = run | {"model": run["model"] | {"norm_epsilon": 1e-5}}
+    with pytest.raises(ValueError, match="norm_epsilon of the model must be 1e-06 as in the checkpoint, got 1e-05"):
+        resuming.check_same(run | {"model": then, "step": 1}, now)
+
+
 def test_what_may_change_is_named(example):
     resuming, saved = example("resuming"), described(example)
     assert resuming.differences(saved, saved) == ""

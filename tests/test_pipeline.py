@@ -28,6 +28,7 @@ SEQ, PAD = 16, 7
 AFTER_ONE, AFTER_TWO = 1e-6, 1e-5  # params that differ in their last bit are now and then other values in FP8
 LLAMA = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "tie_embeddings": False,
+    "head_dim": 16, "qk_norm": True, "use_qkv_bias": True,
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def model(recipe, gated=False, **options) -> fp8.GPT:
     shape = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "hidden_size": 32, "max_seq_len": 16}
     if gated:
         shape |= {"num_kv_heads": 1, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"}
+        shape |= {"qk_norm": True, "rotary_scaling": fp8.RotaryScaling(factor=8.0), "use_qkv_bias": True}
         shape |= {"use_bias": False, "tie_embeddings": False}
     return fp8.GPT(fp8.GPTConfig(**shape), recipe=recipe, **options)
 

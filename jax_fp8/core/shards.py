@@ -60,6 +60,8 @@ class TensorDim:
       pieces: of that dim, none of which may be cut: heads, features.
       named: what they are, for messages.
       or_whole: more devices than pieces may each keep the whole param.
+      is_shared: each device has all of it, and uses it for its own part of the layer alone, such as its heads: the
+        gradient is a sum over the devices.
       dtype: in which the layer reads the param, if in one only; it may then be gathered in it.
       splits_rows: with sequence parallelism, the layer returns each device's part of the rows from those of all.
       by_rule: other dims that may be split instead, where a user's rule says so.
@@ -74,6 +76,7 @@ class TensorDim:
     splits_rows: bool = False
     by_rule: tuple[int, ...] = ()
     columns_of: LayerPath | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax_fp8.core.checks import check_bool, check_integer, check_number, describ
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
 from jax_fp8.nn.checks import check_dtype
+from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
 
 def check_config(config: Any) -> None:
@@ -21,24 +22,36 @@ def check_config(config: Any) -> None:
     for name in ("vocab_size", "num_heads", "hidden_size", "max_seq_len"):
         check_integer(name, getattr(config, name))
     check_integer("num_layers", config.num_layers, least=0)
-    for name in ("num_kv_heads", "mlp_hidden_size"):
+    for name in ("num_kv_heads", "mlp_hidden_size", "head_dim"):
         if getattr(config, name) is not None:
             check_integer(name, getattr(config, name))
-    for name in ("use_bias", "tie_embeddings"):
+    for name in ("use_bias", "tie_embeddings", "qk_norm"):
         check_bool(name, getattr(config, name))
+    if config.use_qkv_bias is not None:
+        check_bool("use_qkv_bias", config.use_qkv_bias)
+    check_number("norm_epsilon", config.norm_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
+    check_rotary(config.rotary_base, config.rotary_scaling)
     if config.positions not in ("learned", "rotary"):
         raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
     check_norm(config.norm)
     is_gated(config.activation)
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.hidden_size
-    if width % heads:
-        raise ValueError(f"num_heads must divide hidden_size, got num_heads={heads} and hidden_size={width}")
+    if config.head_dim is None and width % heads:
+        raise ValueError(
+            f"num_heads must divide hidden_size, got num_heads={heads} and hidden_size={width}; change one of them, or "
+            "give head_dim"
+        )
     if kv_heads is not None and heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}")
-    if config.positions == "rotary" and width // heads % 2:
+    if config.positions == "rotary" and config.features_of_head % 2:
         raise ValueError(
-            f"rotary positions turn pairs and need an even hidden_size / num_heads, got {width // heads}; "
-            "change one of them"
+            "rotary positions turn pairs and need an even head_dim, which is hidden_size / num_heads if it is None, "
+            f"got {config.features_of_head}; change one of them"
+        )
+    if config.positions != "rotary" and (config.rotary_scaling is not None or config.rotary_base != ROTARY_BASE):
+        raise ValueError(
+            f"rotary_base and rotary_scaling are for rotary positions, got them with positions={config.positions!r}; "
+            "leave them out"
         )
 
 

@@ -115,7 +115,7 @@ class GPT(nn.Module):
         norm = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm
         with implicit_promotion():
             fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
-            return norm(**fields, name="final_norm")(x)
+            return norm(**fields, epsilon=self.config.norm_epsilon, name="final_norm")(x)
 
     def _table(self, name):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
@@ -145,6 +145,12 @@ class GPT(nn.Module):
             activation=config.activation,
             rotary=config.positions == "rotary",
             use_bias=config.use_bias,
+            epsilon=config.norm_epsilon,
+            head_dim=config.head_dim,
+            rotary_base=config.rotary_base,
+            rotary_scaling=config.rotary_scaling,
+            use_qkv_bias=config.use_qkv_bias,
+            qk_norm=config.qk_norm,
             recipe=self.recipe,
             recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
@@ -249,8 +255,7 @@ def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:
     Returns:
       The variables for `GPT(config).apply`; arrays are cut, and no number changes.
     """
-    head_dim = config.hidden_size // config.num_heads
-    widths = [heads * head_dim for heads in (config.num_heads, *[config.num_kv_heads or config.num_heads] * 2)]
+    widths = [heads * config.features_of_head for heads in (config.num_heads, *[config.kv_heads] * 2)]
     gated = is_gated(config.activation)
     params, fp8 = dict(variables["params"]), dict(variables.get("fp8", {}))
     for name in [name for name in params if name.startswith("layer_")]:

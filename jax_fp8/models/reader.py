@@ -63,8 +63,8 @@ class Reader:
     def empty_caches(self, new_slots: int) -> Caches:
         """With room for prompts, and for so many new tokens of each row."""
         config, batch = self.body.config, self.lengths.shape[0]
-        kv_heads, head_dim = config.num_kv_heads or config.num_heads, config.hidden_size // config.num_heads
-        empty = jnp.zeros((batch, kv_heads, self.prompt_slots + new_slots, head_dim), self.body.dtype)
+        slots = self.prompt_slots + new_slots
+        empty = jnp.zeros((batch, config.kv_heads, slots, config.features_of_head), self.body.dtype)
         return {f"layer_{index}": (empty, empty) for index in range(config.num_layers)}
 
     def read(self, tokens: jax.Array, caches: Caches, step: jax.Array | None) -> tuple[jax.Array, Caches]:

@@ -6,9 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
-from jax import lax
 
 from jax_fp8.core.shards import DIM_OF, current_tensor, parts_of
+from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_is_split, check_layer, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
@@ -17,8 +17,8 @@ from jax_fp8.ops.attention import as_heads, attention, own_heads
 from jax_fp8.ops.cached_attention import cached_attention
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
+from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling, check_rotary, rotate
 
-ROTARY_BASE = 10_000.0
 KV_CACHE = "kv_cache"  # the collection with the `KeyValueCache` of every layer, there while a text is written
 PROJECTIONS = ("query", "key", "value")
 INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
@@ -38,12 +38,15 @@ class SelfAttention(Fp8Module):
       num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
       norm: normalize the input first; None takes `x` as it is.
       causal: a position sees itself and what came before.
-      rotary: rotary positions (https://arxiv.org/abs/2104.09864) on queries and keys.
+      rotary: rotary positions on queries and keys, with `rotary_base` and `rotary_scaling`: see ops/rotary.py.
       implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has 16 bits, as
         cuDNN wants it.
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       head_dim: features of a head; None is the width of `x` divided by `num_heads`.
+      use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
+      qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before they
+        are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
       recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
         see `LayerNormDense` and `Dense`.
     """
@@ -59,6 +62,10 @@ class SelfAttention(Fp8Module):
     out_init: Initializer | None = None
     residual: bool = False
     head_dim: int | None = None
+    rotary_base: float = ROTARY_BASE
+    rotary_scaling: RotaryScaling | None = None
+    use_qkv_bias: bool | None = None
+    qk_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
@@ -71,6 +78,8 @@ class SelfAttention(Fp8Module):
         widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
         projections, x, tensor = _project(self, x, widths, head_dim)
         query, key, value = (as_heads(part, head_dim) for part in projections)
+        if self.qk_norm:
+            query, key = _normalize_heads(self, query, "query_norm"), _normalize_heads(self, key, "key_norm")
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
         has_cudnn = jax.default_backend() == "gpu" and jnp.dtype(self.dtype).itemsize == 2
         implementation = self.implementation or ("cudnn" if has_cudnn else "xla")
@@ -95,7 +104,8 @@ def _project(module, x, widths, head_dim):
     heads, kv_heads = (n // head_dim for n in widths[:2])
     of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True, axis="kv_heads")
     splits = TensorSplit("columns", heads, "query heads", axis="heads"), of_kv, of_kv
-    gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths, splits)
+    use_bias = module.use_bias if module.use_qkv_bias is None else module.use_qkv_bias
+    gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths, splits, use_bias=use_bias)
     check_is_split("/".join(query), parts_of(query, DIM_OF["columns"]), current_tensor())
     if norm is None:
         options = {"tensor": gemm.tensor, "side": gemm.side}
@@ -108,29 +118,23 @@ def _project(module, x, widths, head_dim):
     return projections, x, gemm.tensor
 
 
+def _normalize_heads(module, x, name):
+    """RMSNorm of each head (batch, seq, heads, head_dim), all by one scale."""
+    fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": True}
+    return normalize(x, NormVariables(**fields, name=name)(x.shape[-1]), module.epsilon, module.dtype)[0]
+
+
 def _attend(module, query, key, value, implementation):
     """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
     cache = module.get_variable(KV_CACHE, "slots")
     if module.rotary:
-        query, key = (rotate(part, None if cache is None else cache.positions) for part in (query, key))
+        positions = None if cache is None else cache.positions
+        query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
     if cache is None:
         return attention(query, key, value, causal=module.causal, implementation=implementation)
     attended, cache = cached_attention(query, key, value, cache, implementation=implementation)
     module.put_variable(KV_CACHE, "slots", cache)
     return attended
-
-
-def rotate(x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-    """Rotate pairs (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by position times base^(-2i / head_dim);
-    positions are i32[batch, seq], or None: 0, 1, ...
-    """
-    half = x.shape[-1] // 2
-    frequency = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions = jnp.arange(x.shape[-3]) if positions is None else positions
-    angle = positions.astype(jnp.float32)[..., None, None] * lax.broadcast_to_rank(frequency, positions.ndim + 2)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = (lax.broadcast_to_rank(wave(angle), x.ndim) for wave in (jnp.cos, jnp.sin))
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _check_heads(module, width, kv_heads):
@@ -150,6 +154,7 @@ def _check_heads(module, width, kv_heads):
             f"{layer}: rotary positions turn pairs and need an even head_dim, got {head_dim}; "
             "change num_heads or head_dim"
         )
+    check_rotary(module.rotary_base, module.rotary_scaling, f"{layer}: ")
     if module.implementation not in (None, "cudnn", "xla"):
         raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {module.implementation!r}')
     if module.implementation == "cudnn" and jnp.dtype(module.dtype).itemsize != 2:

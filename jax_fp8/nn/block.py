@@ -10,6 +10,7 @@ from jax_fp8.nn.attention import INPUT_DIMS, SelfAttention
 from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.gemm import Fp8Module, shared_fields
 from jax_fp8.nn.mlp import LayerNormMLP
+from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
 
 
 class TransformerBlock(Fp8Module):
@@ -33,6 +34,10 @@ class TransformerBlock(Fp8Module):
     attention_implementation: Literal["cudnn", "xla"] | None = None
     residual_init: Initializer | None = None
     head_dim: int | None = None
+    rotary_base: float = ROTARY_BASE
+    rotary_scaling: RotaryScaling | None = None
+    use_qkv_bias: bool | None = None
+    qk_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)

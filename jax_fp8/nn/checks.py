@@ -9,7 +9,17 @@ import jax.numpy as jnp
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.core.shards import TensorParallel, side_of
 
-FLAGS = ("use_bias", "causal", "rotary", "residual", "return_input", "recompute", "logical_axes")
+FLAGS = (
+    "use_bias",
+    "use_qkv_bias",
+    "qk_norm",
+    "causal",
+    "rotary",
+    "residual",
+    "return_input",
+    "recompute",
+    "logical_axes",
+)
 
 
 def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
@@ -24,7 +34,7 @@ def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[i
         if fields[name] is not None or getattr(type(module), name, ...) is not None:
             check_integer(f"{layer}: {name}", fields[name])
     for name in FLAGS:
-        if name in fields:
+        if name in fields and not (name == "use_qkv_bias" and fields[name] is None):
             check_bool(f"{layer}: {name}", fields[name])
     if "epsilon" in fields:
         check_number(f"{layer}: epsilon", fields["epsilon"], "that is not negative", lambda epsilon: epsilon >= 0)

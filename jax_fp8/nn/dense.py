@@ -47,19 +47,24 @@ class Dense(Fp8Module):
 
 
 class NormVariables(nn.Module):
-    """The parameters of a norm, named as Flax names them: `scale`, and `bias` for LayerNorm."""
+    """The parameters of a norm, named as Flax names them: `scale`, and `bias` for LayerNorm.
+
+    `of_heads`: it normalizes heads, of which each device of a step on shards has its own.
+    """
 
     norm: str
     param_dtype: Dtype = jnp.float32
     logical_axes: bool = False
+    of_heads: bool = False
 
     @nn.compact
     def __call__(self, features: int) -> NormParameters:
         check_norm(self.norm)
         for name in ("scale", "bias"):
-            offer((*self.path, name), TensorDim())
+            offer((*self.path, name), TensorDim(is_shared=self.of_heads))
+        names = ("head_dim",) if self.of_heads else ("norm",)
         ones, zeros = (
-            named(init, ("norm",), self.logical_axes)
+            named(init, names, self.logical_axes)
             for init in (nn.initializers.ones_init(), nn.initializers.zeros_init())
         )
         scale = self.param("scale", ones, (features,), self.param_dtype)

@@ -7,6 +7,7 @@ A layer with `logical_axes=True` puts what it initializes into boxes (`nn.Logica
     residual    the same where a layer writes it: columns of a kernel or of a table
     heads       query heads, one after the other; rows of the kernel that takes what was attended to
     kv_heads    heads of keys and of values
+    head_dim    features of a head: of the norms of queries and keys
     mlp         hidden features
     vocab       tokens of the vocabulary
     positions   of a sequence

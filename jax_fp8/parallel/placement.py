@@ -155,7 +155,7 @@ def put(tree: Any, shardings: Any) -> Any:
 
 
 def _by_offer(how, path, shape, offer) -> Place:
-    size, dim, is_partial = how.size(TENSOR), offer.dim, False
+    size, dim, is_partial = how.size(TENSOR), offer.dim, offer.is_shared
     if size == 1 or dim is None:
         dim = None
     elif offer.pieces % size:
@@ -202,7 +202,7 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
             dims[axis] = number - len(rule)
     tensor_dim = dims.get(TENSOR) if how.size(TENSOR) > 1 else None
     fsdp_dim = dims.get(FSDP) if how.storage_axes else None
-    is_partial = offer.or_whole and how.size(TENSOR) > 1 and tensor_dim is None
+    is_partial = (offer.or_whole or offer.is_shared) and how.size(TENSOR) > 1 and tensor_dim is None
     place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype, how.storage_axes)
     _check_is_offered(how, path, place, rule, offer)
     if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % how.size(TENSOR):

@@ -11,38 +11,10 @@ from dataclasses import dataclass, replace
 
 from jax_fp8.tools.described import HOST
 from jax_fp8.tools.rates import Rates, fp8_rate, rate_at
+from jax_fp8.tools.shape import Shape
 
 SCALES = 4 / 128  # bytes of an element of a line by tile, beside the one of its value
 AT_WORK = 2  # layers whose activations are there once more while a gradient is computed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Of a GPT, in elements; `mlp` is the width of its activation's result."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    vocab: int
-    is_gated: bool = False
-    is_tied: bool = True
-
-    @property
-    def kv_width(self) -> int:
-        return self.width * self.kv_heads // self.heads
-
-    @property
-    def of_layers(self) -> int:
-        """Parameters of all layers' matrices."""
-        attention = 2 * self.width * (self.width + self.kv_width)
-        return self.layers * (attention + (3 if self.is_gated else 2) * self.width * self.mlp)
-
-    @property
-    def of_tables(self) -> int:
-        """Parameters of embedding and head."""
-        return (1 if self.is_tied else 2) * self.vocab * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +169,7 @@ def bytes_of_a_token(setting: Setting) -> float:
 
 def _offloaded_of_a_token(setting: Setting) -> float:
     """Of what a layer keeps, all but the result of attention, which stays."""
-    return _kept_of_a_token(setting) - 2 * setting.shape.width / setting.tensor
+    return _kept_of_a_token(setting) - 2 * setting.shape.query_width / setting.tensor
 
 
 def host_bytes_of(setting: Setting) -> float:
@@ -224,13 +196,13 @@ def _kept_of_a_token(setting: Setting) -> float:
         return FULL * shape.width / (tensor if setting.sequence_parallel else 1)
     if setting.pipe > 1 and not setting.fp8:  # from tick to tick goes all that jax keeps, also in float32
         between = (24 + 6) * shape.width / (tensor if setting.sequence_parallel else 1)
-        attention = 4 * shape.width + 4 * shape.kv_width
+        attention = 4 * shape.query_width + 4 * shape.kv_width
         return between + (attention + 18 * shape.mlp * (2 if shape.is_gated else 1)) / tensor
     norms = 4 * shape.width / (tensor if setting.sequence_parallel else 1)
-    attention = 4 * shape.width / tensor + 4 * shape.kv_width / min(tensor, shape.kv_heads)
+    attention = 4 * shape.query_width / tensor + 4 * shape.kv_width / min(tensor, shape.kv_heads)
     mlp = 2 * shape.mlp * (2 if shape.is_gated else 1) / tensor
     if setting.fp8:
-        inputs = 0 if setting.recompute else shape.width * (2 + 1 / tensor)
+        inputs = 0 if setting.recompute else shape.width * 2 + shape.query_width / tensor
         inputs *= 1 + SCALES if setting.by_tile else 1
     else:
         inputs = 2 * shape.mlp / tensor + (0 if setting.recompute else 4 * shape.width)
@@ -243,14 +215,15 @@ def _bytes_of_operands(setting: Setting) -> float:
         return 0
     shape = setting.shape
     into_mlp, out_of_mlp = shape.mlp * (2 if shape.is_gated else 1), shape.mlp
-    of_parts = shape.width + 2 * shape.kv_width + into_mlp + out_of_mlp  # the last is computed again from what is kept
+    of_attention = shape.query_width + 2 * shape.kv_width
+    of_parts = of_attention + into_mlp + out_of_mlp  # the last is computed again from what is kept
     return ((1 + SCALES * setting.by_tile) if setting.fp8 else 2) * (of_parts / setting.tensor + 2 * shape.width)
 
 
 def operations_of(setting: Setting) -> float:
     """Of a step: forward and backward of every product, and causal attention."""
     shape = setting.shape
-    attention = shape.layers * shape.width * setting.sequence
+    attention = shape.layers * shape.query_width * setting.sequence
     return 6 * setting.batch * setting.sequence * (shape.of_layers + shape.vocab * shape.width + attention)
 
 
@@ -275,7 +248,7 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     size = 2 * setting.tokens * shape.width * (shape.mlp / tensor)
     of_fp8 = fp8_rate(rates, "1d2d" if setting.by_tile else "fast", size)
     rate = of_fp8 if setting.fp8 else rate_at(rates.bf16, size)
-    of_attention = layers * setting.tokens * setting.sequence * shape.width / tensor
+    of_attention = layers * setting.tokens * setting.sequence * shape.query_width / tensor
     products = operations_of(setting) / devices - 6 * of_attention
     if setting.full:  # one forward more
         products += 2 * layers * setting.tokens * shape.of_layers / shape.layers / tensor

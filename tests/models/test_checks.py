@@ -12,7 +12,7 @@ pytestmark = pytest.mark.versions
 CONFIG = fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=32, num_heads=2, max_seq_len=32)
 MODEL = fp8.GPT(CONFIG, recipe=None)
 TOKENS = jnp.zeros((2, 17), jnp.int32)
-SIZES = ("num_heads", "num_kv_heads", "hidden_size", "vocab_size", "max_seq_len", "mlp_hidden_size")
+SIZES = ("head_dim", "num_heads", "num_kv_heads", "hidden_size", "vocab_size", "max_seq_len", "mlp_hidden_size")
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "4", True], ids=repr)
@@ -39,7 +39,19 @@ def test_layers(layers):
         ({"activation": "tanh"}, "activation must be one of .*, got 'tanh'"),
         ({"use_bias": "no"}, "use_bias must be True or False, got 'no'"),
         ({"tie_embeddings": None}, "tie_embeddings must be True or False, got None"),
-        ({"positions": "rotary", "num_heads": 128}, "need an even hidden_size / num_heads, got 1; change one of them"),
+        (
+            {"positions": "rotary", "num_heads": 128},
+            "need an even head_dim, which is hidden_size .* got 1; change one of",
+        ),
+        ({"positions": "rotary", "head_dim": 7}, "need an even head_dim, .* got 7; change one of them"),
+        ({"num_heads": 3}, "num_heads must divide hidden_size, got .*; change one of them, or give head_dim"),
+        ({"use_qkv_bias": "no"}, "use_qkv_bias must be True or False, got 'no'"),
+        ({"qk_norm": None}, "qk_norm must be True or False, got None"),
+        ({"norm_epsilon": -1e-6}, "norm_epsilon must be a finite number that is not negative, got -1e-06"),
+        ({"positions": "rotary", "rotary_base": 1.0}, "rotary_base must be a finite number above 1, got 1.0"),
+        ({"positions": "rotary", "rotary_scaling": 8.0}, "rotary_scaling must be a RotaryScaling or None, got 8.0"),
+        ({"rotary_base": 5e5}, "are for rotary positions, got them with positions='learned'; leave them out"),
+        ({"rotary_scaling": fp8.RotaryScaling(factor=8.0)}, "are for rotary positions, got them with"),
     ],
 )
 def test_fields_of_a_config(fields, message):

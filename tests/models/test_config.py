@@ -1,5 +1,8 @@
 """Shapes of GPTs: known ones have the size that their names say, and what cannot be is refused."""
 
+import dataclasses
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +12,18 @@ from jax_fp8.models.config import PRESETS
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("gpt2-124m", 124), ("gpt3-1.3b", 1315), ("gpt3-6.7b", 6658), ("gpt-1t", 1_008_000)]
+    ("name", "millions"),
+    [
+        ("gpt2-124m", 124),
+        ("gpt3-1.3b", 1315),
+        ("gpt3-6.7b", 6658),
+        ("gpt-1t", 1_008_000),
+        ("llama3.1-8b", 8030.261),
+        ("llama3.2-1b", 1235.814),
+        ("qwen2.5-7b", 7615.617),
+        ("qwen3-0.6b", 596.050),
+        ("qwen3-8b", 8190.735),
+    ],
 )
 def test_presets_have_their_size(name, millions):
     def size(num_layers):
@@ -19,13 +33,38 @@ def test_presets_have_their_size(name, millions):
 
     of_a_layer = size(2) - size(1)  # all are alike, and there are up to 128 of them
     total = size(1) + (fp8.GPTConfig.preset(name).num_layers - 1) * of_a_layer
-    assert total == pytest.approx(millions * 1e6, rel=0.01)
+    assert total == pytest.approx(millions * 1e6, rel=0.01 if isinstance(millions, int) else 1e-6)
 
 
 def test_a_preset_with_another_field():
     known = fp8.GPTConfig.preset("gpt2-124m")
     assert known == PRESETS["gpt2-124m"] and known.num_layers == 12
     assert fp8.GPTConfig.preset("gpt2-124m", num_layers=3) != known
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_config_comes_back_from_json(name):
+    config = PRESETS[name]
+    described = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert fp8.GPTConfig.from_dict(described) == config
+    assert described["rotary_scaling"] is None or described["rotary_scaling"]["factor"] in (8.0, 32.0)
+
+
+def test_an_older_description_has_fewer_fields():
+    assert (
+        fp8.GPTConfig.from_dict({"vocab_size": 8, "num_layers": 1, "num_heads": 1, "hidden_size": 8}).rotary_base == 1e4
+    )
+    with pytest.raises(ValueError, match=r"a GPTConfig is made of its fields, activation, .*, got depth, width"):
+        fp8.GPTConfig.from_dict({"width": 3, "depth": 4, "vocab_size": 8})
+    with pytest.raises(ValueError, match=r"a GPTConfig is made of its fields, .*, got a str"):
+        fp8.GPTConfig.from_dict("tiny")
+
+
+def test_heads_are_as_wide_as_they_are_told():
+    llama = fp8.GPTConfig.preset("tiny-llama")
+    assert (llama.features_of_head, llama.kv_heads) == (32, 2)
+    assert fp8.GPTConfig.preset("tiny", head_dim=48).features_of_head == 48
+    assert fp8.GPTConfig.preset("tiny").kv_heads == 4
 
 
 def test_what_cannot_be_is_refused():

@@ -31,12 +31,24 @@ ROTARY = fp8.GPTConfig(
     use_bias=False,
     tie_embeddings=False,
 )
+QWEN = replace(
+    ROTARY,
+    num_layers=2,
+    rotary_base=5e5,
+    rotary_scaling=fp8.RotaryScaling(factor=4.0, original_length=16),
+    norm_epsilon=1e-5,
+    head_dim=16,
+    use_qkv_bias=True,
+    qk_norm=True,
+)
 DELAYED, FIXED = fp8.DelayedScaling(amax_history_len=2), fp8.CurrentScaling(amax_epsilon=16.0)
 LENGTHS = np.int32([5, 11, 16])
 PROMPT = np.random.default_rng(1).integers(0, VOCAB, (3, 16), np.int32)
 MODELS = {
     "learned": fp8.GPT(LEARNED, recipe=None, dtype=jnp.float32),
     "rotary": fp8.GPT(replace(ROTARY, num_layers=2), recipe=None, dtype=jnp.float32),
+    "qwen": fp8.GPT(QWEN, recipe=None, dtype=jnp.float32),
+    "qwen, delayed": fp8.GPT(replace(QWEN, num_layers=1), recipe=DELAYED, dtype=jnp.float32),
     "delayed": fp8.GPT(ROTARY, recipe=DELAYED, dtype=jnp.float32),
     "block": fp8.GPT(ROTARY, recipe=fp8.BlockScaling(), head_recipe=fp8.BlockScaling(), dtype=jnp.float32),
     "current, FP8 head": fp8.GPT(LEARNED, recipe=FIXED, head_recipe=FIXED, dtype=jnp.float32),

@@ -1,25 +1,32 @@
-"""SelfAttention against attention written out in float32, its rotations and its errors."""
+"""SelfAttention against attention written out in float32, and its errors."""
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
-from jax_fp8.nn.attention import rotate
 
 
-def attention(params, x, heads, kv_heads, causal):
-    """softmax(q kᵀ / sqrt(d)) v in float64, one query head at a time."""
+def attention(params, x, heads, kv_heads, causal, norms=None, epsilon=0.0):
+    """softmax(q kᵀ / sqrt(d)) v in float64, one query head at a time; `norms` are scales of queries and of keys."""
     params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-    dim = x.shape[-1] // heads
+    dim = params["query"]["kernel"].shape[-1] // heads
     queries, keys, values = (
         (x @ params[name]["kernel"] + params[name]["bias"]).reshape(*x.shape[:2], -1, dim)
         for name in ("query", "key", "value")
     )
+    if norms is not None:
+        queries, keys = (
+            part / np.sqrt((part**2).mean(-1, keepdims=True) + epsilon) * scale
+            for part, scale in zip((queries, keys), norms, strict=True)
+        )
     out = np.zeros((*x.shape[:2], heads, dim))
     for head in range(heads):
         shared = head // (heads // kv_heads)
@@ -29,7 +36,7 @@ def attention(params, x, heads, kv_heads, causal):
             logits = np.where(np.tril(np.ones(logits.shape[1:])), logits, -np.inf)
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         out[:, :, head] = weights / weights.sum(axis=-1, keepdims=True) @ value
-    return out.reshape(x.shape) @ params["out"]["kernel"] + params["out"]["bias"]
+    return out.reshape(*x.shape[:2], -1) @ params["out"]["kernel"] + params["out"].get("bias", 0)
 
 
 @pytest.mark.parametrize("recipe", [None, fp8.CurrentScaling()], ids=["bf16", "current"])
@@ -84,22 +91,61 @@ def test_causality():
         assert same == causal
 
 
-def test_rotation_makes_scores_relative():
-    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 32))
-    repeated = [jnp.broadcast_to(a, (1, 12, 1, 32)) for a in (query, key)]
-    rotated = [rotate(a)[0, :, 0] for a in repeated]
-    scores = np.asarray(rotated[0] @ rotated[1].T)
-    for distance in (0, 3, 7):
-        diagonal = np.diagonal(scores, -distance)
-        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-4)
-    assert np.ptp(scores[:, 0]) > 0.1  # and they do depend on the distance
+@pytest.mark.parametrize("recipe", [None, fp8.CurrentScaling()], ids=["bf16", "current"])
+def test_heads_of_their_own_width_with_norms_and_biases_of_projections_alone(recipe):
+    """As Qwen's: each head of queries and keys is normalized, and `out` has no bias."""
+    x = jax.random.normal(jax.random.key(0), (2, 16, 64), jnp.bfloat16)
+    fields = {"head_dim": 32, "use_bias": False, "use_qkv_bias": True, "epsilon": 1e-2, "recipe": recipe}
+    module = fp8.SelfAttention(4, 2, qk_norm=True, bias_init=nn.initializers.normal(1.0), **fields)
+    params = dict(module.init(jax.random.key(1), x)["params"])
+    shapes = jax.tree.map(jnp.shape, params)
+    assert shapes["query"] == {"kernel": (64, 128), "bias": (128,)} and shapes["value"]["kernel"] == (64, 64)
+    assert shapes["out"] == {"kernel": (128, 64)}
+    assert shapes["query_norm"] == shapes["key_norm"] == {"scale": (32,)}
+    for name, key in (("query_norm", 2), ("key_norm", 3)):
+        params[name] = {"scale": jax.random.normal(jax.random.key(key), (32,))}
+    norms = [np.asarray(params[name]["scale"], np.float64) for name in ("query_norm", "key_norm")]
+    expected = attention(params, np.asarray(x, np.float64), 4, 2, True, norms, 1e-2)
+    found, kind = module.apply({"params": params}, x), "block" if recipe else "bfloat16"
+    reference.assert_close(found, expected, kind)
+    for other, epsilon in (([norms[0], 1.0], 1e-2), (norms, 10.0), (None, 0.0)):  # negative controls
+        with pytest.raises(AssertionError, match="relative error"):
+            reference.assert_close(
+                found, attention(params, np.asarray(x, np.float64), 4, 2, True, other, epsilon), kind
+            )
 
 
-def test_rotation_to_given_positions():
-    x = jax.random.normal(jax.random.key(0), (2, 6, 1, 8))
-    picked = jnp.int32([[0, 3], [5, 2]])
-    found = rotate(jnp.take_along_axis(x, picked[..., None, None], axis=1), picked)
-    np.testing.assert_array_equal(found, jnp.take_along_axis(rotate(x), picked[..., None, None], axis=1))
+def test_norms_of_heads_on_an_explicit_mesh():
+    module = fp8.SelfAttention(4, 2, qk_norm=True, rotary=True, recipe=None, dtype=jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (4, 16, 64))
+    variables = module.init(jax.random.key(1), x)
+    gradient = jax.jit(jax.grad(lambda variables, x: jnp.sum(jnp.sin(module.apply(variables, x)))))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+
+    def place(array, spec):
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    for spec in (P(), P("data")):  # params on all devices; or split where the batch is
+        on_mesh = gradient(jax.tree.map(lambda leaf, spec=spec: place(leaf, spec), variables), place(x, P("data")))
+        jax.tree.map(
+            lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4),
+            on_mesh,
+            gradient(variables, x),
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rotary": True, "rotary_base": 0.0}, "SelfAttention: rotary_base must be a finite number above 1, got 0.0"),
+        ({"rotary_scaling": 8.0}, "SelfAttention: rotary_scaling must be a RotaryScaling or None, got 8.0"),
+        ({"use_qkv_bias": 1}, "SelfAttention: use_qkv_bias must be True or False, got 1"),
+        ({"qk_norm": None}, "SelfAttention: qk_norm must be True or False, got None"),
+    ],
+)
+def test_fields_that_are_refused(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fp8.SelfAttention(4, **fields).init(jax.random.key(0), jnp.ones((1, 16, 64)))
 
 
 def test_errors():

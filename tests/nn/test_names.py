@@ -41,6 +41,8 @@ def test_names_of_layers():
         "out": {"kernel": P("heads", "residual"), "bias": P("norm")},
     }  # fmt: skip
     assert block["mlp"] == {"norm": norm, "up": up, "down": down}
+    of_heads = names_of(fp8.SelfAttention(4, qk_norm=True, **named))
+    assert of_heads["query_norm"] == of_heads["key_norm"] == {"scale": P("head_dim")}
     model = names_of(gpt(RECIPE, tie_embeddings=False).clone(logical_axes=True), tokens()[:, :-1])
     assert model.pop("positions") == P("positions", "residual") and model.pop("final_norm") == norm
     assert model.pop("embedding") == model.pop("head") == P("vocab", "residual")

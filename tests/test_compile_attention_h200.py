@@ -26,15 +26,17 @@ def _cudnn(monkeypatch):
 
 
 def compiled(mesh, spec, of_segments=(), **options):
-    """Gradients of attention whose operands are split by `spec`, and whose numbers of segments are by `of_segments`."""
+    """Gradients of attention whose operands are split by `spec`, and whose segment_ids are by `of_segments`."""
 
-    def loss(segments, *operands):
-        return jnp.sum(attention(*operands, causal=True, implementation="cudnn", segments=segments, **options) ** 2.0)
+    def loss(segment_ids, *operands):
+        return jnp.sum(
+            attention(*operands, causal=True, implementation="cudnn", segment_ids=segment_ids, **options) ** 2.0
+        )
 
     shapes = [jax.ShapeDtypeStruct((BATCH, SEQ, heads, HEAD_DIM), jnp.bfloat16) for heads in (HEADS, *[KV_HEADS] * 2)]
-    segments = h200.shapes(jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32), h200.on_mesh(mesh, *of_segments))
+    segment_ids = h200.shapes(jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32), h200.on_mesh(mesh, *of_segments))
     gradients = jax.jit(jax.grad(loss, argnums=(1, 2, 3)))
-    return h200.compile(gradients, segments, *(h200.shapes(of, h200.on_mesh(mesh, *spec)) for of in shapes))
+    return h200.compile(gradients, segment_ids, *(h200.shapes(of, h200.on_mesh(mesh, *spec)) for of in shapes))
 
 
 def masks(program) -> list[str]:

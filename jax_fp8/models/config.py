@@ -21,6 +21,7 @@ class GPTConfig:
       head_dim: features of a head; None is `hidden_size / num_heads`.
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which all other linear maps of a layer have.
       qk_norm: RMSNorm of each head of queries and keys.
+      sliding_window: how many tokens a token sees, the last of which is itself; None: all before it.
     """
 
     vocab_size: int
@@ -41,6 +42,7 @@ class GPTConfig:
     head_dim: int | None = None
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self):
         check_config(self)

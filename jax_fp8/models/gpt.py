@@ -7,7 +7,8 @@ The head stays out of FP8 by default: it is where the noise costs most and, but 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -24,7 +25,7 @@ from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Re
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.models.checks import check_call, check_loss_settings, check_tokens
+from jax_fp8.models.checks import check_batch, check_call, check_is_no_pack, check_loss_settings, check_tokens
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
@@ -32,6 +33,7 @@ from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
 from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.nn.names import named
+from jax_fp8.ops.attention import positions_in
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
 from jax_fp8.ops.head import compute_logits
@@ -66,7 +68,8 @@ class GPT(nn.Module):
     CurrentScaling() or BlockScaling(), computes the head in FP8 too. `remat` says what layers keep for the backward:
     "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
     `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
-    names of their dims: see nn/names.py.
+    names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
+    another, and positions begin anew in each.
     """
 
     config: GPTConfig
@@ -81,13 +84,19 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, labels: jax.Array | None = None, *, mask: jax.Array | None = None, z_loss: float = 0.0
+        self,
+        tokens: jax.Array,
+        labels: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        z_loss: float = 0.0,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        check_call(self, tokens, labels, mask, z_loss)
+        check_call(self, tokens, labels, mask, z_loss, segment_ids)
         embedding = self._table("embedding")
-        x = self._embed(embedding, tokens)
+        x = self._embed(embedding, tokens, None if segment_ids is None else positions_in(segment_ids))
         for index in range(self.config.num_layers):
-            x = self._layer(index)(x)
+            x = self._layer(index)(x, segment_ids)
         return self._head(embedding, x, labels, mask, z_loss)
 
     def _embed(self, embedding, tokens, numbers=None):
@@ -99,7 +108,7 @@ class GPT(nn.Module):
             offer((*self.path, "positions"), TensorDim())
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
             positions = whole(positions)
-            rows = position_rows(positions, tokens.shape, tensor) if numbers is None else positions[numbers]
+            rows = position_rows(positions, tokens.shape, tensor, numbers)
             x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows.astype(jnp.float32), x.ndim)
         return x.astype(self.dtype)
 
@@ -151,6 +160,7 @@ class GPT(nn.Module):
             rotary_scaling=config.rotary_scaling,
             use_qkv_bias=config.use_qkv_bias,
             qk_norm=config.qk_norm,
+            sliding_window=config.sliding_window,
             recipe=self.recipe,
             recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
@@ -188,20 +198,47 @@ class _Head(GPT):
         return self._head(embedding, x, labels, mask, z_loss)
 
 
-def _layered(model: GPT, inputs_of: Callable, z_loss: float, loss_fn: Callable) -> LayeredLoss:
-    """The loss of a GPT by its layers; `inputs_of(tokens)` are inputs, labels and mask."""
+@dataclass(frozen=True)
+class _Reading:
+    """What a model reads of a batch, each (batch, seq), and what it is to find."""
+
+    tokens: jax.Array
+    labels: jax.Array
+    mask: jax.Array | None
+    segment_ids: jax.Array | None
+
+    @classmethod
+    def of(cls, batch: Any, ignore_label: int | None) -> "_Reading":
+        tokens, segment_ids = check_batch(batch)
+        inputs, labels, mask = tokens[:, :-1], tokens[:, 1:], None
+        if ignore_label is not None:  # what is ignored need not be a token
+            mask, inputs = labels != ignore_label, jnp.where(inputs == ignore_label, 0, inputs)
+        if segment_ids is None:
+            return cls(inputs, labels, mask, None)
+        own, of_label = segment_ids[:, :-1], segment_ids[:, 1:]
+        is_next = (own == of_label) & (of_label != 0)
+        return cls(inputs, labels, is_next if mask is None else mask & is_next, own)
+
+
+def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn: Callable) -> LayeredLoss:
+    """The loss of a GPT by its layers."""
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
     remat = Remat.parse(model.remat, model.config.num_layers)
     on_host = tuple(name for index, name in enumerate(names) if remat.of_layer(index) == "offload")
 
-    def loss_of(variables, x, tokens):
-        _, labels, mask = inputs_of(tokens)
-        return last.apply(variables, x, labels, mask, z_loss)
+    def embed_of(variables, batch):
+        reading = read(batch)
+        check_is_no_pack(reading.segment_ids)
+        return first.apply(variables, reading.tokens)
+
+    def loss_of(variables, x, batch):
+        reading = read(batch)
+        return last.apply(variables, x, reading.labels, reading.mask, z_loss)
 
     return LayeredLoss(
         names,
-        lambda variables, tokens: first.apply(variables, inputs_of(tokens)[0]),
+        embed_of,
         lambda variables, x, name: layer.apply(variables, x, names.index(name)),
         loss_of,
         loss_fn,
@@ -211,9 +248,13 @@ def _layered(model: GPT, inputs_of: Callable, z_loss: float, loss_fn: Callable) 
 
 def next_token_loss(
     model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0
-) -> Callable[[dict, jax.Array], jax.Array]:
-    """`loss_fn(variables, tokens)` for tokens int32 (batch, seq + 1):
+) -> Callable[[dict, Any], jax.Array]:
+    """`loss_fn(variables, batch)` for tokens int32 (batch, seq + 1):
     the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
+
+    A batch is its tokens, or for a `GPT` `{"tokens": ..., "segment_ids": ...}`, both (batch, seq + 1): documents that
+    are packed into sequences, each with its number. None sees another, nor is its first token anybody's next. 0 is the
+    number of padding, which does not count.
 
     Args:
       model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
@@ -222,21 +263,20 @@ def next_token_loss(
     """
     check_loss_settings(model, ignore_label, z_loss)
 
-    def inputs_of(tokens):
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        mask = None if ignore_label is None else labels != ignore_label
-        if mask is not None:  # what is ignored need not be a token
-            inputs = jnp.where(inputs == ignore_label, 0, inputs)
-        return inputs, labels, mask
+    def read(batch):
+        return _Reading.of(batch, ignore_label)
 
-    def loss_fn(variables, tokens):
+    def loss_of_gpt(variables, batch):
+        of = read(batch)
+        options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids}
+        return jnp.asarray(model.apply(variables, of.tokens, of.labels, **options))
+
+    def loss_of_logits(variables, tokens):
         check_tokens(tokens, "(batch, seq + 1)", least=2)
-        inputs, labels, mask = inputs_of(tokens)
-        if isinstance(model, GPT):
-            return jnp.asarray(model.apply(variables, inputs, labels, mask=mask, z_loss=z_loss))
-        return cross_entropy(jnp.asarray(model.apply(variables, inputs)), labels, mask=mask, z_loss=z_loss)
+        of = read(tokens)
+        return cross_entropy(jnp.asarray(model.apply(variables, of.tokens)), of.labels, mask=of.mask, z_loss=z_loss)
 
-    return _layered(model, inputs_of, z_loss, loss_fn) if isinstance(model, GPT) else loss_fn
+    return _layered(model, read, z_loss, loss_of_gpt) if isinstance(model, GPT) else loss_of_logits
 
 
 def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:

@@ -9,11 +9,11 @@ from flax.typing import Initializer
 
 from jax_fp8.core.shards import DIM_OF, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
-from jax_fp8.nn.checks import check_is_split, check_layer, layer_name
+from jax_fp8.nn.checks import check_is_split, check_layer, check_segment_ids, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
-from jax_fp8.ops.attention import as_heads, attention, own_heads
+from jax_fp8.ops.attention import as_heads, attention, own_heads, positions_in
 from jax_fp8.ops.cached_attention import cached_attention
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
@@ -44,6 +44,7 @@ class SelfAttention(Fp8Module):
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       head_dim: features of a head; None is the width of `x` divided by `num_heads`.
+      sliding_window: how many positions a position sees, the last of which is its own; None: all that `causal` allows.
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
       qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before they
         are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
@@ -66,10 +67,14 @@ class SelfAttention(Fp8Module):
     rotary_scaling: RotaryScaling | None = None
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
+    sliding_window: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
-        check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim"), INPUT_DIMS)
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width); positions with other numbers in `segment_ids`, int (batch, seq),
+        are other documents, which see nothing of one another, and have rotary positions of their own.
+        """
+        check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "sliding_window"), INPUT_DIMS)
         x = x.astype(self.dtype)
         width = x.shape[-1]
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -83,7 +88,7 @@ class SelfAttention(Fp8Module):
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
         has_cudnn = jax.default_backend() == "gpu" and jnp.dtype(self.dtype).itemsize == 2
         implementation = self.implementation or ("cudnn" if has_cudnn else "xla")
-        attended = _attend(self, query, key, value, implementation)
+        attended = _attend(self, query, key, value, segment_ids, implementation)
         fields = shared_fields(self, Dense) | {
             "kernel_init": named(self.out_init or self.kernel_init, ("heads", "residual"), self.logical_axes),
             "recompute": self.recompute
@@ -124,15 +129,19 @@ def _normalize_heads(module, x, name):
     return normalize(x, NormVariables(**fields, name=name)(x.shape[-1]), module.epsilon, module.dtype)[0]
 
 
-def _attend(module, query, key, value, implementation):
+def _attend(module, query, key, value, segment_ids, implementation):
     """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
     cache = module.get_variable(KV_CACHE, "slots")
+    if segment_ids is not None:
+        check_segment_ids(layer_name(module), segment_ids, query.shape[:-2])
     if module.rotary:
-        positions = None if cache is None else cache.positions
+        positions = None if segment_ids is None else positions_in(segment_ids)
+        positions = positions if cache is None else cache.positions
         query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
+    options = {"implementation": implementation, "window": module.sliding_window}
     if cache is None:
-        return attention(query, key, value, causal=module.causal, implementation=implementation)
-    attended, cache = cached_attention(query, key, value, cache, implementation=implementation)
+        return attention(query, key, value, causal=module.causal, segment_ids=segment_ids, **options)
+    attended, cache = cached_attention(query, key, value, cache, **options)
     module.put_variable(KV_CACHE, "slots", cache)
     return attended
 
@@ -155,6 +164,11 @@ def _check_heads(module, width, kv_heads):
             "change num_heads or head_dim"
         )
     check_rotary(module.rotary_base, module.rotary_scaling, f"{layer}: ")
+    if module.sliding_window is not None and not module.causal:
+        raise ValueError(
+            f"{layer}: a sliding window is of what comes before a position, so attention must be causal, got "
+            f"sliding_window={module.sliding_window} and causal=False; leave one of them out"
+        )
     if module.implementation not in (None, "cudnn", "xla"):
         raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {module.implementation!r}')
     if module.implementation == "cudnn" and jnp.dtype(module.dtype).itemsize != 2:

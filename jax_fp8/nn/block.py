@@ -38,9 +38,11 @@ class TransformerBlock(Fp8Module):
     rotary_scaling: RotaryScaling | None = None
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
+    sliding_window: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # (batch, seq, width) -> (batch, seq, width)
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width); `segment_ids` are as of `SelfAttention`."""
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         attention = SelfAttention(
             **shared_fields(self, SelfAttention),
@@ -56,4 +58,4 @@ class TransformerBlock(Fp8Module):
             residual=True,
             name="mlp",
         )
-        return mlp(attention(x))
+        return mlp(attention(x, segment_ids))

@@ -22,6 +22,16 @@ FLAGS = (
 )
 
 
+def check_segment_ids(of: str, segment_ids: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless these number the documents of as many tokens; `of` says whose they are."""
+    is_integer = is_array(segment_ids) and jnp.issubdtype(segment_ids.dtype, jnp.integer)
+    if not is_integer or segment_ids.shape != shape:
+        raise ValueError(
+            f"{of}: segment_ids must be an integer array {shape}, a number for each token that says which document it "
+            f"belongs to, got {describe(segment_ids)}; cast or reshape it"
+        )
+
+
 def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
     """Raise unless a layer can be made of its fields, and can take this input.
 

@@ -8,8 +8,9 @@ first go through an operation that does nothing, whose rule ties their batches a
 queries and its key stay on one device, so heads are split where an axis divides the number of key and value heads, and
 computed whole on every device where it does not.
 
-Documents that are packed into one sequence are told apart by numbers, `segments`. They become a mask (batch, 1, seq,
-seq), for cuDNN in `dtype`: it has no other way that JAX makes public. Layers of one program share that array.
+Documents that are packed into one sequence are told apart by numbers, `segment_ids`. They become a mask (batch, 1,
+seq, seq), for cuDNN in the dtype of the query: it has no other way that JAX makes public. The layers of a program share
+that array.
 """
 
 from functools import partial
@@ -29,7 +30,7 @@ from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, exp
 from jax_fp8.kernels.varying import alike
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
-RULE_OF_SEGMENTS = "b s h d, b t h e, b t h e, b u -> b s h d"
+RULE_OF_PACKED = "b s h d, b t h e, b t h e, b u -> b s h d"
 
 
 def attention(
@@ -40,27 +41,27 @@ def attention(
     causal: bool,
     implementation: str | None,
     window: int | None = None,
-    segments: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
     batch dim.
 
     Args:
       window: with `causal`, how many positions a query sees, the last of which is its own; None: all before it.
-      segments: int (batch, seq): a position sees those with the same number.
+      segment_ids: int (batch, seq): a position sees those with the same number.
     """
     if query.ndim == 3:
         batches = (x[None] for x in (query, key, value))
-        segments = None if segments is None else segments[None]
-        options: Any = {"causal": causal, "implementation": implementation, "window": window, "segments": segments}
-        return attention(*batches, **options)[0]
+        segment_ids = None if segment_ids is None else segment_ids[None]
+        options: Any = {"causal": causal, "implementation": implementation, "window": window}
+        return attention(*batches, **options, segment_ids=segment_ids)[0]
     if window is not None and not causal:
         raise ValueError(f"a window is of what comes before a position, so attention must be causal, got {window=}")
     attend = partial(_attend, causal, implementation, window)
-    operands = query, key, value, *(() if segments is None else (segments,))
+    operands = query, key, value, *(() if segment_ids is None else (segment_ids,))
     mesh = explicit_mesh(*operands)
     if mesh is not None:
-        inputs, outputs = parse_rule(RULE if segments is None else RULE_OF_SEGMENTS)
+        inputs, outputs = parse_rule(RULE if segment_ids is None else RULE_OF_PACKED)
         local = _split(mesh, inputs, operands)
         return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
     if implementation != "cudnn":
@@ -71,7 +72,7 @@ def attention(
     return attended[0]
 
 
-def _attend(causal, implementation, window, query, key, value, segments=None) -> jax.Array:
+def _attend(causal, implementation, window, query, key, value, segment_ids=None) -> jax.Array:
     """XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
@@ -83,9 +84,17 @@ def _attend(causal, implementation, window, query, key, value, segments=None) ->
         options: Any = {"is_causal": causal, "implementation": implementation}
         if window is not None and window < key.shape[1]:  # how many before a position, and after it
             options["local_window_size"] = window - 1, 0
-        if segments is not None:
-            options["mask"] = segments[:, None, :, None] == segments[:, None, None, :]
+        if segment_ids is not None:
+            options["mask"] = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
+
+
+def positions_in(segment_ids: jax.Array) -> jax.Array:
+    """The position of each token in its document, i32[..., seq]: 0 where a number differs from the one before it."""
+    axis = segment_ids.ndim - 1
+    numbers = lax.broadcasted_iota(jnp.int32, segment_ids.shape, axis)
+    before = jnp.concatenate([segment_ids[..., :1], segment_ids[..., :-1]], axis=axis)
+    return numbers - lax.cummax(jnp.where(segment_ids != before, numbers, 0), axis=axis)
 
 
 def as_heads(x: jax.Array, head_dim: int) -> jax.Array:

@@ -38,16 +38,20 @@ def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dt
     return rows.reshape(*tensor.own_rows(tokens.shape), -1)
 
 
-def position_rows(positions: jax.Array, tokens: tuple[int, ...], tensor: TensorParallel | None) -> jax.Array:
-    """What to add to the rows that `embed` returns for tokens of this shape (batch, seq): the first rows (seq, hidden)
-    of `positions`, or with sequence parallelism those of this device's rows.
+def position_rows(
+    positions: jax.Array, tokens: tuple[int, ...], tensor: TensorParallel | None, numbers: jax.Array | None = None
+) -> jax.Array:
+    """What to add to the rows that `embed` returns for tokens of this shape (batch, seq), which are in the positions
+    `numbers`, int (batch, seq), or None: 0, 1, ... Rows (seq, hidden) or (batch, seq, hidden) of `positions`, or with
+    sequence parallelism those of this device's rows.
     """
     batch, seq = tokens
     if tensor is None or not tensor.sequence:
-        return positions[:seq]
+        return positions[:seq] if numbers is None else positions[numbers]
     own = batch * seq // tensor.size
-    numbers = (lax.axis_index(tensor.axis) * own + jnp.arange(own)) % seq
-    return positions[numbers].reshape(*tensor.own_rows(tokens), -1)
+    own_rows = lax.axis_index(tensor.axis) * own + jnp.arange(own)
+    of_rows = own_rows % seq if numbers is None else numbers.reshape(-1)[own_rows]
+    return positions[of_rows].reshape(*tensor.own_rows(tokens), -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -47,6 +47,7 @@ PROMPT = np.random.default_rng(1).integers(0, VOCAB, (3, 16), np.int32)
 MODELS = {
     "learned": fp8.GPT(LEARNED, recipe=None, dtype=jnp.float32),
     "rotary": fp8.GPT(replace(ROTARY, num_layers=2), recipe=None, dtype=jnp.float32),
+    "window": fp8.GPT(replace(ROTARY, num_layers=2, sliding_window=5), recipe=None, dtype=jnp.float32),
     "qwen": fp8.GPT(QWEN, recipe=None, dtype=jnp.float32),
     "qwen, delayed": fp8.GPT(replace(QWEN, num_layers=1), recipe=DELAYED, dtype=jnp.float32),
     "delayed": fp8.GPT(ROTARY, recipe=DELAYED, dtype=jnp.float32),

@@ -141,11 +141,21 @@ def test_norms_of_heads_on_an_explicit_mesh():
         ({"rotary_scaling": 8.0}, "SelfAttention: rotary_scaling must be a RotaryScaling or None, got 8.0"),
         ({"use_qkv_bias": 1}, "SelfAttention: use_qkv_bias must be True or False, got 1"),
         ({"qk_norm": None}, "SelfAttention: qk_norm must be True or False, got None"),
+        ({"sliding_window": 0}, "SelfAttention: sliding_window must be an integer of at least 1, got 0"),
+        ({"sliding_window": 8, "causal": False}, "must be causal, got sliding_window=8 and causal=False"),
     ],
 )
 def test_fields_that_are_refused(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         fp8.SelfAttention(4, **fields).init(jax.random.key(0), jnp.ones((1, 16, 64)))
+
+
+def test_a_sliding_window():
+    """What is further away changes nothing, and the last that is seen does."""
+    layer, x = fp8.SelfAttention(4, sliding_window=3, recipe=None), jax.random.normal(jax.random.key(0), (1, 16, 64))
+    variables = layer.init(jax.random.key(1), x)
+    moved = np.asarray(layer.apply(variables, x.at[0, 5].add(1)) - layer.apply(variables, x), np.float32)
+    assert np.flatnonzero(np.abs(moved).max((0, 2))).tolist() == [5, 6, 7]
 
 
 def test_errors():

@@ -72,8 +72,8 @@ def test_a_window_is_of_what_came_before():
 SEGMENTS = jnp.int32([[1, 2, 2, 3, 3, 3, 3, 3], [7] * 8, [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 2, 1, 1, 1]])
 
 
-def packed(*operands, segments=SEGMENTS, causal=True):
-    return attention(*operands, causal=causal, implementation="xla", segments=segments)
+def packed(*operands, segment_ids=SEGMENTS, causal=True):
+    return attention(*operands, causal=causal, implementation="xla", segment_ids=segment_ids)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -84,14 +84,14 @@ def test_documents_do_not_see_one_another(causal):
             own = np.flatnonzero(numbers == number)
             alone = [x[row : row + 1, own] for x in operands(2)]
             assert_close(got[row, own], attention(*alone, causal=causal, implementation="xla")[0], "float32")
-    leaking = packed(*operands(2), segments=SEGMENTS.at[0, 3].set(2), causal=causal)  # negative control
+    leaking = packed(*operands(2), segment_ids=SEGMENTS.at[0, 3].set(2), causal=causal)  # negative control
     assert np.abs(leaking - got)[0, 3:].max() > 0.1 and not np.abs(leaking - got)[1:].any()
-    alone = attention(*(x[0] for x in operands(2)), causal=causal, implementation="xla", segments=SEGMENTS[0])
+    alone = attention(*(x[0] for x in operands(2)), causal=causal, implementation="xla", segment_ids=SEGMENTS[0])
     assert_close(alone, got[0], "float32")
 
 
-def loss_of_packed(segments, *operands):
-    return jnp.sum(jnp.square(packed(*operands, segments=segments)))
+def loss_of_packed(segment_ids, *operands):
+    return jnp.sum(jnp.square(packed(*operands, segment_ids=segment_ids)))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "tensor"), P("data", None, "tensor")], ids=str)
@@ -103,9 +103,9 @@ def test_documents_on_shards(kind, spec):
     )
     expected = jax.jit(of_loss)(SEGMENTS, *operands(2))
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in operands(2)]
-    segments = jax.device_put(SEGMENTS, NamedSharding(mesh, P(*spec[:1])))
+    segment_ids = jax.device_put(SEGMENTS, NamedSharding(mesh, P(*spec[:1])))
     jax.tree.map(
-        lambda got, wanted: assert_close(got, wanted, "float32"), jax.jit(of_loss)(segments, *placed), expected
+        lambda got, wanted: assert_close(got, wanted, "float32"), jax.jit(of_loss)(segment_ids, *placed), expected
     )
 
 

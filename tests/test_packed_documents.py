@@ -1,0 +1,142 @@
+"""Documents that are packed into sequences: the loss and the gradients are those of the documents apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import assert_close
+
+import jax_fp8 as fp8
+from jax_fp8.ops.attention import positions_in
+
+pytestmark = pytest.mark.versions
+
+SHAPE = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "hidden_size": 64, "max_seq_len": 32}
+FORMS = {
+    "gpt": {},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "use_bias": False, "num_kv_heads": 2},
+}
+LENGTHS = ((5, 11), (16,), (3, 4, 6))  # of the documents of each row; the last row ends in padding
+LONGEST = 16
+
+
+def gpt(form="gpt", **fields):
+    return fp8.GPT(fp8.GPTConfig(**SHAPE | FORMS[form]), recipe=None, dtype=jnp.float32, **fields)
+
+
+def packed(lengths=LENGTHS):
+    """Tokens and numbers of documents (batch, seq + 1)."""
+    tokens = np.array(jax.random.randint(jax.random.key(0), (len(lengths), LONGEST), 0, 64), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for row, of_row in enumerate(lengths):
+        segment_ids[row, : sum(of_row)] = np.repeat(np.arange(1, len(of_row) + 1), of_row)
+    return {"tokens": jnp.asarray(tokens), "segment_ids": jnp.asarray(segment_ids)}
+
+
+def apart(loss_fn, params, batch, lengths=LENGTHS):
+    """The mean over all next tokens of all documents, each a batch of its own."""
+    total, count = 0.0, 0
+    for row, of_row in enumerate(lengths):
+        for first, length in zip(np.cumsum([0, *of_row]), of_row, strict=False):
+            total += (length - 1) * loss_fn({"params": params}, batch["tokens"][row : row + 1, first : first + length])
+            count += length - 1
+    return total / count
+
+
+def without_key_biases(gradients):
+    """All but those whose gradient is nothing but rounding: what is added to every key changes no attention."""
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    return [leaf for path, leaf in leaves if not jax.tree_util.keystr(path).endswith("['key']['bias']")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fields", [{}, {"remat": "full"}], ids=["kept", "remat"])
+def test_packed_documents_are_documents_apart(form, fields):
+    model, batch = gpt(form, **fields), packed()
+    params = model.init(jax.random.key(1), batch["tokens"])["params"]
+    loss_fn = fp8.next_token_loss(model)
+    expected = jax.jit(jax.value_and_grad(lambda params: apart(loss_fn, params, batch)))(params)
+    of_packed = jax.jit(jax.value_and_grad(lambda params, batch: loss_fn({"params": params}, batch)))
+    loss, gradients = of_packed(params, batch)
+    assert_close(loss, expected[0], "float32")
+    pairs = zip(without_key_biases(gradients), without_key_biases(expected[1]), strict=True)
+    for got, wanted in pairs:
+        assert_close(got, wanted, "float32")
+
+    # A token of the first document in the second, and one document of two.
+    leaking = batch | {"segment_ids": batch["segment_ids"].at[0, 4].set(2)}
+    joined = batch | {"segment_ids": jnp.minimum(batch["segment_ids"], 1)}
+    for wrong in (leaking, joined):
+        loss, gradients = of_packed(params, wrong)
+        assert abs(loss - expected[0]) > 1e-4
+        with pytest.raises(AssertionError):
+            assert_close(gradients["embedding"], expected[1]["embedding"], "float32")
+
+
+def test_padding_is_nobodys():
+    """What stands in it changes nothing, whatever it is."""
+    model, batch = gpt(), packed()
+    variables, loss_fn = model.init(jax.random.key(1), batch["tokens"]), fp8.next_token_loss(model)
+    other = batch | {"tokens": jnp.where(batch["segment_ids"] == 0, 63 - batch["tokens"], batch["tokens"])}
+    assert loss_fn(variables, other) == loss_fn(variables, batch)
+    read = batch | {"tokens": batch["tokens"].at[2, 7].add(1)}
+    assert loss_fn(variables, read) != loss_fn(variables, batch)
+    ignoring = fp8.next_token_loss(model, ignore_label=-1)
+    masked = batch | {"tokens": jnp.where(batch["segment_ids"] == 0, -1, batch["tokens"])}
+    assert_close(ignoring(variables, masked), loss_fn(variables, batch), "float32")
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}, {"sequence": 2}], ids=str)
+def test_steps_on_packed_documents(axes):
+    """A step in FP8, in one and in two microbatches, alone and on meshes: the losses of a step on one device."""
+    recipe, tx = fp8.DelayedScaling(amax_history_len=4), fp8.fused_adamw(3e-3)
+    config = fp8.GPTConfig(**SHAPE | FORMS["gpt"] | {"num_layers": 1})
+    model = fp8.GPT(config, recipe=recipe)
+    batch = jax.tree.map(lambda x: jnp.repeat(x[:2], 2, axis=0), packed())  # microbatches are strided, and so alike
+    batch = jax.tree.map(lambda x: jnp.concatenate([x, x[:, -1:]], axis=1), batch)  # 16 positions
+
+    def losses(microbatches=1, **options):
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches, **options)
+        state, found = step.init_state(model.init, jax.random.key(1), batch["tokens"][:, :-1]), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    options = {}
+    if axes:
+        sizes = {"tensor" if axis == "sequence" else axis: size for axis, size in axes.items()}
+        devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+        options["mesh"] = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+        options["sequence_parallel"] = "sequence" in axes
+    expected = losses()
+    for microbatches in (1, 2) if not axes else (1,):
+        found = losses(microbatches, **options)
+        assert found[0] == pytest.approx(expected[0], rel=2e-4)
+        assert found == pytest.approx(expected, rel=1e-2)
+    assert expected[2] < expected[0] - 0.05
+    batch = batch | {"segment_ids": jnp.ones_like(batch["segment_ids"])}  # negative control
+    assert losses(**options)[0] != pytest.approx(expected[0], rel=1e-3)
+
+
+def test_positions_begin_anew():
+    assert positions_in(jnp.int32([[1, 1, 2, 2, 2, 1, 0, 0], [3] * 8])).tolist() == [
+        [0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]
+    ]  # fmt: skip
+    assert positions_in(jnp.int32([4, 5, 5])).tolist() == [0, 0, 1]
+
+
+def test_what_is_refused():
+    model, batch = gpt(), packed()
+    variables, loss_fn = model.init(jax.random.key(1), batch["tokens"]), fp8.next_token_loss(model)
+    for wrong, message in (
+        ({"tokens": batch["tokens"]}, 'a dict of "tokens" and "segment_ids", got one of \'tokens\''),
+        (batch | {"segment_ids": batch["segment_ids"][:, 1:]}, r"must be an integer array \(3, 16\)"),
+        (batch | {"segment_ids": batch["segment_ids"] * 1.0}, "must be an integer array"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss_fn(variables, wrong)
+    with pytest.raises(ValueError, match=r"GPT: segment_ids must be an integer array \(3, 16\)"):
+        model.apply(variables, batch["tokens"], segment_ids=batch["segment_ids"][:2])
+    with pytest.raises(ValueError, match="layers one by one, which do not know the segment_ids"):
+        loss_fn.first(variables, batch)

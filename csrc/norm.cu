@@ -37,7 +37,7 @@ cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
 template <typename T, Fp8Type kFormat, bool kCasts>
 cudaError_t try_clusters(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
                          cudaStream_t stream, bool& launched) {
-  if (input.cols > norm::kClusterCols<T> * norm::kMaxClusterBlocks) return cudaSuccess;
+  if (input.cols > norm::kClusterCols<T> * norm::kMostParts) return cudaSuccess;
   const auto kernel = norm::cluster_kernel<T, kFormat, kCasts>;
   // A new device may still run what was compiled for an old one.
   cudaFuncAttributes compiled;

@@ -36,7 +36,7 @@ SHAPES = ((128, 128), (16, 16), (1, 1), (144, 272), (129, 127), (400, 1040), (10
 SHAPES += ((2048, 1024), (528, 48))
 FUSED_SHAPES = ((256, 384), (144, 272), (33, 65), (1000, 336), (2048, 1024))  # of norms and activations
 # Of norms: clusters of 1, 2, 4 and 8 blocks side by side; then two kernels, for tiles cut or too many columns.
-NORM_SHAPES = ((400, 496), (144, 768), (2048, 1024), (1168, 2048), (16, 4096), (1040, 4096), (144, 1040), (272, 4224))
+NORM_SHAPES = ((400, 496), (144, 768), (272, 1024), (656, 2048), (16, 4096), (400, 4096), (144, 1040), (144, 4224))
 SMALL = ((144, 272), (33, 65))
 ACTIVATIONS = ("gelu", "silu", "squared_relu", "swiglu")
 EPSILON = 1e-5
@@ -58,8 +58,8 @@ def fused_cases():
 def norm_cases():
     """Those, and by line what clusters of blocks read once, or not; of float32 they hold half as much."""
     yield from fused_cases()
-    for shape in NORM_SHAPES if on_gpu() else SMALL[:1]:
-        yield from ((shape, source, "1d1d") for source in SOURCES)
+    for number, shape in enumerate(NORM_SHAPES if on_gpu() else SMALL[:1]):
+        yield from ((shape, source, "1d1d") for source in (jnp.bfloat16, SOURCES[1 + number % 2]))
 
 
 def uneven(seed, shape, dtype) -> np.ndarray:

@@ -124,7 +124,7 @@ ffi::Error norm_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
   const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
   check_by_tile(checks, buffers, rows, cols, rule);
-  // The cast reads them again.
+  // A cast in a kernel of its own reads them again.
   check_present(checks, "the result mean", *mean, ffi::F32, is_layernorm(norm_bias) ? Shape{rows, 1} : Shape{0, 0});
   check_present(checks, "the result rstd", *rstd, ffi::F32, {rows, 1});
   if (!checks.passed()) return checks.error();

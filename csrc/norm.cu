@@ -1,5 +1,6 @@
 // Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm_cluster.cuh,
-// device/norm.cuh and device/norm_backward.cuh; by tiles, one of the first two and device/quantize_by_tile.cuh.
+// device/norm.cuh and device/norm_backward.cuh; by tiles device/norm_cluster_by_tile.cuh, or one of the first two and
+// device/quantize_by_tile.cuh.
 #include "norm.h"
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include "device/norm_backward.cuh"
 #include "device/norm_by_tile.cuh"
 #include "device/norm_cluster.cuh"
+#include "device/norm_cluster_by_tile.cuh"
 #include "device/quantize_by_tile.cuh"
 #include "launch.h"
 
@@ -33,32 +35,38 @@ cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Launches clusters, if the device has them: `launched` says so.
-template <typename T, Fp8Type kFormat, bool kCasts>
-cudaError_t try_clusters(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
-                         cudaStream_t stream, bool& launched) {
-  if (input.cols > norm::kClusterCols<T> * norm::kMaxClusterBlocks) return cudaSuccess;
-  const auto kernel = norm::cluster_kernel<T, kFormat, kCasts>;
+// A grid of clusters, and what a block takes.
+struct Clusters {
+  int64_t blocks;
+  unsigned blocks_per_cluster;
+  int threads, shared_bytes;
+  int carveout;  // percent of a multiprocessor's memory
+};
+
+// Launches them, if the device has such: `launched` says so.
+template <typename... Parameters, typename... Arguments>
+cudaError_t try_clusters(void (*kernel)(Parameters...), const Clusters& clusters, cudaStream_t stream, bool& launched,
+                         const Arguments&... arguments) {
   // A new device may still run what was compiled for an old one.
   cudaFuncAttributes compiled;
   cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
   if (status != cudaSuccess || compiled.ptxVersion < 90) return status;
-  int log2_blocks = 0;
-  while (input.cols > norm::kClusterCols<T> << log2_blocks) ++log2_blocks;
 
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 1u << log2_blocks, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+  cluster.val.clusterDim.x = clusters.blocks_per_cluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(divide_up(input.rows, norm::kClusterRows) << log2_blocks));
-  config.blockDim = dim3(norm::kClusterThreads);
+  config.gridDim = dim3(static_cast<unsigned>(clusters.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(clusters.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(clusters.shared_bytes);
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
 
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, norm::kClusterCarveout);
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, clusters.carveout);
+  if (status == cudaSuccess) status = allow_shared_bytes(kernel, clusters.shared_bytes);
   // Not every device, or part of one, has so many multiprocessors side by side.
-  if (status == cudaSuccess && log2_blocks > 3) {
+  if (status == cudaSuccess && clusters.blocks_per_cluster > 8) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     int at_once = 0;
     if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&at_once, kernel, &config);
@@ -66,7 +74,50 @@ cudaError_t try_clusters(const norm::Rows<T>& input, const DeviceScaleSource& sc
   }
   if (status != cudaSuccess) return status;
   launched = true;
-  return cudaLaunchKernelEx(&config, kernel, input, scale, log2_blocks, results);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Of the blocks that share a row.
+template <typename T>
+int log2_blocks_of(int64_t cols) {
+  int log2_blocks = 0;
+  while (cols > int64_t{norm::kClusterCols<T>} << log2_blocks) ++log2_blocks;
+  return log2_blocks;
+}
+
+template <typename T, Fp8Type kFormat, bool kCasts>
+cudaError_t try_norm(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
+                     cudaStream_t stream, bool& launched) {
+  const int log2_blocks = log2_blocks_of<T>(input.cols);
+  if (1 << log2_blocks > norm::kMostParts) return cudaSuccess;
+  const Clusters clusters{
+      .blocks = divide_up(input.rows, norm::kClusterRows) << log2_blocks,
+      .blocks_per_cluster = 1u << log2_blocks,
+      .threads = norm::kClusterThreads,
+      .shared_bytes = 0,
+      .carveout = norm::kClusterCarveout,
+  };
+  return try_clusters(norm::cluster_kernel<T, kFormat, kCasts>, clusters, stream, launched, input, scale, log2_blocks,
+                      results);
+}
+
+template <typename T>
+cudaError_t try_norm_by_tile(const norm::Rows<T>& input, float* mean, float* rstd, const ByTileResults& results,
+                             cudaStream_t stream, bool& launched) {
+  const int log2_blocks = log2_blocks_of<T>(input.cols);
+  const bool has_whole_tiles = log2_blocks == 0 || input.cols % (int64_t{kTile} << log2_blocks) == 0;
+  if (1 << log2_blocks > norm_by_tile::kMostParts || !has_whole_tiles) return cudaSuccess;
+  const Clusters clusters{
+      .blocks = divide_up(input.rows, kTile) * norm_by_tile::kBands << log2_blocks,
+      .blocks_per_cluster = norm_by_tile::kBands * 1u << log2_blocks,
+      .threads = norm_by_tile::kThreads,
+      .shared_bytes = norm_by_tile::kStagedBytes<T>,
+      .carveout = norm_by_tile::kCarveout<T>,
+  };
+  const by_tile::Task task{
+      .results = results, .rule = by_tile::amax_rule_of(results.cast.rule), .cols = input.cols, .tiles_per_row = 0};
+  return try_clusters(norm_by_tile::cluster_kernel<T>, clusters, stream, launched, input, log2_blocks, mean, rstd,
+                      task);
 }
 
 // What shared memory does not hold of a row is read again, from L2.
@@ -118,7 +169,7 @@ cudaError_t launch(const NormArguments& arguments, const DeviceScaleSource& scal
     bool launched = false;
     if (vectorized) {
       const auto launch_clusters =
-          norm::quantizes(scale) ? try_clusters<T, kFormat, true> : try_clusters<T, Fp8Type::kE4M3, false>;
+          norm::quantizes(scale) ? try_norm<T, kFormat, true> : try_norm<T, Fp8Type::kE4M3, false>;
       status = launch_clusters(input, scale, results, stream, launched);
     }
     if (status != cudaSuccess || launched) return;
@@ -211,16 +262,23 @@ cudaError_t launch_norm_quantize(const NormQuantizeArguments& arguments, cudaStr
 cudaError_t launch_norm_quantize_by_tile(const NormQuantizeByTileArguments& arguments, cudaStream_t stream) {
   const NormArguments& problem = arguments.norm;
   const TileCast& cast = arguments.cast;
-  const NormResults statistics{
-      .values = nullptr, .values_t = nullptr, .amax = cast.amax, .mean = arguments.mean, .rstd = arguments.rstd};
-  cudaError_t status = launch(problem, DeviceScaleSource{}, Fp8Type::kE4M3, statistics, stream);
-  if (status != cudaSuccess) return status;
   const bool aligned = are_aligned({problem.x, problem.norm_scale, problem.norm_bias, cast.values, cast.values_t});
+  const bool for_clusters = aligned && problem.rows > 0 && problem.rows % 16 == 0 && problem.cols % 16 == 0 &&
+                            problem.cols <= norm::kMaxCols && !cast.rule.square && !cast.rule.square_t;
   const ByTileResults results{.cast = cast, .sums = {}, .companion = {}, .rows = problem.rows, .width = problem.cols};
+  cudaError_t status = cudaMemsetAsync(cast.amax, 0, sizeof(float), stream);
+  if (status != cudaSuccess) return status;
   by_dtype(problem.x_type, [&](auto element) {
     using T = decltype(element);
     const norm::Rows<T> input{static_cast<const T*>(problem.x), problem.norm_scale, problem.norm_bias, problem.epsilon,
                               problem.rows, problem.cols};
+    bool launched = false;
+    if (for_clusters) status = try_norm_by_tile(input, arguments.mean, arguments.rstd, results, stream, launched);
+    if (status != cudaSuccess || launched) return;
+    const NormResults statistics{
+        .values = nullptr, .values_t = nullptr, .amax = cast.amax, .mean = arguments.mean, .rstd = arguments.rstd};
+    status = launch(problem, DeviceScaleSource{}, Fp8Type::kE4M3, statistics, stream);
+    if (status != cudaSuccess) return;
     status = launch_by_tile(norm::Normalized<T>{input, arguments.mean, arguments.rstd}, results, aligned, stream);
   });
   return status;

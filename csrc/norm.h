@@ -4,7 +4,7 @@
 //     layernorm: y = (x - mean) * rstd * scale + bias        rmsnorm: y = x * rstd * scale
 //
 // y is rounded to the dtype of x, as if it had been stored, and then quantized. Rows are read from memory once; where
-// every tile has a scale of its own, twice.
+// every tile has a scale of its own and a cluster of blocks does not hold them, twice.
 #pragma once
 
 #include <cuda_runtime_api.h>

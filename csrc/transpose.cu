@@ -11,7 +11,7 @@ constexpr int kThreads = 256;  // one patch of 4 rows x 16 columns each
 constexpr int kWidth = sizeof(uint4);
 constexpr int kGroups = 8;
 using ByteTile = Tile<kWidth, kGroups>;
-static_assert(kThreads == kGroups * kWordsPerColumn);
+static_assert(kThreads == kGroups * ByteTile::kColumnWords);
 
 // 128 KB of x on a multiprocessor, 96 on Ada: while some blocks wait for their loads, others store.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

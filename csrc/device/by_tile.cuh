@@ -1,6 +1,7 @@
 // What the kernels that cast by tiles have in common: their results, and the scale of a tile.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "../by_tile.h"
@@ -35,6 +36,10 @@ struct Task {
   int64_t cols;            // parts * width
   unsigned tiles_per_row;  // of the grid
 };
+
+inline AmaxRule amax_rule_of(const TileRule& rule) {
+  return {std::ldexp(1.0f, rule.margin), rule.amax_epsilon, rule.power_2_scale};
+}
 
 // Makes an amax the scale of its tile, writes it down, and returns what elements are multiplied by. The tile is that of
 // element (i, j) in a matrix [i_count, j_count] whose rows lie along what a GEMM contracts. Who has no such element may

@@ -1,4 +1,5 @@
-// What the cast by tiles, device/quantize_by_tile.cuh, makes of a norm.
+// What the cast by tiles, device/quantize_by_tile.cuh, makes of a norm. The usual shapes are not for it but for
+// device/norm_cluster_by_tile.cuh.
 //
 // A row must be known before any of its elements can be normalized, and its tiles before any can be cast. So the
 // kernels that otherwise find only the amax find the statistics first, and the cast reads x a second time: of 16 bits,

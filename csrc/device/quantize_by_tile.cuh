@@ -18,7 +18,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "../launch.h"
@@ -172,11 +171,10 @@ cudaError_t launch_by_tile(const Producer& producer, const ByTileResults& result
   const int64_t rows = results.rows, width = results.width, cols = Producer::kParts * width;
   const bool vectorized =
       aligned && rows % 16 == 0 && width % 16 == 0 && (Producer::kParts == 1 || width % kTile == 0);
-  const TileRule& rule = results.cast.rule;
   const int64_t tiles_per_row = divide_up(vectorized ? width : cols, kTile);
   const Task task{
       .results = results,
-      .rule = {std::ldexp(1.0f, rule.margin), rule.amax_epsilon, rule.power_2_scale},
+      .rule = amax_rule_of(results.cast.rule),
       .cols = cols,
       .tiles_per_row = static_cast<unsigned>(tiles_per_row),
   };

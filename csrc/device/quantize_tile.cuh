@@ -63,15 +63,16 @@ constexpr int kGroups = 8;
 using ValuesTile = Tile<kVectorWidth, kGroups>;
 constexpr int kRows = kTileRows;
 constexpr int kCols = ValuesTile::kCols;
-static_assert(kGroups * kWordsPerColumn == kThreads);
+static_assert(kGroups * ValuesTile::kColumnWords == kThreads);
 static_assert(kRows == kRowsPerPartialSum);
 
+template <typename OfTile = ValuesTile>
 __device__ inline void put_patch(uint4* tile, int patch, int group, const uint32_t (&left)[kPatchRows],
                                  const uint32_t (&right)[kPatchRows]) {
   uint32_t columns[2][4];
   transpose_bytes(left, columns[0]);
   transpose_bytes(right, columns[1]);
-  ValuesTile::put(tile, patch, group, columns);
+  OfTile::put(tile, patch, group, columns);
 }
 
 __device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows,

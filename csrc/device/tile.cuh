@@ -1,9 +1,10 @@
-// A tile of bytes on its way from rows to columns, through shared memory: 128 rows of kGroups groups of kWidth
+// A tile of bytes on its way from rows to columns, through shared memory: 128 rows, or 64, of kGroups groups of kWidth
 // neighbouring columns.
 //
 // A thread brings patches, 4 rows of one group: the 4 bytes of a column make one word of the transpose. A column leaves
-// as 8 chunks of 16 bytes, which 8 neighbouring threads store as a whole line of 128. All kernels that transpose by
-// blocks of 128 rows have such a tile; how wide a patch is follows from the elements that it is made of.
+// as 8 chunks of 16 bytes, which 8 neighbouring threads store as a whole line of 128; of 64 rows, half of one. All
+// kernels that transpose by blocks of so many rows have such a tile; how wide a patch is follows from the elements that
+// it is made of.
 #pragma once
 
 #include <cstdint>
@@ -15,29 +16,35 @@ namespace jax_fp8 {
 
 constexpr int kTileRows = 128;
 constexpr int kPatchRows = 4;
-constexpr int kWordsPerColumn = kTileRows / kPatchRows;      // 32, one per bank
-constexpr int kChunksPerColumn = kTileRows / sizeof(uint4);  // 8 chunks of 16 rows
 
 // Whether a result should push other things out of L2: the next kernel reads it, or nobody for long.
 enum class CachePolicy { kUsual, kTouchedOnce };
 
-// All columns start at bank 0. A warp writes kTogether neighbouring words of each group; word w of group g lives at
-// w ^ (g * kTogether), and the 32 writes meet 32 banks. So a chunk is moved as a whole, and where kTogether is less
-// than its 4 words, these change places too. Eight threads that read the 8 chunks of one column meet all banks as well.
-template <int kWidth, int kGroups>
+// The words of a group start at bank 0. A warp writes kTogether neighbouring words of each group; word w of group g
+// lives at w ^ (g * kTogether), and the 32 writes meet 32 banks. So a chunk is moved as a whole, and where kTogether is
+// less than its 4 words, these change places too. Eight threads that read neighbouring chunks, of one column of 128
+// rows or of two of 64, meet all banks as well.
+template <int kWidth, int kGroups, int kRows = kTileRows>
 struct Tile {
   static constexpr int kCols = kWidth * kGroups;
-  static constexpr int kChunks = kCols * kChunksPerColumn;
+  static constexpr int kColumnWords = kRows / kPatchRows;
+  static constexpr int kColumnChunks = kRows / static_cast<int>(sizeof(uint4));
+  static constexpr int kChunks = kCols * kColumnChunks;
   static constexpr int kTogether = kWarp / kGroups;
   static constexpr int kWithin = kTogether == 4 ? 0 : 2;  // how many bits of g move words within a chunk
-  static_assert(kWordsPerColumn == kWarp && (kGroups == 8 || kGroups == 32), "a warp writes one word to each bank");
+  static_assert(kGroups == 8 || kGroups == 32, "a warp writes one word to each bank");
+  static_assert(kColumnWords == kWarp || (kColumnWords == kWarp / 2 && kTogether == 1),
+                "one or two columns fill the banks");
 
   // The columns of a patch, four and four, as transpose_bytes makes them.
   static __device__ inline void put(uint4* tile, int patch, int group, const uint32_t (&columns)[kWidth / 4][4]) {
-    uint32_t* words =
-        reinterpret_cast<uint32_t*>(tile) + group * kWidth * kWordsPerColumn + (patch ^ (group * kTogether));
+    uint32_t* words = reinterpret_cast<uint32_t*>(tile) + group * kWidth * kColumnWords;
+    const int bank = patch ^ (group * kTogether);
 #pragma unroll
-    for (int c = 0; c < kWidth; ++c) words[c * kWordsPerColumn] = columns[c / 4][c % 4];
+    for (int c = 0; c < kWidth; ++c) {
+      const int word = c * kColumnWords;  // the first of the column
+      words[word / kWarp * kWarp + (bank ^ word % kWarp)] = columns[c / 4][c % 4];
+    }
   }
 
   // To the transpose of a matrix (rows, cols), multiples of 16, of which this is the tile at (tile_row, tile_col).
@@ -47,13 +54,13 @@ struct Tile {
 #pragma unroll
     for (int pass = 0; pass < kChunks / kThreads; ++pass) {
       const int item = pass * kThreads + threadIdx.x;
-      const int column = item / kChunksPerColumn;
-      const int chunk = item % kChunksPerColumn;
+      const int column = item / kColumnChunks;
+      const int chunk = item % kColumnChunks;
       const int group = column / kWidth;
       const int64_t out_row = tile_col + column;
       const int64_t out_col = tile_row + chunk * static_cast<int>(sizeof(uint4));
       if (out_row < cols && out_col < rows) {
-        uint4 bytes = tile[column * kChunksPerColumn + (chunk ^ (group >> kWithin))];
+        uint4 bytes = tile[item ^ (group >> kWithin)];
         if constexpr (kWithin == 2) {
           if (group & 1) bytes = make_uint4(bytes.y, bytes.x, bytes.w, bytes.z);
           if (group & 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);

@@ -44,18 +44,44 @@ struct Shared {
 
 // ---- maxima ---------------------------------------------------------------------------------------------------------
 
-// Of the rows of both patches, element by element of a word.
-template <typename T, int kMade, typename Larger>
-__device__ inline void find_row_maxima(const Patches<T, kMade>& made, int part, Larger larger_of,
+// Of the rows of patches side by side, element by element of a word.
+template <typename T, int kPatches, int kMade, typename Larger>
+__device__ inline void find_row_maxima(const Vector<T> (&made)[kPatches][kPatchRows][kMade], int part, Larger larger_of,
                                        uint32_t (&maxima)[kPatchRows]) {
 #pragma unroll
   for (int r = 0; r < kPatchRows; ++r) {
     maxima[r] = made[0][r][part].words[0];
 #pragma unroll
-    for (int i = 1; i < kHalves * Vector<T>::kWords; ++i) {
+    for (int i = 1; i < kPatches * Vector<T>::kWords; ++i) {
       maxima[r] = larger_of(maxima[r], made[i / Vector<T>::kWords][r][part].words[i % Vector<T>::kWords]);
     }
   }
+}
+
+// The same for the scales, to which a NaN says nothing. Returns the amax, NaN where an element is.
+template <typename T, int kPatches, int kMade>
+__device__ inline float find_row_maxima(const Vector<T> (&made)[kPatches][kPatchRows][kMade], int part,
+                                        uint32_t (&maxima)[kPatchRows]) {
+  const auto give_way = [](uint32_t a, uint32_t b) { return larger(a, b, T{}); };
+  const auto propagate = [](uint32_t a, uint32_t b) { return larger_or_nan(a, b, T{}); };
+  find_row_maxima(made, part, propagate, maxima);
+  float of_word[Vector<T>::kPerWord];
+  unpack(propagate(propagate(maxima[0], maxima[1]), propagate(maxima[2], maxima[3])), of_word, T{});
+  const float amax = amax_of(0.0f, of_word);
+  if (amax != amax) find_row_maxima(made, part, give_way, maxima);
+  return amax;
+}
+
+// Of the columns of a patch.
+template <typename T, int kMade>
+__device__ inline Vector<T> find_column_maxima(const Vector<T> (&made)[kPatchRows][kMade], int part) {
+  Vector<T> maxima;
+#pragma unroll
+  for (int i = 0; i < Vector<T>::kWords; ++i) {
+    const auto word_of = [&](int r) { return made[r][part].words[i]; };
+    maxima.words[i] = larger(larger(word_of(0), word_of(1), T{}), larger(word_of(2), word_of(3), T{}), T{});
+  }
+  return maxima;
 }
 
 // To `target`, those of 128 rows in order; returns the largest of the warp's rows. The maxima of a patch are 2 words of
@@ -86,13 +112,8 @@ __device__ inline void put_column_maxima(const Patches<T, kMade>& made, int part
   const int upper = static_cast<int>(threadIdx.x) / kGroups % kPatchRows;  // of the four patches
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    uint32_t words[kWords], two_patches[kWords / 2], four_patches[kWords / 4];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const auto word_of = [&](int r) { return made[half][r][part].words[i]; };
-      words[i] = larger(larger(word_of(0), word_of(1), T{}), larger(word_of(2), word_of(3), T{}), T{});
-    }
-    share_maxima<T>(words, two_patches, 2 * kGroups);
+    uint32_t two_patches[kWords / 2], four_patches[kWords / 4];
+    share_maxima<T>(find_column_maxima(made[half], part).words, two_patches, 2 * kGroups);
     share_maxima<T>(two_patches, four_patches, kGroups);
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
@@ -124,19 +145,12 @@ template <typename Producer, int kMade>
 __device__ inline float put_maxima(const Patches<typename Producer::Element, kMade>& made, int patch, int group,
                                    Shared<Producer>& shared) {
   using T = typename Producer::Element;
-  const auto give_way = [](uint32_t a, uint32_t b) { return larger(a, b, T{}); };
-  const auto propagate = [](uint32_t a, uint32_t b) { return larger_or_nan(a, b, T{}); };
   const int warp = threadIdx.x / kWarp;
   float thread_amax = 0.0f;
 #pragma unroll
   for (int part = 0; part < Producer::kParts; ++part) {
     uint32_t maxima[kPatchRows];
-    find_row_maxima(made, part, propagate, maxima);
-    float of_word[Vector<T>::kPerWord];
-    unpack(propagate(propagate(maxima[0], maxima[1]), propagate(maxima[2], maxima[3])), of_word, T{});
-    const float amax = amax_of(0.0f, of_word);
-    if (amax != amax) find_row_maxima(made, part, give_way, maxima);  // to the scales a NaN says nothing
-    thread_amax = amax_of(thread_amax, amax);
+    thread_amax = amax_of(thread_amax, find_row_maxima(made, part, maxima));
     const float warp_maximum = put_row_maxima<T>(maxima, patch, group, shared.row_maxima[part]);
     if (threadIdx.x % kWarp == 0) shared.warp_maxima[part][warp] = warp_maximum;
     put_column_maxima(made, part, group, shared.column_maxima[part][warp]);
@@ -156,11 +170,11 @@ __device__ inline float element_of(const uint32_t* maxima, int i) {
 }
 
 // NaN, where there is nothing else, becomes 0.
-template <typename T, int kWords>
-__device__ inline float column_amax(const uint32_t (&maxima)[kWarps][kWords], int column) {
+template <typename T, int kOfWarps, int kWords>
+__device__ inline float column_amax(const uint32_t (&maxima)[kOfWarps][kWords], int column) {
   float amax = 0.0f;
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) amax = fmaxf(amax, element_of<T>(maxima[warp], column));
+  for (int warp = 0; warp < kOfWarps; ++warp) amax = fmaxf(amax, element_of<T>(maxima[warp], column));
   return amax;
 }
 

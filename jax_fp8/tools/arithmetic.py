@@ -255,11 +255,11 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(replace(setting, full=False, recompute=False))
     touched += AGAIN * setting.recompute * layers * setting.tokens * shape.width / tensor
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
-    if setting.by_tile:  # weights are cast anew, and both norms of a layer read their input twice
+    if setting.by_tile:  # weights are cast anew
         touched += CAST_BYTES * shape.of_layers / (setting.fsdp * setting.pipe * tensor)
+    if setting.by_tile and shape.width > 4096:  # both norms of a layer read their input twice, as some narrower ones do
         touched += 4 * layers * setting.tokens * shape.width / (tensor if setting.sequence_parallel else 1)
-    attended = (9 if setting.full else 7) * of_attention
-    kernels = products / rate + attended / rates.attention + touched / rates.memory
+    kernels = products / rate + (9 if setting.full else 7) * of_attention / rates.attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)
     if setting.pipe > 1:  # nothing is beside the loop over ticks, and nothing beside what is sent at the end of one
         return (kernels + EXPOSED_COST * in_layers) / (1 - setting.bubble) + params + _seconds_of_ticks(setting, rates)

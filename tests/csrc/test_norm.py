@@ -19,7 +19,8 @@ SCALE = 0.0123
 # A device without clusters; then one with shared memory for 64 columns only: the others are read again.
 NO_CLUSTERS = (("norm.cu", "compiled.ptxVersion < 90", "true"),)
 LITTLE_SHARED = (*NO_CLUSTERS, ("norm.cu", "(available - kStatic - kSlices)", "(64 * kColumnBytes)"))
-CLUSTER, ROWS, BACKWARD = "device/norm_cluster.cuh", "device/norm.cuh", "device/norm_backward.cuh"
+PARTS, CLUSTER, ROWS = "device/norm_parts.cuh", "device/norm_cluster.cuh", "device/norm.cuh"
+BACKWARD = "device/norm_backward.cuh"
 
 # Rows of a block as long as 32 vectors: the other vectors are further passes. Few threads are then used by no row.
 MANY_PASSES = (
@@ -117,7 +118,7 @@ def test_devices_without_clusters(source, changes):
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 8192), (16, 8208), (24, 64)])
 def test_which_shapes_are_for_clusters(shape):
-    twice = ((CLUSTER, "_with_nothing();", "_with_nothing(), arrive_at_cluster();"), *ONLY_BFLOAT16)
+    twice = ((PARTS, "_with_nothing();", "_with_nothing(), arrive_at_cluster();"), *ONLY_BFLOAT16)
     mistake_shows = pytest.raises(EmulationError, match="an arrival at the cluster's barrier that follows another")
     with mistake_shows if shape[0] == 16 and shape[1] <= 8192 else nullcontext():
         quantize(array(1, *shape, dtype=ml_dtypes.bfloat16), "layernorm", changes=twice)
@@ -252,18 +253,18 @@ def test_what_is_left_out_would_be_noticed(source):
 
 UNTIL = "  wait_for_cluster();  // until"
 MISTAKES = {
-    "no wait for those who have not begun": (CLUSTER, UNTIL, UNTIL.replace("wait", "if (block == 9) wait")),
-    "no barrier before the parts are read": (CLUSTER, "  arrive_at_cluster();\n  wait_for_cluster();\n", ""),
-    "a block that ends early": (CLUSTER, UNTIL, UNTIL.replace("wait", "if (block == 2) return;\n  wait")),
-    "parts in the place of others": (CLUSTER, "publish(part, parts[block]", "publish(part, parts[0]"),
-    "parts of equal weight": (CLUSTER, "count[k] = static_cast<float>(", "count[k] = 260; (void)("),
-    "no distance of means": (CLUSTER, "__fmul_rn(count[k], distance), distance, part", "0.0f, distance, part"),
-    "columns beyond the end": (CLUSTER, "return col_of(v) < end;", "return end > 0;"),
-    "rows beyond the end": (CLUSTER, "has_rows ? block_cols : 0", "block_cols"),
-    "no barrier before the statistics are read": (CLUSTER, "  __syncwarp();", ""),
+    "no wait for those who have not begun": (PARTS, UNTIL, UNTIL.replace("wait", "if (place.block == 9) wait")),
+    "no barrier before the parts are read": (PARTS, "  arrive_at_cluster();\n  wait_for_cluster();\n", ""),
+    "a block that ends early": (PARTS, UNTIL, UNTIL.replace("wait", "if (place.block == 2) return;\n  wait")),
+    "parts in the place of others": (PARTS, "publish(part, known.parts[place.block]", "publish(part, known.parts[0]"),
+    "parts of equal weight": (PARTS, "count[k] = static_cast<float>(", "count[k] = 260; (void)("),
+    "no distance of means": (PARTS, "__fmul_rn(count[k], distance), distance, part", "0.0f, distance, part"),
+    "columns beyond the end": (PARTS, "return col_of(v) < end;", "return end > 0;"),
+    "rows beyond the end": (PARTS, "has_rows ? place.cols : 0", "place.cols"),
+    "no barrier before the statistics are read": (PARTS, "  __syncwarp();", ""),
     "no barrier before the columns are read": (CLUSTER, "    __syncthreads();\n", ""),
     "another swizzle where columns are written": (CLUSTER, "+ warp) ^ lane]", "+ warp) ^ lane / 2]"),
-    "halves of parameters": (CLUSTER, "kept[which][four & 1]", "kept[which][~four & 1]"),
+    "halves of parameters": (PARTS, "kept[which][four & 1]", "kept[which][~four & 1]"),
     "values that are not rounded": (CLUSTER, "round_all<T>(x);", ""),
     "an amax that is not rounded": (CLUSTER, "to_float(from_float<T>(thread_amax))", "thread_amax"),
     "rows: no barrier before the patches": (ROWS, "  __syncthreads();\n\n  // Column c", "\n\n  // Column c"),
@@ -275,7 +276,7 @@ MISTAKES = {
 # 48 rows in clusters of 4, one block with more columns than the others; in blocks of rows, a part of a slice.
 @pytest.mark.parametrize("mistake", planted(MISTAKES))
 def test_a_mistake_is_noticed(mistake):
-    shape, others = ((48, 1040), ()) if MISTAKES[mistake][0] == CLUSTER else ((32, 1104), NO_CLUSTERS)
+    shape, others = ((48, 1040), ()) if MISTAKES[mistake][0] in (PARTS, CLUSTER) else ((32, 1104), NO_CLUSTERS)
     x = array(1, *shape, dtype=ml_dtypes.bfloat16, mean=0.5)
     changes = (MISTAKES[mistake], *others, *ONLY_BFLOAT16)
     with pytest.raises((EmulationError, AssertionError)):

@@ -9,7 +9,7 @@
 
 namespace emulation {
 
-constexpr size_t kMostFibers = 4096;
+constexpr size_t kMostFibers = 8192;
 
 enum State : unsigned char { kReady, kAtBlockBarrier, kAtClusterBarrier, kInWarp, kEnded, kAbsent };
 

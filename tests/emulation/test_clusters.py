@@ -127,7 +127,7 @@ def test_a_mistake_is_named(mistake):
         ({"cluster": 0}, "got CUDA error 912$"),
         ({"cluster": 16, "blocks": 16}, "got CUDA error 912$"),
         ({"cluster": 32, "blocks": 32, "allow_16": True}, "got CUDA error 912$"),
-        ({"cluster": 8, "threads": 544}, "a cluster of 4352 threads; here are 4096$"),
+        ({"cluster": 16, "blocks": 16, "threads": 544, "allow_16": True}, "a cluster of 8704 threads; here are 8192$"),
     ],
 )
 def test_a_cluster_beyond_the_limits_is_an_error(how, sentence):

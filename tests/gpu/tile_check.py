@@ -35,6 +35,8 @@ FORMULAS = {"power of two": ScaleFormula(power_2_scale=True), "exact": ScaleForm
 SHAPES = ((128, 128), (16, 16), (1, 1), (144, 272), (129, 127), (400, 1040), (1000, 336), (0, 16), (16, 0), (3, 4099))
 SHAPES += ((2048, 1024), (528, 48))
 FUSED_SHAPES = ((256, 384), (144, 272), (33, 65), (1000, 336), (2048, 1024))  # of norms and activations
+# Of norms: clusters of 1, 2, 4 and 8 blocks side by side; then two kernels, for tiles cut or too many columns.
+NORM_SHAPES = ((400, 496), (144, 768), (272, 1024), (656, 2048), (16, 4096), (400, 4096), (144, 1040), (144, 4224))
 SMALL = ((144, 272), (33, 65))
 ACTIVATIONS = ("gelu", "silu", "squared_relu", "swiglu")
 EPSILON = 1e-5
@@ -51,6 +53,13 @@ def fused_cases():
     """The same of norms and activations, which have fewer modes."""
     for number, shape in enumerate(FUSED_SHAPES if on_gpu() else SMALL):
         yield shape, SOURCES[number % 3], ("1d1d", "1d2d")[number % 2]
+
+
+def norm_cases():
+    """Those, and by line what clusters of blocks read once, or not; of float32 they hold half as much."""
+    yield from fused_cases()
+    for number, shape in enumerate(NORM_SHAPES if on_gpu() else SMALL[:1]):
+        yield from ((shape, source, "1d1d") for source in (jnp.bfloat16, SOURCES[1 + number % 2]))
 
 
 def uneven(seed, shape, dtype) -> np.ndarray:
@@ -178,7 +187,7 @@ def check_against_one_scale(report: Report, group, label, by_tile, others):
 
 
 def check_norms(report: Report):
-    for number, (shape, source, mode) in enumerate(fused_cases()):
+    for number, (shape, source, mode) in enumerate(norm_cases()):
         rng = np.random.default_rng(number)
         scale, bias = (rng.normal(1, 1, shape[1]).astype(np.float32) for _ in range(2))
         for norm in (NormParameters(scale, bias), NormParameters(scale, None)):
@@ -281,6 +290,7 @@ def time_casts(report: Report):
                 pairs,
             ),
             ("  one scale", 7, lambda dy, x: activation_backward_quantize(dy, x, "gelu", one, one), pairs),
+            # Of up to 4096 columns one kernel reads x once; of more, a second kernel reads it again.
             ("layernorm 1d1d", 4 + 2 / 32, lambda x, norm=norm: norm_quantize(x, norm, EPSILON, lines), single),
             ("  one scale", 4, lambda x, norm=norm: norm_quantize(x, norm, EPSILON, one), single),
         ]

@@ -118,10 +118,10 @@ def make_step(variant: Variant):
 
     def step(state, gradients, scales):
         params, opt_state, casts = state
-        rows = {path: row for row, path in enumerate(sorted(casts))}
+        how = {path: Cast.with_row(fp8.E4M3, scales, row) for row, path in enumerate(sorted(casts))}
         if variant.settings is None:
             gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        requests = {path: (casts[path], scales[row]) for path, row in rows.items()}
+        requests = {path: (pair, how[path]) for path, pair in casts.items()}
         request = fp8.InPlace(requests if variant.casts_in_place else {})
         updates, opt_state = tx.update(gradients, opt_state, params, in_place=request)  # Optax's own ignores it
         params = fp8.apply_updates(params, updates)
@@ -130,7 +130,6 @@ def make_step(variant: Variant):
             casts = {names_of(path): new.cast for path, new in updated if new.cast is not None}
         else:
             kernels = gemm_kernels(params)
-            how = {path: Cast.with_row(fp8.E4M3, scales, rows[path]) for path in kernels}
             casts = {path: quantize_transpose(kernel, how[path]) for path, kernel in kernels.items()}
         return params, opt_state, casts
 

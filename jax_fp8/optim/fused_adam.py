@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import check_flags, describe, flatten_like, structure_error
 from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
@@ -185,7 +186,7 @@ def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
         values = Fp8Pair.of(param.values, kept.fp8["transposed"], param.scale, kept.fp8["amax"])
         leaf = replace(leaf, cast=values, scale=scale_from_amax(kept.fp8["amax"], param.dtype))
     elif cast is not None:
-        leaf = replace(leaf, cast=cast[0], scale=cast[1])
+        leaf = replace(leaf, cast=cast[0], scale=cast[1].known_scale)
     if not (is_fp8(kept.mu) or is_fp8(kept.nu)):
         return leaf
     largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
@@ -262,14 +263,18 @@ def _all_finite(gradients, norm):
 def _requested_casts(in_place, params) -> tuple[list, list[SharedCast]]:
     """For each param its copy and scale, or None; and the copies of several that are all among these params."""
     arrays = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)
-    requests = {} if in_place is None else in_place.casts
+    requests = {} if in_place is None else {path: _as_cast(*of) for path, of in in_place.casts.items()}
     numbers = {names_of(path): number for number, (path, param) in enumerate(arrays) if not is_fp8(param)}
     shared = [
-        SharedCast(pair, scale, tuple(numbers[kernel] for kernel in kernels))
-        for kernels, (pair, scale) in requests.items()
+        SharedCast(pair, how.known_scale, tuple(numbers[kernel] for kernel in kernels))
+        for kernels, (pair, how) in requests.items()
         if not isinstance(kernels[0], str) and all(kernel in numbers for kernel in kernels)
     ]
     return [requests.get(names_of(path)) for path, _ in arrays], shared
+
+
+def _as_cast(pair, how) -> tuple[Fp8Pair, Cast]:
+    return pair, how if isinstance(how, Cast) else Cast.with_scale(pair.rowwise.dtype, how)
 
 
 def _decay_mask(mask, params, tree) -> list:

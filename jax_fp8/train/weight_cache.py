@@ -32,6 +32,7 @@ from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.kernels.explicit import whole_first
+from jax_fp8.kernels.shared_cast import can_be_written
 from jax_fp8.ops.weights import cast_gemms, kernels_of
 from jax_fp8.optim.updates import NewParam
 from jax_fp8.parallel.names import without_names
@@ -180,7 +181,7 @@ def cast_requests(
         if any(kernel.ndim != 2 for kernel in arrays):
             continue
         cast = _cast_of(cache[CAST_BY].recipe, path, fp8_state)
-        if _can_be_written(cast, [kernel.shape for kernel in arrays]):
+        if can_be_written(cast.rule, [kernel.shape[1] for kernel in arrays]):
             first, *others = kernels
             requests[kernels if others else first] = pair, cast
     return requests
@@ -210,14 +211,6 @@ def _cast_of(recipe, gemm, fp8_state) -> Cast:
     _check_has_scale(recipe, gemm, fp8_state)
     scales = at_path(fp8_state, gemm)["scale"] if recipe.has_state else None
     return recipe.cast(KERNEL, scales, lambda: np.float32(1))
-
-
-def _can_be_written(cast, _) -> bool:
-    """Whether an optimizer can cast kernels of these shapes side by side while it has them in hand."""
-    rule = cast.rule
-    if rule.tile is None:
-        return rule.formula is None
-    return False
 
 
 def _check_has_scale(recipe, gemm, fp8_state) -> None:

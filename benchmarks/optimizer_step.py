@@ -10,25 +10,27 @@ pass that cannot be joined with another. Afterwards every parameter must have mo
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tables
 from jax.tree_util import tree_leaves_with_path
+from optimizer_variants import VARIANTS, Variant
 from variants import SHAPES, Shape
 
 import jax_fp8 as fp8
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.scale import ScaleFormula
@@ -41,45 +43,8 @@ from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 HERE = pathlib.Path(__file__).resolve()
 RUNS = 5  # timed, each of so many programs in a row
 PROGRAMS = 5  # of many steps each
+SQUARES = fp8.BlockScaling().cast(KERNEL, None, lambda: jnp.float32(1))
 COPIED_WORDS = 2**29
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """An optimizer, what it keeps, and where the casts happen.
-
-    Args:
-      settings: of `fused_adamw`; None is `optax.adamw`.
-      casts_in_place: the optimizer writes the FP8 weights; else they are cast from the new parameters, read once more.
-      gradient_passes: how often all gradients must be read: once more where something depends on all of them.
-    """
-
-    label: str
-    settings: dict | None
-    param_dtype: Any = jnp.float32
-    casts_in_place: bool = True
-    gradient_passes: int = 1
-
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        if self.settings is None:
-            return optax.with_extra_args_support(optax.adamw(1e-4, weight_decay=0.1))
-        return fp8.fused_adamw(1e-4, weight_decay=0.1, **self.settings)
-
-
-BF16_MOMENTS = {"mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16}
-FP8_MOMENTS = {"mu_dtype": fp8.E4M3, "nu_dtype": fp8.E4M3}
-REMAINDERS = BF16_MOMENTS | {"master_dtype": "remainder"}
-CLIPPED = {"max_grad_norm": 1.0, "skip_nonfinite": True}
-VARIANTS = {
-    "optax": Variant("`optax.adamw`, casts apart", None, casts_in_place=False),
-    "casts_apart": Variant("`fused_adamw`, casts apart", {}, casts_in_place=False),
-    "in_place": Variant("`fused_adamw`", {}),
-    "clipped": Variant("`fused_adamw`, clipped, skipping", CLIPPED, gradient_passes=2),
-    "bf16_moments": Variant("`fused_adamw`, bfloat16 moments", BF16_MOMENTS),
-    "bf16_params": Variant("... and bfloat16 params, float32 masters", BF16_MOMENTS, jnp.bfloat16),
-    "remainder": Variant("... and remainders instead of masters", REMAINDERS, jnp.bfloat16),
-    "fp8_moments": Variant("`fused_adamw`, E4M3 moments", FP8_MOMENTS, gradient_passes=2),
-}
 
 
 # --- a step ---------------------------------------------------------------------------------------------------------
@@ -107,9 +72,16 @@ def gemm_kernels(params: Any) -> dict[LayerPath, jax.Array]:
     return {names: leaf for names, leaf in leaves.items() if names[-1] == "kernel" and leaf.ndim == 2}
 
 
-@jax.jit
-def first_cast(kernel: jax.Array) -> Fp8Pair:
-    return quantize_transpose(kernel, Cast.from_amax(fp8.E4M3, amax(kernel), ScaleFormula()))
+@partial(jax.jit, static_argnums=1)
+def first_cast(kernel: jax.Array, by_tile: bool = False) -> Fp8Pair:
+    cast = SQUARES if by_tile else Cast.from_amax(fp8.E4M3, amax(kernel), ScaleFormula())
+    return quantize_transpose(kernel, cast)
+
+
+def casts_with(variant: Variant, paths: Iterable[LayerPath], scales: jax.Array) -> dict[LayerPath, Cast]:
+    """How each weight is cast, by the names that lead to it."""
+    rows = enumerate(sorted(paths))
+    return {path: SQUARES if variant.by_tile else Cast.with_row(fp8.E4M3, scales, row) for row, path in rows}
 
 
 def make_step(variant: Variant):
@@ -118,10 +90,10 @@ def make_step(variant: Variant):
 
     def step(state, gradients, scales):
         params, opt_state, casts = state
-        rows = {path: row for row, path in enumerate(sorted(casts))}
+        how = casts_with(variant, casts, scales)
         if variant.settings is None:
             gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        requests = {path: (casts[path], scales[row]) for path, row in rows.items()}
+        requests = {path: (pair, how[path]) for path, pair in casts.items()}
         request = fp8.InPlace(requests if variant.casts_in_place else {})
         updates, opt_state = tx.update(gradients, opt_state, params, in_place=request)  # Optax's own ignores it
         params = fp8.apply_updates(params, updates)
@@ -130,7 +102,6 @@ def make_step(variant: Variant):
             casts = {names_of(path): new.cast for path, new in updated if new.cast is not None}
         else:
             kernels = gemm_kernels(params)
-            how = {path: Cast.with_row(fp8.E4M3, scales, rows[path]) for path in kernels}
             casts = {path: quantize_transpose(kernel, how[path]) for path, kernel in kernels.items()}
         return params, opt_state, casts
 
@@ -206,8 +177,9 @@ def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
     variant = VARIANTS[name]
     params = random_tree(gradients, 0.02, variant.param_dtype, seed=1)
     before = samples(params)
-    casts = {path: first_cast(kernel) for path, kernel in gemm_kernels(params).items()}
-    scales = jnp.stack([casts[path].rowwise.scale for path in sorted(casts)])  # one array, as update_state makes them
+    casts = {path: first_cast(kernel, variant.by_tile) for path, kernel in gemm_kernels(params).items()}
+    # One array, as update_state makes them; by tile nobody reads it.
+    scales = jnp.stack([jnp.max(casts[path].rowwise.scale) for path in sorted(casts)])
     state = params, jax.jit(variant.optimizer().init)(params), casts
     del params, casts
     moved = bytes_moved(variant, state, gradients)
@@ -218,7 +190,7 @@ def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
     compile_s = time.perf_counter() - start
     state, ms = milliseconds(lambda state: program(state, gradients, scales), state)
     ms /= steps
-    check(before, state, scales)
+    check(variant, before, state, scales)
     memory = program.memory_analysis()
     allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     num_params = sum(leaf.size for leaf in jax.tree.leaves(gradients))
@@ -242,18 +214,18 @@ def samples(params: Any) -> list[np.ndarray]:
 
 
 @jax.jit
-def is_cast_of(copies: Fp8Pair, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    fresh = quantize_transpose(kernel, Cast.with_scale(fp8.E4M3, scale))
+def is_cast_of(copies: Fp8Pair, kernel: jax.Array, cast: Cast) -> jax.Array:
+    fresh = quantize_transpose(kernel, cast)
     return jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(*map(jax.tree.leaves, (copies, fresh)), strict=True)]))
 
 
-def check(before: list[np.ndarray], state, scales: jax.Array) -> None:
+def check(variant: Variant, before: list[np.ndarray], state, scales: jax.Array) -> None:
     """A fast step that computes nothing is no step."""
     params, _, casts = state
     still = sum(np.array_equal(old, new) for old, new in zip(before, samples(params), strict=True))
     infinite = sum(not bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params))
-    kernels, expected = gemm_kernels(params), dict(zip(sorted(casts), scales, strict=True))
-    wrong = sum(not bool(is_cast_of(casts[path], kernels[path], scale)) for path, scale in expected.items())
+    kernels, expected = gemm_kernels(params), casts_with(variant, casts, scales)
+    wrong = sum(not bool(is_cast_of(casts[path], kernels[path], cast)) for path, cast in expected.items())
     if still or infinite or wrong:
         raise ValueError(
             f"every parameter must have moved, be finite and be cast, but {still} stood still, {infinite} are not "

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "ffi.h"
+#include "launch.h"
 
 namespace jax_fp8 {
 namespace {
@@ -57,17 +58,21 @@ struct Part {
   Storage storage = Storage::kNone;
 };
 
-// A cast that leaves side by side write, each its own columns. Its arrays are operands once, in this order.
+// A cast that leaves side by side write, each its own columns; by tile also that of one leaf. Its arrays are operands
+// once, in this order.
 struct SharedCast {
   uint8_t* values;
   uint8_t* values_t;
-  float* scale;
+  float* scale;  // by tile [rows / 128, cols / 128], rounded up
   float* amax;
+  float* scale_t;  // by tile only
   Storage storage;
   int64_t rows, cols;
 };
-constexpr size_t kSharedCastArrays = 4;
 constexpr int32_t kUnshared = -1;
+
+size_t shared_cast_arrays(bool by_tile) { return by_tile ? 5 : 4; }
+int64_t tiles_of(int64_t length) { return divide_up(length, kTile); }
 
 // Where the values of a leaf are in a shared cast.
 struct Place {
@@ -79,7 +84,8 @@ struct Place {
 // call makes thousands of checks, so the sentence is composed only for a rule that does not hold.
 class LeafReader {
  public:
-  LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
+  LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results, bool by_tile)
+      : operands_(operands), results_(results), by_tile_(by_tile) {}
 
   // The leaf of the next operands.
   AdamEntry read(int32_t layout, Place place) {
@@ -125,7 +131,7 @@ class LeafReader {
         .values_storage = values.storage,
         .decays = (layout & kDecays) != 0,
     };
-    AdamEntry entry{leaf, {.scale = scale, .mu_scale = mu_scale, .nu_scale = nu_scale}};
+    AdamEntry entry{leaf, {.scale = scale, .mu_scale = mu_scale, .nu_scale = nu_scale}, {}};
     if (place.shared_cast != kUnshared) share(place, g, values, entry);
     return entry;
   }
@@ -136,15 +142,18 @@ class LeafReader {
     const auto next = operands_.get<ffi::AnyBuffer>(next_operand_);
     if (next.has_value()) dimensions_ = next->dimensions();
     const Part values = updated("values"), values_t = updated("values_t", Shape::kTransposed);
-    float* const scale = scalar("scale");
+    const Part scale = updated("scale", by_tile_ ? Shape::kTiles : Shape::kScalar);
     float* const amax = scalar("amax");
+    const Part scale_t = by_tile_ ? updated("scale_t", Shape::kTransposedTiles) : Part{"scale_t"};
     check_values(values, values_t);
+    require(!by_tile_ || values.storage == Storage::kE4M3, values, "be float8_e4m3fn by tile");
     if (!checks_.passed()) return;
     shared_casts_.push_back({
         .values = static_cast<uint8_t*>(values.data),
         .values_t = static_cast<uint8_t*>(values_t.data),
-        .scale = scale,
+        .scale = static_cast<float*>(scale.data),
         .amax = amax,
+        .scale_t = static_cast<float*>(scale_t.data),
         .storage = values.storage,
         .rows = dimensions_[0],
         .cols = dimensions_[1],
@@ -156,7 +165,7 @@ class LeafReader {
   ffi::Error error() const { return checks_.error(); }
 
  private:
-  enum class Shape { kSame, kTransposed, kScalar };
+  enum class Shape { kSame, kTransposed, kScalar, kTiles, kTransposedTiles };
 
   void require(bool holds, const Part& part, const char* rule) {
     if (holds || !part.buffer || !checks_.passed()) return;
@@ -173,7 +182,7 @@ class LeafReader {
   // An operand that is also a result.
   Part updated(const char* name, Shape shape = Shape::kSame) {
     const Part part = operand(name);
-    if (shape != Shape::kScalar) check_alignment(part);
+    if (shape == Shape::kSame || shape == Shape::kTransposed) check_alignment(part);
     auto result = results_.get<ffi::AnyBuffer>(next_result_++);
     if (!part.buffer || !result.has_value()) return part;
     const auto arrived = part.buffer->dimensions();
@@ -182,6 +191,11 @@ class LeafReader {
               "have the shape of g");
     } else if (shape == Shape::kScalar) {
       require(arrived.size() == 0 && part.storage == Storage::kFloat32, part, "be a float32 scalar");
+    } else if (shape != Shape::kTransposed) {
+      const bool swap = shape == Shape::kTransposedTiles;
+      require(part.storage == Storage::kFloat32 && arrived.size() == 2 && dimensions_.size() == 2 &&
+                  arrived[swap] == tiles_of(dimensions_[0]) && arrived[!swap] == tiles_of(dimensions_[1]),
+              part, swap ? "be float32, one for each square of values_t" : "be float32, one for each square of values");
     } else {
       require(arrived.size() == 2 && dimensions_.size() == 2 && arrived[0] == dimensions_[1] &&
                   arrived[1] == dimensions_[0],
@@ -250,13 +264,27 @@ class LeafReader {
     leaf.rows = static_cast<int32_t>(cast.rows);
     leaf.values_stride = static_cast<int32_t>(cast.cols);
     leaf.values_storage = cast.storage;
-    if (first == 0) entry.renewed.scale = cast.scale;  // and with it the amax becomes zero
+    if (!by_tile_) {
+      if (first == 0) entry.renewed.scale = cast.scale;  // and with it the amax becomes zero
+      return;
+    }
+    require(first % kTile == 0 && (dimensions_[1] % kTile == 0 || first + dimensions_[1] == cast.cols), g,
+            "have squares of its own, in a shared cast by tile");
+    require(leaf.param != nullptr, g, "have a param, in a shared cast by tile");
+    const int64_t square_rows = tiles_of(cast.rows), first_square = first / kTile;
+    entry.squares = {
+        .scales = cast.scale + first_square,
+        .scales_t = cast.scale_t + first_square * square_rows,
+        .scales_stride = static_cast<int32_t>(tiles_of(cast.cols)),
+        .scales_t_stride = static_cast<int32_t>(square_rows),
+    };
   }
 
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
   ffi::AnyBuffer::Dimensions dimensions_;  // of the leaf's g, or the shared cast's values
   std::vector<SharedCast> shared_casts_;
+  bool by_tile_;
   Checks checks_{kOperation};
   const char* owner_ = "";
   int number_ = -1;
@@ -265,9 +293,9 @@ class LeafReader {
 
 // The lists must have the lengths that `layout` and the number of shared casts say,
 // before anything in them has a meaning.
-ffi::Error check_lengths(ffi::Span<const int32_t> layout, int32_t shared_casts, ffi::RemainingArgs operands,
+ffi::Error check_lengths(ffi::Span<const int32_t> layout, size_t shared_arrays, ffi::RemainingArgs operands,
                          ffi::RemainingRets results) {
-  size_t operand_count = kSharedCastArrays * shared_casts, result_count = operand_count;
+  size_t operand_count = shared_arrays, result_count = operand_count;
   for (int32_t leaf : layout) operand_count += operands_of(leaf), result_count += results_of(leaf);
   if (operands.size() == operand_count && results.size() == result_count) return ffi::Error::Success();
   const auto text = [](size_t operands, size_t results) {
@@ -281,8 +309,10 @@ ffi::Error check_lengths(ffi::Span<const int32_t> layout, int32_t shared_casts, 
 ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scales, ffi::AnyBuffer seed,
                 ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout,
                 int32_t shared_casts, ffi::Span<const int32_t> shared_cast, ffi::Span<const int32_t> first_column,
-                int32_t first_leaf, bool adam_w_mode) {
-  if (ffi::Error wrong = check_lengths(layout, shared_casts, operands, results); wrong.failure()) return wrong;
+                int32_t first_leaf, bool adam_w_mode, bool by_tile, int32_t margin, float amax_epsilon,
+                bool power_2_scale) {
+  const size_t shared_arrays = shared_cast_arrays(by_tile) * shared_casts;
+  if (ffi::Error wrong = check_lengths(layout, shared_arrays, operands, results); wrong.failure()) return wrong;
   if (shared_cast.size() != layout.size() || first_column.size() != layout.size()) {
     return ffi::Error::InvalidArgument(std::string(kOperation) +
                                        ": shared_cast and first_column must have a number per leaf");
@@ -297,7 +327,7 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
       .shape("seed", seed, {});
   if (!checks.passed()) return checks.error();
 
-  LeafReader reader(operands, results);
+  LeafReader reader(operands, results, by_tile);
   std::vector<AdamEntry> entries;
   entries.reserve(layout.size());
   for (int32_t i = 0; i < shared_casts; ++i) reader.read_shared_cast();
@@ -315,6 +345,14 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
       .leaf_count = static_cast<int>(leaf_count),
       .first_leaf = first_leaf,
       .adam_w_mode = adam_w_mode,
+      .tile_rule =
+          {
+              .square = true,
+              .square_t = true,
+              .margin = margin,
+              .amax_epsilon = amax_epsilon,
+              .power_2_scale = power_2_scale,
+          },
   };
   return launch_result(kOperation, launch_adam(arguments, stream));
 }
@@ -332,7 +370,11 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Attr<ffi::Span<const int32_t>>("shared_cast")   // of each leaf, -1 for none
                            .Attr<ffi::Span<const int32_t>>("first_column")  // of each leaf in its shared cast
                            .Attr<int32_t>("first_leaf")                     // its number in the tree
-                           .Attr<bool>("adam_w_mode"),
+                           .Attr<bool>("adam_w_mode")
+                           .Attr<bool>("by_tile")  // whether shared casts have a scale for each square, by this rule:
+                           .Attr<int32_t>("margin")
+                           .Attr<float>("amax_epsilon")
+                           .Attr<bool>("power_2_scale"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -1,6 +1,11 @@
-// Chunks of 16384 elements: flat where the shape does not matter, tiles of 128 x 128 where a transpose is written.
+// The kernel of leaves that are cast with one scale or not at all, and the launches of both kinds.
 #include "adam.h"
+
+#include <cmath>
+
 #include "device/adam.cuh"
+#include "device/adam_by_tile.cuh"
+#include "device/adam_table.cuh"
 #include "device/reduce.cuh"
 #include "device/tile.cuh"
 #include "launch.h"
@@ -8,117 +13,17 @@
 namespace jax_fp8 {
 namespace {
 
-// A warp has a row of a tile, four neighbours a thread: then every access of a warp is of whole 128-byte lines, be the
-// elements 4 bytes each or 1. A tile is four rounds of 8 x 32 patches, one per thread.
-constexpr int kTileThreads = 256;
-constexpr int kTileWidth = 4;
-constexpr int kGroups = 32;
-using LeafTile = Tile<kTileWidth, kGroups>;
-constexpr int kTileCols = LeafTile::kCols;
-constexpr int kRoundPatches = kTileThreads / kGroups;
-constexpr int kRoundRows = kRoundPatches * kPatchRows;
-constexpr int kVectors = kTileRows / kRoundPatches;  // of four neighbours, per thread
-constexpr int kChunk = kTileThreads * kTileWidth * kVectors;
-static_assert(kTileRows * kTileCols == kChunk, "a chunk is a tile, or as many elements in a row");
-
-// ---- the table: which leaves a launch updates, in its parameters ----------------------------------------------------
-
-constexpr int kParameterBytes = 32764;  // of a kernel
 constexpr int kTableLeaves = 336;
-
-struct AdamTable {
-  uint32_t first_block[kTableLeaves];  // ascending
-  int number[kTableLeaves];            // of the leaf within the whole call
-  AdamLeaf leaves[kTableLeaves];
-  int leaf_count;
-  int first_leaf;
-  bool adam_w_mode;
-  const float* scalars;
-  const float* scales;
-  const uint32_t* seed;
-};
+using AdamTable = LeafTable<kTableLeaves>;
 static_assert(sizeof(AdamTable) <= kParameterBytes, "the leaves of a launch travel in its parameters");
 
-__device__ inline int slot_of(const AdamTable& table, uint32_t block) {
-  int low = 0, high = table.leaf_count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (table.first_block[middle] <= block ? low : high) = middle;
-  }
-  return low;
-}
-
 // ---- the kernel -----------------------------------------------------------------------------------------------------
-
-// Which elements a thread updates: vector v starts at first + v / 4 * round_stride + v % 4 * stride,
-// if it ends before `end`.
-struct Walk {
-  int64_t first, round_stride, stride, end;
-};
-
-__device__ inline Walk flat_walk(const AdamLeaf& leaf, uint32_t chunk) {
-  const int64_t stride = kTileThreads * kTileWidth;
-  return {chunk * int64_t{kChunk} + threadIdx.x * kTileWidth, stride * kPatchRows, stride, leaf.rows * leaf.cols};
-}
-
-__device__ inline Walk tile_walk(const AdamLeaf& leaf, int64_t tile_row, int64_t tile_col) {
-  const int64_t row = tile_row + threadIdx.x / kGroups * kPatchRows;
-  const int64_t col = tile_col + threadIdx.x % kGroups * kTileWidth;
-  return {row * leaf.cols + col, kRoundRows * leaf.cols, leaf.cols, col < leaf.cols ? leaf.rows * leaf.cols : 0};
-}
-
-__device__ inline void put_patch(uint4* tile, int round, const uint32_t (&rows)[kPatchRows]) {
-  uint32_t columns[1][kTileWidth];
-  transpose_bytes(rows, columns[0]);
-  LeafTile::put(tile, threadIdx.x / kGroups + round * kRoundPatches, threadIdx.x % kGroups, columns);
-}
-
-// A patch of the rowwise values in a shared cast, whose rows are longer than those of the leaf.
-__device__ inline void store_patch(const AdamLeaf& leaf, int64_t tile_row, int64_t tile_col, int round,
-                                   const uint32_t (&rows)[kPatchRows]) {
-  const int64_t row = tile_row + round * kRoundRows + threadIdx.x / kGroups * kPatchRows;
-  const int64_t col = tile_col + threadIdx.x % kGroups * kTileWidth;
-  if (row >= leaf.rows || col >= leaf.cols) return;
-#pragma unroll
-  for (int i = 0; i < kPatchRows; ++i) {
-    store_words(leaf.values, (row + i) * leaf.values_stride + col, kTileWidth, rows + i);
-  }
-}
-
-// How the leaves of a kernel are kept. What is known to the compiler costs no instruction; a kernel that takes every
-// leaf decides at run time, the same way for a whole block, in code that is several times as long. kInFlight vectors
-// are loaded by a thread before it needs the first; kBlocks are resident on a multiprocessor.
-template <Storage kG, Storage kMoments, Storage kParam, Storage kMaster>
-struct Known {
-  static bool takes(const AdamLeaf& leaf) {
-    return leaf.g_storage == kG && leaf.mu_storage == kMoments && leaf.nu_storage == kMoments &&
-           leaf.param_storage == kParam && leaf.master_storage == kMaster;
-  }
-  static __device__ void tell(AdamLeaf& leaf) {
-    leaf.g_storage = kG, leaf.mu_storage = leaf.nu_storage = kMoments;
-    leaf.param_storage = kParam, leaf.master_storage = kMaster;
-  }
-  // FP8 moments are mostly arithmetic, and want more warps. The others want long runs of loads between runs of stores,
-  // for memory that turns around less often: measured, 9.3 instead of 9.5 ms for 1.3 billion params.
-  static constexpr int kInFlight = is_fp8(kMoments) ? 2 : 4;
-  static constexpr int kBlocks = is_fp8(kMoments) ? 4 : 2;
-};
-
-struct Unknown {
-  static bool takes(const AdamLeaf&) { return true; }
-  static __device__ void tell(AdamLeaf&) {}
-  static constexpr int kInFlight = 1;
-  static constexpr int kBlocks = 4;
-};
 
 template <typename Kind>
 __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const __grid_constant__ AdamTable table) {
   __shared__ uint4 tile[LeafTile::kChunks];
   const int slot = slot_of(table, blockIdx.x);
-  const int number = table.number[slot];
-  Step step = step_of(table.scalars, table.scales + number * kAdamScales, table.seed);
-  step.number = table.first_leaf + number;
-  step.couples_decay = !table.adam_w_mode;
+  const Step step = step_of(table, slot);
   if (step.scalars[kApply] == 0.0f) return;
   AdamLeaf leaf = table.leaves[slot];
   Kind::tell(leaf);
@@ -135,12 +40,9 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
   uint32_t rows[kPatchRows];
 #pragma unroll 1
   for (int vector = 0; vector < kVectors; vector += kCount) {  // not unrolled: the instruction cache is small
-    const int64_t first = walk.first + vector / kPatchRows * walk.round_stride + vector % kPatchRows * walk.stride;
+    const int64_t first = walk.at(vector);
     Words<kTileWidth> words[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (first + i * walk.stride + kTileWidth <= walk.end) load(leaf, first + i * walk.stride, words[i]);
-    }
+    load_vectors(leaf, walk, first, words);
 #pragma unroll
     for (int i = 0; i + kCount < kPatchRows; ++i) rows[i] = rows[i + kCount];
 #pragma unroll
@@ -199,11 +101,17 @@ __global__ void scalar_kernel(const __grid_constant__ ScalarTable table) {
 struct Kernel {
   bool (*takes)(const AdamLeaf&);
   void (*function)(AdamTable);
+  void (*by_tile)(SquareTable);
+  int square_carveout;
 };
 
 template <typename Kind>
 constexpr Kernel kernel() {
-  return {Kind::takes, adam_kernel<Kind>};
+  if constexpr (Kind::kMayHaveParam) {
+    return {Kind::takes, adam_kernel<Kind>, adam_by_tile_kernel<Kind>, kSquareCarveout<Kind>};
+  } else {
+    return {Kind::takes, adam_kernel<Kind>, nullptr, 0};
+  }
 }
 
 constexpr Storage kNone = Storage::kNone, kF32 = Storage::kFloat32, kBF16 = Storage::kBFloat16, kE4M3 = Storage::kE4M3,
@@ -235,41 +143,73 @@ int64_t blocks_of(const AdamLeaf& leaf) {
   return divide_up(leaf.rows, kTileRows) * divide_up(leaf.cols, kTileCols);
 }
 
+void put(AdamTable& table, int slot, const AdamEntry& entry) { table.leaves[slot] = entry.leaf; }
+
+void put(SquareTable& table, int slot, const AdamEntry& entry) {
+  table.of_leaves.leaves[slot] = entry.leaf;
+  table.squares[slot] = entry.squares;
+}
+
+AdamTable& leaves_of(AdamTable& table) { return table; }
+LeafTable<kSquareTableLeaves>& leaves_of(SquareTable& table) { return table.of_leaves; }
+
+cudaError_t launch(const Kernel& kernel, const AdamTable& table, unsigned blocks, cudaStream_t stream) {
+  kernel.function<<<blocks, kTileThreads, 0, stream>>>(table);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(const Kernel& kernel, const SquareTable& table, unsigned blocks, cudaStream_t stream) {
+  const auto by_tile = kernel.by_tile;
+  cudaError_t status = cudaFuncSetAttribute(by_tile, cudaFuncAttributeMaxDynamicSharedMemorySize, kStagedBytes);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(by_tile, cudaFuncAttributePreferredSharedMemoryCarveout, kernel.square_carveout);
+  if (status != cudaSuccess) return status;
+  by_tile<<<blocks, kTileThreads, kStagedBytes, stream>>>(table);
+  return cudaGetLastError();
+}
+
 // Collects leaves, and launches them when the table is full.
+template <typename Table, int kLeaves>
 class Launcher {
  public:
   Launcher(const AdamArguments& arguments, const Kernel& kernel, cudaStream_t stream)
       : kernel_(kernel), stream_(stream) {
-    table_.leaf_count = 0;
-    table_.first_leaf = arguments.first_leaf;
-    table_.adam_w_mode = arguments.adam_w_mode;
-    table_.scalars = arguments.scalars;
-    table_.scales = arguments.scales;
-    table_.seed = arguments.seed;
+    auto& leaves = leaves_of(table_);
+    leaves.leaf_count = 0;
+    leaves.first_leaf = arguments.first_leaf;
+    leaves.adam_w_mode = arguments.adam_w_mode;
+    leaves.scalars = arguments.scalars;
+    leaves.scales = arguments.scales;
+    leaves.seed = arguments.seed;
   }
 
-  cudaError_t add(const AdamLeaf& leaf, int number) {
-    const int slot = table_.leaf_count++;
-    table_.first_block[slot] = static_cast<uint32_t>(blocks_);
-    table_.number[slot] = number;
-    table_.leaves[slot] = leaf;
-    blocks_ += blocks_of(leaf);
-    return table_.leaf_count == kTableLeaves ? launch() : cudaSuccess;
+  Table& table() { return table_; }
+
+  cudaError_t add(const AdamEntry& entry, int number) {
+    auto& leaves = leaves_of(table_);
+    const int slot = leaves.leaf_count++;
+    leaves.first_block[slot] = static_cast<uint32_t>(blocks_);
+    leaves.number[slot] = number;
+    put(table_, slot, entry);
+    blocks_ += blocks_of(entry.leaf);
+    return leaves.leaf_count == kLeaves ? launch() : cudaSuccess;
   }
 
   cudaError_t launch() {
-    if (table_.leaf_count == 0) return cudaSuccess;
-    kernel_.function<<<static_cast<unsigned>(blocks_), kTileThreads, 0, stream_>>>(table_);
-    table_.leaf_count = 0;
+    auto& leaves = leaves_of(table_);
+    if (leaves.leaf_count == 0) return cudaSuccess;
+    const auto blocks = static_cast<unsigned>(blocks_);
+    const cudaError_t status = jax_fp8::launch(kernel_, table_, blocks, stream_);
+    leaves.leaf_count = 0;
     blocks_ = 0;
-    return cudaGetLastError();
+    return status;
   }
 
  private:
   const Kernel& kernel_;
   cudaStream_t stream_;
   int64_t blocks_ = 0;
-  AdamTable table_;
+  Table table_;
 };
 
 class ScalarLauncher {
@@ -301,8 +241,13 @@ class ScalarLauncher {
   ScalarTable table_;
 };
 
-bool any(const AdamRenewed& renewed) {
-  return renewed.scale != nullptr || renewed.mu_scale != nullptr || renewed.nu_scale != nullptr;
+bool is_cast_by_tile(const AdamEntry& entry) { return entry.squares.scales != nullptr; }
+
+// The first leaf of a shared cast by tile has no scale to renew, but an amax.
+bool renews(const AdamEntry& entry) {
+  const AdamRenewed& renewed = entry.renewed;
+  return renewed.scale != nullptr || renewed.mu_scale != nullptr || renewed.nu_scale != nullptr ||
+         is_cast_by_tile(entry);
 }
 
 }  // namespace
@@ -312,16 +257,21 @@ cudaError_t launch_adam(const AdamArguments& arguments, cudaStream_t stream) {
   ScalarLauncher scalars(arguments, stream);
   for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
     const AdamEntry& entry = arguments.entries[i];
-    if (any(entry.renewed)) status = scalars.add(entry, i);
+    if (renews(entry)) status = scalars.add(entry, i);
   }
   if (status == cudaSuccess) status = scalars.launch();
+  const TileRule& rule = arguments.tile_rule;
   for (const Kernel& kernel : kKernels) {
-    Launcher launcher(arguments, kernel, stream);
+    Launcher<AdamTable, kTableLeaves> launcher(arguments, kernel, stream);
+    Launcher<SquareTable, kSquareTableLeaves> by_tile(arguments, kernel, stream);
+    by_tile.table().rule = {std::ldexp(1.0f, rule.margin), rule.amax_epsilon, rule.power_2_scale};
     for (int i = 0; i < arguments.leaf_count && status == cudaSuccess; ++i) {
-      const AdamLeaf& leaf = arguments.entries[i].leaf;
-      if (blocks_of(leaf) != 0 && &kernel_of(leaf) == &kernel) status = launcher.add(leaf, i);
+      const AdamEntry& entry = arguments.entries[i];
+      if (blocks_of(entry.leaf) == 0 || &kernel_of(entry.leaf) != &kernel) continue;
+      status = is_cast_by_tile(entry) ? by_tile.add(entry, i) : launcher.add(entry, i);
     }
     if (status == cudaSuccess) status = launcher.launch();
+    if (status == cudaSuccess) status = by_tile.launch();
   }
   return status;
 }

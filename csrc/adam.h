@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "by_tile.h"
 #include "dtypes.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -65,9 +66,18 @@ struct AdamLeaf {
   bool decays;
 };
 
+// Where a leaf that is cast by tile puts the scales of its squares of 128 x 128; null for all others.
+struct AdamSquares {
+  float* scales;  // of values, from the first square of the leaf on
+  float* scales_t;
+  int32_t scales_stride;    // from a row of squares to the next
+  int32_t scales_t_stride;  // of scales_t
+};
+
 struct AdamEntry {
   AdamLeaf leaf;
   AdamRenewed renewed;
+  AdamSquares squares;
 };
 
 struct AdamArguments {
@@ -78,6 +88,7 @@ struct AdamArguments {
   int leaf_count;
   int first_leaf;  // the number of the first one within the tree, of which these may be a part
   bool adam_w_mode;
+  TileRule tile_rule;  // of casts by tile
 };
 
 cudaError_t launch_adam(const AdamArguments& arguments, cudaStream_t stream);

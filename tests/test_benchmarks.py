@@ -117,7 +117,9 @@ def test_optimizer_step_runs_whole(benchmark, tmp_path):
     assert "| `fused_adamw` |" in page
 
 
-@pytest.mark.parametrize(("name", "apart", "kernel"), [("optax", 26, 6), ("in_place", 26, 2), ("bf16_params", 20, 2)])
+@pytest.mark.parametrize(
+    ("name", "apart", "kernel"), [("optax", 26, 6), ("in_place", 26, 2), ("bf16_params", 20, 2), ("by_tile", 26, 2)]
+)
 def test_bytes_of_an_optimizer_step(benchmark, name, apart, kernel):
     """Per parameter: gradient read, moments and master read and written;
     per kernel of a GEMM its two casts on top, and its second read.
@@ -141,16 +143,16 @@ def test_an_optimizer_that_does_nothing_has_no_time(benchmark):
     import jax.numpy as jnp
 
     optimizer_step = benchmark("optimizer_step")
-    params = {"up": {"kernel": jnp.linspace(-1, 1, 32 * 16).reshape(32, 16)}}
+    params, variant = {"up": {"kernel": jnp.linspace(-1, 1, 32 * 16).reshape(32, 16)}}, optimizer_step.VARIANTS["optax"]
     before, (path,) = optimizer_step.samples(params), optimizer_step.gemm_kernels(params)
     moved = jax.tree.map(lambda p: p + 1, params)
     casts, fresh = ({path: optimizer_step.first_cast(tree["up"]["kernel"])} for tree in (params, moved))
     scales = jnp.stack([casts[path].rowwise.scale])
-    optimizer_step.check(before, (moved, None, fresh), jnp.stack([fresh[path].rowwise.scale]))
+    optimizer_step.check(variant, before, (moved, None, fresh), jnp.stack([fresh[path].rowwise.scale]))
     with pytest.raises(ValueError, match="1 stood still, 0 are not finite and 0 have other FP8 values"):
-        optimizer_step.check(before, (params, None, casts), scales)
+        optimizer_step.check(variant, before, (params, None, casts), scales)
     with pytest.raises(ValueError, match="0 stood still, 0 are not finite and 1 have other FP8 values"):
-        optimizer_step.check(before, (moved, None, casts), scales)
+        optimizer_step.check(variant, before, (moved, None, casts), scales)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ class Stack(nn.Module):
         return x
 
 
-def compiled(microbatches=1, change=lambda x: x) -> h200.Program:
+def compiled(microbatches=1, change=lambda x: x, cached=False) -> h200.Program:
     recipe, rows = fp8.BlockScaling(), jax.ShapeDtypeStruct((TOKENS * microbatches, WIDTH), jnp.bfloat16)
     model = Stack(recipe)
 
@@ -38,7 +38,14 @@ def compiled(microbatches=1, change=lambda x: x) -> h200.Program:
     step = fp8.make_train_step(
         loss_fn, fp8.fused_adamw(1e-3), recipe, microbatches, compiler_options=CUDA_GRAPH_OPTIONS
     )
-    state = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((16, WIDTH), jnp.bfloat16))
+    one = jnp.zeros((16, WIDTH), jnp.bfloat16)
+
+    def with_cache(key):
+        variables = dict(model.init(key, one))
+        return {**variables, "fp8_cache": fp8.cast_weights(variables, recipe, forward=lambda v: model.apply(v, one))}
+
+    init = (with_cache,) if cached else (lambda key, x: model.init(key, x), one)
+    state = step.state_shapes(init[0], jax.random.key(0), *init[1:])
     on = h200.on_one_device()
     return h200.compile(step, h200.shapes(state, on), h200.shapes(rows, on))
 
@@ -65,6 +72,17 @@ def test_nothing_is_between_casts_and_gemms(microbatches):
     assert scales_made(program) == []
     assert (program.graphs, dict(program.outside_graphs)) == (1, {})
     assert program.report.weight_casts == weights
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_optimizer_writes_the_weights_of_a_cache(microbatches):
+    """They are cast only where they are stale, in a branch of the one conditional, whose other branch does nothing."""
+    program, weights = compiled(microbatches, cached=True), 2 * LAYERS
+    assert (program.custom_calls["jax_fp8_adam"], program.custom_calls["jax_fp8_quantize_by_tile"]) == (1, weights)
+    [(keep, cast)] = program.report.conditionals
+    assert (program.report.weight_casts, keep.kernels, cast.weight_casts) == (0, 0, weights)
+    assert program.report.weight_copies == () and scales_made(program) == []
+    assert (program.graphs, dict(program.outside_graphs)) == (1, {})
 
 
 def cut_in_graph(program) -> list[str]:

@@ -51,9 +51,11 @@ RECIPES = {
 
 def abstract_state(recipe, tx, cached) -> fp8.TrainState:
     def create(tokens):
-        variables = dict(fp8.GPT(CONFIG, recipe=recipe).init(jax.random.key(0), tokens[:, :-1]))
+        model = fp8.GPT(CONFIG, recipe=recipe)
+        variables = dict(model.init(jax.random.key(0), tokens[:, :-1]))
         if cached:
-            variables["fp8_cache"] = fp8.cast_weights(variables, recipe)
+            forward = lambda variables: model.apply(variables, tokens[:, :-1])  # noqa: E731
+            variables["fp8_cache"] = fp8.cast_weights(variables, recipe, forward=forward)
         return fp8.TrainState.create(variables=variables, tx=tx)
 
     return jax.eval_shape(create, jax.ShapeDtypeStruct(BATCH, jnp.int32))
@@ -194,6 +196,8 @@ def check_loop_over_microbatches(program: h200.Program):
         pytest.param("current", 2, False, marks=pytest.mark.slow),  # as with 1, and as with delayed scaling
         pytest.param("delayed", 1, True, marks=in_place),
         pytest.param("delayed", 2, True, marks=in_place),
+        pytest.param("block", 1, True, marks=in_place),
+        pytest.param("block", 2, True, marks=[in_place, pytest.mark.slow]),  # as with 1, and as with delayed scaling
     ],
 )
 def test_step_on_one_device(recipe_name, microbatches, cached):

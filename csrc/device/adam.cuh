@@ -248,11 +248,11 @@ __device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (
   }
 }
 
-// Updates kCount neighbours; returns their FP8 values. Into a shared cast they are stored by patches.
+// Updates kCount neighbours; p becomes the weight that the model sees.
 template <int kCount>
-__device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words,
-                                  float& amax) {
-  float g[kCount], m[kCount], v[kCount], p[kCount];
+__device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words,
+                             float (&p)[kCount]) {
+  float g[kCount], m[kCount], v[kCount];
   unpack_words(leaf.g_storage, words.g, g);
   unpack_words(leaf.mu_storage, words.mu, m);
   unpack_words(leaf.nu_storage, words.nu, v);
@@ -270,6 +270,15 @@ __device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_
   store_words(leaf.mu, index * bytes_of(leaf.mu_storage), kCount * bytes_of(leaf.mu_storage), words.mu);
   store_words(leaf.nu, index * bytes_of(leaf.nu_storage), kCount * bytes_of(leaf.nu_storage), words.nu);
   store_weight(leaf, index, p);
+}
+
+// The same, and their FP8 values with the scale of the leaf, which it returns. Into a shared cast they are stored by
+// patches.
+template <int kCount>
+__device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words,
+                                  float& amax) {
+  float p[kCount];
+  renew(leaf, step, index, words, p);
   if (leaf.values == nullptr) return 0;
   amax = amax_of(amax, p);
   const uint32_t bytes = quantize(leaf.values_storage, p, step.cast_multiplier);

@@ -91,6 +91,12 @@ class Cast:
                 raise ValueError(f"a tile must be a tuple of its rows and columns, at least 1 each, got {one!r}")
         return cls(jnp.asarray(np.float32(1)), CastRule(jnp.dtype(dtype), 0, formula, *tiles))
 
+    @property
+    def known_scale(self) -> jax.Array:
+        """The scale f32[] of a cast that begins with it."""
+        assert self.rule.formula is None, "the source is a scale, or one of several"
+        return self.source[self.rule.row] if self.source.ndim else self.source
+
     def again(self, scale: jax.Array) -> "Cast":
         """The cast that gives the same tensor the same bits once more, when its scale f32[] is known;
         by tile, this one.

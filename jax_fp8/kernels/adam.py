@@ -12,8 +12,9 @@ compiler flushes them to zero.
 One launch serves many leaves, in place: XLA copies an array first only where it is still needed. A large tree takes
 several, so that on a mesh some params are updated while gradients of others are still being summed. A leaf with a
 `cast` is written in FP8 as well, with its transpose, its scale, and the maximum of its magnitudes, from which the next
-scale can be made; leaves side by side may share one such copy (kernels/shared_cast.py). Every scalar of a leaf has its
-own buffer, as a state wants it: cutting them out of one vector would take a small kernel each.
+scale can be made; leaves side by side may share one such copy, and those of block scaling have a scale for each square
+(kernels/shared_cast.py). Every scalar of a leaf has its own buffer, as a state wants it: cutting them out of one vector
+would take a small kernel each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8.core.cast import CastRule
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.kernels.adam_arrays import (
     SCALARS,
@@ -40,12 +42,13 @@ from jax_fp8.kernels.adam_arrays import (
     values_and_scale,
 )
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import quantize_reference
+from jax_fp8.kernels.casting import formula_attributes, quantize_reference
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
 from jax_fp8.kernels.shared_cast import (
-    SHARED_ARRAYS,
     Members,
     SharedCast,
+    arrays_by,
+    check_shards,
     check_shared_casts,
     on_this_shard,
     places,
@@ -110,14 +113,15 @@ def launches(sizes: Sequence[int], shared: Sequence[Members]) -> Iterator[tuple[
 
 def _launch(leaves, coefficients, seed, adam_w_mode, shared, first_leaf) -> tuple[list[Leaf], list[Fp8Pair]]:
     members = tuple(cast.leaves for cast in shared)
-    settings: dict[str, Any] = {"layouts": tuple(map(layout_of, leaves)), "shared": members}
+    rule = shared[0].rule if shared else None
+    settings: dict[str, Any] = {"layouts": tuple(map(layout_of, leaves)), "shared": members, "rule": rule}
     settings |= {"first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
     kernel, reference = (partial(_on_shard, form, **settings) for form in (_kernel, _reference))
     vector = jnp.stack([getattr(coefficients, number.name) for number in fields(Coefficients)])
-    operands = [vector, _scales(leaves, shared), seed, *(array for cast in shared for array in cast.pair.arrays)]
+    operands = [vector, _scales(leaves, shared), seed, *(array for cast in shared for array in cast.arrays)]
     operands += [array for leaf in leaves for array in arrays_of(leaf).values()]
-    results = iter(dispatch(_rule(leaves, members), kernel, reference, *operands))
-    pairs = [Fp8Pair.of(*(next(results) for _ in cast.pair.arrays)) for cast in shared]
+    results = iter(dispatch(_rule(leaves, members, rule), kernel, reference, *operands))
+    pairs = [cast.pair_of(results) for cast in shared]
     updated = ({name: next(results) for name in arrays_of(leaf) if name != "g"} for leaf in leaves)
     return [replace(leaf, **fields_of(arrays)) for leaf, arrays in zip(leaves, updated, strict=True)], pairs
 
@@ -198,7 +202,7 @@ def _rounded(product):
 
 def _scales(leaves: Sequence[Leaf], shared: Sequence[SharedCast]) -> jax.Array:
     """f32[leaves, 5]: `Scales` of each; 1 where there is none."""
-    of_shared = {number: cast.scale for cast in shared for number in cast.leaves}
+    of_shared = {number: cast.scale for cast in shared for number in cast.leaves if cast.rule is None}
 
     def row(number, leaf):
         (_, mu), (_, nu) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
@@ -209,8 +213,8 @@ def _scales(leaves: Sequence[Leaf], shared: Sequence[SharedCast]) -> jax.Array:
     return jnp.stack(scales).reshape(-1, len(Scales._fields))
 
 
-def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...]) -> str:
-    operands, results = shared_dims(len(shared), "in"), shared_dims(len(shared), "out")
+def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...], rule: CastRule | None) -> str:
+    operands, results = shared_dims(shared, "in", rule), shared_dims(shared, "out", rule)
     operands = ["coefficients", "leaves scales", "", *operands]
     rows_of = {number: row_dim(cast) for cast, members in enumerate(shared) for number in members}
     for number, leaf in enumerate(leaves):
@@ -223,25 +227,29 @@ def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...]) -> str:
     return f"{','.join(operands)}->{','.join(results)}"
 
 
-def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, first_leaf, adam_w_mode):
+def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, rule, first_leaf, adam_w_mode):
     """One of the two forms below on the arrays of this shard."""
-    casts, arrays = arrays[: 4 * len(shared)], arrays[4 * len(shared) :]
+    each = len(arrays_by(rule))
+    casts, arrays = arrays[: each * len(shared)], arrays[each * len(shared) :]
     starts = accumulate((len(names_in(layout)) for layout in layouts), initial=0)
     shapes = [arrays[start].shape for start, _ in zip(starts, layouts, strict=False)]
+    check_shards(shared, shapes, split, rule)
     widths = [[shapes[number][1] for number in members] for members in shared]
     old, room = [], []
     for cast, members in enumerate(shared):
-        was, to_write = on_this_shard(cast, members, casts[4 * cast : 4 * cast + 4], sum(widths[cast]), split)
+        here = casts[each * cast : each * (cast + 1)]
+        was, to_write = on_this_shard(cast, members, here, sum(widths[cast]), rule, split)
         old, room = [*old, was], [*room, *to_write]
-    settings = {"first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
+    settings = {"rule": rule, "first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
     written, updated = form(vector, scales, seed, room, arrays, layouts, shared, places(shared, shapes), **settings)
     unchanged = vector[-1] == 0  # `apply`
     rows = zip(shared, widths, written, old, strict=True)
-    whole = [with_all_columns(*row, split, unchanged) for row in rows]
-    return _whole_amaxes([*(array for pair in whole for array in pair), *updated], layouts, len(shared), split)
+    whole = [array for row in rows for array in with_all_columns(*row, rule, split, unchanged)]
+    names = [*arrays_by(rule) * len(shared), *(name for layout in layouts for name in names_in(layout)[1:])]
+    return _whole_amaxes([*whole, *updated], names, split)
 
 
-def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, first_leaf, adam_w_mode):
+def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, rule, first_leaf, adam_w_mode):
     """The new arrays of each shared cast, and of all leaves."""
     operands = [vector, scales, seed, *casts, *arrays]
     updated = list(range(3, 3 + len(casts)))
@@ -254,15 +262,15 @@ def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, f
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
     numbers = {"layout": layouts}
     numbers |= {"shared_cast": [of.cast for of in leaf_places], "first_column": [of.first_column for of in leaf_places]}
-    attributes = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
-    attributes |= {"shared_casts": np.int32(len(shared)), "first_leaf": np.int32(first_leaf)}
-    attributes |= {"adam_w_mode": adam_w_mode}
-    new = call(*operands, **attributes)
-    return [new[4 * cast : 4 * cast + 4] for cast in range(len(shared))], new[len(casts) :]
+    how: dict[str, Any] = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
+    how |= {"shared_casts": np.int32(len(shared)), "first_leaf": np.int32(first_leaf), "adam_w_mode": adam_w_mode}
+    how |= {"by_tile": rule is not None, **formula_attributes(None if rule is None else rule.formula)}
+    new, each = call(*operands, **how), len(arrays_by(rule))
+    return [new[each * cast : each * (cast + 1)] for cast in range(len(shared))], new[len(casts) :]
 
 
-def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, first_leaf, adam_w_mode):
-    remaining, leaves = iter(arrays), []
+def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, rule, first_leaf, adam_w_mode):
+    remaining, leaves, each = iter(arrays), [], len(arrays_by(rule))
     for number, (layout, row) in enumerate(zip(layouts, scales, strict=True)):
         of_leaf = {name: next(remaining) for name in names_in(layout)}
         leaf_number = np.uint32(first_leaf + number)
@@ -270,8 +278,9 @@ def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, first_le
     written = [
         shared_cast_reference(
             [leaves[number].param for number in members],
-            casts[4 * cast : 4 * cast + 4],
+            casts[each * cast : each * (cast + 1)],
             Scales(*scales[members[0]]).cast_scale,
+            rule,
             Coefficients(*vector).apply == 0,
         )
         for cast, members in enumerate(shared)
@@ -284,10 +293,8 @@ def _reference_of_leaf(vector, row, seed, number, arrays, layout, adam_w_mode) -
     return adam_leaf(leaf_of(layout, Scales(*row), arrays), Coefficients(*vector), seed, number, adam_w_mode)[0]
 
 
-def _whole_amaxes(results, layouts, shared_casts: int, split: Split) -> tuple[jax.Array, ...]:
+def _whole_amaxes(results: list[jax.Array], names: Sequence[str], split: Split) -> tuple[jax.Array, ...]:
     """Results with each amax that of the whole weight, not of this shard."""
-    results = list(results)
-    names = [*SHARED_ARRAYS * shared_casts, *(name for layout in layouts for name in names_in(layout)[1:])]
     positions = [i for i, name in enumerate(names) if name == "amax"]
     if split and positions:
         # pmax over every axis that splits any leaf: harmless to a leaf that is the same on all shards.

@@ -65,15 +65,20 @@ def has_kernel(*rules: CastRule) -> bool:
 
 def attributes(rule: CastRule) -> dict[str, Any]:
     """A rule in the kernels' words."""
-    formula = rule.formula if isinstance(rule.formula, ScaleFormula) else ScaleFormula()
-    how = {
-        "margin": np.int32(formula.margin),
-        "amax_epsilon": np.float32(formula.amax_epsilon),
-        "power_2_scale": formula.power_2_scale,
-    }
+    how = formula_attributes(rule.formula)
     if rule.tile is None:
         return {"row": np.int32(rule.row), "from_amax": rule.formula is not None, **how}
     return {"square": rule.tile == SQUARE, "square_t": rule.columnwise_tile == SQUARE, **how}
+
+
+def formula_attributes(formula: Any) -> dict[str, Any]:
+    """A `ScaleFormula` in the kernels' words; of anything else, those of the plainest one, which nobody reads."""
+    known = formula if isinstance(formula, ScaleFormula) else ScaleFormula()
+    return {
+        "margin": np.int32(known.margin),
+        "amax_epsilon": np.float32(known.amax_epsilon),
+        "power_2_scale": known.power_2_scale,
+    }
 
 
 def _is_known(formula) -> bool:

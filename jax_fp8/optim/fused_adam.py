@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import check_flags, describe, flatten_like, structure_error
 from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
-from jax_fp8.core.paths import names_of
+from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.adam import adam, adam_leaf
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
@@ -185,7 +186,7 @@ def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
         values = Fp8Pair.of(param.values, kept.fp8["transposed"], param.scale, kept.fp8["amax"])
         leaf = replace(leaf, cast=values, scale=scale_from_amax(kept.fp8["amax"], param.dtype))
     elif cast is not None:
-        leaf = replace(leaf, cast=cast[0], scale=cast[1])
+        leaf = replace(leaf, cast=cast[0], scale=cast[1].known_scale)
     if not (is_fp8(kept.mu) or is_fp8(kept.nu)):
         return leaf
     largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
@@ -260,16 +261,34 @@ def _all_finite(gradients, norm):
 
 
 def _requested_casts(in_place, params) -> tuple[list, list[SharedCast]]:
-    """For each param its copy and scale, or None; and the copies of several that are all among these params."""
+    """For each param its copy with one scale, and how it is cast, or None; and the copies of several, or by tile, that
+    are all among these params."""
     arrays = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)
-    requests = {} if in_place is None else in_place.casts
+    requests = {} if in_place is None else {path: _as_cast(*of) for path, of in in_place.casts.items()}
     numbers = {names_of(path): number for number, (path, param) in enumerate(arrays) if not is_fp8(param)}
+    own = {path: of for path, of in requests.items() if isinstance(path[0], str) and of[1].rule.tile is None}
+    side_by_side = {_kernels_at(path): of for path, of in requests.items() if path not in own}
     shared = [
-        SharedCast(pair, scale, tuple(numbers[kernel] for kernel in kernels))
-        for kernels, (pair, scale) in requests.items()
-        if not isinstance(kernels[0], str) and all(kernel in numbers for kernel in kernels)
+        _shared_cast(pair, how, tuple(numbers[kernel] for kernel in kernels))
+        for kernels, (pair, how) in side_by_side.items()
+        if all(kernel in numbers for kernel in kernels)
     ]
-    return [requests.get(names_of(path)) for path, _ in arrays], shared
+    return [own.get(names_of(path)) for path, _ in arrays], shared
+
+
+def _kernels_at(path) -> tuple[LayerPath, ...]:
+    """The names of kernels in one copy; those of one kernel are a path of names themselves."""
+    return (path,) if isinstance(path[0], str) else path
+
+
+def _shared_cast(pair, how: Cast, leaves: tuple[int, ...]) -> SharedCast:
+    if how.rule.tile is None:
+        return SharedCast(pair, how.known_scale, leaves)
+    return SharedCast(pair, None, leaves, how.rule)
+
+
+def _as_cast(pair, how) -> tuple[Fp8Pair, Cast]:
+    return pair, how if isinstance(how, Cast) else Cast.with_scale(pair.rowwise.dtype, how)
 
 
 def _decay_mask(mask, params, tree) -> list:

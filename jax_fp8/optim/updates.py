@@ -27,12 +27,12 @@ class InPlace:
     """The request for new params.
 
     `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale
-    f32[] to write them with. Kernels that stand side by side in one copy go by the tuple of their names, from left to
-    right.
+    f32[] to write them with, or a `Cast`: of a scale that is known before, or in squares. Kernels that stand side by
+    side in one copy go by the tuple of their names, from left to right.
     `apply`: bool[], False for a step that changes nothing; None is True.
     """
 
-    casts: Mapping[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array]] = field(default_factory=dict)
+    casts: Mapping[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array | Cast]] = field(default_factory=dict)
     apply: jax.Array | None = None
 
 

@@ -22,7 +22,7 @@ from jax_fp8.kernels.explicit import shards_of
 from jax_fp8.train.diagnostics import Observed
 from jax_fp8.train.gradients import accumulate_grads
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_listed, cast_weights, is_stale
+from jax_fp8.train.weight_cache import cached_gemms, cast_listed, cast_weights, is_stale
 
 
 @jax.tree_util.register_dataclass
@@ -46,14 +46,15 @@ class PendingStep:
 def begin(state: TrainState, recipe, cast: bool, gemms: Collection[LayerPath] = ()) -> PendingStep:
     """No microbatch yet.
 
-    With `cast`, the weights are cast here for all of them: where the state says what is cast, or `gemms` do.
+    With `cast`, the weights are cast here for all of them: where the state or its own cache says what is cast, or
+    `gemms` do.
     """
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
     cache = {}
     if cast and recipe is not None and recipe.has_state:
         cache = cast_weights(state.variables, recipe)
-    elif cast:
-        cache = cast_listed(state.params, recipe, gemms)
+    elif cast and recipe is not None:
+        cache = cast_listed(state.variables, recipe, gemms or cached_gemms(state.cache))
     return PendingStep(state.step, jnp.int32(0), jnp.float32(0), zeros, no_amaxes(state.fp8), cache)
 
 

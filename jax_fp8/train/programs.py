@@ -42,7 +42,7 @@ from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_requests, cast_weights, refresh, renewed
+from jax_fp8.train.weight_cache import cached_gemms, cast_listed, cast_requests, refresh, renewed
 
 LARGEST_LOSS = np.finfo(np.float32).max
 STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
@@ -184,11 +184,12 @@ class Programs:
             mesh = self.on_mesh(without_cache, microbatch, 1)
             return mesh.add_microbatch(self.microbatches, without_cache, pending, microbatch, is_first_microbatch)
         recipe: Any = self.recipe
-        by_gemm = added_by_gemms(state.fp8, pending.gradients)
+        gemms = cached_gemms(pending.cache)
+        by_gemm = added_by_gemms(state.fp8, pending.gradients, gemms)
         pending = begin_if_needed(
-            state, pending, is_first_microbatch, lambda: cast_weights(state.variables, recipe), by_gemm
+            state, pending, is_first_microbatch, lambda: cast_listed(state.variables, recipe, gemms), by_gemm
         )
-        return add_microbatch(self.loss_fn, self.microbatches, without_cache, pending, microbatch)
+        return add_microbatch(self.loss_fn, self.microbatches, without_cache, pending, microbatch, gemms)
 
     def apply(self, state, pending):
         self._check(state)

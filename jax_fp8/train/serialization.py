@@ -2,6 +2,7 @@
 `to_bytes`, `to_state_dict` and their inverses know FP8 arrays and states.
 """
 
+import dataclasses
 from typing import Any
 
 from flax import serialization
@@ -10,7 +11,7 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 
 
 def register_serialization(cls: type, names: list[str]) -> None:
-    """A class that is made of these attributes, by keyword, is a state dict of them."""
+    """A dataclass is a state dict of these attributes; what is static of it comes from the target."""
 
     def to_state_dict(value) -> dict[str, Any]:
         return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
@@ -20,7 +21,7 @@ def register_serialization(cls: type, names: list[str]) -> None:
         restored = {
             name: serialization.from_state_dict(getattr(target, name), state[name], name=name) for name in names
         }
-        return cls(**restored)
+        return dataclasses.replace(target, **restored)
 
     serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 

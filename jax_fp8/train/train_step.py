@@ -167,11 +167,11 @@ class TrainStep:
         return self._warm(state, batch)
 
     def start(self, state: TrainState) -> PendingStep:
-        """What `accumulate_step` adds to: sums at zero and, for delayed scaling, the weights in FP8.
-        It can be used for every step from now on.
+        """What `accumulate_step` adds to: sums at zero and, for delayed scaling or a state that carries them, the
+        weights in FP8. It can be used for every step from now on.
 
-        Current scaling casts the weights in every microbatch here, for only the loss of a batch would tell which;
-        a step as a whole casts them once.
+        Of a recipe without state, only the loss of a batch would tell which weights; where the state does not carry
+        them, they are cast in every microbatch here, while a step as a whole casts them once.
 
         On a mesh sums are shards, as the params are, and the first `accumulate_step` makes room for the weights in FP8,
         with either recipe: each device keeps what it computes with, gathered over `fsdp`. With `cache_weights=False`

@@ -9,12 +9,12 @@ another order in another program.
 
 The cache also carries the version of the params it was made from, a hash of samples of them. Whoever reads a cache
 compares versions first, on the device, and casts again where they differ: after an optimizer step, a checkpoint or an
-overwritten weight, no flag need be remembered.
+overwritten weight, no flag need be remembered. And it carries the recipe that it was cast by, as new params are.
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,14 +29,30 @@ from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
 from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.kernels.explicit import whole_first
-from jax_fp8.ops.weights import cast_gemms, cast_kernels, kernels_of
+from jax_fp8.kernels.shared_cast import can_be_written
+from jax_fp8.ops.weights import cast_gemms, kernels_of
 from jax_fp8.optim.updates import NewParam
 from jax_fp8.parallel.names import without_names
 from jax_fp8.train.checks import check_variables
+from jax_fp8.train.gradients import with_kernels
+from jax_fp8.train.serialization import register_serialization
 
 VERSION = "params_version"
+CAST_BY = "cast_by"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CastBy:
+    """What a cache was cast by, and is again when params are new; static, so that it has no arrays."""
+
+    recipe: Recipe = field(metadata={"static": True})
+
+
+register_serialization(CastBy, [])
 
 
 def cast_weights(
@@ -44,22 +60,27 @@ def cast_weights(
     recipe: Recipe,
     cache: Mapping | None = None,
     is_first_microbatch: bool | jax.Array | None = None,
+    *,
+    forward: Callable[[dict], Any] | None = None,
 ) -> dict:
-    """The kernel of every GEMM in FP8, cast with the scale that its state has now, or kept from a cache that still
-    holds.
+    """The kernel of every GEMM by this recipe in FP8: cast with the scale that its state has now, or, where the recipe
+    has no state, with scales of its own; or kept from a cache that still holds.
 
     With a cache it is one `lax.cond` over the whole of it. Call it inside the jitted function that takes the cache, and
     donate the cache there: then keeping it costs nothing, while a cache that is not donated is copied. (The compiler of
     jax 0.10 copies it in any case; since 0.11 it does not.)
 
     Args:
-      variables: "params" and "fp8", as `model.init` returned them.
-      recipe: the model's, a `DelayedScaling`.
+      variables: "params", and "fp8" where the recipe has state, as `model.init` returned them.
+      recipe: the model's.
       cache: of an earlier microbatch, or None: cast.
       is_first_microbatch: bool, or bool[] that may be traced: cast. Where it is False or None, a cache is kept while
         the params are those that it was made from, and made again otherwise: their version tells. That is a hash of the
         first row and the first column of each kernel, so it can miss a change of a few elements; the first microbatch
         of the next step does not.
+      forward: a function of the variables that runs the model, `lambda variables: model.apply(variables, x)`. It is
+        traced, and nothing is computed: a recipe without state leaves no other trace of which layers are in FP8. Needed
+        for the first cache of such a recipe, and for nothing else.
 
     Returns:
       The collection for `variables["fp8_cache"]`.
@@ -68,11 +89,13 @@ def cast_weights(
     _check_recipe(variables, recipe)
     first = False if is_first_microbatch is None else is_first_microbatch
     check_flag(first)
+    gemms = _gemms_of(variables, recipe, cache, forward)
     if cache is None:
-        return _cast_all(variables, recipe)
-    _check_cache(cache, variables, recipe)
+        return cast_listed(variables, recipe, gemms)
+    _check_cache(cache, variables, recipe, gemms)
     _warn_of_copies(cache)
-    return lax.cond(first | is_stale(cache, variables), lambda _: _cast_all(variables, recipe), dict, dict(cache))
+    stale = first | is_stale(cache, variables)
+    return lax.cond(stale, lambda _: cast_listed(variables, recipe, gemms), dict, dict(cache))
 
 
 def is_stale(cache: Mapping, variables: Mapping) -> jax.Array:
@@ -85,9 +108,11 @@ def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
     return cast_weights(variables, recipe, cache) if cache else {}
 
 
-def cast_listed(params: Mapping, recipe: Recipe | None, gemms: Collection[LayerPath]) -> dict:
-    """`cast_weights` for a recipe without state: the kernels of these GEMMs, each GEMM's with a scale of its own."""
-    return with_version(cast_gemms(params, {}, dict.fromkeys(gemms, recipe)), params)
+def cast_listed(variables: Mapping, recipe: Recipe, gemms: Collection[LayerPath]) -> dict:
+    """`cast_weights` of these GEMMs; {} where there are none."""
+    params, fp8_state = variables["params"], variables.get("fp8", {}) if recipe.has_state else {}
+    cache = cast_gemms(params, fp8_state, dict.fromkeys(gemms, recipe))
+    return {**with_version(cache, params), CAST_BY: CastBy(recipe)} if cache else {}
 
 
 def with_version(cache: Mapping, params: Mapping) -> dict:
@@ -95,11 +120,33 @@ def with_version(cache: Mapping, params: Mapping) -> dict:
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 
-def _cast_all(variables, recipe) -> dict:
-    recipes: dict = {}
-    map_gemms_with_path(lambda path, _: recipes.setdefault(path, recipe), variables["fp8"])
-    cache = cast_gemms(variables["params"], variables["fp8"], recipes)
-    return {**cache, VERSION: _version(variables["params"], cache)}
+def cached_gemms(cache: Mapping) -> list[LayerPath]:
+    """The GEMMs whose weights a cache has."""
+    return [path for path, _ in _cached(cache)]
+
+
+def _gemms_of(variables, recipe, cache, forward) -> list[LayerPath]:
+    """The GEMMs whose weights are cast: those of the state; without one those of the cache, or that are traced."""
+    if recipe.has_state:
+        paths: list[LayerPath] = []
+        map_gemms_with_path(lambda path, _: paths.append(path), variables["fp8"])
+        return paths
+    if cache is not None:
+        return cached_gemms(cache)
+    if forward is None:
+        raise ValueError(
+            f"cast_weights must know which layers are in FP8, and {type(recipe).__name__} leaves no trace of them in "
+            "the variables, got neither a cache nor forward; pass forward=lambda variables: model.apply(variables, x)"
+        )
+    with listing() as found:
+        jax.eval_shape(lambda *given: forward(*given), variables)
+    paths = with_kernels([path for path, gemm in found.items() if gemm.recipe == recipe], variables["params"])
+    if not paths:
+        raise ValueError(
+            f"forward must run layers with {recipe!r}, whose kernels are among the params by the path of their layer, "
+            f"got {len(found)} other layers in FP8; pass the recipe of the model"
+        )
+    return paths
 
 
 def _version(params, cache) -> jax.Array:
@@ -121,47 +168,58 @@ def _samples(kernel) -> jax.Array:
 
 def cast_requests(
     cache: Mapping, params: Mapping, fp8_state: Mapping
-) -> dict[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array]]:
-    """For `InPlace`: which weights an optimizer is to write in FP8, and the scales of `fp8_state` to write them with.
+) -> dict[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, Cast]]:
+    """For `InPlace`: which weights an optimizer is to write in FP8, and how they are cast, with scales of `fp8_state`
+    or of their squares.
 
-    Layers stacked by `nn.scan`, which have a scale each, are left to `refresh`.
+    Left to `refresh` are layers stacked by `nn.scan`, which have a scale each; a recipe that measures a whole tensor
+    before it is cast; and kernels side by side of which two share a square.
     """
     requests = {}
     for path, pair in _cached(cache):
-        kernels = kernel_paths(path)
-        if all(kernel.ndim == 2 for kernel in kernels_of(path, params)):
+        kernels, arrays = kernel_paths(path), kernels_of(path, params)
+        if any(kernel.ndim != 2 for kernel in arrays):
+            continue
+        cast = _cast_of(cache[CAST_BY].recipe, path, fp8_state)
+        if can_be_written(cast.rule, [kernel.shape[1] for kernel in arrays]):
             first, *others = kernels
-            requests[kernels if others else first] = pair, _scales_of(path, fp8_state)[KERNEL]
+            requests[kernels if others else first] = pair, cast
     return requests
 
 
 def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = None) -> dict:
     """The cache of new params or scales: as the optimizer wrote it, where `updates` are its,
     and cast here where it did not."""
+    if not cache:
+        return {}
     leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_fp8)
-    written = {names_of(path): leaf.cast for path, leaf in leaves if isinstance(leaf, NewParam)}
-    renewed: dict = {}
-    for path, old in _cached(cache):
-        new = written.get(kernel_paths(path)[0])
-        if new is None:
-            cast_of = partial(_with_scale_of_state, old.rowwise.dtype)
-            new = cast_kernels(kernels_of(path, params), cast_of, _scales_of(path, fp8_state))
-        put_at_path(renewed, path, {"kernel": new})
-    return {**renewed, VERSION: _version(params, cache)} if cache else {}
+    by_kernel = {names_of(path): leaf.cast for path, leaf in leaves if isinstance(leaf, NewParam)}
+    written = {path: by_kernel.get(kernel_paths(path)[0]) for path in cached_gemms(cache)}
+    recipe = cache[CAST_BY].recipe
+    others = [path for path, pair in written.items() if pair is None]
+    for path in others:
+        _check_has_scale(recipe, path, fp8_state)
+    renewed = cast_gemms(params, fp8_state, dict.fromkeys(others, recipe))
+    for path, pair in written.items():
+        if pair is not None:
+            put_at_path(renewed, path, {"kernel": pair})
+    return {**renewed, VERSION: _version(params, cache), CAST_BY: cache[CAST_BY]}
 
 
-def _scales_of(gemm, fp8_state) -> jax.Array:
+def _cast_of(recipe, gemm, fp8_state) -> Cast:
+    """How a kernel is cast, as far as that is known before it is there."""
+    _check_has_scale(recipe, gemm, fp8_state)
+    scales = at_path(fp8_state, gemm)["scale"] if recipe.has_state else None
+    return recipe.cast(KERNEL, scales, lambda: np.float32(1))
+
+
+def _check_has_scale(recipe, gemm, fp8_state) -> None:
     state = at_path(fp8_state, gemm)
-    if not isinstance(state, Mapping) or "scale" not in state:
+    if recipe.has_state and (not isinstance(state, Mapping) or "scale" not in state):
         raise ValueError(
             f"the FP8 state must have the scale of {'/'.join(gemm)}, which the weight cache holds, "
             f"got {describe(state)}; pass state and cache of one model, or cache={{}}"
         )
-    return state["scale"]
-
-
-def _with_scale_of_state(dtype, scales, _measure) -> Cast:
-    return Cast.with_row(dtype, scales, KERNEL)
 
 
 def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
@@ -176,20 +234,21 @@ def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
 def _check_recipe(variables, recipe):
     check_variables(variables)
     check_recipe(recipe)
-    if recipe is None or not recipe.has_state or not variables.get("fp8") or "params" not in variables:
+    if recipe is None or "params" not in variables or (recipe.has_state and not variables.get("fp8")):
         raise ValueError(
-            'cast_weights needs "params" and "fp8" of a model with the DelayedScaling recipe, '
-            f"got {describe(variables)} and {describe(recipe)}; pass what model.init returned. "
-            "Other recipes have no scales to cast with before the weights are read"
+            'cast_weights needs a recipe and "params", with DelayedScaling also "fp8", of a model with this recipe, '
+            f"got {describe(variables)} and {describe(recipe)}; pass what model.init returned"
         )
 
 
-def _check_cache(cache, variables, recipe):
-    expected = jax.eval_shape(lambda: _cast_all(variables, recipe))
+def _check_cache(cache, variables, recipe, gemms):
+    expected = jax.eval_shape(lambda: cast_listed(variables, recipe, gemms))
     difference = first_difference(expected, dict(cache))
-    if difference is not None:
+    if difference is None and jax.tree.structure(expected) != jax.tree.structure(dict(cache)):
+        difference = f"it was cast by {cache[CAST_BY].recipe!r}, not by {recipe!r}"
+    if difference is not None or not gemms:
         raise ValueError(
-            f"cache must be what cast_weights made of this model with this recipe, but {difference}; "
+            f"cache must be what cast_weights made of this model with this recipe, but {difference or 'it is empty'}; "
             "make it anew with cast_weights(variables, recipe)"
         )
 

@@ -22,16 +22,17 @@ from gpu.adam_check import (
 from gpu.kernel_check import Report
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.shared_cast import places
 
 ENTRY = """
 #include <vector>
 
 // Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers
-// behind them. Per shared cast: pointers to values, values_t, amax and scale.
+// behind them. Per shared cast: pointers to values, values_t, amax, scale and, by tile, scale_t, else null.
 extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode,
                     int64_t first_leaf, int64_t leaf_count, void* const* arrays, const int64_t* numbers,
-                    void* const* casts) {
+                    void* const* casts, int64_t margin, double amax_epsilon, int64_t power_2_scale) {
   using namespace jax_fp8;
   std::vector<AdamEntry> entries;
   for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 12) {
@@ -43,16 +44,25 @@ extern "C" int adam(const float* scalars, const float* scales, const uint32_t* s
                   numbers[1], rows, stride, storage(2), storage(3), storage(4), storage(5), storage(6), storage(7),
                   numbers[8] != 0};
     float* scale = scalar(8);
+    AdamSquares squares{};
     if (const int64_t cast = numbers[9], first = numbers[10]; cast >= 0) {
-      leaf.values = static_cast<uint8_t*>(casts[4 * cast]) + first;
-      leaf.values_t = static_cast<uint8_t*>(casts[4 * cast + 1]) + first * rows;
-      leaf.amax = static_cast<float*>(casts[4 * cast + 2]);
-      if (first == 0) scale = static_cast<float*>(casts[4 * cast + 3]);
+      void* const* own = casts + 5 * cast;
+      leaf.values = static_cast<uint8_t*>(own[0]) + first;
+      leaf.values_t = static_cast<uint8_t*>(own[1]) + first * rows;
+      leaf.amax = static_cast<float*>(own[2]);
+      float* const of_cast = static_cast<float*>(own[3]);
+      if (own[4] != nullptr) {
+        const int32_t down = (rows + kTile - 1) / kTile, across = (stride + kTile - 1) / kTile;
+        squares = {of_cast + first / kTile, static_cast<float*>(own[4]) + first / kTile * down, across, down};
+      } else if (first == 0) {
+        scale = of_cast;
+      }
     }
-    entries.push_back({leaf, {scale, scalar(9), scalar(10)}});
+    entries.push_back({leaf, {scale, scalar(9), scalar(10)}, squares});
   }
   const auto count = static_cast<int>(leaf_count), first = static_cast<int>(first_leaf);
-  return launch_adam({scalars, scales, seed, entries.data(), count, first, adam_w_mode != 0}, nullptr);
+  const TileRule rule{true, true, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon), power_2_scale != 0};
+  return launch_adam({scalars, scales, seed, entries.data(), count, first, adam_w_mode != 0, rule}, nullptr);
 }
 """
 # In the order of Storage; uint16 is a remainder.
@@ -96,24 +106,36 @@ def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=(), 
         stride = 0 if cast is None else cast.pair.rowwise.shape[1]
         values = values if cast is None else cast.pair.rowwise
         numbers[-1] += [*map(storage, (mu, nu, leaf.param, leaf.master, values)), leaf.decays, *place, stride]
-        row = [leaf.scale if cast is None else cast.scale, mu_scale, leaf.mu_scale, nu_scale, leaf.nu_scale]
+        row = [
+            leaf.scale if cast is None or cast.rule else cast.scale,
+            mu_scale,
+            leaf.mu_scale,
+            nu_scale,
+            leaf.nu_scale,
+        ]
         scales.append([1 if scale is None else scale for scale in row])
     scalars = np.array(list(vars(coefficients).values()), np.float32)
-    pairs = [cast.pair.arrays for cast in shared]
     casts = [
-        InPlace(np.asarray(array))
-        for values, values_t, scale, amax in pairs
-        for array in (values, values_t, amax, scale)
+        None if array is None else InPlace(np.asarray(array))
+        for values, values_t, scale, amax, *scale_t in (cast.arrays for cast in shared)
+        for array in (values, values_t, amax, scale, *(scale_t or [None]))
     ]
+    formula = shared[0].rule.formula if shared and shared[0].rule else ScaleFormula()
     results = iter(
         compile_for_cpu("adam.cu", ENTRY, changes).call(
             *("adam", scalars, np.array(scales, np.float32), np.array(seed, np.uint32), adam_w_mode, first_leaf),
             *(len(leaves), arrays, np.array(numbers, np.int64), casts),
+            *(formula.margin, float(formula.amax_epsilon), formula.power_2_scale),
         )
     )
     leaves = [updated(leaf, results) for leaf in leaves]
-    written = ([next(results) for _ in pair] for pair in pairs)
-    return [*leaves, *(Fp8Pair.of(values, values_t, scale, amax) for values, values_t, amax, scale in written)]
+    return [*leaves, *(written_pair(cast, results) for cast in shared)]
+
+
+def written_pair(cast, results):
+    """The next pair, whose amax stands before its scale here."""
+    values, values_t, amax, scale, *scale_t = (next(results) for _ in cast.arrays)
+    return cast.pair_of(iter([values, values_t, scale, amax, *scale_t]))
 
 
 def updated(leaf, results):
@@ -225,7 +247,7 @@ ONE_KERNEL = (
     ("adam.cu", "constexpr Kernel kKernels[] = {", "constexpr Kernel kKernels[] = {\n#if 0"),
     ("adam.cu", "    kernel<Unknown>(),", "#endif\n    kernel<Unknown>(),"),
 )
-ADAM = "device/adam.cuh"
+ADAM, TABLE = "device/adam.cuh", "device/adam_table.cuh"
 ROOT = "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)"
 QUOTIENT = "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)"
 STEP = "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))"
@@ -239,8 +261,8 @@ MISTAKES = {
 }  # fmt: skip
 STRIDE = "(row + i) * leaf.values_stride"
 SIDE_BY_SIDE_MISTAKES = {
-    "rows as long as those of the leaf": ("adam.cu", STRIDE, "(row + i) * leaf.cols"),
-    "rows one after the other": ("adam.cu", STRIDE, "row * leaf.values_stride + i * leaf.cols"),
+    "rows as long as those of the leaf": (TABLE, STRIDE, "(row + i) * leaf.cols"),
+    "rows one after the other": (TABLE, STRIDE, "row * leaf.values_stride + i * leaf.cols"),
     "the amax of the last leaf only": ("adam.cu", "merge_amax<kTileThreads>(amax, leaf.amax)", "*leaf.amax = amax"),
     "an amax that is never zero": ("adam.cu", "*table.amax[slot] = 0.0f", ""),
     "values where a leaf of its own has them": (ADAM, "leaf.values_stride == 0", "true"),

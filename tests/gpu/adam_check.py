@@ -26,9 +26,12 @@ import reference
 from gpu.kernel_check import E4M3, E5M2
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.cast import SQUARE, Cast
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, tiles_of
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.adam import TARGET, adam, launches
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
+from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
@@ -90,6 +93,11 @@ SHARED_MODES = (
     Mode(F16, (F16, BF16), (F16, F16, None), decays=False),
 )
 
+# The same with a scale for each square of 128 x 128: whole ones, cut ones, and several leaves in one row of them.
+TILED_SHAPES = ((144, (128, 48)), (16, (144,)), (272, (256, 128, 16)), (128, (128,)), (400, (272,)), (16, (16,)))
+LARGE_TILED_SHAPES = ((4096, (4096, 1024, 1024)), (1024, (2816, 2816)), (4112, (1040,)))
+FORMULAS = (ScaleFormula(power_2_scale=True), ScaleFormula(), ScaleFormula(margin=2, amax_epsilon=3.0))
+
 # Ordinary in the sense that every intermediate result is a normal number, infinite or NaN; the ties are those of
 # bfloat16, float16 and FP8.
 ORDINARY = (0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e-4, 3e38, -3.4e38, 65504.0, 65520.0, 447.9, -464.0)
@@ -128,8 +136,18 @@ def oracle_pair(leaves: list[Leaf], cast: SharedCast) -> Fp8Pair:
     """The shared cast of updated leaves."""
     rows = cast.pair.rowwise.shape[0]
     weight = np.concatenate([wide(leaves[number].param).reshape(rows, -1) for number in cast.leaves], axis=1)
+    if cast.rule is not None:
+        arrays = (square_cast(matrix, cast.rule.formula) for matrix in (weight, weight.T))
+        return Fp8Pair(*arrays, reference.amax(weight))
     values = reference.quantize(weight, cast.pair.rowwise.dtype.type, cast.scale)[0]
     return Fp8Pair.of(values, values.T, cast.scale, reference.amax(weight))
+
+
+def square_cast(matrix, formula: ScaleFormula) -> Fp8Array:
+    def scale_of(amax, dtype):
+        return reference.current_scale(amax, dtype, formula.amax_epsilon, formula.power_2_scale, formula.margin)
+
+    return Fp8Array(*reference.quantize_by_tile(matrix, FP8[0], SQUARE, scale_of), SQUARE)
 
 
 def wide(array) -> np.ndarray:
@@ -239,18 +257,27 @@ class Draw:
             decays=mode.decays,
         )
 
-    def side_by_side(self, shapes, modes) -> tuple[list[Leaf], list[SharedCast]]:
+    def side_by_side(self, shapes, modes, formula=None) -> tuple[list[Leaf], list[SharedCast]]:
         """Leaves of several shared casts, those of one cast from right to left and with a leaf of nobody after each;
-        modes in turn."""
+        modes in turn. With a formula, each square has a scale by it."""
         leaves, shared, modes = [], [], itertools.cycle(modes)
         for number, (rows, widths) in enumerate(shapes):
             start = len(leaves)
             for width in reversed(widths):
                 leaves += [self.leaf((rows, width), next(modes)), self.leaf((width,), SIX_MODES[0])]
             shape, dtype = (rows, sum(widths)), FP8[number % 2]
+            members = tuple(range(start, len(leaves), 2))[::-1]
+            if formula is not None:
+                arrays = (self.by_squares(of) for of in (shape, shape[::-1]))
+                rule = Cast.by_tile(E4M3, SQUARE, formula).rule
+                shared.append(SharedCast(Fp8Pair(*arrays, np.float32(99)), None, members, rule))
+                continue
             pair = Fp8Pair.of(np.zeros(shape, dtype), np.zeros(shape[::-1], dtype), self.scale(), np.float32(99))
-            shared.append(SharedCast(pair, self.scale(), tuple(range(start, len(leaves), 2))[::-1]))
+            shared.append(SharedCast(pair, self.scale(), members))
         return leaves, shared
+
+    def by_squares(self, shape) -> Fp8Array:
+        return Fp8Array(np.zeros(shape, E4M3), self.normal(tiles_of(shape, SQUARE), np.float32), SQUARE)
 
     def scale(self) -> np.float32:
         """Some FP8 moments saturate with it, most do not."""
@@ -326,6 +353,14 @@ def by_oracle(leaves, inputs, coefficients, seed, adam_w_mode):
 def shared_by_oracle(leaves, shared, inputs, coefficients, *args):
     updated = by_oracle(leaves, inputs, coefficients, *args)
     return [*updated, *(oracle_pair(updated, cast) if coefficients.apply else cast.pair for cast in shared)]
+
+
+@jax.jit
+def cast_apart(leaves, casts) -> list[Fp8Pair]:
+    """The pairs by tile that a cast of updated leaves makes."""
+    weights = ([leaves[number].param.astype(F32) for number in cast.leaves] for cast in casts)
+    whole = [jnp.concatenate(side_by_side, axis=1) for side_by_side in weights]
+    return [quantize_transpose(x, Cast(jnp.float32(1), cast.rule)) for x, cast in zip(whole, casts, strict=True)]
 
 
 def poison(pattern: int):
@@ -447,6 +482,29 @@ def check_shared_casts(report: Report):
         swapped = oracle_pair(kept, replace(shared[2], leaves=shared[2].leaves[::-1]))
         noticed = not np.array_equal(as_bytes(swapped.rowwise.values), as_bytes(pairs[2].rowwise.values))
         report.expect("controls: a wrong number is noticed", noticed, "the order of leaves does not change their cast")
+
+
+def check_casts_by_tile(report: Report):
+    """A scale for each square, from the new weights: what a cast of its own behind the step makes. Several steps in a
+    row, the third one skipped. The scales of the weights before are noticed."""
+    draw = Draw(12)
+    for formula, adam_w_mode in zip(FORMULAS if on_gpu() else FORMULAS[1:2], (True, False, True), strict=False):
+        shapes = TILED_SHAPES + (LARGE_TILED_SHAPES if on_gpu() else ())
+        leaves, shared = draw.side_by_side(shapes, SHARED_MODES, formula)
+        bare_casts, kept, pairs = [replace(cast, pair=None) for cast in shared], leaves, [cast.pair for cast in shared]
+        for step in range(4):
+            before = [replace(cast, pair=pair) for cast, pair in zip(shared, pairs, strict=True)]
+            inputs = [draw.inputs(leaf, F32 if leaf.param.dtype == F32 else BF16) for leaf in leaves]
+            args = inputs, numbers_of_step(step, apply=step != 2), np.uint32(step + 5), adam_w_mode
+            wanted = shared_by_oracle(kept, before, *args)
+            poison(0xA5 if step % 2 else 0x5A)
+            got = jax.device_get(shared_in_place(kept, pairs, bare_casts, *args))
+            compare(report, "casts by tile", got, wanted, f"step {step}, {formula}")
+            apart = jax.device_get(cast_apart(got, bare_casts))
+            compare(report, "casts by tile, apart", got[len(leaves) :] if step != 2 else apart, apart, f"step {step}")
+            last, kept, pairs = pairs, got[: len(leaves)], got[len(leaves) :]
+        noticed = not np.array_equal(np.asarray(last[0].rowwise.values), np.asarray(pairs[0].rowwise.values))
+        report.expect("controls: a wrong number is noticed", noticed, "a step changes no weight in FP8")
 
 
 def check_special_values(report: Report):
@@ -622,16 +680,17 @@ def check_refusals(report: Report):
     scalars = one_scale, one_scale  # of values: their scale and amax
     brain, weight, integer = x.astype(BF16), x.astype(E4M3), x.astype(jnp.int32)
 
-    def raw(layout, *arrays, shared=one, seed=None, aliased=True, place=(-1, 0), casts=()):
+    def raw(layout, *arrays, shared=one, seed=None, aliased=True, place=(-1, 0), casts=(), by_tile=False):
         operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *casts, *arrays]
-        shared_casts = len(casts) // 4
+        shared_casts = len(casts) // (5 if by_tile else 4)
         updated = [*range(3, 3 + len(casts)), *range(4 + len(casts), len(operands))]
         results = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in updated]
         aliases = {operand: result for result, operand in enumerate(updated)} if aliased else None
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
         attributes = {"layout": layout, "shared_cast": [place[0]], "first_column": [place[1]]}
         attributes = {name: np.array(numbers, np.int32) for name, numbers in attributes.items()}
-        attributes["first_leaf"] = np.int32(0)
+        attributes |= {"first_leaf": np.int32(0), "by_tile": by_tile, "margin": np.int32(0)}
+        attributes |= {"amax_epsilon": np.float32(0), "power_2_scale": True}
         return lambda: call(*operands, **attributes, shared_casts=np.int32(shared_casts), adam_w_mode=True)
 
     cases = [
@@ -683,6 +742,31 @@ def check_refusals(report: Report):
         (raw([1], *half, casts=(weight, weight, *scalars)), "values_t of shared cast 0 must have rank 2"),
         (raw([1], *half, casts=(x, x.T, *scalars)), "values of shared cast 0 must be float8_e4m3fn or float8_e5m2"),
     ]
+    one_square, two = jnp.ones((1, 1)), jnp.ones((2, 1))
+    tiled = weight, weight.T, one_square, one_scale, one_square
+    cases += [
+        (raw([1], *half, casts=pair, by_tile=True), "the arrays of its layout"),
+        (
+            raw([1], *half, casts=(*tiled[:2], two, *tiled[3:]), by_tile=True),
+            "scale of shared cast 0 must be float32, one for each square of values",
+        ),
+        (
+            raw([1], *half, casts=(*tiled[:4], two), by_tile=True),
+            "scale_t of shared cast 0 must be float32, one for each square of values_t",
+        ),
+        (
+            raw([1], *half, casts=(*(x.astype(E5M2) for x in tiled[:2]), *tiled[2:]), by_tile=True),
+            "values of shared cast 0 must be float8_e4m3fn by tile",
+        ),
+        (
+            raw([1], *half, place=(0, 0), casts=tiled, by_tile=True),
+            "g of leaf 0 must have squares of its own, in a shared cast by tile",
+        ),
+        (
+            raw([1], *half, place=(0, 32), casts=tiled, by_tile=True),
+            "g of leaf 0 must have squares of its own, in a shared cast by tile",
+        ),
+    ]
     for call, fragment in cases:
         try:
             jax.block_until_ready(jax.jit(call)())
@@ -696,7 +780,7 @@ def check_refusals(report: Report):
 
 
 CHECKS = [check_controls, check_what_is_written, check_shapes, check_modes, check_many_leaves, check_special_values]
-CHECKS += [check_shared_casts, check_launches]
+CHECKS += [check_shared_casts, check_casts_by_tile, check_launches]
 CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_elements, check_graphs, check_refusals]
 
 

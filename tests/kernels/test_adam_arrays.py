@@ -6,7 +6,7 @@ from dataclasses import fields
 import cpp
 
 from jax_fp8.kernels.adam_arrays import ARRAYS, Coefficients, Layout, Scales
-from jax_fp8.kernels.shared_cast import SHARED_ARRAYS
+from jax_fp8.kernels.shared_cast import TILED_ARRAYS
 
 
 def test_bits_of_a_layout():
@@ -18,7 +18,7 @@ def test_bits_of_a_layout():
 def test_order_of_arrays_and_numbers():
     of_leaf, of_shared_cast = cpp.source("adam.cc").split("void read_shared_cast")
     assert list(ARRAYS) == names_read(of_leaf)
-    assert list(SHARED_ARRAYS) == names_read(of_shared_cast)
+    assert list(TILED_ARRAYS) == names_read(of_shared_cast)
     assert [*names_in(Coefficients), "adam_scalars"] == lower(cpp.enum("adam.h", "AdamScalar"))
     assert [*Scales._fields, "adam_scales"] == lower(cpp.enum("adam.h", "AdamScale"))
 

@@ -10,9 +10,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kernels.test_adam import BF16, F32, PLAIN, REMAINDER, Kind, coefficients, make_leaf
 from reference import assert_same_bits
 
-from jax_fp8.core.cast import Cast
+from jax_fp8.core.cast import LINE, SQUARE, Cast
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, tiles_of
+from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.adam import adam
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.kernels.shared_cast import Place, SharedCast, places
@@ -20,6 +21,7 @@ from jax_fp8.kernels.shared_cast import Place, SharedCast, places
 ROWS = 64
 STEP = jax.jit(adam, static_argnums=3)
 SEED = jnp.uint32(7)
+STILL = coefficients(PLAIN), SEED, True
 
 
 def kernel(width, param=F32, master=None, mu=F32, rows=ROWS, seed=0):
@@ -130,6 +132,94 @@ def test_a_copy_whose_columns_are_split_comes_out_whole(axis_type):
     assert_same_pairs(jax.device_get(actual), jax.device_get(wanted))
 
 
+# ---- by tile ---------------------------------------------------------------------------------------------------------
+
+RULES = {
+    name: Cast.by_tile(E4M3, SQUARE, formula).rule
+    for name, formula in {"exact": ScaleFormula(), "power of two": ScaleFormula(0, 2.0, True)}.items()
+}
+
+
+def pair_by_tile(rows, width):
+    def old(*shape):
+        return Fp8Array(jnp.full(shape, 7, E4M3), jnp.full(tiles_of(shape, SQUARE), 9.0), SQUARE)
+
+    return Fp8Pair(old(rows, width), old(width, rows), jnp.float32(8))
+
+
+def tiled(rule, rows=144, widths=(128, 256, 48), dtype=BF16):
+    """Leaves from right to left, and after them one of its own copy."""
+    master = REMAINDER if dtype == BF16 else None
+    leaves = [kernel(width, dtype, master, rows=rows, seed=seed) for seed, width in enumerate(widths[::-1])]
+    shared = [SharedCast(pair_by_tile(rows, sum(widths)), None, tuple(range(len(widths)))[::-1], rule)]
+    shared += [SharedCast(pair_by_tile(rows, widths[-1]), None, (len(widths),), rule)]
+    return [*leaves, kernel(widths[-1], rows=rows, seed=9)], shared
+
+
+def expected_by_tile(leaves, cast):
+    return quantize_transpose(tuple(leaves[number].param for number in cast.leaves), Cast(jnp.float32(1), cast.rule))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_bits_by_tile(rule):
+    leaves, shared = tiled(rule)
+    updated, pairs = STEP(leaves, coefficients(PLAIN), SEED, True, shared)
+    assert_same_pairs(updated, STEP(leaves, coefficients(PLAIN), SEED, True)[0])
+    for cast, pair in zip(shared, pairs, strict=True):
+        wanted = expected_by_tile(updated, cast)
+        assert_same_pairs(pair, wanted)
+        assert jax.tree.structure(pair) == jax.tree.structure(wanted)
+        stale = expected_by_tile(leaves, cast)  # negative control
+        assert not np.array_equal(stale.rowwise.values, pair.rowwise.values)
+    unchanged = STEP(leaves, coefficients(PLAIN | {"apply": 0.0}), SEED, True, shared)
+    assert_same_pairs(unchanged, (leaves, [cast.pair for cast in shared]))
+
+
+def test_a_nan_says_nothing_to_the_scale_of_its_square():
+    leaves, shared = tiled(RULES["exact"], widths=(256,), dtype=F32)
+    spoiled = replace(leaves[0], param=leaves[0].param.at[5, 130].set(jnp.nan))
+    updated, pairs = STEP([spoiled, leaves[1]], coefficients(PLAIN), SEED, True, shared)
+    assert_same_pairs(pairs[0], expected_by_tile(updated, shared[0]))
+    assert np.isfinite(pairs[0].rowwise.scale).all() and np.isnan(pairs[0].amax)
+    assert np.isnan(np.asarray(pairs[0].columnwise.values, np.float32)).sum() == 1
+
+
+@pytest.mark.parametrize("apply", [1.0, 0.0])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("spec", [("x", None), (None, "x"), ("y", "x")], ids=str)
+def test_shards_by_tile(spec, axis_type, apply):
+    """Of whole squares. What stands alone stays where it is; what is beside others is gathered along its columns."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    leaves, shared = tiled(RULES["exact"], 256, (256, 512))
+    numbers = coefficients(PLAIN | {"apply": apply})
+    wanted = STEP(leaves, numbers, SEED, True, shared)
+
+    def place(tree, dims):
+        def put(x, *of):
+            return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*of)))
+
+        return jax.tree.map(lambda x: put(x, *dims) if x.ndim else put(x), tree)
+
+    def placed(cast):
+        rows, columns = spec if len(cast.leaves) == 1 else (spec[0], None)
+        pair = Fp8Pair(
+            place(cast.pair.rowwise, (rows, columns)), place(cast.pair.columnwise, (columns, rows)), cast.pair.amax
+        )
+        return replace(cast, pair=pair)
+
+    with jax.set_mesh(mesh):
+        actual = STEP(place(leaves, spec), numbers, SEED, True, [*map(placed, shared)])
+    assert_same_pairs(jax.device_get(actual), jax.device_get(wanted))
+
+
+def test_a_mesh_that_cuts_squares_is_refused():
+    leaves, shared = tiled(RULES["exact"])
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    split = NamedSharding(mesh, PartitionSpec("x", None))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="each device must hold whole tiles of 128"):
+        STEP([jax.tree.map(lambda x: jax.device_put(x, split), leaf) for leaf in leaves], *STILL, shared)
+
+
 REFUSED = {
     "another order of sizes": (
         {"pair": old_pair(160)},
@@ -158,6 +248,23 @@ def test_refusals(case):
     leaves = [*LEAVES, kernel(24), make_leaf(Kind((64,), F32, F32, None, F32, F32), 0), kernel(32, rows=32)]
     with pytest.raises(ValueError, match=sentence):
         adam(leaves, coefficients(PLAIN), SEED, True, [replace(SHARED[0], **change)])
+
+
+BY_TILE = {
+    "a square of two leaves": ({}, (48, 128), "begin at whole ones where they stand side by side"),
+    "other tiles": ({"rule": Cast.by_tile(E4M3, LINE, ScaleFormula()).rule}, (128, 48), "must be cast in squares"),
+    "another rule": ({"rule": RULES["power of two"]}, (128, 48), "must be alike"),
+    "one scale beside tiles": ({"rule": None}, (128, 48), "must be alike"),
+}
+
+
+@pytest.mark.parametrize("case", BY_TILE)
+def test_refusals_by_tile(case):
+    change, widths, sentence = BY_TILE[case]
+    leaves, (first, second) = tiled(RULES["exact"], widths=widths)
+    casts = [replace(first, **change), *([second] if "alike" in sentence else [])]
+    with pytest.raises(ValueError, match=sentence):
+        adam(leaves, *STILL, casts)
 
 
 def test_a_mistake_is_noticed():

@@ -257,11 +257,11 @@ def cached():
         (lambda: fp8.cast_weights(VARIABLES, "delayed"), "recipe must be .*, got 'delayed'"),
         (
             lambda: fp8.cast_weights(VARIABLES, fp8.CurrentScaling()),
-            "with the Delayed.*, got .* and a CurrentScaling; pass",
+            "must know which layers are in FP8, and CurrentScaling leaves no trace .*, got neither a cache nor forward",
         ),
         (
             lambda: fp8.cast_weights({"fp8": VARIABLES["fp8"]}, RECIPE),
-            'needs "params" and "fp8" .*, got a dict with \'fp8\'',
+            'needs a recipe and "params", with DelayedScaling also "fp8".*, got a dict with \'fp8\'',
         ),
         (
             lambda: fp8.cast_weights({"params": OTHER["params"], "fp8": VARIABLES["fp8"]}, RECIPE),

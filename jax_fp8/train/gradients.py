@@ -112,11 +112,11 @@ def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerP
 
 def with_kernels(gemms: Iterable[LayerPath], params: Mapping) -> list[LayerPath]:
     """Those whose kernels are among the params by their path."""
-    return [path for path in gemms if all(_is_kernel(at_path(params, name)) for name in kernel_paths(path))]
+    return [path for path in gemms if _are_kernels([at_path(params, name) for name in kernel_paths(path)])]
 
 
-def _is_kernel(leaf) -> bool:
-    return getattr(leaf, "ndim", 0) >= 2
+def _are_kernels(leaves) -> bool:
+    return bool(leaves) and all(getattr(leaf, "ndim", 0) >= 2 for leaf in leaves)
 
 
 def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
@@ -129,7 +129,7 @@ def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPat
     added: dict[LayerPath, None] = {}
     for path in paths:
         kernels = [at_path(sums, kernel) for kernel in kernel_paths(path)]
-        if any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
+        if not kernels or any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
             continue
         if not share_wgrad(kernels[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)):
             added |= dict.fromkeys(kernel_paths(path))

@@ -98,8 +98,7 @@ def with_version(cache: Mapping, params: Mapping) -> dict:
 def _cast_all(variables, recipe) -> dict:
     recipes: dict = {}
     map_gemms_with_path(lambda path, _: recipes.setdefault(path, recipe), variables["fp8"])
-    cache = cast_gemms(variables["params"], variables["fp8"], recipes)
-    return {**cache, VERSION: _version(variables["params"], cache)}
+    return with_version(cast_gemms(variables["params"], variables["fp8"], recipes), variables["params"])
 
 
 def _version(params, cache) -> jax.Array:

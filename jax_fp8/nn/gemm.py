@@ -32,12 +32,11 @@ from jax_fp8.core.shards import (
     parts_of,
     side_of,
 )
-from jax_fp8.core.state import initial_state, stage
-from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.core.state import stage
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_are_split_alike, layer_name
 from jax_fp8.nn.names import named
-from jax_fp8.ops.layer_gemm import check_multiples_of_16, layer_gemm
+from jax_fp8.ops.layer_gemm import check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -259,10 +258,7 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
             f'{layer}: delayed scaling needs the collection "fp8", which these variables lack; '
             'pass {"params": ..., "fp8": ...} as model.init returned them'
         )
-    initial = {}
-    if module.is_initializing():
-        amaxes = [amax_reference(kernel) for kernel in as_tuple(parameters.kernel)]
-        initial = initial_state(recipe, jnp.max(jnp.stack(amaxes)))
+    initial = first_state(recipe, parameters.kernel) if module.is_initializing() else {}
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
     history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
     if history.value.shape[-1] != recipe.amax_history_len:

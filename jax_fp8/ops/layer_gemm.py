@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
-from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.recorder import Recorder
 from jax_fp8.core.shards import TensorParallel, current_amax_axes
-from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.core.state import initial_state
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.quantize import Matrices, as_tuple
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -41,6 +43,12 @@ def layer_gemm(
     if weight is not None:
         _check_weight(layer, recipe, parameters, weight)
     return parameters, Fp8Gemm(recipe, layer, scales, record, weight, recorder is not None, current_amax_axes())
+
+
+def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:
+    """The state of a GEMM that has not run, by its kernels (k, n_i) side by side."""
+    amaxes = [amax_reference(kernel) for kernel in as_tuple(kernels)]
+    return initial_state(recipe, jnp.max(jnp.stack(amaxes)))
 
 
 def check_multiples_of_16(

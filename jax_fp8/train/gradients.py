@@ -7,6 +7,7 @@ what the layers left there. Gradients that add up over microbatches come back th
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -193,8 +194,23 @@ def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwarg
     value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
     if isinstance(loss_fn, LayeredLoss) and loss_fn.on_host and not has_aux:
         value_and_grads = _by_layer(loss_fn, variables, recorded, cotangents, args, kwargs, sums)
-    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
-    value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
+    of_rows = partial(value_and_grads, variables["params"])
+    return recorded_pass(of_rows, variables, recorded, cotangents, varying_axes(variables, args, kwargs))
+
+
+def recorded_pass(value_and_grads: Callable, variables: Mapping, recorded: Mapping, cotangents: Cotangents, axes):
+    """Run a pass whose layers have these recorders, whoever differentiates; and read what they left.
+
+    Args:
+      value_and_grads: of the vector f32[rows] whose cotangent takes amaxes, which the loss puts into `cotangents` (see
+        `sums_are_maxima`). Returns the loss (and aux), and two gradients: any, and that of the vector.
+      axes: as in `record_in`.
+
+    Returns:
+      Loss (and aux), gradients, and the amaxes f32[rows] of the pass.
+    """
+    rows = vary(no_amaxes(fp8_state_of(variables)), axes)
+    value, (grads, from_cotangents) = value_and_grads(rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
 

@@ -11,6 +11,7 @@ from jax_fp8.nnx.convert import Conversion, convert
 from jax_fp8.nnx.functional import split
 from jax_fp8.nnx.gradients import value_and_grad, warm_start
 from jax_fp8.nnx.layers import LayerNormLinear, LayerNormMLP, Linear
+from jax_fp8.nnx.linear_general import LinearGeneral
 from jax_fp8.nnx.state import Fp8State, fp8_state, update_state
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "LinearGeneral",
     "convert",
     "fp8_state",
     "split",

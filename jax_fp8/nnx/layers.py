@@ -11,6 +11,7 @@ from flax.nnx.nn import initializers
 from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.checks import check_flags, check_integer, check_number, describe, is_array
+from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.kernels.activation import is_gated
@@ -103,7 +104,7 @@ class Linear(LinearParams):
     ):
         self._layer = f"Linear({in_features}, {out_features})"
         sizes = {"in_features": in_features, "out_features": out_features}
-        _check(self._layer, sizes, recipe, dtype, param_dtype, use_bias=use_bias, recompute=recompute)
+        check_fields(self._layer, sizes, recipe, dtype, param_dtype, use_bias=use_bias, recompute=recompute)
         super().__init__(
             in_features,
             out_features,
@@ -120,14 +121,17 @@ class Linear(LinearParams):
         self.recompute = recompute
         self.fp8 = nnx.data(None if recipe is None else GemmState(recipe, self.kernel[...]))
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """(..., in) to (..., out); a residual (..., out) is added by the GEMM itself."""
-        _check_input(self._layer, x, self.in_features)
-        parameters, gemm = _gemm(self._layer, self.fp8, self.parameters)
+    def __call__(self, x: jax.Array, out_sharding: None = None, *, residual: jax.Array | None = None) -> jax.Array:
+        """(..., in) to (..., out); a residual (..., out) is added by the GEMM itself. The result is split as `x` and
+        kernel say: `out_sharding` is there as Flax passes it, and must be None.
+        """
+        check_sharding(self._layer, out_sharding)
+        check_input(self._layer, x, self.in_features)
+        parameters, gemm = gemm_of(self._layer, self.fp8, self.parameters)
         dtype = jnp.result_type(x, self.kernel[...]) if self.dtype is None else self.dtype
-        with jax.named_scope(_scope(self._layer, gemm)):
+        with jax.named_scope(scope_of(self._layer, gemm)):
             y, amaxes = linear(x, parameters, gemm, dtype, residual=residual, recompute=self.recompute)
-        _stage(self.fp8, gemm, amaxes)
+        stage_in(self.fp8, gemm, amaxes)
         return y
 
 
@@ -163,7 +167,7 @@ class LayerNormLinear(LinearParams):
         self._layer = f"LayerNormLinear({in_features}, {out_features})"
         sizes = {"in_features": in_features, "out_features": out_features}
         flags = {"use_bias": use_bias, "recompute": recompute, "return_input": return_input}
-        _check(self._layer, sizes, recipe, dtype, param_dtype, epsilon, **flags)
+        check_fields(self._layer, sizes, recipe, dtype, param_dtype, epsilon, **flags)
         self.norm = NormParams(in_features, norm, param_dtype)
         inits: Any = {"kernel_init": kernel_init, "bias_init": bias_init}
         super().__init__(in_features, out_features, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs, **inits)
@@ -172,12 +176,12 @@ class LayerNormLinear(LinearParams):
         self.fp8 = nnx.data(None if recipe is None else GemmState(recipe, self.kernel[...]))
 
     def __call__(self, x: jax.Array) -> Any:  # (..., in) -> (..., out), and with `return_input` (..., in)
-        _check_input(self._layer, x, self.in_features)
-        parameters, gemm = _gemm(self._layer, self.fp8, self.parameters)
+        check_input(self._layer, x, self.in_features)
+        parameters, gemm = gemm_of(self._layer, self.fp8, self.parameters)
         options: Any = {"return_input": self.return_input, "recompute": self.recompute}
-        with jax.named_scope(_scope(self._layer, gemm)):
+        with jax.named_scope(scope_of(self._layer, gemm)):
             y, amaxes = norm_linear(x, self.norm.parameters, parameters, gemm, self.epsilon, self.dtype, **options)
-        _stage(self.fp8, gemm, amaxes)
+        stage_in(self.fp8, gemm, amaxes)
         return y
 
 
@@ -218,7 +222,7 @@ class LayerNormMLP(nnx.Module):
         self._layer = f"LayerNormMLP({in_features}, {hidden_features})"
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
         flags = {"use_bias": use_bias, "recompute": recompute, "residual": residual}
-        _check(self._layer, sizes, recipe, dtype, param_dtype, epsilon, **flags)
+        check_fields(self._layer, sizes, recipe, dtype, param_dtype, epsilon, **flags)
 
         def linear_params(rows, columns, init):
             others: Any = {"use_bias": use_bias, "param_dtype": param_dtype, "bias_init": bias_init, "rngs": rngs}
@@ -237,40 +241,55 @@ class LayerNormMLP(nnx.Module):
         self.fp8 = nnx.data(nnx.Dict(gemms) if gemms else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., in)
-        _check_input(self._layer, x, self.in_features)
+        check_input(self._layer, x, self.in_features)
         up = [getattr(self, name).parameters for name in self.into]
         into = up[0] if len(up) == 1 else LinearParameters.beside(*up)
         states = None if self.fp8 is None else (self.fp8[joined_name(self.into)], self.fp8["down"])
         up_state, down_state = states or (None, None)
-        into, up_gemm = _gemm(self._layer, up_state, into)
-        down, down_gemm = _gemm(self._layer, down_state, self.down.parameters)
+        into, up_gemm = gemm_of(self._layer, up_state, into)
+        down, down_gemm = gemm_of(self._layer, down_state, self.down.parameters)
         gemms = None if up_gemm is None or down_gemm is None else (up_gemm, down_gemm)
         options: Any = {"residual": self.residual, "recompute": self.recompute}
         parameters = self.norm.parameters, into, down
-        with jax.named_scope(_scope(self._layer, up_gemm, inside=1)):
+        with jax.named_scope(scope_of(self._layer, up_gemm, inside=1)):
             y, amaxes = norm_mlp(x, *parameters, gemms, self.activation, self.epsilon, self.dtype, **options)
         if amaxes is not None:
-            _stage(up_state, up_gemm, amaxes[0])
-            _stage(down_state, down_gemm, amaxes[1])
+            stage_in(up_state, up_gemm, amaxes[0])
+            stage_in(down_state, down_gemm, amaxes[1])
         return y
 
 
-def _gemm(layer, state, parameters):
+def gemm_of(
+    layer: str, state: GemmState | None, parameters: LinearParameters
+) -> tuple[LinearParameters, Fp8Gemm | None]:
+    """What a layer hands to its op; no GEMM in FP8 without a state."""
     return (parameters, None) if state is None else state.gemm(layer, parameters)
 
 
-def _stage(state, gemm, amaxes):
-    if state is not None and amaxes is not None:
+def stage_in(state: GemmState | None, gemm: Fp8Gemm | None, amaxes: jax.Array | None) -> None:
+    """Stage what an op has returned of its forward, if it is in FP8."""
+    if state is not None and gemm is not None and amaxes is not None:
         state.stage(gemm, amaxes)
 
 
-def _scope(layer, gemm, inside=0) -> str:
-    """The path of a layer, if it is known, as Flax's modules put it around what they compute."""
+def scope_of(layer: str, gemm: Fp8Gemm | None, inside: int = 0) -> str:
+    """The name of what a layer computes: its path, if it is known, as Flax's Linen modules have it; the GEMM may be so
+    many names deeper.
+    """
     names = (layer if gemm is None else gemm.layer).split("/")
     return "/".join(names[: len(names) - inside]) or layer
 
 
-def _check(layer, sizes, recipe, dtype, param_dtype, epsilon=0.0, **flags):
+def check_fields(
+    layer: str,
+    sizes: Mapping[str, Any],
+    recipe: Recipe | None,
+    dtype: Any,
+    param_dtype: Any,
+    epsilon: Any = 0.0,
+    **flags: Any,
+) -> None:
+    """Raise unless a layer can be made of this; `sizes` are rows and columns of its kernel."""
     for name, size in sizes.items():
         check_integer(f"{layer}: {name}", size)
     check_recipe(recipe)
@@ -284,6 +303,16 @@ def _check(layer, sizes, recipe, dtype, param_dtype, epsilon=0.0, **flags):
     check_flags(**{f"{layer}: {name}": flag for name, flag in flags.items()})
 
 
-def _check_input(layer, x, features):
+def check_sharding(layer: str, out_sharding: Any) -> None:
+    """Raise where a result is asked to lie otherwise than its operands say."""
+    if out_sharding is not None:
+        raise ValueError(
+            f"{layer}: out_sharding must be None where the product is in FP8, got {out_sharding!r}; use jax.reshard on "
+            "the result"
+        )
+
+
+def check_input(layer: str, x: Any, features: int) -> None:
+    """Raise unless this is an array of so many features."""
     if not is_array(x) or not x.ndim or x.shape[-1] != features or not x.size:
         raise ValueError(f"{layer} needs an array whose last dim is {features}, got {describe(x)}; reshape or cast it")

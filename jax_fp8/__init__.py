@@ -18,6 +18,7 @@ from jax_fp8.models.params_file import load_params, save_params
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense
+from jax_fp8.nn.dot_general import DotGeneral
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.ops.rotary import RotaryScaling
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
@@ -46,6 +47,7 @@ __all__ = [
     "DelayedScaling",
     "Dense",
     "Diagnostics",
+    "DotGeneral",
     "Format",
     "Fp8Array",
     "GPTConfig",

@@ -26,6 +26,7 @@ ROOMS = {
     "parallel": {"core", "ops", "parallel"},
     "optim": {"core", "kernels", "optim"},
     "train": BELOW_TRAIN | {"train"},
+    "nnx": BELOW_TRAIN | {"nn", "train", "nnx"},
     "tools": BELOW_TRAIN | {"train", "tools"},
 }
 NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")

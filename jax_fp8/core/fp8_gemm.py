@@ -156,6 +156,13 @@ class Fp8Gemm:
             return found
         return jnp.maximum(found, measure(sources_of, tensors, pair.columnwise.T, pair.amax))
 
+    def record_forward(self, amaxes: jax.Array) -> None:
+        """Record the amaxes f32[2] of a forward pass, where that may be. The backward records them, too: a layer in a
+        scan relies on it, and so does one in a branch or under `jax.vmap`, where no Ref is.
+        """
+        if self.record.slot is None:
+            self.record.amaxes(lax.stop_gradient(amaxes))
+
     def record_backward(self, amaxes: jax.Array) -> "Fp8Gemm | None":
         """Record the amaxes f32[3] of a backward pass.
 

@@ -3,6 +3,9 @@
 A GEMM may multiply by several kernels side by side, each a layer of its own: queries, keys and values are one product
 of the same input. Its name is then theirs, joined: the GEMM `attention/query+key+value` has the kernels
 `attention/query/kernel`, `attention/key/kernel` and `attention/value/kernel`, in this order.
+
+A GEMM may also have no kernel by a path: it multiplies by what some layer has handed it. Its name is UNNAMED then, and
+whoever goes from a GEMM to its kernels (a weight cache, sums of gradients that GEMMs add up) leaves it out.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +15,7 @@ import jax
 
 LayerPath = tuple[str, ...]  # as in `nn.Module.path`
 BESIDE = "+"
+UNNAMED = "+product"
 
 
 def joined_name(names: tuple[str, ...]) -> str:
@@ -20,9 +24,11 @@ def joined_name(names: tuple[str, ...]) -> str:
 
 
 def kernel_paths(gemm: LayerPath) -> tuple[LayerPath, ...]:
-    """The kernels of a GEMM, in the order in which they stand side by side."""
+    """The kernels of a GEMM, in the order in which they stand side by side; () where no path leads to them."""
     if not gemm:
         return (("kernel",),)
+    if gemm[-1] == UNNAMED:
+        return ()
     *parents, name = gemm
     return tuple((*parents, layer, "kernel") for layer in name.split(BESIDE))
 

@@ -18,8 +18,7 @@ from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jax_fp8.core.batching import shared_amaxes
-from jax_fp8.core.fp8_array import Fp8Pair
-from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
+from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
@@ -28,17 +27,16 @@ from jax_fp8.core.shards import (
     Side,
     TensorDim,
     TensorParallel,
-    current_amax_axes,
     current_tensor,
     offer,
     parts_of,
     side_of,
 )
-from jax_fp8.core.state import initial_state, stage
-from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.core.state import stage
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_are_split_alike, layer_name
 from jax_fp8.nn.names import named
+from jax_fp8.ops.layer_gemm import check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
 
 
@@ -160,8 +158,7 @@ class DeclaredGemm:
         if amaxes is None or self.fp8 is None:
             return
         amaxes = lax.stop_gradient(amaxes)
-        if self.fp8.record.slot is None:
-            self.fp8.record.amaxes(amaxes)
+        self.fp8.record_forward(amaxes)
         if self.amax_history is not None:
             history = self.amax_history.value
             self.amax_history.value = stage(history, shared_amaxes(history, amaxes))
@@ -178,13 +175,16 @@ class GemmVariables(LinearVariables, kw_only=True):
 
 
 class GemmState(nn.Module):
-    """The FP8 state of a GEMM by several layers, in a module of its name."""
+    """The FP8 state of a GEMM by several layers, or of one that is no layer's, in a module of its name;
+    `layer`: what messages call it, if not by its path.
+    """
 
     recipe: Recipe | None
+    layer: str | None = None
 
     @nn.compact
     def __call__(self, parameters: LinearParameters, side: Side | None) -> DeclaredGemm:
-        return declare_state(self, parameters, self.recipe, side)
+        return declare_state(self, parameters, self.recipe, side, self.layer)
 
 
 def declare_gemm(module: Any, in_features: int, features: int, split: TensorSplit) -> DeclaredGemm:
@@ -224,16 +224,18 @@ def _on_shards(declared: DeclaredGemm, side: Side | None) -> DeclaredGemm:
 
 
 def declare_state(
-    module: nn.Module, parameters: LinearParameters, recipe: Recipe | None, side: Side | None
+    module: nn.Module, parameters: LinearParameters, recipe: Recipe | None, side: Side | None, layer: str | None = None
 ) -> DeclaredGemm:
-    """The state of a GEMM, in `module`, if its recipe has any; `side`: which dim of its kernels is split here."""
+    """The state of a GEMM, in `module`, if its recipe has any; `side`: which dim of its kernels is split here; `layer`:
+    what messages call it, None by its path.
+    """
     check_recipe(recipe)
     if recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
-    layer = layer_name(module)
-    _check_multiples_of_16(layer, parameters, None if side is None else current_tensor())
+    layer = layer or layer_name(module)
+    rows = as_tuple(parameters.kernel)[0].shape[0]
+    check_multiples_of_16(layer, rows, parameters.widths, None if side is None else current_tensor())
     history, scales = None, None
-    recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     if recipe.has_state:
         scales, history = _delayed_state(module, layer, parameters, recipe)
     elif module.has_variable("fp8", "amax_history"):
@@ -241,16 +243,10 @@ def declare_state(
             f"{layer}: {recipe!r} keeps no state, but these variables hold amax histories of delayed scaling; "
             'leave the collection "fp8" out, or give the model the recipe that they were made with'
         )
-    if recorder is not None and recorder.from_current:
-        scales = None
-    record = Record()
-    if recorder is not None:
-        record = recorder.record
-        parameters = replace(parameters, kernel=recorder.named(parameters.kernel))
-    weight = _cached_weight(module, layer, parameters, recipe)
+    recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
+    weight = module.get_variable("fp8_cache", "kernel")
+    parameters, gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight)
     register_gemm(module.path, recipe, weight is not None)
-    is_recorded, amax_axes = recorder is not None, current_amax_axes()
-    gemm = Fp8Gemm(recipe, layer, scales, record, weight, is_recorded, amax_axes)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), side)
 
@@ -262,10 +258,7 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
             f'{layer}: delayed scaling needs the collection "fp8", which these variables lack; '
             'pass {"params": ..., "fp8": ...} as model.init returned them'
         )
-    initial = {}
-    if module.is_initializing():
-        amaxes = [amax_reference(kernel) for kernel in as_tuple(parameters.kernel)]
-        initial = initial_state(recipe, jnp.max(jnp.stack(amaxes)))
+    initial = first_state(recipe, parameters.kernel) if module.is_initializing() else {}
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
     history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
     if history.value.shape[-1] != recipe.amax_history_len:
@@ -274,21 +267,6 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
             f"of {history.value.shape[-1]} steps; pass the recipe that they were made with"
         )
     return scale.value, history
-
-
-def _cached_weight(module, layer, parameters, recipe) -> Fp8Pair | None:
-    cached = module.get_variable("fp8_cache", "kernel")
-    if cached is None:
-        return None
-    shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
-    dtype = recipe.fp8_format.forward
-    if (cached.rowwise.shape, cached.columnwise.shape, cached.rowwise.dtype) != (shape, shape[::-1], dtype):
-        raise ValueError(
-            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, "
-            f"got {cached.rowwise.dtype} of shapes {cached.rowwise.shape} and {cached.columnwise.shape}; "
-            "make it with cast_weights from these variables"
-        )
-    return cached
 
 
 def _check_own_rows(module, in_features):
@@ -300,14 +278,3 @@ def _check_own_rows(module, in_features):
             f"got {in_features} features of the input and {kernel.shape[-2]} rows of the kernel on each device; "
             "set tensor_split, or the rules, of both"
         )
-
-
-def _check_multiples_of_16(layer, parameters, tensor):
-    of_each = "" if tensor is None else f" on each device of {tensor.axis}={tensor.size}"
-    sizes = [("in", as_tuple(parameters.kernel)[0].shape[0]), *(("out", width) for width in parameters.widths)]
-    for side, size in sizes:
-        if size % 16:
-            raise ValueError(
-                f"{layer}: FP8 needs {side} features divisible by 16{of_each}, got {size}; "
-                "pad them, or leave this layer in bfloat16 with recipe=None"
-            )

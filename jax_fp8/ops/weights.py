@@ -26,10 +26,12 @@ def cast_gemms(
     then: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair]] = MappingProxyType({}),
 ) -> dict:
     """The kernels of GEMMs in FP8, each by its recipe: with the scales of the state, or where it has none with scales
-    of their own. What `then` has of a GEMM is applied to its weight.
+    of their own. What `then` has of a GEMM is applied to its weight. GEMMs whose kernels no path leads to are left out.
     """
     cache: dict = {}
     for path, recipe in recipes.items():
+        if not kernel_paths(path):
+            continue
         state = at_path(fp8_state, path)
         scales = state["scale"] if state else None
         pair = cast_kernels(kernels_of(path, params), _cast_of(recipe), scales, then.get(path))

@@ -7,6 +7,7 @@ what the layers left there. Gradients that add up over microbatches come back th
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -112,11 +113,11 @@ def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerP
 
 def with_kernels(gemms: Iterable[LayerPath], params: Mapping) -> list[LayerPath]:
     """Those whose kernels are among the params by their path."""
-    return [path for path in gemms if all(_is_kernel(at_path(params, name)) for name in kernel_paths(path))]
+    return [path for path in gemms if _are_kernels([at_path(params, name) for name in kernel_paths(path)])]
 
 
-def _is_kernel(leaf) -> bool:
-    return getattr(leaf, "ndim", 0) >= 2
+def _are_kernels(leaves) -> bool:
+    return bool(leaves) and all(getattr(leaf, "ndim", 0) >= 2 for leaf in leaves)
 
 
 def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
@@ -129,7 +130,7 @@ def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPat
     added: dict[LayerPath, None] = {}
     for path in paths:
         kernels = [at_path(sums, kernel) for kernel in kernel_paths(path)]
-        if any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
+        if not kernels or any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
             continue
         if not share_wgrad(kernels[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)):
             added |= dict.fromkeys(kernel_paths(path))
@@ -193,8 +194,23 @@ def differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwarg
     value_and_grads = jax.value_and_grad(of_params, argnums=(0, 1), has_aux=has_aux)
     if isinstance(loss_fn, LayeredLoss) and loss_fn.on_host and not has_aux:
         value_and_grads = _by_layer(loss_fn, variables, recorded, cotangents, args, kwargs, sums)
-    rows = vary(no_amaxes(fp8_state_of(variables)), varying_axes(variables, args, kwargs))
-    value, (grads, from_cotangents) = value_and_grads(variables["params"], rows)
+    of_rows = partial(value_and_grads, variables["params"])
+    return recorded_pass(of_rows, variables, recorded, cotangents, varying_axes(variables, args, kwargs))
+
+
+def recorded_pass(value_and_grads: Callable, variables: Mapping, recorded: Mapping, cotangents: Cotangents, axes):
+    """Run a pass whose layers have these recorders, whoever differentiates; and read what they left.
+
+    Args:
+      value_and_grads: of the vector f32[rows] whose cotangent takes amaxes, which the loss puts into `cotangents` (see
+        `sums_are_maxima`). Returns the loss (and aux), and two gradients: any, and that of the vector.
+      axes: as in `record_in`.
+
+    Returns:
+      Loss (and aux), gradients, and the amaxes f32[rows] of the pass.
+    """
+    rows = vary(no_amaxes(fp8_state_of(variables)), axes)
+    value, (grads, from_cotangents) = value_and_grads(rows)
     amaxes = _amaxes(variables, recorded)
     return value, grads, jnp.maximum(amaxes, from_cotangents) if cotangents.is_used else amaxes
 

@@ -55,7 +55,8 @@ class Layers:
         return {
             gemm: recipe
             for gemm, recipe in self.gemms.items()
-            if all(kernel in places for kernel in kernel_paths(gemm))
+            if kernel_paths(gemm)
+            and all(kernel in places for kernel in kernel_paths(gemm))
             and (not recipe.has_state or at_path(fp8_state, gemm))
         }
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jax_fp8.core.paths import at_path, joined_name, kernel_paths, map_with_names, names_of, put_at_path
+from jax_fp8.core.paths import UNNAMED, at_path, joined_name, kernel_paths, map_with_names, names_of, put_at_path
 
 
 def test_a_node_is_found_where_its_names_lead():
@@ -26,6 +26,7 @@ def test_a_node_is_added_to_what_stands_there():
     [
         ((), [("kernel",)]),
         (("dense",), [("dense", "kernel")]),
+        (("layer_0", "query", UNNAMED), []),
         (("layer_0", "mlp", "gate+up"), [("layer_0", "mlp", "gate", "kernel"), ("layer_0", "mlp", "up", "kernel")]),
     ],
 )

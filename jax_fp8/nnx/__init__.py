@@ -1,0 +1,30 @@
+"""FP8 for Flax NNX: `import jax_fp8.nnx`.
+
+    model ─convert, or layers of this package─ value_and_grad → loss, gradients; amaxes staged in the model
+    optimizer.update, update_state → model
+
+State is in variables of a type of its own, `Fp8State`, beside the kernels. Numerics are those of the Linen layers: both
+call the same operations.
+"""
+
+from jax_fp8.nnx.convert import Conversion, convert
+from jax_fp8.nnx.functional import split
+from jax_fp8.nnx.gradients import value_and_grad, warm_start
+from jax_fp8.nnx.layers import LayerNormLinear, LayerNormMLP, Linear
+from jax_fp8.nnx.linear_general import LinearGeneral
+from jax_fp8.nnx.state import Fp8State, fp8_state, update_state
+
+__all__ = [
+    "Conversion",
+    "Fp8State",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "LinearGeneral",
+    "convert",
+    "fp8_state",
+    "split",
+    "update_state",
+    "value_and_grad",
+    "warm_start",
+]

@@ -1,0 +1,118 @@
+"""Gradients of NNX models, and beside them the amaxes of the backward pass, staged in the model.
+
+NNX differentiates, as `nnx.value_and_grad` does; train/gradients.py makes the recorders, which stand beside the state
+of each GEMM meanwhile, and reads them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_fp8.core.checks import check_bool
+from jax_fp8.core.recorder import Cotangents
+from jax_fp8.core.state import keep_known_rows, stage_joined
+from jax_fp8.kernels.varying import varying_axes
+from jax_fp8.nnx.state import attach, detach, finish_step, gemms_of, state_of, write
+from jax_fp8.train.gradients import record_in, recorded_pass, sums_are_maxima
+
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+
+
+def value_and_grad(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False) -> Callable:
+    """Like `nnx.value_and_grad`, and stages the amaxes of the pass in the `Fp8State` of every module it is given.
+
+        loss, grads = jax_fp8.nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        jax_fp8.nnx.update_state(model)
+
+    Several passes before one `update_state` (microbatches) stage the maximum of each.
+
+    Args:
+      loss_fn: `loss_fn(model, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
+      argnums: as in `nnx.value_and_grad`: 0 is all `nnx.Param` of the first argument, and
+        `nnx.DiffState(0, filter)` are others.
+      has_aux: as in `nnx.value_and_grad`.
+
+    Returns:
+      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
+    """
+
+    def finish(gemms, amaxes):
+        write(gemms, stage_joined(state_of(gemms), amaxes))
+
+    return _differentiated(loss_fn, argnums, has_aux, False, finish)
+
+
+def warm_start(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False) -> Callable:
+    """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
+    amax. Call it once, before the first step.
+
+        jax_fp8.nnx.warm_start(loss_fn)(model, batch)
+
+    Args:
+      loss_fn, argnums, has_aux: as in `value_and_grad`.
+
+    Returns:
+      A function of the same arguments that returns nothing: scales and first histories are in the model. Rows that have
+      a history already are left as they are. What else the loss changes in the model is changed.
+    """
+
+    def finish(gemms, amaxes):
+        before = state_of(gemms)
+        write(gemms, stage_joined(before, amaxes))
+        finish_step(gemms)
+        write(gemms, keep_known_rows(before, state_of(gemms)))
+
+    warmed = _differentiated(loss_fn, argnums, has_aux, True, finish)
+
+    @wraps(loss_fn)
+    def run(*args, **kwargs) -> None:
+        warmed(*args, **kwargs)
+
+    return run
+
+
+def _differentiated(loss_fn, argnums, has_aux, from_current, finish) -> Callable:
+    """`nnx.value_and_grad` with a recorder beside each GEMM; `finish(gemms, amaxes)` takes what they found."""
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn must be a function of a model, got {loss_fn!r}")
+    check_bool("has_aux", has_aux)
+    several = not isinstance(argnums, int | nnx.DiffState)
+
+    @wraps(loss_fn)
+    def run(*args, **kwargs):
+        names, given = tuple(kwargs), (*args, *kwargs.values())
+        gemms = gemms_of(given)
+        variables, cotangents = {"params": {}, "fp8": state_of(gemms)}, Cotangents()
+        axes = varying_axes(variables, *map(_arrays, given))
+        recorded = record_in(variables, cotangents, axes, from_current)
+
+        def of_rows(*given_and_rows):
+            *given, rows = given_and_rows
+            cotangents.vector = sums_are_maxima(rows)
+            positional = len(given) - len(names)
+            return loss_fn(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
+
+        def value_and_grads(rows):
+            wanted = (*(argnums if several else (argnums,)), len(given))
+            value, (*grads, from_cotangents) = nnx.value_and_grad(of_rows, argnums=wanted, has_aux=has_aux)(
+                *given, rows
+            )
+            return value, (tuple(grads) if several else grads[0], from_cotangents)
+
+        attach(gemms, recorded)
+        try:
+            value, grads, amaxes = recorded_pass(value_and_grads, variables, recorded, cotangents, axes)
+        finally:
+            detach(gemms)
+        finish(gemms, amaxes)
+        return value, grads
+
+    return run
+
+
+def _arrays(node: Any) -> list[Any]:
+    return jax.tree.leaves(nnx.state(node)) if isinstance(node, nnx.Module) else jax.tree.leaves(node)

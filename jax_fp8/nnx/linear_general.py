@@ -1,0 +1,101 @@
+"""A linear map over several dims, as the projections of `nnx.MultiHeadAttention` are: one product of matrices.
+
+x (..., in...)   kernel (in..., out...) ─as matrices→ (rows, k) · (k, n) ─linear→ (..., out...)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer
+
+from jax_fp8.core.checks import describe, is_array
+from jax_fp8.core.paths import UNNAMED
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, check_fields, check_sharding, gemm_of, scope_of, stage_in
+from jax_fp8.nnx.state import GemmState
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.parameters import LinearParameters
+
+Dims = int | Sequence[int]
+
+
+class LinearGeneral(nnx.Module):
+    """A linear map from some dims of `x` to others in FP8, in the place of `nnx.LinearGeneral`.
+
+    Variables: `kernel` (*in, *out) and `bias` (*out,). A kernel of two dims is that of a `Linear`, to a weight cache,
+    too. Of more dims, the state lies in `fp8["+product"]`, and no weight cache knows the kernel.
+
+    Args:
+      in_features, out_features: sizes, whose products are multiples of 16 unless `recipe` is None.
+      axis: the dims of `x` that are contracted, one for each of `in_features`; in ascending order.
+      use_bias, dtype, param_dtype, kernel_init, bias_init, recipe, recompute, rngs, kernel_metadata, bias_metadata: as
+        of `Linear`; initializers are given the shapes of matrices.
+    """
+
+    def __init__(
+        self,
+        in_features: Dims,
+        out_features: Dims,
+        *,
+        axis: Dims = -1,
+        use_bias: bool = True,
+        dtype: Dtype | None = jnp.bfloat16,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = LECUN,
+        bias_init: Initializer = ZEROS,
+        recipe: Recipe | None = DELAYED,
+        recompute: bool = False,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = NOTHING,
+        bias_metadata: Mapping[str, Any] = NOTHING,
+    ):
+        self.in_features, self.out_features, self.axis = map(_as_tuple, (in_features, out_features, axis))
+        self._layer = f"LinearGeneral({self.in_features}, {self.out_features})"
+        if len(self.in_features) != len(self.axis):
+            raise ValueError(f"{self._layer}: axis must have a dim for each of in_features, got {self.axis}")
+        k, n = self._k, self._n = math.prod(self.in_features), math.prod(self.out_features)
+        sizes = {"in_features": k, "out_features": n}
+        check_fields(self._layer, sizes, recipe, dtype, param_dtype, use_bias=use_bias, recompute=recompute)
+        kernel = kernel_init(rngs.params(), (k, n), param_dtype)
+        dims = (*kernel.shape[:-2], *self.in_features, *self.out_features)
+        self.kernel = nnx.Param(kernel.reshape(dims), **kernel_metadata)
+        bias = bias_init(rngs.params(), (n,), param_dtype).reshape(self.out_features) if use_bias else None
+        self.bias = nnx.data(None if bias is None else nnx.Param(bias, **bias_metadata))
+        self.use_bias, self.dtype, self.param_dtype, self.recompute = use_bias, dtype, param_dtype, recompute
+        state = None if recipe is None else GemmState(recipe, kernel)
+        is_matrix = len(self.in_features) == len(self.out_features) == 1
+        self.fp8 = nnx.data(state if is_matrix or state is None else nnx.Dict({UNNAMED: state}))
+
+    def __call__(self, x: jax.Array, out_sharding: None = None) -> jax.Array:
+        """The dims that are left, and then `out_features`; `out_sharding` as of `Linear`."""
+        check_sharding(self._layer, out_sharding)
+        contracted = self._contracted(x)
+        kept = [dim for dim in range(x.ndim) if dim not in contracted]
+        rows = jnp.transpose(x, [*kept, *contracted]).reshape(*(x.shape[dim] for dim in kept), self._k)
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...].reshape(self._n)
+        state = self.fp8[UNNAMED] if isinstance(self.fp8, nnx.Dict) else self.fp8
+        matrix = kernel.reshape(self._k, self._n)
+        parameters, gemm = gemm_of(self._layer, state, LinearParameters(matrix, bias))
+        dtype = jnp.result_type(x, kernel) if self.dtype is None else self.dtype
+        with jax.named_scope(scope_of(self._layer, gemm)):
+            y, amaxes = linear(rows, parameters, gemm, dtype, recompute=self.recompute)
+        stage_in(state, gemm, amaxes)
+        return y.reshape(*rows.shape[:-1], *self.out_features)
+
+    def _contracted(self, x) -> list[int]:
+        fits = is_array(x) and x.size and x.ndim >= len(self.axis)
+        dims = sorted(dim % x.ndim for dim in self.axis) if fits else []  # as Flax sorts them
+        if not fits or tuple(x.shape[dim] for dim in dims) != self.in_features:
+            raise ValueError(
+                f"{self._layer} needs an array whose dims {self.axis} are {self.in_features}, got {describe(x)}; "
+                "reshape or cast it"
+            )
+        return dims
+
+
+def _as_tuple(sizes: Any) -> tuple[int, ...]:
+    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)

@@ -1,0 +1,75 @@
+"""What a layer, of whatever library, hands to a composite op: its parameters, and how their GEMM is quantized.
+
+recipe, scales, recorder, cached weight ─layer_gemm→ parameters, Fp8Gemm ─linear, norm_linear, norm_mlp→ result
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
+from jax_fp8.core.recipe import DelayedScaling, Recipe
+from jax_fp8.core.recorder import Recorder
+from jax_fp8.core.shards import TensorParallel, current_amax_axes
+from jax_fp8.core.state import initial_state
+from jax_fp8.kernels.amax import amax_reference
+from jax_fp8.kernels.quantize import Matrices, as_tuple
+from jax_fp8.ops.parameters import LinearParameters
+
+
+def layer_gemm(
+    layer: str,
+    recipe: Recipe,
+    parameters: LinearParameters,
+    scales: jax.Array | None = None,
+    recorder: Recorder | None = None,
+    weight: Fp8Pair | None = None,
+) -> tuple[LinearParameters, Fp8Gemm]:
+    """The parameters and the `Fp8Gemm` of a layer, as the composite ops take them.
+
+    Args:
+      layer: its path, for messages.
+      scales: f32[3] of its state; None for a recipe without.
+      recorder: what whoever differentiates has put beside the state, if anybody does.
+      weight: the kernel where it has been cast already.
+    """
+    record = Record()
+    if recorder is not None:
+        record = recorder.record
+        scales = None if recorder.from_current else scales
+        parameters = replace(parameters, kernel=recorder.named(parameters.kernel))
+    if weight is not None:
+        _check_weight(layer, recipe, parameters, weight)
+    return parameters, Fp8Gemm(recipe, layer, scales, record, weight, recorder is not None, current_amax_axes())
+
+
+def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:
+    """The state of a GEMM that has not run, by its kernels (k, n_i) side by side."""
+    amaxes = [amax_reference(kernel) for kernel in as_tuple(kernels)]
+    return initial_state(recipe, jnp.max(jnp.stack(amaxes)))
+
+
+def check_multiples_of_16(
+    layer: str, rows: int, columns: tuple[int, ...], tensor: TensorParallel | None = None
+) -> None:
+    """Raise unless FP8 takes kernels (rows, columns_i) side by side."""
+    of_each = "" if tensor is None else f" on each device of {tensor.axis}={tensor.size}"
+    for side, size in [("in", rows), *(("out", width) for width in columns)]:
+        if size % 16:
+            raise ValueError(
+                f"{layer}: FP8 needs {side} features divisible by 16{of_each}, got {size}; "
+                "pad them, or leave this layer in bfloat16 with recipe=None"
+            )
+
+
+def _check_weight(layer, recipe, parameters, cached):
+    shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
+    dtype = recipe.fp8_format.forward
+    if (cached.rowwise.shape, cached.columnwise.shape, cached.rowwise.dtype) != (shape, shape[::-1], dtype):
+        raise ValueError(
+            f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, "
+            f"got {cached.rowwise.dtype} of shapes {cached.rowwise.shape} and {cached.columnwise.shape}; "
+            "make it with cast_weights from these variables"
+        )

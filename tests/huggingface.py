@@ -13,7 +13,7 @@ import numpy as np
 
 VOCAB = 96
 LLAMA = {
-    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "rope_theta": 10_000.0, "rope_scaling": None, "tie_word_embeddings": False,
     "attention_bias": False, "mlp_bias": False,

@@ -1,7 +1,9 @@
-"""Let the model of a run write, from its last checkpoint, with the recipe and the tokenizer that it was trained with.
+"""Let the model of a run write, from its last checkpoint, with the recipe and the tokenizer that it was trained with;
+or a model of Hugging Face, in bfloat16, or a file that `python -m jax_fp8 convert` made of one.
 
     python examples/train_gpt.py --name mine --checkpoint-every 100
     python examples/generate.py mine --prompt "def " --tokens 100 --temperature 0.8 --top-k 40
+    python examples/generate.py path/to/Llama-3.2-1B --prompt "def " --temperature 0
 
 notes of the checkpoint → model; its arrays → variables; prompt → tokens ─fp8.generate→ tokens → text
 
@@ -9,6 +11,7 @@ It reads, and writes nothing: the run may go on meanwhile. The model must fit on
 """
 
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
@@ -26,13 +29,15 @@ from text import ByteEncoder, Encoder, PairEncoder
 
 import jax_fp8 as fp8
 
+PARAMS = ".safetensors"
+
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
     """What shall be written."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
-    """A run's folder, or its name among those of --output."""
+    """A run's folder, or its name among those of --output; or a model's folder or file."""
     prompt: str = ""
     """The text that the model goes on from."""
     tokens: int = 100
@@ -83,15 +88,41 @@ def check(wish: Wish) -> None:
 
 
 def find(wish: Wish) -> Path:
-    """The run's folder."""
+    """The run's folder, or the model's folder or file."""
     places = [Path(wish.run), wish.output / wish.run]
-    found = next((path for path in places if path.is_dir()), None)
+    found = next((path for path in places if path.is_dir() or (path.suffix == PARAMS and path.is_file())), None)
     if found is None:
         raise ValueError(f"a run must be a folder, or one of {wish.output}, got {wish.run!r}; name one that is there")
     return found
 
 
-def load(run: Path) -> Trained:
+def load(path: Path) -> Trained:
+    """The model of a run, or one that was converted."""
+    return load_converted(path) if path.is_file() or _is_of_huggingface(path) else load_run(path)
+
+
+def load_converted(path: Path) -> Trained:
+    """A model of Hugging Face, or a file of params with its shape; the tokenizer lies beside."""
+    if path.is_file():
+        config, params, beside = fp8.load_config(path), fp8.load_params(path), path.with_name(TOKENIZER)
+    else:
+        (config, params), beside = fp8.load_huggingface(path), path / TOKENIZER
+    if not beside.is_file():
+        raise ValueError(f"{beside} must have the tokenizer of the model, got no such file; copy it there")
+    model = fp8.GPT(config, recipe=None)
+    return Trained(model, {"params": jax.device_put(params)}, PairEncoder.load(beside), f"{path}, bf16")
+
+
+def _is_of_huggingface(folder: Path) -> bool:
+    """Runs have a config.json, too."""
+    config = folder / "config.json"
+    try:
+        return config.is_file() and "model_type" in json.loads(config.read_text())
+    except ValueError:
+        return False
+
+
+def load_run(run: Path) -> Trained:
     """The model of a run as its last checkpoint has it."""
     kept = Checkpoints(run / MAIN, every=0, keep=1, resume=True)
     notes = kept.last

@@ -14,7 +14,8 @@ from jax_fp8.kernels.update_state import count_amaxes, update_state
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.generate import generate
 from jax_fp8.models.gpt import GPT, next_token_loss
-from jax_fp8.models.params_file import load_params, save_params
+from jax_fp8.models.huggingface.weights import load_huggingface, save_huggingface
+from jax_fp8.models.params_file import load_config, load_params, save_params
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense
@@ -70,12 +71,15 @@ __all__ = [
     "fused_adam",
     "fused_adamw",
     "generate",
+    "load_config",
+    "load_huggingface",
     "load_params",
     "make_train_step",
     "matmul",
     "next_token_loss",
     "quantize",
     "rules_from_names",
+    "save_huggingface",
     "save_params",
     "shardings",
     "tune",

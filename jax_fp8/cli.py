@@ -1,6 +1,6 @@
 """`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
 `tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here; `report`
-makes a page of what a training run left.
+makes a page of what a training run left; `convert` takes models from Hugging Face and back.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8 import __version__
+from jax_fp8.convert import DTYPES, WAYS, convert
 from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.gpt_plans import RECIPES, head_in, layers_in, plan_preset
 from jax_fp8.kernels import dispatch, extension
@@ -267,6 +268,17 @@ def main(argv: list[str]) -> int:
     reporter = commands.add_parser("report", help="make one page of HTML of what a training run left in its folder")
     reporter.add_argument("run", help="the folder, such as runs/tiny-delayed")
     reporter.add_argument("--output", metavar="FILE", help="where the page goes; by default report.html in the folder")
+    converter = commands.add_parser(
+        "convert", help="a model of Hugging Face into a file of params, or back", usage=WAYS
+    )
+    for name, words in (("source", "--from"), ("target", "--to")):
+        what = f"huggingface and a folder, or a file {'of params' if name == 'source' else 'to write'}"
+        converter.add_argument(words, dest=name, nargs="+", required=True, metavar="WHAT", help=what)
+    converter.add_argument("--dtype", choices=DTYPES, help="of what is written; by default that of each array")
+    converter.add_argument("--vocab-size", type=int, help="tokens to write to huggingface, without rows that pad them")
+    converter.add_argument(
+        "--part-gb", type=float, default=5.0, help="of a file that is written to huggingface, at most"
+    )
     options = vars(parser.parse_args(argv))
     command = options.pop("command")
     if command == "doctor":
@@ -275,6 +287,7 @@ def main(argv: list[str]) -> int:
         "tune": (tune_preset, tuner.prog),
         "plan": (plan_preset, planner.prog),
         "report": (report_run, reporter.prog),
+        "convert": (convert, "python -m jax_fp8 convert"),
     }[command]
     if command == "tune" and (rates := options.pop("rates")) is not None:
         run, options = tune_rates, {"path": rates}

@@ -239,7 +239,7 @@ def test_what_does_not_exist_is_one_sentence(argv, capsys):
 
 def test_the_package_is_a_command():
     finished = subprocess.run([sys.executable, "-m", "jax_fp8", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in finished.stdout for command in ("doctor", "tune", "plan", "report"))
+    assert all(command in finished.stdout for command in ("doctor", "tune", "plan", "report", "convert"))
 
 
 NEEDS_COMPILER = pytest.mark.skipif(h200.missing_reason() is not None, reason=str(h200.missing_reason()))

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import huggingface as oracle
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import jax_fp8 as fp8
+from jax_fp8 import cli
 
 CONFIG = fp8.GPTConfig(vocab_size=256, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=16)
 
@@ -86,6 +89,34 @@ def test_the_tokenizer_is_the_runs(save, write, example, book, tmp_path):
     other = example("text").PairEncoder.trained_on(book.read_bytes(), 256 + 10, tmp_path)
     (run / "tokenizer.json").write_text(other.text())
     assert "must be the tokenizer of the checkpoint, got another one" in write(*arguments)[2]
+
+
+def test_a_model_of_hugging_face_writes(write, example, book, tmp_path):
+    """From its folder, and from the file that it is converted to; the tokenizer lies beside."""
+    described = oracle.LLAMA | {"vocab_size": oracle.VOCAB}
+    folder = oracle.write_folder(tmp_path / "theirs", described, oracle.random_tensors(described, "bfloat16"))
+    arguments = ["--prompt", "AB", "--tokens", "12", "--temperature", "0"]
+    status, _, said = write(folder, *arguments)
+    assert status == 2 and f"{folder / 'tokenizer.json'} must have the tokenizer of the model, got no such file" in said
+    # Every byte that a text may have must be one of the model's tokens: so few are a tokenizer of words.
+    words = {chr(65 + i): i for i in range(oracle.VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "A"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    status, text, said = write(folder, *arguments)
+    assert (status, said) == (0, f"{folder}, bf16\n")
+    config, params = fp8.load_huggingface(folder)
+    tokens = fp8.generate(fp8.GPT(config, recipe=None), {"params": params}, np.array([[0, 1]]), max_new_tokens=12)
+    assert text == tokenizer.decode(list(np.asarray(tokens)[0])) + "\n"
+
+    (tmp_path / "mine").mkdir()
+    file = tmp_path / "mine/model.safetensors"
+    assert cli.main(["convert", "--from", "huggingface", str(folder), "--to", str(file)]) == 0
+    (tmp_path / "mine/tokenizer.json").write_text(tokenizer.to_str())
+    assert write(file, *arguments)[1].endswith(text)
+    fp8.save_params(file, params)
+    assert "must have the shape of its model, but has params alone" in write(file, *arguments)[2]
 
 
 @pytest.mark.parametrize(

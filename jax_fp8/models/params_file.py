@@ -2,59 +2,59 @@
 
     {"layer_0": {"mlp": {"up": {"kernel": ...}}}}  ↔  layer_0.mlp.up.kernel
 
-Dtypes stay as they are, also bfloat16 and FP8. A file has params alone: to go on with a training run, save its whole
-state. The library `safetensors` is asked for when a file is read or written, and not before.
+Dtypes stay as they are, also bfloat16 and FP8. A file has params, and the shape of their model if that is given: to go
+on with a training run, save its whole state.
 """
 
-import importlib
+import dataclasses
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype
 
 from jax_fp8.core.checks import describe
 from jax_fp8.core.paths import put_at_path
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.tensor_file import Tensor, map_arrays, read_metadata, write_arrays
 
-DTYPES = {
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I32": "int32",
-    "U32": "uint32",
-    "U16": "uint16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+CONFIG = "jax_fp8.GPTConfig"  # the name of the JSON in the file's metadata
 
 
-def save_params(path: str | os.PathLike, params: Mapping) -> None:
+def save_params(
+    path: str | os.PathLike,
+    params: Mapping,
+    config: GPTConfig | None = None,
+    *,
+    dtype: Dtype | None = None,
+    report: Callable[[int], None] = lambda written: None,
+) -> None:
     """Write params to a safetensors file; one that is there is replaced.
 
     Args:
       path: conventionally `*.safetensors`.
       params: nested dicts of arrays, as `variables["params"]` or `state.params`. Those on several devices are gathered.
+      config: the shape of their model, which `load_config` returns.
+      dtype: of the file; None leaves each as it is.
+      report: called with the bytes of each array, when it is written.
     """
-    arrays = {}
-    for name, leaf in _named(params).items():
+    if config is not None and not isinstance(config, GPTConfig):
+        raise ValueError(f"config must be a GPTConfig or None, got {describe(config)}; pass that of the model")
+    tensors = {}
+    for name, leaf in named_leaves(params).items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
                 f"params to save must lie on devices of this process, but {name} does not; gather them first, as "
                 "jax.experimental.multihost_utils.process_allgather(params, tiled=True) does"
             )
-        arrays[name] = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
-    try:
-        _library("safetensors.numpy").save_file(arrays, os.fspath(path))
-    except _library("safetensors").SafetensorError as error:
-        raise ValueError(f"params must find room in {path}, got {error}; choose another folder") from error
+        tensors[name] = Tensor.of(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), dtype)
+    metadata = None if config is None else {CONFIG: json.dumps(dataclasses.asdict(config))}
+    write_arrays(path, tensors, metadata, report)
 
 
 def load_params(path: str | os.PathLike, like: Any = None) -> Any:
@@ -65,50 +65,39 @@ def load_params(path: str | os.PathLike, like: Any = None) -> Any:
       like: params, or their shapes, as of `step.state_shapes(...).params`: the file must have the same arrays, and they
         are put where these are. None reads nested dicts of what is there, onto the default device.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"params must be read from a file, but there is none at {path}; save one by save_params")
-    arrays = _mapped(path)
     if like is None:
-        found: dict = {}
-        for name, array in arrays.items():
-            *parents, last = name.split(".")
-            put_at_path(found, tuple(parents), {last: jnp.array(array)})
-        return found
-    wanted = _named(like)
+        return jax.tree.map(jnp.array, map_params(path))
+    _check_is_file(path)
+    arrays = map_arrays(path)
+    wanted = named_leaves(like)
     _check_names(path, set(arrays), set(wanted))
     leaves = [_like(path, name, arrays[name], leaf) for name, leaf in wanted.items()]
     return jax.tree.structure(like).unflatten(leaves)
 
 
-def _mapped(path) -> dict[str, np.ndarray]:
-    """The arrays of a file, of which nothing is read yet. The library has no arrays of FP8 to return, so where they
-    begin is read here: 8 bytes say how long the JSON is that says it.
-    """
-    try:
-        with _library("safetensors").safe_open(os.fspath(path), framework="np") as file:  # which checks all of it
-            names = list(file.keys())
-    except _library("safetensors").SafetensorError as error:
-        raise ValueError(f"{path} must be a whole safetensors file, got {error}; copy it again") from error
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    found = {}
-    for name in names:
-        described = header[name]
-        if described["dtype"] not in DTYPES:
-            raise ValueError(
-                f"{path} must have dtypes of {', '.join(DTYPES)}, got {described['dtype']} for {name}; convert it first"
-            )
-        begin, shape = described["data_offsets"][0], tuple(described["shape"])
-        dtype = jnp.dtype(DTYPES[described["dtype"]])
-        if math.prod(shape):
-            found[name] = np.memmap(path, dtype, "r", 8 + size + begin, shape)
-        else:  # nothing, which cannot be mapped
-            found[name] = np.zeros(shape, dtype)
+def load_config(path: str | os.PathLike) -> GPTConfig:
+    """The shape of the model whose params `save_params` wrote with it, or that `python -m jax_fp8 convert` did."""
+    _check_is_file(path)
+    described = read_metadata(path).get(CONFIG)
+    if described is None:
+        raise ValueError(
+            f"{path} must have the shape of its model, but has params alone; save them by "
+            "save_params(path, params, config)"
+        )
+    return GPTConfig.from_dict(json.loads(described))
+
+
+def map_params(path: str | os.PathLike) -> dict:
+    """Nested dicts of what is in a file: NumPy's arrays, of which nothing is read yet."""
+    _check_is_file(path)
+    found: dict = {}
+    for name, array in map_arrays(path).items():
+        *parents, last = name.split(".")
+        put_at_path(found, tuple(parents), {last: array})
     return found
 
 
-def _named(params) -> dict[str, Any]:
+def named_leaves(params) -> dict[str, Any]:
     """The leaves by their names, in the order of the tree."""
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -118,6 +107,11 @@ def _named(params) -> dict[str, Any]:
             raise ValueError(f'params must be nested dicts, with names that have no ".", got {arrived}; rename them')
         named[".".join(names)] = leaf
     return named
+
+
+def _check_is_file(path) -> None:
+    if not Path(path).is_file():
+        raise ValueError(f"params must be read from a file, but there is none at {path}; save one by save_params")
 
 
 def _check_names(path, names, wanted) -> None:
@@ -136,14 +130,3 @@ def _like(path, name, array, leaf) -> jax.Array:
         )
     sharding = getattr(leaf, "sharding", None)
     return jnp.array(array) if sharding is None else jax.device_put(array, sharding, may_alias=False)
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != "safetensors":
-            raise
-        raise ValueError(
-            "params are written and read by the library safetensors, which is not installed; pip install safetensors"
-        ) from error

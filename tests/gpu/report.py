@@ -80,6 +80,7 @@ class Script:
       checks, timings: called with the report, in this order; what is timed is no part of a self-test.
       target: the custom call without which nothing can be checked on a GPU.
       self_test: whether the checks also run on a CPU, where the reference takes the place of the kernels.
+      anywhere: whether nothing of them needs a GPU or the kernels.
     """
 
     file: str
@@ -88,12 +89,14 @@ class Script:
     timings: Sequence[Callable[[Report], None]] = ()
     target: str = "jax_fp8_quantize"
     self_test: bool = False
+    anywhere: bool = False
 
 
 def run_script(script: Script, arguments: list[str] | None = None) -> int:
     """The `main` of a script: 0, 1 when anything is wrong, 2 where it cannot run."""
     options = _options(script, arguments)
-    if not options.self_test and not (on_gpu() and script.target in extension.TARGETS):
+    has_kernels = on_gpu() and script.target in extension.TARGETS
+    if not (options.self_test or script.anywhere or has_kernels):
         reason = extension.missing_reason() or "rebuild them"
         print(f"{Path(script.file).stem} needs a GPU and the kernels, got {jax.devices()}; {reason}")
         return 2

@@ -1,7 +1,5 @@
 """Params as a safetensors file: what comes back, where it lies, and what is refused."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,8 +132,15 @@ def test_names_that_would_not_come_back(params, tmp_path):
     assert not (tmp_path / "file").exists()
 
 
-def test_the_library_may_be_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(ValueError, match="which is not installed; pip install safetensors"):
-        fp8.save_params(tmp_path / "file", make_params())
+def test_a_file_has_the_shape_of_its_model(tmp_path):
+    config = fp8.GPTConfig.preset("llama3.2-1b", num_layers=1)
+    fp8.save_params(tmp_path / "file", make_params(), config)
+    assert fp8.load_config(tmp_path / "file") == config
+    check_equal(fp8.load_params(tmp_path / "file"), make_params())
+    fp8.save_params(tmp_path / "alone", make_params())
+    with pytest.raises(ValueError, match=r"alone must have the shape of its model, but has params alone; save them by"):
+        fp8.load_config(tmp_path / "alone")
+    with pytest.raises(ValueError, match="params must be read from a file, but there is none at"):
+        fp8.load_config(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="config must be a GPTConfig or None, got a str; pass that of the model"):
+        fp8.save_params(tmp_path / "file", make_params(), "llama3.2-1b")

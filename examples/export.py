@@ -1,0 +1,58 @@
+"""Write the params of a run's last checkpoint to a file, with the shape of their model, and the tokenizer beside it.
+
+    python examples/export.py mine --to mine.safetensors
+    python -m jax_fp8 convert --from mine.safetensors --to huggingface mine-hf
+
+`examples/generate.py` reads such a file, and so do `fp8.load_config` and `fp8.load_params`.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import command_line
+import tyro
+from generate import PARAMS, Wish, find, load_run
+from record import TOKENIZER
+from text import PairEncoder
+
+import jax_fp8 as fp8
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """What shall be written where."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """A run's folder, or its name among those of --output."""
+    to: Path
+    """The file, *.safetensors."""
+    output: Path = Path("runs")
+    """Where run folders are."""
+
+
+def export(wish: Export) -> str:
+    """Write it, and say what it is."""
+    if wish.to.suffix != PARAMS:
+        raise ValueError(f"--to must be a file with the ending {PARAMS}, got {wish.to}")
+    trained = load_run(find(Wish(run=wish.run, output=wish.output)))
+    fp8.save_params(wish.to, trained.variables["params"], trained.model.config)
+    beside = wish.to.with_name(TOKENIZER)
+    if not isinstance(trained.encoder, PairEncoder):
+        return f"{wish.to} has {trained.origin}; its tokens are bytes"
+    beside.write_text(trained.encoder.text())
+    return f"{wish.to} has {trained.origin}, {beside} its tokenizer"
+
+
+def main(argv: list[str]) -> int:
+    try:
+        print(export(command_line.read(Export, argv, "Write the params of a run to a file.")))
+    except (ValueError, OSError) as error:
+        print(f"export.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

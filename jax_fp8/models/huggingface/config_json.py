@@ -1,0 +1,187 @@
+"""config.json of Hugging Face's Llama, Qwen2, Qwen3 and GPT-2, as a GPTConfig and back.
+
+A field that changes what a model computes has to be one that a GPT has; else it is refused, and named. What says
+nothing of the shape (dropout, the tokens that begin and end a text) is not read, and comes out as null or not at all.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
+
+LLAMA_LIKE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {**LLAMA_LIKE, "gpt2": "GPT2LMHeadModel"}
+GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
+# Fields of the families: what they are where they are not there, and what they must be.
+FIXED = {
+    "llama": {"hidden_act": ("silu", ["silu"])},
+    "qwen2": {"hidden_act": ("silu", ["silu"]), "use_sliding_window": (False, [False])},
+    "qwen3": {
+        "hidden_act": ("silu", ["silu"]),
+        "use_sliding_window": (False, [False]),
+        "attention_bias": (False, [False]),
+    },
+    "gpt2": {
+        "activation_function": ("gelu_new", [*GPT2_ACTIVATIONS]),
+        "scale_attn_weights": (True, [True]),
+        "scale_attn_by_inverse_layer_idx": (False, [False]),
+        "add_cross_attention": (False, [False]),
+    },
+}
+OF_ALL = {"quantization_config": (None, [None]), "partial_rotary_factor": (1.0, [1.0, None])}
+SCALING = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+
+
+def read_config(described: Mapping[str, Any], where: str) -> GPTConfig:
+    """The GPTConfig of a config.json, which is in `where`."""
+    family = described.get("model_type")
+    if family not in ARCHITECTURES:
+        raise ValueError(f"model_type in {where} must be one of {', '.join(ARCHITECTURES)}, got {family!r}")
+    for name, (default, allowed) in (FIXED[family] | OF_ALL).items():
+        if described.get(name, default) not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name} in {where} must be {wanted}, got {described[name]!r}; a GPT has no such layers")
+    others = {kind for kind in described.get("layer_types") or () if kind != "full_attention"}
+    if others:
+        raise ValueError(f"layer_types in {where} must be full_attention, got {', '.join(sorted(others))}")
+    try:
+        return _read_gpt2(described) if family == "gpt2" else _read_llama(family, described)
+    except KeyError as missing:
+        raise ValueError(f"{where} must have the field {missing}, which a {family} needs, but has it not") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} must describe a model: {error}") from error
+
+
+def _read_llama(family, described) -> GPTConfig:
+    heads, width = described["num_attention_heads"], described["hidden_size"]
+    kv_heads, head_dim = described.get("num_key_value_heads"), described.get("head_dim")
+    in_attention, in_mlp = (family == "llama" and described.get(f"{part}_bias", False) for part in ("attention", "mlp"))
+    if in_attention != in_mlp:
+        raise ValueError(
+            f"attention_bias and mlp_bias must be alike, got {in_attention} and {in_mlp}; a GPT has biases in both, or "
+            "of queries, keys and values alone"
+        )
+    base, scaling = _read_rotary(described)
+    return GPTConfig(
+        vocab_size=described["vocab_size"],
+        num_layers=described["num_hidden_layers"],
+        num_heads=heads,
+        hidden_size=width,
+        max_seq_len=described["max_position_embeddings"],
+        num_kv_heads=None if kv_heads == heads else kv_heads,
+        mlp_hidden_size=described["intermediate_size"],
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rotary",
+        use_bias=in_mlp,
+        tie_embeddings=described.get("tie_word_embeddings", False),
+        rotary_base=base,
+        rotary_scaling=scaling,
+        norm_epsilon=described.get("rms_norm_eps", 1e-6),
+        head_dim=None if head_dim is None or head_dim * heads == width else head_dim,
+        use_qkv_bias=True if family == "qwen2" else None,
+        qk_norm=family == "qwen3",
+    )
+
+
+def _read_rotary(described) -> tuple[float, RotaryScaling | None]:
+    """Base and scaling: fields of their own, or in transformers 5 together."""
+    found = {**(described.get("rope_parameters") or {}), **(described.get("rope_scaling") or {})}
+    base = found.get("rope_theta", described.get("rope_theta", ROTARY_BASE))
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise ValueError(f"the scaling of rotary positions must be of rope_type default or llama3, got {kind!r}")
+    return base, RotaryScaling(**{name: found[theirs] for name, theirs in SCALING.items()})
+
+
+def _read_gpt2(described) -> GPTConfig:
+    activation = described.get("activation_function", "gelu_new")
+    return GPTConfig(
+        vocab_size=described["vocab_size"],
+        num_layers=described["n_layer"],
+        num_heads=described["n_head"],
+        hidden_size=described["n_embd"],
+        max_seq_len=described["n_positions"],
+        mlp_hidden_size=described.get("n_inner"),
+        activation=GPT2_ACTIVATIONS[activation],
+        tie_embeddings=described.get("tie_word_embeddings", True),
+        norm_epsilon=described.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def family_of(config: GPTConfig) -> str:
+    """Whose layout a model has, one of ARCHITECTURES."""
+    has_bias, of_qkv = config.use_bias, config.use_bias if config.use_qkv_bias is None else config.use_qkv_bias
+    kind = config.positions, config.norm, config.activation
+    if kind == ("rotary", "rmsnorm", "swiglu"):
+        if config.qk_norm and not has_bias and not of_qkv:
+            return "qwen3"
+        if not config.qk_norm and of_qkv and not has_bias:
+            return "qwen2"
+        if not config.qk_norm and has_bias == of_qkv:
+            return "llama"
+    is_gpt2 = kind[:2] == ("learned", "layernorm") and config.activation in GPT2_ACTIVATIONS.values()
+    of_whole_heads = config.kv_heads * config.features_of_head == config.hidden_size and config.head_dim is None
+    if is_gpt2 and of_whole_heads and has_bias and of_qkv and not config.qk_norm:
+        return "gpt2"
+    raise ValueError(
+        "a model for Hugging Face must be as Llama, Qwen2 or Qwen3 (rotary positions, rmsnorm, swiglu; biases of "
+        "queries, keys and values alone only with qk_norm=False) or as GPT-2 (learned positions, layernorm, gelu, "
+        f"biases, as many heads of keys as of queries), got {config}"
+    )
+
+
+def write_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of a model, whose tensors have this dtype."""
+    family = family_of(config)
+    assert is_gated(config.activation) == (family != "gpt2")
+    described = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "gpt2":
+        names = {ours: theirs for theirs, ours in reversed(GPT2_ACTIVATIONS.items())}
+        return described | {
+            "n_embd": config.hidden_size,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_positions": config.max_seq_len,
+            "n_inner": config.mlp_hidden_size,
+            "activation_function": names[config.activation],
+            "layer_norm_epsilon": config.norm_epsilon,
+        }
+    scaling = config.rotary_scaling
+    described |= {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.mlp_hidden_size or 4 * config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.features_of_head,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": scaling
+        and {"rope_type": "llama3"} | {theirs: getattr(scaling, name) for name, theirs in SCALING.items()},
+    }
+    of_family = {
+        "llama": {"attention_bias": config.use_bias, "mlp_bias": config.use_bias},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    }
+    return described | of_family[family]

@@ -1,0 +1,122 @@
+"""Which tensor of a Hugging Face model is which of our params: a table for each family.
+
+A kernel of ours is (in, features), as in Flax and in GPT-2's Conv1D. PyTorch's Linear is its transpose. Rotary
+positions turn pairs (i, i + head_dim / 2) on both sides, so that no columns change places.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.gpt import GPT
+from jax_fp8.models.huggingface.config_json import family_of
+
+# A tensor of a layer: its name without .weight or .bias, and ours. Kernels are transposed, unless they are GPT-2's.
+ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
+LLAMA_LAYER = {
+    "input_layernorm": ("attention/norm",),
+    **{f"self_attn.{theirs}": (f"attention/{ours}",) for theirs, ours in ATTENTION.items()},
+    "self_attn.q_norm": ("attention/query_norm",),
+    "self_attn.k_norm": ("attention/key_norm",),
+    "post_attention_layernorm": ("mlp/norm",),
+    **{f"mlp.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
+}
+GPT2_LAYER = {
+    "ln_1": ("attention/norm",),
+    "attn.c_attn": ("attention/query", "attention/key", "attention/value"),  # side by side
+    "attn.c_proj": ("attention/out",),
+    "ln_2": ("mlp/norm",),
+    "mlp.c_fc": ("mlp/up",),
+    "mlp.c_proj": ("mlp/down",),
+}
+# Of both: tensors beside the layers, and what stands before the number of a layer.
+LLAMA_TOP = {"model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_head": "head"}
+GPT2_TOP = {
+    "transformer.wte": "embedding",
+    "transformer.wpe": "positions",
+    "transformer.ln_f": "final_norm",
+    "lm_head": "head",
+}
+LLAMA = "model.layers", LLAMA_LAYER, LLAMA_TOP
+GPT2 = "transformer.h", GPT2_LAYER, GPT2_TOP
+LEAVES = {"weight": (("kernel",), ("scale",), ()), "bias": (("bias",),)}  # of a module of ours; a table has none
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, and the params that it is.
+
+    Args:
+      name: in the file.
+      paths: of our params; of several, their columns stand side by side in the tensor.
+      shapes: of these params.
+      is_transposed: the tensor is the transpose of the param.
+    """
+
+    name: str
+    paths: tuple[LayerPath, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        *rows, _ = self.shapes[0]
+        shape = (*rows, sum(shape[-1] for shape in self.shapes))
+        return shape[::-1] if self.is_transposed else shape
+
+    def params_of(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """Views of it."""
+        ends = list(accumulate(shape[-1] for shape in self.shapes))
+        parts = np.split(tensor, ends[:-1], axis=-1) if len(ends) > 1 else [tensor]
+        return [part.T if self.is_transposed else part for part in parts]
+
+    def tensor_of(self, params: list[Any]) -> np.ndarray:
+        """The mirror image; params may be jax's arrays, which are fetched here."""
+        arrays = [np.asarray(param) for param in params]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+        return whole.T if self.is_transposed else whole
+
+
+def entries_of(config: GPTConfig) -> list[Entry]:
+    """All tensors of a model, in the order of its layers."""
+    of_layer, others = _shapes(config)
+    family = family_of(config)
+    (prefix, layer, top), linear_is_transposed = (GPT2, False) if family == "gpt2" else (LLAMA, True)
+    found = [entry for name, ours in top.items() for entry in _entries(name, (ours,), others.get, False)]
+    for index in range(config.num_layers):
+        for name, ours in layer.items():
+            paths = tuple(f"layer_{index}/{path}" for path in ours)
+            in_first = lambda path: of_layer.get(("layer_0", *path[1:]))  # noqa: E731
+            found += _entries(f"{prefix}.{index}.{name}", paths, in_first, linear_is_transposed)
+    mapped = [path for entry in found for path in entry.paths]
+    assert len(mapped) == len(set(mapped)) == len(others) + config.num_layers * len(of_layer)
+    return found
+
+
+def _entries(
+    name: str, modules: tuple[str, ...], shape_of: Callable[[LayerPath], Any], is_transposed: bool
+) -> Iterator[Entry]:
+    """Weight and bias of a module, as far as the model has them."""
+    for leaf, ours in LEAVES.items():
+        for last in ours:
+            paths = tuple((*module.split("/"), *last) for module in modules)
+            shapes = tuple(shape_of(path) for path in paths)
+            if all(shapes):
+                yield Entry(f"{name}.{leaf}", paths, shapes, is_transposed and last == ("kernel",))
+
+
+def _shapes(config) -> tuple[dict[LayerPath, tuple[int, ...]], dict[LayerPath, tuple[int, ...]]]:
+    """Of the params of the first layer, which all are like, and of what is beside the layers."""
+    model = GPT(replace(config, num_layers=1), recipe=None)
+    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
+    found = {names_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    of_layer = {path: shape for path, shape in found.items() if path[0] == "layer_0"}
+    return of_layer, {path: shape for path, shape in found.items() if path not in of_layer}

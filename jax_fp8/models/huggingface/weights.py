@@ -1,0 +1,251 @@
+"""Folders of Hugging Face in and out: config.json, and model.safetensors or its parts with their index.
+
+    load_huggingface   folder → GPTConfig, params: NumPy's arrays, mapped from the files
+    save_huggingface   GPTConfig, params → folder, one tensor at a time
+
+No number changes either way, unless another dtype is asked for.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.typing import Dtype
+
+from jax_fp8.core.checks import check_integer, describe
+from jax_fp8.core.paths import put_at_path
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.huggingface.config_json import read_config, write_config
+from jax_fp8.models.huggingface.layouts import Entry, entries_of
+from jax_fp8.models.params_file import named_leaves
+from jax_fp8.models.tensor_file import Tensor, map_arrays, write_arrays
+from jax_fp8.nn.checks import check_dtype
+
+WHOLE, INDEX, SETTINGS = "model.safetensors", "model.safetensors.index.json", "config.json"
+OF_GPT2 = "transformer."  # which files of the model without a head do not have before their names
+DTYPES = ("float32", "bfloat16", "float16")
+# What follows from other tensors, and which some files have: frequencies of rotary positions, masks of GPT-2.
+BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+LARGEST_PART = 5 * 10**9  # bytes
+
+
+def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict]:
+    """Read a model of Hugging Face: Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense) or GPT-2.
+
+    Args:
+      path: its folder, with config.json and safetensors files; or one such file beside its config.json.
+      dtype: of the params; None leaves each as it is in the files.
+
+    Returns:
+      The config, and the params of `GPT(config)`: nested dicts of NumPy's arrays in the host's memory. Without `dtype`
+      they are mapped from the files, which must stay, and nothing is read before it is used. `jax.device_put(params)`
+      puts them on a device, `step.place(state)` on a mesh.
+    """
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+    files = _files_of(Path(path))
+    settings = (files[0].parent if Path(path).is_file() else Path(path)) / SETTINGS
+    config = read_config(_read_json(settings, "a model of Hugging Face has its shape there"), str(settings))
+    tensors = _named_as_whole_models(_map_all(files), config)
+    entries = entries_of(config)
+    _check_tensors(path, tensors, entries)
+    params: dict = {}
+    for entry in entries:
+        for param_path, param in zip(entry.paths, entry.params_of(tensors[entry.name]), strict=True):
+            *parents, last = param_path
+            put_at_path(params, tuple(parents), {last: param if dtype is None else param.astype(dtype)})
+    return config, params
+
+
+def save_huggingface(
+    folder: str | os.PathLike,
+    config: GPTConfig,
+    params: Mapping,
+    *,
+    dtype: Dtype | None = None,
+    vocab_size: int | None = None,
+    max_part_bytes: int = LARGEST_PART,
+    report: Callable[[int], None] = lambda written: None,
+) -> None:
+    """Write params as a model of Hugging Face: config.json and safetensors files, which `transformers` loads.
+
+    The layout is that of Llama, Qwen2, Qwen3 or GPT-2, whichever the config fits; other shapes are refused. Tokenizer
+    and generation_config.json are not written: copy them from where the model came from.
+
+    Args:
+      folder: is made; must not have a model yet.
+      params: of `GPT(config)`; on whatever devices of this process.
+      dtype: of the files; None leaves each as it is.
+      vocab_size: the tokens that there are, where the vocabulary of `config` was padded: rows beyond are left out.
+      max_part_bytes: a model that is larger is written as several files with an index.
+      report: called with the bytes of each tensor, when it is written.
+    """
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+    check_integer("max_part_bytes", max_part_bytes)
+    tensors = _tensors_of(config, params, dtype, vocab_size)
+    config = config if vocab_size is None else replace(config, vocab_size=vocab_size)
+    parts = _parts(tensors, max_part_bytes)
+    described = write_config(config, jnp.dtype(next(iter(tensors.values())).dtype).name)
+    folder = Path(folder)
+    _make_folder(folder)
+    for name, part in parts.items():
+        write_arrays(folder / name, part, {"format": "pt"}, report)
+    if len(parts) > 1:
+        where = {name: file for file, part in parts.items() for name in part}
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    _write_json(folder / SETTINGS, described)
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"a model of Hugging Face must be a folder, or a file in it, but there is none at {path}")
+    if (path / WHOLE).is_file():
+        return [path / WHOLE]
+    if not (path / INDEX).is_file():
+        others = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pth", ".gguf")))
+        arrived = others or "no such file"
+        raise ValueError(
+            f"{path} must have {WHOLE}, or its parts with {INDEX}, got {arrived}; save it as safetensors first"
+        )
+    where = _read_json(path / INDEX, "it names the parts").get("weight_map", {})
+    files = [path / name for name in sorted(set(where.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ValueError(f"{path / INDEX} must name files that are there, but lacks {missing or 'all'}; copy it again")
+    return files
+
+
+def _map_all(files: Iterable[Path]) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for file in files:
+        arrays = map_arrays(file)
+        twice = sorted(set(arrays) & set(found))
+        if twice:
+            raise ValueError(f"each tensor must be in one file, but {twice[0]} is also in {file}; copy the model again")
+        found |= arrays
+    return found
+
+
+def _named_as_whole_models(tensors, config) -> dict[str, np.ndarray]:
+    """Without buffers, without a head that is the embedding, and with the names that a model with a head has."""
+    found = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
+    if "wte.weight" in found:
+        found = {name if name.startswith("lm_head.") else OF_GPT2 + name: array for name, array in found.items()}
+    table = found.get("model.embed_tokens.weight", found.get(f"{OF_GPT2}wte.weight"))
+    if config.tie_embeddings and table is not None and "lm_head.weight" in found:
+        if np.array_equal(found["lm_head.weight"], table):
+            del found["lm_head.weight"]
+    return found
+
+
+def _check_tensors(path, tensors, entries: list[Entry]) -> None:
+    wanted = {entry.name: entry for entry in entries}
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise ValueError(f"{path} must have all tensors of its config.json, but {missing[0]} is missing; copy it again")
+    extra = sorted(set(tensors) - set(wanted))
+    if extra:
+        why = "other than the embedding that it is tied to" if extra == ["lm_head.weight"] else "of another model"
+        raise ValueError(f"{path} must have the tensors of its config.json alone, got also {extra[0]}, {why}")
+    for name, entry in wanted.items():
+        tensor = tensors[name]
+        if tensor.dtype.name not in DTYPES:
+            raise ValueError(
+                f"{name} in {path} must be of {', '.join(DTYPES)}, got {tensor.dtype}; take weights that are not "
+                "quantized"
+            )
+        if tensor.shape != entry.shape:
+            raise ValueError(
+                f"{name} in {path} must have the shape {list(entry.shape)} that follows from config.json, got "
+                f"{list(tensor.shape)}"
+            )
+
+
+def _read_json(path: Path, why: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} must be there: {why}; copy it too")
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}; copy it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object, got a {type(found).__name__}; copy it again")
+    return found
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(config, params, dtype, vocab_size) -> dict[str, Tensor]:
+    if not isinstance(config, GPTConfig):
+        raise ValueError(f"config must be a GPTConfig, got {describe(config)}; pass that of the model")
+    if vocab_size is not None:
+        check_integer("vocab_size", vocab_size, most=config.vocab_size)
+    leaves, tensors = named_leaves(params), {}
+    entries = entries_of(config)
+    wanted = {".".join(path): shape for entry in entries for path, shape in zip(entry.paths, entry.shapes, strict=True)}
+    for name in sorted(set(wanted) ^ set(leaves)):
+        here, there = ("the config", "the params") if name in wanted else ("the params", "the config")
+        raise ValueError(f"params must be those of the config, but {name} is in {here} and not in {there}")
+    for name, leaf in leaves.items():
+        if leaf.shape != wanted[name] or jnp.dtype(leaf.dtype).name not in DTYPES:
+            raise ValueError(
+                f"{name} must be of shape {list(wanted[name])} and of {', '.join(DTYPES)}, got {describe(leaf)}"
+            )
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(f"params to save must lie on devices of this process, but {name} does not; gather them")
+    for entry in entries:
+        own = [leaves[".".join(path)] for path in entry.paths]
+        tensors[entry.name] = _tensor(entry, own, dtype, vocab_size)
+    return tensors
+
+
+def _tensor(entry, params, dtype, vocab_size) -> Tensor:
+    dtypes = {jnp.dtype(param.dtype).name for param in params}
+    if dtype is None and len(dtypes) > 1:
+        raise ValueError(f"the params of {entry.name} must have one dtype, got {', '.join(sorted(dtypes))}; give dtype")
+    rows = vocab_size if entry.paths[0] in (("embedding",), ("head",)) else None
+    shape = entry.shape if rows is None else (rows, *entry.shape[1:])
+    return Tensor(shape, jnp.dtype(dtype or params[0].dtype), lambda: entry.tensor_of(params)[:rows])
+
+
+def _parts(tensors: Mapping[str, Tensor], largest: int) -> dict[str, dict[str, Tensor]]:
+    """Files by their names, in the order of the tensors; one that is larger than a file may be has its own."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if size + tensor.nbytes > largest and parts[-1]:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    if len(parts) == 1:
+        return {WHOLE: parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"a model must find room in a folder, got {error}; choose another one") from error
+    others = sorted(file.name for file in folder.iterdir() if file.suffix == ".safetensors" or file.name == INDEX)
+    if others:
+        raise ValueError(f"{folder} must not have a model yet, got {others[0]}; choose another folder")
+
+
+def _write_json(path: Path, described: Any) -> None:
+    path.write_text(json.dumps(described, indent=2) + "\n")

@@ -1,0 +1,203 @@
+"""Conversion from and to Hugging Face, against `transformers` itself: small random models of each family.
+
+    python tests/gpu/transformers_check.py --output transformers_check.json      # minutes on a CPU
+
+It needs transformers 5 and torch, and neither a GPU nor the kernels; where there is a GPU, our side runs on it. Models
+are made and saved by transformers, loaded here, compared by their logits in float32 and by 64 tokens that both write,
+and saved here, for transformers to load again: then every tensor has the same bits. Ends with one line per group of
+checks, and with exit code 1 when anything is wrong.
+"""
+
+import functools
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gpu.report import Report, Script, run_script
+
+import jax_fp8 as fp8
+
+VOCAB, SEQ, NEW, PROMPT = 160, 96, 64, 24
+CLOSE = 5e-5  # of logits in float32, in their standard deviations
+ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}
+SCALED = {
+    "rope_theta": 500_000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+# The model and its config, in transformers' words.
+CASES = {
+    "Llama": ("Llama", SIZES | {"rope_parameters": ROPE, "rms_norm_eps": 1e-5}),
+    "Llama 3.1": ("Llama", SIZES | {"rope_parameters": SCALED, "rms_norm_eps": 1e-5}),
+    "Llama 3.2, tied": ("Llama", SIZES | {"rope_parameters": SCALED, "tie_word_embeddings": True}),
+    "Llama, wide heads": ("Llama", SIZES | {"rope_parameters": ROPE, "head_dim": 32}),
+    "Llama, biases": ("Llama", SIZES | {"rope_parameters": ROPE, "attention_bias": True, "mlp_bias": True}),
+    "Qwen2": ("Qwen2", SIZES | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "Qwen3": ("Qwen3", SIZES | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "head_dim": 32}),
+    "GPT-2": ("GPT2", GPT2),
+    "GPT-2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 96, "layer_norm_epsilon": 1e-3}),
+}
+
+
+@functools.cache
+def theirs(case: str):
+    """A model of transformers with random params, none of which is zero."""
+    torch.manual_seed(0)
+    family, settings = CASES[case]
+    no_ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = getattr(transformers, f"{family}Config")(**settings, **no_ends)
+    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            is_scale = "norm" in name or "ln_" in name
+            param.copy_(torch.randn_like(param) * 0.15 + (is_scale and name.endswith("weight")))
+    return model.float().eval()
+
+
+@functools.cache
+def saved(case: str, dtype: str = "float32", largest: str = "1GB") -> Path:
+    """The folder of the model, as transformers saves it."""
+    folder = Path(tempfile.mkdtemp())
+    model = theirs(case)
+    if dtype != "float32":
+        model = type(model)(model.config).to(getattr(torch, dtype))
+        model.load_state_dict(theirs(case).state_dict())
+    model.save_pretrained(folder, max_shard_size=largest)
+    return folder
+
+
+def tokens(batch: int = 3, seq: int = SEQ) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (batch, seq))
+
+
+def their_logits(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens())).logits.float().numpy()
+
+
+def our_logits(config, params) -> np.ndarray:
+    model = fp8.GPT(config, recipe=None, dtype=jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(model.apply)({"params": params}, tokens().astype(np.int32)))
+
+
+def distance(got, wanted) -> float:
+    """The largest, in standard deviations of what is wanted."""
+    return float(np.abs(got - wanted).max() / wanted.std())
+
+
+def check_logits(report: Report):
+    for case in CASES:
+        config, params = fp8.load_huggingface(saved(case))
+        found = report.worst[f"logits, {case}"] = distance(our_logits(config, params), their_logits(theirs(case)))
+        report.expect("logits in float32", found < CLOSE, f"{case}: {found:.1e} standard deviations apart")
+
+
+def check_controls(report: Report):
+    """What must be noticed: each field of a config that has no param, and each mapping of a tensor, off."""
+    group = "controls: what is wrong is noticed"
+
+    def control(case, what, change):
+        config, params = fp8.load_huggingface(saved(case))
+        far = distance(our_logits(*change(config, params)), their_logits(theirs(case)))
+        report.expect(group, far > 10 * CLOSE, f"{case}: {what} moves logits by {far:.1e}")
+
+    def attention(name, change):
+        def changed(config, params):
+            layer = params["layer_0"]
+            own = layer["attention"] | {name: layer["attention"][name] | change(layer["attention"][name])}
+            return config, params | {"layer_0": layer | {"attention": own}}
+
+        return changed
+
+    def interleaved(linear):
+        """As weights that turn pairs (2i, 2i + 1) are laid out."""
+        by_pair = np.asarray(linear["kernel"]).reshape(64, 4, -1, 2)
+        return {"kernel": by_pair.swapaxes(2, 3).reshape(64, -1)}
+
+    control("Llama 3.1", "no scaling", lambda config, params: (replace(config, rotary_scaling=None), params))
+    control("Llama 3.1", "another base", lambda config, params: (replace(config, rotary_base=1e4), params))
+    control("Llama", "another epsilon", lambda config, params: (replace(config, norm_epsilon=1e-2), params))
+    control("Llama", "pairs (2i, 2i + 1)", attention("query", interleaved))
+    control("Llama", "a transposed kernel", attention("query", lambda query: {"kernel": query["kernel"].T}))
+    control("Qwen2", "no bias", attention("key", lambda key: {"bias": 0 * key["bias"]}))
+    control("Qwen3", "no norm", lambda config, params: (replace(config, qk_norm=False), params))
+    control("GPT-2", "exact GELU", lambda config, params: (replace(config, activation="gelu_exact"), params))
+
+
+def check_parts(report: Report):
+    """Several files are the same params as one."""
+    for case in CASES:
+        folder = saved(case, largest="60KB")
+        count = len(list(folder.glob("*.safetensors")))
+        report.expect("several files", count > 1, f"{case}: {count} files")
+        one, other = (fp8.load_huggingface(path) for path in (saved(case), folder))
+        report.expect("several files", one[0] == other[0], f"{case}: another config")
+        for got, wanted in zip(jax.tree.leaves(other[1]), jax.tree.leaves(one[1]), strict=True):
+            report.bits("several files", got, wanted, case)
+
+
+def check_texts(report: Report):
+    """The most likely tokens, which both write after the same prompts."""
+    for case in CASES:
+        prompt = tokens(seq=PROMPT)
+        with torch.no_grad():
+            options = {"max_new_tokens": NEW, "do_sample": False, "use_cache": True}
+            whole = theirs(case).generate(torch.from_numpy(prompt), **options).numpy()
+        config, params = fp8.load_huggingface(saved(case))
+        model = fp8.GPT(config, recipe=None, dtype=jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            written = np.asarray(fp8.generate(model, {"params": params}, prompt, max_new_tokens=NEW))
+        wanted = whole[:, PROMPT:]
+        same = written.shape == wanted.shape and np.array_equal(written, wanted)
+        report.expect(f"{NEW} tokens of 3 prompts", same, f"{case}: {written.tolist()} instead of {wanted.tolist()}")
+        report.expect("texts vary", len(np.unique(wanted)) > 8, f"{case}: {np.unique(wanted)}")
+
+
+def check_back(report: Report):
+    """What we save, transformers loads: the same tensors and the same model."""
+    for case in CASES:
+        for dtype in ("float32", "bfloat16"):
+            config, params = fp8.load_huggingface(saved(case, dtype))
+            on_device = jax.device_put(params)
+            for largest in (10**9, 60_000):
+                folder = Path(tempfile.mkdtemp())
+                fp8.save_huggingface(folder, config, on_device, max_part_bytes=largest)
+                model = type(theirs(case)).from_pretrained(folder, dtype="auto").eval()
+                wanted = theirs(case).state_dict()
+                got = model.state_dict()
+                label = f"{case}, {dtype}, {len(list(folder.glob('*.safetensors')))} files"
+                report.expect("back", set(got) == set(wanted), f"{label}: other tensors")
+                for name, tensor in got.items():
+                    expected = wanted[name].to(getattr(torch, dtype))
+                    same = tensor.dtype == expected.dtype and tensor.equal(expected)
+                    report.expect(f"back, {dtype}: every tensor has its bits", same, f"{label}: {name}")
+                if dtype == "float32":
+                    same = np.array_equal(their_logits(model), their_logits(theirs(case)))
+                    report.expect("back: the same logits by transformers", same, label)
+
+
+CHECKS = [check_logits, check_controls, check_parts, check_texts, check_back]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # its products are small, and XLA has threads, too
+    return run_script(Script(__file__, __doc__, CHECKS, anywhere=True), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

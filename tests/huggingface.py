@@ -1,0 +1,208 @@
+"""Models of Hugging Face without transformers: folders of small random ones, and what they compute, in NumPy's float64.
+
+Written from the published equations, with the names and layouts that the files of these families have: Llama
+(https://arxiv.org/abs/2407.21783), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3 (https://arxiv.org/abs/2505.09388)
+and GPT-2. tests/gpu/transformers_check.py compares with transformers itself.
+"""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+VOCAB = 96
+LLAMA = {
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "rope_theta": 10_000.0, "rope_scaling": None, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+CASES = {
+    "llama": LLAMA,
+    "llama 3.1": LLAMA | {"rope_theta": 500_000.0, "rope_scaling": SCALING},
+    "llama 3.2": LLAMA | {"rope_parameters": {"rope_theta": 500_000.0} | SCALING, "tie_word_embeddings": True},
+    "llama with biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "qwen2": LLAMA | {"model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 64},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128,
+        "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    },
+}  # fmt: skip
+
+
+def shapes_of(described) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model by their names."""
+    if described["model_type"] == "gpt2":
+        return _shapes_of_gpt2(described)
+    width, hidden, heads = (described[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    head_dim, is_llama = described.get("head_dim", width // heads), described["model_type"] == "llama"
+    queries, keys = (described[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+    found = {"model.embed_tokens.weight": (VOCAB, width), "model.norm.weight": (width,)}
+    if not described["tie_word_embeddings"]:
+        found["lm_head.weight"] = (VOCAB, width)
+    linear = {
+        "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries), "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+    }  # fmt: skip
+    with_bias = {
+        name for name in linear if described["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj")
+    }
+    with_bias |= set(linear) if is_llama and described["mlp_bias"] else set()
+    for i in range(described["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        found |= {f"{layer}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+        found |= {f"{layer}{name}.weight": shape for name, shape in linear.items()}
+        found |= {f"{layer}{name}.bias": linear[name][:1] for name in with_bias}
+        if described["model_type"] == "qwen3":
+            found |= {f"{layer}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    return found
+
+
+def _shapes_of_gpt2(described):
+    width, hidden = described["n_embd"], described["n_inner"] or 4 * described["n_embd"]
+    norms = {name: (width,) for name in ("weight", "bias")}
+    found = {"wte.weight": (VOCAB, width), "wpe.weight": (described["n_positions"], width)}
+    found |= {f"ln_f.{name}": shape for name, shape in norms.items()}
+    linear = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width), "mlp.c_fc": (width, hidden)}
+    for i in range(described["n_layer"]):
+        found |= {f"h.{i}.{norm}.{name}": shape for norm in ("ln_1", "ln_2") for name, shape in norms.items()}
+        for module, shape in (linear | {"mlp.c_proj": (hidden, width)}).items():
+            found |= {f"h.{i}.{module}.weight": shape, f"h.{i}.{module}.bias": shape[1:]}
+    return {f"transformer.{name}": shape for name, shape in found.items()}
+
+
+def random_tensors(described, dtype="float32", seed=0) -> dict[str, np.ndarray]:
+    """None of which is zero, and norms about one."""
+    random = np.random.default_rng(seed)
+    return {
+        name: (random.normal(("norm" in name or "ln_" in name) and name.endswith("weight"), 0.2, shape)).astype(
+            jnp.dtype(dtype)
+        )
+        for name, shape in shapes_of(described).items()
+    }
+
+
+def write_folder(folder, described, tensors, parts=1):
+    """As transformers saves a model; `parts` files with an index."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    if parts == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    where = {name: f"model-{i % parts + 1:05}-of-{parts:05}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file, {"format": "pt"})
+    index = {"metadata": {"total_size": sum(array.nbytes for array in tensors.values())}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+# ---- what they compute -----------------------------------------------------------------------------------------------
+
+
+def rotate_half(x):
+    """As in files of Hugging Face: pairs (i, i + d / 2)."""
+    half = x.shape[-1] // 2
+    return np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+
+
+def frequencies(described, head_dim):
+    rope = (described.get("rope_parameters") or {}) | (described.get("rope_scaling") or {})
+    base = rope.get("rope_theta", described.get("rope_theta"))
+    found = 1 / base ** (np.arange(0, head_dim, 2) / head_dim)
+    if rope.get("rope_type", "default") == "default":
+        return found
+    original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    slowed = []
+    for frequency in found:
+        wavelength = 2 * math.pi / frequency
+        smooth = (original / wavelength - low) / (high - low)
+        if wavelength < original / high:
+            slowed.append(frequency)
+        elif wavelength > original / low:
+            slowed.append(frequency / rope["factor"])
+        else:
+            slowed.append((1 - smooth) * frequency / rope["factor"] + smooth * frequency)
+    return np.array(slowed)
+
+
+def attend(query, key, value):
+    """(seq, heads, head_dim), of keys and values as many heads or fewer; causal."""
+    seq, heads, head_dim = query.shape
+    key, value = (np.repeat(part, heads // part.shape[1], axis=1) for part in (key, value))
+    scores = np.einsum("qhd,khd->hqk", query, key) / math.sqrt(head_dim)
+    scores = np.where(np.tril(np.ones((seq, seq), bool)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, value).reshape(seq, -1)
+
+
+def rms_norm(x, scale, epsilon):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def layer_norm(x, scale, bias, epsilon):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) * scale + bias
+
+
+def logits_of(described, tensors, tokens, rotate=rotate_half):
+    """(seq, vocab) of tokens (seq,)."""
+    tensors = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
+    run = _gpt2 if described["model_type"] == "gpt2" else _llama
+    return run(described, tensors, np.asarray(tokens), rotate)
+
+
+def _llama(described, tensors, tokens, rotate):
+    def linear(x, name):
+        return x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0)
+
+    heads, epsilon = described["num_attention_heads"], described["rms_norm_eps"]
+    head_dim = described.get("head_dim", described["hidden_size"] // heads)
+    angles = np.arange(len(tokens))[:, None] * frequencies(described, head_dim)
+    angles = np.concatenate([angles, angles], axis=-1)[:, None]  # (seq, 1, head_dim)
+    x = tensors["model.embed_tokens.weight"][tokens]
+    for i in range(described["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        y = rms_norm(x, tensors[f"{layer}input_layernorm.weight"], epsilon)
+        query, key, value = (linear(y, f"{layer}self_attn.{name}_proj").reshape(len(x), -1, head_dim) for name in "qkv")
+        if described["model_type"] == "qwen3":
+            query = rms_norm(query, tensors[f"{layer}self_attn.q_norm.weight"], epsilon)
+            key = rms_norm(key, tensors[f"{layer}self_attn.k_norm.weight"], epsilon)
+        query, key = (part * np.cos(angles) + rotate(part) * np.sin(angles) for part in (query, key))
+        x = x + linear(attend(query, key, value), f"{layer}self_attn.o_proj")
+        y = rms_norm(x, tensors[f"{layer}post_attention_layernorm.weight"], epsilon)
+        gate = linear(y, f"{layer}mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj")
+    x = rms_norm(x, tensors["model.norm.weight"], epsilon)
+    return x @ tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).T
+
+
+def _gpt2(described, tensors, tokens, rotate):
+    del rotate
+
+    def linear(x, name):
+        return x @ tensors[f"transformer.{name}.weight"] + tensors[f"transformer.{name}.bias"]
+
+    def norm(x, name):
+        scale, bias = (tensors[f"transformer.{name}.{leaf}"] for leaf in ("weight", "bias"))
+        return layer_norm(x, scale, bias, described["layer_norm_epsilon"])
+
+    table = tensors["transformer.wte.weight"]
+    x = table[tokens] + tensors["transformer.wpe.weight"][: len(tokens)]
+    for i in range(described["n_layer"]):
+        projections = np.split(linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1)
+        attended = attend(*(part.reshape(len(x), described["n_head"], -1) for part in projections))
+        x = x + linear(attended, f"h.{i}.attn.c_proj")
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        y = 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + linear(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ table.T

@@ -1,0 +1,111 @@
+"""config.json in and out: presets come back, and what a GPT cannot compute is refused by its name."""
+
+import json
+
+import huggingface as oracle
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.models.config import PRESETS
+from jax_fp8.models.huggingface.config_json import family_of, read_config, write_config
+
+FAMILIES = {
+    "tiny-llama": "llama", "gpt2-124m": "gpt2", "llama3-8b": "llama", "llama3.1-8b": "llama", "llama3.2-1b": "llama",
+    "qwen2.5-7b": "qwen2", "qwen3-0.6b": "qwen3", "qwen3-8b": "qwen3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_come_back(name):
+    config = PRESETS[name]
+    assert FAMILIES.get(name, family_of(config)) == family_of(config)
+    described = json.loads(json.dumps(write_config(config, "bfloat16")))
+    assert read_config(described, "config.json") == config
+    assert described["model_type"] == family_of(config) and described["torch_dtype"] == "bfloat16"
+
+
+def test_rotary_positions_as_transformers_5_writes_them():
+    """Base and scaling together; older files have fields of their own, the oldest call the kind "type"."""
+    together = oracle.LLAMA | {"rope_parameters": {"rope_theta": 5e5} | oracle.SCALING}
+    del together["rope_theta"], together["rope_scaling"]
+    apart = oracle.LLAMA | {"rope_theta": 5e5, "rope_scaling": oracle.SCALING}
+    kind = {("type" if name == "rope_type" else name): value for name, value in oracle.SCALING.items()}
+    oldest = apart | {"rope_scaling": kind}
+    found = [read_config(described, "here") for described in (together, apart, oldest)]
+    assert found[0] == found[1] == found[2]
+    assert found[0].rotary_base == 5e5
+    assert found[0].rotary_scaling == fp8.RotaryScaling(factor=8.0, original_length=32)
+    plain = oracle.LLAMA | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    assert (read_config(plain, "here").rotary_base, read_config(plain, "here").rotary_scaling) == (1e6, None)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "sentence"),
+    [
+        (
+            "llama",
+            {"model_type": "mixtral"},
+            "model_type in here must be one of llama, qwen2, qwen3, gpt2, got 'mixtral'",
+        ),
+        ("llama", {"model_type": None}, "model_type in here must be one of .*, got None"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu', got 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias and mlp_bias must be alike, got True and False"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config in here must be None, got {'bits': 4}"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor in here must be 1.0 or None, got 0.5"),
+        ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type default or llama3, got 'yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "here must have the field 'factor', which a llama needs"),
+        ("llama", {"num_key_value_heads": 3}, "here must describe a model: num_kv_heads must divide num_heads"),
+        (
+            "llama",
+            {"num_attention_heads": 0},
+            "here must describe a model: .*num_heads must be an integer of at least 1",
+        ),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window in here must be False, got True"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types in here must be full_attention",
+        ),
+        ("qwen3", {"attention_bias": True}, "attention_bias in here must be False, got True"),
+        ("gpt2", {"activation_function": "tanh"}, "activation_function in here must be 'gelu_new' or .*, got 'tanh'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in here must be False"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention in here must be False, got True"),
+    ],
+)
+def test_what_a_gpt_cannot_compute(case, changes, sentence):
+    read_config(oracle.CASES[case], "here")
+    with pytest.raises(ValueError, match=sentence) as raised:
+        read_config(oracle.CASES[case] | changes, "here")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"])
+def test_a_field_that_is_missing(field):
+    described = {name: value for name, value in oracle.LLAMA.items() if name != field}
+    with pytest.raises(ValueError, match=f"here must have the field '{field}', which a llama needs, but has it not"):
+        read_config(described, "here")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"norm": "rmsnorm"},
+        {"activation": "relu", "use_bias": False},
+        {"activation": "squared_relu"},
+        {"num_kv_heads": 2},
+        {"positions": "rotary"},
+        {"head_dim": 16},
+        {"qk_norm": True},
+    ],
+    ids=str,
+)
+def test_shapes_that_no_family_has(fields):
+    config = fp8.GPTConfig.preset("tiny", **fields)
+    with pytest.raises(ValueError, match=r"a model for Hugging Face must be as Llama, .* got GPTConfig\("):
+        write_config(config, "float32")
+
+
+def test_llamas_that_no_family_has():
+    for fields in ({"use_qkv_bias": True, "qk_norm": True}, {"use_bias": True, "use_qkv_bias": False}):
+        with pytest.raises(ValueError, match="a model for Hugging Face must be as Llama"):
+            family_of(fp8.GPTConfig.preset("tiny-llama", **fields))

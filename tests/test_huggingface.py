@@ -1,0 +1,124 @@
+"""What models of Hugging Face compute here is what the published equations say: logits, texts, and the loss that
+training goes on from.
+"""
+
+import functools
+
+import huggingface as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hybrid import make_mesh
+
+import jax_fp8 as fp8
+
+pytestmark = pytest.mark.versions
+pytest.importorskip("safetensors.numpy")
+
+CLOSE = 2e-5  # of logits in float32, in their standard deviations
+PROMPT, NEW = 20, 64
+TOKENS = np.random.default_rng(1).integers(0, oracle.VOCAB, 48)
+
+
+@functools.cache
+def tensors_of(case, dtype="float32"):
+    return oracle.random_tensors(oracle.CASES[case], dtype)
+
+
+@functools.cache
+def logits_of(case):
+    return oracle.logits_of(oracle.CASES[case], tensors_of(case), TOKENS)
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    return lambda case, dtype="float32": oracle.write_folder(tmp_path, oracle.CASES[case], tensors_of(case, dtype))
+
+
+def our_logits(config, params):
+    model = fp8.GPT(config, recipe=None, dtype=jnp.float32)
+    return np.asarray(jax.jit(model.apply)({"params": params}, TOKENS[None].astype(np.int32))[0])
+
+
+def distance(got, wanted):
+    return np.abs(got - wanted).max() / wanted.std()
+
+
+@pytest.mark.parametrize("case", oracle.CASES)
+def test_logits_are_those_of_the_equations(case, folder_of):
+    assert distance(our_logits(*fp8.load_huggingface(folder_of(case))), logits_of(case)) < CLOSE
+
+
+def interleaved(x):
+    return np.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)
+
+
+def transposed(case, name):
+    tensors = dict(tensors_of(case))
+    tensors[name] = tensors[name].T
+    return tensors
+
+
+# What the equations give with one thing wrong: the case, fields of the config, tensors, how pairs are turned.
+WRONG = {
+    "pairs (2i, 2i + 1)": ("llama", {}, None, interleaved),
+    "a transposed kernel": ("llama", {}, transposed("llama", "model.layers.0.self_attn.q_proj.weight"), None),
+    "a transposed kernel of GPT-2": ("gpt2", {}, transposed("gpt2", "transformer.h.1.attn.c_proj.weight"), None),
+    "no scaling": ("llama 3.1", {"rope_scaling": None}, None, None),
+    "another scaling": ("llama 3.1", {"rope_scaling": oracle.SCALING | {"low_freq_factor": 0.5}}, None, None),
+    "another base": ("qwen2", {"rope_theta": 1e4}, None, None),
+    "another epsilon": ("llama", {"rms_norm_eps": 1e-3}, None, None),
+    "another epsilon of GPT-2": ("gpt2", {"layer_norm_epsilon": 1e-3}, None, None),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_would_be_noticed(what):
+    """Negative controls of the test above: the equations themselves, with one thing changed."""
+    case, fields, tensors, rotate = WRONG[what]
+    described = oracle.CASES[case] | fields
+    found = oracle.logits_of(described, tensors or tensors_of(case), TOKENS, rotate or oracle.rotate_half)
+    assert distance(found, logits_of(case)) > 10 * CLOSE
+
+
+SLOW = {"llama", "llama 3.2", "llama with biases"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in oracle.CASES]
+)
+def test_a_prompt_goes_on_as_the_equations_say(case, folder_of):
+    """By the most likely token, 64 times."""
+    config, params = fp8.load_huggingface(folder_of(case))
+    model = fp8.GPT(config, recipe=None, dtype=jnp.float32)
+    written = np.asarray(fp8.generate(model, {"params": params}, TOKENS[None, :PROMPT], max_new_tokens=NEW))[0]
+    text = list(TOKENS[:PROMPT])
+    for _ in range(NEW):
+        text.append(int(oracle.logits_of(oracle.CASES[case], tensors_of(case), text)[-1].argmax()))
+    np.testing.assert_array_equal(written, text[PROMPT:])
+    assert len(set(text[PROMPT:])) > 4
+
+
+@pytest.mark.parametrize("axes", [None, {"fsdp": 2, "tensor": 2}], ids=["one device", "a mesh"])
+def test_training_goes_on_from_them(axes, folder_of):
+    """In FP8, from the loss that the equations give."""
+    config, params = fp8.load_huggingface(folder_of("qwen3", "bfloat16"), dtype=jnp.float32)
+    model, tx, batch = (
+        fp8.GPT(config, recipe=fp8.DelayedScaling(amax_history_len=4)),
+        fp8.fused_adamw(1e-3),
+        TOKENS[:33],
+    )
+    rows = np.stack([batch] * 4).astype(np.int32)
+    mesh = None if axes is None else make_mesh(**axes)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, mesh=mesh)
+    state = step.init_state(lambda *args: {**model.init(*args), "params": params}, jax.random.key(0), rows[:, :-1])
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    logits = oracle.logits_of(oracle.CASES["qwen3"], tensors_of("qwen3", "bfloat16"), batch[:-1])
+    wanted = np.mean(np.log(np.exp(logits).sum(-1)) - logits[np.arange(32), batch[1:]])
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, rows)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(wanted, rel=0.02)
+    assert losses[-1] < losses[0] - 0.05

@@ -34,6 +34,7 @@ struct Task {
   AmaxRule rule;
   int64_t cols;            // parts * width
   unsigned tiles_per_row;  // of the grid
+  unsigned tiles;
 };
 
 // Makes an amax the scale of its tile, writes it down, and returns what elements are multiplied by. The tile is that of

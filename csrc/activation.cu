@@ -74,8 +74,7 @@ struct Activated {
   static constexpr int kAmaxBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
   // A companion needs registers too.
   static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;
-  // By tiles it has 64, and parts and companion wait for their scales. Of 16-bit gated gradients some 24 registers of
-  // them wait in local memory: the price of a second block, which loads while the first one computes.
+  // By tiles it has 64, and parts and companion wait for their scales.
   static constexpr int kHeld = (kInputs > kMade ? kInputs : kMade) * sizeof(T);
   static constexpr int kTileBlocks = kHeld <= 2 ? 4 : kHeld <= 6 ? 2 : 1;
 

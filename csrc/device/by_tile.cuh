@@ -35,6 +35,7 @@ struct Task {
   AmaxRule rule;
   int64_t cols;            // parts * width
   unsigned tiles_per_row;  // of the grid
+  unsigned tiles;
 };
 
 inline AmaxRule amax_rule_of(const TileRule& rule) {

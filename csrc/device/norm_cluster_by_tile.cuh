@@ -24,6 +24,7 @@
 #include "quantize_tile.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+#include "tile_patches.cuh"
 #include "tile_scales.cuh"
 #include "vector.cuh"
 
@@ -143,12 +144,15 @@ __device__ inline void store_rows(const by_tile::Task& task, const norm::Place& 
 #pragma unroll
   for (int v = 0; v < kLaneVectors<T>; ++v) {
     if (!patch.holds(v)) continue;
+    const by_tile::PatchCast cast{
+        .row_multipliers = shared.row_multipliers[tile_of(v)] + row,
+        .values = task.results.cast.values + (place.first_row + row) * task.cols + place.first_col + patch.col_of(v),
+        .stride = task.cols,
+        .inside = true,
+    };
     uint32_t left[kPatchRows], right[kPatchRows];
-    by_tile::cast_rows(made[v][0], 0, shared.row_multipliers[tile_of(v)] + row, left, right);
-    uint8_t* target =
-        task.results.cast.values + (place.first_row + row) * task.cols + place.first_col + patch.col_of(v);
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) *reinterpret_cast<uint2*>(target + r * task.cols) = {left[r], right[r]};
+    float sums[kVectorWidth] = {};  // nobody wants them
+    by_tile::cast_patch<true, false>(made[v][0], 0, cast, left, right, sums);
   }
 }
 
@@ -159,8 +163,10 @@ __device__ inline void store_columns(const by_tile::Task& task, const norm::Plac
 #pragma unroll
   for (int v = 0; v < kLaneVectors<T>; ++v) {
     if (!patch.holds(v)) continue;
+    const by_tile::PatchCast cast{.column_multipliers = shared.column_multipliers + patch.col_of(v)};
     uint32_t left[kPatchRows], right[kPatchRows];
-    by_tile::cast_columns(made[v][0], 0, shared.column_multipliers + patch.col_of(v), left, right);
+    float sums[kVectorWidth] = {};  // nobody wants them
+    by_tile::cast_patch<false, true>(made[v][0], 0, cast, left, right, sums);
     quantize_tile::put_patch<BandTile>(staged + v * BandTile::kChunks, warp, lane, left, right);
   }
   __syncthreads();

@@ -7,10 +7,14 @@
 //
 //     bfloat16 as it is: 32 KB of x in flight per block, 4 blocks per multiprocessor, whose phases have nothing to do
 //                        with one another; 64 registers per thread, half of them x
+//     bfloat16, two inputs: 2 blocks per multiprocessor, too few to load while others compute. So a block has many
+//                        tiles, and while it computes one, the 64 KB of the next arrive in shared memory.
 //
-// The matrix comes from a producer, as device/quantize_tile.cuh has it, with one constant more:
+// The matrix comes from a producer, as device/quantize_tile.cuh has it, with more:
 //
 //     static constexpr int kTileBlocks;        // as kBlocks, for quantize_by_tile_kernel
+//     address(input, row, col, width)          // of an element, where there are two inputs of 16 bits: of zeros such
+//                                              // a producer makes zeros
 //
 // A companion has tiles of 1 x 128 along its columns.
 #pragma once
@@ -23,145 +27,219 @@
 #include "../launch.h"
 #include "by_tile.cuh"
 #include "column_sums.cuh"
-#include "fp8.cuh"
 #include "quantize_any_by_tile.cuh"
 #include "quantize_tile.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+#include "tile_patches.cuh"
 #include "tile_scales.cuh"
 #include "vector.cuh"
 
 namespace jax_fp8 {
 namespace by_tile {
 
-// ---- casts ----------------------------------------------------------------------------------------------------------
-
-// A patch, each row by its multiplier, of which the first is at `multipliers` in shared memory.
-template <typename T, int kMade>
-__device__ inline void cast_rows(const Vector<T> (&made)[kPatchRows][kMade], int part, const float* multipliers,
-                                 uint32_t (&left)[kPatchRows], uint32_t (&right)[kPatchRows]) {
-  float by_row[kPatchRows];
-  read_fours(multipliers, by_row);
-#pragma unroll
-  for (int r = 0; r < kPatchRows; ++r) {
-    float elements[kVectorWidth];
-    unpack(made[r][part], elements);
-    left[r] = quantize_four<kFormat>(elements, by_row[r]);
-    right[r] = quantize_four<kFormat>(elements + 4, by_row[r]);
-  }
-}
-
-// And each column by its.
-template <typename T, int kMade>
-__device__ inline void cast_columns(const Vector<T> (&made)[kPatchRows][kMade], int part, const float* multipliers,
-                                    uint32_t (&left)[kPatchRows], uint32_t (&right)[kPatchRows]) {
-  float by_column[kVectorWidth];
-  read_fours(multipliers, by_column);
-#pragma unroll
-  for (int r = 0; r < kPatchRows; ++r) {
-    float elements[kVectorWidth];
-    unpack(made[r][part], elements);
-    left[r] = quantize_four<kFormat>(elements, by_column);
-    right[r] = quantize_four<kFormat>(elements + 4, by_column + 4);
-  }
-}
+// ---- dynamic shared memory: the transpose of each part and of the companion, half by half, and slots ----------------
 
 template <typename Producer>
-constexpr int kStagedBytes = Shared<Producer>::kMade * kHalves * ValuesTile::kChunks * static_cast<int>(sizeof(uint4));
+constexpr bool kIs16Bit = sizeof(typename Producer::Element) == 2;
+
+// Whether the next tile is fetched ahead.
+template <typename Producer>
+constexpr bool kFetches = kIs16Bit<Producer> && Producer::kInputs == 2;
+
+// Whether the companion waits for its scales in shared memory: beside two parts there are not registers enough.
+template <typename Producer>
+constexpr bool kParks = kIs16Bit<Producer> && Producer::kParts == 2 && Producer::kCompanions == 1;
+
+template <typename Producer>
+constexpr int kStagedChunks = Shared<Producer>::kMade * kHalves * ValuesTile::kChunks;
+
+template <typename Producer, bool kAhead>
+constexpr int kSlots = (kAhead ? Producer::kInputs : kParks<Producer> ? 1 : 0) * kHalves * kPatchRows;
+
+template <typename Producer, bool kAhead>
+constexpr int kDynamicBytes =
+    (kStagedChunks<Producer> + kSlots<Producer, kAhead> * kThreads) * static_cast<int>(sizeof(uint4));
 
 // Percent of a multiprocessor's 228 KB that as many blocks as registers allow share; a block takes 1 KB beside its own.
-template <typename Producer>
+template <typename Producer, bool kAhead>
 constexpr int kCarveout = std::min<int>(
-    100, 100 * Producer::kTileBlocks * (kStagedBytes<Producer> + sizeof(Shared<Producer>) + 2048) / (228 * 1024) + 1);
+    100, 100 * Producer::kTileBlocks * (kDynamicBytes<Producer, kAhead> + sizeof(Shared<Producer>) + 2048) /
+                 (228 * 1024) +
+             1);
 
-}  // namespace by_tile
-
-// ---- tiles of 128 rows x 128 columns --------------------------------------------------------------------------------
+// ---- a tile of 128 rows x 128 columns -------------------------------------------------------------------------------
 //
-// Rows and width are multiples of 16, width of 128 where there are two parts, pointers of 16 bytes. Dynamic shared
-// memory: the transpose of each part and of the companion, half by half.
+// Rows and width are multiples of 16, width of 128 where there are two parts, pointers of 16 bytes. Every thread of the
+// block must arrive.
 
-template <typename Producer>
-__global__ void __launch_bounds__(by_tile::kThreads, Producer::kTileBlocks)
-    quantize_by_tile_kernel(Producer producer, by_tile::Task task) {
-  using namespace by_tile;
+// `next`: the tile after this, where it is fetched ahead as this one was; `staged`: the dynamic shared memory.
+template <typename Producer, bool kAhead>
+__device__ inline void quantize_tile_at(const Producer& producer, const Task& task, const Place& place,
+                                        const Place& next, uint4* staged, Shared<Producer>& shared) {
   using T = typename Producer::Element;
-  constexpr int kParts = Producer::kParts, kMade = Shared<Producer>::kMade;
-  extern __shared__ uint4 staged[];
-  __shared__ Shared<Producer> shared;
+  constexpr int kParts = Producer::kParts, kMade = Shared<Producer>::kMade, kInputs = Producer::kInputs;
   const ByTileResults& results = task.results;
   const int64_t rows = results.rows, width = results.width;
-  const int64_t tile_row = int64_t{blockIdx.x / task.tiles_per_row} * kTile;
-  const int64_t tile_col = int64_t{blockIdx.x % task.tiles_per_row} * kTile;
-  const int group = threadIdx.x % kGroups, patch = threadIdx.x / kGroups;
-  const int64_t row = tile_row + patch * kPatchRows, col = tile_col + group * kVectorWidth;
-  const auto is_inside = [&](int half) { return row < rows && col + half * ValuesTile::kCols < width; };
+  const int group = threadIdx.x % kGroups, patch = threadIdx.x / kGroups, warp = threadIdx.x / kWarp;
+  const Slots slots{staged + kStagedChunks<Producer>};
 
-  Patches<T, Producer::kInputs> loaded;
+  Patches<T, kInputs> loaded;
   Patches<T, kMade> made;
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    if (!is_inside(half)) continue;
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) producer.load(row + r, col + half * ValuesTile::kCols, width, loaded[half][r]);
+  if constexpr (kAhead) {
+    wait_for_fetched();
+  } else {
+    load_patches<kParks<Producer>>(producer, task, place, slots, loaded);
   }
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    if (is_inside(half)) {
-      producer.make(row, col + half * ValuesTile::kCols, loaded[half], made[half]);
+    if constexpr (kAhead) take_patch(slots, half, loaded[half]);
+    if constexpr (kParks<Producer>) {
+      if (half == 1) {
+        put_column_maxima(made[0], kParts, 0, group, shared.column_maxima[kParts][warp]);
+        wait_for_fetched();
+        take_and_park(slots, loaded[1], made[0], kParts);
+      }
+    }
+    if (kAhead || place.inside[half]) {
+      producer.make(place.row(), place.col(half), loaded[half], made[half]);
     } else {
 #pragma unroll
       for (int i = 0; i < kPatchRows * kMade; ++i) made[half][i / kMade][i % kMade] = filled_with<T>(0);
     }
+    if constexpr (kAhead) fetch_patch(producer, task, next, half, slots);
+  }
+  if constexpr (kParks<Producer>) {
+#pragma unroll
+    for (int r = 0; r < kPatchRows; ++r) write_vector(slots.at<T>(parking_slot(1, r)), made[1][r][kParts]);
+  }
+  const float amax = put_maxima<Producer>(made, patch, group, shared);
+#pragma unroll
+  for (int half = kParks<Producer> ? 1 : 0; half < (Producer::kCompanions ? kHalves : 0); ++half) {
+    put_column_maxima(made[half], kMade - 1, half, group, shared.column_maxima[kMade - 1][warp]);
   }
   // A barrier is in the merging: behind it all maxima are there.
-  merge_amax<kThreads>(put_maxima<Producer>(made, patch, group, shared), results.cast.amax);
-  find_scales(task, tile_row, tile_col, shared);
-  if constexpr (Producer::kSums) store_sums(task, tile_row, tile_col, shared);
+  merge_amax<kThreads>(amax, results.cast.amax);
+  find_scales(task, place.tile_row, place.tile_col, shared);
   __syncthreads();
 
   const TileCast& cast = results.cast;
-  const bool is_cast_already = cast.values && cast.rule.square && cast.rule.square_t;
+  const bool straight = cast.values != nullptr;
+  const bool apart = cast.values_t && !(straight && cast.rule.square && cast.rule.square_t);
   const auto staged_at = [&](int part, int half) { return staged + (part * kHalves + half) * ValuesTile::kChunks; };
+  uint32_t left[kPatchRows], right[kPatchRows];
 #pragma unroll
-  for (int part = 0; part < kMade; ++part) {
-    const bool is_companion = part == kParts;
-    const bool straight = !is_companion && cast.values != nullptr, transposed = is_companion || cast.values_t;
+  for (int half = 0; half < (Producer::kCompanions ? kHalves : 0); ++half) {  // first, and its registers are free
+    Vector<T> companion[kPatchRows];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      if (!is_inside(half)) continue;
-      const int in_tile = half * ValuesTile::kCols + group * kVectorWidth;
-      uint32_t left[kPatchRows], right[kPatchRows];
-      if (straight) {
-        cast_rows(made[half], part, shared.row_multipliers[is_companion ? 0 : part] + patch * kPatchRows, left, right);
-        uint8_t* target = cast.values + (row * kParts + part) * width + tile_col + in_tile;
-#pragma unroll
-        for (int r = 0; r < kPatchRows; ++r) {
-          *reinterpret_cast<uint2*>(target + r * kParts * width) = {left[r], right[r]};
-        }
+    for (int r = 0; r < kPatchRows; ++r) {
+      if constexpr (kParks<Producer>) {
+        companion[r] = read_vector(slots.at<T>(parking_slot(half, r)));
+      } else {
+        companion[r] = made[half][r][kMade - 1];
       }
-      if (!transposed) continue;
-      if (is_companion || !is_cast_already) {
-        cast_columns(made[half], part, shared.column_multipliers[part] + in_tile, left, right);
+    }
+    const int in_tile = half * ValuesTile::kCols + Place::patch_col();
+    cast_columns(companion, shared.column_multipliers[kMade - 1] + in_tile, left, right);
+    quantize_tile::put_patch(staged_at(kMade - 1, half), patch, group, left, right);
+  }
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int in_tile = half * ValuesTile::kCols + Place::patch_col();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const PatchCast patch_cast{
+          .row_multipliers = shared.row_multipliers[part] + Place::patch_row(),
+          .column_multipliers = shared.column_multipliers[part] + in_tile,
+          .values = cast.values + (place.row() * kParts + part) * width + place.col(half),
+          .stride = kParts * width,
+          .inside = place.inside[half],
+      };
+      float sums[kVectorWidth] = {};
+      if (straight && apart) {
+        cast_patch<true, true>(made[half], part, patch_cast, left, right, sums);
+      } else if (straight) {
+        cast_patch<true, false>(made[half], part, patch_cast, left, right, sums);
+      } else {
+        cast_patch<false, true>(made[half], part, patch_cast, left, right, sums);
       }
-      quantize_tile::put_patch(staged_at(part, half), patch, group, left, right);
+      if (cast.values_t) quantize_tile::put_patch(staged_at(part, half), patch, group, left, right);
+      if constexpr (Producer::kSums) quantize_tile::put_sums(shared.sums[part][half], group, sums);
     }
   }
   __syncthreads();
 
+  if constexpr (Producer::kSums) store_sums(task, place.tile_row, place.tile_col, shared);
 #pragma unroll
   for (int part = 0; part < kMade; ++part) {
     uint8_t* values_t = part == kParts ? results.companion.values_t
                         : cast.values_t ? cast.values_t + part * width * rows : nullptr;
 #pragma unroll
     for (int half = 0; half < kHalves && values_t; ++half) {
-      quantize_tile::store_transpose(staged_at(part, half), tile_row, tile_col + half * ValuesTile::kCols, rows, width,
-                                     values_t);
+      quantize_tile::store_transpose(staged_at(part, half), place.tile_row, place.tile_col + half * ValuesTile::kCols,
+                                     rows, width, values_t);
     }
   }
 }
 
+}  // namespace by_tile
+
+// A block for each tile, or, where these are fetched ahead, any number of blocks.
+template <typename Producer, bool kAhead>
+__global__ void __launch_bounds__(by_tile::kThreads, Producer::kTileBlocks)
+    quantize_by_tile_kernel(Producer producer, by_tile::Task task) {
+  using namespace by_tile;
+  extern __shared__ uint4 staged[];
+  __shared__ Shared<Producer> shared;
+  Place place = place_of(task, blockIdx.x);
+  if constexpr (kAhead) {
+    const Slots slots{staged + kStagedChunks<Producer>};
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) fetch_patch(producer, task, place, half, slots);
+    for (unsigned tile = blockIdx.x; tile < task.tiles; tile += gridDim.x) {
+      const Place next = place_of(task, tile + gridDim.x);
+      quantize_tile_at<Producer, kAhead>(producer, task, place, next, staged, shared);
+      place = next;
+    }
+  } else {
+    quantize_tile_at<Producer, kAhead>(producer, task, place, place, staged, shared);
+  }
+}
+
 // ---- launching ------------------------------------------------------------------------------------------------------
+
+namespace by_tile {
+
+template <typename Producer, bool kAhead>
+cudaError_t launch_tiles(const Producer& producer, const Task& task, int multiprocessors, cudaStream_t stream) {
+  const auto kernel = quantize_by_tile_kernel<Producer, kAhead>;
+  constexpr int kBytes = kDynamicBytes<Producer, kAhead>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveout<Producer, kAhead>);
+  if (status != cudaSuccess) return status;
+  const unsigned at_once = static_cast<unsigned>(multiprocessors * Producer::kTileBlocks);
+  kernel<<<kAhead ? std::min(task.tiles, at_once) : task.tiles, kThreads, kBytes, stream>>>(producer, task);
+  return cudaGetLastError();
+}
+
+template <typename Producer>
+cudaError_t launch_tiles(const Producer& producer, const Task& task, cudaStream_t stream) {
+  if constexpr (kFetches<Producer>) {
+    int device = 0, multiprocessors = 0, most_shared = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status != cudaSuccess) return status;
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (status != cudaSuccess) return status;
+    status = cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (status != cudaSuccess) return status;
+    constexpr int kWanted = kDynamicBytes<Producer, true> + static_cast<int>(sizeof(Shared<Producer>)) + 1024;
+    if (most_shared >= kWanted) return launch_tiles<Producer, true>(producer, task, multiprocessors, stream);
+  }
+  return launch_tiles<Producer, false>(producer, task, 0, stream);
+}
+
+}  // namespace by_tile
 
 // `aligned`: all pointers are. The amax is zero to start with, or one that counts as well.
 template <typename Producer>
@@ -177,18 +255,13 @@ cudaError_t launch_by_tile(const Producer& producer, const ByTileResults& result
       .rule = amax_rule_of(results.cast.rule),
       .cols = cols,
       .tiles_per_row = static_cast<unsigned>(tiles_per_row),
+      .tiles = static_cast<unsigned>(divide_up(rows, kTile) * tiles_per_row),
   };
-  const auto blocks = static_cast<unsigned>(divide_up(rows, kTile) * tiles_per_row);
-  if (blocks != 0 && vectorized) {
-    const auto kernel = quantize_by_tile_kernel<Producer>;
-    constexpr int kBytes = kStagedBytes<Producer>;
-    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (task.tiles != 0 && vectorized) {
+    const cudaError_t status = launch_tiles(producer, task, stream);
     if (status != cudaSuccess) return status;
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveout<Producer>);
-    if (status != cudaSuccess) return status;
-    kernel<<<blocks, kThreads, kBytes, stream>>>(producer, task);
-  } else if (blocks != 0) {
-    quantize_any_by_tile_kernel<Producer><<<blocks, kAnyThreads, 0, stream>>>(producer, task);
+  } else if (task.tiles != 0) {
+    quantize_any_by_tile_kernel<Producer><<<task.tiles, kAnyThreads, 0, stream>>>(producer, task);
   }
   if (Producer::kSums && cols != 0) {
     launch_column_sums(results.sums, ColumnSums{}, divide_up(rows, kTile), cols, stream);

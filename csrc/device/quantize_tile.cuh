@@ -80,17 +80,16 @@ __device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int6
   ValuesTile::store<kThreads>(tile, tile_row, tile_col, rows, width, values_t);
 }
 
-// The four patches that a warp has of each group of columns, added up into its row of `sums`.
+// The four patches that a warp has of each group of columns, added up into its row of `sums`, which is aligned to 8
+// bytes.
 // Every thread of the warp must arrive.
-__device__ inline void put_sums(float (*sums)[kCols], int group, float (&patch_sums)[kVectorWidth]) {
-#pragma unroll
-  for (int c = 0; c < kVectorWidth; ++c) {
-    patch_sums[c] += __shfl_xor_sync(0xFFFFFFFFu, patch_sums[c], 8);
-    patch_sums[c] += __shfl_xor_sync(0xFFFFFFFFu, patch_sums[c], 16);
-  }
-  if (threadIdx.x % kWarp >= kGroups) return;
-#pragma unroll
-  for (int c = 0; c < kVectorWidth; ++c) sums[threadIdx.x / kWarp][group * kVectorWidth + c] = patch_sums[c];
+__device__ inline void put_sums(float (*sums)[kCols], int group, const float (&patch_sums)[kVectorWidth]) {
+  float of_two[kVectorWidth / 2], of_four[kVectorWidth / 4];
+  share_sums(patch_sums, of_two, kGroups);
+  share_sums(of_two, of_four, 2 * kGroups);
+  const int lane = threadIdx.x % kWarp;
+  const int column = group * kVectorWidth + (lane & kGroups ? 4 : 0) + (lane & 2 * kGroups ? 2 : 0);
+  *reinterpret_cast<float2*>(&sums[threadIdx.x / kWarp][column]) = {of_four[0], of_four[1]};
 }
 
 }  // namespace quantize_tile
@@ -102,7 +101,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads, Producer::kBlocks)
   using T = typename Producer::Element;
   constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
   __shared__ uint4 tile[kMade][ValuesTile::kChunks];
-  __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kWarps : 1][kCols];
+  __shared__ alignas(8) float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kWarps : 1][kCols];
   const float loaded_scale = __ldg(scale.element);
   const float companion_scale = Producer::kCompanions ? __ldg(results.companion.scale) : 1.0f;
   const int64_t rows = results.rows, width = results.width;

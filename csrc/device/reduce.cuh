@@ -53,6 +53,18 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
+// Between lanes `distance` apart: the lower one keeps the first half of the numbers, the upper one the second half, as
+// the sums of both lanes. Every thread of the warp must arrive.
+template <int kCount>
+__device__ inline void share_sums(const float (&x)[kCount], float (&kept)[kCount / 2], int distance) {
+  const bool upper = (threadIdx.x & distance) != 0;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const float low = x[i], high = x[i + kCount / 2];
+    kept[i] = __fadd_rn(upper ? high : low, __shfl_xor_sync(0xFFFFFFFFu, upper ? low : high, distance));
+  }
+}
+
 // Four sums for little more than the price of one: lane i gets number i / 8.
 constexpr int kLanesPerSum = kWarp / 4;
 

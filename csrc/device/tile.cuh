@@ -51,21 +51,24 @@ struct Tile {
   template <int kThreads, CachePolicy kPolicy = CachePolicy::kUsual>
   static __device__ inline void store(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows, int64_t cols,
                                       uint8_t* transpose) {
+    static_assert(kThreads % kColumnChunks == 0);
+    constexpr int kAtOnce = kThreads / kColumnChunks;
+    const int first = static_cast<int>(threadIdx.x) / kColumnChunks;
+    const int chunk = static_cast<int>(threadIdx.x) % kColumnChunks;
+    const int64_t out_col = tile_row + chunk * static_cast<int>(sizeof(uint4));
+    if (out_col >= rows) return;
+    const int64_t wanted = cols - tile_col;
+    uint8_t* target_byte = transpose + (tile_col + first) * rows + out_col;
 #pragma unroll
-    for (int pass = 0; pass < kChunks / kThreads; ++pass) {
-      const int item = pass * kThreads + threadIdx.x;
-      const int column = item / kColumnChunks;
-      const int chunk = item % kColumnChunks;
-      const int group = column / kWidth;
-      const int64_t out_row = tile_col + column;
-      const int64_t out_col = tile_row + chunk * static_cast<int>(sizeof(uint4));
-      if (out_row < cols && out_col < rows) {
-        uint4 bytes = tile[item ^ (group >> kWithin)];
+    for (int pass = 0; pass < kCols / kAtOnce; ++pass, target_byte += kAtOnce * rows) {
+      const int column = pass * kAtOnce + first, group = column / kWidth;
+      if (column < wanted) {
+        uint4 bytes = tile[(column * kColumnChunks + chunk) ^ (group >> kWithin)];
         if constexpr (kWithin == 2) {
           if (group & 1) bytes = make_uint4(bytes.y, bytes.x, bytes.w, bytes.z);
           if (group & 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);
         }
-        uint4* target = reinterpret_cast<uint4*>(transpose + out_row * rows + out_col);
+        uint4* target = reinterpret_cast<uint4*>(target_byte);
         if constexpr (kPolicy == CachePolicy::kTouchedOnce) {
           __stcs(target, bytes);
         } else {

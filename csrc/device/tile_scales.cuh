@@ -39,7 +39,7 @@ struct Shared {
   uint32_t row_maxima[kParts][kWords];
   uint32_t column_maxima[kMade][kWarps][kWords];  // over the rows of each warp
   float warp_maxima[kParts][kWarps];
-  float sums[Producer::kSums ? kParts : 1][kHalves][Producer::kSums ? kWarps : 1][ValuesTile::kCols];
+  alignas(8) float sums[Producer::kSums ? kParts : 1][kHalves][Producer::kSums ? kWarps : 1][ValuesTile::kCols];
 };
 
 // ---- maxima ---------------------------------------------------------------------------------------------------------
@@ -105,42 +105,29 @@ __device__ inline float put_row_maxima(const uint32_t (&maxima)[kPatchRows], int
   return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(magnitude_of<T>(word[0]))));
 }
 
-// To `target`, those of 128 columns in order, over the warp's 16 rows. Every thread of the warp must arrive.
+// To `target`, those of the half's columns in order, over the warp's 16 rows. Every thread of the warp must arrive.
 template <typename T, int kMade>
-__device__ inline void put_column_maxima(const Patches<T, kMade>& made, int part, int group, uint32_t* target) {
+__device__ inline void put_column_maxima(const Vector<T> (&made)[kPatchRows][kMade], int part, int half, int group,
+                                         uint32_t* target) {
   constexpr int kWords = Vector<T>::kWords;
   const int upper = static_cast<int>(threadIdx.x) / kGroups % kPatchRows;  // of the four patches
+  uint32_t two_patches[kWords / 2], four_patches[kWords / 4];
+  share_maxima<T>(find_column_maxima(made, part).words, two_patches, 2 * kGroups);
+  share_maxima<T>(two_patches, four_patches, kGroups);
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    uint32_t two_patches[kWords / 2], four_patches[kWords / 4];
-    share_maxima<T>(find_column_maxima(made[half], part).words, two_patches, 2 * kGroups);
-    share_maxima<T>(two_patches, four_patches, kGroups);
-#pragma unroll
-    for (int i = 0; i < kWords / 4; ++i) {
-      target[(half * kGroups + group) * kWords + upper * (kWords / 4) + i] = four_patches[i];
-    }
+  for (int i = 0; i < kWords / 4; ++i) {
+    target[(half * kGroups + group) * kWords + upper * (kWords / 4) + i] = four_patches[i];
   }
 }
 
-// The sums of columns over the warp's rows. Every thread of the warp must arrive.
+// To `target`, those of 128 columns in order.
 template <typename T, int kMade>
-__device__ inline void put_both_sums(const Patches<T, kMade>& made, int part, int group,
-                                     float (*sums)[kWarps][ValuesTile::kCols]) {
+__device__ inline void put_column_maxima(const Patches<T, kMade>& made, int part, int group, uint32_t* target) {
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    float patch_sums[kVectorWidth] = {};
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-      float elements[kVectorWidth];
-      unpack(made[half][r][part], elements);
-#pragma unroll
-      for (int c = 0; c < kVectorWidth; ++c) patch_sums[c] += elements[c];
-    }
-    quantize_tile::put_sums(sums[half], group, patch_sums);
-  }
+  for (int half = 0; half < kHalves; ++half) put_column_maxima(made[half], part, half, group, target);
 }
 
-// Returns the amax of the thread's elements, NaN where one is. Every thread of the block must arrive.
+// Of the parts. Returns the amax of the thread's elements, NaN where one is. Every thread of the block must arrive.
 template <typename Producer, int kMade>
 __device__ inline float put_maxima(const Patches<typename Producer::Element, kMade>& made, int patch, int group,
                                    Shared<Producer>& shared) {
@@ -154,10 +141,6 @@ __device__ inline float put_maxima(const Patches<typename Producer::Element, kMa
     const float warp_maximum = put_row_maxima<T>(maxima, patch, group, shared.row_maxima[part]);
     if (threadIdx.x % kWarp == 0) shared.warp_maxima[part][warp] = warp_maximum;
     put_column_maxima(made, part, group, shared.column_maxima[part][warp]);
-    if constexpr (Producer::kSums) put_both_sums(made, part, group, shared.sums[part]);
-  }
-  if constexpr (Producer::kCompanions) {
-    put_column_maxima(made, Producer::kParts, group, shared.column_maxima[Producer::kParts][warp]);
   }
   return thread_amax;
 }
@@ -207,8 +190,8 @@ __device__ inline void find_scales(const Task& task, int64_t tile_row, int64_t t
     }
   }
   if constexpr (Producer::kCompanions) {
-    const float amax = column_amax<T>(shared.column_maxima[kParts], line);
-    if (!has_row) {
+    if (has_row) {  // which had less to do
+      const float amax = column_amax<T>(shared.column_maxima[kParts], line);
       shared.column_multipliers[kParts][line] = keep_companion_scale(task, amax, tile_row, tile_col + line);
     }
   }

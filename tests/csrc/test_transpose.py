@@ -44,7 +44,6 @@ def test_arrays_that_are_not_aligned(offsets):
 
 # What is wrong then, and the mistake that the harness names; None where only the bytes are wrong.
 KERNEL, TILE, FP8 = "transpose.cu", "device/tile.cuh", "device/fp8.cuh"
-INSIDE = "if (out_row < cols && out_col < rows) {"
 VECTORIZED = "arguments.rows % kWidth == 0 && arguments.cols % kWidth == 0"
 MISTAKES = {
     "no barrier": ((KERNEL, "  __syncthreads();\n  ByteTile", "  ByteTile"), "order of threads"),
@@ -53,9 +52,9 @@ MISTAKES = {
     "one byte of another column": ((KERNEL, "loaded[3].y}, columns", "loaded[3].z}, columns"), None),
     "one row too many": ((KERNEL, "row < rows && col", "row <= rows && col"), "argument 0: byte"),
     "one column too many": ((KERNEL, "&& col < cols)", "&& col <= cols)"), "argument 0: byte"),
-    "one row of the result too many": ((TILE, INSIDE, INSIDE.replace("out_row <", "out_row <=")), "argument 1"),
-    "a row of the result too long": ((TILE, INSIDE, INSIDE.replace("out_col <", "out_col <=")), None),
-    "half of the result": ((TILE, "pass < kChunks /", "pass < kChunks / 2 /"), "order of threads"),
+    "one row of the result too many": ((TILE, "column < wanted", "column <= wanted"), "argument 1"),
+    "a row of the result too long": ((TILE, "out_col >= rows", "out_col > rows"), None),
+    "half of the result": ((TILE, "pass < kCols / kAtOnce", "pass < kCols / kAtOnce / 2"), "order of threads"),
     "a tile too small": ((KERNEL, "[ByteTile::kChunks];", "[ByteTile::kChunks - 1];"), "shared|index"),
     "one tile too few": ((KERNEL, "<<<tiles,", "<<<tiles - 1,"), "order of threads"),
     "tiles counted down the columns": ((KERNEL, "divide_up(arguments.cols, B", "divide_up(arguments.rows, B"), None),

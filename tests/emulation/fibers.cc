@@ -77,6 +77,7 @@ void wait(State state, const char* what, uint32_t mask, Place place) {
 
 void fiber_body() {
   kernel(closure);
+  check_fetches();
   states[current] = kEnded;
   _longjmp(scheduler, 1);
 }
@@ -257,6 +258,7 @@ void run_grid(const Grid& grid, void (*kernel_)(const void*), const void* closur
     return tell("a cluster of %zu threads; here are %zu", blocks * block_fibers, kMostFibers);
   }
   set_dynamic_shared(grid.shared_bytes);
+  forget_fetches();
   const FaultHandler handler;
   for (uint64_t i : clusters_in_order(gridDim.count() / blocks)) {
     first_block = i * blocks;

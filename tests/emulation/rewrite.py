@@ -53,7 +53,7 @@ def _instructions(source, name):
         operands = [text[m.end() : _closing(text, m.end() - 1)] for m in re.finditer(r'"[=+]?[a-z]+"\s*\(', text)]
         instruction = "".join(re.findall(r'"([^"]*)"', re.split(r':\s*(?=")', text)[0]))
         mnemonic, _, wanted = instruction.strip().rstrip(";").partition(" ")
-        if re.findall(r"[^,\s]+", wanted) != [f"%{i}" for i in range(len(operands))]:
+        if re.findall(r"[^,\s\[\]]+", wanted) != [f"%{i}" for i in range(len(operands))]:
             raise ValueError(f"{name}: asm must be one instruction of all its operands in order, got {instruction!r}")
         lines = "\n" * text.count("\n")
         function = re.sub(r"\W", "_", mnemonic)

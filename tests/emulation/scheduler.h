@@ -38,6 +38,10 @@ inline bool is_gone(State state) { return state == kEnded || state == kAbsent; }
 // In the same block, and at the same place.
 bool stand_together(size_t a, size_t b);
 
+// That this thread has waited for all that it fetches; before a launch, nothing is on its way.
+void check_fetches();
+void forget_fetches();
+
 // ---- failing --------------------------------------------------------------------------------------------------------
 
 // Forgets what went wrong before.

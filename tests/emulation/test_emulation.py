@@ -26,7 +26,29 @@ REVERSING = {
     "much": "extern __shared__ float4 much[]; much[t * 100].x = x[t]; __syncthreads(); y[t] = much[(63 - t) * 100].x;",
 }
 
+FETCH = (
+    "__shared__ alignas(16) float4 s[64]; auto* const from = reinterpret_cast<const float4*>(x) + t / 4; "
+    "const auto fetch = [&](const void* target, const void* source) { "
+    'asm volatile("cp.async.cg.shared.global [%0], [%1], %2;" '
+    ': : "l"(__cvta_generic_to_shared(target)), "l"(source), "n"(16) : "memory"); }; '
+    'const auto wait = [] { asm volatile("cp.async.wait_all;" ::: "memory"); }; '
+    "const auto own = [&] { return reinterpret_cast<float*>(s + t)[t % 4]; }; "
+)
+FETCHING = {
+    "a copy": f"{FETCH} fetch(s + t, from); wait(); y[t] = own();",
+    "two copies": f"{FETCH} fetch(s + t, x); fetch(s + t, from); wait(); y[t] = own();",
+    "a copy after a read": f"{FETCH} fetch(s + t, from); wait(); y[t] = own(); fetch(s + t, x); wait();",
+}
+
 MISTAKES = {
+    "no wait": (f"{FETCH} fetch(s + t, from); y[t] = own(); wait();", "order of threads"),
+    "a copy over what is read": (
+        f"{FETCH} fetch(s + t, from); wait(); fetch(s + t, x); y[t] = own(); wait();",
+        "order",
+    ),
+    "no wait at the end": (f"{FETCH} y[t] = x[t]; fetch(s + t, from);", "ends before what it fetches has arrived"),
+    "a copy to memory": (f"{FETCH} y[t] = x[t]; fetch(y, from); wait();", "which is not in shared memory"),
+    "a copy to an odd place": (f"{FETCH} y[t] = x[t]; fetch(&s[t].y, from); wait();", "cp.async of 16 bytes"),
     "no barrier": ("__shared__ float s[64]; s[t] = x[t]; y[t] = s[63 - t];", "order of threads"),
     "no second barrier": (
         (
@@ -92,6 +114,7 @@ MISTAKES = {
 BODIES = (
     {"number of the block": "y[t] = blockIdx.x;"}
     | REVERSING
+    | FETCHING
     | {mistake: body for mistake, (body, _) in MISTAKES.items()}
 )
 
@@ -117,6 +140,12 @@ return 77;
 def test_shared_memory(body):
     (y,) = run(body, **{"dynamic": {"shared": 256}, "much": {"shared": 100816, "allowed": 100816}}.get(body, {}))
     assert_same_bits(y, X[::-1])
+
+
+@pytest.mark.parametrize("body", FETCHING)
+def test_copies_to_shared_memory(body):
+    (y,) = run(body)
+    assert_same_bits(y, X)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -34,7 +34,8 @@ MODES = {"1d1d": (LINE, LINE), "1d2d": (LINE, SQUARE), "2d2d": (SQUARE, SQUARE)}
 FORMULAS = {"power of two": ScaleFormula(power_2_scale=True), "exact": ScaleFormula(), "epsilon": ScaleFormula(0, 1e-2)}
 SHAPES = ((128, 128), (16, 16), (1, 1), (144, 272), (129, 127), (400, 1040), (1000, 336), (0, 16), (16, 0), (3, 4099))
 SHAPES += ((2048, 1024), (528, 48))
-FUSED_SHAPES = ((256, 384), (144, 272), (33, 65), (1000, 336), (2048, 1024))  # of norms and activations
+# Of activations; the last two have more tiles than blocks run at once, and tails.
+FUSED_SHAPES = ((256, 384), (144, 272), (33, 65), (1000, 336), (2048, 1024), (4112, 1424), (4112, 1408))
 # Of norms: clusters of 1, 2, 4 and 8 blocks side by side; then two kernels, for tiles cut or too many columns.
 NORM_SHAPES = ((400, 496), (144, 768), (272, 1024), (656, 2048), (16, 4096), (400, 4096), (144, 1040), (144, 4224))
 SMALL = ((144, 272), (33, 65))
@@ -269,6 +270,8 @@ def time_casts(report: Report):
         norm = NormParameters(jnp.ones(n), jnp.zeros(n))
         xs = [jax.random.normal(jax.random.key(i), (m, n), jnp.bfloat16) for i in range(6)]
         single, pairs = [(x,) for x in xs], list(zip(xs, xs[1:] + xs[:1], strict=True))
+        wide = [jax.random.normal(jax.random.key(8 + i), (m, 2 * n), jnp.bfloat16) for i in range(6)]
+        gated = list(zip(xs, wide, strict=True))
         calls = [
             ("quantize 1d1d", 4 + 2 / 32, lambda x: quantize_transpose(x, lines), single),
             ("quantize 1d2d", 4 + 1 / 32, lambda x: quantize_transpose(x, coarse), single),
@@ -290,6 +293,13 @@ def time_casts(report: Report):
                 pairs,
             ),
             ("  one scale", 7, lambda dy, x: activation_backward_quantize(dy, x, "gelu", one, one), pairs),
+            (
+                "gradient of swiglu",
+                11 + 3 / 32,
+                lambda dy, x: activation_backward_quantize(dy, x, "swiglu", coarse, lines),
+                gated,
+            ),
+            ("  one scale", 11, lambda dy, x: activation_backward_quantize(dy, x, "swiglu", one, one), gated),
             # Of up to 4096 columns one kernel reads x once; of more, a second kernel reads it again.
             ("layernorm 1d1d", 4 + 2 / 32, lambda x, norm=norm: norm_quantize(x, norm, EPSILON, lines), single),
             ("  one scale", 4, lambda x, norm=norm: norm_quantize(x, norm, EPSILON, one), single),

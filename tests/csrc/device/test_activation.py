@@ -18,8 +18,9 @@ SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of Source
 ADDITIONS = 2.0**-20  # of a sum of a few hundred float32, as a share of the sum of their magnitudes
 BY_LINE, OF_GRADIENTS = TileRule(), TileRule(square_t=False, power_2_scale=True)
 
-# Rows and columns of y: whole tiles, tails of them, of two parts a tile with columns of both, no vectors, nothing.
-SHAPES = [(144, 128), (128, 272), (144, 80), (33, 65), (1, 100), (131, 1), (0, 16), (16, 0)]
+# Rows and columns of y: whole tiles, tails of them, of two parts a tile with columns of both, no vectors, nothing; and
+# more tiles than blocks, of which there are 8 here.
+SHAPES = [(400, 384), (272, 400), (144, 128), (128, 272), (144, 80), (33, 65), (1, 100), (131, 1), (0, 16), (16, 0)]
 
 
 def inputs(activation, shape, dtype, backward):
@@ -110,6 +111,16 @@ def test_one_orientation(activation, shape):
     check(activation, None, x, TileRule(rowwise=False))
 
 
+SMALL_SHARED_MEMORY = ("device/quantize_by_tile.cuh", "most_shared >= kWanted", "most_shared < kWanted")
+
+
+@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_gpu_whose_shared_memory_is_too_small_to_fetch_ahead(activation, backward):
+    dy, x = inputs(activation, (144, 384), ml_dtypes.bfloat16, backward)
+    check(activation, dy, x, changes=(SMALL_SHARED_MEMORY, *ONLY_BFLOAT16))
+
+
 def test_a_nan_in_one_part_says_nothing_to_the_scales():
     dy, x = inputs("reglu", (32, 128), ml_dtypes.bfloat16, True)
     x[3, 130], x[4, 5], dy[5, 6] = np.nan, np.inf, -np.inf
@@ -117,22 +128,47 @@ def test_a_nan_in_one_part_says_nothing_to_the_scales():
 
 
 FAST, ANY, SCALES = "device/quantize_by_tile.cuh", "device/quantize_any_by_tile.cuh", "device/tile_scales.cuh"
+PATCHES = "device/tile_patches.cuh"
 MISTAKES = {
-    "rows of the other part": (FAST, "row_multipliers[is_companion ? 0 : part]", "row_multipliers[0]"),
-    "a gradient at another place": (FAST, "(row * kParts + part) * width", "row * kParts * width"),
+    "rows of the other part": (FAST, "shared.row_multipliers[part]", "shared.row_multipliers[0]"),
+    "a gradient at another place": (FAST, "(place.row() * kParts + part) * width", "place.row() * kParts * width"),
     "a transpose at another place": (FAST, "cast.values_t + part * width * rows", "cast.values_t"),
-    "a companion cast with its part": (FAST, "shared.column_multipliers[part]", "shared.column_multipliers[0]"),
+    "a companion cast with its part": (FAST, "shared.column_multipliers[kMade - 1]", "shared.column_multipliers[0]"),
     "parts that share a tile": (FAST, "(Producer::kParts == 1 || width % kTile == 0)", "true"),
     "scales of the first part": (SCALES, "part * task.results.width + tile_col;", "tile_col;"),
     "sums of one warp left out": (SCALES,
         "warp = 0; warp < kWarps; ++warp) {\n    sum", "warp = 1; warp < kWarps; ++warp) {\n    sum"),
-    "a companion's maxima of the first part": (SCALES,
-        "put_column_maxima(made, Producer::kParts, group", "put_column_maxima(made, 0, group"),
+    "a companion's maxima of the first part": (FAST,
+        "put_column_maxima(made[0], kParts", "put_column_maxima(made[0], 0"),
+    "a companion of the other patch": (FAST, "made[1][r][kParts]", "made[0][r][kParts]"),
+    "a companion in the slots of another": (PATCHES, "r * kHalves + half", "r * kHalves"),
+    "inputs of another row": (PATCHES, "at<T>(r * kHalves + i)", "at<T>(i)"),
     "any: the other part": (ANY, "kParts == 2 && part == 1", "kParts == 2 && part == 0"),
     "any: a companion for each part": (ANY,
         "kCompanions && col < results.width", "kCompanions && col >= results.width"),
     "any: sums of every second row": (ANY, "sums[0][c] + sums[1][c]", "sums[0][c]"),
 }  # fmt: skip
+
+
+# In tiles that are fetched ahead.
+AHEAD = {
+    "the tile before": (FAST, "place = next;", ""),
+    "the same tile again": (FAST, "fetch_patch(producer, task, next, half", "fetch_patch(producer, task, place, half"),
+    "no wait for what is fetched": (FAST, "wait_for_fetched();\n  } else", "} else"),
+    "the next tile too early": (FAST,
+        "if constexpr (kAhead) take_patch",
+        "if constexpr (kAhead) fetch_patch(producer, task, next, half, slots);\n    if constexpr (kAhead) take_patch"),
+    "the other half's inputs": (FAST, "take_patch(slots, half", "take_patch(slots, 0"),
+    "what is outside stays": (PATCHES, "write_vector(slots.at<T>(first + i), filled_with<T>(0))", ""),
+    "tiles left out": (FAST, "tile += gridDim.x", "tile += 2 * gridDim.x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", planted(AHEAD))
+def test_a_mistake_ahead_is_noticed(mistake):
+    dy, x = inputs("squared_relu", (272, 400), ml_dtypes.bfloat16, True)
+    with pytest.raises((AssertionError, EmulationError)):
+        check("squared_relu", dy, x, changes=(AHEAD[mistake], *ONLY_BFLOAT16))
 
 
 @pytest.mark.parametrize("mistake", planted(MISTAKES))

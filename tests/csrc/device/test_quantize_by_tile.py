@@ -147,7 +147,7 @@ def test_matrices_side_by_side(widths, changes=()):
 
 
 FAST, ANY, SCALES = "device/quantize_by_tile.cuh", "device/quantize_any_by_tile.cuh", "device/tile_scales.cuh"
-COMMON, MAXIMA = "device/by_tile.cuh", "device/magnitude.cuh"
+COMMON, MAXIMA, PATCHES = "device/by_tile.cuh", "device/magnitude.cuh", "device/tile_patches.cuh"
 MISTAKES = {
     "no barrier before the scales": (("device/reduce.cuh", "warp_amax[threadIdx.x / kWarp] = bits;\n  __syncthreads();",
                                       "warp_amax[threadIdx.x / kWarp] = bits;"), "order of threads"),
@@ -155,12 +155,12 @@ MISTAKES = {
     "no barrier before the transpose": ((FAST, "  }\n  __syncthreads();", "  }"), "order of threads"),
     "half of the columns": ((FAST,
         "shared.column_multipliers[part] + in_tile", "shared.column_multipliers[part]"), None),
-    "rows of another patch": ((FAST, "+ patch * kPatchRows, left", "+ group * kPatchRows, left"), None),
-    "cast once": ((FAST, "cast.rule.square && cast.rule.square_t;", "cast.rule.square_t;"), None),
-    "one row too many": ((FAST, "return row < rows && col", "return row <= rows && col"), "argument 0: byte"),
-    "a half that is not there": ((FAST, "col + half * ValuesTile::kCols < width", "col < width"), "argument"),
+    "rows of another patch": ((FAST, "[part] + Place::patch_row()", "[part] + group * kPatchRows"), None),
+    "cast once": ((FAST, "cast.rule.square && cast.rule.square_t)", "cast.rule.square_t)"), None),
+    "one row too many": ((PATCHES, "place.row() < task", "place.row() <= task"), "argument 0: byte"),
+    "a half that is not there": ((PATCHES, "place.col(half) < task", "place.col(0) < task"), "argument"),
     "less shared memory": ((FAST,
-        "kernel<<<blocks, kThreads, kBytes", "kernel<<<blocks, kThreads, kBytes / 2"), "must not"),
+        "kThreads, kBytes, stream>>>", "kThreads, kBytes / 2, stream>>>"), "must not"),
     "never aligned": ((FAST, "rows % 16 == 0 && width % 16 == 0", "true"), "not aligned|argument"),
     "a NaN for the scales": ((SCALES, "if (amax != amax)", "if (false)"), None),
     "no NaN for the amax": ((SCALES,

@@ -1,0 +1,45 @@
+// Copies that a thread begins and waits for later. Until it has waited, it finds poison where they go to.
+#include <algorithm>
+#include <vector>
+
+#include "scheduler.h"
+#include "shared_memory.h"
+
+namespace emulation {
+namespace {
+
+struct Fetch {
+  unsigned char* target;
+  unsigned char bytes[16];
+  size_t count;
+};
+
+std::vector<Fetch> fetches[kMostFibers];
+
+}  // namespace
+
+void begin_fetch(void* target, const void* source, size_t count) {
+  const auto is_aligned = [&](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % count == 0; };
+  if (!is_aligned(target) || !is_aligned(source)) fail("cp.async of %zu bytes from %p to %p", count, source, target);
+  const size_t rank = current_rank();
+  if (find_shared(target, rank, rank) == nullptr) fail("cp.async to %p, which is not in shared memory", target);
+  Fetch fetch{static_cast<unsigned char*>(target), {}, count};
+  memcpy(fetch.bytes, source, count);
+  memset(target, poison, count);
+  fetches[current].push_back(fetch);
+}
+
+void end_fetches() {
+  for (const Fetch& fetch : fetches[current]) memcpy(fetch.target, fetch.bytes, fetch.count);
+  fetches[current].clear();
+}
+
+void forget_fetches() {
+  std::for_each(fetches, fetches + kMostFibers, [](auto& of_fiber) { of_fiber.clear(); });
+}
+
+void check_fetches() {
+  if (!fetches[current].empty()) fail("a thread ends before what it fetches has arrived");
+}
+
+}  // namespace emulation

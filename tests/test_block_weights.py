@@ -15,7 +15,7 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 from jax_fp8.core.cast import SQUARE
-from jax_fp8.train.weight_cache import VERSION
+from jax_fp8.train.weight_cache import VERSION, cast_requests
 
 BLOCK, OTHER = fp8.BlockScaling(), fp8.BlockScaling(power_2_scale=False, amax_epsilon=0.3)
 RECIPES = {"block": BLOCK, "other formula": OTHER, "current": fp8.CurrentScaling()}
@@ -112,9 +112,18 @@ def test_microbatches(in_place):
     assert_is_what_casting_gives(model, ours[1])
 
 
-@pytest.mark.parametrize(("width", "heads"), [(WIDTH, 10), (128, 1)], ids=["shared squares", "whole squares"])
-def test_kernels_side_by_side(width, heads):
+QKV = tuple(("SelfAttention_0", name, "kernel") for name in ("query", "key", "value"))
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "are_written"), [(WIDTH, 10, False), (128, 1, True)], ids=["shared squares", "whole squares"]
+)
+def test_kernels_side_by_side(width, heads, are_written):
+    """The optimizer writes those that have squares of their own; the others are cast behind it."""
     model = Model(BLOCK, heads)
+    state = start(model, FUSED, cached=True, width=width)
+    requests = cast_requests(state.cache, state.params, state.fp8)
+    assert (QKV in requests) == are_written and ("out", "kernel") in requests
     ours, theirs = (train(model, FUSED, cached, width=width) for cached in (True, False))
     assert_same_training(ours, theirs)
     assert_is_what_casting_gives(model, ours[1], width)

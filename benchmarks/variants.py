@@ -95,6 +95,7 @@ MODELS = {
     "delayed_fast_head_tuned": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
     "delayed_recompute": {"recipe": fp8.DelayedScaling(), "recompute": True},
 }
+MODELS |= {f"{name}_cached": MODELS[name] for name in ("block_head", "delayed_fast_head")}
 MODELS["delayed_fast_head_tuned_bf16"] = MODELS["delayed_fast_head_tuned"] | {"param_dtype": jnp.bfloat16}
 VARIANTS = {
     "bf16": "plain Flax, bfloat16",
@@ -105,10 +106,14 @@ VARIANTS = {
     "block": "jax_fp8, `BlockScaling`",
     "block_1d1d": 'jax_fp8, `BlockScaling(wgrad="1d1d")`',
     "block_head": "jax_fp8, `BlockScaling`, head in FP8",
+    "block_head_cached": "jax_fp8, `BlockScaling`, head in FP8, weights in FP8 in the state",
     "delayed_fast": "jax_fp8, `DelayedScaling`, fast accumulation",
     "current_fast": "jax_fp8, `CurrentScaling`, fast accumulation",
     "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
     "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
+    "delayed_fast_head_cached": (
+        "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, weights in FP8 in the state"
+    ),
     "delayed_fast_head_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs",
     "delayed_fast_head_tuned_bf16": (
         "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs, bfloat16 params with remainders"
@@ -141,6 +146,11 @@ def build(variant: str, shape: Shape, microbatches: int, tokens: jax.Array) -> t
     if plain:
         state = (dict(variables), tx.init(variables["params"]))
         return make_plain_step(plain_loss(model), tx, microbatches), state, num_params
+    recipe = MODELS[variant]["recipe"]
+    if variant.endswith("_cached"):
+        inputs = tokens[: shape.batch_size, :-1]
+        cast = jax.jit(lambda variables: fp8.cast_weights(variables, recipe, forward=lambda v: model.apply(v, inputs)))
+        variables = dict(variables) | {"fp8_cache": cast(variables)}
     state = fp8.TrainState.create(variables=variables, tx=tx)
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, MODELS[variant]["recipe"], microbatches=microbatches)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches)
     return step, state, num_params

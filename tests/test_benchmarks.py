@@ -42,7 +42,7 @@ def test_a_variant_that_fails_is_a_row_that_says_so(benchmark, tmp_path, monkeyp
     assert "failed: RuntimeError: Unable to initialize backend 'abacus'" in (tmp_path / "gpt_step.md").read_text()
 
 
-@pytest.mark.parametrize("variant", ["flax_direct", "ours_bf16", "current", "block_head", "delayed_fast_head"])
+@pytest.mark.parametrize("variant", ["flax_direct", "ours_bf16", "current", "block_head_cached", "delayed_fast_head"])
 def test_every_variant_trains_the_same_model(benchmark, variant):
     gpt_step = benchmark("gpt_step")
     shape = gpt_step.SHAPES["tiny"]

@@ -185,7 +185,7 @@ class Fp8Gemm:
 def _warn_unrecorded() -> None:
     warnings.warn(
         "delayed scaling is differentiated without jax_fp8.value_and_grad, so output gradients are scaled by their own "
-        "amax: right, but one more read of each; differentiate with jax_fp8.value_and_grad, or train with "
-        "jax_fp8.make_train_step",
+        "amax: right, but one more read of each; differentiate with jax_fp8.value_and_grad, in NNX with "
+        "jax_fp8.nnx.value_and_grad, or train with jax_fp8.make_train_step",
         stacklevel=2,
     )

@@ -14,6 +14,7 @@ from flax import nnx
 from jax_fp8.core.checks import check_bool
 from jax_fp8.core.recorder import Cotangents
 from jax_fp8.core.state import keep_known_rows, stage_joined
+from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.kernels.varying import varying_axes
 from jax_fp8.nnx.state import attach, detach, finish_step, gemms_of, state_of, write
 from jax_fp8.train.gradients import record_in, recorded_pass, sums_are_maxima
@@ -85,9 +86,14 @@ def _differentiated(loss_fn, argnums, has_aux, from_current, finish) -> Callable
     @wraps(loss_fn)
     def run(*args, **kwargs):
         names, given = tuple(kwargs), (*args, *kwargs.values())
+        arrays = [_arrays(node) for node in given]
+        with inside_mesh_of(arrays):
+            return differentiate(names, given, arrays)
+
+    def differentiate(names, given, arrays):
         gemms = gemms_of(given)
         variables, cotangents = {"params": {}, "fp8": state_of(gemms)}, Cotangents()
-        axes = varying_axes(variables, *map(_arrays, given))
+        axes = varying_axes(variables, arrays)
         recorded = record_in(variables, cotangents, axes, from_current)
 
         def of_rows(*given_and_rows):

@@ -94,12 +94,15 @@ def _read_llama(family, described) -> GPTConfig:
 def _read_rotary(described) -> tuple[float, RotaryScaling | None]:
     """Base and scaling: fields of their own, or in transformers 5 together."""
     found = {**(described.get("rope_parameters") or {}), **(described.get("rope_scaling") or {})}
-    base = found.get("rope_theta", described.get("rope_theta", ROTARY_BASE))
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
+    base = float(found.get("rope_theta", described.get("rope_theta", ROTARY_BASE)))
+    kind = found.get("rope_type", found.get("type"))
+    plain = {"rope_theta": base, "rope_type": kind, "type": kind, "partial_rotary_factor": 1.0}
+    others = {name: value for name, value in found.items() if plain.get(name) != value}
+    if kind in (None, "default") and not others:
         return base, None
-    if kind != "llama3":
-        raise ValueError(f"the scaling of rotary positions must be of rope_type default or llama3, got {kind!r}")
+    if kind != "llama3" or set(others) != set(SCALING.values()):
+        wanted = f"default, or llama3 with {', '.join(SCALING.values())}"
+        raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {found}")
     return base, RotaryScaling(**{name: found[theirs] for name, theirs in SCALING.items()})
 
 

@@ -24,6 +24,31 @@ def test_presets_come_back(name):
     assert described["model_type"] == family_of(config) and described["torch_dtype"] == "bfloat16"
 
 
+def test_config_json_as_published():
+    """Of Llama 3.2 with 1B params and Qwen3 with 0.6B, with what is beside the shape."""
+    llama = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128_000, "eos_token_id": 128_001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131_072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500_000.0, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192,
+        },
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128_256,
+    }  # fmt: skip
+    assert read_config(llama, "here") == PRESETS["llama3.2-1b"]
+    qwen = llama | {
+        "attention_bias": False, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
+        "max_position_embeddings": 40_960, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
+        "num_hidden_layers": 28, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1_000_000,
+        "sliding_window": None, "use_sliding_window": False, "vocab_size": 151_936,
+    }  # fmt: skip
+    found = read_config(qwen, "here")
+    assert found == PRESETS["qwen3-0.6b"] and isinstance(found.rotary_base, float)
+
+
 def test_rotary_positions_as_transformers_5_writes_them():
     """Base and scaling together; older files have fields of their own, the oldest call the kind "type"."""
     together = oracle.LLAMA | {"rope_parameters": {"rope_theta": 5e5} | oracle.SCALING}
@@ -52,8 +77,20 @@ def test_rotary_positions_as_transformers_5_writes_them():
         ("llama", {"attention_bias": True}, "attention_bias and mlp_bias must be alike, got True and False"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config in here must be None, got {'bits': 4}"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor in here must be 1.0 or None, got 0.5"),
-        ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type default or llama3, got 'yarn'"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "here must have the field 'factor', which a llama needs"),
+        ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type default, or llama3 with factor, .*'yarn'"),
+        ("llama", {"rope_scaling": {"factor": 2.0}}, "must be of rope_type default, or llama3 .* got {'factor': 2.0}"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "got {.*rotary_factor': 0.5}",
+        ),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "got {'full_attention': "),
+        ("llama", {"rope_scaling": oracle.SCALING | {"beta": 1.0}}, "must be of rope_type default, or llama3 .*'beta'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "must be of rope_type default, or llama3 with factor, low_freq",
+        ),
         ("llama", {"num_key_value_heads": 3}, "here must describe a model: num_kv_heads must divide num_heads"),
         (
             "llama",

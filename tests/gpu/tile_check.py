@@ -279,27 +279,12 @@ def time_casts(report: Report):
             ("quantize rowwise", 3 + 1 / 32, lambda x: quantize_rowwise(x, lines), single),
             ("quantize 1d2d with sums", 4 + 1 / 32, lambda x: quantize_transpose_sums(x, coarse), single),
             ("  one scale", 4, lambda x: quantize_transpose_sums(x, one), single),
-            (
-                "gelu rowwise",
-                3 + 1 / 32,
-                lambda x: activation_quantize(x, "gelu", lines, orientations="rowwise"),
-                single,
-            ),
-            ("  one scale", 3, lambda x: activation_quantize(x, "gelu", one, orientations="rowwise"), single),
-            (
-                "gradient of gelu",
-                7 + 2 / 32,
-                lambda dy, x: activation_backward_quantize(dy, x, "gelu", coarse, lines),
-                pairs,
-            ),
-            ("  one scale", 7, lambda dy, x: activation_backward_quantize(dy, x, "gelu", one, one), pairs),
-            (
-                "gradient of swiglu",
-                11 + 3 / 32,
-                lambda dy, x: activation_backward_quantize(dy, x, "swiglu", coarse, lines),
-                gated,
-            ),
-            ("  one scale", 11, lambda dy, x: activation_backward_quantize(dy, x, "swiglu", one, one), gated),
+            ("gelu rowwise", 3 + 1 / 32, lambda x: gelu_rowwise(x, lines), single),
+            ("  one scale", 3, lambda x: gelu_rowwise(x, one), single),
+            ("gradient of gelu", 7 + 2 / 32, gradient_of("gelu", coarse, lines), pairs),
+            ("  one scale", 7, gradient_of("gelu", one, one), pairs),
+            ("gradient of swiglu", 11 + 3 / 32, gradient_of("swiglu", coarse, lines), gated),
+            ("  one scale", 11, gradient_of("swiglu", one, one), gated),
             # Of up to 4096 columns one kernel reads x once; of more, a second kernel reads it again.
             ("layernorm 1d1d", 4 + 2 / 32, lambda x, norm=norm: norm_quantize(x, norm, EPSILON, lines), single),
             ("  one scale", 4, lambda x, norm=norm: norm_quantize(x, norm, EPSILON, one), single),
@@ -314,6 +299,10 @@ def time_casts(report: Report):
 
 def gelu_rowwise(x, cast):
     return activation_quantize(x, "gelu", cast, orientations="rowwise")
+
+
+def gradient_of(activation, cast, of_activated):
+    return lambda dy, x: activation_backward_quantize(dy, x, activation, cast, of_activated)
 
 
 RATES = {}

@@ -253,7 +253,7 @@ QUOTIENT = "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)"
 STEP = "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))"
 MISTAKES = {
     "no barrier": (("adam.cu", "__syncthreads();", ""), "order of threads"),
-    "the swizzle is written only": (("device/tile.cuh", "item ^ (group >> kWithin)", "item"), "order of threads"),
+    "the swizzle is written only": (("device/tile.cuh", " ^ (group >> kWithin)]", "]"), "order of threads"),
     "roots as they are approximated": ((ADAM, ROOT, "root"), None),
     "quotients as they are approximated": ((ADAM, QUOTIENT, "quotient"), None),
     "one rounding less": ((ADAM, STEP, "__fmaf_rn(-s[kRate], u[i], p[i])"), None),

@@ -162,7 +162,7 @@ APPROXIMATE = 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale))
 LAST = "if (out_row < cols && out_col < rows) {"
 MISTAKES = {
     "no barrier": ((CAST, "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
-    "the swizzle is written only": ((TILE, "item ^ (group >> kWithin)", "item"), "order of threads"),
+    "the swizzle is written only": ((TILE, " ^ (group >> kWithin)]", "]"), "order of threads"),
     "bytes of a patch in another order": ((FP8, "low23, 0x7632", "low23, 0x6732"), None),
     "one row too many": ((CAST, "if (row < rows && col", "if (row <= rows && col"), "argument 0: byte"),
     "one column too many": ((TILE, LAST, LAST.replace("out_row <", "out_row <=")), "argument"),

@@ -47,7 +47,7 @@ KERNEL, TILE, FP8 = "transpose.cu", "device/tile.cuh", "device/fp8.cuh"
 VECTORIZED = "arguments.rows % kWidth == 0 && arguments.cols % kWidth == 0"
 MISTAKES = {
     "no barrier": ((KERNEL, "  __syncthreads();\n  ByteTile", "  ByteTile"), "order of threads"),
-    "the swizzle is written only": ((TILE, "item ^ (group >> kWithin)", "item"), "order of threads"),
+    "the swizzle is written only": ((TILE, " ^ (group >> kWithin)]", "]"), "order of threads"),
     "bytes of a patch in another order": ((FP8, "low23, 0x7632", "low23, 0x6732"), None),
     "one byte of another column": ((KERNEL, "loaded[3].y}, columns", "loaded[3].z}, columns"), None),
     "one row too many": ((KERNEL, "row < rows && col", "row <= rows && col"), "argument 0: byte"),

@@ -93,7 +93,10 @@ def test_tokens_of_a_model(tokens, message):
         (TOKENS[:, :1], r"tokens \(batch, seq \+ 1\) must have at least 1 row and 2 columns, got int32\[2, 1\]"),
         (TOKENS[:0], r"tokens \(batch, seq \+ 1\) must have at least 1 row and 2 columns, got int32\[0, 17\]"),
         (TOKENS[0], r"tokens must be an integer array \(batch, seq \+ 1\), got int32\[17\]"),
-        ({"tokens": TOKENS}, r"tokens must be an integer array \(batch, seq \+ 1\), got a dict with 'tokens'"),
+        (
+            {"tokens": TOKENS},
+            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", got one of \'tokens\'',
+        ),
         (None, r"tokens must be an integer array \(batch, seq \+ 1\), got None"),
     ],
 )

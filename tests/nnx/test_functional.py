@@ -74,7 +74,7 @@ def test_gemms_are_found_by_their_kernels():
     variables, merge = fp8.nnx.split(make())
     added = added_by_gemms(variables["fp8"], variables["params"])
     assert sorted(added) == [("first", "kernel"), ("second", "kernel")]
-    assert sorted(fp8.cast_weights(variables, RECIPE)) == ["first", "params_version", "second"]
+    assert sorted(fp8.cast_weights(variables, RECIPE)) == ["cast_by", "first", "params_version", "second"]
     current, merge = fp8.nnx.split(MLP(nnx.Rngs(0), recipe=fp8.CurrentScaling()))
     assert current["fp8"] == {}
     assert list_gemms(lambda v, x: loss(merge(v), x), current, X) == [("first",), ("second",)]

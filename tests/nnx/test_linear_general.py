@@ -64,7 +64,7 @@ def test_only_a_matrix_is_cast_for_a_cache():
             return self.heads(self.matrix(x)).reshape(x.shape)
 
     variables, merge = fp8.nnx.split(Model())
-    assert sorted(fp8.cast_weights(variables, RECIPE)) == ["matrix", "params_version"]
+    assert sorted(fp8.cast_weights(variables, RECIPE)) == ["cast_by", "matrix", "params_version"]
     tx, losses = fp8.fused_adamw(1e-2), []
     for cache_weights in (True, False):
         step = fp8.make_train_step(

@@ -125,6 +125,11 @@ def family_of(config: GPTConfig) -> str:
     """Whose layout a model has, one of ARCHITECTURES."""
     has_bias, of_qkv = config.use_bias, config.use_bias if config.use_qkv_bias is None else config.use_qkv_bias
     kind = config.positions, config.norm, config.activation
+    if config.sliding_window is not None:
+        raise ValueError(
+            "a model for Hugging Face must see all tokens before a token, as the layouts known here do, "
+            f"got sliding_window={config.sliding_window}; only a model without one can be written"
+        )
     if kind == ("rotary", "rmsnorm", "swiglu"):
         if config.qk_norm and not has_bias and not of_qkv:
             return "qwen3"

@@ -146,3 +146,9 @@ def test_llamas_that_no_family_has():
     for fields in ({"use_qkv_bias": True, "qk_norm": True}, {"use_bias": True, "use_qkv_bias": False}):
         with pytest.raises(ValueError, match="a model for Hugging Face must be as Llama"):
             family_of(fp8.GPTConfig.preset("tiny-llama", **fields))
+
+
+def test_a_window_is_not_lost():
+    """No layout that is known here has one, so a model that has must not be written as one without."""
+    with pytest.raises(ValueError, match=r"must see all tokens before a token, .* got sliding_window=64"):
+        write_config(fp8.GPTConfig.preset("tiny-llama", sliding_window=64), "float32")

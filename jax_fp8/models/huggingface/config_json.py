@@ -47,7 +47,7 @@ def read_config(described: Mapping[str, Any], where: str) -> GPTConfig:
     for name, (default, allowed) in (FIXED[family] | OF_ALL).items():
         if described.get(name, default) not in allowed:
             wanted = " or ".join(map(repr, allowed))
-            raise ValueError(f"{name} in {where} must be {wanted}, got {described[name]!r}; a GPT has no such layers")
+            raise ValueError(f"{name} in {where} must be {wanted}, got {described[name]!r}; no other can be converted")
     others = {kind for kind in described.get("layer_types") or () if kind != "full_attention"}
     if others:
         raise ValueError(f"layer_types in {where} must be full_attention, got {', '.join(sorted(others))}")

@@ -128,6 +128,15 @@ def missing_reason() -> str | None:
     )
 
 
+def check_target(name: str) -> None:
+    """Raise where a GPU is to run a kernel that an older build of the extension does not have."""
+    if built() and name not in TARGETS and jax.default_backend() == "gpu":
+        raise ValueError(
+            f"the CUDA kernel {name} is needed, but jax_fp8's extension was built before there was one; "
+            "run `pip install .` in the source folder again"
+        )
+
+
 def _why_not_built(extension: ModuleType) -> str:
     """In the words of the build; older builds do not tell."""
     tell = getattr(extension, "why_no_kernels", None)

@@ -105,7 +105,7 @@ def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has
     if tiles != (None, None):
         b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
         b_scale, tiles = _scales_of_columns(b_scale, tiles, columns)
-        a_scale, b_scale = (_as_gemms_read(*of) for of in zip((a_scale, b_scale), tiles, strict=True))
+        a_scale, b_scale = (scales_as_read(*of) for of in zip((a_scale, b_scale), tiles, strict=True))
     b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     how |= {"columns": columns, "scaling": SCALINGS[tiles]}
     axes = split_axes(split, "k")
@@ -173,10 +173,11 @@ def _scales_of_columns(b_scale, tiles, columns) -> tuple[jax.Array, tuple]:
     return b_scale[columns[0] : sum(columns)], tiles
 
 
-def _as_gemms_read(scale, tile) -> jax.Array:
-    """Scales in the order that cuBLASLt wants, and as many."""
+def scales_as_read(scale: jax.Array, tile: Tile | tuple[int, ...]) -> jax.Array:
+    """Scales in the order that GEMMs want, and as many: of lines the transpose; the last dim filled up."""
     scale = scale.T if tile == LINE else scale
-    return jnp.pad(scale, [(0, 0), (0, -scale.shape[1] % SCALES_ALIGNMENT)], constant_values=1)
+    missing = -scale.shape[-1] % SCALES_ALIGNMENT
+    return jnp.pad(scale, [*[(0, 0)] * (scale.ndim - 1), (0, missing)], constant_values=1)
 
 
 def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns, tiles):

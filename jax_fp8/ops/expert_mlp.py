@@ -1,0 +1,132 @@
+"""take rows → grouped GEMM → activation → quantize → grouped GEMM as one differentiable op: the MLPs of experts.
+
+    x (tokens, features) ─in groups─ cast → up → activation and cast, one kernel → down → rows (rows, features)
+
+The kernels that activate and cast are those of ops/norm_mlp.py: to them, rows in groups are a matrix as any other.
+Kept for the backward: the input of the activation, and the FP8 residuals of both GEMMs, of as many rows as there are;
+with `recompute` the tokens instead of the FP8 input of `up`, for whoever keeps them anyway.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
+from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.kept import keep
+from jax_fp8.kernels.activation import (
+    activate,
+    activate_backward,
+    activation_amax,
+    activation_backward_amax,
+    activation_backward_quantize,
+    activation_quantize,
+)
+from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.expert_rows import ExpertRows, take_rows, untake_rows
+from jax_fp8.ops.grouped_linear import (
+    backward_dgrad,
+    backward_wgrad,
+    check_kernels,
+    forward_experts,
+    plain_grouped_linear,
+    widths_of,
+)
+from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient, quantize_input
+from jax_fp8.ops.parameters import Like, LinearParameters
+
+
+def expert_mlp(
+    x: jax.Array,
+    where: ExpertRows,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm] | None,
+    activation: str = "gelu",
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    recompute: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """`down(activate(up(x)))` of every token by each of its experts.
+
+    Args:
+      x: (tokens, k).
+      where: of `sort_tokens`.
+      up, down: kernels (experts, k, n) and (experts, n, k); of a gated activation those of gate and up side by side.
+      gemms: how to quantize for `up` and `down`, or None for plain products in `dtype`.
+      recompute: keep `x`, and sort and quantize it again in the backward, instead of keeping its rows in FP8.
+
+    Returns:
+      (rows, k) in `dtype`, and the amaxes f32[2] of the up and of the down GEMM (None without `gemms`).
+    """
+    x = x.astype(dtype)
+    check_kernels(up)
+    check_kernels(down)
+    if gemms is None:
+        hidden = plain_grouped_linear(take_rows(x, where), up, where, dtype)
+        return plain_grouped_linear(activate(hidden, activation), down, where, dtype), None
+    static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down))
+    x, up, down = alike(x, up, down)
+    out: Any = _expert_mlp(static, x, where, up, down, gemms)
+    return out
+
+
+@dataclass(frozen=True)
+class _Static:
+    activation: str
+    dtype: jax.typing.DTypeLike
+    recompute: bool
+    up_widths: tuple[int, ...]
+    down_widths: tuple[int, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_mlp(static, x, where, up, down, gemms):
+    return _run(static, x, where, up, down, gemms, keep=False)[0]
+
+
+def _run(static, x, where, up, down, gemms, keep):
+    rows = quantize_input(take_rows(x, where), gemms[0], keep)
+    hidden, up_amaxes, up_kept = forward_experts(rows, up, where.starts, gemms[0], static.dtype)
+    activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
+    pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
+    activated = GemmInput.of(partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1])
+    y, down_amaxes, down_kept = forward_experts(activated, down, where.starts, gemms[1], static.dtype)
+    return (y, (up_amaxes, down_amaxes)), (hidden, up_kept, down_kept)
+
+
+def _forward(static, x, where, up, down, gemms):
+    out, (hidden, *kept) = _run(static, x, where, up, down, gemms, keep=not static.recompute)
+    hidden = keep("mlp_hidden", hidden)
+    tokens = x if static.recompute else None
+    return out, (tokens, Like.of(x), where, hidden, *kept, Like.of(up), Like.of(down), gemms)
+
+
+def _backward(static, residuals, cotangents):
+    x, x_like, where, hidden, up_kept, down_kept, up_like, down_like, (up_gemm, down_gemm) = residuals
+    dy, _ = cotangents
+    starts = where.starts
+    quantized, _ = quantize_gradient(dy, down_like, down_gemm)
+    dactivated = backward_dgrad(quantized, down_kept, starts, down_gemm, static.dtype)
+    measure = partial(activation_backward_amax, dactivated, hidden, static.activation)
+    hidden_cast = up_gemm.cast(OUTPUT_GRADIENT, measure)
+    dhidden, _, activated = activation_backward_quantize(
+        dactivated, hidden, static.activation, hidden_cast, down_kept.x_cast
+    )
+    observe_gradient(
+        lambda dy, x: (activate_backward(dy, x, static.activation),), (dactivated, hidden), dhidden, up_gemm
+    )
+    down_kept = replace(down_kept, x_transposed=activated)
+    up_kept = up_kept.with_input(lambda x, cast: quantize_transpose(take_rows(x, where), cast), x, after=dactivated)
+    drows = backward_dgrad(dhidden, up_kept, starts, up_gemm, static.dtype)
+    ddown = backward_wgrad(quantized, down_kept, down_like, starts, down_gemm, static.down_widths)
+    dup = backward_wgrad(dhidden, up_kept, up_like, starts, up_gemm, static.up_widths)
+    recorded = up_kept.record(dhidden, up_gemm), down_kept.record(quantized, down_gemm)
+    return x_like.place(untake_rows(drows, where)), None, dup, ddown, recorded
+
+
+_expert_mlp.defvjp(_forward, _backward)

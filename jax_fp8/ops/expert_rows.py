@@ -1,0 +1,158 @@
+"""Tokens in the order of their experts, and back: what stands around the products of a mixture of experts.
+
+    x[token] ─take_rows→ rows in groups, one an expert ─experts→ rows ─combine_rows→ Σ weight · row, of each token
+
+Every token goes to each of its experts, however many tokens these have: none is dropped. Each group begins at a
+multiple of 128 rows, and is filled up with zeros (kernels/grouped_gemm.py says why). How many rows all groups need is
+known on the device alone, so there is room for the most that they can need: one for each token and choice, and less
+than 128 more for each expert.
+
+Both ways are gathers, and so are their gradients: the gradient of one is a gather like the other. No two rows are
+written to one place, so every sum has one order, and what fills a group up reaches no gradient.
+
+On an Explicit mesh that splits the tokens, each device sorts its own, and nothing is sent.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp8.kernels.dispatch import on_shards
+from jax_fp8.kernels.explicit import collect, explicit_mesh, explicit_spec, parse_rule
+from jax_fp8.kernels.grouped_gemm import GROUP_ROWS
+from jax_fp8.ops.parameters import Like
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertRows:
+    """Which token is in which row, and the other way round.
+
+    Args:
+      rows: i32[tokens, choices], the row of a token for each of its experts.
+      pairs: i32[rows], the number of the token and choice in a row, `token * choices + choice`; of a row that fills
+        up, or behind the last group, the number behind the last one.
+      starts: i32[experts + 1], the first row of each group, and where the last one ends.
+    """
+
+    rows: jax.Array
+    pairs: jax.Array
+    starts: jax.Array
+
+
+def rows_needed(pairs: int, experts: int) -> int:
+    """The most rows that groups of so many tokens and choices can take, each a multiple of 128."""
+    return (pairs + (GROUP_ROWS - 1) * min(experts, pairs)) // GROUP_ROWS * GROUP_ROWS
+
+
+def sort_tokens(choices: jax.Array, experts: int) -> ExpertRows:
+    """The rows of tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`.
+
+    The tokens of an expert stay in their order.
+    """
+    return ExpertRows(*on_own_tokens("t c -> t c, r, s", partial(_sort, experts), choices))
+
+
+def _sort(experts, choices):
+    chosen = choices.reshape(-1)
+    pairs = chosen.size
+    order = jnp.argsort(chosen, stable=True)  # pairs, by their experts
+    places = jnp.argsort(order)  # of each pair in this order
+    expert = jnp.arange(experts, dtype=jnp.int32)
+    counts = jnp.sum(chosen[:, None] == expert, axis=0, dtype=jnp.int32)
+    filled_up = (counts + GROUP_ROWS - 1) // GROUP_ROWS * GROUP_ROWS
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(filled_up, dtype=jnp.int32)])
+    first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # of each expert, in the order of pairs
+    rows = starts[chosen] + places.astype(jnp.int32) - first[chosen]
+
+    row = jnp.arange(rows_needed(pairs, experts), dtype=jnp.int32)
+    of_row = jnp.sum(row[:, None] >= starts[1:-1], axis=1, dtype=jnp.int32)
+    number = row - starts[of_row]
+    pair = order.at[first[of_row] + number].get(mode="clip").astype(jnp.int32)
+    return rows.reshape(choices.shape), jnp.where(number < counts[of_row], pair, pairs), starts
+
+
+@jax.custom_vjp
+def take_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
+    """The rows (rows, features) of tokens `x` (tokens, features), in groups; zeros where a row has no token."""
+    return on_own_tokens("t h, r, t c -> r h", _take, x, where.pairs, where.rows)[0]
+
+
+@jax.custom_vjp
+def combine_rows(rows: jax.Array, weights: jax.Array, where: ExpertRows) -> jax.Array:
+    """For each token, the sum of its rows, each times its weight: (tokens, features) in the dtype of `rows`.
+
+    Args:
+      rows: (rows, features).
+      weights: f32[tokens, choices]. The sum is made in float32.
+    """
+    return on_own_tokens("r h, t c, t c -> t h", _combine, rows, weights, where.rows)[0]
+
+
+def _take(x, pairs, rows):
+    # The number behind the last pair is of a token behind the last one.
+    return (x.at[pairs // rows.shape[1]].get(mode="fill", fill_value=0),)
+
+
+def _combine(rows, weights, of_tokens):
+    terms = [weights[:, i, None] * rows[of_tokens[:, i]].astype(jnp.float32) for i in range(of_tokens.shape[1])]
+    return (sum(terms[1:], terms[0]).astype(rows.dtype),)
+
+
+def _take_forward(x, where):
+    return take_rows(x, where), (Like.of(x), where)
+
+
+def untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
+    """The gradient of `take_rows`: for each token the sum of its rows, (tokens, features)."""
+    return on_own_tokens("r h, t c -> t h", _sum_of_rows, drows, where.rows)[0]
+
+
+def _sum_of_rows(rows, of_tokens):
+    return _combine(rows, jnp.ones(of_tokens.shape, jnp.float32), of_tokens)
+
+
+def _take_backward(kept, drows):
+    like, where = kept
+    return like.place(untake_rows(drows, where)), None
+
+
+def _combine_forward(rows, weights, where):
+    return combine_rows(rows, weights, where), (rows, weights, where)
+
+
+def _combine_backward(kept, dy):
+    rows, weights, where = kept
+    rule = "t h, r h, t c, r, t c -> r h, t c"
+    drows, dweights = on_own_tokens(rule, _gradients_of_sum, dy, rows, weights, where.pairs, where.rows)
+    return Like.of(rows).place(drows), Like.of(weights).place(dweights), None
+
+
+def _gradients_of_sum(dy, rows, weights, pairs, of_tokens):
+    dy_of_rows = dy.at[pairs // of_tokens.shape[1]].get(mode="fill", fill_value=0).astype(jnp.float32)
+    weight = weights.reshape(-1).at[pairs].get(mode="fill", fill_value=0)
+    drows = (weight[:, None] * dy_of_rows).astype(rows.dtype)
+    wide = dy.astype(jnp.float32)
+    products = [jnp.sum(wide * rows[of_tokens[:, i]].astype(jnp.float32), axis=1) for i in range(of_tokens.shape[1])]
+    return drows, jnp.stack(products, axis=1)
+
+
+take_rows.defvjp(_take_forward, _take_backward)
+combine_rows.defvjp(_combine_forward, _combine_backward)
+
+
+def on_own_tokens(rule: str, local: Callable, *arrays: jax.Array) -> tuple[Any, ...]:
+    """Run `local` on the tokens of each device, where an Explicit mesh splits them: tokens t, rows r, and the starts of
+    groups s, by the same axes.
+    """
+    mesh = explicit_mesh(*arrays)
+    if mesh is None:
+        return local(*arrays)
+    inputs, outputs = parse_rule(rule)
+    found = collect(inputs, outputs, [explicit_spec(array) for array in arrays])
+    axes = found.get("t") or found.get("r")
+    return on_shards(mesh, inputs, outputs, dict.fromkeys("trs", axes) if axes else {}, local, *arrays)

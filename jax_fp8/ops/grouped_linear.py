@@ -1,0 +1,224 @@
+"""Linear maps of a mixture of experts as three grouped FP8 GEMMs: each group of rows times the kernel of its expert.
+
+    fprop  y[r, n]     = x[r, k]  · kernel[e, k, n]           x, kernel E4M3
+    dgrad  dx[r, k]    = dy[r, n] · kernel[e, k, n]ᵀ          dy E5M2
+    wgrad  dw[e, k, n] = Σ xᵀ[k, r] · dyᵀ[n, r]ᵀ              over the rows r of expert e
+
+The rows are those of ops/expert_rows.py. To a cast, rows in groups are a matrix as any other. The kernels of all
+experts, (experts, k, n), are cast as the one matrix (experts * k, n), with one scale and one amax; or by tile, which
+needs k to be a multiple of 128, so that no square is shared by two of them. The transpose comes out as
+(n, experts, k), and is put into the order (experts, n, k) in FP8: two more bytes an element, a third of the cast's.
+
+Kernels may stand side by side, as in ops/passes.py. There is no bias.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.formats import KERNEL
+from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.kernels.explicit import explicit_spec
+from jax_fp8.kernels.gemm import RESULT_DTYPES
+from jax_fp8.kernels.grouped_gemm import grouped_matmul, grouped_weight_gradient
+from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.expert_rows import ExpertRows, on_own_tokens
+from jax_fp8.ops.operands import GemmInput, quantize_gradient, quantize_input
+from jax_fp8.ops.parameters import Like, LinearParameters, joined
+from jax_fp8.ops.passes import PLAIN_SCOPE, GemmResidual, cast_weight
+
+
+def grouped_linear(
+    rows: jax.Array,
+    parameters: LinearParameters,
+    where: ExpertRows,
+    gemm: Fp8Gemm | None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Multiply each row by the kernel of its expert.
+
+    Args:
+      rows: (rows, k), in groups.
+      parameters: kernel (experts, k, n), or a tuple of (experts, k, n_i) side by side; no bias.
+      where: whose `starts` say which rows an expert has.
+      gemm: how to quantize, or None for a plain product in `dtype`.
+
+    Returns:
+      (rows, n) in `dtype`, and the amaxes of input and kernels f32[2] (None without `gemm`).
+    """
+    rows = rows.astype(dtype)
+    check_kernels(parameters)
+    if gemm is None:
+        return plain_grouped_linear(rows, parameters, where, dtype), None
+    static = _Static(dtype, widths_of(parameters))
+    out: Any = _grouped_linear(static, *alike(rows, parameters), where.starts, gemm)
+    return out
+
+
+@dataclass(frozen=True)
+class _Static:
+    dtype: jax.typing.DTypeLike
+    widths: tuple[int, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_linear(static, rows, parameters, starts, gemm):
+    return _run(static, rows, parameters, starts, gemm, keep=False)[0]
+
+
+def _run(static, rows, parameters, starts, gemm, keep):
+    y, amaxes, kept = forward_experts(quantize_input(rows, gemm, keep), parameters, starts, gemm, static.dtype)
+    return (y, amaxes), kept
+
+
+def _forward(static, rows, parameters, starts, gemm):
+    out, kept = _run(static, rows, parameters, starts, gemm, keep=True)
+    return out, (kept, Like.of(rows), Like.of(parameters), starts, gemm)
+
+
+def _backward(static, residuals, cotangents):
+    kept, rows_like, parameters_like, starts, gemm = residuals
+    dy, _ = quantize_gradient(cotangents[0], parameters_like, gemm)
+    drows = backward_dgrad(dy, kept, starts, gemm, static.dtype)
+    gradients = backward_wgrad(dy, kept, parameters_like, starts, gemm, static.widths)
+    return rows_like.place(drows), gradients, None, kept.record(dy, gemm)
+
+
+_grouped_linear.defvjp(_forward, _backward)
+
+
+# ---- the passes, which ops/expert_mlp.py has too ---------------------------------------------------------------------
+
+
+def cast_experts(parameters: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
+    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k)."""
+    kernels = as_tuple(parameters.kernel)
+    experts, k, _ = kernels[0].shape
+    matrices = tuple(as_one_matrix(kernel) for kernel in kernels)
+    pair = cast_weight(matrices, partial(gemm.cast, KERNEL))
+    if pair.rowwise.scale.ndim:
+        _check_squares(gemm, k, widths_of(parameters), (*pair.rowwise.granularity, *pair.columnwise.granularity))
+
+    def of_each(array: Fp8Array, dim: int) -> Fp8Array:
+        """A matrix whose `dim` runs over all experts, as one matrix for each."""
+
+        def cut(x):
+            return jnp.moveaxis(x.reshape(*x.shape[:dim], experts, -1, *x.shape[dim + 1 :]), dim, 0)
+
+        if not array.scale.ndim:
+            return Fp8Array(cut(array.values), array.scale)
+        return Fp8Array(cut(array.values), cut(array.scale), (1, *array.granularity))
+
+    return Fp8Pair(of_each(pair.rowwise, 0), of_each(pair.columnwise, 1), pair.amax)
+
+
+def as_one_matrix(kernel: jax.Array) -> jax.Array:
+    """Kernels (experts, k, n) as (experts * k, n)."""
+    return kernel.reshape(-1, kernel.shape[-1])
+
+
+def widths_of(parameters: LinearParameters) -> tuple[int, ...]:
+    """Columns of each of the kernels side by side."""
+    return tuple(kernel.shape[-1] for kernel in as_tuple(parameters.kernel))
+
+
+def forward_experts(
+    x: GemmInput, parameters: LinearParameters, starts: jax.Array, gemm: Fp8Gemm, dtype
+) -> tuple[jax.Array, jax.Array, GemmResidual]:
+    """fprop: y (rows, n); amaxes f32[2] of input and kernels; and what the backward needs."""
+    weight = cast_experts(parameters, gemm)
+    with jax.named_scope(f"{gemm.name}/fprop"):
+        y = grouped_matmul(x.pair.rowwise, weight.columnwise, starts, dtype=dtype)
+    amaxes = jnp.stack([x.pair.amax, weight.amax])
+    x_cast = x.cast.again(x.pair.rowwise.scale)
+    return y, amaxes, GemmResidual(x.pair.columnwise, x_cast, weight.rowwise, amaxes, x.health)
+
+
+def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, starts: jax.Array, gemm: Fp8Gemm, dtype) -> jax.Array:
+    """dgrad: dx (rows, k) in `dtype`."""
+    with jax.named_scope(f"{gemm.name}/dgrad"):
+        return grouped_matmul(dy.rowwise, residual.kernel, starts, dtype=dtype)
+
+
+def backward_wgrad(
+    dy: Fp8Pair,
+    residual: GemmResidual,
+    parameters_like: LinearParameters,
+    starts: jax.Array,
+    gemm: Fp8Gemm,
+    widths: tuple[int, ...],
+) -> LinearParameters:
+    """wgrad: the gradient of each kernel (experts, k, n_i), by a GEMM of its own, in the dtype of the params.
+
+    Of dyᵀ rows are cut, one byte an element, and not columns of the gradients, four.
+    """
+    gradients, likes = [], as_tuple(parameters_like.kernel)
+    assert residual.x_transposed is not None, "kept, or made again"
+    for like, width, end in zip(map(_as_like, likes), widths, accumulate(widths), strict=True):
+        written: Any = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
+        with jax.named_scope(f"{gemm.name}/wgrad"):
+            rows = _some_rows(dy.columnwise, end - width, end)
+            gradient = grouped_weight_gradient(residual.x_transposed, rows, starts, dtype=written)
+        gradients.append(like.place(gradient.astype(like.dtype)))
+    in_parts = isinstance(parameters_like.kernel, tuple)
+    return LinearParameters(tuple(gradients) if in_parts else gradients[0], None)
+
+
+def _as_like(of: Any) -> Like:
+    """What stands in the place of a param in a backward."""
+    return of
+
+
+def _some_rows(array: Fp8Array, first: int, end: int) -> Fp8Array:
+    """Rows of a matrix; by tile whole tiles of them."""
+    if (first, end) == (0, array.shape[0]):
+        return array
+    values, length = lax.slice_in_dim(array.values, first, end), array.granularity[0]
+    if not array.scale.ndim:
+        return replace(array, values=values)
+    return Fp8Array(values, lax.slice_in_dim(array.scale, first // length, -(-end // length)), array.granularity)
+
+
+def plain_grouped_linear(rows: jax.Array, parameters: LinearParameters, where: ExpertRows, dtype) -> jax.Array:
+    """The product in `dtype`, without FP8, by XLA."""
+    kernel = joined(parameters.kernel, dtype)
+
+    def multiply(rows, kernel, starts):
+        sizes = jnp.diff(starts)
+        return (lax.ragged_dot(rows, kernel, sizes, preferred_element_type=jnp.float32).astype(dtype),)
+
+    with jax.named_scope(PLAIN_SCOPE):
+        return on_own_tokens("r k, e k n, s -> r n", multiply, rows, kernel, where.starts)[0]
+
+
+# ---- what must hold --------------------------------------------------------------------------------------------------
+
+
+def check_kernels(parameters: LinearParameters) -> None:
+    """Raise unless these are whole kernels of experts, without biases."""
+    for kernel in as_tuple(parameters.kernel):
+        if kernel.ndim != 3:
+            raise ValueError(f"kernels of experts must be (experts, in, out), got {kernel.shape}; stack them")
+        if any(explicit_spec(kernel)):
+            raise ValueError(
+                f"every device must have all experts, got a kernel {kernel.shape} that a mesh splits by "
+                f"{explicit_spec(kernel)}; split the batch alone"
+            )
+    if parameters.bias is not None:
+        raise ValueError("experts have no bias, got one; leave it out")
+
+
+def _check_squares(gemm, k, widths, lengths):
+    longest = max(lengths)
+    if k % longest or any(width % longest for width in widths):
+        raise ValueError(
+            f"{gemm.layer}: kernels of experts with scales by tile need in and out features divisible by {longest}, "
+            f"got {k} and {', '.join(map(str, widths))}; use other sizes, or a recipe with one scale a tensor"
+        )

@@ -1,0 +1,77 @@
+"""Which experts a token goes to, how much each of them counts, and what keeps experts alike in use.
+
+    x ─router─→ logits ─softmax→ probabilities ─top k→ experts of a token, and their weights
+
+All of this is float32: it is small, and near ties a rounding would send a token elsewhere. Ties go to the expert with
+the lower number, as `lax.top_k` has it.
+
+Two losses may be added to the training loss. The load-balancing loss (Switch Transformer,
+https://arxiv.org/abs/2101.03961, equation 4, here for k choices) is
+
+    experts · Σ_e f_e p_e      f_e: share of tokens and choices that go to e; p_e: mean probability of e
+
+1 where experts are used evenly, and `experts` where one is used alone. Its gradient flows through p_e. The z-loss
+(ST-MoE, https://arxiv.org/abs/2202.08906, equation 5) is the mean of logsumexp(logits)², and keeps logits small. In a
+step on shards, f_e is of all devices, so that the mean of the devices' losses is the loss of all tokens.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.shards import parts_of_batch, sum_over_batch
+from jax_fp8.kernels.explicit import einsum
+
+ROUTER_SCOPE = "jax_fp8_router"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """What a router says of tokens, and of its own work.
+
+    Args:
+      experts: i32[tokens, choices].
+      weights: f32[tokens, choices].
+      fractions: f32[experts], the share of all tokens and choices that an expert gets.
+      balance_loss, z_loss: f32[].
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    fractions: jax.Array
+    balance_loss: jax.Array
+    z_loss: jax.Array
+
+
+def route(x: jax.Array, kernel: jax.Array, choices: int, normalize_weights: bool = True) -> Routing:
+    """Send tokens `x` (tokens, features) to `choices` experts each, by a kernel f32[features, experts].
+
+    Args:
+      normalize_weights: divide the weights of a token by their sum, as Mixtral does; else they are the probabilities.
+    """
+    experts = kernel.shape[1]
+    if not 1 <= choices <= experts:
+        raise ValueError(f"a token goes to 1 to {experts} experts, all that there are, got {choices}; change one")
+    with jax.named_scope(ROUTER_SCOPE):
+        logits = _product(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    probabilities = jax.nn.softmax(logits)
+    _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
+    # Choices, and no gather, whose gradient would be a scatter.
+    is_chosen = chosen[:, :, None] == jnp.arange(experts, dtype=chosen.dtype)
+    weights = jnp.sum(jnp.where(is_chosen, probabilities[:, None, :], 0), axis=-1)
+    if normalize_weights:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    counted = jnp.mean(is_chosen, axis=(0, 1), dtype=jnp.float32)
+    fractions = sum_over_batch(counted) / parts_of_batch()
+    balance_loss = experts * jnp.sum(fractions * jnp.mean(probabilities, axis=0))
+    z_loss = jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    return Routing(chosen, weights, fractions, balance_loss, z_loss)
+
+
+def _product(x, kernel) -> jax.Array:
+    """In float32 proper: by default a GPU rounds the factors to 10 bits."""
+    with jax.default_matmul_precision("highest"):
+        return einsum("t h, h e -> t e", x, kernel)

@@ -1,0 +1,156 @@
+"""Tokens sorted by expert: every one in its rows, zeros elsewhere, and gradients that are gathers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import assert_close, assert_same_bits
+
+from jax_fp8.ops.expert_rows import ExpertRows, combine_rows, rows_needed, sort_tokens, take_rows
+
+TOKENS, CHOICES, EXPERTS, FEATURES = 300, 2, 5, 8
+
+
+def some_choices(seed=0, experts=EXPERTS, tokens=TOKENS, choices=CHOICES) -> np.ndarray:
+    """For each token, so many experts, each once."""
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(experts)[:choices] for _ in range(tokens)]).astype(np.int32)
+
+
+CASES = {
+    "even": some_choices(),
+    "one expert for all": np.full((TOKENS, 1), 3, np.int32),
+    "some without tokens": some_choices(experts=2),
+    "one token": some_choices(tokens=1),
+    "every expert": some_choices(choices=EXPERTS, tokens=40),
+}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_token_is_in_the_groups_of_its_experts(name):
+    choices = CASES[name]
+    where = jax.tree.map(np.asarray, jax.jit(sort_tokens, static_argnums=1)(jnp.asarray(choices), EXPERTS))
+    tokens, count = choices.shape
+    numbers = np.bincount(choices.reshape(-1), minlength=EXPERTS)
+    assert where.starts.dtype == where.rows.dtype == where.pairs.dtype == np.int32
+    np.testing.assert_array_equal(where.starts, np.cumsum([0, *(-(-numbers // 128) * 128)]))
+    assert where.pairs.size == rows_needed(tokens * count, EXPERTS) >= where.starts[-1]
+    for expert in range(EXPERTS):
+        group = where.pairs[where.starts[expert] : where.starts[expert + 1]]
+        wanted = np.flatnonzero(choices.reshape(-1) == expert)  # in the order of tokens
+        np.testing.assert_array_equal(group[: wanted.size], wanted)
+        assert (group[wanted.size :] == tokens * count).all()
+    assert (where.pairs[where.starts[-1] :] == tokens * count).all()
+    np.testing.assert_array_equal(where.pairs[where.rows], np.arange(tokens * count).reshape(tokens, count))
+
+
+@pytest.mark.parametrize("experts", [1, 3, 8])
+def test_the_room_is_the_most_that_groups_need(experts):
+    """And no more: some choices take all of it."""
+    for pairs in (1, 2, 100, 128, 129, 640):
+        most = 0
+        for ones in range(min(experts, pairs)):  # experts with one token each; one has the others
+            most = max(most, 128 * ones + -(-(pairs - ones) // 128) * 128)
+        assert rows_needed(pairs, experts) == most
+
+
+def test_there_and_back_is_exact():
+    x = normal(0, TOKENS, FEATURES, dtype=jnp.bfloat16)
+    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
+    rows = take_rows(x, where)
+    is_filling = np.asarray(where.pairs) == TOKENS * CHOICES
+    assert is_filling.any() and not np.asarray(rows)[is_filling].any()
+    assert_same_bits(np.asarray(rows)[np.asarray(where.rows)], np.stack([x, x], axis=1))
+    assert_same_bits(combine_rows(rows, jnp.full((TOKENS, CHOICES), 0.5), where), x)
+
+
+def test_the_sum_over_choices_and_its_gradients():
+    """Against NumPy in float64; where filling rows hold numbers, they reach nothing."""
+    choices = CASES["even"]
+    where = sort_tokens(jnp.asarray(choices), EXPERTS)
+    x, weights, dy = normal(0, TOKENS, FEATURES), normal(1, TOKENS, CHOICES), normal(2, TOKENS, FEATURES)
+    scale = normal(3, where.pairs.size, 1)
+
+    def transform(x, weights):
+        return combine_rows(take_rows(x, where) * scale + 7 * jnp.sign(scale), weights, where)
+
+    y, pullback = jax.vjp(transform, x, weights)
+    dx, dweights = pullback(dy)
+    of_tokens, x, weights, dy, scale = (np.asarray(array, np.float64) for array in (where.rows, x, weights, dy, scale))
+    scale = scale[:, 0][of_tokens.astype(int)]  # (tokens, choices)
+    rows = x[:, None, :] * scale[..., None] + 7 * np.sign(scale)[..., None]
+    assert_close(y, np.einsum("tc,tch->th", weights, rows), "float32")
+    assert_close(dx, np.einsum("tc,th,tc->th", weights, dy, scale), "float32")
+    assert_close(dweights, np.einsum("th,tch->tc", dy, rows), "float32")
+
+
+def test_filling_has_no_gradient():
+    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
+    is_filling = np.asarray(where.pairs) == TOKENS * CHOICES
+    weights = jnp.ones((TOKENS, CHOICES))
+    drows = jax.grad(lambda rows: jnp.sum(jnp.sin(combine_rows(rows, weights, where))))(
+        normal(0, where.pairs.size, FEATURES)
+    )
+    assert not np.asarray(drows)[is_filling].any() and np.asarray(drows)[~is_filling].all()
+    dx = jax.grad(lambda x: jnp.sum(take_rows(x, where)[is_filling]))(normal(0, TOKENS, FEATURES))
+    assert not np.asarray(dx).any()
+
+
+def test_a_token_with_a_wrong_expert_would_be_noticed():
+    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
+    swapped = ExpertRows(where.rows.at[0, 0].set(where.rows[1, 0]), where.pairs, where.starts)
+    x, weights = normal(0, TOKENS, FEATURES), jnp.ones((TOKENS, CHOICES))
+    rows = take_rows(x, where)
+    right, wrong = combine_rows(rows, weights, where), combine_rows(rows, weights, swapped)
+    assert_close(right, 2 * np.asarray(x), "float32")
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(wrong, 2 * np.asarray(x), "float32")
+
+
+def test_no_scatter_and_no_float_atomics():
+    """Every sum has one order: neither direction nor its gradient scatters."""
+    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
+
+    def gradient(x, weights, where):
+        return jax.grad(lambda x, weights: jnp.sum(jnp.sin(combine_rows(take_rows(x, where), weights, where))), (0, 1))(
+            x, weights
+        )
+
+    def through_jax(x):
+        return jnp.sum(x[where.pairs // CHOICES])
+
+    x, weights = normal(0, TOKENS, FEATURES), jnp.ones((TOKENS, CHOICES))
+    assert "scatter" not in str(jax.make_jaxpr(gradient)(x, weights, where))
+    assert "scatter" not in str(jax.make_jaxpr(lambda c: sort_tokens(c, EXPERTS))(CASES["even"]))
+    assert "scatter" in str(jax.make_jaxpr(jax.grad(through_jax))(x))
+
+
+def test_each_device_of_an_explicit_mesh_sorts_its_own():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    choices = some_choices(tokens=400)
+    x, weights, dy = normal(0, 400, FEATURES), normal(1, 400, CHOICES), normal(2, 400, FEATURES)
+
+    def run(x, weights, choices, dy):
+        where = sort_tokens(choices, EXPERTS)
+        y, pullback = jax.vjp(lambda x, weights: combine_rows(take_rows(x, where), weights, where), x, weights)
+        return where, y, pullback(dy)
+
+    _, y, gradients = run(x, weights, jnp.asarray(choices), dy)
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(array, NamedSharding(mesh, P("data", None))) for array in (x, weights, choices, dy)]
+        where, y_split, gradients_split = jax.jit(run)(*split)
+        lowered = jax.jit(run).lower(*split).compile().as_text()
+    assert_same_bits(y_split, y)
+    jax.tree.map(assert_same_bits, gradients_split, gradients)
+    assert not any(name in lowered for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    for device in range(4):
+        own = sort_tokens(jnp.asarray(choices[100 * device : 100 * (device + 1)]), EXPERTS)
+        for found, wanted in zip(jax.tree.leaves(where), jax.tree.leaves(own), strict=True):
+            size = wanted.shape[0]
+            np.testing.assert_array_equal(np.asarray(found)[size * device : size * (device + 1)], wanted)

@@ -21,6 +21,7 @@ from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.dot_general import DotGeneral
 from jax_fp8.nn.mlp import LayerNormMLP
+from jax_fp8.nn.moe import LayerNormMoE
 from jax_fp8.ops.rotary import RotaryScaling
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
@@ -56,6 +57,7 @@ __all__ = [
     "InPlace",
     "LayerNormDense",
     "LayerNormMLP",
+    "LayerNormMoE",
     "LayeredLoss",
     "RotaryScaling",
     "SelfAttention",

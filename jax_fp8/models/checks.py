@@ -25,7 +25,7 @@ def check_config(config: Any) -> None:
     for name in ("num_kv_heads", "mlp_hidden_size", "head_dim", "sliding_window"):
         if getattr(config, name) is not None:
             check_integer(name, getattr(config, name))
-    for name in ("use_bias", "tie_embeddings", "qk_norm"):
+    for name in ("use_bias", "tie_embeddings", "qk_norm", "normalize_router_weights"):
         check_bool(name, getattr(config, name))
     if config.use_qkv_bias is not None:
         check_bool("use_qkv_bias", config.use_qkv_bias)
@@ -35,6 +35,7 @@ def check_config(config: Any) -> None:
         raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
     check_norm(config.norm)
     is_gated(config.activation)
+    _check_experts(config)
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.hidden_size
     if config.head_dim is None and width % heads:
         raise ValueError(
@@ -52,6 +53,18 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"rotary_base and rotary_scaling are for rotary positions, got them with positions={config.positions!r}; "
             "leave them out"
+        )
+
+
+def _check_experts(config):
+    check_integer("num_experts", config.num_experts, least=0)
+    check_integer("experts_per_token", config.experts_per_token)
+    for name in ("router_aux_loss", "router_z_loss"):
+        check_number(name, getattr(config, name), "that is not negative", lambda weight: weight >= 0)
+    if config.num_experts and config.experts_per_token > config.num_experts:
+        raise ValueError(
+            f"experts_per_token must be at most num_experts, got {config.experts_per_token} of {config.num_experts}; "
+            "change one of them"
         )
 
 
@@ -118,6 +131,15 @@ def check_is_no_pack(segment_ids: Any) -> None:
         raise ValueError(
             'pipelines and remat="offload:N" run layers one by one, which do not know the segment_ids of a batch; '
             "pass tokens alone, or use another mesh or remat"
+        )
+
+
+def check_has_no_experts(config: Any) -> None:
+    """Raise where layers have experts, but run one by one."""
+    if config.num_experts:
+        raise ValueError(
+            'pipelines and remat="offload:N" run layers one by one, which lose what routers add to the loss, '
+            f"got a model with num_experts={config.num_experts}; use another mesh or remat"
         )
 
 

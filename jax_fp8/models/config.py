@@ -22,6 +22,9 @@ class GPTConfig:
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which all other linear maps of a layer have.
       qk_norm: RMSNorm of each head of queries and keys.
       sliding_window: how many tokens a token sees, the last of which is itself; None: all before it.
+      num_experts: MLPs of each layer, of which a token goes to `experts_per_token`; 0 is one MLP for all tokens.
+        `mlp_hidden_size` is that of each. Experts have no biases. The other fields of experts are those of
+        `LayerNormMoE`.
     """
 
     vocab_size: int
@@ -43,6 +46,11 @@ class GPTConfig:
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 2
+    normalize_router_weights: bool = True
+    router_aux_loss: float = 0.01
+    router_z_loss: float = 0.0
 
     def __post_init__(self):
         check_config(self)
@@ -96,10 +104,12 @@ def _qwen(layers, heads, width, mlp, kv_heads, vocab, seq, **others):
 # with a trillion: https://arxiv.org/abs/2104.04473, table 1, but with heads of 128, the most that cuDNN takes. Their
 # vocabulary is padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, as it was before the
 # texts became long: sequences of 8,192 tokens, no scaling. Llama 3.1, Llama 3.2, Qwen2.5 and Qwen3 are as in the
-# config.json of their weights.
+# config.json of their weights. Mixtral: https://arxiv.org/abs/2401.04088, table 1; that its load-balancing loss counts
+# 0.02 there is 0.04 here, where the shares of the experts add up to 1 and not to the experts of a token.
 PRESETS = {
     "tiny": _preset(4, 4, 128, vocab=256, seq=128),
     "tiny-llama": _llama(4, 4, 128, 384, vocab=256, seq=128, num_kv_heads=2),
+    "tiny-moe": _llama(4, 4, 128, 256, vocab=256, seq=128, num_kv_heads=2, num_experts=4),
     "gpt2-124m": _preset(12, 12, 768, seq=1024),
     "gpt2-350m": _preset(24, 16, 1024, seq=1024),
     "gpt2-774m": _preset(36, 20, 1280, seq=1024),
@@ -115,6 +125,9 @@ PRESETS = {
     "llama3.1-8b": _llama(32, 32, 4096, 14_336, seq=131_072, rotary_scaling=RotaryScaling(factor=8.0)),
     "llama3.2-1b": _llama(
         16, 32, 2048, 8192, seq=131_072, rotary_scaling=RotaryScaling(factor=32.0), tie_embeddings=True
+    ),
+    "mixtral-8x7b": _llama(
+        32, 32, 4096, 14_336, vocab=32_000, seq=32_768, rotary_base=1e6, num_experts=8, router_aux_loss=0.04
     ),
     "qwen2.5-7b": _qwen(28, 28, 3584, 18_944, 4, vocab=152_064, seq=131_072, use_qkv_bias=True),
     "qwen3-0.6b": _qwen(

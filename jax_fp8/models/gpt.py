@@ -25,13 +25,21 @@ from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Re
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.models.checks import check_batch, check_call, check_is_no_pack, check_loss_settings, check_tokens
+from jax_fp8.models.checks import (
+    check_batch,
+    check_call,
+    check_has_no_experts,
+    check_is_no_pack,
+    check_loss_settings,
+    check_tokens,
+)
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
 from jax_fp8.nn.gemm import shared_fields
+from jax_fp8.nn.moe import apply_with_losses
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import positions_in
 from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
@@ -147,20 +155,10 @@ class GPT(nn.Module):
             policy = offload_policy(remat.names) if kind == "offload" else None
             block = nn.remat(block, policy=policy, prevent_cse=kind == "full" or not alone)
         return block(
-            config.num_heads,
-            config.mlp_hidden_size or 4 * config.hidden_size,
-            config.num_kv_heads,
-            norm=config.norm,
-            activation=config.activation,
+            **shared_fields(config, TransformerBlock),
+            mlp_hidden_features=config.mlp_hidden_size or 4 * config.hidden_size,
             rotary=config.positions == "rotary",
-            use_bias=config.use_bias,
             epsilon=config.norm_epsilon,
-            head_dim=config.head_dim,
-            rotary_base=config.rotary_base,
-            rotary_scaling=config.rotary_scaling,
-            use_qkv_bias=config.use_qkv_bias,
-            qk_norm=config.qk_norm,
-            sliding_window=config.sliding_window,
             recipe=self.recipe,
             recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
@@ -230,6 +228,7 @@ def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn
     def embed_of(variables, batch):
         reading = read(batch)
         check_is_no_pack(reading.segment_ids)
+        check_has_no_experts(model.config)
         return first.apply(variables, reading.tokens)
 
     def loss_of(variables, x, batch):
@@ -256,6 +255,8 @@ def next_token_loss(
     are packed into sequences, each with its number. None sees another, nor is its first token anybody's next. 0 is the
     number of padding, which does not count.
 
+    With experts, what their routers add is part of the loss: whatever the model has sown into the collection "losses".
+
     Args:
       model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
       ignore_label: a next token that does not count, such as padding.
@@ -269,12 +270,14 @@ def next_token_loss(
     def loss_of_gpt(variables, batch):
         of = read(batch)
         options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids}
-        return jnp.asarray(model.apply(variables, of.tokens, of.labels, **options))
+        loss, added = apply_with_losses(model, variables, of.tokens, of.labels, **options)
+        return jnp.asarray(loss) + added
 
     def loss_of_logits(variables, tokens):
         check_tokens(tokens, "(batch, seq + 1)", least=2)
         of = read(tokens)
-        return cross_entropy(jnp.asarray(model.apply(variables, of.tokens)), of.labels, mask=of.mask, z_loss=z_loss)
+        logits, added = apply_with_losses(model, variables, of.tokens)
+        return cross_entropy(jnp.asarray(logits), of.labels, mask=of.mask, z_loss=z_loss) + added
 
     return _layered(model, read, z_loss, loss_of_gpt) if isinstance(model, GPT) else loss_of_logits
 

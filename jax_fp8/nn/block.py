@@ -6,10 +6,12 @@ import flax.linen as nn
 import jax
 from flax.typing import Initializer
 
+from jax_fp8.core.checks import check_integer
 from jax_fp8.nn.attention import INPUT_DIMS, SelfAttention
-from jax_fp8.nn.checks import check_layer
+from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.gemm import Fp8Module, shared_fields
 from jax_fp8.nn.mlp import LayerNormMLP
+from jax_fp8.nn.moe import LayerNormMoE
 from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
 
 
@@ -19,7 +21,8 @@ class TransformerBlock(Fp8Module):
     Variables: `attention/{norm, query, key, value, out}` and `mlp/{norm, up, down}`, with a gated activation `mlp/gate`
     too. `residual_init` initializes the two kernels that write into the residual stream; None is `kernel_init`.
     `recompute` keeps less for the backward: of what a GEMM wants, norms and casts are computed again (see
-    `LayerNormMLP`). The other fields are those of `SelfAttention` and `LayerNormMLP`.
+    `LayerNormMLP`). With `num_experts` the MLP is a mixture of so many, `LayerNormMoE`. The other fields are those of
+    `SelfAttention`, `LayerNormMLP` and `LayerNormMoE`.
     """
 
     num_heads: int
@@ -39,11 +42,17 @@ class TransformerBlock(Fp8Module):
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 2
+    normalize_router_weights: bool = True
+    router_aux_loss: float = 0.01
+    router_z_loss: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """(batch, seq, width) to (batch, seq, width); `segment_ids` are as of `SelfAttention`."""
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
+        check_integer(f"{layer_name(self)}: num_experts", self.num_experts, least=0)
         attention = SelfAttention(
             **shared_fields(self, SelfAttention),
             implementation=self.attention_implementation,
@@ -51,9 +60,10 @@ class TransformerBlock(Fp8Module):
             residual=True,
             name="attention",
         )
-        mlp = LayerNormMLP(
-            self.mlp_hidden_features,
-            **shared_fields(self, LayerNormMLP),
+        mlp = LayerNormMoE if self.num_experts else LayerNormMLP
+        mlp = mlp(
+            hidden_features=self.mlp_hidden_features,
+            **shared_fields(self, mlp),
             down_init=self.residual_init,
             residual=True,
             name="mlp",

@@ -19,6 +19,7 @@ FLAGS = (
     "return_input",
     "recompute",
     "logical_axes",
+    "normalize_router_weights",
 )
 
 

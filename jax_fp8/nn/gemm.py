@@ -62,8 +62,8 @@ class Fp8Module(nn.Module, kw_only=True):
     logical_axes: bool = False
 
 
-def shared_fields(module: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
-    """The fields of a module that a module inside it has too: all of one name mean the same."""
+def shared_fields(module: Any, cls: type[nn.Module]) -> dict[str, Any]:
+    """The fields of a module, or of a config, that a module inside it has too: all of one name mean the same."""
     names = {field.name for field in dataclasses.fields(cls)} - {"name", "parent"}
     return {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in names}
 

@@ -9,6 +9,7 @@ A layer with `logical_axes=True` puts what it initializes into boxes (`nn.Logica
     kv_heads    heads of keys and of values
     head_dim    features of a head: of the norms of queries and keys
     mlp         hidden features
+    expert      experts, of a mixture
     vocab       tokens of the vocabulary
     positions   of a sequence
     norm        vectors as wide as the residual stream: of norms, and biases of what is added to it

@@ -83,14 +83,19 @@ def take_rows(x: jax.Array, where: ExpertRows) -> jax.Array:
 
 
 @jax.custom_vjp
-def combine_rows(rows: jax.Array, weights: jax.Array, where: ExpertRows) -> jax.Array:
+def combine_rows(
+    rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None = None
+) -> jax.Array:
     """For each token, the sum of its rows, each times its weight: (tokens, features) in the dtype of `rows`.
 
     Args:
       rows: (rows, features).
       weights: f32[tokens, choices]. The sum is made in float32.
+      residual: (tokens, features), of the dtype of `rows`, added before the one rounding.
     """
-    return on_own_tokens("r h, t c, t c -> t h", _combine, rows, weights, where.rows)[0]
+    added = () if residual is None else (residual,)
+    rule = f"r h, t c, t c{', t h' * len(added)} -> t h"
+    return on_own_tokens(rule, _combine, rows, weights, where.rows, *added)[0]
 
 
 def _take(x, pairs, rows):
@@ -98,8 +103,9 @@ def _take(x, pairs, rows):
     return (x.at[pairs // rows.shape[1]].get(mode="fill", fill_value=0),)
 
 
-def _combine(rows, weights, of_tokens):
+def _combine(rows, weights, of_tokens, *residual):
     terms = [weights[:, i, None] * rows[of_tokens[:, i]].astype(jnp.float32) for i in range(of_tokens.shape[1])]
+    terms += [added.astype(jnp.float32) for added in residual]
     return (sum(terms[1:], terms[0]).astype(rows.dtype),)
 
 
@@ -121,15 +127,16 @@ def _take_backward(kept, drows):
     return like.place(untake_rows(drows, where)), None
 
 
-def _combine_forward(rows, weights, where):
-    return combine_rows(rows, weights, where), (rows, weights, where)
+def _combine_forward(rows, weights, where, residual):
+    return combine_rows(rows, weights, where, residual), (rows, weights, where, Like.of(residual))
 
 
 def _combine_backward(kept, dy):
-    rows, weights, where = kept
+    rows, weights, where, residual_like = kept
     rule = "t h, r h, t c, r, t c -> r h, t c"
     drows, dweights = on_own_tokens(rule, _gradients_of_sum, dy, rows, weights, where.pairs, where.rows)
-    return Like.of(rows).place(drows), Like.of(weights).place(dweights), None
+    dresidual = residual_like and residual_like.place(dy)
+    return Like.of(rows).place(drows), Like.of(weights).place(dweights), None, dresidual
 
 
 def _gradients_of_sum(dy, rows, weights, pairs, of_tokens):

@@ -192,7 +192,7 @@ def plain_grouped_linear(rows: jax.Array, parameters: LinearParameters, where: E
 
     def multiply(rows, kernel, starts):
         sizes = jnp.diff(starts)
-        return (lax.ragged_dot(rows, kernel, sizes, preferred_element_type=jnp.float32).astype(dtype),)
+        return (lax.ragged_dot(rows, kernel, sizes),)
 
     with jax.named_scope(PLAIN_SCOPE):
         return on_own_tokens("r k, e k n, s -> r n", multiply, rows, kernel, where.starts)[0]

@@ -23,6 +23,8 @@ from jax import lax
 
 from jax_fp8.core.shards import parts_of_batch, sum_over_batch
 from jax_fp8.kernels.explicit import einsum
+from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.parameters import Like
 
 ROUTER_SCOPE = "jax_fp8_router"
 
@@ -55,8 +57,7 @@ def route(x: jax.Array, kernel: jax.Array, choices: int, normalize_weights: bool
     experts = kernel.shape[1]
     if not 1 <= choices <= experts:
         raise ValueError(f"a token goes to 1 to {experts} experts, all that there are, got {choices}; change one")
-    with jax.named_scope(ROUTER_SCOPE):
-        logits = _product(x.astype(jnp.float32), kernel.astype(jnp.float32))
+    logits = _logits(*alike(x, kernel.astype(jnp.float32)))
     probabilities = jax.nn.softmax(logits)
     _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
     # Choices, and no gather, whose gradient would be a scatter.
@@ -71,7 +72,25 @@ def route(x: jax.Array, kernel: jax.Array, choices: int, normalize_weights: bool
     return Routing(chosen, weights, fractions, balance_loss, z_loss)
 
 
-def _product(x, kernel) -> jax.Array:
+@jax.custom_vjp
+def _logits(x, kernel):  # (tokens, features), f32[features, experts] -> f32[tokens, experts]
+    return _product("t h, h e -> t e", x, kernel)
+
+
+def _logits_forward(x, kernel):
+    return _logits(x, kernel), (x, kernel)  # x as it is, and not in float32, which has twice the bytes
+
+
+def _logits_backward(kept, dlogits):
+    x, kernel = kept
+    dx, dkernel = _product("t e, h e -> t h", dlogits, kernel), _product("t h, t e -> h e", x, dlogits)
+    return Like.of(x).place(dx.astype(x.dtype)), Like.of(kernel).place(dkernel)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
+
+
+def _product(rule, a, b) -> jax.Array:
     """In float32 proper: by default a GPU rounds the factors to 10 bits."""
-    with jax.default_matmul_precision("highest"):
-        return einsum("t h, h e -> t e", x, kernel)
+    with jax.named_scope(ROUTER_SCOPE), jax.default_matmul_precision("highest"):
+        return einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32))

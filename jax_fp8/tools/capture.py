@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jax_fp8.kernels.gemm import TARGET
 from jax_fp8.tools.collectives import Collective, collectives_of, table
+from jax_fp8.tools.explain import FP8_TARGETS
 from jax_fp8.tools.hlo import BRANCHES, CALLS, FUSIONS, Instruction, by_computation, executed, read_hlo, read_thunks
 from jax_fp8.train.lowering import Compilation, Lowering
 
@@ -134,7 +134,7 @@ def capture_report(program: "Lowering | Compilation | jax.stages.Lowered") -> Ca
         ),
         weight_copies=tuple(_times(copy, times) for copy, times in copies if _copies_weight(copy)),
         all_copies_bytes=sum(_bytes(copy) * times for copy, times in copies if _bytes(copy) > SMALLEST_COPY),
-        gemms=sum(times for call, times in always if call.target == TARGET),
+        gemms=sum(times for call, times in always if call.target in FP8_TARGETS),
         temp_bytes=memory.temp_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
@@ -166,7 +166,7 @@ def _branch(computations, name: str) -> Branch:
     return Branch(
         weight_casts=sum(times for call, times in inside if _casts_weight(call)),
         kernels=sum(times for instruction, times in launched if instruction.launches),
-        gemms=sum(times for call, times in launched if call.target == TARGET),
+        gemms=sum(times for call, times in launched if call.target in FP8_TARGETS),
     )
 
 

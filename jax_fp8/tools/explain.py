@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 
-from jax_fp8.kernels import dispatch, extension, weight_gradient
+from jax_fp8.kernels import dispatch, extension, grouped_gemm, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.passes import PLAIN_SCOPE
+from jax_fp8.ops.router import ROUTER_SCOPE
 from jax_fp8.tools.jaxprs import WrittenCollective, inner_jaxprs, table, times, written
 
 
@@ -50,7 +51,11 @@ class MatrixProduct:
 
 IN_THE_HEAD = "the head is kept in bfloat16"
 BY_RECIPE = "in FP8 by the layer's recipe"
+BY_EXPERTS = f"{BY_RECIPE}, each group of rows with the kernel of its expert"
 BY_REFERENCE = "FP8 values multiplied by the reference"
+
+FP8_TARGETS = (TARGET, *grouped_gemm.TARGETS)
+PLAIN_PRODUCTS = ("dot_general", "ragged_dot_general")
 
 # Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26
 # in bfloat16 on an H200, and 2.12 and 2.37 on another. With four times the tokens it was 1.08 and 0.96 times as fast;
@@ -192,7 +197,7 @@ def _check_kernels_run(gemms: Explanation) -> None:
             f"strict needs an NVIDIA GPU, for FP8 kernels run on nothing else, got the platform {platform!r}, where "
             "the reference multiplies; ask on the machine that trains, or without strict"
         )
-    left_out = outside or [gemm for gemm in gemms if gemm.is_fp8 and gemm.target != TARGET]
+    left_out = outside or [gemm for gemm in gemms if gemm.is_fp8 and gemm.target not in FP8_TARGETS]
     if left_out:
         different = kinds(left_out)
         named = [f"{kind.layer} {kind.shape}" for kind in different[:NAMED]]
@@ -224,11 +229,7 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
     """
     for equation in jaxpr.eqns:
         path = _path(scope, str(equation.source_info.name_stack))
-        if (
-            is_fp8_gemm(equation)
-            or _is_call(equation, weight_gradient.TARGET)
-            or equation.primitive.name == "dot_general"
-        ):
+        if _is_call(equation, *FP8_TARGETS, weight_gradient.TARGET) or equation.primitive.name in PLAIN_PRODUCTS:
             yield equation, path, count
         else:
             for inner in inner_jaxprs(equation):
@@ -236,12 +237,12 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
 
 
 def is_fp8_gemm(equation: Any) -> bool:
-    """Whether an equation of a jaxpr is the library's custom call."""
+    """Whether an equation of a jaxpr is the library's custom call of one product."""
     return _is_call(equation, TARGET)
 
 
-def _is_call(equation, target):
-    return equation.primitive.name == "ffi_call" and equation.params["target_name"] == target
+def _is_call(equation, *targets):
+    return equation.primitive.name == "ffi_call" and equation.params["target_name"] in targets
 
 
 def _path(scope, name_stack):
@@ -251,15 +252,30 @@ def _path(scope, name_stack):
 
 
 def _matrix_product(equation, path, count) -> MatrixProduct:
-    if is_fp8_gemm(equation):
+    if _is_call(equation, *FP8_TARGETS):
         return _fp8_gemm(equation, path, count)
+    if equation.primitive.name == "ragged_dot_general":
+        return _ragged_dot(equation, path, count)
     return (_dot if equation.primitive.name == "dot_general" else _weight_gradient)(equation, path, count)
 
 
 def _fp8_gemm(equation, path, count):
+    """Groups of rows as one product of all rows, which they have the multiplications of."""
     a, b = (var.aval for var in equation.invars[:2])
-    (m, k), n = a.shape, equation.outvars[0].aval.shape[1]  # b may have rows for more columns
-    return MatrixProduct(path, m, n, k, _names(a, b), TARGET, count, is_fp8=True, by_design=True, reason=BY_RECIPE)
+    (m, k), n = a.shape, equation.outvars[0].aval.shape[-1]  # b may have rows for more columns
+    target = equation.params["target_name"]
+    reason = BY_RECIPE if target == TARGET else BY_EXPERTS
+    return MatrixProduct(path, m, n, k, _names(a, b), target, count, is_fp8=True, by_design=True, reason=reason)
+
+
+def _ragged_dot(equation, path, count):
+    """Rows by experts, or their gradient, as one product of all rows."""
+    a, b = (var.aval for var in equation.invars[:2])
+    (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    k = math.prod(a.shape[i] for i in contracted)
+    by_design, reason = _why_not_fp8(path, batched=False)
+    m, n = a.size // k, equation.outvars[0].aval.shape[-1]
+    return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
 
 
 def _weight_gradient(equation, path, count):
@@ -297,6 +313,8 @@ def _why_not_fp8(path, batched) -> tuple[bool, str]:
         return True, "a batched product of activations, such as attention"
     if PLAIN_HEAD_SCOPE in path:
         return True, IN_THE_HEAD
+    if ROUTER_SCOPE in path:
+        return True, "a router is kept in float32"
     if PLAIN_SCOPE in path:
         return True, "in bfloat16 by choice: the layer has recipe=None"
     return False, "not made by a jax_fp8 layer; use jax_fp8.Dense, with recipe=None if it is to stay as it is"

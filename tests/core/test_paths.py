@@ -3,7 +3,16 @@
 import jax
 import pytest
 
-from jax_fp8.core.paths import UNNAMED, at_path, joined_name, kernel_paths, map_with_names, names_of, put_at_path
+from jax_fp8.core.paths import (
+    UNNAMED,
+    at_path,
+    experts_name,
+    joined_name,
+    kernel_paths,
+    map_with_names,
+    names_of,
+    put_at_path,
+)
 
 
 def test_a_node_is_found_where_its_names_lead():
@@ -27,6 +36,7 @@ def test_a_node_is_added_to_what_stands_there():
         ((), [("kernel",)]),
         (("dense",), [("dense", "kernel")]),
         (("layer_0", "query", UNNAMED), []),
+        (("layer_0", "mlp", experts_name(("gate", "up"))), []),
         (("layer_0", "mlp", "gate+up"), [("layer_0", "mlp", "gate", "kernel"), ("layer_0", "mlp", "up", "kernel")]),
     ],
 )
@@ -37,6 +47,7 @@ def test_the_kernels_of_a_gemm(gemm, kernels):
 def test_a_name_of_several_layers():
     assert joined_name(("query", "key", "value")) == "query+key+value"
     assert joined_name(("up",)) == "up"
+    assert experts_name(("gate", "up")) == "+gate+up"
 
 
 def test_leaves_are_mapped_with_their_names():

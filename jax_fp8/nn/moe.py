@@ -1,0 +1,171 @@
+"""A mixture of experts in the place of a Transformer's MLP, norm included.
+
+    x ─norm─→ router → experts of each token, weights
+         └──→ rows, sorted by expert → MLPs in FP8 ─combine─→ + x
+
+The router and its softmax are float32. What it adds to the training loss leaves by the collection "losses", scaled
+already: whoever makes a loss adds up what is there, as `next_token_loss` does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+
+from jax_fp8.core.checks import check_number
+from jax_fp8.core.paths import experts_name, joined_name
+from jax_fp8.core.shards import TensorDim, current_tensor, offer
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.amax import as_matrix
+from jax_fp8.kernels.norm import normalize
+from jax_fp8.nn.checks import check_layer, layer_name
+from jax_fp8.nn.dense import NormVariables
+from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
+from jax_fp8.nn.names import named
+from jax_fp8.ops.expert_mlp import expert_mlp
+from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
+from jax_fp8.ops.grouped_linear import as_one_matrix
+from jax_fp8.ops.layer_gemm import check_multiples_of_16
+from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.ops.router import Routing, route
+
+LOSSES = "losses"
+
+
+class LayerNormMoE(Fp8Module):
+    """`Σ weight · down(activation(up(norm(x))))` over the experts of each token, back to the width of `x`.
+
+    Variables: `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are
+    (num_experts, in, out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or
+    `fp8/{+gate+up, +down}`: all experts share the three scales of a GEMM. There are no biases. No token is dropped.
+
+    It sows into the collection "losses", where that is mutable, what is to be added to the training loss; and into
+    "intermediates" `expert_fractions`, f32[num_experts], the share of tokens that each expert gets.
+
+    Args:
+      hidden_features: of each expert.
+      experts_per_token: how many experts a token goes to.
+      normalize_router_weights: divide the weights of a token by their sum, as Mixtral does.
+      router_aux_loss, router_z_loss: how much the load-balancing loss and the z-loss count: see ops/router.py.
+      down_init: initializer of the kernels of `down`; None is `kernel_init`.
+      residual: return `x + ...`, added before the one rounding.
+      recompute: sort and quantize again in the backward, instead of keeping the rows of all experts in FP8.
+    """
+
+    hidden_features: int
+    num_experts: int
+    experts_per_token: int = 2
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    epsilon: float = 1e-6
+    normalize_router_weights: bool = True
+    router_aux_loss: float = 0.01
+    router_z_loss: float = 0.0
+    down_init: Initializer | None = None
+    residual: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., in)
+        check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
+        _check_fields(self)
+        features, hidden = x.shape[-1], self.hidden_features
+        norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
+        kernel = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
+        into = ("gate", "up") if is_gated(self.activation) else ("up",)
+        up = self._declare(into, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
+        down_init = self.down_init or self.kernel_init
+        down = self._declare(("down",), hidden, features, down_init, ("expert", "mlp", "residual"))
+        gemms = (up.fp8, down.fp8) if up.fp8 and down.fp8 else None
+
+        tokens = as_matrix(x.astype(self.dtype))
+        normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
+        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights)
+        self._sow(routing)
+        where = sort_tokens(routing.experts, self.num_experts)
+        own = up.parameters, down.parameters
+        rows, amaxes = expert_mlp(normalized, where, *own, gemms, self.activation, self.dtype, recompute=self.recompute)
+        if amaxes is not None:
+            up.stage(amaxes[0])
+            down.stage(amaxes[1])
+        return combine_rows(rows, routing.weights, where, tokens if self.residual else None).reshape(x.shape)
+
+    def _declare(self, names, in_features, features, init, axes) -> DeclaredGemm:
+        """One grouped GEMM by the kernels of these layers side by side."""
+        shape = self.num_experts, in_features, features
+        fields = {"shape": shape, "kernel_init": init, "axes": axes if self.logical_axes else None}
+        kernels = tuple(_Experts(**fields, param_dtype=self.param_dtype, name=name)() for name in names)
+        parameters = LinearParameters(kernels if len(names) > 1 else kernels[0], None)
+        if self.recipe is None:
+            return DeclaredGemm(parameters)
+        layer = "/".join((layer_name(self), joined_name(names)))
+        check_multiples_of_16(layer, in_features, (features,) * len(names))
+        matrices = tuple(as_one_matrix(kernel) for kernel in kernels)
+        state = GemmState(self.recipe, layer, name=experts_name(names))
+        declared = state(LinearParameters(matrices, None), None)
+        return DeclaredGemm(parameters, declared.fp8, declared.amax_history)
+
+    def _sow(self, routing: Routing) -> None:
+        if self.is_initializing():  # or `init` would return losses among the variables
+            return
+        weighted = self.router_aux_loss * routing.balance_loss + self.router_z_loss * routing.z_loss
+        self.sow(LOSSES, "router_loss", weighted)
+        self.sow("intermediates", "expert_fractions", routing.fractions)
+
+
+def apply_with_losses(model: nn.Module, variables: Mapping, *args: Any, **options: Any) -> tuple[Any, Any]:
+    """What `model.apply` returns, and the sum of the losses that its layers, stacked ones too, have sown."""
+    out, left = model.apply(variables, *args, **options, mutable=[LOSSES])  # type: ignore[misc]
+    return out, sum(jnp.sum(loss) for loss in jax.tree.leaves(left))
+
+
+class _Router(nn.Module):
+    """The kernel f32 (in, experts) of a router."""
+
+    kernel_init: Initializer
+    logical_axes: bool
+
+    @nn.compact
+    def __call__(self, features: int, experts: int) -> jax.Array:
+        offer((*self.path, "kernel"), TensorDim())
+        init = named(self.kernel_init, ("embed", "expert"), self.logical_axes)
+        return self.param("kernel", init, (features, experts), jnp.float32)
+
+
+class _Experts(nn.Module):
+    """The kernels (experts, in, out) of one layer of all experts, each initialized by itself."""
+
+    shape: tuple[int, int, int]
+    kernel_init: Initializer
+    axes: tuple[str, ...] | None
+    param_dtype: Dtype
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        offer((*self.path, "kernel"), TensorDim())
+
+        def init_each(key, shape, dtype):
+            experts, *of_one = shape
+            return jax.vmap(lambda key: self.kernel_init(key, tuple(of_one), dtype))(jax.random.split(key, experts))
+
+        return self.param("kernel", named(init_each, self.axes, self.axes is not None), self.shape, self.param_dtype)
+
+
+def _check_fields(module: LayerNormMoE) -> None:
+    """Raise unless the fields that other layers lack are as they must be, on devices that a mixture can run on."""
+    layer = layer_name(module)
+    for name in ("router_aux_loss", "router_z_loss"):
+        check_number(f"{layer}: {name}", getattr(module, name), "that is not negative", lambda weight: weight >= 0)
+    if module.experts_per_token > module.num_experts:
+        raise ValueError(
+            f"{layer}: experts_per_token must be at most num_experts, got {module.experts_per_token} of "
+            f"{module.num_experts}; change one of them"
+        )
+    tensor = current_tensor()
+    if tensor is not None:
+        raise ValueError(
+            f"{layer}: a mixture of experts has all experts on every device, got {tensor.axis}={tensor.size}; "
+            "use a mesh with the axes data and fsdp alone"
+        )

@@ -84,6 +84,8 @@ class Choices:
         layers_in(self.recipe, self.fast)
         check_integer("microbatches", self.microbatches_of_step)
         check_integer("batch", self.sequences)
+        if self.config.num_experts:
+            raise ValueError(f"plan knows models without experts, got --preset {self.preset}; choose another preset")
         if self.recompute and self.remat != "none":
             raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; say one of them")
         Remat.parse(self.remat, self.config.num_layers)

@@ -127,6 +127,7 @@ class _Weights:
 
 
 def _gemms(config) -> Iterator[LayerPath]:
+    """Those whose kernels are matrices; experts cast theirs when they read."""
     into_mlp = ("gate", "up") if is_gated(config.activation) else ("up",)
     for index in range(config.num_layers):
         for module, names in (
@@ -135,7 +136,8 @@ def _gemms(config) -> Iterator[LayerPath]:
             ("mlp", into_mlp),
             ("mlp", ("down",)),
         ):
-            yield f"layer_{index}", module, joined_name(names)
+            if module != "mlp" or not config.num_experts:
+                yield f"layer_{index}", module, joined_name(names)
 
 
 def _joined(params, gemm, leaves, dtype) -> dict[str, jax.Array]:

@@ -125,6 +125,11 @@ def family_of(config: GPTConfig) -> str:
     """Whose layout a model has, one of ARCHITECTURES."""
     has_bias, of_qkv = config.use_bias, config.use_bias if config.use_qkv_bias is None else config.use_qkv_bias
     kind = config.positions, config.norm, config.activation
+    if config.num_experts:
+        raise ValueError(
+            "a model for Hugging Face must have one MLP a layer, as the layouts known here do, "
+            f"got num_experts={config.num_experts}; only a model without experts can be written"
+        )
     if config.sliding_window is not None:
         raise ValueError(
             "a model for Hugging Face must see all tokens before a token, as the layouts known here do, "

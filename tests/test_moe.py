@@ -1,0 +1,242 @@
+"""A GPT with experts: it learns, on one device and over data, with microbatches, and writes what it has learned."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hybrid import make_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import assert_same_bits, relative_error
+from test_lowering import custom_calls
+
+import jax_fp8 as fp8
+from jax_fp8.gpt_plans import Choices
+from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET
+from jax_fp8.models.huggingface.config_json import family_of
+
+DELAYED = fp8.DelayedScaling(amax_history_len=4)
+RECIPES = {"delayed": DELAYED, "current": fp8.CurrentScaling(), "block": fp8.BlockScaling(), "none": None}
+BATCH, SEQ, VOCAB = 8, 16, 64
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32)
+
+
+def gpt(recipe, layers=1, remat="none", **config) -> fp8.GPT:
+    sizes = {"num_layers": layers, "vocab_size": VOCAB, "mlp_hidden_size": 128} | config
+    return fp8.GPT(fp8.GPTConfig.preset("tiny-moe", **sizes), recipe=recipe, remat=remat)
+
+
+def train(model, steps=3, tx=None, context=None, place=None, tokens=TOKENS, **options):
+    """The state after some steps, and the losses."""
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx or optax.sgd(0.1), model.recipe, **options)
+    with context or nullcontext():
+        state = step.init_state(model.init, jax.random.key(1), tokens[:, :-1])
+        state, tokens = place(state, tokens) if place else (state, tokens)
+        losses = []
+        for _ in range(steps):
+            state, metrics = step(state, tokens)
+            losses.append(float(metrics["loss"]))
+    return jax.tree.map(np.asarray, state), losses
+
+
+def largest_error(params, wanted) -> float:
+    return max(jax.tree.leaves(jax.tree.map(relative_error, params, wanted)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_thirty_steps_learn(name):
+    model = gpt(RECIPES[name], layers=2)
+    state, losses = train(model, 30, fp8.fused_adamw(2e-3))
+    assert losses[-1] < 0.35 * losses[0], losses[::10]
+    if name == "delayed":
+        histories = [leaf for path, leaf in jax.tree.leaves_with_path(state.fp8) if path[-1].key == "amax_history"]
+        assert len(histories) == 8 and all((history[..., 1:] > 0).all() for history in histories)
+
+
+def test_microbatches_add_up():
+    """The mean of their gradients; amaxes are the maximum. Two halves of one batch that are alike are the batch."""
+    model = gpt(DELAYED, router_z_loss=1e-3)
+    loss = fp8.next_token_loss(model)
+    variables = model.init(jax.random.key(1), TOKENS[:, :-1])
+    halves = [TOKENS[::2], TOKENS[1::2]]
+    found = [jax.jit(fp8.value_and_grad(loss))(variables, half) for half in halves]
+    step = fp8.make_train_step(loss, optax.sgd(1.0), DELAYED, microbatches=2, warm_start=False)
+    state = fp8.TrainState.create(variables=variables, tx=optax.sgd(1.0))
+    after, metrics = step(state, TOKENS)
+    assert abs(float(metrics["loss"]) - np.mean([float(loss) for loss, _, _ in found])) < 1e-5
+    mean = jax.tree.map(lambda p, *g: np.asarray(p) - sum(np.asarray(x) for x in g) / 2, variables["params"],
+                        *(grads for _, grads, _ in found))  # fmt: skip
+    moved = jax.tree.map(lambda p, q: np.asarray(p) - np.asarray(q), variables["params"], after.params)
+    wanted = jax.tree.map(lambda p, q: np.asarray(p) - q, variables["params"], mean)
+    assert largest_error(moved, wanted) < 1e-4
+    newest = after.fp8["layer_0"]["mlp"]["+down"]["amax_history"][:, -1]
+    staged = [state["layer_0"]["mlp"]["+down"]["amax_history"][:, 0] for _, _, state in found]
+    assert_same_bits(newest, np.maximum(*map(np.asarray, staged)))
+
+
+# Over devices, of params after three steps: by `mesh=`, where each device sorts its own tokens; on an Explicit mesh; and
+# on an Auto mesh, where all tokens are sorted together. Operations are fused otherwise on shards, and where a fusion
+# ends the compiler rounds to bfloat16, so now and then another FP8 value follows.
+MESHES = [("mesh", "data"), ("mesh", "fsdp"), ("explicit", "data"), ("auto", "data")]
+
+
+@pytest.mark.parametrize(("kind", "axis"), MESHES)
+@pytest.mark.parametrize("name", ["delayed", "block"])
+@pytest.mark.filterwarnings("ignore:each device must have whole tiles of a kernel")
+def test_over_data_as_on_one_device(name, kind, axis):
+    model, given = gpt(RECIPES[name]), np.tile(TOKENS, (1, 4 if name == "block" else 1))[:, : 64 + 1]  # whole tiles
+    one, losses = train(model, tokens=given)
+    if kind == "mesh":
+        found, losses_found = train(model, tokens=given, mesh=make_mesh(**{axis: 4}))
+    else:
+        axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+
+        def place(state, tokens):
+            split = jax.device_put(tokens, NamedSharding(mesh, P("data", None)))
+            return jax.device_put(state, NamedSharding(mesh, P())), split
+
+        context = jax.set_mesh(mesh) if kind == "explicit" else None
+        found, losses_found = train(model, tokens=given, place=place, context=context)
+    assert np.max(np.abs(np.subtract(losses, losses_found))) < 2e-3, (losses, losses_found)
+    start = model.init(jax.random.key(1), given[:, :-1])["params"]
+    moved, wanted = (jax.tree.map(lambda p, q: p - np.asarray(q), of.params, start) for of in (found, one))
+    bound = 0.1 if kind == "explicit" else 0.02
+    assert largest_error(moved, wanted) < bound, jax.tree.map(relative_error, moved, wanted)
+
+
+def test_a_router_of_one_device_alone_would_be_noticed():
+    """The fractions of the balance loss are those of all devices: else the loss were another."""
+    model = gpt(None, router_aux_loss=10.0)
+    loss = fp8.next_token_loss(model)
+    variables = model.init(jax.random.key(1), TOKENS[:, :-1])
+    whole = float(loss(variables, TOKENS))
+    parts = np.mean([float(loss(variables, TOKENS[2 * i : 2 * i + 2])) for i in range(4)])
+    _, losses = train(model, steps=1, mesh=make_mesh(data=4))
+    assert abs(losses[0] - whole) < 1e-3 < abs(parts - whole)
+
+
+def test_the_loss_has_what_routers_add():
+    model = gpt(DELAYED, layers=2, router_aux_loss=0.5)
+    variables = model.init(jax.random.key(1), TOKENS[:, :-1])
+    alone = gpt(DELAYED, layers=2, router_aux_loss=0.0)
+    with_router, without = (float(fp8.next_token_loss(m)(variables, TOKENS)) for m in (model, alone))
+    of_tokens = float(model.apply(variables, TOKENS[:, :-1], TOKENS[:, 1:]))
+    _, left = model.apply(variables, TOKENS[:, :-1], mutable=["losses"])
+    sown = [float(value) for value in jax.tree.leaves(left)]
+    assert len(sown) == 2 and all(value > 0.4 for value in sown)
+    assert abs(with_router - without - sum(sown)) < 1e-4 and abs(without - of_tokens) < 1e-6
+    full = gpt(DELAYED, layers=2, router_aux_loss=0.5, remat="full")
+    assert abs(float(fp8.next_token_loss(full)(variables, TOKENS)) - with_router) < 1e-6
+
+
+@pytest.mark.parametrize("remat", ["norms", "full"])
+def test_remat_gives_the_same_gradients(remat):
+    kept, again = gpt(DELAYED), gpt(DELAYED, remat=remat)
+    variables = kept.init(jax.random.key(1), TOKENS[:, :-1])
+    results = [jax.jit(fp8.value_and_grad(fp8.next_token_loss(m)))(variables, TOKENS) for m in (kept, again)]
+    (_, wanted, state), (_, grads, state_again) = results
+    assert largest_error(grads, wanted) < 0.03
+    staged = [tree["layer_0"]["mlp"]["+gate+up"]["amax_history"][:2, 0] for tree in (state, state_again)]
+    assert_same_bits(*staged)
+
+
+@pytest.mark.parametrize("name", ["current", "none"])
+def test_it_writes_what_it_would_read(name):
+    """Token by token with a cache, as the most likely one of the whole text again and again."""
+    model = gpt(RECIPES[name], layers=2, max_seq_len=32)
+    state, _ = train(model, 20, fp8.fused_adamw(2e-3))
+    variables = state.variables
+    prompt = TOKENS[:4, :6]
+    written = np.asarray(fp8.generate(model, variables, prompt, max_new_tokens=6))
+    text = prompt
+    for _ in range(6):
+        logits = np.asarray(model.apply(variables, text), np.float32)[:, -1]
+        text = np.concatenate([text, logits.argmax(-1)[:, None].astype(np.int32)], axis=1)
+    assert np.mean(written == text[:, 6:]) > (0.7 if name == "current" else 0.9)
+    assert np.mean(written == np.roll(text[:, 6:], 1, axis=0)) < 0.5
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_what_it_asks_of_cuda(name, with_kernels):
+    """Three grouped GEMMs for up, of which wgrad is one for each of gate and up, and three for down; no scatter."""
+    model = gpt(RECIPES[name], layers=2)
+    loss, tokens = fp8.next_token_loss(model), jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32))
+    calls = custom_calls(fp8.value_and_grad(loss), variables, tokens)
+    assert calls[TARGET] == 2 * 4 and calls[GRADIENT_TARGET] == 2 * 3
+    gemms = fp8.explain(fp8.value_and_grad(loss), variables, tokens)
+    grouped = [gemm for gemm in gemms if gemm.target in (TARGET, GRADIENT_TARGET)]
+    assert len(grouped) == 2 * 7 and all(gemm.is_fp8 for gemm in grouped)
+    assert all(gemm.is_fp8 or gemm.by_design for gemm in gemms)
+    assert {gemm.layer.split("/")[-2:][0] for gemm in grouped} == {"gate+up", "down"}
+    rows = 2 * BATCH * SEQ + 127 * 4
+    assert {gemm.m for gemm in grouped if gemm.target == TARGET} == {rows // 128 * 128}
+    assert "each group of rows with the kernel of its expert" in str(gemms)
+    assert not custom_calls(fp8.value_and_grad(loss), variables, tokens, platform="cpu")
+
+
+def test_on_an_explicit_mesh_a_device_multiplies_its_own_rows(with_kernels):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    layer = fp8.LayerNormMoE(128, 4, recipe=fp8.CurrentScaling())
+    x = jnp.ones((512, 128), jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("data", None)))
+        lowered = jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if f"custom_call @{TARGET}(" in line]
+    assert calls  # one function for both products, whose shapes are alike
+    for call in calls:  # 256 choices of 128 tokens, and room for 4 experts
+        assert "tensor<640x128xf8E4M3FN>" in call and "tensor<5xi32>" in call
+
+
+def test_refusals():
+    tokens, tx = TOKENS, optax.sgd(0.1)
+    for mesh, options, sentence in (
+        (
+            {"data": 2, "tensor": 2},
+            {},
+            "layer_0/mlp: a mixture of experts has all experts on every device, got tensor=2",
+        ),
+        ({"pipe": 2}, {"microbatches": 2}, "pipelines and .* lose what routers add to the loss, .* num_experts=4"),
+    ):
+        model = gpt(DELAYED, layers=2)
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, DELAYED, mesh=make_mesh(**mesh), **options)
+        with pytest.raises(ValueError, match=sentence):
+            step(step.init_state(model.init, jax.random.key(0), tokens[:, :-1]), tokens)
+    model = gpt(DELAYED, layers=2, remat="offload:1")
+    variables = model.init(jax.random.key(0), tokens[:, :-1])
+    with pytest.raises(ValueError, match="lose what routers add to the loss"):
+        jax.make_jaxpr(fp8.value_and_grad(fp8.next_token_loss(model)))(variables, tokens)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    layer, x = fp8.LayerNormMoE(128, 4, recipe=DELAYED), jnp.ones((512, 128), jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="every device must have all experts, got a kernel"):
+        up = jax.device_put(variables["params"]["up"]["kernel"], NamedSharding(mesh, P("data")))
+        split = {**variables, "params": {**variables["params"], "up": {"kernel": up}}}
+        jax.make_jaxpr(layer.apply)(split, jax.device_put(x, NamedSharding(mesh, P("data", None))))
+    with pytest.raises(ValueError, match=r"must have one MLP a layer, .* got num_experts=8"):
+        family_of(fp8.GPTConfig.preset("mixtral-8x7b"))
+    with pytest.raises(ValueError, match="plan knows models without experts, got --preset mixtral-8x7b"):
+        Choices(preset="mixtral-8x7b").check()
+    for changes, sentence in (
+        ({"experts_per_token": 9}, "experts_per_token must be at most num_experts, got 9 of 8"),
+        ({"num_experts": -1}, "num_experts must be an integer of at least 0, got -1"),
+        ({"router_z_loss": -0.1}, "router_z_loss must be a finite number that is not negative"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            dataclasses.replace(fp8.GPTConfig.preset("mixtral-8x7b"), **changes)
+
+
+def test_mixtral_has_as_many_parameters_as_its_paper_says():
+    """47 billion, of which a token uses 13 (https://arxiv.org/abs/2401.04088, section 2.1)."""
+    model = fp8.GPT(fp8.GPTConfig.preset("mixtral-8x7b"), recipe=None)
+    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))["params"]
+    sizes = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(params)}
+    of_experts = sum(size for path, size in sizes.items() if any(key.key in ("gate", "up", "down") for key in path))
+    total = sum(sizes.values())
+    assert round(total / 1e9, 1) == 46.7 and round((total - of_experts * 6 / 8) / 1e9, 1) == 12.9

@@ -78,9 +78,9 @@ def test_microbatches_add_up():
     assert_same_bits(newest, np.maximum(*map(np.asarray, staged)))
 
 
-# Over devices, of params after three steps: by `mesh=`, where each device sorts its own tokens; on an Explicit mesh; and
-# on an Auto mesh, where all tokens are sorted together. Operations are fused otherwise on shards, and where a fusion
-# ends the compiler rounds to bfloat16, so now and then another FP8 value follows.
+# Over devices, how params move in three steps: by `mesh=`, where each device sorts its own tokens; on an Explicit mesh;
+# and on an Auto mesh, where all tokens are sorted together. Operations are fused otherwise on shards, and where a
+# fusion ends the compiler rounds to bfloat16, so now and then another FP8 value follows.
 MESHES = [("mesh", "data"), ("mesh", "fsdp"), ("explicit", "data"), ("auto", "data")]
 
 

@@ -25,9 +25,10 @@ def strict():
         yield
 
 
-def model(recipe, gated=False, **options) -> fp8.GPT:
+def model(recipe, gated=False, num_experts=0, router_z_loss=0.0, **options) -> fp8.GPT:
     """Between them, `gated` and not are every kind of norm, activation, position and bias."""
     shape = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "hidden_size": 32, "max_seq_len": 16}
+    shape |= {"num_experts": num_experts, "router_z_loss": router_z_loss}
     if gated:
         shape |= {"num_kv_heads": 1, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"}
         shape |= {"qk_norm": True, "rotary_scaling": fp8.RotaryScaling(factor=8.0), "use_qkv_bias": True}
@@ -76,6 +77,8 @@ CASES = {
     "current": (model(CURRENT, head_recipe=CURRENT), fp8.fused_adamw(1e-2, mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2), 2),
     "block": (model(fp8.BlockScaling(), head_recipe=fp8.BlockScaling(), gated=True), fp8.fused_adamw(1e-2), 2),
     "none": (model(None, gated=True), fp8.fused_adamw(1e-2), 1),
+    "experts": (model(DELAYED, gated=True, num_experts=4, router_z_loss=1e-3), fp8.fused_adamw(1e-2), 2),
+    "experts, none": (model(None, num_experts=4), fp8.fused_adamw(1e-2), 1),
 }
 
 
@@ -126,7 +129,7 @@ def test_strict_is_strict():
     assert (jnp.ones((2, 2), jnp.bfloat16) + jnp.ones(2)).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", [pytest.param("delayed", marks=pytest.mark.versions), "current", "block"])
+@pytest.mark.parametrize("name", [pytest.param("delayed", marks=pytest.mark.versions), "current", "block", "experts"])
 def test_no_false_alarm_of_debug_nans(name):
     with jax.debug_nans(True):
         losses = train(*CASES[name])

@@ -63,14 +63,14 @@ def _sort(experts, choices):
     order = jnp.argsort(chosen, stable=True)  # pairs, by their experts
     places = jnp.argsort(order)  # of each pair in this order
     expert = jnp.arange(experts, dtype=jnp.int32)
-    counts = jnp.sum(chosen[:, None] == expert, axis=0, dtype=jnp.int32)
+    counts = jnp.sum(chosen[:, None] == expert[None], axis=0, dtype=jnp.int32)
     filled_up = (counts + GROUP_ROWS - 1) // GROUP_ROWS * GROUP_ROWS
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(filled_up, dtype=jnp.int32)])
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # of each expert, in the order of pairs
     rows = starts[chosen] + places.astype(jnp.int32) - first[chosen]
 
     row = jnp.arange(rows_needed(pairs, experts), dtype=jnp.int32)
-    of_row = jnp.sum(row[:, None] >= starts[1:-1], axis=1, dtype=jnp.int32)
+    of_row = jnp.sum(row[:, None] >= starts[None, 1:-1], axis=1, dtype=jnp.int32)
     number = row - starts[of_row]
     pair = order.at[first[of_row] + number].get(mode="clip").astype(jnp.int32)
     return rows.reshape(choices.shape), jnp.where(number < counts[of_row], pair, pairs), starts

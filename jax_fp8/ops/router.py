@@ -61,7 +61,7 @@ def route(x: jax.Array, kernel: jax.Array, choices: int, normalize_weights: bool
     probabilities = jax.nn.softmax(logits)
     _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
     # Choices, and no gather, whose gradient would be a scatter.
-    is_chosen = chosen[:, :, None] == jnp.arange(experts, dtype=chosen.dtype)
+    is_chosen = chosen[:, :, None] == jnp.arange(experts, dtype=chosen.dtype)[None, None]
     weights = jnp.sum(jnp.where(is_chosen, probabilities[:, None, :], 0), axis=-1)
     if normalize_weights:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

@@ -15,7 +15,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if not config.num_experts])
 def test_presets_come_back(name):
     config = PRESETS[name]
     assert FAMILIES.get(name, family_of(config)) == family_of(config)

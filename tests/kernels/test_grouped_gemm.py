@@ -155,32 +155,22 @@ def test_a_nan_stays_in_its_group():
     assert is_nan[1, :, 3].all() and is_nan.sum() == K
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", ["groups of its own", "groups of all", "auto"])
 @pytest.mark.parametrize("by_tile", [False, True])
-def test_each_shard_has_groups_of_its_own(axis_type, by_tile):
-    """Where starts are split as the rows are; on Auto axes all devices have the groups of all rows."""
-    explicit = axis_type == AxisType.Explicit
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
-    k = 128
-    a = operand(0, (512, k), tile=LINE if by_tile else None)
-    b = operand(1, (2, N, k), tile=SQUARE_OF_EACH if by_tile else None)
-    x, dy = operand(2, (k, 512), tile=LINE if by_tile else None), operand(3, (N, 512), tile=SQUARE if by_tile else None)
-    own = np.int32([[0, 128, 256], [0, 0, 128]])
-    starts = own.reshape(-1) if explicit else np.int32([0, 128, 384])
-    pieces = [(slice(0, 256), own[0]), (slice(256, 512), own[1])] if explicit else [(slice(None), starts)]
-
-    def rows_of(array, rows, axis):
-        def part(of, length):
-            if not of.ndim:
-                return of
-            bounds = [None if end is None else -(-end // length) for end in (rows.start, rows.stop)]
-            return of[slice(*bounds)] if axis == 0 else of[:, slice(*bounds)]
-
-        length = array.tile[axis] if array.tile else 1
-        return Fp8Array(part(array.values, 1), part(array.scale, length), array.tile)
-
-    wanted = np.concatenate([dense_matmul(rows_of(a, rows, 0), b, own) for rows, own in pieces])
-    wanted_gradient = sum(dense_gradient(rows_of(x, rows, 1), rows_of(dy, rows, 1), own) for rows, own in pieces)
+def test_rows_that_a_mesh_splits(kind, by_tile):
+    """Where starts are split as the rows are, each shard has groups of its own; else the groups are of all rows."""
+    is_own, explicit = kind == "groups of its own", kind != "auto"
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,))
+    k, rows = 128, 512
+    line, square, each = (LINE, SQUARE, SQUARE_OF_EACH) if by_tile else (None,) * 3
+    a, b = operand(0, (rows, k), tile=line), operand(1, (2, N, k), tile=each)
+    x, dy = operand(2, (k, rows), tile=line), operand(3, (N, rows), tile=square)
+    starts = np.int32([0, 128, 256, 0, 0, 128]) if is_own else np.int32([0, 128, 384])
+    groups = [[(0, 128), (256, 256)], [(128, 256), (256, 384)]] if is_own else [[(0, 128)], [(128, 384)]]
+    wanted, wanted_gradient = np.zeros((rows, N)), np.zeros((2, k, N))
+    for expert, first, end in ((e, *bounds) for e, of_expert in enumerate(groups) for bounds in of_expert):
+        wanted[first:end] = exact(a)[first:end] @ exact(b)[expert].T
+        wanted_gradient[expert] += exact(x)[:, first:end] @ exact(dy)[:, first:end].T
 
     def placed(tree, *spec):
         return jax.tree.map(
@@ -188,7 +178,7 @@ def test_each_shard_has_groups_of_its_own(axis_type, by_tile):
         )
 
     with jax.set_mesh(mesh) if explicit else nullcontext():
-        first = placed(jnp.asarray(starts), "data") if explicit else jnp.asarray(starts)
+        first = placed(jnp.asarray(starts), "data" if is_own else None)
         product = jax.jit(lambda a, b, s: grouped_matmul(a, b, s, dtype=jnp.float32))(placed(a, "data", None), b, first)
         gradient = jax.jit(grouped_weight_gradient)(placed(x, None, "data"), placed(dy, None, "data"), first)
     assert_close(product, wanted, "gemm_float32")

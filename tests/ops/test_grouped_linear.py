@@ -78,6 +78,18 @@ def test_in_float32_without_fp8():
         assert_close(array, exact, "float32")
 
 
+def test_filling_that_is_not_zero_would_be_noticed():
+    """It would be in the gradients of kernels, which add up all rows of a group."""
+    rows, kernels, where, dy = inputs()
+    is_filling = (where.pairs == 2 * TOKENS)[:, None]
+    wanted = dense(rows, kernels[0], where, dy)[2]
+    assert int(jnp.sum(is_filling)) > 100
+    assert_close(run(rows, kernels, where, dy, RECIPES["current"])[2][0], wanted, "linear_gradient")
+    filled = jnp.where(is_filling, 1.0, rows), jnp.where(is_filling, 1.0, dy)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(run(filled[0], kernels, where, filled[1], RECIPES["current"])[2][0], wanted, "linear_gradient")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_expert_is_a_linear_map(name):
     """Bit for bit: the same casts, the same products."""

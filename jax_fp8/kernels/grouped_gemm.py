@@ -100,18 +100,14 @@ def grouped_weight_gradient(
 
 def _matmul(rule, product, a, b, a_scale, b_scale, starts, split: Split, dtype, tiles):
     own = _own_groups(split, starts, b.shape[0], "m")
-    a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, (a, b, a_scale, b_scale, starts))
-    if tiles[0] is not None:
-        check_whole_tiles(own, ("m", "k"), a.shape, tiles[0])
+    a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
     d = product(a, b, a_scale, b_scale, starts, tiles, dtype)
     return (_part_of_shard(d, split, own, ("m", "n")),)
 
 
 def _gradient(rule, product, a, b, a_scale, b_scale, starts, split: Split, dtype, tiles, experts):
     own = _own_groups(split, starts, experts, "r")
-    a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, (a, b, a_scale, b_scale, starts))
-    if tiles[0] is not None:
-        check_whole_tiles(own, ("m", "r"), a.shape, tiles[0])
+    a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
     made_in = jnp.dtype(jnp.float32) if own else dtype
     d = psum(product(a, b, a_scale, b_scale, starts, tiles, made_in), own, "r").astype(dtype)
     return (_part_of_shard(d, split, own, ("e", "m", "n")),)
@@ -123,10 +119,14 @@ def _own_groups(split, starts, experts, rows) -> Split:
     return {dim: split[dim] for dim in (rows, "s")} if has_own else {}
 
 
-def _with_whole(rule, split, own, operands) -> list[jax.Array]:
+def _with_whole(rule, split, own, tiles, operands) -> list[jax.Array]:
     """The operands, of which only what is `own` is still split."""
+    inputs, _ = parse_rule(rule)
+    for x, dims, tile in zip(operands, inputs, tiles, strict=False):
+        if tile is not None:
+            check_whole_tiles(split, dims, x.shape, tile)
     others = {dim: axes for dim, axes in split.items() if dim not in own}
-    return [gathered(x, others, *dims) for x, dims in zip(operands, parse_rule(rule)[0], strict=True)]
+    return [gathered(x, others, *dims) for x, dims in zip(operands, inputs, strict=True)]
 
 
 def _part_of_shard(d, split, own, dims: Sequence[str]) -> jax.Array:

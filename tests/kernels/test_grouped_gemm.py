@@ -15,7 +15,7 @@ from reference import assert_close, assert_same_bits
 from jax_fp8.core.cast import LINE, SQUARE
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, spread, tiles_of
-from jax_fp8.kernels import extension
+from jax_fp8.kernels import dispatch, extension, grouped_gemm
 from jax_fp8.kernels.grouped_gemm import (
     GRADIENT_TARGET,
     SQUARE_OF_EACH,
@@ -155,11 +155,15 @@ def test_a_nan_stays_in_its_group():
     assert is_nan[1, :, 3].all() and is_nan.sum() == K
 
 
-@pytest.mark.parametrize("kind", ["groups of its own", "groups of all", "auto"])
+@pytest.mark.parametrize("kind", ["groups of its own", "groups of all", "auto", "auto, as on a GPU"])
 @pytest.mark.parametrize("by_tile", [False, True])
-def test_rows_that_a_mesh_splits(kind, by_tile):
+def test_rows_that_a_mesh_splits(kind, by_tile, monkeypatch, traced_anew):
     """Where starts are split as the rows are, each shard has groups of its own; else the groups are of all rows."""
-    is_own, explicit = kind == "groups of its own", kind != "auto"
+    is_own, explicit = kind == "groups of its own", not kind.startswith("auto")
+    if kind == "auto, as on a GPU":  # partitioned as the custom call is, with the reference in its place
+        monkeypatch.setattr(dispatch, "_on_platform", lambda kernel, reference, *args: kernel(*args))
+        monkeypatch.setattr(grouped_gemm, "_matmul_kernel", grouped_gemm._matmul_reference)
+        monkeypatch.setattr(grouped_gemm, "_gradient_kernel", grouped_gemm._gradient_reference)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,))
     k, rows = 128, 512
     line, square, each = (LINE, SQUARE, SQUARE_OF_EACH) if by_tile else (None,) * 3

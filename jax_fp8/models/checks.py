@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
-from jax_fp8.nn.checks import check_dtype, check_segment_ids
+from jax_fp8.nn.checks import check_dtype, check_told
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
 
@@ -55,7 +55,9 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_call(model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any, segment_ids: Any = None) -> None:
+def check_call(
+    model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any, segment_ids: Any = None, lengths: Any = None
+) -> None:
     """Raise unless a GPT can be called with these."""
     config = model.config
     if not hasattr(config, "max_seq_len"):
@@ -66,8 +68,7 @@ def check_call(model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any, seg
     for name, array in (("labels", labels), ("mask", mask)):
         if array is not None and not is_array(array):
             raise ValueError(f"{name} must be an array like tokens, got {describe(array)}; pass jnp.asarray({name})")
-    if segment_ids is not None:
-        check_segment_ids("GPT", segment_ids, tokens.shape)
+    check_told("GPT", segment_ids, lengths, tokens.shape)
     longest = config.max_seq_len
     if tokens.shape[-1] > longest:
         raise ValueError(f"a sequence must be at most max_seq_len={longest} tokens long, got {tokens.shape[-1]}")
@@ -97,28 +98,32 @@ def check_tokens(tokens: Any, shape: str, least: int) -> None:
         )
 
 
-def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens and the numbers of their documents, or None, or raise unless they are a batch to train on."""
+def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Tokens, the numbers of their documents, or None, and their lengths, or None; or raise unless they are a batch to
+    train on.
+    """
     if not isinstance(batch, Mapping):
         check_tokens(batch, "(batch, seq + 1)", least=2)
-        return batch, None
-    if set(batch) != {"tokens", "segment_ids"}:
+        return batch, None, None
+    if set(batch) not in ({"tokens", "segment_ids"}, {"tokens", "lengths"}):
         raise ValueError(
-            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", got one of '
-            f"{', '.join(map(repr, batch)) or 'nothing'}; pass these two"
+            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or of "tokens" and "lengths", got '
+            f"one of {', '.join(map(repr, batch)) or 'nothing'}; pass these two"
         )
-    check_tokens(batch["tokens"], "(batch, seq + 1)", least=2)
-    check_segment_ids("a batch", batch["segment_ids"], batch["tokens"].shape)
-    return batch["tokens"], batch["segment_ids"]
+    tokens, segment_ids, lengths = batch["tokens"], batch.get("segment_ids"), batch.get("lengths")
+    check_tokens(tokens, "(batch, seq + 1)", least=2)
+    check_told("a batch", segment_ids, lengths, tokens.shape)
+    return tokens, segment_ids, lengths
 
 
-def check_is_no_pack(segment_ids: Any) -> None:
-    """Raise where documents are packed, but layers run one by one."""
-    if segment_ids is not None:
-        raise ValueError(
-            'pipelines and remat="offload:N" run layers one by one, which do not know the segment_ids of a batch; '
-            "pass tokens alone, or use another mesh or remat"
-        )
+def check_is_read_alone(segment_ids: Any, lengths: Any) -> None:
+    """Raise where a batch says more than its tokens, but layers run one by one."""
+    for name, array in (("segment_ids", segment_ids), ("lengths", lengths)):
+        if array is not None:
+            raise ValueError(
+                f'pipelines and remat="offload:N" run layers one by one, which do not know the {name} of a batch; '
+                "pass tokens alone, or use another mesh or remat"
+            )
 
 
 def check_written_by(model: Any, variables: Any) -> None:

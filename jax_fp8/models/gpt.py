@@ -7,7 +7,6 @@ The head stays out of FP8 by default: it is where the noise costs most and, but 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -25,7 +24,8 @@ from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Re
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.models.checks import check_batch, check_call, check_is_no_pack, check_loss_settings, check_tokens
+from jax_fp8.models.batch import Reading
+from jax_fp8.models.checks import check_call, check_is_read_alone, check_loss_settings, check_tokens
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
@@ -69,7 +69,7 @@ class GPT(nn.Module):
     "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
     `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
-    another, and positions begin anew in each.
+    another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a sequence begins.
     """
 
     config: GPTConfig
@@ -91,12 +91,13 @@ class GPT(nn.Module):
         mask: jax.Array | None = None,
         z_loss: float = 0.0,
         segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
     ) -> jax.Array:
-        check_call(self, tokens, labels, mask, z_loss, segment_ids)
+        check_call(self, tokens, labels, mask, z_loss, segment_ids, lengths)
         embedding = self._table("embedding")
         x = self._embed(embedding, tokens, None if segment_ids is None else positions_in(segment_ids))
         for index in range(self.config.num_layers):
-            x = self._layer(index)(x, segment_ids)
+            x = self._layer(index)(x, segment_ids, lengths)
         return self._head(embedding, x, labels, mask, z_loss)
 
     def _embed(self, embedding, tokens, numbers=None):
@@ -198,29 +199,7 @@ class _Head(GPT):
         return self._head(embedding, x, labels, mask, z_loss)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """What a model reads of a batch, each (batch, seq), and what it is to find."""
-
-    tokens: jax.Array
-    labels: jax.Array
-    mask: jax.Array | None
-    segment_ids: jax.Array | None
-
-    @classmethod
-    def of(cls, batch: Any, ignore_label: int | None) -> "_Reading":
-        tokens, segment_ids = check_batch(batch)
-        inputs, labels, mask = tokens[:, :-1], tokens[:, 1:], None
-        if ignore_label is not None:  # what is ignored need not be a token
-            mask, inputs = labels != ignore_label, jnp.where(inputs == ignore_label, 0, inputs)
-        if segment_ids is None:
-            return cls(inputs, labels, mask, None)
-        own, of_label = segment_ids[:, :-1], segment_ids[:, 1:]
-        is_next = (own == of_label) & (of_label != 0)
-        return cls(inputs, labels, is_next if mask is None else mask & is_next, own)
-
-
-def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn: Callable) -> LayeredLoss:
+def _layered(model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn: Callable) -> LayeredLoss:
     """The loss of a GPT by its layers."""
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
@@ -229,7 +208,7 @@ def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn
 
     def embed_of(variables, batch):
         reading = read(batch)
-        check_is_no_pack(reading.segment_ids)
+        check_is_read_alone(reading.segment_ids, reading.lengths)
         return first.apply(variables, reading.tokens)
 
     def loss_of(variables, x, batch):
@@ -254,7 +233,8 @@ def next_token_loss(
 
     A batch is its tokens, or for a `GPT` `{"tokens": ..., "segment_ids": ...}`, both (batch, seq + 1): documents that
     are packed into sequences, each with its number. None sees another, nor is its first token anybody's next. 0 is the
-    number of padding, which does not count.
+    number of padding, which does not count. Or it is `{"tokens": ..., "lengths": ...}`, lengths int (batch,): how many
+    tokens of each row come before its padding.
 
     Args:
       model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
@@ -264,11 +244,11 @@ def next_token_loss(
     check_loss_settings(model, ignore_label, z_loss)
 
     def read(batch):
-        return _Reading.of(batch, ignore_label)
+        return Reading.of(batch, ignore_label)
 
     def loss_of_gpt(variables, batch):
         of = read(batch)
-        options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids}
+        options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids, "lengths": of.lengths}
         return jnp.asarray(model.apply(variables, of.tokens, of.labels, **options))
 
     def loss_of_logits(variables, tokens):

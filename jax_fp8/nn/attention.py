@@ -9,7 +9,7 @@ from flax.typing import Initializer
 
 from jax_fp8.core.shards import DIM_OF, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
-from jax_fp8.nn.checks import check_is_split, check_layer, check_segment_ids, layer_name
+from jax_fp8.nn.checks import check_is_split, check_layer, check_told, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
@@ -70,9 +70,17 @@ class SelfAttention(Fp8Module):
     sliding_window: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); positions with other numbers in `segment_ids`, int (batch, seq),
-        are other documents, which see nothing of one another, and have rotary positions of their own.
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width).
+
+        Args:
+          x: (batch, seq, width), or (seq, width) of one sequence.
+          segment_ids: int (batch, seq): positions with other numbers are other documents, which see nothing of one
+            another, and have rotary positions of their own.
+          lengths: int (batch,): what comes after so many positions is padding, which none sees; attention to it, and
+            from it, is zeros. Not with `segment_ids`.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "sliding_window"), INPUT_DIMS)
         x = x.astype(self.dtype)
@@ -88,7 +96,7 @@ class SelfAttention(Fp8Module):
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
         has_cudnn = jax.default_backend() == "gpu" and jnp.dtype(self.dtype).itemsize == 2
         implementation = self.implementation or ("cudnn" if has_cudnn else "xla")
-        attended = _attend(self, query, key, value, segment_ids, implementation)
+        attended = _attend(self, query, key, value, segment_ids, lengths, implementation)
         fields = shared_fields(self, Dense) | {
             "kernel_init": named(self.out_init or self.kernel_init, ("heads", "residual"), self.logical_axes),
             "recompute": self.recompute
@@ -129,18 +137,17 @@ def _normalize_heads(module, x, name):
     return normalize(x, NormVariables(**fields, name=name)(x.shape[-1]), module.epsilon, module.dtype)[0]
 
 
-def _attend(module, query, key, value, segment_ids, implementation):
+def _attend(module, query, key, value, segment_ids, lengths, implementation):
     """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
     cache = module.get_variable(KV_CACHE, "slots")
-    if segment_ids is not None:
-        check_segment_ids(layer_name(module), segment_ids, query.shape[:-2])
+    check_told(layer_name(module), segment_ids, lengths, query.shape[:-2])
     if module.rotary:
         positions = None if segment_ids is None else positions_in(segment_ids)
         positions = positions if cache is None else cache.positions
         query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
     options = {"implementation": implementation, "window": module.sliding_window}
     if cache is None:
-        return attention(query, key, value, causal=module.causal, segment_ids=segment_ids, **options)
+        return attention(query, key, value, causal=module.causal, segment_ids=segment_ids, lengths=lengths, **options)
     attended, cache = cached_attention(query, key, value, cache, **options)
     module.put_variable(KV_CACHE, "slots", cache)
     return attended

@@ -41,8 +41,10 @@ class TransformerBlock(Fp8Module):
     sliding_window: int | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); `segment_ids` are as of `SelfAttention`."""
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None = None, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width); `segment_ids` and `lengths` are as of `SelfAttention`."""
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         attention = SelfAttention(
             **shared_fields(self, SelfAttention),
@@ -58,4 +60,4 @@ class TransformerBlock(Fp8Module):
             residual=True,
             name="mlp",
         )
-        return mlp(attention(x, segment_ids))
+        return mlp(attention(x, segment_ids, lengths))

@@ -55,6 +55,16 @@ def check_told(of: str, segment_ids: Any, lengths: Any, shape: tuple[int, ...]) 
         )
 
 
+def check_context(module: nn.Module, x: Any, context: Any) -> None:
+    """Raise unless attention of `x` can be to this."""
+    _check_input(f"{layer_name(module)}, context", context, (x.ndim,))
+    if context.shape[:-2] != x.shape[:-2]:
+        raise ValueError(
+            f"{layer_name(module)}: x and context must have as many sequences, got {describe(x)} and "
+            f"{describe(context)}; repeat those of one"
+        )
+
+
 def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
     """Raise unless a layer can be made of its fields, and can take this input.
 

@@ -14,6 +14,7 @@ from jax_fp8.core.checks import check_bool, check_integer, check_number, describ
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
 from jax_fp8.nn.checks import check_dtype, check_told
+from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
 
@@ -30,6 +31,7 @@ def check_config(config: Any) -> None:
     if config.use_qkv_bias is not None:
         check_bool("use_qkv_bias", config.use_qkv_bias)
     check_number("norm_epsilon", config.norm_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
+    check_number("dropout_rate", config.dropout_rate, "of at least 0 and below 1", is_rate)
     check_rotary(config.rotary_base, config.rotary_scaling)
     if config.positions not in ("learned", "rotary"):
         raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
@@ -116,14 +118,29 @@ def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | No
     return tokens, segment_ids, lengths
 
 
-def check_is_read_alone(segment_ids: Any, lengths: Any) -> None:
-    """Raise where a batch says more than its tokens, but layers run one by one."""
+def check_is_read_alone(segment_ids: Any, lengths: Any, dropout_rate: float) -> None:
+    """Raise where a batch says more than its tokens, or layers drop, but layers run one by one."""
+    if dropout_rate:
+        raise ValueError(
+            f'pipelines and remat="offload:N" run layers one by one, which do not drop, got {dropout_rate=}; use '
+            "another mesh or remat, or next_token_loss(model, deterministic=True)"
+        )
     for name, array in (("segment_ids", segment_ids), ("lengths", lengths)):
         if array is not None:
             raise ValueError(
                 f'pipelines and remat="offload:N" run layers one by one, which do not know the {name} of a batch; '
                 "pass tokens alone, or use another mesh or remat"
             )
+
+
+def check_streams(model: Any, rngs: Any, deterministic: bool) -> None:
+    """Raise unless a loss has what a GPT draws from."""
+    if model.config.dropout_rate and not deterministic and rngs is None:
+        raise ValueError(
+            f"a GPT with dropout_rate={model.config.dropout_rate} is trained with a random stream, got none; pass "
+            'rngs={"dropout": jax.random.key(0)} to make_train_step or to the loss, and to evaluate take '
+            "next_token_loss(model, deterministic=True)"
+        )
 
 
 def check_written_by(model: Any, variables: Any) -> None:

@@ -22,6 +22,7 @@ class GPTConfig:
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which all other linear maps of a layer have.
       qk_norm: RMSNorm of each head of queries and keys.
       sliding_window: how many tokens a token sees, the last of which is itself; None: all before it.
+      dropout_rate: how much training drops of embeddings and of what attention and MLP add to them, as GPT-2's.
     """
 
     vocab_size: int
@@ -43,6 +44,7 @@ class GPTConfig:
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    dropout_rate: float = 0.0
 
     def __post_init__(self):
         check_config(self)

@@ -16,6 +16,7 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
+from jax_fp8.core.checks import check_flags
 from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
@@ -25,12 +26,13 @@ from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_te
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.batch import Reading
-from jax_fp8.models.checks import check_call, check_is_read_alone, check_loss_settings, check_tokens
+from jax_fp8.models.checks import check_call, check_is_read_alone, check_loss_settings, check_streams, check_tokens
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
+from jax_fp8.nn.dropout import drop
 from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import positions_in
@@ -70,6 +72,7 @@ class GPT(nn.Module):
     `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
     another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a sequence begins.
+    `deterministic=False` drops what the config says, by the random stream "dropout".
     """
 
     config: GPTConfig
@@ -92,12 +95,15 @@ class GPT(nn.Module):
         z_loss: float = 0.0,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        deterministic: bool = True,
     ) -> jax.Array:
         check_call(self, tokens, labels, mask, z_loss, segment_ids, lengths)
         embedding = self._table("embedding")
         x = self._embed(embedding, tokens, None if segment_ids is None else positions_in(segment_ids))
+        if self.config.dropout_rate and not deterministic:
+            x = drop(self, x, self.config.dropout_rate)
         for index in range(self.config.num_layers):
-            x = self._layer(index)(x, segment_ids, lengths)
+            x = self._layer(index, deterministic=deterministic)(x, segment_ids, lengths)
         return self._head(embedding, x, labels, mask, z_loss)
 
     def _embed(self, embedding, tokens, numbers=None):
@@ -138,7 +144,7 @@ class GPT(nn.Module):
         init = named(nn.initializers.normal(0.02), ("vocab", "residual"), self.logical_axes)
         return self.param(name, init, shape, self.param_dtype)
 
-    def _layer(self, index, alone=False):
+    def _layer(self, index, alone=False, deterministic=True):
         """A layer of the whole; or alone, for a caller who sees to it that what leaves for the host stays there."""
         config = self.config
         remat = Remat.parse(self.remat, config.num_layers)
@@ -162,6 +168,8 @@ class GPT(nn.Module):
             use_qkv_bias=config.use_qkv_bias,
             qk_norm=config.qk_norm,
             sliding_window=config.sliding_window,
+            dropout_rate=config.dropout_rate,
+            deterministic=deterministic,
             recipe=self.recipe,
             recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
@@ -199,7 +207,9 @@ class _Head(GPT):
         return self._head(embedding, x, labels, mask, z_loss)
 
 
-def _layered(model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn: Callable) -> LayeredLoss:
+def _layered(
+    model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn: Callable, deterministic: bool
+) -> LayeredLoss:
     """The loss of a GPT by its layers."""
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
@@ -208,7 +218,7 @@ def _layered(model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn:
 
     def embed_of(variables, batch):
         reading = read(batch)
-        check_is_read_alone(reading.segment_ids, reading.lengths)
+        check_is_read_alone(reading.segment_ids, reading.lengths, not deterministic and model.config.dropout_rate)
         return first.apply(variables, reading.tokens)
 
     def loss_of(variables, x, batch):
@@ -226,8 +236,8 @@ def _layered(model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn:
 
 
 def next_token_loss(
-    model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0
-) -> Callable[[dict, Any], jax.Array]:
+    model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0, deterministic: bool = False
+) -> Callable[..., jax.Array]:
     """`loss_fn(variables, batch)` for tokens int32 (batch, seq + 1):
     the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
 
@@ -240,23 +250,30 @@ def next_token_loss(
       model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
       ignore_label: a next token that does not count, such as padding.
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
+      deterministic: True drops nothing, whatever the config of a `GPT` says, as for evaluation. With a `dropout_rate`
+        the loss is `loss_fn(variables, batch, rngs={"dropout": key})` otherwise: see `make_train_step`.
     """
     check_loss_settings(model, ignore_label, z_loss)
+    check_flags(deterministic=deterministic)
 
     def read(batch):
         return Reading.of(batch, ignore_label)
 
-    def loss_of_gpt(variables, batch):
+    def loss_of_gpt(variables, batch, rngs=None):
+        check_streams(model, rngs, deterministic)
         of = read(batch)
         options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids, "lengths": of.lengths}
+        options |= {"deterministic": deterministic, "rngs": rngs}
         return jnp.asarray(model.apply(variables, of.tokens, of.labels, **options))
 
-    def loss_of_logits(variables, tokens):
+    def loss_of_logits(variables, tokens, rngs=None):
         check_tokens(tokens, "(batch, seq + 1)", least=2)
         of = read(tokens)
-        return cross_entropy(jnp.asarray(model.apply(variables, of.tokens)), of.labels, mask=of.mask, z_loss=z_loss)
+        return cross_entropy(
+            jnp.asarray(model.apply(variables, of.tokens, rngs=rngs)), of.labels, mask=of.mask, z_loss=z_loss
+        )
 
-    return _layered(model, read, z_loss, loss_of_gpt) if isinstance(model, GPT) else loss_of_logits
+    return _layered(model, read, z_loss, loss_of_gpt, deterministic) if isinstance(model, GPT) else loss_of_logits
 
 
 def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:

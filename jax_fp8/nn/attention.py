@@ -11,6 +11,7 @@ from jax_fp8.core.shards import DIM_OF, TensorParallel, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_is_split, check_layer, check_told, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
+from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import as_heads, attention, own_heads, positions_in
@@ -48,6 +49,9 @@ class SelfAttention(Fp8Module):
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
       qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before they
         are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
+      dropout_rate: how much of `out(...)` is dropped, by the random stream "dropout"; the residual is added afterwards
+        then, in a pass of its own: see ops/dropout.py.
+      deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
       recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
         see `LayerNormDense` and `Dense`.
     """
@@ -68,10 +72,16 @@ class SelfAttention(Fp8Module):
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, lengths: jax.Array | None = None
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """(batch, seq, width) to (batch, seq, width).
 
@@ -81,6 +91,7 @@ class SelfAttention(Fp8Module):
             another, and have rotary positions of their own.
           lengths: int (batch,): what comes after so many positions is padding, which none sees; attention to it, and
             from it, is zeros. Not with `segment_ids`.
+          deterministic: True drops nothing; None: the field says so.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "sliding_window"), INPUT_DIMS)
         x = x.astype(self.dtype)
@@ -95,7 +106,7 @@ class SelfAttention(Fp8Module):
         query, key = normalize_heads(self, query, key)
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
         attended = _attend(self, query, key, value, segment_ids, lengths)
-        return multiply_out(self, attended, width, x)
+        return multiply_out(self, attended, width, x, deterministic)
 
 
 def heads_of(module, width: int) -> tuple[int, int]:
@@ -165,15 +176,19 @@ def implementation_of(module) -> Literal["cudnn", "xla"]:
     return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
 
 
-def multiply_out(module, attended: jax.Array, width: int, x: jax.Array) -> jax.Array:
+def multiply_out(module, attended: jax.Array, width: int, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
     """What was attended to (batch, seq, heads, head_dim), back to the residual branch `x` (batch, seq, width)."""
+    residual = x if module.residual else None
     fields = shared_fields(module, Dense) | {
         "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
         # cuDNN's backward keeps its result; XLA's does not.
         "recompute": module.recompute and implementation_of(module) == "cudnn",
     }
     out = Dense(width, **fields, tensor_split="rows", name="out")
-    return out(attended.reshape(*attended.shape[:-2], -1), x if module.residual else None)
+    attended = attended.reshape(*attended.shape[:-2], -1)
+    if not drops(module, deterministic):
+        return out(attended, residual)
+    return drop(module, out(attended), module.dropout_rate, residual)
 
 
 def _attend(module, query, key, value, segment_ids, lengths):

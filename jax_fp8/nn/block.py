@@ -39,12 +39,18 @@ class TransformerBlock(Fp8Module):
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None = None, lengths: jax.Array | None = None
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); `segment_ids` and `lengths` are as of `SelfAttention`."""
+        """(batch, seq, width) to (batch, seq, width); the other arguments are as of `SelfAttention`."""
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         attention = SelfAttention(
             **shared_fields(self, SelfAttention),
@@ -60,4 +66,4 @@ class TransformerBlock(Fp8Module):
             residual=True,
             name="mlp",
         )
-        return mlp(attention(x, segment_ids, lengths))
+        return mlp(attention(x, segment_ids, lengths, deterministic), deterministic)

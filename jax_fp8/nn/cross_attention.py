@@ -30,8 +30,8 @@ class CrossAttention(Fp8Module):
 
     Args:
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
-      num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, recompute: as of
-        `SelfAttention`.
+      num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, dropout_rate,
+        deterministic, recompute: as of `SelfAttention`.
     """
 
     num_heads: int
@@ -45,6 +45,8 @@ class CrossAttention(Fp8Module):
     head_dim: int | None = None
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
 
     @nn.compact
     def __call__(
@@ -55,6 +57,7 @@ class CrossAttention(Fp8Module):
         context_segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
         context_lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """(batch, seq, width) to (batch, seq, width).
 
@@ -65,6 +68,7 @@ class CrossAttention(Fp8Module):
             sees those with the same number. One that sees nothing has zeros for what it attends to.
           lengths, context_lengths: int (batch,), each or none: what comes after so many positions is padding. None sees
             that of `context`, and that of `x` has zeros for what it attends to. Not with segment_ids.
+          deterministic: as of `SelfAttention`.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim"), INPUT_DIMS)
         check_context(self, x, context)
@@ -96,4 +100,4 @@ class CrossAttention(Fp8Module):
             key_segment_ids=context_segment_ids,
             key_lengths=context_lengths,
         )
-        return multiply_out(self, attended, width, x)
+        return multiply_out(self, attended, width, x, deterministic)

@@ -6,6 +6,7 @@ Job → the model in a recipe, and what its step is told of several devices
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from building import compiler_options, make_optimizer
@@ -62,6 +63,7 @@ def prepare(settings: Settings) -> Job:
         hidden_size=settings.hidden_size,
         num_layers=settings.num_layers,
         num_heads=settings.num_heads,
+        dropout_rate=settings.dropout,
     )
     check_model(sizes, model, settings.fp8_head)
     check_tiles(sizes, settings, model)
@@ -89,6 +91,7 @@ def make_step(job: Job, recipe: str, model: fp8.GPT) -> Any:
         model.recipe,
         microbatches=job.settings.microbatches,
         compiler_options=compiler_options(recipe),
+        rngs={"dropout": jax.random.key(job.settings.seed)} if job.settings.dropout else None,
         **spread(job),
     )
 

@@ -87,6 +87,11 @@ def check_stages(stages: int, settings: Settings) -> None:
             f"the layers of a pipeline keep on their device, got --remat {settings.remat} and --mesh {settings.mesh}; "
             "take another remat, or leave out pipe"
         )
+    if settings.dropout:
+        raise ValueError(
+            f"the layers of a pipeline do not drop, got --dropout {settings.dropout} and --mesh {settings.mesh}; "
+            "leave out --dropout, or pipe"
+        )
     interleaved = settings.schedule == "interleaved"
     if settings.chunks and not interleaved:
         raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")

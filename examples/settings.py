@@ -45,8 +45,10 @@ class Settings:
     """Parts a batch is split into, to save memory; gradients are accumulated over them."""
     learning_rate: float = 1e-3
     """Peak of the schedule: linear warmup, then linear decay to zero."""
+    dropout: float = 0.0
+    """How much training drops of embeddings and of what attention and MLP add to them, as GPT-2's 0.1."""
     seed: int = 0
-    """Of parameters, data order and sample."""
+    """Of parameters, data order, dropout and sample."""
     remat: str = "none"
     """What layers keep for the backward: none (all it wants), norms (less), full (what enters them), or offload:N (all,
     but of N layers in the host's memory)."""
@@ -159,6 +161,8 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {settings.vocab_size}")
     if not 0 < settings.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {settings.learning_rate}")
+    if not 0 <= settings.dropout < 1:
+        raise ValueError(f"--dropout must be at least 0 and below 1, got {settings.dropout}; 0 drops nothing")
     if settings.hidden_size < 16 or settings.hidden_size % 16:
         raise ValueError(f"--hidden-size must be a multiple of 16 for FP8 GEMMs, got {settings.hidden_size}")
     if settings.hidden_size % settings.num_heads:
@@ -181,6 +185,8 @@ def check(settings: Settings) -> None:
             f"--remat must be none, norms, full, or offload:N with N of {settings.num_layers} layers, "
             f"got {settings.remat!r}; choose one"
         )
+    if settings.dropout and kind == "offload":
+        raise ValueError("--dropout needs layers that do not run one by one, got --remat offload:N; leave out one")
     if settings.schedule and settings.schedule not in SCHEDULES:
         raise ValueError(f"--schedule must be one of {', '.join(SCHEDULES)}, got {settings.schedule!r}; choose one")
     if settings.chunks < 0:

@@ -101,7 +101,7 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
 
     state = first_state(job, model, train_step, batch, kept)
     folder.take_up()
-    held_out, mean_loss = validation(job), make_validation(fp8.next_token_loss(model))
+    held_out, mean_loss = validation(job), make_validation(fp8.next_token_loss(model, deterministic=True))
 
     def validate():
         with progress.calling("validation"):

@@ -18,6 +18,7 @@ from jax_fp8.models.huggingface.weights import load_huggingface, save_huggingfac
 from jax_fp8.models.params_file import load_config, load_params, save_params
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock
+from jax_fp8.nn.cross_attention import CrossAttention
 from jax_fp8.nn.dense import Dense, LayerNormDense
 from jax_fp8.nn.dot_general import DotGeneral
 from jax_fp8.nn.mlp import LayerNormMLP
@@ -45,6 +46,7 @@ __all__ = [
     "GPT",
     "HYBRID",
     "BlockScaling",
+    "CrossAttention",
     "CurrentScaling",
     "DelayedScaling",
     "Dense",

@@ -1,5 +1,5 @@
-"""Attention of packed documents and over a window, compiled for H200s: cuDNN's, on meshes of both kinds, with a mask
-of each device's own documents.
+"""Attention of packed documents, of padded sequences and over a window, compiled for H200s: cuDNN's, on meshes of both
+kinds, with a mask of each device's own documents, and its own lengths.
 """
 
 import re
@@ -39,6 +39,20 @@ def compiled(mesh, spec, of_segments=(), **options):
     return h200.compile(gradients, segment_ids, *(h200.shapes(of, h200.on_mesh(mesh, *spec)) for of in shapes))
 
 
+def padded(mesh, spec, **options):
+    """Gradients of attention to keys that end in padding, whose operands are split by `spec`."""
+
+    def loss(told, *operands):
+        return jnp.sum(attention(*operands, causal=False, implementation="cudnn", **told, **options) ** 2.0)
+
+    rows = [(SEQ, HEADS), *[(SEQ // 2, KV_HEADS)] * 2]
+    shapes = [jax.ShapeDtypeStruct((BATCH, *of, HEAD_DIM), jnp.bfloat16) for of in rows]
+    told = dict.fromkeys(("lengths", "key_lengths"), jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+    gradients = jax.jit(jax.grad(loss, argnums=(1, 2, 3)))
+    operands = (h200.shapes(of, h200.on_mesh(mesh, *spec)) for of in shapes)
+    return h200.compile(gradients, h200.shapes(told, h200.on_mesh(mesh)), *operands)
+
+
 def masks(program) -> list[str]:
     """The mask that each of cuDNN's calls takes."""
     calls = [line for line in program.hlo.splitlines() if re.search(r'custom_call_target="__cudnn\$fmha\w*Bias', line)]
@@ -60,6 +74,16 @@ def test_without_the_tie_devices_would_have_the_mask_of_all(monkeypatch):
     monkeypatch.setattr(attention_op, "_tied", lambda kv_heads, *operands: operands)
     found = masks(compiled(h200.mesh(data=2, tensor=2), P("data", None, "tensor")))
     assert found != [f"bf16[{BATCH // 2},1,{SEQ},{SEQ}]"] * 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_lengths_are_cudnns(kind):
+    """Each device's own, and no mask; of queries and of keys of another sequence."""
+    hlo = padded(h200.mesh(kind, data=2, tensor=2), P("data", None, "tensor")).hlo
+    calls = [line for line in hlo.splitlines() if 'custom_call_target="__cudnn$fmha' in line]
+    assert len(calls) == 2 and all('"mask_type": "PADDING"' in call for call in calls)
+    assert [re.findall(r"s32\[(\d+)\]", call) for call in calls] == [[f"{BATCH // 2}"] * 2] * 2
+    assert f"[{BATCH // 2},1,{SEQ},{SEQ // 2}]" not in hlo
 
 
 def test_a_window_is_cudnns():

@@ -94,6 +94,17 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, example, ca
     assert changed == []  # by the step that was skipped
 
 
+def test_a_run_with_dropout_goes_on_with_its_masks(runs, capfd):
+    """As one that was not interrupted; and with other dropout, which is said."""
+    dropped = ["--dropout", "0.2", "--recipe", "current"]
+    assert runs("--name", "whole", *dropped) == 0
+    assert runs("--name", "mine", *dropped, stop=3) == 130
+    assert runs("--resume", "mine", *dropped) == 0
+    assert runs.last("mine") == runs.last("whole") and runs.losses("mine") == runs.losses("whole")
+    assert runs("--resume", "mine", "--recipe", "current", "--steps", "7") == 0
+    assert "--dropout 0.0 (was 0.2)" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("recipe", "mesh"),
     [

@@ -104,6 +104,12 @@ CANNOT_RUN = {
     "no width": (["--hidden-size", "-16"], "--hidden-size must be a multiple of 16"),
     "no validation": (["--eval-every", "0"], "--eval-every must be at least 1"),
     "sample": (["--sample-tokens", "-5"], "--sample-tokens must not be negative, got -5"),
+    "dropout": (["--dropout", "1"], "--dropout must be at least 0 and below 1, got 1.0; 0 drops nothing"),
+    "dropout in a pipeline": ([*PIPE, "--dropout", "0.1"], "the layers of a pipeline do not drop, got --dropout 0.1"),
+    "dropout beside the host": (
+        ["--dropout", "0.1", "--remat", "offload:1"],
+        "--dropout needs layers that do not run one by one, got --remat offload:N",
+    ),
     "negative seed": (["--seed", "-1"], "--seed must be from 0"),
     "large seed": (["--seed", str(2**63)], "--seed must be from 0"),
     "vocabulary": (["--tokenizer", "bpe", "--vocab-size", "10"], "--vocab-size"),

@@ -62,12 +62,17 @@ def describe(x: Any) -> str:
     """A node of a tree in a few words: float32[4, 8], a dict with 'bias' and 'kernel', a FusedAdamState."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         kind = "" if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else f"a {type(x).__name__} "
-        return f"{kind}{np.dtype(x.dtype).name}{list(x.shape)}"
+        return f"{kind}{_name(x.dtype)}{list(x.shape)}"
     if isinstance(x, Mapping):
         names = [repr(name) for name in x]
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         return f"a {type(x).__name__} with {shown}" if names else f"an empty {type(x).__name__}"
     return "None" if x is None else f"a {type(x).__name__}"
+
+
+def _name(dtype) -> str:
+    """Also of random keys, whose dtype is none of NumPy's."""
+    return getattr(dtype, "name", None) or np.dtype(dtype).name
 
 
 def first_difference(

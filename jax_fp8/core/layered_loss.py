@@ -22,7 +22,8 @@ class LayeredLoss:
       layer: `layer(variables, x, name) -> x`, of the same shape and dtype. `variables` hold the collections with this
         layer's entry alone.
       last: `last(variables, x, batch) -> loss`, the mean loss of the microbatch, a scalar.
-      whole: the same loss in one, `whole(variables, batch)`; None composes it of the pieces.
+      whole: the same loss in one, `whole(variables, batch)`, which may take more, such as rngs; None composes it of the
+        pieces.
       on_host: the layers that keep something in the host's memory (core/kept.py): their gradients are computed layer by
         layer, so that copies there and back have their place in the order.
     """
@@ -34,9 +35,13 @@ class LayeredLoss:
     whole: Callable[[Mapping, Any], Any] | None = None
     on_host: tuple[str, ...] = ()
 
-    def __call__(self, variables: Mapping, batch: Any) -> Any:
+    def __call__(self, variables: Mapping, batch: Any, **options: Any) -> Any:
         if self.whole is not None:
-            return self.whole(variables, batch)
+            return self.whole(variables, batch, **options)
+        if options:
+            raise ValueError(
+                f"a loss by its layers takes variables and a batch, got {', '.join(options)}; give it whole"
+            )
         x = self.first(variables, batch)
         for name in self.layers:
             x = self.layer(of_layer(variables, name), x, name)

@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
-from jax_fp8.nn.checks import check_dtype, check_segment_ids
+from jax_fp8.nn.checks import check_dtype, check_told
+from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
 
@@ -30,6 +31,7 @@ def check_config(config: Any) -> None:
     if config.use_qkv_bias is not None:
         check_bool("use_qkv_bias", config.use_qkv_bias)
     check_number("norm_epsilon", config.norm_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
+    check_number("dropout_rate", config.dropout_rate, "of at least 0 and below 1", is_rate)
     check_rotary(config.rotary_base, config.rotary_scaling)
     if config.positions not in ("learned", "rotary"):
         raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
@@ -68,7 +70,9 @@ def _check_experts(config):
         )
 
 
-def check_call(model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any, segment_ids: Any = None) -> None:
+def check_call(
+    model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any, segment_ids: Any = None, lengths: Any = None
+) -> None:
     """Raise unless a GPT can be called with these."""
     config = model.config
     if not hasattr(config, "max_seq_len"):
@@ -79,8 +83,7 @@ def check_call(model: Any, tokens: Any, labels: Any, mask: Any, z_loss: Any, seg
     for name, array in (("labels", labels), ("mask", mask)):
         if array is not None and not is_array(array):
             raise ValueError(f"{name} must be an array like tokens, got {describe(array)}; pass jnp.asarray({name})")
-    if segment_ids is not None:
-        check_segment_ids("GPT", segment_ids, tokens.shape)
+    check_told("GPT", segment_ids, lengths, tokens.shape)
     longest = config.max_seq_len
     if tokens.shape[-1] > longest:
         raise ValueError(f"a sequence must be at most max_seq_len={longest} tokens long, got {tokens.shape[-1]}")
@@ -110,27 +113,46 @@ def check_tokens(tokens: Any, shape: str, least: int) -> None:
         )
 
 
-def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens and the numbers of their documents, or None, or raise unless they are a batch to train on."""
+def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Tokens, the numbers of their documents, or None, and their lengths, or None; or raise unless they are a batch to
+    train on.
+    """
     if not isinstance(batch, Mapping):
         check_tokens(batch, "(batch, seq + 1)", least=2)
-        return batch, None
-    if set(batch) != {"tokens", "segment_ids"}:
+        return batch, None, None
+    if set(batch) not in ({"tokens", "segment_ids"}, {"tokens", "lengths"}):
         raise ValueError(
-            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", got one of '
-            f"{', '.join(map(repr, batch)) or 'nothing'}; pass these two"
+            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or of "tokens" and "lengths", got '
+            f"one of {', '.join(map(repr, batch)) or 'nothing'}; pass these two"
         )
-    check_tokens(batch["tokens"], "(batch, seq + 1)", least=2)
-    check_segment_ids("a batch", batch["segment_ids"], batch["tokens"].shape)
-    return batch["tokens"], batch["segment_ids"]
+    tokens, segment_ids, lengths = batch["tokens"], batch.get("segment_ids"), batch.get("lengths")
+    check_tokens(tokens, "(batch, seq + 1)", least=2)
+    check_told("a batch", segment_ids, lengths, tokens.shape)
+    return tokens, segment_ids, lengths
 
 
-def check_is_no_pack(segment_ids: Any) -> None:
-    """Raise where documents are packed, but layers run one by one."""
-    if segment_ids is not None:
+def check_is_read_alone(segment_ids: Any, lengths: Any, dropout_rate: float) -> None:
+    """Raise where a batch says more than its tokens, or layers drop, but layers run one by one."""
+    if dropout_rate:
         raise ValueError(
-            'pipelines and remat="offload:N" run layers one by one, which do not know the segment_ids of a batch; '
-            "pass tokens alone, or use another mesh or remat"
+            f'pipelines and remat="offload:N" run layers one by one, which do not drop, got {dropout_rate=}; use '
+            "another mesh or remat, or next_token_loss(model, deterministic=True)"
+        )
+    for name, array in (("segment_ids", segment_ids), ("lengths", lengths)):
+        if array is not None:
+            raise ValueError(
+                f'pipelines and remat="offload:N" run layers one by one, which do not know the {name} of a batch; '
+                "pass tokens alone, or use another mesh or remat"
+            )
+
+
+def check_streams(model: Any, rngs: Any, deterministic: bool) -> None:
+    """Raise unless a loss has what a GPT draws from."""
+    if model.config.dropout_rate and not deterministic and rngs is None:
+        raise ValueError(
+            f"a GPT with dropout_rate={model.config.dropout_rate} is trained with a random stream, got none; pass "
+            'rngs={"dropout": jax.random.key(0)} to make_train_step or to the loss, and to evaluate take '
+            "next_token_loss(model, deterministic=True)"
         )
 
 

@@ -25,6 +25,7 @@ class GPTConfig:
       num_experts: MLPs of each layer, of which a token goes to `experts_per_token`; 0 is one MLP for all tokens.
         `mlp_hidden_size` is that of each. Experts have no biases. The other fields of experts are those of
         `LayerNormMoE`.
+      dropout_rate: how much training drops of embeddings and of what attention and MLP add to them, as GPT-2's.
     """
 
     vocab_size: int
@@ -51,6 +52,7 @@ class GPTConfig:
     normalize_router_weights: bool = True
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
+    dropout_rate: float = 0.0
 
     def __post_init__(self):
         check_config(self)

@@ -7,7 +7,6 @@ The head stays out of FP8 by default: it is where the noise costs most and, but 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -17,6 +16,7 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
+from jax_fp8.core.checks import check_flags
 from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
@@ -25,12 +25,13 @@ from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Re
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
+from jax_fp8.models.batch import Reading
 from jax_fp8.models.checks import (
-    check_batch,
     check_call,
     check_has_no_experts,
-    check_is_no_pack,
+    check_is_read_alone,
     check_loss_settings,
+    check_streams,
     check_tokens,
 )
 from jax_fp8.models.config import GPTConfig
@@ -38,6 +39,7 @@ from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
 from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
+from jax_fp8.nn.dropout import drop
 from jax_fp8.nn.gemm import shared_fields
 from jax_fp8.nn.moe import apply_with_losses
 from jax_fp8.nn.names import named
@@ -77,7 +79,8 @@ class GPT(nn.Module):
     "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
     `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
-    another, and positions begin anew in each.
+    another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a sequence begins.
+    `deterministic=False` drops what the config says, by the random stream "dropout".
     """
 
     config: GPTConfig
@@ -99,12 +102,16 @@ class GPT(nn.Module):
         mask: jax.Array | None = None,
         z_loss: float = 0.0,
         segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool = True,
     ) -> jax.Array:
-        check_call(self, tokens, labels, mask, z_loss, segment_ids)
+        check_call(self, tokens, labels, mask, z_loss, segment_ids, lengths)
         embedding = self._table("embedding")
         x = self._embed(embedding, tokens, None if segment_ids is None else positions_in(segment_ids))
+        if self.config.dropout_rate and not deterministic:
+            x = drop(self, x, self.config.dropout_rate)
         for index in range(self.config.num_layers):
-            x = self._layer(index)(x, segment_ids)
+            x = self._layer(index, deterministic=deterministic)(x, segment_ids, lengths)
         return self._head(embedding, x, labels, mask, z_loss)
 
     def _embed(self, embedding, tokens, numbers=None):
@@ -145,7 +152,7 @@ class GPT(nn.Module):
         init = named(nn.initializers.normal(0.02), ("vocab", "residual"), self.logical_axes)
         return self.param(name, init, shape, self.param_dtype)
 
-    def _layer(self, index, alone=False):
+    def _layer(self, index, alone=False, deterministic=True):
         """A layer of the whole; or alone, for a caller who sees to it that what leaves for the host stays there."""
         config = self.config
         remat = Remat.parse(self.remat, config.num_layers)
@@ -159,6 +166,7 @@ class GPT(nn.Module):
             mlp_hidden_features=config.mlp_hidden_size or 4 * config.hidden_size,
             rotary=config.positions == "rotary",
             epsilon=config.norm_epsilon,
+            deterministic=deterministic,
             recipe=self.recipe,
             recompute=self.recompute or kind == "norms",
             dtype=self.dtype,
@@ -196,29 +204,9 @@ class _Head(GPT):
         return self._head(embedding, x, labels, mask, z_loss)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """What a model reads of a batch, each (batch, seq), and what it is to find."""
-
-    tokens: jax.Array
-    labels: jax.Array
-    mask: jax.Array | None
-    segment_ids: jax.Array | None
-
-    @classmethod
-    def of(cls, batch: Any, ignore_label: int | None) -> "_Reading":
-        tokens, segment_ids = check_batch(batch)
-        inputs, labels, mask = tokens[:, :-1], tokens[:, 1:], None
-        if ignore_label is not None:  # what is ignored need not be a token
-            mask, inputs = labels != ignore_label, jnp.where(inputs == ignore_label, 0, inputs)
-        if segment_ids is None:
-            return cls(inputs, labels, mask, None)
-        own, of_label = segment_ids[:, :-1], segment_ids[:, 1:]
-        is_next = (own == of_label) & (of_label != 0)
-        return cls(inputs, labels, is_next if mask is None else mask & is_next, own)
-
-
-def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn: Callable) -> LayeredLoss:
+def _layered(
+    model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn: Callable, deterministic: bool
+) -> LayeredLoss:
     """The loss of a GPT by its layers."""
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
@@ -227,7 +215,7 @@ def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn
 
     def embed_of(variables, batch):
         reading = read(batch)
-        check_is_no_pack(reading.segment_ids)
+        check_is_read_alone(reading.segment_ids, reading.lengths, not deterministic and model.config.dropout_rate)
         check_has_no_experts(model.config)
         return first.apply(variables, reading.tokens)
 
@@ -246,14 +234,15 @@ def _layered(model: GPT, read: Callable[[Any], _Reading], z_loss: float, loss_fn
 
 
 def next_token_loss(
-    model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0
-) -> Callable[[dict, Any], jax.Array]:
+    model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0, deterministic: bool = False
+) -> Callable[..., jax.Array]:
     """`loss_fn(variables, batch)` for tokens int32 (batch, seq + 1):
     the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
 
     A batch is its tokens, or for a `GPT` `{"tokens": ..., "segment_ids": ...}`, both (batch, seq + 1): documents that
     are packed into sequences, each with its number. None sees another, nor is its first token anybody's next. 0 is the
-    number of padding, which does not count.
+    number of padding, which does not count. Or it is `{"tokens": ..., "lengths": ...}`, lengths int (batch,): how many
+    tokens of each row come before its padding.
 
     With experts, what their routers add is part of the loss: whatever the model has sown into the collection "losses".
 
@@ -261,25 +250,30 @@ def next_token_loss(
       model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
       ignore_label: a next token that does not count, such as padding.
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
+      deterministic: True drops nothing, whatever the config of a `GPT` says, as for evaluation. With a `dropout_rate`
+        the loss is `loss_fn(variables, batch, rngs={"dropout": key})` otherwise: see `make_train_step`.
     """
     check_loss_settings(model, ignore_label, z_loss)
+    check_flags(deterministic=deterministic)
 
     def read(batch):
-        return _Reading.of(batch, ignore_label)
+        return Reading.of(batch, ignore_label)
 
-    def loss_of_gpt(variables, batch):
+    def loss_of_gpt(variables, batch, rngs=None):
+        check_streams(model, rngs, deterministic)
         of = read(batch)
-        options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids}
+        options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids, "lengths": of.lengths}
+        options |= {"deterministic": deterministic, "rngs": rngs}
         loss, added = apply_with_losses(model, variables, of.tokens, of.labels, **options)
         return jnp.asarray(loss) + added
 
-    def loss_of_logits(variables, tokens):
+    def loss_of_logits(variables, tokens, rngs=None):
         check_tokens(tokens, "(batch, seq + 1)", least=2)
         of = read(tokens)
-        logits, added = apply_with_losses(model, variables, of.tokens)
+        logits, added = apply_with_losses(model, variables, of.tokens, rngs=rngs)
         return cross_entropy(jnp.asarray(logits), of.labels, mask=of.mask, z_loss=z_loss) + added
 
-    return _layered(model, read, z_loss, loss_of_gpt) if isinstance(model, GPT) else loss_of_logits
+    return _layered(model, read, z_loss, loss_of_gpt, deterministic) if isinstance(model, GPT) else loss_of_logits
 
 
 def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
 
-from jax_fp8.core.shards import DIM_OF, current_tensor, parts_of
+from jax_fp8.core.shards import DIM_OF, TensorParallel, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
-from jax_fp8.nn.checks import check_is_split, check_layer, check_segment_ids, layer_name
+from jax_fp8.nn.checks import check_is_split, check_layer, check_told, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
+from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import as_heads, attention, own_heads, positions_in
@@ -48,6 +49,9 @@ class SelfAttention(Fp8Module):
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
       qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before they
         are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
+      dropout_rate: how much of `out(...)` is dropped, by the random stream "dropout"; the residual is added afterwards
+        then, in a pass of its own: see ops/dropout.py.
+      deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
       recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
         see `LayerNormDense` and `Dense`.
     """
@@ -68,86 +72,47 @@ class SelfAttention(Fp8Module):
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); positions with other numbers in `segment_ids`, int (batch, seq),
-        are other documents, which see nothing of one another, and have rotary positions of their own.
+    def __call__(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width).
+
+        Args:
+          x: (batch, seq, width), or (seq, width) of one sequence.
+          segment_ids: int (batch, seq): positions with other numbers are other documents, which see nothing of one
+            another, and have rotary positions of their own.
+          lengths: int (batch,): what comes after so many positions is padding, which none sees; attention to it, and
+            from it, is zeros. Not with `segment_ids`.
+          deterministic: True drops nothing; None: the field says so.
         """
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "sliding_window"), INPUT_DIMS)
         x = x.astype(self.dtype)
         width = x.shape[-1]
-        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        _check_heads(self, width, kv_heads)
-        head_dim = self.head_dim or width // self.num_heads
+        head_dim, kv_heads = heads_of(self, width)
+        _check_positions(self, head_dim)
         widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
-        projections, x, tensor = _project(self, x, widths, head_dim)
+        of_queries = TensorSplit("columns", self.num_heads, "query heads", axis="heads")
+        of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True, axis="kv_heads")
+        projections, x, tensor = project(self, PROJECTIONS, x, widths, (of_queries, of_kv, of_kv), self.norm)
         query, key, value = (as_heads(part, head_dim) for part in projections)
-        if self.qk_norm:
-            query, key = _normalize_heads(self, query, "query_norm"), _normalize_heads(self, key, "key_norm")
+        query, key = normalize_heads(self, query, key)
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
-        has_cudnn = jax.default_backend() == "gpu" and jnp.dtype(self.dtype).itemsize == 2
-        implementation = self.implementation or ("cudnn" if has_cudnn else "xla")
-        attended = _attend(self, query, key, value, segment_ids, implementation)
-        fields = shared_fields(self, Dense) | {
-            "kernel_init": named(self.out_init or self.kernel_init, ("heads", "residual"), self.logical_axes),
-            "recompute": self.recompute
-            and implementation == "cudnn",  # whose backward keeps its result; XLA's does not
-        }
-        out = Dense(width, **fields, tensor_split="rows", name="out")
-        return out(attended.reshape(*attended.shape[:-2], -1), x if self.residual else None)
+        attended = _attend(self, query, key, value, segment_ids, lengths)
+        return multiply_out(self, attended, width, x, deterministic)
 
 
-def _project(module, x, widths, head_dim):
-    """Queries, keys and values, each (batch, seq, heads * head_dim); `x`, for the residual branch; and over which axis
-    heads are split in a step on shards, or None.
-    """
-    norm = (
-        None if module.norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(x.shape[-1])
-    )
-    query = *module.path, "query", "kernel"
-    heads, kv_heads = (n // head_dim for n in widths[:2])
-    of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True, axis="kv_heads")
-    splits = TensorSplit("columns", heads, "query heads", axis="heads"), of_kv, of_kv
-    use_bias = module.use_bias if module.use_qkv_bias is None else module.use_qkv_bias
-    gemm = declare_gemm_of(module, PROJECTIONS, x.shape[-1], widths, splits, use_bias=use_bias)
-    check_is_split("/".join(query), parts_of(query, DIM_OF["columns"]), current_tensor())
-    if norm is None:
-        options = {"tensor": gemm.tensor, "side": gemm.side}
-        projections, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)
-    else:
-        options = {"return_input": module.residual, "recompute": module.recompute, "tensor": gemm.tensor}
-        out, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, module.epsilon, module.dtype, **options)
-        projections, x = out if module.residual else (out, x)
-    gemm.stage(amaxes)
-    return projections, x, gemm.tensor
-
-
-def _normalize_heads(module, x, name):
-    """RMSNorm of each head (batch, seq, heads, head_dim), all by one scale."""
-    fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": True}
-    return normalize(x, NormVariables(**fields, name=name)(x.shape[-1]), module.epsilon, module.dtype)[0]
-
-
-def _attend(module, query, key, value, segment_ids, implementation):
-    """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
-    cache = module.get_variable(KV_CACHE, "slots")
-    if segment_ids is not None:
-        check_segment_ids(layer_name(module), segment_ids, query.shape[:-2])
-    if module.rotary:
-        positions = None if segment_ids is None else positions_in(segment_ids)
-        positions = positions if cache is None else cache.positions
-        query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
-    options = {"implementation": implementation, "window": module.sliding_window}
-    if cache is None:
-        return attention(query, key, value, causal=module.causal, segment_ids=segment_ids, **options)
-    attended, cache = cached_attention(query, key, value, cache, **options)
-    module.put_variable(KV_CACHE, "slots", cache)
-    return attended
-
-
-def _check_heads(module, width, kv_heads):
+def heads_of(module, width: int) -> tuple[int, int]:
+    """Features of a head, and the number of key and value heads, or raise unless there are such heads in this width."""
     layer, heads = layer_name(module), module.num_heads
+    kv_heads = heads if module.num_kv_heads is None else module.num_kv_heads
     if module.head_dim is None and width % heads:
         raise ValueError(
             f"{layer}: num_heads must divide the width, got num_heads={heads} and width {width}; change one of them"
@@ -157,7 +122,93 @@ def _check_heads(module, width, kv_heads):
             f"{layer}: num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}; "
             "change one of them"
         )
-    head_dim = module.head_dim or width // heads
+    return module.head_dim or width // heads, kv_heads
+
+
+def project(
+    module, names: tuple[str, ...], x: jax.Array, widths: tuple[int, ...], splits: tuple[TensorSplit, ...], norm
+) -> tuple[tuple[jax.Array, ...], jax.Array, TensorParallel | None]:
+    """`x` behind a norm of this name, or None, by the kernels of these layers, which are one GEMM.
+
+    Returns:
+      Each product, (batch, seq, heads * head_dim); `x`, for the residual branch; and over which axis heads are split in
+      a step on shards, or None.
+    """
+    width = x.shape[-1]
+    norms = None if norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(width)
+    use_bias = module.use_bias if module.use_qkv_bias is None else module.use_qkv_bias
+    gemm = declare_gemm_of(module, names, width, widths, splits, use_bias=use_bias)
+    kernel = *module.path, names[0], "kernel"
+    check_is_split("/".join(kernel), parts_of(kernel, DIM_OF["columns"]), current_tensor())
+    if norms is None:
+        options = {"tensor": gemm.tensor, "side": gemm.side}
+        products, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)
+    else:
+        options = {"return_input": module.residual, "recompute": module.recompute, "tensor": gemm.tensor}
+        out, amaxes = norm_linear(x, norms, gemm.parameters, gemm.fp8, module.epsilon, module.dtype, **options)
+        products, x = out if module.residual else (out, x)
+    gemm.stage(amaxes)
+    return products if len(names) > 1 else (products,), x, gemm.tensor
+
+
+def normalize_heads(module, *parts: jax.Array) -> tuple[jax.Array, ...]:
+    """With `qk_norm` RMSNorm of each head of queries and of keys (batch, seq, heads, head_dim), all by one scale."""
+    if not module.qk_norm:
+        return parts
+    fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": True}
+    scales = (NormVariables(**fields, name=name)(parts[0].shape[-1]) for name in ("query_norm", "key_norm"))
+    return tuple(
+        normalize(part, scale, module.epsilon, module.dtype)[0] for part, scale in zip(parts, scales, strict=True)
+    )
+
+
+def implementation_of(module) -> Literal["cudnn", "xla"]:
+    """Who computes attention, or raise where it cannot."""
+    layer, wanted = layer_name(module), module.implementation
+    has_16_bits = jnp.dtype(module.dtype).itemsize == 2
+    if wanted not in (None, "cudnn", "xla"):
+        raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {wanted!r}')
+    if wanted == "cudnn" and not has_16_bits:
+        raise ValueError(
+            f"{layer}: cuDNN's attention needs a dtype of 16 bits, got {jnp.dtype(module.dtype)}; "
+            'use bfloat16, or implementation="xla"'
+        )
+    return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
+
+
+def multiply_out(module, attended: jax.Array, width: int, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
+    """What was attended to (batch, seq, heads, head_dim), back to the residual branch `x` (batch, seq, width)."""
+    residual = x if module.residual else None
+    fields = shared_fields(module, Dense) | {
+        "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
+        # cuDNN's backward keeps its result; XLA's does not.
+        "recompute": module.recompute and implementation_of(module) == "cudnn",
+    }
+    out = Dense(width, **fields, tensor_split="rows", name="out")
+    attended = attended.reshape(*attended.shape[:-2], -1)
+    if not drops(module, deterministic):
+        return out(attended, residual)
+    return drop(module, out(attended), module.dropout_rate, residual)
+
+
+def _attend(module, query, key, value, segment_ids, lengths):
+    """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
+    cache = module.get_variable(KV_CACHE, "slots")
+    check_told(layer_name(module), segment_ids, lengths, query.shape[:-2])
+    if module.rotary:
+        positions = None if segment_ids is None else positions_in(segment_ids)
+        positions = positions if cache is None else cache.positions
+        query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
+    options = {"implementation": implementation_of(module), "window": module.sliding_window}
+    if cache is None:
+        return attention(query, key, value, causal=module.causal, segment_ids=segment_ids, lengths=lengths, **options)
+    attended, cache = cached_attention(query, key, value, cache, **options)
+    module.put_variable(KV_CACHE, "slots", cache)
+    return attended
+
+
+def _check_positions(module, head_dim):
+    layer = layer_name(module)
     if module.rotary and head_dim % 2:
         raise ValueError(
             f"{layer}: rotary positions turn pairs and need an even head_dim, got {head_dim}; "
@@ -168,11 +219,4 @@ def _check_heads(module, width, kv_heads):
         raise ValueError(
             f"{layer}: a sliding window is of what comes before a position, so attention must be causal, got "
             f"sliding_window={module.sliding_window} and causal=False; leave one of them out"
-        )
-    if module.implementation not in (None, "cudnn", "xla"):
-        raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {module.implementation!r}')
-    if module.implementation == "cudnn" and jnp.dtype(module.dtype).itemsize != 2:
-        raise ValueError(
-            f"{layer}: cuDNN's attention needs a dtype of 16 bits, got {jnp.dtype(module.dtype)}; "
-            'use bfloat16, or implementation="xla"'
         )

@@ -47,10 +47,18 @@ class TransformerBlock(Fp8Module):
     normalize_router_weights: bool = True
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); `segment_ids` are as of `SelfAttention`."""
+    def __call__(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width); the other arguments are as of `SelfAttention`."""
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         check_integer(f"{layer_name(self)}: num_experts", self.num_experts, least=0)
         attention = SelfAttention(
@@ -68,4 +76,4 @@ class TransformerBlock(Fp8Module):
             residual=True,
             name="mlp",
         )
-        return mlp(attention(x, segment_ids))
+        return mlp(attention(x, segment_ids, lengths, deterministic), deterministic)

@@ -33,6 +33,39 @@ def check_segment_ids(of: str, segment_ids: Any, shape: tuple[int, ...]) -> None
         )
 
 
+def check_lengths(of: str, lengths: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless these are the lengths of as many sequences; `of` says whose they are."""
+    is_integer = is_array(lengths) and jnp.issubdtype(lengths.dtype, jnp.integer)
+    if not is_integer or lengths.shape != shape:
+        raise ValueError(
+            f"{of}: lengths must be an integer array {shape}, for each sequence how many tokens stand before its "
+            f"padding, got {describe(lengths)}; cast or reshape it"
+        )
+
+
+def check_told(of: str, segment_ids: Any, lengths: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless at most one of both says which of these tokens (batch, seq) belong together."""
+    if segment_ids is not None:
+        check_segment_ids(of, segment_ids, shape)
+    if lengths is not None:
+        check_lengths(of, lengths, shape[:-1])
+    if segment_ids is not None and lengths is not None:
+        raise ValueError(
+            f"{of}: padding is told by segment_ids or by lengths, got both; give padding a number of its own among the "
+            "segment_ids"
+        )
+
+
+def check_context(module: nn.Module, x: Any, context: Any) -> None:
+    """Raise unless attention of `x` can be to this."""
+    _check_input(f"{layer_name(module)}, context", context, (x.ndim,))
+    if context.shape[:-2] != x.shape[:-2]:
+        raise ValueError(
+            f"{layer_name(module)}: x and context must have as many sequences, got {describe(x)} and "
+            f"{describe(context)}; repeat those of one"
+        )
+
+
 def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
     """Raise unless a layer can be made of its fields, and can take this input.
 

@@ -23,6 +23,7 @@ from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.dense import NormVariables
+from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
 from jax_fp8.nn.names import named
 from jax_fp8.ops.expert_mlp import expert_mlp
@@ -53,6 +54,8 @@ class LayerNormMoE(Fp8Module):
       down_init: initializer of the kernels of `down`; None is `kernel_init`.
       residual: return `x + ...`, added before the one rounding.
       recompute: sort and quantize again in the backward, instead of keeping the rows of all experts in FP8.
+      dropout_rate: how much of the experts' sum is dropped, by the random stream "dropout", before the residual is added.
+      deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
     """
 
     hidden_features: int
@@ -66,9 +69,12 @@ class LayerNormMoE(Fp8Module):
     router_z_loss: float = 0.0
     down_init: Initializer | None = None
     residual: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # (..., in) -> (..., in)
+    def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
+        """(..., in) to (..., in); `deterministic` True drops nothing, None: the field says so."""
         check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
@@ -90,7 +96,11 @@ class LayerNormMoE(Fp8Module):
         if amaxes is not None:
             up.stage(amaxes[0])
             down.stage(amaxes[1])
-        return combine_rows(rows, routing.weights, where, tokens if self.residual else None).reshape(x.shape)
+        residual = tokens if self.residual else None
+        if drops(self, deterministic):
+            branch = combine_rows(rows, routing.weights, where, None)
+            return drop(self, branch, self.dropout_rate, residual).reshape(x.shape)
+        return combine_rows(rows, routing.weights, where, residual).reshape(x.shape)
 
     def _declare(self, names, in_features, features, init, axes) -> DeclaredGemm:
         """One grouped GEMM by the kernels of these layers side by side."""

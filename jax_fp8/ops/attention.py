@@ -1,6 +1,6 @@
 """Attention on shards: JAX's own fused kernel (cuDNN on a GPU) over each device's part of the batch and of the heads.
 
-    query (batch, seq, heads, head_dim), key and value (batch, seq, kv_heads, head_dim) → like query
+    query (batch, seq, heads, head_dim), key and value (batch, keys, kv_heads, head_dim) → like query
 
 cuDNN's attention wants its three operands split alike, and does not say so to the compiler. So here, on each kind of
 mesh: on Explicit axes it runs in a `shard_map` over those that split batch and heads; on Auto axes the three operands
@@ -8,9 +8,10 @@ first go through an operation that does nothing, whose rule ties their batches a
 queries and its key stay on one device, so heads are split where an axis divides the number of key and value heads, and
 computed whole on every device where it does not.
 
-Documents that are packed into one sequence are told apart by numbers, `segment_ids`. They become a mask (batch, 1,
-seq, seq), for cuDNN in the dtype of the query: it has no other way that JAX makes public. The layers of a program share
-that array.
+Documents that are packed into one sequence are told apart by numbers, `segment_ids`. They become a mask (batch, 1, seq,
+keys), for cuDNN in the dtype of the query: it has no other way that JAX makes public. The layers of a program share
+that array. Where sequences end in padding, `lengths` say where it begins: cuDNN takes these as they are, without a
+mask, and leaves out what is padding.
 """
 
 from functools import partial
@@ -30,7 +31,7 @@ from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, exp
 from jax_fp8.kernels.varying import alike
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
-RULE_OF_PACKED = "b s h d, b t h e, b t h e, b u -> b s h d"
+TOLD = {"segment_ids": "b u", "key_segment_ids": "b v", "lengths": "b", "key_lengths": "b"}
 
 
 def attention(
@@ -42,6 +43,9 @@ def attention(
     implementation: str | None,
     window: int | None = None,
     segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
     batch dim.
@@ -49,19 +53,25 @@ def attention(
     Args:
       window: with `causal`, how many positions a query sees, the last of which is its own; None: all before it.
       segment_ids: int (batch, seq): a position sees those with the same number.
+      lengths: int (batch,): what comes after so many positions is padding. None sees it, its own result is zeros, and
+        its gradients are, too. A length of 0 counts as 1: so no softmax is over nothing, and there is no NaN.
+      key_segment_ids, key_lengths: those of the keys, int (batch, keys) and (batch,), where they are of another
+        sequence; None: those above. A query that sees no key has zeros as its result.
     """
+    given = segment_ids, key_segment_ids, lengths, key_lengths
+    told = {name: array for name, array in zip(TOLD, given, strict=True) if array is not None}
     if query.ndim == 3:
-        batches = (x[None] for x in (query, key, value))
-        segment_ids = None if segment_ids is None else segment_ids[None]
+        query, key, value, told = jax.tree.map(lambda x: x[None], (query, key, value, told))
         options: Any = {"causal": causal, "implementation": implementation, "window": window}
-        return attention(*batches, **options, segment_ids=segment_ids)[0]
+        return attention(query, key, value, **options, **told)[0]
     if window is not None and not causal:
         raise ValueError(f"a window is of what comes before a position, so attention must be causal, got {window=}")
-    attend = partial(_attend, causal, implementation, window)
-    operands = query, key, value, *(() if segment_ids is None else (segment_ids,))
+    attend = partial(_attend, causal, implementation, window, tuple(told))
+    operands = query, key, value, *told.values()
     mesh = explicit_mesh(*operands)
     if mesh is not None:
-        inputs, outputs = parse_rule(RULE if segment_ids is None else RULE_OF_PACKED)
+        of_operands, of_result = RULE.split(" -> ")
+        inputs, outputs = parse_rule(f"{', '.join([of_operands, *(TOLD[name] for name in told)])} -> {of_result}")
         local = _split(mesh, inputs, operands)
         return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
     if implementation != "cudnn":
@@ -72,8 +82,10 @@ def attention(
     return attended[0]
 
 
-def _attend(causal, implementation, window, query, key, value, segment_ids=None) -> jax.Array:
-    """XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
+def _attend(causal, implementation, window, names, query, key, value, *told) -> jax.Array:
+    """Attention on one device, which is told so much by these names.
+
+    XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
     query, key, value = keep("attention_operands", (query, key, value))
@@ -84,9 +96,24 @@ def _attend(causal, implementation, window, query, key, value, segment_ids=None)
         options: Any = {"is_causal": causal, "implementation": implementation}
         if window is not None and window < key.shape[1]:  # how many before a position, and after it
             options["local_window_size"] = window - 1, 0
-        if segment_ids is not None:
-            options["mask"] = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        return jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
+        options |= _what_is_seen(**dict(zip(names, told, strict=True)))
+        attended = jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
+        if "key_segment_ids" not in names:
+            return attended
+        return jnp.where(options["mask"].any(-1).swapaxes(1, 2)[..., None], attended, 0)
+
+
+def _what_is_seen(segment_ids=None, key_segment_ids=None, lengths=None, key_lengths=None) -> dict[str, jax.Array]:
+    """As `jax.nn.dot_product_attention` takes it."""
+    seen = {}
+    if segment_ids is not None:
+        of_keys = segment_ids if key_segment_ids is None else key_segment_ids
+        seen["mask"] = segment_ids[:, None, :, None] == of_keys[:, None, None, :]
+    of_keys = lengths if key_lengths is None else key_lengths
+    for name, found in (("query_seq_lengths", lengths), ("key_value_seq_lengths", of_keys)):
+        if found is not None:
+            seen[name] = jnp.maximum(found.astype(jnp.int32), 1)
+    return seen
 
 
 def positions_in(segment_ids: jax.Array) -> jax.Array:
@@ -141,8 +168,8 @@ _tied.defvjp(_forward, _backward)
 
 
 def _tie(kv_heads, *operands):
-    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike, and (batch, seq).
-    Under `vmap` they are left alone.
+    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike, and (batch, seq) or
+    (batch,). Under `vmap` they are left alone.
     """
     tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
     tied.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
@@ -163,9 +190,10 @@ def _shardy_rule(kv_heads, mesh, operand_types, result_types):
     operands, results, sizes = [], [], {}
     can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
     for number, operand in enumerate(operand_types):
-        if len(operand.shape) == 2:
-            operands.append(f"b s{number}")
-            results.append(f"b t{number}")
+        if len(operand.shape) < 4:  # numbers of tokens, or of sequences
+            of_tokens = len(operand.shape) == 2
+            operands.append(f"b s{number}" if of_tokens else "b")
+            results.append(f"b t{number}" if of_tokens else "b")
             continue
         group = operand.shape[2] // kv_heads
         heads = "h" if group == 1 else f"(h g{number})"

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.checks import first_difference
 from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import shards_of
+from jax_fp8.train.checks import check_is
 from jax_fp8.train.diagnostics import Observed
 from jax_fp8.train.gradients import accumulate_grads
 from jax_fp8.train.train_state import TrainState
@@ -117,6 +119,17 @@ def begin_if_needed(
 def is_complete(state: TrainState, pending: PendingStep, microbatches: int) -> jax.Array:
     """Whether these are all microbatches of this state, bool[]."""
     return (pending.count == microbatches) & (pending.step == state.step)
+
+
+def check_pending(pending: Any, state: TrainState) -> None:
+    """Raise unless microbatches of this state can be added to it."""
+    check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
+    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
+    difference = first_difference(sums, pending.gradients)
+    if difference is not None:
+        raise ValueError(
+            f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
+        )
 
 
 def split(batch: Any, microbatches: int) -> Any:

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from jax import lax
 
-from jax_fp8.core.checks import first_difference
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
@@ -36,9 +35,18 @@ from jax_fp8.train.diagnostics import (
     nothing_beside,
     split_from_amaxes,
 )
+from jax_fp8.train.draws import drawn, drawn_next
 from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.layers import Layers
-from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, begin_if_needed, is_complete, split
+from jax_fp8.train.microbatches import (
+    PendingStep,
+    add_microbatch,
+    begin,
+    begin_if_needed,
+    check_pending,
+    is_complete,
+    split,
+)
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.train_state import TrainState
@@ -83,6 +91,7 @@ class Programs:
 
     def step(self, state, batch, zeros):
         """A step; `zeros` are what its metrics are added to, and say which there are (train/cuda_graph.py)."""
+        batch = drawn(self.loss_fn, state, batch)
         state, (loss, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
         new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"))
         if self.how is not None:
@@ -91,11 +100,11 @@ class Programs:
 
     def diagnose(self, state, batch):
         """What a step would say of its numbers."""
-        return self._pass(state, batch, True)[2]["diagnostics"]
+        return self._pass(state, drawn(self.loss_fn, state, batch), True)[2]["diagnostics"]
 
     def no_diagnostics(self, state, batch) -> Diagnostics:
         """Zeros, on the host."""
-        layout = Layout.of(self.observed(state, batch), state.params)
+        layout = Layout.of(self.observed(state, drawn(self.loss_fn, state, batch)), state.params)
         nothing: Any = np.zeros(layout.size, np.float32)
         return Diagnostics(nothing, layout)
 
@@ -130,6 +139,7 @@ class Programs:
         return state, (loss, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):
+        batch = drawn(self.loss_fn, state, batch)
         self._check(state, batch, self.microbatches)
         if self.how is None:
             amaxes = self._first_amaxes(self.loss_fn, lambda: state, batch, [])
@@ -168,6 +178,7 @@ class Programs:
         if pending.cache or not self.cache_weights or self.recipe is None:
             return pending
         without_cache = dataclasses.replace(state, cache={})
+        microbatch = drawn(self.loss_fn, state, microbatch)
         mesh = self.on_mesh(without_cache, microbatch, 1)
         if not mesh.shared:
             return pending
@@ -175,7 +186,8 @@ class Programs:
 
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
         self._check(state, microbatch)
-        _check_pending(pending, state)
+        check_pending(pending, state)
+        microbatch = drawn_next(self.loss_fn, state, pending, microbatch, is_first_microbatch)
         check_kernels_are_params(self.loss_fn, state.variables, microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         without_cache = dataclasses.replace(state, cache={})
@@ -193,7 +205,7 @@ class Programs:
 
     def apply(self, state, pending):
         self._check(state)
-        _check_pending(pending, state)
+        check_pending(pending, state)
         complete = is_complete(state, pending, self.microbatches)
 
         constrain = self._constrain(state)
@@ -313,13 +325,3 @@ def _metrics(loss, counts) -> dict[str, jax.Array]:
 def _with_its_cache(state, recipe):
     """The state with a cache of its own params: a state may be put together from parts."""
     return dataclasses.replace(state, cache=renewed(state.cache, state.variables, recipe))
-
-
-def _check_pending(pending, state):
-    check_is("pending", pending, PendingStep, "pass what start, accumulate_step or apply_step returned")
-    sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), state.params)
-    difference = first_difference(sums, pending.gradients)
-    if difference is not None:
-        raise ValueError(
-            f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
-        )

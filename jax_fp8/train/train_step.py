@@ -11,7 +11,7 @@ recorded once; nothing waits for the host.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
+from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
 from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep
@@ -104,6 +105,7 @@ class TrainStep:
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
         if self._programs.how is None:
             return state
+        batch = drawn(self._programs.loss_fn, state, batch)
         return jax.device_put(
             state, self._programs.on_mesh(state, batch, self._programs.microbatches).placement.shardings(state)
         )
@@ -256,11 +258,13 @@ def make_train_step(
     gradient_dtype: jax.typing.DTypeLike | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
+    rngs: Mapping[str, jax.Array] | None = None,
 ) -> TrainStep:
     """Make the training step of a loss.
 
     Args:
-      loss_fn: `loss_fn(variables, batch)`, the mean loss of a (micro)batch, a scalar.
+      loss_fn: `loss_fn(variables, batch)`, or `loss_fn(variables, batch, rngs=...)`: the mean loss of a (micro)batch, a
+        scalar.
       tx: the optimizer.
       recipe: the recipe of the model's layers; None for plain bfloat16.
       microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their
@@ -288,6 +292,8 @@ def make_train_step(
         float32, unless both gradients and params have 16 bits; jnp.bfloat16 is half the bytes.
       schedule: of the pipeline: "1f1b" (None), "gpipe", "interleaved" or "zero-bubble".
       chunks: groups of layers on each stage; None is 2 for "interleaved" and 1 for the others.
+      rngs: keys for a loss that draws, such as {"dropout": jax.random.key(0)}. The loss is handed others, made of these
+        and of the step count: of its own for each microbatch and each device's part of the batch. Not with `pipe`.
     """
     check_loss_fn(loss_fn)
     check_optimizer(tx)
@@ -305,5 +311,8 @@ def make_train_step(
         check_sequence([recipe])
     if how is not None and how.stages > 1:
         check_pipeline(how, loss_fn, microbatches, cache_weights)
+    if rngs is not None:
+        check_rngs(rngs, loss_fn, how)
+        loss_fn = DrawingLoss(loss_fn, rngs)
     programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
     return TrainStep(programs, donate, compiler_options, warm_start)

@@ -95,7 +95,7 @@ def test_tokens_of_a_model(tokens, message):
         (TOKENS[0], r"tokens must be an integer array \(batch, seq \+ 1\), got int32\[17\]"),
         (
             {"tokens": TOKENS},
-            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", got one of \'tokens\'',
+            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or .* got one of \'tokens\'',
         ),
         (None, r"tokens must be an integer array \(batch, seq \+ 1\), got None"),
     ],

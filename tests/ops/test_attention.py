@@ -109,6 +109,110 @@ def test_documents_on_shards(kind, spec):
     )
 
 
+LENGTHS = jnp.int32([3, SEQ, 2, 5])
+
+
+def padded(*operands, lengths=LENGTHS, causal=False, **options):
+    return attention(*operands, causal=causal, implementation="xla", lengths=lengths, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nobody_sees_padding(causal):
+    """Values and gradients are those of each sequence alone; of padding they are zeros."""
+    got, pull = jax.vjp(lambda *operands: jnp.sin(padded(*operands, causal=causal)), *operands(2))
+    cotangent = jax.random.normal(jax.random.key(1), got.shape)
+    gradients = pull(cotangent)
+    for row, length in enumerate(LENGTHS.tolist()):
+        alone = [x[row : row + 1, :length] for x in operands(2)]
+        expected, pull_alone = jax.vjp(
+            lambda *operands: jnp.sin(attention(*operands, causal=causal, implementation="xla")), *alone
+        )
+        assert_close(got[row, :length], expected[0], "float32")
+        for gradient, of_alone in zip(gradients, pull_alone(cotangent[row : row + 1, :length]), strict=True):
+            assert_close(gradient[row, :length], of_alone[0], "float32")
+            assert not gradient[row, length:].any()
+        assert not got[row, length:].any()
+    leaking = jnp.sin(padded(*operands(2), causal=causal, lengths=LENGTHS.at[0].add(1)))  # negative control
+    assert np.abs(leaking - got)[0].max() > 0.1 and not np.abs(leaking - got)[1:].any()
+    alone = padded(*(x[0] for x in operands(2)), causal=causal, lengths=LENGTHS[0])
+    assert_close(jnp.sin(alone), got[0], "float32")
+
+
+def test_an_empty_sequence_has_no_nan():
+    """It counts as one of one token."""
+    of_loss = jax.value_and_grad(lambda query, lengths: jnp.sum(padded(query, *operands(2)[1:], lengths=lengths) ** 2))
+    empty, one = (of_loss(operands(2)[0], LENGTHS.at[2].set(length)) for length in (0, 1))
+    jax.tree.map(np.testing.assert_array_equal, empty, one)
+    assert np.isfinite(empty[0]) and np.isfinite(empty[1]).all()
+
+
+def test_padding_and_a_window():
+    got = padded(*operands(4), causal=True, window=3)
+    is_token = (np.arange(SEQ) < np.asarray(LENGTHS)[:, None])[..., None, None]
+    assert_close(got, np.where(is_token, seen_by(3), 0), "float32")
+
+
+KEYS = 12  # of another sequence
+KEY_LENGTHS = jnp.int32([7, KEYS, 1, 2])
+KEY_SEGMENTS = jnp.int32([[3] * 5 + [1] * 3 + [4] * 4, [7] * 12, [2] * 6 + [1] * 6, [2] * 2 + [1] * 10])
+
+
+def crossed():
+    query, key, value = jax.random.normal(jax.random.key(2), (3, BATCH, KEYS, HEADS, HEAD_DIM))
+    return query[:, :SEQ], key[:, :, :2], value[:, :, :2]
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["queries", "padded queries"])
+def test_keys_of_another_sequence_that_end_in_padding(lengths):
+    query, key, value = crossed()
+    got = padded(query, key, value, lengths=lengths, key_lengths=KEY_LENGTHS)
+    for row, length in enumerate(KEY_LENGTHS.tolist()):
+        own = slice(0, SEQ if lengths is None else int(lengths[row]))
+        alone = query[row : row + 1, own], key[row : row + 1, :length], value[row : row + 1, :length]
+        assert_close(got[row, own], attention(*alone, causal=False, implementation="xla")[0], "float32")
+        assert not got[row, own.stop :].any()
+    leaking = padded(query, key, value, lengths=lengths, key_lengths=KEY_LENGTHS.at[0].add(1))
+    assert np.abs(leaking - got)[0].max() > 0.1 and not np.abs(leaking - got)[1:].any()
+
+
+def test_keys_of_documents_of_another_sequence():
+    """The document 2 of the first row has no keys: its queries find zeros, and hand back none."""
+    query, key, value = crossed()
+    options = {"causal": False, "implementation": "xla", "segment_ids": SEGMENTS}
+    got, pull = jax.vjp(lambda *of: attention(*of, **options, key_segment_ids=KEY_SEGMENTS), query, key, value)
+    for row in range(BATCH):
+        for number in set(np.asarray(SEGMENTS[row]).tolist()):
+            own, others = (np.flatnonzero(numbers[row] == number) for numbers in (SEGMENTS, KEY_SEGMENTS))
+            if not others.size:
+                assert (row, number) == (0, 2) and not got[row, own].any()
+                continue
+            alone = query[row : row + 1, own], key[row : row + 1, others], value[row : row + 1, others]
+            assert_close(got[row, own], attention(*alone, causal=False, implementation="xla")[0], "float32")
+    in_vain = pull(jnp.zeros_like(got).at[0, 1:3].set(1))
+    assert not any(gradient.any() for gradient in in_vain)
+    assert all(gradient.any() for gradient in pull(jnp.zeros_like(got).at[0, 3:].set(1)))
+
+
+def loss_of_padded(told, *operands):
+    return jnp.sum(jnp.square(attention(*operands, causal=False, implementation="xla", **told)))
+
+
+@pytest.mark.parametrize("of", ["lengths", "keys"])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_padding_on_shards(kind, of):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (kind,) * 2)
+    told = {"lengths": LENGTHS}
+    if of == "keys":
+        told = {"lengths": LENGTHS, "key_lengths": KEY_LENGTHS}
+        told |= {"segment_ids": SEGMENTS, "key_segment_ids": KEY_SEGMENTS}
+    arrays = operands(2) if of == "lengths" else crossed()
+    of_loss = jax.jit(jax.value_and_grad(loss_of_padded, (1, 2, 3)))
+    expected = of_loss(told, *arrays)
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor"))) for x in arrays]
+    told = {name: jax.device_put(array, NamedSharding(mesh, P("data"))) for name, array in told.items()}
+    jax.tree.map(lambda got, wanted: assert_close(got, wanted, "float32"), of_loss(told, *placed), expected)
+
+
 def test_heads_that_a_mesh_cuts_apart_are_brought_together():
     mesh, x = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4]), jnp.ones((2, 4, 64))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "tensor")))
@@ -143,10 +247,14 @@ def test_numbers_of_segments_are_tied_to_batches():
     assert attention_op._shardy_rule(4, SimpleNamespace(shape={"data": 2}), types, types) == (
         "b s0 h d0, b s1 -> b t0 h e0, b t1", {}
     )  # fmt: skip
+    types[1] = SimpleNamespace(shape=(BATCH,))
+    assert attention_op._shardy_rule(4, SimpleNamespace(shape={"data": 2}), types, types) == (
+        "b s0 h d0, b -> b t0 h e0, b", {}
+    )  # fmt: skip
 
 
 def test_tied_arrays_are_what_they_were():
-    arrays = [*operands(2), SEGMENTS]
+    arrays = [*operands(2), SEGMENTS, LENGTHS]
     jax.tree.map(np.testing.assert_array_equal, list(jax.jit(attention_op._tied, static_argnums=0)(2, *arrays)), arrays)
     gradient = jax.grad(lambda x: jnp.sum(jnp.sin(attention_op._tied(2, x)[0])))(arrays[1])
     np.testing.assert_array_equal(gradient, jnp.cos(arrays[1]))

@@ -1,0 +1,103 @@
+"""Cross-attention: queries of one sequence, keys and values of another, as a decoder reads what an encoder made."""
+
+from typing import Literal
+
+import flax.linen as nn
+import jax
+from flax.typing import Initializer
+
+from jax_fp8.nn.attention import (
+    INPUT_DIMS,
+    heads_of,
+    implementation_of,
+    multiply_out,
+    normalize_heads,
+    project,
+)
+from jax_fp8.nn.checks import check_context, check_layer, check_told, layer_name
+from jax_fp8.nn.gemm import Fp8Module, TensorSplit
+from jax_fp8.ops.attention import as_heads, attention
+
+
+class CrossAttention(Fp8Module):
+    """Multi-head attention of `x` to `context`, another sequence of another length and width, with grouped queries;
+    back to the width of `x`. Each position of `x` sees all of `context`.
+
+    Variables: `params/{query, key, value, out}`, each as of a Dense, and `params/norm` with `norm` ("layernorm" or
+    "rmsnorm"), which normalizes `x` first, in the same op as the queries; `context` is taken as it is. Queries are one
+    GEMM with the state `fp8/query`, keys and values another, `fp8/key+value`. Over `tensor` heads are split, as those
+    of `SelfAttention`; the number of key and value heads must be a multiple of its devices.
+
+    Args:
+      residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
+      num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, dropout_rate,
+        deterministic, recompute: as of `SelfAttention`.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    norm: str | None = None
+    use_bias: bool = True
+    epsilon: float = 1e-6
+    implementation: Literal["cudnn", "xla"] | None = None
+    out_init: Initializer | None = None
+    residual: bool = False
+    head_dim: int | None = None
+    use_qkv_bias: bool | None = None
+    qk_norm: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        context: jax.Array,
+        segment_ids: jax.Array | None = None,
+        context_segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """(batch, seq, width) to (batch, seq, width).
+
+        Args:
+          x: (batch, seq, width), or (seq, width) of one sequence.
+          context: (batch, context_seq, context_width), or without batch.
+          segment_ids, context_segment_ids: int (batch, seq) and (batch, context_seq), both or none: a position of `x`
+            sees those with the same number. One that sees nothing has zeros for what it attends to.
+          lengths, context_lengths: int (batch,), each or none: what comes after so many positions is padding. None sees
+            that of `context`, and that of `x` has zeros for what it attends to. Not with segment_ids.
+          deterministic: as of `SelfAttention`.
+        """
+        check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim"), INPUT_DIMS)
+        check_context(self, x, context)
+        for of, told in (("x", (segment_ids, lengths)), ("context", (context_segment_ids, context_lengths))):
+            check_told(f"{layer_name(self)}, {of}", *told, (x if of == "x" else context).shape[:-1])
+        if (segment_ids is None) != (context_segment_ids is None):
+            raise ValueError(
+                f"{layer_name(self)}: segment_ids must number the documents of x and of context, got those of one; "
+                "pass both, or none"
+            )
+        x, context = x.astype(self.dtype), context.astype(self.dtype)
+        width = x.shape[-1]
+        head_dim, kv_heads = heads_of(self, width)
+        of_queries = TensorSplit("columns", self.num_heads, "query heads", axis="heads")
+        of_kv = TensorSplit("columns", kv_heads, "key and value heads", axis="kv_heads")
+        (query,), x, _ = project(self, ("query",), x, (self.num_heads * head_dim,), (of_queries,), self.norm)
+        widths = (kv_heads * head_dim,) * 2
+        (key, value), _, _ = project(self, ("key", "value"), context, widths, (of_kv, of_kv), None)
+        query, key, value = (as_heads(part, head_dim) for part in (query, key, value))
+        query, key = normalize_heads(self, query, key)
+        attended = attention(
+            query,
+            key,
+            value,
+            causal=False,
+            implementation=implementation_of(self),
+            segment_ids=segment_ids,
+            lengths=lengths,
+            key_segment_ids=context_segment_ids,
+            key_lengths=context_lengths,
+        )
+        return multiply_out(self, attended, width, x, deterministic)

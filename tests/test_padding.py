@@ -1,0 +1,102 @@
+"""Sequences that end in padding: the loss and the gradients are those of each sequence alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import assert_close
+from test_packed_documents import gpt, without_key_biases
+
+import jax_fp8 as fp8
+
+pytestmark = pytest.mark.versions
+
+LENGTHS = (5, 16, 2)
+BATCH = {
+    "tokens": jax.random.randint(jax.random.key(0), (3, 16), 0, 64),
+    "lengths": jnp.int32(LENGTHS),
+}
+
+
+def apart(loss_fn, params):
+    """The mean over all next tokens of all sequences, each a batch of its own."""
+    rows = zip(BATCH["tokens"], LENGTHS, strict=True)
+    losses = [(n - 1) * loss_fn({"params": params}, tokens[None, :n]) for tokens, n in rows]
+    return sum(losses) / sum(n - 1 for n in LENGTHS)
+
+
+@pytest.mark.parametrize(("form", "remat"), [("gpt", "none"), ("llama", "full")])
+def test_padded_sequences_are_sequences_alone(form, remat):
+    model = gpt(form, remat=remat)
+    params = model.init(jax.random.key(1), BATCH["tokens"])["params"]
+    loss_fn = fp8.next_token_loss(model)
+    expected = jax.jit(jax.value_and_grad(lambda params: apart(loss_fn, params)))(params)
+    of_padded = jax.jit(jax.value_and_grad(lambda params, batch: loss_fn({"params": params}, batch)))
+    loss, gradients = of_padded(params, BATCH)
+    assert_close(loss, expected[0], "float32")
+    for got, wanted in zip(without_key_biases(gradients), without_key_biases(expected[1]), strict=True):
+        assert_close(got, wanted, "float32")
+
+    longer = BATCH | {"lengths": BATCH["lengths"].at[0].add(1)}  # negative control: a token of the padding counts
+    loss, gradients = of_padded(params, longer)
+    assert abs(loss - expected[0]) > 1e-4
+    with pytest.raises(AssertionError):
+        assert_close(gradients["embedding"], expected[1]["embedding"], "float32")
+
+
+def test_what_stands_in_padding_changes_nothing():
+    model = gpt()
+    variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
+    is_token = jnp.arange(16)[None] < BATCH["lengths"][:, None]
+    other = BATCH | {"tokens": jnp.where(is_token, BATCH["tokens"], 63 - BATCH["tokens"])}
+    assert loss_fn(variables, other) == loss_fn(variables, BATCH)
+    read = BATCH | {"tokens": BATCH["tokens"].at[0, 4].add(1)}
+    assert loss_fn(variables, read) != loss_fn(variables, BATCH)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
+def test_steps_on_padded_sequences(axes):
+    """A step in FP8, in one and in two microbatches, alone and on a mesh."""
+    recipe, tx = fp8.DelayedScaling(amax_history_len=4), fp8.fused_adamw(3e-3)
+    model = fp8.GPT(fp8.GPTConfig(**gpt().config.__dict__), recipe=recipe)
+    tokens = jnp.repeat(jnp.concatenate([BATCH["tokens"], BATCH["tokens"][:, :1]], axis=1)[:2], 2, axis=0)
+    batch = {"tokens": tokens, "lengths": jnp.repeat(jnp.int32([5, 17]), 2)}  # microbatches are strided, and so alike
+
+    def losses(batch, microbatches=1, **options):
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches, **options)
+        state, found = step.init_state(model.init, jax.random.key(1), tokens[:, :-1]), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    expected = losses(batch)
+    assert expected[2] < expected[0] - 0.05
+    if axes:
+        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        found = losses(batch, mesh=mesh)
+        halves = [losses(jax.tree.map(lambda x, rows=rows: x[rows], batch))[0] for rows in (slice(2), slice(2, 4))]
+        assert np.mean(halves) != pytest.approx(expected[0], rel=2e-4)  # negative control: the mean of the devices'
+    else:
+        found = losses(batch, microbatches=2)
+        whole = losses(batch | {"lengths": jnp.full(4, 17)})  # negative control
+        assert whole[0] != pytest.approx(expected[0], rel=1e-3)
+    assert found[0] == pytest.approx(expected[0], rel=5e-5)
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_what_is_refused():
+    model = gpt()
+    variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
+    segment_ids = jnp.ones_like(BATCH["tokens"])
+    for wrong, message in (
+        (BATCH | {"segment_ids": segment_ids}, 'or of "tokens" and "lengths", got one of .*; pass these two'),
+        (BATCH | {"lengths": BATCH["lengths"][:2]}, r"a batch: lengths must be an integer array \(3,\), for each seq"),
+        (BATCH | {"lengths": BATCH["lengths"] * 1.0}, r"lengths must be an integer array \(3,\), .*got float32\[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss_fn(variables, wrong)
+    with pytest.raises(ValueError, match="GPT: padding is told by segment_ids or by lengths, got both"):
+        model.apply(variables, BATCH["tokens"], segment_ids=segment_ids, lengths=BATCH["lengths"])
+    with pytest.raises(ValueError, match="layers one by one, which do not know the lengths of a batch"):
+        loss_fn.first(variables, BATCH)

@@ -17,7 +17,6 @@ from jax_fp8.core.paths import map_with_names
 from jax_fp8.models import generate as generation
 from jax_fp8.models import reader
 
-
 VOCAB, WINDOW, NEW = 64, 32, 10
 SHAPE = {"vocab_size": VOCAB, "num_layers": 1, "num_heads": 4, "hidden_size": 32, "max_seq_len": WINDOW}
 LEARNED = fp8.GPTConfig(**SHAPE)

@@ -32,6 +32,8 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
 JAX := jax<0.12
 SOURCES := jax_fp8 tests examples benchmarks csrc
 FAST := tests/test_layout.py tests/core tests/ops tests/nn
+# Files with a test marked `versions`: others need not be imported.
+MARKED = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.versions' tests)
 comma := ,
 CUDA := $(if $(GPU),$(comma)cuda)
 TARGET := $(if $(GPU),CUDA,for the CPU)
@@ -68,7 +70,7 @@ test-all: lint versions
 	$(call run_tests,.venv)
 
 versions: $(OTHERS:%=.venv-%/.test)
-	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m "versions and not slow"))
+	$(foreach version,$(OTHERS),$(call run_tests,.venv-$(version),-m "versions and not slow" $(MARKED)))
 
 install: .venv/.test $(OTHERS:%=.venv-%/.test)
 

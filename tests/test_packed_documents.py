@@ -1,5 +1,7 @@
 """Documents that are packed into sequences: the loss and the gradients are those of the documents apart."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,38 +87,48 @@ def test_padding_is_nobodys():
     assert_close(ignoring(variables, masked), loss_fn(variables, batch), "float32")
 
 
-@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}, {"sequence": 2}], ids=str)
-def test_steps_on_packed_documents(axes):
-    """A step in FP8, in one and in two microbatches, alone and on meshes: the losses of a step on one device."""
-    recipe, tx = fp8.DelayedScaling(amax_history_len=4), fp8.fused_adamw(3e-3)
-    config = fp8.GPTConfig(**SHAPE)
-    model = fp8.GPT(config, recipe=recipe)
+def losses_of_steps(batch, microbatches=1, **options):
+    """Of three steps in FP8."""
+    model, tx = fp8.GPT(fp8.GPTConfig(**SHAPE), recipe=fp8.DelayedScaling(amax_history_len=4)), fp8.fused_adamw(3e-3)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, microbatches, warm_start=False, **options)
+    state, found = step.init_state(model.init, jax.random.key(1), batch["tokens"][:, :-1]), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
+
+
+def rows_of_documents():
     batch = jax.tree.map(lambda x: jnp.repeat(x[:2], 2, axis=0), packed())  # microbatches are strided, and so alike
-    batch = jax.tree.map(lambda x: jnp.concatenate([x, x[:, -1:]], axis=1), batch)  # 16 positions
+    return jax.tree.map(lambda x: jnp.concatenate([x, x[:, -1:]], axis=1), batch)  # 16 positions
 
-    def losses(microbatches=1, **options):
-        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches, **options)
-        state, found = step.init_state(model.init, jax.random.key(1), batch["tokens"][:, :-1]), []
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
 
-    options = {}
-    if axes:
-        sizes = {"tensor" if axis == "sequence" else axis: size for axis, size in axes.items()}
-        devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-        options["mesh"] = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
-        options["sequence_parallel"] = "sequence" in axes
-    expected = losses()
-    for microbatches in (1, 2) if not axes else (1,):
-        found = losses(microbatches, **options)
-        assert found[0] == pytest.approx(expected[0], rel=2e-4)
-        assert found == pytest.approx(expected, rel=1e-2)
+@functools.cache
+def losses_on_one_device():
+    return losses_of_steps(rows_of_documents())
+
+
+def assert_are_those_of_one_device(found):
+    expected = losses_on_one_device()
+    assert found[0] == pytest.approx(expected[0], rel=2e-4)
+    assert found == pytest.approx(expected, rel=1e-2)
     assert expected[2] < expected[0] - 0.05
-    if not axes:  # negative control
-        batch = batch | {"segment_ids": jnp.ones_like(batch["segment_ids"])}
-        assert losses()[0] != pytest.approx(expected[0], rel=1e-3)
+
+
+def test_steps_of_two_microbatches():
+    batch = rows_of_documents()
+    assert_are_those_of_one_device(losses_of_steps(batch, microbatches=2))
+    joined = batch | {"segment_ids": jnp.ones_like(batch["segment_ids"])}  # negative control
+    assert losses_of_steps(joined)[0] != pytest.approx(losses_on_one_device()[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"sequence": 2}], ids=str)
+def test_steps_on_meshes(axes):
+    sizes = {"tensor" if axis == "sequence" else axis: size for axis, size in axes.items()}
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+    found = losses_of_steps(rows_of_documents(), mesh=mesh, sequence_parallel="sequence" in axes)
+    assert_are_those_of_one_device(found)
 
 
 def test_positions_begin_anew():

@@ -18,8 +18,6 @@ from flax import nnx
 import jax_fp8 as fp8
 import jax_fp8.nnx
 
-pytestmark = pytest.mark.versions
-
 RECIPE = fp8.DelayedScaling(amax_history_len=8)
 STEPS, WIDTH, VOCABULARY, HEADS, LENGTH = 30, 64, 32, 4, 16
 TX = optax.adamw(3e-3)
@@ -164,6 +162,7 @@ def product(recipe=RECIPE):
     return functools.partial(fp8.DotGeneral, recipe=recipe)
 
 
+@pytest.mark.versions
 def test_an_mlp_in_three_ways_bit_for_bit():
     theirs = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
     ours = LinenMLP(functools.partial(fp8.Dense, use_bias=False, recipe=RECIPE))

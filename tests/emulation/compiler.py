@@ -101,7 +101,7 @@ def _scheduler():
     with _only_here("scheduler"):
         if not kept.exists():
             with tempfile.TemporaryDirectory(prefix="jax_fp8_emulation_") as folder:
-                _run([*FLAGS, "-O1", "-c", *map(str, sources)], folder)
+                _run([*FLAGS, "-O2", "-c", *map(str, sources)], folder)
                 _run(["-r", "-nostdlib", *(f"{path.stem}.o" for path in sources), "-o", "all.o"], folder)
                 _keep(pathlib.Path(folder, "all.o"), kept)
     return kept

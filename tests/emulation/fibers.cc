@@ -82,6 +82,11 @@ void fiber_body() {
   _longjmp(scheduler, 1);
 }
 
+// The first fiber in this state, or null.
+const State* find(const State* begin, const State* end, State wanted) {
+  return static_cast<const State*>(memchr(begin, wanted, end - begin));
+}
+
 // A fiber of a block that can run, or -1.
 int pick(size_t rank) {
   State* const first = states + rank * block_fibers;
@@ -98,8 +103,8 @@ int pick(size_t rank) {
 // Lets a block go on when all its threads that have not ended wait at the same barrier.
 bool open_block_barrier(size_t rank) {
   State *const begin = states + rank * block_fibers, *const end = begin + block_fibers;
-  const State* first = std::find(begin, end, kAtBlockBarrier);
-  if (first == end) return false;
+  const State* first = find(begin, end, kAtBlockBarrier);
+  if (first == nullptr) return false;
   for (State* state = begin; state < end; ++state) {
     if (!is_gone(*state) && !stand_together(state - states, first - states)) return false;
   }
@@ -110,7 +115,7 @@ bool open_block_barrier(size_t rank) {
 // Lets the cluster go on when all its threads that have not ended have arrived.
 bool open_cluster_barrier() {
   State* const end = states + blocks * block_fibers;
-  if (std::find(states, end, kAtClusterBarrier) == end) return false;
+  if (find(states, end, kAtClusterBarrier) == nullptr) return false;
   for (const State* state = states; state < end; ++state) {
     if (!is_gone(*state) && fibers[state - states].arrivals == openings) return false;
   }
@@ -138,6 +143,7 @@ void start_fibers() {
     ucontext_t& context = fibers[i].start;
     fibers[i].started = false;
     fibers[i].arrivals = fibers[i].waits = 0;
+    if (context.uc_stack.ss_sp != nullptr) continue;  // made for an earlier cluster: two calls of the system less
     getcontext(&context);
     context.uc_stack = {stacks + i * kStackBytes + kPage, 0, kStackBytes - kPage};
     makecontext(&context, fiber_body, 0);
@@ -238,12 +244,16 @@ const uint64_t* warp_exchange(const char* what, uint32_t mask, uint64_t value, P
       if (mask >> lane & 1) function(first + lane);
     }
   };
-  bool complete = true;
-  for_lanes([&](int i) { complete &= states[i] == kInWarp && stand_together(i, self); });
+  uint32_t waiting = 0;
+  for (int lane = 0; lane < kLanes; ++lane) waiting |= uint32_t{states[first + lane] == kInWarp} << lane;
+  bool complete = (waiting & mask) == mask;
+  if (complete) for_lanes([&](int i) { complete &= stand_together(i, self); });  // only the last to come asks
   if (complete) {
+    uint64_t lanes[kLanes];
+    memset(lanes, poison, sizeof(lanes));  // what other lanes give is not defined
+    for_lanes([&](int i) { lanes[i - first] = fibers[i].given; });
     for_lanes([&](int i) {
-      memset(fibers[i].lanes, poison, sizeof(fibers[i].lanes));  // what other lanes give is not defined
-      for_lanes([&](int j) { fibers[i].lanes[j - first] = fibers[j].given; });
+      memcpy(fibers[i].lanes, lanes, sizeof(lanes));
       states[i] = kReady;
     });
   }

@@ -17,8 +17,6 @@ from jax_fp8.core.paths import map_with_names
 from jax_fp8.models import generate as generation
 from jax_fp8.models import reader
 
-pytestmark = pytest.mark.versions
-
 VOCAB, WINDOW, NEW = 64, 32, 10
 SHAPE = {"vocab_size": VOCAB, "num_layers": 1, "num_heads": 4, "hidden_size": 32, "max_seq_len": WINDOW}
 LEARNED = fp8.GPTConfig(**SHAPE)
@@ -87,7 +85,12 @@ def shortfall(model, variables, written):
     return np.max(found.max(-1) - np.take_along_axis(found, written[..., None], -1)[..., 0]) / found.std()
 
 
-@pytest.mark.parametrize("name", MODELS)
+ON_VERSIONS = {"qwen, delayed", "learned"}  # a second jax has the same loop for all
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.versions if name in ON_VERSIONS else ()) for name in MODELS]
+)
 def test_every_token_is_the_most_likely_one_after_the_full_pass(name):
     model = MODELS[name]
     variables = made(model)
@@ -100,6 +103,7 @@ def test_every_token_is_the_most_likely_one_after_the_full_pass(name):
         assert shortfall(model, variables, changed) > 0.1  # negative control
 
 
+@pytest.mark.versions
 def test_a_cache_that_is_off_by_one_is_found(monkeypatch, traced_anew):
     """In positions; tests/ops/test_cached_attention.py moves slots."""
     right = reader.positions_of
@@ -112,6 +116,7 @@ def test_a_cache_that_is_off_by_one_is_found(monkeypatch, traced_anew):
     assert shortfall(MODELS["learned"], variables, write(MODELS["learned"], variables)) > 0.1
 
 
+@pytest.mark.versions
 def test_a_row_is_what_it_is_alone():
     """With keys of their own, rows of several lengths: each drawn as if it were the only one."""
     model = MODELS["delayed"]
@@ -128,6 +133,7 @@ def test_a_row_is_what_it_is_alone():
     np.testing.assert_array_equal(raw, write(model, variables, key=jax.random.key(3), **options))
 
 
+@pytest.mark.versions
 def test_one_program_and_stops(monkeypatch, traced_anew):
     """Lengths, temperatures and stop tokens are no part of the program; it ends with the last row."""
     model, counts = MODELS["learned"], {"traced": 0, "chosen": 0}
@@ -167,6 +173,7 @@ def test_one_program_and_stops(monkeypatch, traced_anew):
     assert counts["traced"] > traced  # negative control: 20 tokens are padded to 32
 
 
+@pytest.mark.versions
 def test_on_a_mesh_with_explicit_axes():
     model = MODELS["learned"]
     variables = made(model)

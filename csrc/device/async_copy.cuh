@@ -1,0 +1,106 @@
+// What moves a box of a matrix between global and shared memory while threads do other things, and how they learn that it
+// has arrived: the tensor copies of compute capability 9.0 and its barriers in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace jax_fp8 {
+
+// Shared memory as these instructions address it.
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- barriers ------------------------------------------------------------------------------------------------------
+
+// Counts arrivals, and bytes that are announced and then copied. Each time all have come its phase ends; who waits names
+// the phase by its parity: 0 for the first, then 1, and so on. A wait for parity 1 of a new barrier is over at once.
+struct Barrier {
+  uint64_t state;
+};
+
+__device__ inline void start(Barrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+// After `start`, for copies and for the other block of the cluster.
+__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void arrive_and_expect(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
+// At the barrier of this place in a block of the cluster. What it says is that this thread has read shared memory; it
+// publishes nothing that the other block would read, which would be waiting for all of this thread's loads and stores.
+__device__ inline void arrive_in_block(Barrier& barrier, int block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(block)
+      : "memory");
+}
+
+__device__ inline void wait(Barrier& barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- copies --------------------------------------------------------------------------------------------------------
+
+// The first element of a box: of a row, of the rows, of the matrices.
+struct Corner {
+  int column, row, matrix;
+};
+
+// Into this block; `barrier` gets the bytes. What lies outside of the matrix arrives as zeros, and counts.
+__device__ inline void load_box(const CUtensorMap& map, Corner corner, void* shared, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(corner.column), "r"(corner.row), "r"(corner.matrix)
+      : "memory");
+}
+
+// Into the same place of each block of the cluster whose bit is set, and to the barrier that it has there.
+__device__ inline void load_box(const CUtensorMap& map, Corner corner, void* shared, Barrier& barrier,
+                                uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(corner.column), "r"(corner.row), "r"(corner.matrix), "h"(blocks)
+      : "memory");
+}
+
+// What threads have written to shared memory becomes visible to copies that are issued after a barrier of these threads.
+__device__ inline void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// What lies outside of the matrix is not written.
+__device__ inline void store_box(const CUtensorMap& map, Corner corner, const void* shared) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(shared_address(shared)), "r"(corner.column), "r"(corner.row), "r"(corner.matrix)
+               : "memory");
+}
+
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the stores of this thread have read shared memory; they may still be writing.
+__device__ inline void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ inline void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+}  // namespace jax_fp8

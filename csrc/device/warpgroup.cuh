@@ -1,0 +1,79 @@
+// Products of FP8 matrices by a warpgroup, four warps that start at a multiple of four: the tensor cores of compute
+// capability 9.0 (wgmma). Both operands are read from shared memory, contiguous along k, in the order in which a copy of
+// boxes 128 bytes wide swizzles them: of a row's eight pieces of 16 bytes, piece p of row r lies at p ^ (r % 8).
+#pragma once
+
+#include <cstdint>
+
+#include "async_copy.cuh"
+#include "fp8.cuh"
+
+namespace jax_fp8 {
+
+constexpr int kRowsOfWarpgroup = 64, kColumnsOfProduct = 128, kDepthOfProduct = 32;
+constexpr int kSwizzleBytes = 128;
+constexpr int kProducts = kRowsOfWarpgroup * kColumnsOfProduct / 128;  // that a thread holds, float32
+
+// The sums of a product that a thread holds, 64 rows by 128 columns a warpgroup. Thread t of warp w has, in elements
+// 4 j to 4 j + 3, of row 16 w + t / 4 the columns 8 j + 2 (t % 4) and the next, and of row 16 w + t / 4 + 8 the same.
+struct Products {
+  float of[kProducts];
+};
+
+// How the tensor cores find rows of 128 bytes, at a multiple of 1,024: the address, 1,024 bytes from eight rows to the
+// next eight, and the swizzle, in units of 16 bytes. A step along k of 32 elements adds 2.
+__device__ inline uint64_t rows_in_shared(const void* pointer) {
+  constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32, kUnused = uint64_t{1} << 16, kSwizzled = uint64_t{1} << 62;
+  return (shared_address(pointer) & 0x3ffff) >> 4 | kUnused | kStride | kSwizzled;
+}
+
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most kLeft groups of those that were committed are not done.
+template <int kLeft>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// The compiler must neither read nor move these registers before this line.
+__device__ inline void hold(Products& products) {
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) asm volatile("" : "+f"(products.of[i])::"memory");
+}
+
+#define JAX_FP8_FOUR(i) "+f"(d.of[i]), "+f"(d.of[i + 1]), "+f"(d.of[i + 2]), "+f"(d.of[i + 3])
+#define JAX_FP8_SIXTEEN(i) JAX_FP8_FOUR(i), JAX_FP8_FOUR(i + 4), JAX_FP8_FOUR(i + 8), JAX_FP8_FOUR(i + 12)
+#define JAX_FP8_MULTIPLY(types)                                                                                        \
+  asm volatile(                                                                                                        \
+      "{\n"                                                                                                            \
+      ".reg .pred adds;\n"                                                                                             \
+      "setp.ne.b32 adds, %66, 0;\n"                                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." types                                                             \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                               \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, adds, 1, 1;\n"       \
+      "}"                                                                                                              \
+      : JAX_FP8_SIXTEEN(0), JAX_FP8_SIXTEEN(16), JAX_FP8_SIXTEEN(32), JAX_FP8_SIXTEEN(48)                              \
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+
+// d = a bᵀ, or d += a bᵀ where `adds`, of 64 x 32 by 128 x 32 elements.
+template <Fp8Type kA, Fp8Type kB>
+__device__ inline void multiply(Products& d, uint64_t a, uint64_t b, bool adds) {
+  static_assert(kA == Fp8Type::kE4M3 || kB == Fp8Type::kE4M3, "the tensor cores do not multiply E5M2 by E5M2");
+  if constexpr (kA == Fp8Type::kE5M2) {
+    JAX_FP8_MULTIPLY("e5m2.e4m3");
+  } else if constexpr (kB == Fp8Type::kE5M2) {
+    JAX_FP8_MULTIPLY("e4m3.e5m2");
+  } else {
+    JAX_FP8_MULTIPLY("e4m3.e4m3");
+  }
+}
+
+#undef JAX_FP8_MULTIPLY
+#undef JAX_FP8_SIXTEEN
+#undef JAX_FP8_FOUR
+
+}  // namespace jax_fp8

@@ -34,10 +34,10 @@ CHANNEL = 7
 READERS = {"query", "key", "value", "up"}  # kernels that read what a norm made
 RUNS = {
     "bf16": {"recipe": None},
-    "no_outliers": {"recipe": fp8.DelayedScaling()},
+    "block": {"recipe": fp8.BlockScaling()},
     "delayed": {"recipe": fp8.DelayedScaling()},
     "current": {"recipe": fp8.CurrentScaling()},
-    "block": {"recipe": fp8.BlockScaling()},
+    "no_outliers": {"recipe": fp8.DelayedScaling()},
 }
 JUDGED = {"bf16", "no_outliers", "delayed", "block"}
 TOLERANCE = 0.01

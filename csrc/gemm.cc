@@ -1,11 +1,13 @@
 #include "gemm.h"
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string_view>
 
 #include "ffi.h"
 #include "gemm_plan.h"
+#include "grouped_gemm.h"
 
 namespace jax_fp8 {
 namespace {
@@ -172,6 +174,43 @@ GemmOperands operands_of(const GemmBuffers& buffers) {
   };
 }
 
+// By tile there is a kernel of our own, faster than cuBLASLt's where it has work for all multiprocessors. It comes first
+// among the candidates then, and cuBLASLt's after it.
+std::optional<grouped_gemm::Problem> own_problem(const GemmProblem& problem) {
+  constexpr int64_t kLeastTiles = 120;  // of 128 x 256; an H200 has 132 multiprocessors
+  const bool is_its_kind = problem.a_scaling == cublaslt::kScalesOfLines &&
+                           problem.b_scaling == cublaslt::kScalesOfSquares && problem.a_type == CUDA_R_8F_E4M3 &&
+                           problem.b_type == CUDA_R_8F_E4M3;
+  const bool is_large = tiles_of(problem.m) * tiles_of(problem.n) >= 2 * kLeastTiles;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const bool fits = problem.m <= kMost && problem.n <= kMost && problem.k <= kMost;
+  if (!is_its_kind || !is_large || !fits || !grouped_gemm::is_available()) return std::nullopt;
+  return grouped_gemm::Problem{
+      .kind = Groups::kNone,
+      .shape = {static_cast<int>(problem.m), static_cast<int>(problem.n), static_cast<int>(problem.k), 1},
+      .a = Fp8Type::kE4M3,
+      .b = Fp8Type::kE4M3,
+      .by_tile = true,
+      .d = problem.d_type == CUDA_R_32F   ? SourceType::kFloat32
+           : problem.d_type == CUDA_R_16F ? SourceType::kFloat16
+                                          : SourceType::kBFloat16,
+      .alpha = problem.alpha,
+  };
+}
+
+std::string enqueue_own(const grouped_gemm::Problem& problem, const GemmOperands& operands, cudaStream_t stream) {
+  return grouped_gemm::enqueue(problem,
+                               {.a = operands.a,
+                                .b = operands.b,
+                                .a_scale = static_cast<const float*>(operands.a_scale),
+                                .b_scale = static_cast<const float*>(operands.b_scale),
+                                .bias = operands.bias,
+                                .c = operands.c,
+                                .starts = nullptr,
+                                .d = operands.d},
+                               stream);
+}
+
 // By kOutOfRange, and not by the sentence, jax_fp8/tools/gemm_bench.py knows a rank that is off the list.
 ffi::Error error_of(const Failure& failure) {
   if (!failure) return ffi::Error::Success();
@@ -231,7 +270,12 @@ ffi::Error initialize(GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
   const GemmBuffers buffers = gather(*state, a, b, a_scale, b_scale, addends, *d, *workspace);
   if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
   if (d->element_count() == 0) return ffi::Error::Success();
-  return error_of(state->plans.prepare(problem_of(*state, buffers), operands_of(buffers)));
+  GemmProblem problem = problem_of(*state, buffers);
+  if (own_problem(problem)) {
+    if (problem.candidate == 0) return ffi::Error::Success();
+    --problem.candidate;
+  }
+  return error_of(state->plans.prepare(problem, operands_of(buffers)));
 }
 
 ffi::Error execute(cudaStream_t stream, GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
@@ -242,7 +286,12 @@ ffi::Error execute(cudaStream_t stream, GemmState* state, ffi::AnyBuffer a, ffi:
   if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
   if (d->element_count() == 0) return ffi::Error::Success();
   if (ffi::Error error = check_addresses(buffers); error.failure()) return error;
-  return error_of(state->plans.enqueue(problem_of(*state, buffers), operands_of(buffers), stream));
+  GemmProblem problem = problem_of(*state, buffers);
+  if (const auto own = own_problem(problem)) {
+    if (problem.candidate == 0) return error_of({enqueue_own(*own, operands_of(buffers), stream)});
+    --problem.candidate;
+  }
+  return error_of(state->plans.enqueue(problem, operands_of(buffers), stream));
 }
 
 XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,

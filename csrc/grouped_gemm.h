@@ -1,5 +1,5 @@
 // A product of FP8 matrices by the tensor cores of compute capability 9.0, of our own: as one product of operands scaled by
-// tile, and of several groups of different sizes, which cuBLASLt does not make. XLA is not known here.
+// tile, and of several groups of different sizes, which cuBLASLt does not make.
 #pragma once
 
 #include <cuda.h>
@@ -10,6 +10,14 @@
 
 #include "device/grouped_gemm_tiles.cuh"
 #include "dtypes.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_fp8 {
+
+extern XLA_FFI_Handler* const grouped_gemm_handler;                  // groups of rows
+extern XLA_FFI_Handler* const grouped_gemm_weight_gradient_handler;  // groups of depth
+
+}  // namespace jax_fp8
 
 namespace jax_fp8::grouped_gemm {
 

@@ -10,6 +10,7 @@
 #include "cross_entropy.h"
 #include "cublaslt.h"
 #include "gemm.h"
+#include "grouped_gemm.h"
 #include "norm.h"
 #include "quantize.h"
 #include "room.h"
@@ -54,6 +55,9 @@ py::dict targets() {
   table["jax_fp8_norm_amax"] = py::dict("execute"_a = capsule(norm_amax_handler));
   table["jax_fp8_norm_backward"] = py::dict("execute"_a = capsule(norm_backward_handler));
   table["jax_fp8_cross_entropy"] = py::dict("execute"_a = capsule(cross_entropy_handler));
+  table["jax_fp8_grouped_gemm"] = py::dict("execute"_a = capsule(grouped_gemm_handler));
+  table["jax_fp8_grouped_gemm_weight_gradient"] =
+      py::dict("execute"_a = capsule(grouped_gemm_weight_gradient_handler));
   table["jax_fp8_gemm"] = py::dict("instantiate"_a = capsule(gemm_instantiate_handler),
                                    "initialize"_a = capsule(gemm_initialize_handler),
                                    "execute"_a = capsule(gemm_execute_handler));

@@ -34,7 +34,7 @@ from jax_fp8.kernels.extension import check_target
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, RESULT_DTYPES, scales_as_read
 from jax_fp8.kernels.varying import vary, varying_axes
 
-TARGETS = TARGET, GRADIENT_TARGET = "jax_fp8_grouped_gemm", "jax_fp8_grouped_weight_gradient"
+TARGETS = TARGET, GRADIENT_TARGET = "jax_fp8_grouped_gemm", "jax_fp8_grouped_gemm_weight_gradient"
 GROUP_ROWS = 128  # every group has a multiple of these
 SQUARE_OF_EACH = (1, *SQUARE)  # of matrices (experts, n, k)
 NO_TILES = (None, None)

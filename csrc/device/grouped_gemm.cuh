@@ -1,5 +1,5 @@
-// d = alpha a bᵀ + bias + c of FP8 matrices by the tensor cores of compute capability 9.0, scaled by one number each, or a
-// by lines of 128 elements along k and b by squares of 128 x 128.
+// d = alpha a bᵀ + bias + c of FP8 matrices by the tensor cores of compute capability 9.0, scaled by one number each, or
+// a by lines of 128 elements along k and b by squares of 128 x 128.
 //
 //     a, b ─copies→ stages in shared memory ─tensor cores→ sums of 128 products ─times their scales→ sums, float32
 //          ─alpha, bias, c→ d
@@ -11,15 +11,14 @@
 // asks for one half, which is copied to both.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+#include <type_traits>
 
 #include "../grouped_gemm.h"
 #include "async_copy.cuh"
 #include "cluster.cuh"
 #include "grouped_gemm_tiles.cuh"
+#include "vector.cuh"
 #include "warpgroup.cuh"
 
 namespace jax_fp8::grouped_gemm {
@@ -215,30 +214,19 @@ __device__ void sum_unscaled(const GemmTile& tile, Shared& shared, Turn& turn, i
 // ---- what becomes of the sums ----------------------------------------------------------------------------------------
 
 // A barrier of the threads of one warpgroup. Number 0 is of the whole block.
-__device__ inline void meet_in(int warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
+__device__ inline void meet_in(int warpgroup) { 
+  asm volatile("bar.sync %0, %1;" ::"r"(warpgroup + 1), "n"(128) : "memory");
+}
 
 // A float32 product takes a bias in bfloat16; otherwise it has the type of the result.
 template <typename D>
-using BiasType = std::conditional_t<std::is_same_v<D, float>, __nv_bfloat16, D>;
+using BiasType = std::conditional_t<std::is_same_v<D, float>, BFloat16, D>;
 
 template <typename T>
 __device__ inline float2 unpack_two(uint32_t bits) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(reinterpret_cast<const __half2&>(bits));
-  } else {
-    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(bits));
-  }
-}
-
-template <typename D>
-__device__ inline uint32_t pack_two(float2 pair) {
-  if constexpr (std::is_same_v<D, __half>) {
-    const __half2 packed = __float22half2_rn(pair);
-    return reinterpret_cast<const uint32_t&>(packed);
-  } else {
-    const __nv_bfloat162 packed = __float22bfloat162_rn(pair);
-    return reinterpret_cast<const uint32_t&>(packed);
-  }
+  float pair[2];
+  unpack(bits, pair, T{});
+  return {pair[0], pair[1]};
 }
 
 // Of a result's columns, how many make a box, and how many boxes hold those that are written together.
@@ -347,7 +335,8 @@ class Results {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // above, below, and the same to the right
-          d[i] = pack_two<D>(finished<kHasBias, kHasC>(sum + 2 * i, factor, bias[i / 2], unpack_two<D>(c[i])));
+          const float2 pair = finished<kHasBias, kHasC>(sum + 2 * i, factor, bias[i / 2], unpack_two<D>(c[i]));
+          d[i] = pack(pair.x, pair.y, D{});
         }
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(d[0]),
                      "r"(d[1]), "r"(d[2]), "r"(d[3])
@@ -399,8 +388,7 @@ __device__ void multiply_tiles(const Arguments& arguments, const GemmTiles<kGrou
 }
 
 template <Groups kGroups, Fp8Type kA, Fp8Type kB, bool kByTile, typename D>
-__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
-    kernel(const __grid_constant__ Arguments arguments) {
+__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Arguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(reinterpret_cast<uintptr_t>(bytes + 1023) & ~uintptr_t{1023});

@@ -10,8 +10,8 @@ constexpr int kTileRows = 128, kTileColumns = 256, kTileDepth = 128;
 constexpr int kBandRows = 2048;  // made together: the clusters of one wave share rows of a and of b in the L2 cache
 constexpr int kMaxGroups = 1024;
 
-// What a product has several of. kRows: matrices b, each for a group of rows of a. kDepth: products, each of a group of
-// columns of a and of b.
+// What a product has several of. kRows: matrices b, each for a group of rows of a. kDepth: products, each of a group
+// of columns of a and of b.
 enum class Groups { kNone, kRows, kDepth };
 
 struct ProductShape {

@@ -11,8 +11,6 @@ E4M3, E5M2 = FP8 = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the or
 F32, BF16, F16 = SOURCES
 
 ENTRY = """
-#include <cstdio>
-
 extern "C" int grouped_gemm(int64_t kind, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_type,
                             int64_t b_type, int64_t by_tile, int64_t d_type, double alpha, const void* a,
                             const void* b, const float* a_scale, const float* b_scale, const void* bias, const void* c,
@@ -99,7 +97,7 @@ class Product:
         assert np.max(abs(d - expected) / np.maximum(allowed, 2.0**-100)) <= 1
 
 
-# By name, as short as what they show allows. The device of the stand-in has two clusters, so a block makes several tiles.
+# As small as what they show allows. The device of the stand-in has two clusters, so a block makes several tiles.
 PRODUCTS = {
     "one tile": Product(NONE, 128, 256, 128, by_tile=True, d=BF16),
     "tails": Product(NONE, 300, 520, 400, by_tile=True, d=BF16, bias=True, c=True, alpha=0.75),
@@ -107,7 +105,7 @@ PRODUCTS = {
     "tails in float16": Product(NONE, 200, 264, 272, by_tile=True, d=F16, bias=True, c=True),
     "a bias": Product(NONE, 136, 136, 144, by_tile=True, d=BF16, bias=True),
     "a c": Product(NONE, 520, 512, 128, by_tile=True, d=BF16, c=True),
-    "groups of rows": Product(ROWS, 640, 264, 272, by_tile=False, d=BF16, sizes=[128, 0, 384, 128], bias=True),
+    "groups of rows": Product(ROWS, 640, 264, 272, by_tile=False, d=BF16, sizes=[128, 0, 128, 128], bias=True),
     "groups of rows, by tile": Product(ROWS, 896, 136, 272, by_tile=True, d=BF16, sizes=[128, 256, 0, 128]),
     "groups of rows, with c": Product(ROWS, 768, 136, 144, by_tile=False, d=F32, sizes=[128, 256], c=True),
     "groups of rows, E5M2": Product(ROWS, 512, 264, 128, by_tile=False, d=F16, sizes=[384, 0], a=E5M2),
@@ -120,3 +118,90 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name):
     PRODUCTS[name].check()
+
+
+# A product that shows it, what is wrong then, and what the harness says where not only numbers are wrong.
+KERNEL, WARPGROUP, LAUNCH = "device/grouped_gemm.cuh", "device/warpgroup.cuh", "grouped_gemm.cu"
+MISTAKES = {
+    # Stages: who waits for whom.
+    "no wait for the first stage": ("one tile", KERNEL,
+        "    wait(shared.filled[turn.stage], turn.parity);\n  }\n  for", "  }\n  for"),
+    "no wait for the next stage": ("tails", KERNEL,
+        "      } else if (step + 1 < steps) {\n        wait(shared.filled[turn.stage], turn.parity);\n", ""),
+    "no wait, one scale": ("groups of depth", KERNEL,
+        "turn.parity);\n    hold(sums);", "turn.parity ^ 1);\n    hold(sums);"),
+    "no wait for a free stage": ("tails", KERNEL, "wait(shared.emptied[turn.stage], turn.parity ^ 1);", ""),
+    "no release": ("tails", KERNEL,
+        "      if (half == kHalves - 1) release(shared, now.stage);\n", "", "deadlock.*try_wait"),
+    "a release before the products": ("tails", KERNEL, "half == kHalves - 1) release", "half == 0) release"),
+    "a release of the next stage": ("tails", KERNEL, "release(shared, now.stage)", "release(shared, turn.stage)"),
+    "a release in one block": ("tails", KERNEL,
+        "threadIdx.x % 32 < 2) arrive", "threadIdx.x % 32 < 1) arrive", "deadlock"),
+    "the parity of the copies": ("tails", KERNEL, "turn.parity ^ 1);", "turn.parity);", "deadlock"),
+    "a parity that stays": ("tails", KERNEL, "stage = 0, parity ^= 1", "stage = 0"),
+    "arrivals of one block": ("tails", KERNEL, "2 * 4 * kWarpgroups", "4 * kWarpgroups"),
+    "fewer bytes announced": ("one tile", KERNEL, "(filled, sizeof(Stage))", "(filled, sizeof(Stage) / 2)"),
+    "no end in common": ("tails", KERNEL, "arrive here\n  wait_for_cluster();\n#else", "arrive here\n#else"),
+    "no start in common": ("tails", KERNEL, "  arrive_at_cluster();\n  wait_for_cluster();\n  if", "  if"),
+    # What is copied and how it is read.
+    "half of b is not shared": ("tails", KERNEL,
+        "stage.b[block], filled, kBoth)", "stage.b[block], filled)", "deadlock"),
+    "one half of b twice": ("tails", KERNEL, "tile.column + block * kColumnsOfProduct", "tile.column"),
+    "always shared": ("groups of rows, by tile", KERNEL, "if (tile.shares_b)", "if (true)"),
+    "b of the first group": ("groups of rows", KERNEL,
+        "kColumnsOfProduct, tile.b_matrix};\n          load_box", "kColumnsOfProduct, 0};\n          load_box"),
+    "a of the first warpgroup": ("tails", KERNEL, "stages[0].a[warpgroup]", "stages[0].a[0]"),
+    "a step along k too short": ("one tile", KERNEL, "kUnits = kDepthOfProduct / 16", "kUnits = 1"),
+    "rows eight by eight too close": ("one tile", WARPGROUP, "1024 >> 4", "512 >> 4", "boxes of 128 bytes"),
+    "products do not add up": ("one tile", KERNEL, "adds || i > 0", "adds"),
+    "sums begin anew": ("groups of depth", KERNEL, "(turn.stage, half), true)", "(turn.stage, half), false)"),
+    "no fence": ("one tile", KERNEL, "      begin_products();\n", "", "wgmma without a fence"),
+    "no commit": ("one tile", KERNEL, "      commit_products();\n", "", "waited for its products"),
+    "no wait for products": ("one tile", KERNEL, "      wait_for_products<0>();\n", ""),
+    "E5M2 read as E4M3": ("groups of rows, E5M2", LAUNCH, "kE5M2, kE4M3, kByTile>", "kE4M3, kE4M3, kByTile>"),
+    # Scales.
+    "scales of the next row": ("tails", KERNEL, "% 32 / 4;\n    const int step", "% 32 / 4 + 1;\n    const int step"),
+    "scales of the row above": ("tails", KERNEL, "shape.m ? 8 : 0", "shape.m ? 0 : 0"),
+    "scales behind the last row": ("tails", KERNEL, "min(row, shape.m - 1)", "row", "argument"),
+    "a row of scales too short": ("tails", LAUNCH, ".b_scale_row = filled_up(steps)", ".b_scale_row = steps + 1"),
+    "scales of the first half": ("tails", KERNEL,
+        "scales.rows[1] * scales.halves[half]", "scales.rows[1] * scales.halves[0]"),
+    "scales of the first group": ("groups of rows, by tile", KERNEL, "tile.b_matrix * arguments.b_scale_matrix + ", ""),
+    "scales from the first step on": ("groups of depth, by tile", KERNEL,
+        "step = tile.first_depth / kTileDepth", "step = 0"),
+    "scales a step late": ("tails", KERNEL, "    ++halves_;\n", ""),
+    # What becomes of the sums.
+    "rows of no group": ("groups of rows", KERNEL, "if (!tile.has_group) clear(sums);", ""),
+    "no alpha": ("tails", KERNEL, "arguments.alpha * scale", "scale"),
+    "bias of the other half": ("tails", KERNEL, "bias_[in_tile / 2 + 4", "bias_[in_tile / 2 % 64 + 4"),
+    "bias once": ("a bias", KERNEL, "bias.x), fmaf(sum[1], factor, bias.y)}", "bias.x), sum[1] * factor}"),
+    "c is not added": ("a c", KERNEL, "if constexpr (kHasC) d = {d.x + c.x, d.y + c.y};", ""),
+    "no wait for c": ("a c", KERNEL, "        wait(c_arrived_, c_parity_);\n", ""),
+    "one parity of c": ("a c", KERNEL, "        c_parity_ ^= 1;\n", ""),
+    "c over what is stored": ("a c", KERNEL, "return;\n    wait_for_stores_to_read();", "return;"),
+    "results over what is stored": ("groups of depth", KERNEL,
+        "if (is_first_ && !arguments_.has_c) wait_for_stores_to_read();", ""),
+    "no barrier before filling": ("groups of depth", KERNEL, "to_read();\n      meet_in(warpgroup_);", "to_read();"),
+    "no barrier after filling": ("tails", KERNEL, "to_copies();\n      meet_in(warpgroup_);", "to_copies();"),
+    "stores that are not waited for": ("one tile", KERNEL,
+        "if (is_first_) wait_for_stores();", "", "ends before what it stores"),
+    "stores that are not committed": ("one tile", KERNEL,
+        "        commit_stores();\n", "", "ends before what it stores"),
+    "one barrier for both": ("a c", KERNEL, '"r"(warpgroup + 1)', '"r"(1)'),
+    "a result not swizzled": ("tails", KERNEL, "(byte ^ row % 8 * 16)", "byte"),
+    "a result in float32 not swizzled": ("tails in float32", KERNEL, "(byte ^ row % 8 * 16)", "byte"),
+    "columns of the first box": ("tails", KERNEL, "tile.column + first + box * kBoxColumns<D>", "tile.column + first"),
+    "all results in the first": ("groups of depth", KERNEL, "row, tile.d_matrix}", "row, 0}"),
+    # The launch.
+    "half of the shared memory": ("one tile", KERNEL, "sizeof(Shared) + 1024;", "sizeof(Shared) / 2;"),
+    "boxes of results too high": ("tails", LAUNCH,
+        "size, extent, kRowsOfWarpgroup);\n  if (!", "size, extent, kTileRows);\n  if (!"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", planted({name: mistake[1:] for name, mistake in MISTAKES.items()}))
+def test_a_mistake_is_noticed(mistake):
+    name, *change = MISTAKES[mistake]
+    sentence = change[3] if len(change) > 3 else None
+    with pytest.raises(EmulationError if sentence else (AssertionError, EmulationError), match=sentence):
+        PRODUCTS[name].check((tuple(change[:3]),))

@@ -133,7 +133,7 @@ MISTAKES = {
     "every row has a group": ("rows behind the last group", "has_group = group <= last", "has_group = true"),
     "no such matrix": ("rows behind the last group", "tile.has_group ? group : last", "group"),
     "a half of what is not shared": ("groups of 128 rows", "(1 - block) * kTileRows", "block * kTileRows"),
-    "a block ends before the other": ("rows behind the last group", "if (first_row >= starts", "if (tile.row >= starts"),
+    "a block ends before the other": ("groups of 128 rows", "if (first_row >= starts", "if (tile.row >= starts"),
     "steps for nothing": ("no rows in any group", "if (first_row >= starts", "if (first_row > starts"),
 }  # fmt: skip
 

@@ -15,8 +15,9 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
 
-// Counts arrivals, and bytes that are announced and then copied. Each time all have come its phase ends; who waits names
-// the phase by its parity: 0 for the first, then 1, and so on. A wait for parity 1 of a new barrier is over at once.
+// Counts arrivals, and bytes that are announced and then copied. Each time all have come its phase ends; who waits
+// names the phase by its parity: 0 for the first, then 1, and so on. A wait for parity 1 of a new barrier is over at
+// once.
 struct Barrier {
   uint64_t state;
 };

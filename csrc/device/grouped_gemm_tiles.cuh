@@ -19,8 +19,8 @@ struct ProductShape {
   int groups;  // 1 without
 };
 
-// One tile of the result: its first row and column, in which matrix of the result and of b, and which columns of a and b
-// are contracted; whether its rows are of any group, else they become zeros; whether both blocks read the same of b.
+// One tile of the result: its first row and column, in which matrix of the result and of b, and which columns of a and
+// b are contracted; whether its rows are of any group, else they become zeros; whether both blocks read the same of b.
 struct GemmTile {
   int row, column, d_matrix, b_matrix, first_depth, end_depth;
   bool has_group, shares_b;

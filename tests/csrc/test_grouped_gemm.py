@@ -121,7 +121,8 @@ def test_products(name):
 
 
 # A product that shows it, what is wrong then, and what the harness says where not only numbers are wrong.
-KERNEL, WARPGROUP, LAUNCH = "device/grouped_gemm.cuh", "device/warpgroup.cuh", "grouped_gemm.cu"
+KERNEL, RESULTS = "device/grouped_gemm.cuh", "device/grouped_gemm_results.cuh"
+SHARED, WARPGROUP, LAUNCH = "device/grouped_gemm_shared.cuh", "device/warpgroup.cuh", "grouped_gemm.cu"
 MISTAKES = {
     # Stages: who waits for whom.
     "no wait for the first stage": ("one tile", KERNEL,
@@ -173,27 +174,27 @@ MISTAKES = {
     # What becomes of the sums.
     "rows of no group": ("groups of rows", KERNEL, "if (!tile.has_group) clear(sums);", ""),
     "no alpha": ("tails", KERNEL, "arguments.alpha * scale", "scale"),
-    "bias of the other half": ("tails", KERNEL, "bias_[in_tile / 2 + 4", "bias_[in_tile / 2 % 64 + 4"),
-    "bias once": ("a bias", KERNEL, "bias.x), fmaf(sum[1], factor, bias.y)}", "bias.x), sum[1] * factor}"),
-    "c is not added": ("a c", KERNEL, "if constexpr (kHasC) d = {d.x + c.x, d.y + c.y};", ""),
-    "no wait for c": ("a c", KERNEL, "        wait(c_arrived_, c_parity_);\n", ""),
-    "one parity of c": ("a c", KERNEL, "        c_parity_ ^= 1;\n", ""),
-    "c over what is stored": ("a c", KERNEL, "return;\n    wait_for_stores_to_read();", "return;"),
-    "results over what is stored": ("groups of depth", KERNEL,
+    "bias of the other half": ("tails", RESULTS, "bias_[in_tile / 2 + 4", "bias_[in_tile / 2 % 64 + 4"),
+    "bias once": ("a bias", RESULTS, "bias.x), fmaf(sum[1], factor, bias.y)}", "bias.x), sum[1] * factor}"),
+    "c is not added": ("a c", RESULTS, "if constexpr (kHasC) d = {d.x + c.x, d.y + c.y};", ""),
+    "no wait for c": ("a c", RESULTS, "        wait(c_arrived_, c_parity_);\n", ""),
+    "one parity of c": ("a c", RESULTS, "        c_parity_ ^= 1;\n", ""),
+    "c over what is stored": ("a c", RESULTS, "return;\n    wait_for_stores_to_read();", "return;"),
+    "results over what is stored": ("groups of depth", RESULTS,
         "if (is_first_ && !arguments_.has_c) wait_for_stores_to_read();", ""),
-    "no barrier before filling": ("groups of depth", KERNEL, "to_read();\n      meet_in(warpgroup_);", "to_read();"),
-    "no barrier after filling": ("tails", KERNEL, "to_copies();\n      meet_in(warpgroup_);", "to_copies();"),
-    "stores that are not waited for": ("one tile", KERNEL,
+    "no barrier before filling": ("groups of depth", RESULTS, "to_read();\n      meet_in(warpgroup_);", "to_read();"),
+    "no barrier after filling": ("tails", RESULTS, "to_copies();\n      meet_in(warpgroup_);", "to_copies();"),
+    "stores that are not waited for": ("one tile", RESULTS,
         "if (is_first_) wait_for_stores();", "", "ends before what it stores"),
-    "stores that are not committed": ("one tile", KERNEL,
+    "stores that are not committed": ("one tile", RESULTS,
         "        commit_stores();\n", "", "ends before what it stores"),
-    "one barrier for both": ("a c", KERNEL, '"r"(warpgroup + 1)', '"r"(1)'),
-    "a result not swizzled": ("tails", KERNEL, "(byte ^ row % 8 * 16)", "byte"),
-    "a result in float32 not swizzled": ("tails in float32", KERNEL, "(byte ^ row % 8 * 16)", "byte"),
-    "columns of the first box": ("tails", KERNEL, "tile.column + first + box * kBoxColumns<D>", "tile.column + first"),
-    "all results in the first": ("groups of depth", KERNEL, "row, tile.d_matrix}", "row, 0}"),
+    "one barrier for both": ("a c", RESULTS, '"r"(warpgroup + 1)', '"r"(1)'),
+    "a result not swizzled": ("tails", RESULTS, "(byte ^ row % 8 * 16)", "byte"),
+    "a result in float32 not swizzled": ("tails in float32", RESULTS, "(byte ^ row % 8 * 16)", "byte"),
+    "columns of the first box": ("tails", RESULTS, "tile.column + first + box * kBoxColumns<D>", "tile.column + first"),
+    "all results in the first": ("groups of depth", RESULTS, "row, tile.d_matrix}", "row, 0}"),
     # The launch.
-    "half of the shared memory": ("one tile", KERNEL, "sizeof(Shared) + 1024;", "sizeof(Shared) / 2;"),
+    "half of the shared memory": ("one tile", SHARED, "sizeof(Shared) + 1024;", "sizeof(Shared) / 2;"),
     "boxes of results too high": ("tails", LAUNCH,
         "size, extent, kRowsOfWarpgroup);\n  if (!", "size, extent, kTileRows);\n  if (!"),
 }  # fmt: skip

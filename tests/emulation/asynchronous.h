@@ -139,7 +139,7 @@ void wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e5m2(Operands&&... operand
   multiply(kE4M3, kE5M2, operands...);
 }
 
-// ---- four matrices of 8 x 8 elements of 16 bits: the lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i --
+// ---- four matrices of 8 x 8 elements of 16 bits: the lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i 
 
 inline uint32_t* in_matrix(const uint64_t* rows, int matrix, Place place) {
   const uint32_t address = static_cast<uint32_t>(rows[matrix * 8 + emulation_lane() / 4]);

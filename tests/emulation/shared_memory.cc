@@ -133,7 +133,10 @@ uint32_t shared_address(const void* pointer) {
   return ~0u;
 }
 
-size_t rank_of_address(uint32_t address) { return address >> kRankShift ? (address >> kRankShift) - 1 : current_rank(); }
+size_t rank_of_address(uint32_t address) {
+  const uint32_t named = address >> kRankShift;
+  return named == 0 ? current_rank() : named - 1;
+}
 
 void* pointer_in_shared(uint32_t address, size_t rank) {
   const uint32_t in_block = address & ((1u << kRankShift) - 1), number = in_block >> kArrayShift;

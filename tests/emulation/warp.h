@@ -93,7 +93,7 @@ inline int __all_sync(unsigned mask, int predicate, Place place = Place::current
   return __ballot_sync(mask, predicate, place) == mask;
 }
 
-// ---- instructions for which CUDA has no intrinsics: clusters ---------------------------------------------------------
+// ---- instructions for which CUDA has no intrinsics: clusters --------------------------------------------------------
 
 namespace ptx {
 

@@ -89,8 +89,17 @@ std::string launch(const Problem& problem, const Operands& operands, cudaStream_
   }
   if (error == cudaSuccess) {
     const int pairs = GemmTiles<kGroups>{shape, nullptr}.pairs();
-    kernel_of<<<2 * std::min(pairs, processors / 2), kThreads, kSharedBytes, stream>>>(arguments);
-    error = cudaGetLastError();
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(2 * std::min(pairs, processors / 2));
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel_of, arguments);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
@@ -99,8 +108,8 @@ template <Groups kGroups, Fp8Type kA, Fp8Type kB, bool kByTile>
 std::string by_result(const Problem& problem, const Operands& operands, cudaStream_t stream) {
   switch (problem.d) {
     case SourceType::kFloat32: return launch<kGroups, kA, kB, kByTile, float>(problem, operands, stream);
-    case SourceType::kBFloat16: return launch<kGroups, kA, kB, kByTile, __nv_bfloat16>(problem, operands, stream);
-    default: return launch<kGroups, kA, kB, kByTile, __half>(problem, operands, stream);
+    case SourceType::kBFloat16: return launch<kGroups, kA, kB, kByTile, BFloat16>(problem, operands, stream);
+    default: return launch<kGroups, kA, kB, kByTile, Float16>(problem, operands, stream);
   }
 }
 

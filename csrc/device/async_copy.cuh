@@ -1,5 +1,5 @@
-// What moves a box of a matrix between global and shared memory while threads do other things, and how they learn that it
-// has arrived: the tensor copies of compute capability 9.0 and its barriers in shared memory.
+// What moves a box of a matrix between global and shared memory while threads do other things, and how they learn that
+// it has arrived: the tensor copies of compute capability 9.0 and its barriers in shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -15,8 +15,9 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
 
-// Counts arrivals, and bytes that are announced and then copied. Each time all have come its phase ends; who waits names
-// the phase by its parity: 0 for the first, then 1, and so on. A wait for parity 1 of a new barrier is over at once.
+// Counts arrivals, and bytes that are announced and then copied. Each time all have come its phase ends; who waits
+// names the phase by its parity: 0 for the first, then 1, and so on. A wait for parity 1 of a new barrier is over at
+// once.
 struct Barrier {
   uint64_t state;
 };
@@ -36,28 +37,29 @@ __device__ inline void arrive_and_expect(Barrier& barrier, int bytes) {
 // At the barrier of this place in a block of the cluster. What it says is that this thread has read shared memory; it
 // publishes nothing that the other block would read, which would be waiting for all of this thread's loads and stores.
 __device__ inline void arrive_in_block(Barrier& barrier, int block) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(&barrier)), "r"(block));
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+// Whether the phase has ended; the hardware waits for a while before it says no.
+__device__ inline bool is_over(Barrier& barrier, uint32_t parity) {
+  uint32_t over;
   asm volatile(
       "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(shared_address(&barrier)),
-      "r"(block)
+      ".reg .pred is_over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 is_over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, is_over;\n"
+      "}"
+      : "=r"(over)
+      : "r"(shared_address(&barrier)), "r"(parity)
       : "memory");
+  return over != 0;
 }
 
 __device__ inline void wait(Barrier& barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}" ::"r"(shared_address(&barrier)),
-      "r"(parity)
-      : "memory");
+  while (!is_over(barrier, parity)) {
+  }
 }
 
 // ---- copies --------------------------------------------------------------------------------------------------------
@@ -70,9 +72,10 @@ struct Corner {
 // Into this block; `barrier` gets the bytes. What lies outside of the matrix arrives as zeros, and counts.
 __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* shared, Barrier& barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          shared_address(shared)),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(corner.column), "r"(corner.row), "r"(corner.matrix)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      :
+      : "r"(shared_address(shared)), "l"(&map), "r"(corner.column), "r"(corner.row), "r"(corner.matrix),
+        "r"(shared_address(&barrier))
       : "memory");
 }
 
@@ -81,26 +84,32 @@ __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* sha
                                 uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(corner.column), "r"(corner.row), "r"(corner.matrix), "h"(blocks)
+      "[%1, {%2, %3, %4}], [%5], %6;"
+      :
+      : "r"(shared_address(shared)), "l"(&map), "r"(corner.column), "r"(corner.row), "r"(corner.matrix),
+        "r"(shared_address(&barrier)), "h"(blocks)
       : "memory");
 }
 
-// What threads have written to shared memory becomes visible to copies that are issued after a barrier of these threads.
+// What threads have written to shared memory becomes visible to copies that are issued after a barrier of these
+// threads.
 __device__ inline void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // What lies outside of the matrix is not written.
 __device__ inline void store_box(const CUtensorMap& map, Corner corner, const void* shared) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-               "r"(shared_address(shared)), "r"(corner.column), "r"(corner.row), "r"(corner.matrix)
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
+               :
+               : "l"(&map), "r"(corner.column), "r"(corner.row), "r"(corner.matrix), "r"(shared_address(shared))
                : "memory");
 }
 
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until the stores of this thread have read shared memory; they may still be writing.
-__device__ inline void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(0) : "memory");
+}
 
-__device__ inline void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ inline void wait_for_stores() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(0) : "memory"); }
 
 }  // namespace jax_fp8

@@ -10,8 +10,8 @@ constexpr int kTileRows = 128, kTileColumns = 256, kTileDepth = 128;
 constexpr int kBandRows = 2048;  // made together: the clusters of one wave share rows of a and of b in the L2 cache
 constexpr int kMaxGroups = 1024;
 
-// What a product has several of. kRows: matrices b, each for a group of rows of a. kDepth: products, each of a group of
-// columns of a and of b.
+// What a product has several of. kRows: matrices b, each for a group of rows of a. kDepth: products, each of a group
+// of columns of a and of b.
 enum class Groups { kNone, kRows, kDepth };
 
 struct ProductShape {
@@ -19,8 +19,8 @@ struct ProductShape {
   int groups;  // 1 without
 };
 
-// One tile of the result: its first row and column, in which matrix of the result and of b, and which columns of a and b
-// are contracted; whether its rows are of any group, else they become zeros; whether both blocks read the same of b.
+// One tile of the result: its first row and column, in which matrix of the result and of b, and which columns of a and
+// b are contracted; whether its rows are of any group, else they become zeros; whether both blocks read the same of b.
 struct GemmTile {
   int row, column, d_matrix, b_matrix, first_depth, end_depth;
   bool has_group, shares_b;

@@ -1,6 +1,6 @@
 // Products of FP8 matrices by a warpgroup, four warps that start at a multiple of four: the tensor cores of compute
-// capability 9.0 (wgmma). Both operands are read from shared memory, contiguous along k, in the order in which a copy of
-// boxes 128 bytes wide swizzles them: of a row's eight pieces of 16 bytes, piece p of row r lies at p ^ (r % 8).
+// capability 9.0 (wgmma). Both operands are read from shared memory, contiguous along k, in the order in which a copy
+// of boxes 128 bytes wide swizzles them: of a row's eight pieces of 16 bytes, piece p of row r lies at p ^ (r % 8).
 #pragma once
 
 #include <cstdint>
@@ -54,10 +54,10 @@ __device__ inline void hold(Products& products) {
       " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                               \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                               \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, adds, 1, 1;\n"       \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, adds, %67, %68;\n"   \
       "}"                                                                                                              \
       : JAX_FP8_SIXTEEN(0), JAX_FP8_SIXTEEN(16), JAX_FP8_SIXTEEN(32), JAX_FP8_SIXTEEN(48)                              \
-      : "l"(a), "l"(b), "r"(static_cast<int>(adds)))
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(1), "n"(1))
 
 // d = a bᵀ, or d += a bᵀ where `adds`, of 64 x 32 by 128 x 32 elements.
 template <Fp8Type kA, Fp8Type kB>

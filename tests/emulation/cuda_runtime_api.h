@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "asynchronous.h"
 #include "fibers.h"
 #include "instructions.h"
 #include "intrinsics.h"
@@ -20,6 +21,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
+#define __CUDA_ARCH_FEAT_SM90_ALL  // whose instructions are here
 
 // ---- vectors: as strictly aligned as CUDA's -------------------------------------------------------------------------
 
@@ -59,7 +61,12 @@ enum cudaFuncAttribute {
   cudaFuncAttributePreferredSharedMemoryCarveout,
   cudaFuncAttributeNonPortableClusterSizeAllowed,
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+};
 
 inline cudaError_t emulation_last_error = cudaSuccess;
 
@@ -116,13 +123,29 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : static_cast<int>(emulation::kMostShared);
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *value = 4; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(emulation::kMostShared); break;
+    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+  }
   return cudaSuccess;
 }
 
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
   *blocks = 2;
+  return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+enum { cudaEnableDefault };
+
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  const bool is_known = strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *found = is_known ? reinterpret_cast<void*>(cuTensorMapEncodeTiled) : nullptr;
+  *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

@@ -78,6 +78,8 @@ void wait(State state, const char* what, uint32_t mask, Place place) {
 void fiber_body() {
   kernel(closure);
   check_fetches();
+  check_stores();
+  check_products();
   states[current] = kEnded;
   _longjmp(scheduler, 1);
 }
@@ -125,6 +127,8 @@ bool open_cluster_barrier() {
 }
 
 int pick() {
+  while (end_some_copy(true)) {
+  }
   const size_t start = order > 1 ? random_number() % blocks : 0;
   do {
     for (size_t i = 0; i < blocks; ++i) {
@@ -133,7 +137,7 @@ int pick() {
       if (found < 0 && !ended[rank] && open_block_barrier(rank)) found = pick(rank);
       if (found >= 0) return found;
     }
-  } while (open_cluster_barrier());
+  } while (!failed() && (open_cluster_barrier() || end_some_copy(false)));
   return -1;
 }
 
@@ -162,6 +166,8 @@ void end_block_of(size_t fiber) {
 
 void run_cluster() {
   openings = 0;
+  forget_copies();
+  forget_products();
   for (size_t rank = 0; rank < blocks; ++rank) {
     begun[rank] = ended[rank] = false;
     poison_shared(rank);
@@ -197,6 +203,28 @@ void block_barrier(Place place) {
   wait(kAtBlockBarrier, "__syncthreads", 0, place);
   leave();
 }
+
+bool is_running(size_t rank) { return rank < blocks && begun[rank] && !ended[rank]; }
+
+void wait_until_woken(const char* what, const void* by, Place place) {
+  fibers[current].wakes = by;
+  wait(kAsleep, what, 0, place);
+  leave();
+}
+
+void wake(const void* those) {
+  for (size_t i = 0; i < blocks * block_fibers; ++i) {
+    if (states[i] == kAsleep && fibers[i].wakes == those) states[i] = kReady;
+  }
+}
+
+void leave_failed() { _longjmp(scheduler, 1); }
+
+bool copies_at_once() { return order == 0; }
+
+size_t choose(size_t count) { return order == 1 ? count - 1 : random_number() % count; }
+
+bool chance_of_one_in(unsigned count) { return order > 1 && random_number() % count == 0; }
 
 size_t current_rank() { return rank_of(current); }
 

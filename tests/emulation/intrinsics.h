@@ -83,8 +83,6 @@ inline unsigned atomicInc(unsigned* target, unsigned last) {
   return emulation_exchange(target, *target >= last ? 0 : *target + 1);
 }
 
-inline size_t __cvta_generic_to_shared(const void* address) { return reinterpret_cast<size_t>(address); }
-
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 

@@ -9,9 +9,25 @@ def rewrite(source: str, name: str) -> str:
     """The text of a .cu, .cuh or .h file for `cuda_runtime_api.h` beside this file;
     `name` is for the compiler's messages.
     """
-    for rule in (_launches, _dynamic_shared, _static_shared, _instructions):
+    for rule in (_macros, _launches, _dynamic_shared, _static_shared, _instructions):
         source = rule(source, name)
     return f'#line 1 "{name}"\n{source}'
+
+
+def _macros(source, name):
+    """Macros with parameters that end with an `#undef`: what they stand for, so that `asm` in one is found."""
+    pattern = r"#define (\w+)\((\w+)\) ((?:.*\\\n)*.*)(?=\n[\s\S]*#undef \1\b)"
+    for macro, parameter, body in reversed(re.findall(pattern, source)):
+        definition = re.search(rf"#define {macro}\((?:.*\\\n)*.*", source)[0]
+        source = re.sub(rf"#undef {macro}\b", "", source.replace(definition, "\n" * definition.count("\n")))
+        parts = re.split(r'("(?:\\.|[^"\\])*")', re.sub(r"\\\n", " ", body))  # every second one a string
+
+        def expanded(match, parts=parts, parameter=parameter):
+            replaced = [re.sub(rf"\b{parameter}\b", lambda _: match[1], part) for part in parts[::2]]
+            return "".join(sum(zip(replaced, [*parts[1::2], ""], strict=True), ()))
+
+        source = re.sub(rf"\b{macro}\(([^()]*)\)", expanded, source)
+    return source
 
 
 def _launches(source, name):
@@ -52,14 +68,23 @@ def _instructions(source, name):
         text = source[match.end() : end]
         operands = [text[m.end() : _closing(text, m.end() - 1)] for m in re.finditer(r'"[=+]?[a-z]+"\s*\(', text)]
         instruction = "".join(re.findall(r'"([^"]*)"', re.split(r':\s*(?=")', text)[0]))
-        mnemonic, _, wanted = instruction.strip().rstrip(";").partition(" ")
-        if re.findall(r"[^,\s\[\]]+", wanted) != [f"%{i}" for i in range(len(operands))]:
+        mnemonic, _, wanted = _without_predicate(instruction).rstrip(";").partition(" ")
+        wanted = wanted.removeprefix("_,")  # a result that nobody needs
+        if mnemonic and re.findall(r"[^,\s\[\]{}]+", wanted) != [f"%{i}" for i in range(len(operands))]:
             raise ValueError(f"{name}: asm must be one instruction of all its operands in order, got {instruction!r}")
         lines = "\n" * text.count("\n")
-        function = re.sub(r"\W", "_", mnemonic)
+        function = re.sub(r"\W", "_", mnemonic) or "none"
         result += [source[at : match.start()], f"ptx::{function}({', '.join(operands)}{lines})"]
         at = end + 1
     return "".join([*result, source[at:]])
+
+
+def _without_predicate(instruction):
+    """One instruction: a predicate that is made of an operand, or becomes one, is that operand."""
+    instruction = instruction.replace("\\n", " ").strip()
+    made, becomes = r"(?:setp\.ne\.b32 \1, (%\d+), 0; +)?", r"(?:selp\.u32 (%\d+), 1, 0, \1; +)?"
+    match = re.fullmatch(rf"{{ +\.reg \.pred (\w+); +{made}([^;]*;) +{becomes}}}", instruction)
+    return instruction if match is None else re.sub(rf"\b{match[1]}\b", match[2] or match[4] or match[1], match[3])
 
 
 def _closing(text, start):

@@ -11,7 +11,7 @@ namespace emulation {
 
 constexpr size_t kMostFibers = 8192;
 
-enum State : unsigned char { kReady, kAtBlockBarrier, kAtClusterBarrier, kInWarp, kEnded, kAbsent };
+enum State : unsigned char { kReady, kAtBlockBarrier, kAtClusterBarrier, kInWarp, kAsleep, kEnded, kAbsent };
 
 struct Fiber {
   bool started;
@@ -21,6 +21,7 @@ struct Fiber {
   Place place;
   uint32_t mask;           // the lanes that take part
   uint64_t given;          // to the other lanes
+  const void* wakes;       // who wakes it
   int arrivals, waits;     // at the cluster's barrier
   uint64_t lanes[kLanes];  // what every lane gave
 };
@@ -41,6 +42,23 @@ bool stand_together(size_t a, size_t b);
 // That this thread has waited for all that it fetches; before a launch, nothing is on its way.
 void check_fetches();
 void forget_fetches();
+
+bool is_running(size_t rank);
+
+// Leaves this thread until another, or a copy, wakes all that wait for the same.
+void wait_until_woken(const char* what, const void* by, Place place);
+void wake(const void* those);
+[[noreturn]] void leave_failed();
+
+// Copies of boxes and products, in files of their own.
+bool copies_at_once();
+size_t choose(size_t count);
+bool chance_of_one_in(unsigned count);
+bool end_some_copy(bool only_at_random);
+void check_stores();
+void forget_copies();
+void check_products();
+void forget_products();
 
 // ---- failing --------------------------------------------------------------------------------------------------------
 

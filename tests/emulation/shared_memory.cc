@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "asynchronous.h"
 #include "scheduler.h"
 
 namespace emulation {
@@ -100,6 +101,61 @@ void* find_shared(const void* address, size_t rank, size_t other) {
     if (at >= 0 && static_cast<size_t>(at) < array.array) found = array.copy(other) + array.before + at;
   });
   return found;
+}
+
+namespace {
+
+constexpr uint32_t kRankShift = 24, kArrayShift = 18;
+static_assert(kDynamicBytes == size_t{1} << kArrayShift);  // what a descriptor of wgmma can name
+
+// Where the address 0 of an array would be: of dynamic shared memory, which comes first, or of a static array.
+unsigned char* origin(size_t number, size_t rank) {
+  if (number == 0) return dynamic_begin + rank * kDynamicStride;
+  unsigned char* copy = static_arrays[number - 1].copy(rank);
+  return copy - reinterpret_cast<uintptr_t>(copy) % 1024;
+}
+
+SharedArray array_of(size_t number) { return number == 0 ? dynamic_array() : static_arrays[number - 1]; }
+
+bool holds(const SharedArray& array, size_t rank, const unsigned char* pointer) {
+  const unsigned char* begin = array.copy(rank) + array.before;
+  return pointer >= begin && pointer < begin + array.array;
+}
+
+}  // namespace
+
+uint32_t shared_address(const void* pointer) {
+  const size_t rank = current_rank();
+  const auto* wanted = static_cast<const unsigned char*>(pointer);
+  for (size_t i = 0; i <= static_arrays.size(); ++i) {
+    if (holds(array_of(i), rank, wanted)) return static_cast<uint32_t>((i << kArrayShift) + (wanted - origin(i, rank)));
+  }
+  return ~0u;
+}
+
+size_t rank_of_address(uint32_t address) {
+  const uint32_t named = address >> kRankShift;
+  return named == 0 ? current_rank() : named - 1;
+}
+
+void* pointer_in_shared(uint32_t address, size_t rank) {
+  const uint32_t in_block = address & ((1u << kRankShift) - 1), number = in_block >> kArrayShift;
+  if (number > static_arrays.size()) return nullptr;
+  unsigned char* pointer = origin(number, rank) + (in_block & ((1u << kArrayShift) - 1));
+  return holds(array_of(number), rank, pointer) ? pointer : nullptr;
+}
+
+void* in_shared(uint32_t address, Place place) {
+  void* found = pointer_in_shared(address, current_rank());
+  if (found == nullptr) {
+    fail("%s:%u: the address 0x%08X, which is not in shared memory", place.file_name(), place.line(), address);
+  }
+  return found;
+}
+
+uint32_t address_in_block(uint32_t address, size_t rank, Place place) {
+  in_block(in_shared(address, place), rank, place);
+  return static_cast<uint32_t>(rank + 1) << kRankShift | (address & ((1u << kRankShift) - 1));
 }
 
 void* dynamic_shared() {

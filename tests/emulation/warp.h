@@ -93,7 +93,7 @@ inline int __all_sync(unsigned mask, int predicate, Place place = Place::current
   return __ballot_sync(mask, predicate, place) == mask;
 }
 
-// ---- instructions for which CUDA has no intrinsics: clusters, and copies to shared memory ---------------------------
+// ---- instructions for which CUDA has no intrinsics: clusters --------------------------------------------------------
 
 namespace ptx {
 
@@ -104,11 +104,5 @@ inline void barrier_cluster_wait_acquire(Place place = Place::current()) { emula
 inline void mapa_u64(uint64_t& d, uint64_t address, unsigned rank, Place place = Place::current()) {
   d = reinterpret_cast<uint64_t>(emulation::in_block(reinterpret_cast<void*>(address), rank, place));
 }
-
-inline void cp_async_cg_shared_global(size_t target, const void* source, size_t count) {
-  emulation::begin_fetch(reinterpret_cast<void*>(target), source, count);
-}
-
-inline void cp_async_wait_all() { emulation::end_fetches(); }
 
 }  // namespace ptx

@@ -1,0 +1,162 @@
+// What goes on while threads do other things, in compute capability 9.0: copies of boxes, products of a warpgroup, and
+// the barriers at which threads learn of them.
+#pragma once
+
+#include <tuple>
+
+#include "cuda.h"
+#include "fibers.h"
+#include "instructions.h"
+#include "warp.h"
+
+namespace emulation {
+
+// An address in shared memory of 32 bits: of this block, or of the block of a cluster that its highest bits name.
+uint32_t shared_address(const void* pointer);
+void* in_shared(uint32_t address, Place place);
+uint32_t address_in_block(uint32_t address, size_t rank, Place place);
+
+void begin_barrier(uint32_t barrier, int arrivals, Place place);
+void arrive(uint32_t barrier, int64_t bytes, Place place);
+// False now and then although it has waited, as the hardware may.
+bool wait_for_phase(uint32_t barrier, uint32_t parity, Place place);
+
+// Threads of this block: those of a warp come together.
+void numbered_barrier(int number, int threads, Place place);
+
+struct Box {
+  const CUtensorMap* map;
+  int corner[3];
+  uint32_t shared;
+};
+void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place);
+void store_box(const Box& box, Place place);
+void commit_stores();
+void wait_for_stores(int left, Place place);
+
+// 64 x 128 sums of 32 products; d is of this thread, the rest of the warpgroup.
+struct Multiplication {
+  float* d;
+  uint64_t a, b;
+  bool adds;
+  Format a_format, b_format;
+};
+void begin_products();
+void multiply(const Multiplication& multiplication, Place place);
+void commit_products();
+void wait_for_products(int left, Place place);
+
+template <typename... Operands>
+void multiply(Format a_format, Format b_format, Operands&... operands) {
+  const auto all = std::tie(operands...);
+  static_assert(sizeof...(operands) == 64 + 5);
+  float& first = std::get<0>(all);
+  if (&std::get<63>(all) != &first + 63) fail("the sums of wgmma must be one array");
+  if (std::get<67>(all) != 1 || std::get<68>(all) != 1) fail("wgmma with a sign is not known here");
+  multiply({&first, std::get<64>(all), std::get<65>(all), std::get<66>(all) != 0, a_format, b_format},
+           Place::current());
+}
+
+}  // namespace emulation
+
+inline size_t __cvta_generic_to_shared(const void* pointer) { return emulation::shared_address(pointer); }
+inline void* __cvta_shared_to_generic(size_t address, Place place = Place::current()) {
+  return emulation::in_shared(static_cast<uint32_t>(address), place);
+}
+
+namespace ptx {
+
+inline void cp_async_cg_shared_global(size_t target, const void* source, size_t count,
+                                      Place place = Place::current()) {
+  begin_fetch(in_shared(static_cast<uint32_t>(target), place), source, count);
+}
+inline void cp_async_wait_all() { end_fetches(); }
+
+// ---- barriers -------------------------------------------------------------------------------------------------------
+
+inline void mbarrier_init_shared__cta_b64(uint32_t barrier, int arrivals, Place place = Place::current()) {
+  begin_barrier(barrier, arrivals, place);
+}
+inline void mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t barrier, int bytes, Place place = Place::current()) {
+  arrive(barrier, bytes, place);
+}
+inline void mbarrier_arrive_shared__cluster_b64(uint32_t barrier, Place place = Place::current()) {
+  arrive(barrier, 0, place);
+}
+inline void mbarrier_try_wait_parity_shared__cta_b64(uint32_t& over, uint32_t barrier, uint32_t parity,
+                                                     Place place = Place::current()) {
+  over = wait_for_phase(barrier, parity, place);
+}
+inline void mapa_shared__cluster_u32(uint32_t& d, uint32_t address, int rank, Place place = Place::current()) {
+  d = address_in_block(address, rank, place);
+}
+inline void bar_sync(int number, int threads, Place place = Place::current()) {
+  numbered_barrier(number, threads, place);
+}
+
+// All is seen at once here.
+inline void fence_mbarrier_init_release_cluster() {}
+inline void fence_proxy_async_shared__cta() {}
+inline void setmaxnreg_dec_sync_aligned_u32(int) {}
+inline void setmaxnreg_inc_sync_aligned_u32(int) {}
+
+// ---- copies ---------------------------------------------------------------------------------------------------------
+
+inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes(
+    uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t barrier, Place place = Place::current()) {
+  load_box({map, {x, y, z}, shared}, barrier, 0, place);
+}
+inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster(
+    uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t barrier, uint16_t blocks,
+    Place place = Place::current()) {
+  load_box({map, {x, y, z}, shared}, barrier, blocks, place);
+}
+inline void cp_async_bulk_tensor_3d_global_shared__cta_bulk_group(const CUtensorMap* map, int x, int y, int z,
+                                                                  uint32_t shared, Place place = Place::current()) {
+  store_box({map, {x, y, z}, shared}, place);
+}
+inline void cp_async_bulk_commit_group() { commit_stores(); }
+inline void cp_async_bulk_wait_group_read(int left, Place place = Place::current()) { wait_for_stores(left, place); }
+inline void cp_async_bulk_wait_group(int left, Place place = Place::current()) { wait_for_stores(left, place); }
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+inline void none(float&) {}  // an asm without an instruction
+inline void wgmma_fence_sync_aligned() { begin_products(); }
+inline void wgmma_commit_group_sync_aligned() { commit_products(); }
+inline void wgmma_wait_group_sync_aligned(int left, Place place = Place::current()) { wait_for_products(left, place); }
+
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e4m3(Operands&&... operands) {
+  multiply(kE4M3, kE4M3, operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n128k32_f32_e5m2_e4m3(Operands&&... operands) {
+  multiply(kE5M2, kE4M3, operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n128k32_f32_e4m3_e5m2(Operands&&... operands) {
+  multiply(kE4M3, kE5M2, operands...);
+}
+
+// ---- four matrices of 8 x 8 elements of 16 bits: the lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i 
+
+inline uint32_t* in_matrix(const uint64_t* rows, int matrix, Place place) {
+  const uint32_t address = static_cast<uint32_t>(rows[matrix * 8 + emulation_lane() / 4]);
+  if (address % 16 != 0) fail("%s:%u: a row at %u", place.file_name(), place.line(), address);
+  return static_cast<uint32_t*>(in_shared(address, place)) + emulation_lane() % 4;
+}
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                                     uint32_t row, Place place = Place::current()) {
+  const uint64_t* rows = warp_exchange("ldmatrix", 0xFFFFFFFFu, row, place);
+  uint32_t* const results[] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; ++i) *results[i] = *in_matrix(rows, i, place);
+}
+inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                                                     Place place = Place::current()) {
+  const uint64_t* rows = warp_exchange("stmatrix", 0xFFFFFFFFu, row, place);
+  const uint32_t given[] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) *in_matrix(rows, i, place) = given[i];
+}
+
+}  // namespace ptx

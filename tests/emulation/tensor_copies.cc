@@ -1,0 +1,188 @@
+// Copies of boxes between global and shared memory, and barriers that count arrivals and bytes.
+//
+// A copy is made at once, or as late as can be, or at random, as the order of threads is: who does not wait for it, or
+// overwrites what it reads, is found by one of these. Where a copy goes to is poison until it is made.
+#include <algorithm>
+#include <vector>
+
+#include "asynchronous.h"
+#include "scheduler.h"
+#include "shared_memory.h"
+
+namespace emulation {
+namespace {
+
+// What the eight bytes of a barrier in shared memory are here.
+struct PhaseBarrier {
+  static constexpr uint8_t kBegun = 0xB7;
+  int32_t bytes;  // that were announced and have not come
+  uint8_t begun, phase, expected, pending;
+};
+static_assert(sizeof(PhaseBarrier) == 8);
+
+struct Copy {
+  CUtensorMap map;
+  Box box;
+  uint32_t barrier;
+  int fiber;
+  size_t rank;      // to, or from
+  int64_t of_group;  // a store: of its thread; -1 not committed yet. A load: -2
+  Place place;
+};
+constexpr int64_t kNoGroup = -1, kLoad = -2;
+
+std::vector<Copy> copies;
+int64_t groups[kMostFibers];  // of stores that were committed
+
+// A copy that the scheduler makes is of no thread, which `fail` would name.
+void tell_at(const Place& place, const char* sentence) {
+  if (!failed()) tell("%s:%u: %s", place.file_name(), place.line(), sentence);
+}
+
+PhaseBarrier* barrier_at(uint32_t address, size_t rank, const Place& place) {
+  auto* found = static_cast<PhaseBarrier*>(pointer_in_shared(address, rank));
+  const bool good = found != nullptr && address % 8 == 0 && found->begun == PhaseBarrier::kBegun;
+  if (good) return found;
+  tell_at(place, "a barrier that was not begun");
+  return nullptr;
+}
+
+void end_phase_when_complete(PhaseBarrier& barrier) {
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  barrier.phase ^= 1;
+  barrier.pending = barrier.expected;
+  wake(&barrier);
+}
+
+// Calls function(in global memory, in shared memory, bytes) for every 16 bytes of a box; null outside of the matrix.
+template <typename Function>
+void for_pieces(const Copy& copy, Function function) {
+  const CUtensorMap& map = copy.map;
+  const uint64_t row_bytes = map.box[0] * map.bytes;
+  for (uint64_t row = 0; row < map.box[1]; ++row) {
+    for (uint64_t byte = 0; byte < row_bytes; byte += 16) {
+      uint32_t address = static_cast<uint32_t>(copy.box.shared + row * row_bytes + byte);
+      if (map.is_swizzled) address ^= (address >> 7 & 7) << 4;
+      const int64_t at[] = {copy.box.corner[0] + static_cast<int64_t>(byte / map.bytes),
+                            copy.box.corner[1] + static_cast<int64_t>(row), copy.box.corner[2]};
+      bool inside = true;
+      int64_t offset = 0;
+      for (int i = 0; i < 3; ++i) {
+        inside &= at[i] >= 0 && at[i] < static_cast<int64_t>(map.dims[i]);
+        offset += at[i] * static_cast<int64_t>(map.strides[i]);
+      }
+      const uint64_t left = inside ? (map.dims[0] - at[0]) * map.bytes : 0;
+      function(map.data + offset, pointer_in_shared(address, copy.rank), std::min<uint64_t>(left, 16));
+    }
+  }
+}
+
+bool is_load(const Copy& copy) { return copy.of_group == kLoad; }
+
+void make(const Copy& copy) {
+  if (failed()) return;
+  if (is_load(copy) && !is_running(copy.rank)) {
+    return tell_at(copy.place, "a copy arrives in a block that has ended");
+  }
+  for_pieces(copy, [&](char* global, void* shared, uint64_t bytes) {
+    if (is_load(copy)) {
+      memset(shared, 0, 16);
+      memcpy(shared, global, bytes);
+    } else {
+      memcpy(global, shared, bytes);
+    }
+  });
+  if (!is_load(copy)) return;
+  PhaseBarrier* barrier = barrier_at(copy.barrier, copy.rank, copy.place);
+  if (barrier == nullptr) return;
+  barrier->bytes -= static_cast<int32_t>(copy.map.box[0] * copy.map.bytes * copy.map.box[1]);
+  end_phase_when_complete(*barrier);
+}
+
+void make_at(size_t number) {
+  const Copy copy = copies[number];
+  copies.erase(copies.begin() + static_cast<ptrdiff_t>(number));
+  make(copy);
+}
+
+void begin_copy(const Box& box, uint32_t barrier, size_t rank, int64_t of_group, Place place) {
+  const Copy copy = {*box.map, box, barrier, current, rank, of_group, place};
+  if (box.shared % 128 != 0) fail("%s:%u: a box at %u of shared memory", place.file_name(), place.line(), box.shared);
+  for_pieces(copy, [&](char*, void* shared, uint64_t) {
+    if (shared == nullptr) fail("%s:%u: a box outside of shared memory", place.file_name(), place.line());
+    if (of_group == kLoad) memset(shared, poison, 16);
+  });
+  if (copies_at_once()) return make(copy);
+  copies.push_back(copy);
+}
+
+}  // namespace
+
+void begin_barrier(uint32_t address, int arrivals, Place place) {
+  auto* barrier = static_cast<PhaseBarrier*>(in_shared(address, place));
+  *barrier = {0, PhaseBarrier::kBegun, 0, static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals)};
+}
+
+void arrive(uint32_t address, int64_t bytes, Place place) {
+  const size_t rank = rank_of_address(address);
+  if (!is_running(rank)) fail("%s:%u: an arrival in a block that has ended", place.file_name(), place.line());
+  PhaseBarrier* barrier = barrier_at(address, rank, place);
+  if (barrier == nullptr) return leave_failed();
+  if (barrier->pending == 0) fail("%s:%u: an arrival that nobody expects", place.file_name(), place.line());
+  barrier->bytes += static_cast<int32_t>(bytes);
+  --barrier->pending;
+  end_phase_when_complete(*barrier);
+}
+
+bool wait_for_phase(uint32_t address, uint32_t parity, Place place) {
+  PhaseBarrier* barrier = barrier_at(address, current_rank(), place);
+  if (barrier == nullptr) leave_failed();
+  if (barrier->phase != parity) return true;
+  wait_until_woken("mbarrier.try_wait", barrier, place);
+  return false;
+}
+
+void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place) {
+  if (blocks == 0) return begin_copy(box, barrier, current_rank(), kLoad, place);
+  for (size_t rank = 0; blocks >> rank != 0; ++rank) {
+    if (!(blocks >> rank & 1)) continue;
+    address_in_block(box.shared, rank, place);  // it must run
+    begin_copy(box, barrier, rank, kLoad, place);
+  }
+}
+
+void store_box(const Box& box, Place place) { begin_copy(box, 0, current_rank(), kNoGroup, place); }
+
+void commit_stores() {
+  for (Copy& copy : copies) {
+    if (copy.fiber == current && copy.of_group == kNoGroup) copy.of_group = groups[current];
+  }
+  ++groups[current];
+}
+
+void wait_for_stores(int left, Place) {
+  for (size_t i = 0; i < copies.size();) {
+    const Copy& copy = copies[i];
+    const bool waits = copy.fiber == current && copy.of_group >= 0 && copy.of_group < groups[current] - left;
+    waits ? make_at(i) : static_cast<void>(++i);
+  }
+}
+
+bool end_some_copy(bool only_at_random) {
+  if (copies.empty() || (only_at_random && !chance_of_one_in(8))) return false;
+  make_at(choose(copies.size()));
+  return true;
+}
+
+void check_stores() {
+  for (const Copy& copy : copies) {
+    if (copy.fiber == current && !is_load(copy)) fail("a thread ends before what it stores has been read");
+  }
+}
+
+void forget_copies() {
+  copies.clear();
+  std::fill(groups, groups + kMostFibers, 0);
+}
+
+}  // namespace emulation

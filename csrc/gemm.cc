@@ -1,13 +1,12 @@
 #include "gemm.h"
 
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string_view>
 
 #include "ffi.h"
+#include "gemm_by_tile.h"
 #include "gemm_plan.h"
-#include "grouped_gemm.h"
 
 namespace jax_fp8 {
 namespace {
@@ -172,43 +171,6 @@ GemmOperands operands_of(const GemmBuffers& buffers) {
       .d = buffers.d.untyped_data(),
       .workspace = buffers.workspace.untyped_data(),
   };
-}
-
-// By tile there is a kernel of our own, faster than cuBLASLt's where it has work for all multiprocessors. It comes first
-// among the candidates then, and cuBLASLt's after it.
-std::optional<grouped_gemm::Problem> own_problem(const GemmProblem& problem) {
-  constexpr int64_t kLeastTiles = 120;  // of 128 x 256; an H200 has 132 multiprocessors
-  const bool is_its_kind = problem.a_scaling == cublaslt::kScalesOfLines &&
-                           problem.b_scaling == cublaslt::kScalesOfSquares && problem.a_type == CUDA_R_8F_E4M3 &&
-                           problem.b_type == CUDA_R_8F_E4M3;
-  const bool is_large = tiles_of(problem.m) * tiles_of(problem.n) >= 2 * kLeastTiles;
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  const bool fits = problem.m <= kMost && problem.n <= kMost && problem.k <= kMost;
-  if (!is_its_kind || !is_large || !fits || !grouped_gemm::is_available()) return std::nullopt;
-  return grouped_gemm::Problem{
-      .kind = Groups::kNone,
-      .shape = {static_cast<int>(problem.m), static_cast<int>(problem.n), static_cast<int>(problem.k), 1},
-      .a = Fp8Type::kE4M3,
-      .b = Fp8Type::kE4M3,
-      .by_tile = true,
-      .d = problem.d_type == CUDA_R_32F   ? SourceType::kFloat32
-           : problem.d_type == CUDA_R_16F ? SourceType::kFloat16
-                                          : SourceType::kBFloat16,
-      .alpha = problem.alpha,
-  };
-}
-
-std::string enqueue_own(const grouped_gemm::Problem& problem, const GemmOperands& operands, cudaStream_t stream) {
-  return grouped_gemm::enqueue(problem,
-                               {.a = operands.a,
-                                .b = operands.b,
-                                .a_scale = static_cast<const float*>(operands.a_scale),
-                                .b_scale = static_cast<const float*>(operands.b_scale),
-                                .bias = operands.bias,
-                                .c = operands.c,
-                                .starts = nullptr,
-                                .d = operands.d},
-                               stream);
 }
 
 // By kOutOfRange, and not by the sentence, jax_fp8/tools/gemm_bench.py knows a rank that is off the list.

@@ -1,5 +1,5 @@
-// A product of FP8 matrices by the tensor cores of compute capability 9.0, of our own: as one product of operands scaled by
-// tile, and of several groups of different sizes, which cuBLASLt does not make.
+// A product of FP8 matrices by the tensor cores of compute capability 9.0, of our own: as one product of operands scaled
+// by tile, and of several groups of different sizes, which cuBLASLt does not make.
 #pragma once
 
 #include <cuda.h>
@@ -21,10 +21,10 @@ extern XLA_FFI_Handler* const grouped_gemm_weight_gradient_handler;  // groups o
 
 namespace jax_fp8::grouped_gemm {
 
-// Row-major. Without groups d[m, n] = alpha a[m, k] · b[n, k]ᵀ + bias[n] + c[m, n]. With groups of rows, those of group g
-// are multiplied by the g-th of the matrices b[groups, n, k], and rows of no group become zeros, but for bias and c. With
-// groups of depth, d[groups, m, n] is the products a[m, from s to t] · b[n, from s to t]ᵀ, where s and t are the starts of
-// a group and of the next.
+// Row-major. Without groups d[m, n] = alpha a[m, k] · b[n, k]ᵀ + bias[n] + c[m, n]. With groups of rows, those of group
+// g are multiplied by the g-th of the matrices b[groups, n, k], and rows of no group become zeros, but for bias and c.
+// With groups of depth, d[groups, m, n] is the products a[m, from s to t] · b[n, from s to t]ᵀ, where s and t are the
+// starts of a group and of the next.
 struct Problem {
   Groups kind;
   ProductShape shape;
@@ -34,8 +34,8 @@ struct Problem {
   float alpha;
 };
 
-// Scales by tile are f32[ceil(k / 128), rows of a filled up] and f32[of each matrix b: ceil(n / 128), ceil(k / 128) filled
-// up], to multiples of four. Null: no bias, no c, no groups.
+// Scales by tile are f32[ceil(k / 128), rows of a filled up] and f32[of each matrix b: ceil(n / 128), ceil(k / 128)
+// filled up], to multiples of four. Null: no bias, no c, no groups.
 struct Operands {
   const void *a, *b;
   const float *a_scale, *b_scale;

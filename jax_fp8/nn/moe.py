@@ -54,7 +54,7 @@ class LayerNormMoE(Fp8Module):
       down_init: initializer of the kernels of `down`; None is `kernel_init`.
       residual: return `x + ...`, added before the one rounding.
       recompute: sort and quantize again in the backward, instead of keeping the rows of all experts in FP8.
-      dropout_rate: how much of the experts' sum is dropped, by the random stream "dropout", before the residual is added.
+      dropout_rate: how much of the experts' sum is dropped, by the random stream "dropout", before the residual comes.
       deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
     """
 

@@ -55,8 +55,8 @@ __global__ void kernel(CUtensorMap x, CUtensorMap y, uint8_t* raw, int column, i
     wait_for_stores();
   }}
 }}"""
-COPIES_ENTRY = """extern "C" int run(const float* x, float* y, uint8_t* raw, int64_t columns, int64_t rows, int64_t column,
-                                   int64_t row) {
+COPIES_ENTRY = """
+extern "C" int run(const float* x, float* y, uint8_t* raw, int64_t columns, int64_t rows, int64_t column, int64_t row) {
   for (int64_t i = 0; i < columns * rows; ++i) y[i] = -1;
   const auto map = [&](const void* data) {
     return map_of(data, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, columns, rows, 16);

@@ -111,8 +111,8 @@ static_assert(kDynamicBytes == size_t{1} << kArrayShift);  // what a descriptor 
 // Where the address 0 of an array would be: of dynamic shared memory, which comes first, or of a static array.
 unsigned char* origin(size_t number, size_t rank) {
   if (number == 0) return dynamic_begin + rank * kDynamicStride;
-  unsigned char* copy = static_arrays[number - 1].copy(rank);
-  return copy - reinterpret_cast<uintptr_t>(copy) % 1024;
+  const SharedArray& array = static_arrays[number - 1];
+  return array.copy(rank) - reinterpret_cast<uintptr_t>(array.begin) % 1024;  // for every block the same offset
 }
 
 SharedArray array_of(size_t number) { return number == 0 ? dynamic_array() : static_arrays[number - 1]; }

@@ -1,5 +1,5 @@
-// By tile there is a kernel of our own, faster than cuBLASLt's where it has work for all multiprocessors. It comes first
-// among the candidates of such a product, and cuBLASLt's after it.
+// By tile there is a kernel of our own, faster than cuBLASLt's where it has work for all multiprocessors. It comes
+// first among the candidates of such a product, and cuBLASLt's after it.
 #pragma once
 
 #include <cuda_runtime_api.h>

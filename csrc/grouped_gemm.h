@@ -1,5 +1,5 @@
-// A product of FP8 matrices by the tensor cores of compute capability 9.0, of our own: as one product of operands scaled
-// by tile, and of several groups of different sizes, which cuBLASLt does not make.
+// A product of FP8 matrices by the tensor cores of compute capability 9.0, of our own: as one product of operands
+// scaled by tile, and of several groups of different sizes, which cuBLASLt does not make.
 #pragma once
 
 #include <cuda.h>

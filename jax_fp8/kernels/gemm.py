@@ -13,7 +13,9 @@ each other, f32[ceil(k / 128), m], and those of squares with neighbouring tiles 
 both with a last dim that is a multiple of four. It has no algorithm for some numbers of rows in lines, 18 for one, so
 these are filled up with zeros to a multiple of 16, which a training step never needs.
 
-Which of cuBLASLt's algorithms runs is told by `kernels/tuned_gemms.py`.
+Large products of LINES by SQUARES, in E4M3, run on a kernel of our own on a GPU of compute capability 9.0
+(csrc/grouped_gemm.cu): the first of their candidates, before cuBLASLt's. Which candidate runs is told by
+`kernels/tuned_gemms.py`.
 """
 
 from functools import partial

@@ -1,8 +1,9 @@
 """Which of cuBLASLt's algorithms a GEMM takes: its heuristic's first choice, or a better one that was measured.
 
 For every product cuBLASLt offers up to 16 algorithms, the candidates, in the order of the time that it expects: always
-the same order for one of its versions and one kind of GPU. So a candidate is told by its rank, and a GEMM asks its
-context for the rank of the product that it is about to compute:
+the same order for one of its versions and one kind of GPU. Where a kernel of our own multiplies, it comes before
+these. So a candidate is told by its rank, and a GEMM asks its context for the rank of the product that it is about to
+compute:
 
     with using_ranks(Ranks({GemmProblem(...): 3})):
         ...  # what is traced here

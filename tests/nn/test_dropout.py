@@ -17,6 +17,7 @@ LAYERS = {
     "cross": (fp8.CrossAttention, (4,), {"norm": "rmsnorm", "residual": True}, (X, CONTEXT)),
     "mlp": (fp8.LayerNormMLP, (128,), {"residual": True}, (X,)),
     "mlp alone": (fp8.LayerNormMLP, (128,), {}, (X,)),
+    "experts": (fp8.LayerNormMoE, (128, 4), {"residual": True}, (X,)),
 }
 
 

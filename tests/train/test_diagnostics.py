@@ -84,13 +84,7 @@ def tensor(rows, layer, name) -> dict:
 
 @pytest.mark.parametrize(
     ("recipe", "microbatches"),
-    [
-        ("delayed", 1),
-        pytest.param("delayed", 2, marks=pytest.mark.versions),
-        ("current", 2),
-        ("block", 2),
-        ("bf16", 1),
-    ],
+    [("delayed", 1), pytest.param("delayed", 2, marks=pytest.mark.versions), ("current", 2), ("block", 2), ("bf16", 1)],
 )
 def test_a_diagnosed_step_is_the_same_step(recipe, microbatches):
     step, batch = step_of(recipe, microbatches), batch_of()

@@ -25,7 +25,7 @@ def diagnosed(recipe: str, schedule: str | None = None, sequence: bool = False, 
     options |= {"warm_start": False}  # a program of its own
     step = fp8.make_train_step(fp8.next_token_loss(model), tx, RECIPES[recipe], MICROBATCHES, **options)
     batch = hybrid.tokens()
-    variables = hybrid.with_scales(model.init(jax.random.key(0), batch[:, :-1]))
+    variables = hybrid.with_scales(jax.jit(model.init)(jax.random.key(0), batch[:, :-1]))
     state = step.place(fp8.TrainState.create(variables=variables, tx=tx), batch)
     for _ in range(2):
         state, metrics = step(state, batch, diagnose=True, skip_above=math.inf)

@@ -90,7 +90,7 @@ def test_padding_is_nobodys():
 def losses_of_steps(batch, microbatches=1, **options):
     """Of three steps in FP8."""
     model, tx = fp8.GPT(fp8.GPTConfig(**SHAPE), recipe=fp8.DelayedScaling(amax_history_len=4)), fp8.fused_adamw(3e-3)
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, microbatches, warm_start=False, **options)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, microbatches, **options)
     state, found = step.init_state(model.init, jax.random.key(1), batch["tokens"][:, :-1]), []
     for _ in range(3):
         state, metrics = step(state, batch)

@@ -169,7 +169,7 @@ def after_microbatches(recipe, how):
     tx = optax.sgd(0.5)
     # A copy for itself: the step donates its state.
     state = fp8.TrainState.create(variables=jax.tree.map(jnp.copy, variables_of(recipe)), tx=tx)
-    step = fp8.make_train_step(loss_of(recipe, how), tx, recipe, microbatches=2, warm_start=False)
+    step = fp8.make_train_step(loss_of(recipe, how), tx, recipe, microbatches=2)
     return step(state, jnp.concatenate([X[0], 3 * X[1]]))[0]
 
 
@@ -236,7 +236,7 @@ def test_flax_vmap_trains_like_layers_written_out(axes, recipe, microbatches):
 
     def step(loss, variables, batch):
         state = fp8.TrainState.create(variables=variables, tx=tx)
-        train = fp8.make_train_step(loss, tx, recipe, microbatches=microbatches, warm_start=False)
+        train = fp8.make_train_step(loss, tx, recipe, microbatches, warm_start=microbatches > 1)  # once with, once not
         return train(state, batch)
 
     def of_mapped(variables, batch):

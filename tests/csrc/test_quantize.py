@@ -159,14 +159,13 @@ def test_a_wrong_matrix_is_noticed():
 # What is wrong then, and the mistake that the harness names; None where only the numbers are wrong.
 CAST, TILE, FP8 = "device/quantize_tile.cuh", "device/tile.cuh", "device/fp8.cuh"
 APPROXIMATE = 'float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(scale)); return y;'
-LAST = "if (column < wanted) {"
 MISTAKES = {
     "no barrier": ((CAST, "  __syncthreads();\n\n#pragma", "#pragma"), "order of threads"),
     "the swizzle is written only": ((TILE, " ^ (group >> kWithin)]", "]"), "order of threads"),
     "bytes of a patch in another order": ((FP8, "low23, 0x7632", "low23, 0x6732"), None),
     "one row too many": ((CAST, "if (row < rows && col", "if (row <= rows && col"), "argument 0: byte"),
-    "one column too many": ((TILE, LAST, LAST.replace("column <", "column <=")), "argument"),
-    "half of the transpose": ((TILE, "pass < kCols / kAtOnce;", "pass < kCols / kAtOnce / 2;"), "order of threads"),
+    "one column too many": ((TILE, "column < wanted", "column <= wanted"), "argument"),
+    "half of the transpose": ((TILE, "pass < kCols / kAtOnce", "pass < kCols / kAtOnce / 2"), "order of threads"),
     "a tile too small": ((CAST, "ValuesTile::kChunks];", "ValuesTile::kChunks - 1];"), "shared|index"),
     "never aligned": ((CAST, "results.rows % 16 == 0 && results.width % 16 == 0", "true"), "not aligned|argument"),
     "an approximate reciprocal": ((FP8, "return __frcp_rn(scale);", APPROXIMATE), None),

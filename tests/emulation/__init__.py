@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from emulation.compiler import CompilerError, build, gcc
+from emulation.compiler import CSRC, CompilerError, build, gcc
 from emulation.execution import EmulationError, call_elsewhere
 from emulation.memory import InPlace, Input, Result
 
@@ -64,14 +64,18 @@ ONLY_BFLOAT16 = tuple(("device/by_dtype.cuh", f"launch({other}{{}});", ";") for 
 
 
 def planted(mistakes: dict[str, tuple]) -> list:
-    """The names of mistakes to parametrise over: the first in each file is for every run, the others are marked `slow`.
+    """The names of mistakes to parametrise over: the first in each file is for every run, the others are marked `slow`,
+    unless what one is to change is no longer there, which every run must say.
 
     Args:
       mistakes: by name what `compile_for_cpu` is to change, alone or followed by what the test must then say.
     """
-    files = {name: mistake[0] if isinstance(mistake[0], str) else mistake[0][0] for name, mistake in mistakes.items()}
-    first = {file: name for name, file in reversed(files.items())}
-    return [pytest.param(name, marks=[] if first[file] == name else pytest.mark.slow) for name, file in files.items()]
+    changes = {name: mistake if isinstance(mistake[0], str) else mistake[0] for name, mistake in mistakes.items()}
+    first = {file: name for name, (file, *_) in reversed(changes.items())}
+    return [
+        pytest.param(name, marks=pytest.mark.slow if first[file] != name and text in (CSRC / file).read_text() else [])
+        for name, (file, text, *_) in changes.items()
+    ]
 
 
 @functools.cache

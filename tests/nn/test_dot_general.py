@@ -166,7 +166,7 @@ def test_projections_of_flaxs_attention():
 
     tx, losses = fp8.fused_adamw(1e-2), {}
     for microbatches in (1, 2):
-        step = fp8.make_train_step(loss, tx, RECIPE, microbatches=microbatches, warm_start=False)
+        step = fp8.make_train_step(loss, tx, RECIPE, microbatches, warm_start=microbatches > 1)
         train = fp8.TrainState.create(variables=jax.tree.map(jnp.array, variables), tx=tx)
         for _ in range(3):
             train, metrics = step(train, SEQUENCES)

@@ -19,7 +19,6 @@ RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.Cur
 RECIPES |= {"block": fp8.BlockScaling()}
 TX = fp8.fused_adamw(1e-3, skip_nonfinite=True)
 FEATURES = 32
-of_versions = functools.partial(pytest.param, marks=pytest.mark.versions)
 LAYERS = ["first", "block/up", "block/down", "last"]
 
 
@@ -85,7 +84,7 @@ def tensor(rows, layer, name) -> dict:
 
 @pytest.mark.parametrize(
     ("recipe", "microbatches"),
-    [("delayed", 1), of_versions("delayed", 2), ("current", 2), ("block", 2), ("bf16", 1)],
+    [("delayed", 1), pytest.param("delayed", 2, marks=pytest.mark.versions), ("current", 2), ("block", 2), ("bf16", 1)],
 )
 def test_a_diagnosed_step_is_the_same_step(recipe, microbatches):
     step, batch = step_of(recipe, microbatches), batch_of()
@@ -227,7 +226,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize(
     ("recipe", "remat"),
-    [("delayed", False), of_versions("delayed", True), ("current", False)],
+    [("delayed", False), pytest.param("delayed", True, marks=pytest.mark.versions), ("current", False)],
 )
 def test_stacked_layers_have_numbers_of_their_own(recipe, remat):
     model = Stack(RECIPES[recipe], remat)

@@ -182,6 +182,8 @@ def test_build_info_is_what_was_built():
         "norm_amax",
         "norm_backward",
         "cross_entropy",
+        "grouped_gemm",
+        "grouped_gemm_weight_gradient",
         "gemm",
         "weight_gradient",
     )

@@ -148,9 +148,13 @@ def compile(function, *arguments, **compiler_options) -> Program:
 def use_cudnn(patch) -> None:
     """Make every GPT attend by cuDNN from here on, as on a machine that has it; `patch` is pytest's `monkeypatch`."""
     patch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91900)
-    block = gpt.TransformerBlock
-    by_cudnn = {"attention_implementation": "cudnn"}
-    patch.setattr(gpt, "TransformerBlock", lambda *args, **fields: block(*args, **{**fields, **by_cudnn}))
+
+    class ByCudnn(gpt.TransformerBlock):
+        def __post_init__(self):
+            object.__setattr__(self, "attention_implementation", "cudnn")
+            super().__post_init__()
+
+    patch.setattr(gpt, "TransformerBlock", ByCudnn)
 
 
 def over_the_wire(program: Program | jax.stages.Lowered) -> tuple[Counter[tuple[str, str]], int]:

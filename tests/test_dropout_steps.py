@@ -1,5 +1,7 @@
 """A GPT trained with dropout: its masks change from step to step, and nothing but training drops."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +19,21 @@ def gpt(rate=0.3, **fields):
     return fp8.GPT(fp8.GPTConfig(**SHAPE, dropout_rate=rate), **{"recipe": RECIPE, **fields})
 
 
-def losses(steps=3, rngs=RNGS, rate=0.3, learning_rate=3e-3, state=None, of_model=None, **options):
-    model, tx = gpt(rate, **of_model or {}), fp8.fused_adamw(learning_rate)
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, rngs=rngs, **options)
-    state = step.init_state(model.init, jax.random.key(2), TOKENS[:, :-1]) if state is None else state
+@cache
+def trained(seed, rate, learning_rate, of_model, options):
+    """A step, and a state to begin with; programs are made once for all tests that want the same."""
+    model, tx, rngs = gpt(rate, **dict(of_model)), fp8.fused_adamw(learning_rate), None
+    if seed is not None:
+        rngs = {"dropout": jax.random.key(seed)}
+    step = fp8.make_train_step(
+        fp8.next_token_loss(model), tx, model.recipe, rngs=rngs, warm_start=False, **dict(options)
+    )
+    return step, step.init_state(model.init, jax.random.key(2), TOKENS[:, :-1])
+
+
+def losses(steps=3, seed=1, rate=0.3, learning_rate=3e-3, state=None, of_model=None, **options):
+    step, start = trained(seed, rate, learning_rate, tuple((of_model or {}).items()), tuple(options.items()))
+    state = jax.tree.map(jnp.copy, start) if state is None else state
     found = []
     for _ in range(steps):
         state, metrics = step(state, TOKENS)
@@ -29,26 +42,27 @@ def losses(steps=3, rngs=RNGS, rate=0.3, learning_rate=3e-3, state=None, of_mode
 
 
 def test_it_learns_and_every_step_has_its_masks():
-    with_dropout, without = losses(20)[0], losses(20, rngs=None, rate=0.0)[0]
+    with_dropout, without = losses(20)[0], losses(20, seed=None, rate=0.0)[0]
     assert with_dropout[-1] < with_dropout[0] - 0.5
     assert np.mean(with_dropout[-5:]) > np.mean(without[-5:]) + 0.05  # it is harder
-    still = losses(learning_rate=0.0)[0]
-    assert len({*still}) == 3 and np.std(still) > 1e-3
-    assert np.std(losses(rngs=None, rate=0.0, learning_rate=0.0)[0]) < 1e-6  # negative control: one mask in every step
+    still = {"learning_rate": 0.0, "of_model": {"recipe": None}}
+    found = losses(**still)[0]
+    assert len({*found}) == 3 and np.std(found) > 1e-3
+    assert np.std(losses(seed=None, rate=0.0, **still)[0]) < 1e-6  # negative control: one mask in every step
 
 
 def test_a_run_that_goes_on_has_the_masks_of_one_that_did_not_end():
     whole, _ = losses(4)
     first, state = losses(2)
     assert first + losses(2, state=state)[0] == whole
-    assert losses(2, state=losses(2)[1], rngs={"dropout": jax.random.key(9)})[0] != whole[2:]
+    assert losses(2, state=losses(2)[1], seed=9)[0] != whole[2:]
 
 
 @pytest.mark.parametrize("remat", ["norms", "full"])
 def test_a_forward_that_is_computed_again_has_its_masks(remat):
     expected = losses()[0]
     assert losses(of_model={"remat": remat})[0] == pytest.approx(expected, rel=2e-3)
-    assert losses(rngs={"dropout": jax.random.key(9)})[0] != pytest.approx(expected, rel=2e-3)  # negative control
+    assert losses(seed=9)[0] != pytest.approx(expected, rel=2e-3)  # negative control
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "fsdp": 2}, {"sequence": 2}], ids=str)
@@ -97,7 +111,7 @@ def test_a_loop_of_ones_own():
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"dropout_rate=0.3 is trained with a random stream, got none; pass rngs="):
-        losses(rngs=None)
+        losses(seed=None)
     with pytest.raises(ValueError, match="a loss whose layers keep something on the host runs them one by one"):
         losses(of_model={"remat": "offload:2"})
     pipe = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
@@ -106,4 +120,4 @@ def test_what_is_refused():
     with pytest.raises(
         ValueError, match=r"run layers one by one, which do not drop, got dropout_rate=0.3; use another"
     ):
-        losses(rngs=None, mesh=pipe, microbatches=2)
+        losses(seed=None, mesh=pipe, microbatches=2)

@@ -68,13 +68,14 @@ def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_
     return Shape(num_layers, hidden_size, heads, batch_size, seq_len, vocab_size, heads // 4, mlp_hidden_size, tied)
 
 
-# Eight layers of Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3); Llama 3.2 1B as a whole, by its model card.
+# Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3), and eight of its layers; Llama 3.2 1B, by its model card.
 SHAPES = {
     "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
     "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
     "llama_8192": _llama(8, 4096, 14_336, batch_size=1, seq_len=8192),
     "llama_2048": _llama(8, 4096, 14_336, batch_size=4, seq_len=2048),
     "llama_1b": _llama(16, 2048, 8192, batch_size=8, seq_len=2048, tied=True),
+    "llama3_8b": _llama(32, 4096, 14_336, batch_size=1, seq_len=8192),
     "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
     "tiny_llama": _llama(1, 64, 96, batch_size=2, seq_len=32, vocab_size=256, heads=4),
 }
@@ -93,9 +94,13 @@ MODELS = {
     "delayed_fast_tuned": {"recipe": fp8.DelayedScaling(**FAST)},
     "delayed_fast_head": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
     "delayed_fast_head_tuned": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
+    "current_fast_head": {"recipe": fp8.CurrentScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
     "delayed_recompute": {"recipe": fp8.DelayedScaling(), "recompute": True},
 }
 MODELS |= {f"{name}_cached": MODELS[name] for name in ("block_head", "delayed_fast_head")}
+# For models that fill the GPU: 8 bytes a param with its moments, and no norm's result is kept.
+SMALL = {"param_dtype": jnp.bfloat16, "remat": "norms"}
+MODELS |= {f"{name}_small": MODELS[name] | SMALL for name in ("ours_bf16", "delayed_fast_head", "current_fast_head")}
 MODELS["delayed_fast_head_tuned_bf16"] = MODELS["delayed_fast_head_tuned"] | {"param_dtype": jnp.bfloat16}
 VARIANTS = {
     "bf16": "plain Flax, bfloat16",
@@ -118,7 +123,12 @@ VARIANTS = {
     "delayed_fast_head_tuned_bf16": (
         "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs, bfloat16 params with remainders"
     ),
+    "current_fast_head": "jax_fp8, `CurrentScaling`, fast accumulation, head in FP8",
     "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
+}
+VARIANTS |= {
+    f"{name}_small": f'{VARIANTS[name]}, `remat="norms"`, bfloat16 params with remainders and bfloat16 moments'
+    for name in ("ours_bf16", "delayed_fast_head", "current_fast_head")
 }
 TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned", "delayed_fast_head_tuned_bf16")
 COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
@@ -140,7 +150,8 @@ def build(variant: str, shape: Shape, microbatches: int, tokens: jax.Array) -> t
     else:
         model = fp8.GPT(shape.config, **MODELS[variant])
         # Of float32 params nothing is kept apart; of bfloat16 params the 16 bits that they lack.
-        tx = fp8.fused_adamw(1e-4, weight_decay=0.1, master_dtype="remainder")
+        moments = jnp.bfloat16 if variant.endswith("_small") else jnp.float32
+        tx = fp8.fused_adamw(1e-4, weight_decay=0.1, master_dtype="remainder", mu_dtype=moments, nu_dtype=moments)
     variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])
     num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
     if plain:

@@ -19,8 +19,9 @@ def test_gpt_step_runs_whole(benchmark, tmp_path):
     gpt_step = benchmark("gpt_step")
     assert gpt_step.main(["--self-test", "--variants", "bf16", "delayed", "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gpt_step.json").read_text())
-    assert [row["variant"] for row in rows] == ["bf16", "delayed"]
-    assert rows[0]["num_params"] == rows[1]["num_params"]
+    shapes = [(row["shape"], row["variant"]) for row in rows]
+    assert shapes == [(shape, variant) for shape in ("tiny", "tiny_llama") for variant in ("bf16", "delayed")]
+    assert rows[0]["num_params"] == rows[1]["num_params"] and rows[2]["num_params"] == rows[3]["num_params"]
     assert all(row["step_ms"] > 0 and row["last_loss"] < row["first_loss"] for row in rows)
     assert "| jax_fp8, `DelayedScaling` |" in (tmp_path / "gpt_step.md").read_text()
 

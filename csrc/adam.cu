@@ -8,6 +8,7 @@
 #include "device/adam_table.cuh"
 #include "device/reduce.cuh"
 #include "device/tile.cuh"
+#include "kernel_launch.h"
 #include "launch.h"
 
 namespace jax_fp8 {
@@ -160,9 +161,8 @@ cudaError_t launch(const Kernel& kernel, const AdamTable& table, unsigned blocks
 
 cudaError_t launch(const Kernel& kernel, const SquareTable& table, unsigned blocks, cudaStream_t stream) {
   const auto by_tile = kernel.by_tile;
-  cudaError_t status = cudaFuncSetAttribute(by_tile, cudaFuncAttributeMaxDynamicSharedMemorySize, kStagedBytes);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(by_tile, cudaFuncAttributePreferredSharedMemoryCarveout, kernel.square_carveout);
+  cudaError_t status = allow_shared_bytes(by_tile, kStagedBytes);
+  if (status == cudaSuccess) status = prefer_shared_memory(by_tile, kernel.square_carveout);
   if (status != cudaSuccess) return status;
   by_tile<<<blocks, kTileThreads, kStagedBytes, stream>>>(table);
   return cudaGetLastError();

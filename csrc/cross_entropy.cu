@@ -5,6 +5,7 @@
 
 #include "device/by_dtype.cuh"
 #include "device/cross_entropy.cuh"
+#include "kernel_launch.h"
 #include "launch.h"
 
 namespace jax_fp8 {
@@ -19,15 +20,6 @@ cudaError_t find_shared_bytes(int& bytes) {
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   bytes = (most + kReserved) / cross_entropy::kBlocks - kReserved - kStatic;
-  return status;
-}
-
-// Of a device that has clusters, and code that was compiled for one.
-template <typename Kernel>
-cudaError_t find_clusters(Kernel kernel, bool& found) {
-  cudaFuncAttributes compiled;
-  const cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
-  found = status == cudaSuccess && compiled.ptxVersion >= 90;
   return status;
 }
 
@@ -46,22 +38,16 @@ cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, unsigned count, cuda
   const auto part = static_cast<int>(divide_up(vocab / kVectorWidth, blocks)) * kVectorWidth;
   const int held = std::min(part, capacity);
 
-  // Always all of it: a launch that a CUDA graph has captured is instantiated later, and in between another vocabulary
-  // may have been launched that needs less.
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
-  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  status = allow_shared_bytes(kernel, available);
+  if (status == cudaSuccess) status = prefer_shared_memory(kernel, 100);
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(blocks), cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(count * static_cast<unsigned>(blocks));
-  config.blockDim = dim3(cross_entropy::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(held) * sizeof(T);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = blocks > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, rows, blocks, held);
+  const Clusters of_rows{
+      .blocks = int64_t{count} * blocks,
+      .blocks_per_cluster = blocks > 1 ? static_cast<unsigned>(blocks) : 0,
+      .threads = cross_entropy::kThreads,
+      .shared_bytes = static_cast<size_t>(held) * sizeof(T),
+  };
+  return ClusterLaunch(of_rows, stream)(kernel, rows, blocks, held);
 }
 
 template <typename T>

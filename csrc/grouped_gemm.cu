@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "device/grouped_gemm.cuh"
+#include "kernel_launch.h"
 #include "launch.h"
 
 namespace jax_fp8::grouped_gemm {
@@ -84,22 +85,16 @@ std::string launch(const Problem& problem, const Operands& operands, cudaStream_
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   const auto kernel_of = kernel<kGroups, kA, kB, kByTile, D>;
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel_of, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  }
+  if (error == cudaSuccess) error = allow_shared_bytes(kernel_of, kSharedBytes);
   if (error == cudaSuccess) {
     const int pairs = GemmTiles<kGroups>{shape, nullptr}.pairs();
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(2 * std::min(pairs, processors / 2));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kSharedBytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, kernel_of, arguments);
+    const Clusters clusters{
+        .blocks = 2 * std::min(pairs, processors / 2),
+        .blocks_per_cluster = 2,
+        .threads = kThreads,
+        .shared_bytes = kSharedBytes,
+    };
+    error = ClusterLaunch(clusters, stream)(kernel_of, arguments);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }

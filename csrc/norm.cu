@@ -13,6 +13,7 @@
 #include "device/norm_cluster.cuh"
 #include "device/norm_cluster_by_tile.cuh"
 #include "device/quantize_by_tile.cuh"
+#include "kernel_launch.h"
 #include "launch.h"
 
 namespace jax_fp8 {
@@ -26,55 +27,26 @@ cudaError_t find_shared_bytes(int& bytes) {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// A kernel may always ask for all of it: a launch that a CUDA graph has captured is instantiated later, and in between
-// another shape may have been launched that needs less.
-template <typename Kernel>
-cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 // ---- forward --------------------------------------------------------------------------------------------------------
-
-// A grid of clusters, and what a block takes.
-struct Clusters {
-  int64_t blocks;
-  unsigned blocks_per_cluster;
-  int threads, shared_bytes;
-  int carveout;  // percent of a multiprocessor's memory
-};
 
 // Launches them, if the device has such: `launched` says so.
 template <typename... Parameters, typename... Arguments>
-cudaError_t try_clusters(void (*kernel)(Parameters...), const Clusters& clusters, cudaStream_t stream, bool& launched,
-                         const Arguments&... arguments) {
-  // A new device may still run what was compiled for an old one.
-  cudaFuncAttributes compiled;
-  cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
-  if (status != cudaSuccess || compiled.ptxVersion < 90) return status;
-
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = clusters.blocks_per_cluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(clusters.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(clusters.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(clusters.shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, clusters.carveout);
-  if (status == cudaSuccess) status = allow_shared_bytes(kernel, clusters.shared_bytes);
-  // Not every device, or part of one, has so many multiprocessors side by side.
+cudaError_t try_clusters(void (*kernel)(Parameters...), const Clusters& clusters, int carveout, cudaStream_t stream,
+                         bool& launched, const Arguments&... arguments) {
+  bool found = false;
+  cudaError_t status = find_clusters(kernel, found);
+  if (status != cudaSuccess || !found) return status;
+  status = prefer_shared_memory(kernel, carveout);
+  if (status == cudaSuccess) status = allow_shared_bytes(kernel, static_cast<int>(clusters.shared_bytes));
+  const ClusterLaunch launch(clusters, stream);
   if (status == cudaSuccess && clusters.blocks_per_cluster > 8) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     int at_once = 0;
-    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&at_once, kernel, &config);
+    status = launch.find_room(kernel, at_once);
     if (status == cudaSuccess && at_once == 0) return cudaSuccess;
   }
   if (status != cudaSuccess) return status;
   launched = true;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return launch(kernel, arguments...);
 }
 
 // Of the blocks that share a row.
@@ -95,10 +67,9 @@ cudaError_t try_norm(const norm::Rows<T>& input, const DeviceScaleSource& scale,
       .blocks_per_cluster = 1u << log2_blocks,
       .threads = norm::kClusterThreads,
       .shared_bytes = 0,
-      .carveout = norm::kClusterCarveout,
   };
-  return try_clusters(norm::cluster_kernel<T, kFormat, kCasts>, clusters, stream, launched, input, scale, log2_blocks,
-                      results);
+  return try_clusters(norm::cluster_kernel<T, kFormat, kCasts>, clusters, norm::kClusterCarveout, stream, launched,
+                      input, scale, log2_blocks, results);
 }
 
 template <typename T>
@@ -112,12 +83,11 @@ cudaError_t try_norm_by_tile(const norm::Rows<T>& input, float* mean, float* rst
       .blocks_per_cluster = norm_by_tile::kBands * 1u << log2_blocks,
       .threads = norm_by_tile::kThreads,
       .shared_bytes = norm_by_tile::kStagedBytes<T>,
-      .carveout = norm_by_tile::kCarveout<T>,
   };
   const by_tile::Task task{
       .results = results, .rule = by_tile::amax_rule_of(results.cast.rule), .cols = input.cols, .tiles_per_row = 0};
-  return try_clusters(norm_by_tile::cluster_kernel<T>, clusters, stream, launched, input, log2_blocks, mean, rstd,
-                      task);
+  return try_clusters(norm_by_tile::cluster_kernel<T>, clusters, norm_by_tile::kCarveout<T>, stream, launched, input,
+                      log2_blocks, mean, rstd, task);
 }
 
 // What shared memory does not hold of a row is read again, from L2.
@@ -136,7 +106,7 @@ cudaError_t launch_rows(const norm::Rows<T>& input, const DeviceScaleSource& sca
   const auto kernel = norm::rows_kernel<T, kFormat>;
   status = allow_shared_bytes(kernel, available - kStatic);
   // All that a multiprocessor has, for as many blocks as fit.
-  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  if (status == cudaSuccess) status = prefer_shared_memory(kernel, 100);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(input.rows / norm::kBlockRows);
   kernel<<<blocks, norm::kRowsThreads, bytes, stream>>>(input, scale, held, results);

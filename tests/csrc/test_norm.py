@@ -17,7 +17,7 @@ EPSILON = 1e-3
 SCALE = 0.0123
 
 # A device without clusters; then one with shared memory for 64 columns only: the others are read again.
-NO_CLUSTERS = (("norm.cu", "compiled.ptxVersion < 90", "true"),)
+NO_CLUSTERS = (("kernel_launch.h", "compiled.ptxVersion >= 90", "false"),)
 LITTLE_SHARED = (*NO_CLUSTERS, ("norm.cu", "(available - kStatic - kSlices)", "(64 * kColumnBytes)"))
 PARTS, CLUSTER, ROWS = "device/norm_parts.cuh", "device/norm_cluster.cuh", "device/norm.cuh"
 BACKWARD = "device/norm_backward.cuh"

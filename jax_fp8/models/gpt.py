@@ -33,6 +33,7 @@ from jax_fp8.models.checks import (
     check_loss_settings,
     check_streams,
     check_tokens,
+    what_drops,
 )
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
@@ -215,7 +216,7 @@ def _layered(
 
     def embed_of(variables, batch):
         reading = read(batch)
-        check_is_read_alone(reading.segment_ids, reading.lengths, not deterministic and model.config.dropout_rate)
+        check_is_read_alone(reading.segment_ids, reading.lengths, "" if deterministic else what_drops(model.config))
         check_has_no_experts(model.config)
         return first.apply(variables, reading.tokens)
 

@@ -8,6 +8,7 @@ from flax.typing import Initializer
 
 from jax_fp8.nn.attention import (
     INPUT_DIMS,
+    drop_weights,
     heads_of,
     implementation_of,
     multiply_out,
@@ -31,7 +32,7 @@ class CrossAttention(Fp8Module):
     Args:
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, dropout_rate,
-        deterministic, recompute: as of `SelfAttention`.
+        attention_dropout_rate, deterministic, recompute: as of `SelfAttention`.
     """
 
     num_heads: int
@@ -46,6 +47,7 @@ class CrossAttention(Fp8Module):
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
     deterministic: bool | None = None
 
     @nn.compact
@@ -84,7 +86,7 @@ class CrossAttention(Fp8Module):
         head_dim, kv_heads = heads_of(self, width)
         of_queries = TensorSplit("columns", self.num_heads, "query heads", axis="heads")
         of_kv = TensorSplit("columns", kv_heads, "key and value heads", axis="kv_heads")
-        (query,), x, _ = project(self, ("query",), x, (self.num_heads * head_dim,), (of_queries,), self.norm)
+        (query,), x, tensor = project(self, ("query",), x, (self.num_heads * head_dim,), (of_queries,), self.norm)
         widths = (kv_heads * head_dim,) * 2
         (key, value), _, _ = project(self, ("key", "value"), context, widths, (of_kv, of_kv), None)
         query, key, value = (as_heads(part, head_dim) for part in (query, key, value))
@@ -99,5 +101,6 @@ class CrossAttention(Fp8Module):
             lengths=lengths,
             key_segment_ids=context_segment_ids,
             key_lengths=context_lengths,
+            **drop_weights(self, deterministic, tensor),
         )
         return multiply_out(self, attended, width, x, deterministic)

@@ -78,7 +78,7 @@ class GPT(nn.Module):
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe`,
     CurrentScaling() or BlockScaling(), computes the head in FP8 too. `remat` says what layers keep for the backward:
     "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
-    `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
+    `TransformerBlock` for `attention_implementation` and `fp8_attention`. With `logical_axes` `init` returns params with the
     names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
     another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a sequence begins.
     `deterministic=False` drops what the config says, by the random stream "dropout".
@@ -93,6 +93,7 @@ class GPT(nn.Module):
     remat: str = "none"
     logical_axes: bool = False
     attention_implementation: Literal["cudnn", "xla"] | None = None
+    fp8_attention: bool = False
 
     @nn.compact
     def __call__(
@@ -174,6 +175,7 @@ class GPT(nn.Module):
             param_dtype=self.param_dtype,
             logical_axes=self.logical_axes,
             attention_implementation=self.attention_implementation,
+            fp8_attention=self.fp8_attention,
             kernel_init=nn.initializers.normal(0.02),
             residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
             name=f"layer_{index}",

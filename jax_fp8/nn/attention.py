@@ -13,6 +13,7 @@ from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_is_split, check_layer, check_told, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.dropout import drop, drops
+from jax_fp8.nn.fp8_attention import attend_in_fp8
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import as_heads, attention, check_drops_weights, own_heads, positions_in
@@ -54,6 +55,9 @@ class SelfAttention(Fp8Module):
         then, in a pass of its own: see ops/dropout.py.
       attention_dropout_rate: how much of the softmax weights is dropped, by the same stream: what `dropout_rate` means
         in Flax's own attention. XLA's attention drops, cuDNN's refuses to: see ops/dropped_attention.py.
+      fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
+        tokens, without windows, padding or documents: see ops/fp8_attention.py. What `generate` writes is attended to
+        in `dtype`.
       deterministic: True drops nothing. It or the argument must be given where there is a rate.
       recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
         see `LayerNormDense` and `Dense`.
@@ -77,6 +81,7 @@ class SelfAttention(Fp8Module):
     sliding_window: int | None = None
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
+    fp8_attention: bool = False
     deterministic: bool | None = None
 
     @nn.compact
@@ -198,8 +203,8 @@ def multiply_out(module, attended: jax.Array, width: int, x: jax.Array, determin
     residual = x if module.residual else None
     fields = shared_fields(module, Dense) | {
         "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
-        # cuDNN's backward keeps its result; XLA's does not.
-        "recompute": module.recompute and implementation_of(module) == "cudnn",
+        # cuDNN's backward keeps its result in `dtype`; XLA's does not, nor does attention in FP8.
+        "recompute": module.recompute and implementation_of(module) == "cudnn" and not module.fp8_attention,
     }
     out = Dense(width, **fields, tensor_split="rows", name="out")
     attended = attended.reshape(*attended.shape[:-2], -1)
@@ -219,6 +224,8 @@ def _attend(module, query, key, value, segment_ids, lengths, random):
     options: dict[str, Any] = {"implementation": implementation_of(module), "window": module.sliding_window}
     if cache is None:
         options |= {"segment_ids": segment_ids, "lengths": lengths} | random
+        if module.fp8_attention:
+            return attend_in_fp8(module, query, key, value, causal=module.causal, **options)
         return attention(query, key, value, causal=module.causal, **options)
     attended, cache = cached_attention(query, key, value, cache, **options)
     module.put_variable(KV_CACHE, "slots", cache)

@@ -1,5 +1,6 @@
 """Cross-attention: queries of one sequence, keys and values of another, as a decoder reads what an encoder made."""
 
+from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from jax_fp8.nn.attention import (
     project,
 )
 from jax_fp8.nn.checks import check_context, check_layer, check_told, layer_name
+from jax_fp8.nn.fp8_attention import attend_in_fp8
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit
 from jax_fp8.ops.attention import as_heads, attention
 
@@ -32,7 +34,7 @@ class CrossAttention(Fp8Module):
     Args:
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, dropout_rate,
-        attention_dropout_rate, deterministic, recompute: as of `SelfAttention`.
+        attention_dropout_rate, fp8_attention, deterministic, recompute: as of `SelfAttention`.
     """
 
     num_heads: int
@@ -48,6 +50,7 @@ class CrossAttention(Fp8Module):
     qk_norm: bool = False
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
+    fp8_attention: bool = False
     deterministic: bool | None = None
 
     @nn.compact
@@ -91,7 +94,8 @@ class CrossAttention(Fp8Module):
         (key, value), _, _ = project(self, ("key", "value"), context, widths, (of_kv, of_kv), None)
         query, key, value = (as_heads(part, head_dim) for part in (query, key, value))
         query, key = normalize_heads(self, query, key)
-        attended = attention(
+        attend = partial(attend_in_fp8, self) if self.fp8_attention else attention
+        attended = attend(
             query,
             key,
             value,

@@ -89,8 +89,8 @@ def attention(
     if implementation != "cudnn":
         return attend(*operands)
     kv_heads = key.shape[2]
-    tied: Any = _tied(kv_heads, *alike(*operands))
-    attended: Any = _tied(kv_heads, attend(*tied))  # where heads are whole, they are on both sides
+    together: Any = tied(kv_heads, *alike(*operands))
+    attended: Any = tied(kv_heads, attend(*together))  # where heads are whole, they are on both sides
     return attended[0]
 
 
@@ -179,7 +179,8 @@ def _split(mesh, inputs, operands) -> Split:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tied(kv_heads, *operands) -> Any:
+def tied(kv_heads, *operands) -> Any:
+    """The same arrays, whose batches and heads a compiler has to split alike, as cuDNN's attention wants them."""
     return _tie(kv_heads, *operands)
 
 
@@ -192,16 +193,16 @@ def _backward(kv_heads, _, gradients):
     return gradients
 
 
-_tied.defvjp(_forward, _backward)
+tied.defvjp(_forward, _backward)
 
 
 def _tie(kv_heads, *operands):
     """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike, and (batch, seq) or
     (batch,). Under `vmap` they are left alone.
     """
-    tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
-    tied.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
-    return tied(*operands)
+    same = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
+    same.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
+    return same(*operands)
 
 
 def _partition(kv_heads, mesh, arg_shapes, result_shapes):
@@ -212,10 +213,11 @@ def _partition(kv_heads, mesh, arg_shapes, result_shapes):
 
 def _shardy_rule(kv_heads, mesh, operand_types, result_types):
     """Batches are one dim of all arrays. Heads are (kv_heads, queries of each): one dim too, if every axis that might
-    split it divides the number of kv_heads. Dims that nothing else is tied to are nowhere split.
+    split it divides the number of kv_heads; else they are whole. Dims that nothing else is tied to are nowhere split.
     """
     del result_types
-    operands, results, sizes = [], [], {}
+    operands, results, whole = [], [], []
+    sizes: dict[str, Any] = {}
     can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
     for number, operand in enumerate(operand_types):
         if len(operand.shape) < 4:  # numbers of tokens, or of sequences
@@ -227,10 +229,14 @@ def _shardy_rule(kv_heads, mesh, operand_types, result_types):
         heads = "h" if group == 1 else f"(h g{number})"
         operands.append(f"b s{number} {heads if can_be_split else f'o{number}'} d{number}")
         results.append(f"b t{number} {heads if can_be_split else f'r{number}'} e{number}")
-        if can_be_split and group > 1:
+        if not can_be_split:
+            whole.append(number)
+        elif group > 1:
             sizes[f"g{number}"] = group
     if sizes and not any(" h " in operand for operand in operands):  # a factor that is nowhere a dim of its own
         sizes["h"] = kv_heads
+    if whole:  # or a part of an axis might split what is made of heads
+        sizes["need_replication_factors"] = tuple(f"{side}{number}" for side in "or" for number in whole)
     return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 
 

@@ -1,6 +1,6 @@
-"""Attention whose two products are in FP8: cuDNN's fused kernels on CUDA, through the custom calls that XLA has for them.
+"""Attention whose products are in FP8: cuDNN's fused kernels on CUDA, through the custom calls that XLA has for them.
 
-    weights = softmax(query · keyᵀ / sqrt(head_dim))        float32; exp(scores - their maximum), at most 1, cast to E4M3
+    weights = softmax(query · keyᵀ / sqrt(head_dim))      float32; exp(scores - their maximum), at most 1, cast to E4M3
     output  = weights · value                               added in float32, then cast to E4M3
 
     dvalue   = weightsᵀ · doutput
@@ -40,8 +40,8 @@ WEIGHTS_SCALE = np.float32(2.0**-8)
 OUTPUT_RANGE = np.float32(2)  # the output's scale, in scales of the values
 GRADIENTS = ("dscores", "dquery", "dkey", "dvalue")  # in the order of their scales and amaxes
 
-# Of queries (batch, seq, key heads, queries of each, features), and of keys and values. Dims that a result has alone are
-# whole on every device: attention is split by batches and by key heads, and what is split otherwise is gathered.
+# Of queries (batch, seq, key heads, queries of each, features), and of keys and values. Dims that a result has alone
+# are whole on every device: attention is split by batches and by key heads, and what is split otherwise is gathered.
 QUERIES, KEYS, RESULT, STATISTICS = "b s k g d", "b t k d", "b u k h e", "b k h u"
 
 

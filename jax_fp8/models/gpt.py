@@ -78,10 +78,10 @@ class GPT(nn.Module):
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe`,
     CurrentScaling() or BlockScaling(), computes the head in FP8 too. `remat` says what layers keep for the backward:
     "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
-    `TransformerBlock` for `attention_implementation` and `fp8_attention`. With `logical_axes` `init` returns params with the
-    names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
-    another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a sequence begins.
-    `deterministic=False` drops what the config says, by the random stream "dropout".
+    `TransformerBlock` for `attention_implementation` and `fp8_attention`. With `logical_axes` `init` returns params
+    with the names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a
+    sequence: none sees another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a
+    sequence begins. `deterministic=False` drops what the config says, by the random stream "dropout".
     """
 
     config: GPTConfig

@@ -175,8 +175,8 @@ class GemmVariables(LinearVariables, kw_only=True):
 
 
 class GemmState(nn.Module):
-    """The FP8 state of a GEMM by several layers, or of one that is no layer's, or has no kernel, in a module of its name;
-    `layer`: what messages call it, if not by its path.
+    """The FP8 state of a GEMM by several layers, or of one that is no layer's, or has no kernel, in a module of its
+    name; `layer`: what messages call it, if not by its path.
     """
 
     recipe: Recipe | None

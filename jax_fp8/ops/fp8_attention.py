@@ -14,8 +14,8 @@ E4M3, also in rows that the recipe counts as output gradients: 57,344 / 448 is 1
 that of E4M3, to the bit.
 
 What the kernel casts needs a scale from earlier steps. Where there is none to be trusted (a warm start, or a plain
-`jax.grad`, whose amaxes reach no state), the backward runs three times: once for the amaxes of dscores and dvalue, which
-depend on no scale, once more for those of dquery and dkey, and then with all four.
+`jax.grad`, whose amaxes reach no state), the backward runs three times: once for the amaxes of dscores and dvalue,
+which depend on no scale, once more for those of dquery and dkey, and then with all four.
 """
 
 from dataclasses import dataclass, replace

@@ -198,3 +198,19 @@ def test_other_lengths_are_refused():
         layer_of("cross").init(jax.random.key(0), X, CONTEXT[:, :200])
     alone = layer_of().init(jax.random.key(0), X)
     assert_close(layer_of().apply(alone, X[0]), layer_of().apply(alone, X)[0], "bfloat16")
+
+
+def test_a_pipeline_has_no_place_for_its_state():
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"got layer_0/attention/\+gradients; attend with fp8_attention=False"):
+        trained(1, mesh, microbatches=2)
+
+
+def test_a_step_that_is_diagnosed():
+    """It looks at GEMMs, of which these states are none."""
+    model = fp8.GPT(CONFIG, RECIPE, fp8_attention=True)
+    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(3e-3), RECIPE)
+    state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
+    _, metrics = step(state, TOKENS, diagnose=True)
+    described = str(jax.tree.map(jnp.shape, metrics))
+    assert metrics["nonfinite_amaxes"] == 0 and "query+key+value" in described and "+scores" not in described

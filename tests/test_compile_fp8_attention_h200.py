@@ -131,7 +131,7 @@ def test_heads_that_nobody_ties_together_do_not_compile(monkeypatch):
 
 
 def test_in_a_shard_map_that_checks():
-    module, mesh = model(attention_implementation=None), h200.mesh(data=2)
+    module, mesh = model(), h200.mesh(data=2)
     record = fp8.value_and_grad(fp8.next_token_loss(module))
 
     def step(variables, batch):

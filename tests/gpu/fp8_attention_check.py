@@ -65,7 +65,14 @@ def exact(arrays, causal):
 
 
 def scales_of(amaxes) -> tuple[jax.Array, ...]:
-    return tuple(amax / 448 for amax in amaxes)
+    return tuple(jnp.where(amax > 0, amax / 448, 1) for amax in amaxes)
+
+
+def known_scales(arrays, causal, by_reference) -> tuple[jax.Array, ...]:
+    """Of each of GRADIENTS: those of dquery and dkey are known once that of dscores is."""
+    measure = jax.jit(lambda arrays, scales: passes(arrays, scales, causal, by_reference)[3])
+    found = measure(arrays, (jnp.float32(1),) * len(GRADIENTS))
+    return scales_of(measure(arrays, scales_of(found)))
 
 
 def passes(arrays, scales, causal, by_reference=False):
@@ -91,10 +98,7 @@ def check_passes(report: Report):
     """Every number that leaves the kernels."""
     for causal, kv_heads in CASES:
         what, arrays = f"{causal=} {kv_heads=}", operands(kv_heads, seq())
-        ones = (jnp.float32(1),) * len(GRADIENTS)
-        measured = jax.jit(partial(passes, causal=causal, by_reference=True))(arrays, ones)[3]
-        measured = jax.jit(partial(passes, causal=causal, by_reference=True))(arrays, scales_of(measured))[3]
-        scales = scales_of(measured)
+        scales = known_scales(arrays, causal, by_reference=True)
         runs = [jax.jit(partial(passes, causal=causal, by_reference=of))(arrays, scales) for of in (False, True)]
         (output, statistics, gradients, amaxes), (by_reference, of_reference, others, wanted) = runs
         in_float32 = jax.jit(partial(exact, causal=causal))(arrays)
@@ -186,9 +190,9 @@ def time_tokens(report: Report, tokens: int):
     """Both in the shapes of Llama 3 8B, 16,384 tokens in all; of FP8 the operation, and its kernels alone."""
     batches = [operands(KEY_HEADS, tokens, TOKENS // tokens, QUERY_HEADS) for _ in range(2)]
     in_16_bits = [tuple(of.dequantize(jnp.bfloat16) for of in arrays) for arrays in batches]
-    measured = jax.jit(partial(passes, causal=True))(batches[0], (jnp.float32(1),) * 4)[3]
+    scales = known_scales(batches[0], True, by_reference=False)
     query, key, value, doutput = (of.scale for of in batches[0])
-    dscores, dquery, dkey, dvalue = scales_of(measured)
+    dscores, dquery, dkey, dvalue = scales
     of_e5m2 = np.float32(1 / 128)
     gemms = gemms_of(
         (
@@ -203,7 +207,7 @@ def time_tokens(report: Report, tokens: int):
         return attended, *pull(gradient)
 
     def by_kernels(query, key, value, doutput):
-        return passes((query, key, value, doutput), scales_of(measured), True)
+        return passes((query, key, value, doutput), scales, True)
 
     in_bf16 = partial(attention, causal=True, implementation="cudnn")
     in_fp8 = lambda *of: fp8_attention(*of, gemms, causal=True, implementation="cudnn")[0]  # noqa: E731

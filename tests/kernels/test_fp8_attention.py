@@ -4,6 +4,7 @@ and parts on several devices.
 
 import json
 import re
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -193,13 +194,18 @@ def test_the_program_is_the_one_that_jax_would_write(causal, with_kernels, monke
 
 
 def test_scales_are_handed_over_in_their_places(with_kernels, monkeypatch):
-    """Each operand of the custom calls, by its value: cuDNN's order, multipliers for what it casts."""
+    """Each operand of the custom calls, by its value: cuDNN's order, multipliers for what it casts. And the amaxes that
+    come back: of queries, keys, values, scores.
+    """
     seen = {}
 
     def call(target, results, by_tokens, config):
         def run(*operands):
             seen[target] = [float(of.reshape(())) for of in operands if of.shape == (1, 1, 1, 1)]
-            return tuple(jnp.zeros(of.shape, of.dtype) for of in results)
+            numbers = count(1)
+            return tuple(
+                jnp.full(of.shape, next(numbers) if of.shape == (1, 1, 1, 1) else 0, of.dtype) for of in results
+            )
 
         return run
 
@@ -211,7 +217,13 @@ def test_scales_are_handed_over_in_their_places(with_kernels, monkeypatch):
     assert seen["__cudnn$fmhaSoftmaxF8"] == [2, 4, 8, 2**-8, 2**8, 1 / 16]
     statistics = jnp.zeros((BATCH, KV_HEADS, HEADS // KV_HEADS, SEQ))
     scales = map(jnp.float32, (2, 4, 8, 16, 32, 64, 128, 256, 512))
-    fp8_attention._backward_kernel(True, query, key, value, query, doutput, statistics, *scales, split={})
+    found = fp8_attention._backward_kernel(True, query, key, value, query, doutput, statistics, *scales, split={})
+    assert dict(zip(fp8_attention.GRADIENTS, found[3:], strict=True)) == {
+        "dquery": 1,
+        "dkey": 2,
+        "dvalue": 3,
+        "dscores": 4,
+    }
     known = [2, 4, 8, 16, 32, 2**-8, 64]
     assert seen["__cudnn$fmhaSoftmaxBackwardF8"] == [*known, 2**8, 1 / 128, 1 / 256, 1 / 512, 1 / 64]
 

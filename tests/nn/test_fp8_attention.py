@@ -214,3 +214,20 @@ def test_a_step_that_is_diagnosed():
     _, metrics = step(state, TOKENS, diagnose=True)
     described = str(jax.tree.map(jnp.shape, metrics))
     assert metrics["nonfinite_amaxes"] == 0 and "query+key+value" in described and "+scores" not in described
+
+
+def test_with_weights_cast_before_and_gradients_made_afterwards():
+    """Whoever goes from a state to its kernels leaves these states out."""
+    model = fp8.GPT(CONFIG, RECIPE, fp8_attention=True)
+    loss, variables = fp8.next_token_loss(model), model.init(jax.random.key(5), TOKENS[:, :-1])
+    variables = {**variables, "fp8": jax.jit(fp8.warm_start(loss, RECIPE))(variables, TOKENS)}
+    expected, grads, state = jax.jit(fp8.value_and_grad(loss))(variables, TOKENS)
+    delayed = jax.jit(fp8.value_and_grad(loss, delay_wgrad_compute=True))
+    found, others, after, deferred = delayed(variables, TOKENS)
+    assert found == expected
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+    others = jax.tree.map(jnp.add, others, fp8.backward_dw(deferred))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), others, grads)
+    cache = fp8.cast_weights(variables, RECIPE)
+    assert sorted(cache["layer_0"]["attention"]) == ["out", "query+key+value"]
+    assert jax.jit(loss)({**variables, "fp8_cache": cache}, TOKENS) == expected

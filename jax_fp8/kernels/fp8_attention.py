@@ -99,17 +99,19 @@ def attend_backward(
     return gradients, tuple(amaxes)
 
 
-def check_shapes(of: str, query: tuple[int, ...], key: tuple[int, ...]) -> None:
-    """Raise unless cuDNN can attend in FP8, to (keys, kv_heads, head_dim) from (seq, heads, head_dim); `of` says whose
-    they are.
-    """
-    if query[-1] != HEAD_DIM:
+def check_head_dim(of: str, head_dim: int) -> None:
+    """Raise unless cuDNN can attend in FP8 with such heads; `of` says whose they are."""
+    if head_dim != HEAD_DIM:
         raise ValueError(
             f"{of}: FP8 attention needs a head_dim of {HEAD_DIM}, which is all that cuDNN's backward takes on Hopper, "
-            f"got {query[-1]}; change the heads, or use fp8_attention=False"
+            f"got {head_dim}; change the heads, or use fp8_attention=False"
         )
-    if query[0] % BLOCK or key[0] % BLOCK:
-        got = f"{query[0]} tokens" + ("" if query[0] == key[0] else f" that attend to {key[0]}")
+
+
+def check_tokens(of: str, seq: int, keys: int) -> None:
+    """Raise unless cuDNN can attend in FP8 from so many positions to so many; `of` says whose they are."""
+    if seq % BLOCK or keys % BLOCK:
+        got = f"{seq} tokens" + ("" if seq == keys else f" that attend to {keys}")
         raise ValueError(
             f"{of}: FP8 attention needs sequences of whole blocks of {BLOCK} tokens, got {got}; "
             "change the length, or use fp8_attention=False"

@@ -5,13 +5,13 @@ fp8/<layer>/{+scores, +values, +gradients}/{scale, amax_history}      see ops/fp
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 
 from jax_fp8.core.paths import experts_name
-from jax_fp8.kernels.fp8_attention import check_shapes
+from jax_fp8.kernels.fp8_attention import check_head_dim, check_tokens
 from jax_fp8.nn.checks import layer_name
 from jax_fp8.nn.gemm import GemmState
+from jax_fp8.ops.attention import attention
 from jax_fp8.ops.fp8_attention import AttentionGemms, fp8_attention
 from jax_fp8.ops.parameters import LinearParameters
 
@@ -29,7 +29,8 @@ def attend_in_fp8(
     window: int | None = None,
     **told: Any,
 ) -> jax.Array:
-    """Attention of (batch, seq, heads, head_dim) in FP8, with the state of `module`.
+    """Attention of (batch, seq, heads, head_dim) in FP8, with the state of `module`. While its variables are made, in
+    16 bits, so that any length will do.
 
     Args:
       implementation: who computes attention here.
@@ -37,11 +38,15 @@ def attend_in_fp8(
     """
     layer = layer_name(module)
     _check(module, layer, {"sliding_window": window, **told})
-    check_shapes(layer, query.shape[-3:], key.shape[-3:])
+    check_head_dim(layer, query.shape[-1])
     no_kernels = LinearParameters((), None)
     declared = [
         GemmState(module.recipe, f"{layer}/{name}", name=experts_name((name,)))(no_kernels, None) for name in STATES
     ]
+    if module.is_initializing():  # nobody keeps what comes out
+        by = implementation if jax.default_backend() == "gpu" else "xla"
+        return attention(query, key, value, causal=causal, implementation=by)
+    check_tokens(layer, query.shape[-3], key.shape[-3])
     scores, values, _ = declared
     of_states: Any = [of.fp8 for of in declared]
     attended, (of_scores, of_values) = fp8_attention(
@@ -52,8 +57,8 @@ def attend_in_fp8(
     return attended
 
 
-def _check(module: nn.Module, layer: str, told: dict[str, Any]) -> None:
-    recipe, wanted = getattr(module, "recipe"), getattr(module, "implementation")  # noqa: B009 - of every attention
+def _check(module: Any, layer: str, told: dict[str, Any]) -> None:
+    recipe, wanted = module.recipe, module.implementation
     if recipe is None or not recipe.has_state:
         raise ValueError(
             f"{layer}: FP8 attention needs DelayedScaling, for its kernel casts gradients whose scales must be known "

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fp8.core.formats import E4M3
@@ -144,9 +145,10 @@ def _whole(split: Split, dims: str, array) -> jax.Array:
 def _scores(causal, query, key, factor) -> jax.Array:
     """(batch, key heads, queries of each, seq, keys) float32, -inf where a query does not see a key."""
     scores = jnp.einsum("bskgd,btkd->bkgst", query, key) * factor
-    seq, keys = scores.shape[-2:]
-    sees = jnp.arange(keys) <= jnp.arange(seq)[:, None] if causal else jnp.ones((seq, keys), bool)
-    return jnp.where(jnp.broadcast_to(sees, scores.shape), scores, -jnp.inf)
+    if not causal:
+        return scores
+    own, other = (lax.broadcasted_iota(jnp.int32, scores.shape, dim) for dim in (3, 4))
+    return jnp.where(other <= own, scores, -jnp.inf)
 
 
 def _cast(x, scale) -> jax.Array:

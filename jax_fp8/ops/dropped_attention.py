@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_fp8.ops.dropout import dropout
 
@@ -36,11 +37,11 @@ def dropped_attention(
     """
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(part, group, axis=2) for part in (key, value))
-    own, other = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None]
-    sees: Any = (other <= own) if is_causal else jnp.ones((own.size, other.size), bool)
+    pairs = 1, 1, query.shape[1], key.shape[1]
+    own, other = (lax.broadcasted_iota(jnp.int32, pairs, dim) for dim in (2, 3))
+    sees: Any = (other <= own) if is_causal else jnp.ones(pairs, bool)
     if local_window_size is not None:
         sees &= other >= own - local_window_size[0]
-    sees = sees[None, None]
     if mask is not None:
         sees &= mask
     for lengths, number in ((query_seq_lengths, own), (key_value_seq_lengths, other)):

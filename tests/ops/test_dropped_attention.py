@@ -63,6 +63,17 @@ def plain(*arrays, **told):
     return attention(*arrays, causal=True, implementation="xla", **told)
 
 
+@pytest.mark.parametrize("told", [{}, {"segment_ids": SEGMENTS}, {"lengths": LENGTHS}, {"window": 3}], ids=str)
+def test_strict_attention_is_attention(told):
+    """Its products are in float32 then, as those of attention that drops nothing."""
+    arrays = [x.astype(jnp.bfloat16) for x in operands(2)]
+    expected = dropped(*arrays, **told)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        found = dropped(*arrays, **told)
+    assert found.dtype == jnp.bfloat16
+    assert_close(found, expected, "bfloat16")
+
+
 def test_how_much_is_dropped():
     """Values of one, and scores of zero: each result is the part of its weights that is left, over 1 - rate."""
     shape = (8, 64, 4, HEAD_DIM)

@@ -136,6 +136,12 @@ def test_what_is_kept_is_in_fp8():
     assert large == [("float32", BATCH * SEQ * HEADS), *(("float8_e4m3fn", size) for size in sizes)]
 
 
+def test_strict_attention_is_attention():
+    expected = run(own_amaxes())
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.tree.map(np.testing.assert_array_equal, run(own_amaxes()), expected)
+
+
 def test_one_sequence_and_a_batch_of_them():
     gemms, arrays = with_scales(recorded()), operands()
     out, gradients, _ = run(gemms)

@@ -104,7 +104,7 @@ def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
         pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))
     for field, flag in FLAGS.items():
         pairs.append((flag, saved["model"][field], run["model"][field]))
-    any_dropout = {"dropout_rate": 0.0}  # no part of what is trained
+    any_dropout = {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}  # no part of what is trained
     before, after = (dataclasses.asdict(fp8.GPTConfig.from_dict(of["model"] | any_dropout)) for of in (saved, run))
     if before != after:  # older checkpoints have fewer fields
         pairs.append(("--preset", then["preset"], now["preset"]))

@@ -71,7 +71,7 @@ def test_every_device_masks_its_own_documents(kind):
 
 def test_without_the_tie_devices_would_have_the_mask_of_all(monkeypatch):
     """A negative control: then cuDNN's operands do not fit."""
-    monkeypatch.setattr(attention_op, "_tied", lambda kv_heads, *operands: operands)
+    monkeypatch.setattr(attention_op, "tied", lambda kv_heads, *operands: operands)
     found = masks(compiled(h200.mesh(data=2, tensor=2), P("data", None, "tensor")))
     assert found != [f"bf16[{BATCH // 2},1,{SEQ},{SEQ}]"] * 2
 

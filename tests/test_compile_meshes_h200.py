@@ -137,7 +137,7 @@ def test_heads_that_an_axis_does_not_divide_are_computed_everywhere():
 
 def test_attention_that_nobody_ties_together_does_not_compile(monkeypatch):
     """Negative control: cuDNN's attention wants queries, keys and values split alike, and does not say so."""
-    monkeypatch.setattr("jax_fp8.ops.attention._tied", lambda kv_heads, *operands: operands)
+    monkeypatch.setattr("jax_fp8.ops.attention.tied", lambda kv_heads, *operands: operands)
     with pytest.raises(jax.errors.JaxRuntimeError, match="same sharding"):
         compile_step(h200.mesh(tensor=DEVICES), by_heads_and_columns, P())
 

@@ -15,8 +15,8 @@ RECIPE = fp8.DelayedScaling(amax_history_len=4)
 RNGS = {"dropout": jax.random.key(1)}
 
 
-def gpt(rate=0.3, **fields):
-    return fp8.GPT(fp8.GPTConfig(**SHAPE, dropout_rate=rate), **{"recipe": RECIPE, **fields})
+def gpt(rate=0.3, of="dropout_rate", **fields):
+    return fp8.GPT(fp8.GPTConfig(**SHAPE, **{of: rate}), **{"recipe": RECIPE, **fields})
 
 
 @cache
@@ -107,6 +107,24 @@ def test_a_loop_of_ones_own():
     assert slope == pytest.approx((along(1e-2) - along(-1e-2)) / 2e-2, rel=0.03)
     other = {"dropout": jax.random.key(9)}  # negative control: the slope under other masks
     assert slope != pytest.approx((along(1e-2, other) - along(-1e-2, other)) / 2e-2, rel=0.06)
+
+
+WEIGHTS = {"of": "attention_dropout_rate"}
+
+
+def test_weights_of_attention():
+    """Of every step other ones, and the same again under remat; on a mesh with heads split, there are others."""
+    still = losses(learning_rate=0.0, of_model=WEIGHTS)[0]
+    assert len({*still}) == 3 and np.std(still) > 1e-4
+    assert losses(of_model={**WEIGHTS, "remat": "full"})[0] == pytest.approx(losses(of_model=WEIGHTS)[0], rel=2e-3)
+    found = losses(20, of_model=WEIGHTS)[0]
+    assert found[-1] < found[0] - 0.5
+    exact = {"of_model": {**WEIGHTS, "recipe": None, "dtype": jnp.float32}, "learning_rate": 0.0}
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    on_mesh, alone = losses(**exact, mesh=mesh)[0], losses(**exact)[0]
+    assert (np.abs(np.subtract(on_mesh, alone)) > 1e-5).all() and on_mesh == pytest.approx(alone, rel=0.05)
+    with pytest.raises(ValueError, match=r"a GPT with attention_dropout_rate=0.3 is trained with a random stream"):
+        losses(rngs=None, of_model=WEIGHTS)
 
 
 def test_what_is_refused():

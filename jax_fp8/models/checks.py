@@ -17,6 +17,8 @@ from jax_fp8.nn.checks import check_dtype, check_told
 from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
+DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate")
+
 
 def check_config(config: Any) -> None:
     """Raise unless a model can be made of a `GPTConfig`."""
@@ -31,7 +33,8 @@ def check_config(config: Any) -> None:
     if config.use_qkv_bias is not None:
         check_bool("use_qkv_bias", config.use_qkv_bias)
     check_number("norm_epsilon", config.norm_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
-    check_number("dropout_rate", config.dropout_rate, "of at least 0 and below 1", is_rate)
+    for name in DROPOUT_RATES:
+        check_number(name, getattr(config, name), "of at least 0 and below 1", is_rate)
     check_rotary(config.rotary_base, config.rotary_scaling)
     if config.positions not in ("learned", "rotary"):
         raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
@@ -131,11 +134,11 @@ def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | No
     return tokens, segment_ids, lengths
 
 
-def check_is_read_alone(segment_ids: Any, lengths: Any, dropout_rate: float) -> None:
+def check_is_read_alone(segment_ids: Any, lengths: Any, dropped: str) -> None:
     """Raise where a batch says more than its tokens, or layers drop, but layers run one by one."""
-    if dropout_rate:
+    if dropped:
         raise ValueError(
-            f'pipelines and remat="offload:N" run layers one by one, which do not drop, got {dropout_rate=}; use '
+            f'pipelines and remat="offload:N" run layers one by one, which do not drop, got {dropped}; use '
             "another mesh or remat, or next_token_loss(model, deterministic=True)"
         )
     for name, array in (("segment_ids", segment_ids), ("lengths", lengths)):
@@ -146,11 +149,18 @@ def check_is_read_alone(segment_ids: Any, lengths: Any, dropout_rate: float) -> 
             )
 
 
+def what_drops(config: Any) -> str:
+    """The first rate of a GPT that is not 0, in words; "" where nothing is dropped."""
+    rates = {name: getattr(config, name) for name in DROPOUT_RATES}
+    return next((f"{name}={rate}" for name, rate in rates.items() if rate), "")
+
+
 def check_streams(model: Any, rngs: Any, deterministic: bool) -> None:
     """Raise unless a loss has what a GPT draws from."""
-    if model.config.dropout_rate and not deterministic and rngs is None:
+    dropped = what_drops(model.config)
+    if dropped and not deterministic and rngs is None:
         raise ValueError(
-            f"a GPT with dropout_rate={model.config.dropout_rate} is trained with a random stream, got none; pass "
+            f"a GPT with {dropped} is trained with a random stream, got none; pass "
             'rngs={"dropout": jax.random.key(0)} to make_train_step or to the loss, and to evaluate take '
             "next_token_loss(model, deterministic=True)"
         )

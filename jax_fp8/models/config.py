@@ -26,6 +26,7 @@ class GPTConfig:
         `mlp_hidden_size` is that of each. Experts have no biases. The other fields of experts are those of
         `LayerNormMoE`.
       dropout_rate: how much training drops of embeddings and of what attention and MLP add to them, as GPT-2's.
+      attention_dropout_rate: how much of the weights of attention, which is XLA's then; as of `SelfAttention`.
     """
 
     vocab_size: int
@@ -53,6 +54,7 @@ class GPTConfig:
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
 
     def __post_init__(self):
         check_config(self)

@@ -33,6 +33,7 @@ from jax_fp8.models.checks import (
     check_loss_settings,
     check_streams,
     check_tokens,
+    what_drops,
 )
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
@@ -77,10 +78,10 @@ class GPT(nn.Module):
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe`,
     CurrentScaling() or BlockScaling(), computes the head in FP8 too. `remat` says what layers keep for the backward:
     "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
-    `TransformerBlock` for `attention_implementation`. With `logical_axes` `init` returns params with the
-    names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a sequence: none sees
-    another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a sequence begins.
-    `deterministic=False` drops what the config says, by the random stream "dropout".
+    `TransformerBlock` for `attention_implementation` and `fp8_attention`. With `logical_axes` `init` returns params
+    with the names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a
+    sequence: none sees another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a
+    sequence begins. `deterministic=False` drops what the config says, by the random stream "dropout".
     """
 
     config: GPTConfig
@@ -92,6 +93,7 @@ class GPT(nn.Module):
     remat: str = "none"
     logical_axes: bool = False
     attention_implementation: Literal["cudnn", "xla"] | None = None
+    fp8_attention: bool = False
 
     @nn.compact
     def __call__(
@@ -173,6 +175,7 @@ class GPT(nn.Module):
             param_dtype=self.param_dtype,
             logical_axes=self.logical_axes,
             attention_implementation=self.attention_implementation,
+            fp8_attention=self.fp8_attention,
             kernel_init=nn.initializers.normal(0.02),
             residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
             name=f"layer_{index}",
@@ -215,7 +218,7 @@ def _layered(
 
     def embed_of(variables, batch):
         reading = read(batch)
-        check_is_read_alone(reading.segment_ids, reading.lengths, not deterministic and model.config.dropout_rate)
+        check_is_read_alone(reading.segment_ids, reading.lengths, "" if deterministic else what_drops(model.config))
         check_has_no_experts(model.config)
         return first.apply(variables, reading.tokens)
 

@@ -1,20 +1,22 @@
 """Self-attention: projections in FP8, the attention itself in `dtype` by JAX's own fused kernel (cuDNN on a GPU)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
+from jax import lax
 
 from jax_fp8.core.shards import DIM_OF, TensorParallel, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_is_split, check_layer, check_told, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.dropout import drop, drops
+from jax_fp8.nn.fp8_attention import attend_in_fp8
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
-from jax_fp8.ops.attention import as_heads, attention, own_heads, positions_in
+from jax_fp8.ops.attention import as_heads, attention, check_drops_weights, own_heads, positions_in
 from jax_fp8.ops.cached_attention import cached_attention
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
@@ -51,7 +53,12 @@ class SelfAttention(Fp8Module):
         are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
       dropout_rate: how much of `out(...)` is dropped, by the random stream "dropout"; the residual is added afterwards
         then, in a pass of its own: see ops/dropout.py.
-      deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
+      attention_dropout_rate: how much of the softmax weights is dropped, by the same stream: what `dropout_rate` means
+        in Flax's own attention. XLA's attention drops, cuDNN's refuses to: see ops/dropped_attention.py.
+      fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
+        tokens, without windows, padding or documents: see ops/fp8_attention.py. What `generate` writes is attended to
+        in `dtype`.
+      deterministic: True drops nothing. It or the argument must be given where there is a rate.
       recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
         see `LayerNormDense` and `Dense`.
     """
@@ -73,6 +80,8 @@ class SelfAttention(Fp8Module):
     qk_norm: bool = False
     sliding_window: int | None = None
     dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
+    fp8_attention: bool = False
     deterministic: bool | None = None
 
     @nn.compact
@@ -105,7 +114,8 @@ class SelfAttention(Fp8Module):
         query, key, value = (as_heads(part, head_dim) for part in projections)
         query, key = normalize_heads(self, query, key)
         key, value = (own_heads(part, query.shape[-2] * kv_heads // self.num_heads, tensor) for part in (key, value))
-        attended = _attend(self, query, key, value, segment_ids, lengths)
+        random = drop_weights(self, deterministic, tensor)
+        attended = _attend(self, query, key, value, segment_ids, lengths, random)
         return multiply_out(self, attended, width, x, deterministic)
 
 
@@ -176,13 +186,25 @@ def implementation_of(module) -> Literal["cudnn", "xla"]:
     return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
 
 
+def drop_weights(module, deterministic: bool | None, tensor: TensorParallel | None) -> dict[str, Any]:
+    """What `attention` takes to drop weights, if it is to; over `tensor` each device has masks of its own, as it has
+    heads of its own.
+    """
+    if not drops(module, deterministic, "attention_dropout_rate"):
+        return {}
+    check_drops_weights(implementation_of(module), layer_name(module))
+    key = module.make_rng("dropout")
+    key = key if tensor is None else jax.random.fold_in(key, lax.axis_index(tensor.axis))
+    return {"dropout_rate": module.attention_dropout_rate, "dropout_key": key}
+
+
 def multiply_out(module, attended: jax.Array, width: int, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
     """What was attended to (batch, seq, heads, head_dim), back to the residual branch `x` (batch, seq, width)."""
     residual = x if module.residual else None
     fields = shared_fields(module, Dense) | {
         "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
-        # cuDNN's backward keeps its result; XLA's does not.
-        "recompute": module.recompute and implementation_of(module) == "cudnn",
+        # cuDNN's backward keeps its result in `dtype`; XLA's does not, nor does attention in FP8.
+        "recompute": module.recompute and implementation_of(module) == "cudnn" and not module.fp8_attention,
     }
     out = Dense(width, **fields, tensor_split="rows", name="out")
     attended = attended.reshape(*attended.shape[:-2], -1)
@@ -191,7 +213,7 @@ def multiply_out(module, attended: jax.Array, width: int, x: jax.Array, determin
     return drop(module, out(attended), module.dropout_rate, residual)
 
 
-def _attend(module, query, key, value, segment_ids, lengths):
+def _attend(module, query, key, value, segment_ids, lengths, random):
     """Attention of (batch, seq, heads, head_dim), and while a text is written to what was read before."""
     cache = module.get_variable(KV_CACHE, "slots")
     check_told(layer_name(module), segment_ids, lengths, query.shape[:-2])
@@ -199,9 +221,12 @@ def _attend(module, query, key, value, segment_ids, lengths):
         positions = None if segment_ids is None else positions_in(segment_ids)
         positions = positions if cache is None else cache.positions
         query, key = (rotate(part, positions, module.rotary_base, module.rotary_scaling) for part in (query, key))
-    options = {"implementation": implementation_of(module), "window": module.sliding_window}
+    options: dict[str, Any] = {"implementation": implementation_of(module), "window": module.sliding_window}
     if cache is None:
-        return attention(query, key, value, causal=module.causal, segment_ids=segment_ids, lengths=lengths, **options)
+        options |= {"segment_ids": segment_ids, "lengths": lengths} | random
+        if module.fp8_attention:
+            return attend_in_fp8(module, query, key, value, causal=module.causal, **options)
+        return attention(query, key, value, causal=module.causal, **options)
     attended, cache = cached_attention(query, key, value, cache, **options)
     module.put_variable(KV_CACHE, "slots", cache)
     return attended

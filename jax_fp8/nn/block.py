@@ -48,6 +48,8 @@ class TransformerBlock(Fp8Module):
     router_aux_loss: float = 0.01
     router_z_loss: float = 0.0
     dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
+    fp8_attention: bool = False
     deterministic: bool | None = None
 
     @nn.compact

@@ -20,6 +20,7 @@ FLAGS = (
     "recompute",
     "logical_axes",
     "normalize_router_weights",
+    "fp8_attention",
 )
 
 

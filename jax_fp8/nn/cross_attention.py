@@ -1,5 +1,6 @@
 """Cross-attention: queries of one sequence, keys and values of another, as a decoder reads what an encoder made."""
 
+from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -8,6 +9,7 @@ from flax.typing import Initializer
 
 from jax_fp8.nn.attention import (
     INPUT_DIMS,
+    drop_weights,
     heads_of,
     implementation_of,
     multiply_out,
@@ -15,6 +17,7 @@ from jax_fp8.nn.attention import (
     project,
 )
 from jax_fp8.nn.checks import check_context, check_layer, check_told, layer_name
+from jax_fp8.nn.fp8_attention import attend_in_fp8
 from jax_fp8.nn.gemm import Fp8Module, TensorSplit
 from jax_fp8.ops.attention import as_heads, attention
 
@@ -31,7 +34,7 @@ class CrossAttention(Fp8Module):
     Args:
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, dropout_rate,
-        deterministic, recompute: as of `SelfAttention`.
+        attention_dropout_rate, fp8_attention, deterministic, recompute: as of `SelfAttention`.
     """
 
     num_heads: int
@@ -46,6 +49,8 @@ class CrossAttention(Fp8Module):
     use_qkv_bias: bool | None = None
     qk_norm: bool = False
     dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
+    fp8_attention: bool = False
     deterministic: bool | None = None
 
     @nn.compact
@@ -84,12 +89,13 @@ class CrossAttention(Fp8Module):
         head_dim, kv_heads = heads_of(self, width)
         of_queries = TensorSplit("columns", self.num_heads, "query heads", axis="heads")
         of_kv = TensorSplit("columns", kv_heads, "key and value heads", axis="kv_heads")
-        (query,), x, _ = project(self, ("query",), x, (self.num_heads * head_dim,), (of_queries,), self.norm)
+        (query,), x, tensor = project(self, ("query",), x, (self.num_heads * head_dim,), (of_queries,), self.norm)
         widths = (kv_heads * head_dim,) * 2
         (key, value), _, _ = project(self, ("key", "value"), context, widths, (of_kv, of_kv), None)
         query, key, value = (as_heads(part, head_dim) for part in (query, key, value))
         query, key = normalize_heads(self, query, key)
-        attended = attention(
+        attend = partial(attend_in_fp8, self) if self.fp8_attention else attention
+        attended = attend(
             query,
             key,
             value,
@@ -99,5 +105,6 @@ class CrossAttention(Fp8Module):
             lengths=lengths,
             key_segment_ids=context_segment_ids,
             key_lengths=context_lengths,
+            **drop_weights(self, deterministic, tensor),
         )
         return multiply_out(self, attended, width, x, deterministic)

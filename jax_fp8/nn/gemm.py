@@ -175,8 +175,8 @@ class GemmVariables(LinearVariables, kw_only=True):
 
 
 class GemmState(nn.Module):
-    """The FP8 state of a GEMM by several layers, or of one that is no layer's, in a module of its name;
-    `layer`: what messages call it, if not by its path.
+    """The FP8 state of a GEMM by several layers, or of one that is no layer's, or has no kernel, in a module of its
+    name; `layer`: what messages call it, if not by its path.
     """
 
     recipe: Recipe | None
@@ -233,8 +233,9 @@ def declare_state(
     if recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
     layer = layer or layer_name(module)
-    rows = as_tuple(parameters.kernel)[0].shape[0]
-    check_multiples_of_16(layer, rows, parameters.widths, None if side is None else current_tensor())
+    kernels = as_tuple(parameters.kernel)
+    if kernels:
+        check_multiples_of_16(layer, kernels[0].shape[0], parameters.widths, side and current_tensor())
     history, scales = None, None
     if recipe.has_state:
         scales, history = _delayed_state(module, layer, parameters, recipe)
@@ -246,7 +247,8 @@ def declare_state(
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     weight = module.get_variable("fp8_cache", "kernel")
     parameters, gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight)
-    register_gemm(module.path, recipe, weight is not None)
+    if kernels:
+        register_gemm(module.path, recipe, weight is not None)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), side)
 

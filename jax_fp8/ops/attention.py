@@ -29,9 +29,11 @@ from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
 from jax_fp8.kernels.varying import alike
+from jax_fp8.ops.dropped_attention import dropped_attention
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
 TOLD = {"segment_ids": "b u", "key_segment_ids": "b v", "lengths": "b", "key_lengths": "b"}
+RANDOM_KEY = "dropout_key"  # told like these, but whole on every device
 
 
 def attention(
@@ -46,6 +48,8 @@ def attention(
     lengths: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` of arrays that are split over a mesh, or over none; of one sequence without the
     batch dim.
@@ -57,33 +61,51 @@ def attention(
         its gradients are, too. A length of 0 counts as 1: so no softmax is over nothing, and there is no NaN.
       key_segment_ids, key_lengths: those of the keys, int (batch, keys) and (batch,), where they are of another
         sequence; None: those above. A query that sees no key has zeros as its result.
+      dropout_rate, dropout_key: how likely a weight is dropped, and one random key; not by cuDNN, see
+        ops/dropped_attention.py. On Explicit axes every device has masks of its own.
     """
     given = segment_ids, key_segment_ids, lengths, key_lengths
     told = {name: array for name, array in zip(TOLD, given, strict=True) if array is not None}
     if query.ndim == 3:
         query, key, value, told = jax.tree.map(lambda x: x[None], (query, key, value, told))
         options: Any = {"causal": causal, "implementation": implementation, "window": window}
-        return attention(query, key, value, **options, **told)[0]
+        return attention(query, key, value, **options, **told, dropout_rate=dropout_rate, dropout_key=dropout_key)[0]
     if window is not None and not causal:
         raise ValueError(f"a window is of what comes before a position, so attention must be causal, got {window=}")
-    attend = partial(_attend, causal, implementation, window, tuple(told))
+    if dropout_rate:
+        check_drops_weights(implementation)
+        assert dropout_key is not None, "dropout draws from a key"
+        told[RANDOM_KEY] = dropout_key
+    attend = partial(_attend, causal, implementation, window, dropout_rate, tuple(told))
     operands = query, key, value, *told.values()
     mesh = explicit_mesh(*operands)
     if mesh is not None:
         of_operands, of_result = RULE.split(" -> ")
-        inputs, outputs = parse_rule(f"{', '.join([of_operands, *(TOLD[name] for name in told)])} -> {of_result}")
+        of_told = [TOLD.get(name, "") for name in told]
+        inputs, outputs = parse_rule(f"{', '.join([of_operands, *of_told])} -> {of_result}")
         local = _split(mesh, inputs, operands)
-        return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards),), *operands)[0]
+        axes = tuple(axis for of_dim in local.values() for axis in of_dim) if dropout_rate else ()
+        return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards, axes=axes),), *operands)[0]
     if implementation != "cudnn":
         return attend(*operands)
     kv_heads = key.shape[2]
-    tied: Any = _tied(kv_heads, *alike(*operands))
-    attended: Any = _tied(kv_heads, attend(*tied))  # where heads are whole, they are on both sides
+    together: Any = tied(kv_heads, *alike(*operands))
+    attended: Any = tied(kv_heads, attend(*together))  # where heads are whole, they are on both sides
     return attended[0]
 
 
-def _attend(causal, implementation, window, names, query, key, value, *told) -> jax.Array:
-    """Attention on one device, which is told so much by these names.
+def check_drops_weights(implementation: str | None, of: str = "attention") -> None:
+    """Raise where weights would be dropped by cuDNN; `of` says whose they are."""
+    if implementation == "cudnn":
+        raise ValueError(
+            f"{of}: cuDNN's attention cannot drop its weights with other masks in every step, so "
+            'attention_dropout_rate needs implementation="xla" (attention_implementation="xla" of a GPT or a '
+            "TransformerBlock), got cuDNN; pass that, or attention_dropout_rate=0"
+        )
+
+
+def _attend(causal, implementation, window, rate, names, query, key, value, *told, axes=()) -> jax.Array:
+    """Attention on one device, which is told so much by these names; one of several along these mesh axes.
 
     XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
@@ -96,7 +118,13 @@ def _attend(causal, implementation, window, names, query, key, value, *told) -> 
         options: Any = {"is_causal": causal, "implementation": implementation}
         if window is not None and window < key.shape[1]:  # how many before a position, and after it
             options["local_window_size"] = window - 1, 0
-        options |= _what_is_seen(**dict(zip(names, told, strict=True)))
+        known = dict(zip(names, told, strict=True))
+        random_key = known.pop(RANDOM_KEY, None)
+        options |= _what_is_seen(**known)
+        if random_key is not None:
+            random_key = jax.random.fold_in(random_key, lax.axis_index(axes)) if axes else random_key
+            del options["implementation"]
+            return dropped_attention(query, key, value, rate, random_key, **options).astype(dtype)
         attended = jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
         if "key_segment_ids" not in names:
             return attended
@@ -151,7 +179,8 @@ def _split(mesh, inputs, operands) -> Split:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tied(kv_heads, *operands) -> Any:
+def tied(kv_heads, *operands) -> Any:
+    """The same arrays, whose batches and heads a compiler has to split alike, as cuDNN's attention wants them."""
     return _tie(kv_heads, *operands)
 
 
@@ -164,16 +193,16 @@ def _backward(kv_heads, _, gradients):
     return gradients
 
 
-_tied.defvjp(_forward, _backward)
+tied.defvjp(_forward, _backward)
 
 
 def _tie(kv_heads, *operands):
     """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike, and (batch, seq) or
     (batch,). Under `vmap` they are left alone.
     """
-    tied = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
-    tied.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
-    return tied(*operands)
+    same = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
+    same.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
+    return same(*operands)
 
 
 def _partition(kv_heads, mesh, arg_shapes, result_shapes):
@@ -184,10 +213,11 @@ def _partition(kv_heads, mesh, arg_shapes, result_shapes):
 
 def _shardy_rule(kv_heads, mesh, operand_types, result_types):
     """Batches are one dim of all arrays. Heads are (kv_heads, queries of each): one dim too, if every axis that might
-    split it divides the number of kv_heads. Dims that nothing else is tied to are nowhere split.
+    split it divides the number of kv_heads; else they are whole. Dims that nothing else is tied to are nowhere split.
     """
     del result_types
-    operands, results, sizes = [], [], {}
+    operands, results, whole = [], [], []
+    sizes: dict[str, Any] = {}
     can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
     for number, operand in enumerate(operand_types):
         if len(operand.shape) < 4:  # numbers of tokens, or of sequences
@@ -199,10 +229,14 @@ def _shardy_rule(kv_heads, mesh, operand_types, result_types):
         heads = "h" if group == 1 else f"(h g{number})"
         operands.append(f"b s{number} {heads if can_be_split else f'o{number}'} d{number}")
         results.append(f"b t{number} {heads if can_be_split else f'r{number}'} e{number}")
-        if can_be_split and group > 1:
+        if not can_be_split:
+            whole.append(number)
+        elif group > 1:
             sizes[f"g{number}"] = group
     if sizes and not any(" h " in operand for operand in operands):  # a factor that is nowhere a dim of its own
         sizes["h"] = kv_heads
+    if whole:  # or a part of an axis might split what is made of heads
+        sizes["need_replication_factors"] = tuple(f"{side}{number}" for side in "or" for number in whole)
     return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 
 

@@ -46,8 +46,8 @@ def layer_gemm(
 
 
 def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:
-    """The state of a GEMM that has not run, by its kernels (k, n_i) side by side."""
-    amaxes = [amax_reference(kernel) for kernel in as_tuple(kernels)]
+    """The state of a GEMM that has not run, by its kernels (k, n_i) side by side; () where its KERNEL is none."""
+    amaxes = [amax_reference(kernel) for kernel in as_tuple(kernels)] or [jnp.float32(0)]
     return initial_state(recipe, jnp.max(jnp.stack(amaxes)))
 
 

@@ -42,7 +42,7 @@ from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.on_stages import OnStages
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pieces import Pieces
-from jax_fp8.train.pipeline_checks import check_first, check_layers
+from jax_fp8.train.pipeline_checks import check_first, check_layers, check_states
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import with_version
 
@@ -100,6 +100,7 @@ class OnMesh:
         check_kernels_are_params(pieces.short_loss, short, microbatch)
         check_loss_is_whole(of_short, pieces.short_loss, short, microbatch)
         check_first(loss, state.variables, microbatch)
+        check_states(loss.layers, pieces.layers.gemms, state.fp8)
         in_fp8 = pieces.of_all(gathered_in_fp8(of_short, pieces.layers, pieces.short_loss, short, microbatch))
         gemms = pieces.layers.gemms_of(placement.by_path, state.fp8)
         check_layers(Stages(loss.layers, how.stages, how.chunks), pieces.kinds, placement, gemms, in_fp8)

@@ -3,7 +3,7 @@
 All stages run one program. So what differs between their layers must be in the variables, and in nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax_fp8.core.checks import describe
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.schedules import make_schedule
@@ -52,6 +53,18 @@ def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
         raise ValueError(
             "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "
             f"got {with_state[0]} with delayed scaling; give it CurrentScaling() or None, or make it a part of a layer"
+        )
+
+
+def check_states(layers: Sequence[str], gemms: Collection[LayerPath], fp8_state: Mapping) -> None:
+    """Raise where a layer has FP8 state that is no GEMM's by its kernels: stages know no other."""
+    paths: list[LayerPath] = []
+    map_gemms_with_path(lambda path, _: paths.append(path), fp8_state)
+    unknown = [path for path in paths if path[0] in layers and path not in gemms and not kernel_paths(path)]
+    if unknown:
+        raise ValueError(
+            "the FP8 state of a layer of a pipeline must be that of GEMMs by its own kernels, got "
+            f"{'/'.join(unknown[0])}; attend with fp8_attention=False, multiply by params, or leave out the axis pipe"
         )
 
 

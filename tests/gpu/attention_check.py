@@ -200,7 +200,39 @@ def time_dropout(report: Report):
         report.timings.append(row)
 
 
-CHECKS = [check_padding, check_another_sequence, check_documents_of_another_sequence, check_dropout]
+def check_dropped_weights(report: Report):
+    """XLA's, also on a GPU: what a CPU drops, so much of it, and in the gradient what the result has dropped."""
+    seq, rate = sizes()[0], 0.25
+    arrays = [x.astype(jnp.float32) for x in operands(HEADS // 2, seq, seq)]
+
+    def run(query, key, value, gradient, random=0):
+        options = {"implementation": "xla", "dropout_rate": rate, "dropout_key": jax.random.key(random)}
+        attended, pull = jax.vjp(partial(attention, causal=True, **options), query, key, value)
+        return attended, *pull(gradient)
+
+    with jax.default_matmul_precision("highest"):
+        found, other = jax.jit(run)(*arrays), jax.jit(partial(run, random=1))(*arrays)
+        expected = jax.jit(run)(*jax.device_put(arrays, jax.devices("cpu")[0]))
+        ones = jnp.ones_like(arrays[2])
+        kept = np.asarray(jax.jit(run)(jnp.zeros_like(arrays[0]), *arrays[1:2], ones, arrays[3])[0][:, -1])
+    for name, got, wanted in zip(("result", "dq", "dk", "dv"), found, expected, strict=True):
+        error = reference.relative_error(got, wanted)
+        report.expect("dropped weights", error < 1e-4, f"{name} is not the CPU's, off by {error:.1e}")
+    slope, value = (float(jnp.vdot(*of)) for of in ((found[3], arrays[2]), (found[0], arrays[3])))
+    report.expect("dropped weights", abs(slope / value - 1) < 1e-3, f"the slope along values is {slope}, not {value}")
+    apart = np.sqrt(rate / (1 - rate) / seq)
+    report.expect("dropped weights", abs(kept.mean() - 1) < 5 * apart, f"what is kept has a mean of {kept.mean()}")
+    off = reference.relative_error(other[0], found[0])
+    report.expect("controls", off > WRONG, f"another key moves results by {off:.1e}")
+
+
+CHECKS = [
+    check_padding,
+    check_another_sequence,
+    check_documents_of_another_sequence,
+    check_dropout,
+    check_dropped_weights,
+]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -106,6 +106,8 @@ def run_script(script: Script, arguments: list[str] | None = None) -> int:
     timings = [] if options.skip_timing or options.self_test else script.timings
     report, seconds = Report(), {}
     for step in (*checks, *timings):
+        if options.only and step.__name__ not in options.only:
+            continue
         start = time.perf_counter()
         step(report)
         seconds[step.__name__] = time.perf_counter() - start
@@ -118,8 +120,10 @@ def run_script(script: Script, arguments: list[str] | None = None) -> int:
 
 
 def _options(script, arguments):
+    names = [step.__name__ for step in (*script.checks, *script.timings)]
     parser = argparse.ArgumentParser(description=script.doc.splitlines()[0])
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help="these checks and timings alone")
     which = parser.add_mutually_exclusive_group()
     parser.set_defaults(self_test=False, skip_timing=False, only_timing=False)
     if script.timings:

@@ -52,16 +52,24 @@ def test_what_a_script_has_not_cannot_be_asked_for(tmp_path):
         run(tmp_path, [check_good], "--self-test")
     with pytest.raises(SystemExit):
         run(tmp_path, [check_good], "--only-timing", "--skip-timing")
+    with pytest.raises(SystemExit):
+        run(tmp_path, [check_good], "--only", "check_bad")
 
 
 @pytest.mark.parametrize(
-    ("option", "ran"),
-    [("--only-timing", ["time_something"]), ("--skip-timing", ["check_bad"]), (None, ["check_bad", "time_something"])],
+    ("options", "ran"),
+    [
+        (["--only-timing"], ["time_something"]),
+        (["--skip-timing"], ["check_bad"]),
+        (["--only", "time_something"], ["time_something"]),
+        (["--only", "check_bad", "time_something"], ["check_bad", "time_something"]),
+        ([], ["check_bad", "time_something"]),
+    ],
 )
-def test_checks_and_timings_can_run_alone(tmp_path, monkeypatch, capsys, option, ran):
+def test_checks_and_timings_can_run_alone(tmp_path, monkeypatch, capsys, options, ran):
     monkeypatch.setattr("gpu.report.on_gpu", lambda: True)
     monkeypatch.setattr("gpu.report.extension.TARGETS", ("jax_fp8_quantize",))
-    code, written = run(tmp_path, [check_bad], *([option] if option else []))
+    code, written = run(tmp_path, [check_bad], *options)
     assert list(written["seconds"]) == ran
     assert code == (1 if "check_bad" in ran else 0)
     assert ("1.50 us" in capsys.readouterr().out) == ("time_something" in ran)

@@ -120,3 +120,36 @@ def test_what_is_refused(fields, called, message):
         fp8.LayerNormMLP(128, **{"dropout_rate": 0.5, **fields}).init(jax.random.key(0), X, **called)
     with pytest.raises(ValueError, match=r"dropout_rate must be a finite number of at least 0 and below 1, got -0\.1"):
         fp8.GPTConfig.preset("tiny", dropout_rate=-0.1)
+
+
+WEIGHTS = {name: LAYERS[name] for name in ("attention", "cross")} | {
+    "block": (fp8.TransformerBlock, (4, 128), {}, (X,)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_attention_are_dropped(name):
+    """With masks of the stream, and none where nothing is dropped; both rates together are one after the other."""
+    cls, args, fields, inputs = WEIGHTS[name]
+    fields = fields | {"recipe": fp8.CurrentScaling()}
+    plain, layer = cls(*args, **fields), cls(*args, **fields, attention_dropout_rate=0.5)
+    variables = plain.init(jax.random.key(3), *inputs)
+
+    def dropped(seed, of=layer):
+        return np.asarray(of.apply(variables, *inputs, deterministic=False, rngs={"dropout": jax.random.key(seed)}))
+
+    np.testing.assert_array_equal(layer.apply(variables, *inputs, deterministic=True), plain.apply(variables, *inputs))
+    np.testing.assert_array_equal(dropped(2), dropped(2))
+    assert (dropped(2) != dropped(4)).mean() > 0.5 and (dropped(2) != plain.apply(variables, *inputs)).mean() > 0.5
+    both = cls(*args, **fields, attention_dropout_rate=0.5, dropout_rate=0.5)
+    assert (dropped(2, both) != dropped(2)).mean() > 0.2
+    with pytest.raises(ValueError, match=r"attention_dropout_rate=0.5 must know whether to drop, .*got neither"):
+        layer.apply(variables, *inputs)
+
+
+@pytest.mark.parametrize("cls", [fp8.SelfAttention, fp8.CrossAttention])
+def test_weights_that_cudnn_would_drop(cls):
+    inputs = (X,) if cls is fp8.SelfAttention else (X, CONTEXT)
+    layer = cls(4, attention_dropout_rate=0.1, implementation="cudnn")
+    with pytest.raises(ValueError, match=r'Attention: cuDNN.s attention cannot drop .*needs implementation="xla"'):
+        layer.init(jax.random.key(0), *inputs, deterministic=False)

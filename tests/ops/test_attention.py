@@ -234,7 +234,8 @@ def test_how_operands_are_tied_together():
         "b s0 (h g0) d0, b s1 h d1, b s2 h d2 -> b t0 (h g0) e0, b t1 h e1, b t2 h e2", {"g0": 2}
     )  # fmt: skip
     assert rule(2, tensor=4) == (
-        "b s0 o0 d0, b s1 o1 d1, b s2 o2 d2 -> b t0 r0 e0, b t1 r1 e1, b t2 r2 e2", {}
+        "b s0 o0 d0, b s1 o1 d1, b s2 o2 d2 -> b t0 r0 e0, b t1 r1 e1, b t2 r2 e2",
+        {"need_replication_factors": ("o0", "o1", "o2", "r0", "r1", "r2")},
     )  # fmt: skip
     alone = SimpleNamespace(shape=(BATCH, SEQ, HEADS, HEAD_DIM))
     assert attention_op._shardy_rule(2, SimpleNamespace(shape={"tensor": 2}), [alone], [alone]) == (
@@ -255,10 +256,10 @@ def test_numbers_of_segments_are_tied_to_batches():
 
 def test_tied_arrays_are_what_they_were():
     arrays = [*operands(2), SEGMENTS, LENGTHS]
-    jax.tree.map(np.testing.assert_array_equal, list(jax.jit(attention_op._tied, static_argnums=0)(2, *arrays)), arrays)
-    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(attention_op._tied(2, x)[0])))(arrays[1])
+    jax.tree.map(np.testing.assert_array_equal, list(jax.jit(attention_op.tied, static_argnums=0)(2, *arrays)), arrays)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(attention_op.tied(2, x)[0])))(arrays[1])
     np.testing.assert_array_equal(gradient, jnp.cos(arrays[1]))
-    batched = jax.vmap(lambda x: attention_op._tied(2, x)[0])(arrays[1][None])
+    batched = jax.vmap(lambda x: attention_op.tied(2, x)[0])(arrays[1][None])
     np.testing.assert_array_equal(batched[0], arrays[1])
 
 

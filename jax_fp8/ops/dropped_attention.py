@@ -1,0 +1,53 @@
+"""Attention that drops some of its weights while it trains, as XLA computes it (https://arxiv.org/abs/1706.03762):
+
+    weights = softmax(query · keyᵀ / sqrt(head_dim)) where a query sees a key     float32, rounded once
+    out     = dropout(weights) · value
+
+Here (batch, heads, seq, keys) weights are arrays in memory, which a fused kernel never has. cuDNN's could drop as well,
+but XLA hands it a seed that is a constant of the program, beside a counter on the host that each launch of a plan moves
+on: a launch recorded in a CUDA graph, layers that share a plan and a forward that is computed again would not know
+their masks. So it is not asked to.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.ops.dropout import dropout
+
+
+def dropped_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rate: float,
+    random_key: jax.Array,
+    *,
+    is_causal: bool,
+    local_window_size: tuple[int, int] | None = None,
+    mask: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` of (batch, seq, heads, head_dim), of whose weights each is dropped with this rate.
+
+    A query that sees no key, or is padding, has zeros. The other arguments are those of JAX's.
+    """
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(part, group, axis=2) for part in (key, value))
+    pairs = 1, 1, query.shape[1], key.shape[1]
+    own, other = (lax.broadcasted_iota(jnp.int32, pairs, dim) for dim in (2, 3))
+    sees: Any = (other <= own) if is_causal else jnp.ones(pairs, bool)
+    if local_window_size is not None:
+        sees &= other >= own - local_window_size[0]
+    if mask is not None:
+        sees &= mask
+    for lengths, number in ((query_seq_lengths, own), (key_value_seq_lengths, other)):
+        if lengths is not None:
+            sees &= number < lengths[:, None, None, None]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(sees, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(sees, jax.nn.softmax(scores), 0).astype(query.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", dropout(weights, random_key, rate), value)

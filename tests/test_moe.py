@@ -219,8 +219,8 @@ def test_refusals():
         up = jax.device_put(variables["params"]["up"]["kernel"], NamedSharding(mesh, P("data")))
         split = {**variables, "params": {**variables["params"], "up": {"kernel": up}}}
         jax.make_jaxpr(layer.apply)(split, jax.device_put(x, NamedSharding(mesh, P("data", None))))
-    with pytest.raises(ValueError, match=r"must have one MLP a layer, .* got num_experts=8"):
-        family_of(fp8.GPTConfig.preset("mixtral-8x7b"))
+    with pytest.raises(ValueError, match=r"a model for Hugging Face must be as .* normalize_router_weights=True"):
+        family_of(fp8.GPTConfig.preset("mixtral-8x7b", normalize_router_weights=False))
     with pytest.raises(ValueError, match="plan knows models without experts, got --preset mixtral-8x7b"):
         Choices(preset="mixtral-8x7b").check()
     for changes, sentence in (

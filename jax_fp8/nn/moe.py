@@ -8,6 +8,7 @@ already: whoever makes a loss adds up what is there, as `next_token_loss` does.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from jax_fp8.core.shards import TensorDim, current_tensor, offer
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
+from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
@@ -28,9 +30,8 @@ from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
 from jax_fp8.nn.names import named
 from jax_fp8.ops.expert_mlp import expert_mlp
 from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
-from jax_fp8.ops.grouped_linear import as_one_matrix
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
-from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, as_one_matrix
 from jax_fp8.ops.router import Routing, route
 
 LOSSES = "losses"
@@ -107,15 +108,14 @@ class LayerNormMoE(Fp8Module):
         shape = self.num_experts, in_features, features
         fields = {"shape": shape, "kernel_init": init, "axes": axes if self.logical_axes else None}
         kernels = tuple(_Experts(**fields, param_dtype=self.param_dtype, name=name)() for name in names)
-        parameters = LinearParameters(kernels if len(names) > 1 else kernels[0], None)
         if self.recipe is None:
-            return DeclaredGemm(parameters)
+            return DeclaredGemm(_side_by_side(kernels))
         layer = "/".join((layer_name(self), joined_name(names)))
         check_multiples_of_16(layer, in_features, (features,) * len(names))
-        matrices = tuple(as_one_matrix(kernel) for kernel in kernels)
         state = GemmState(self.recipe, layer, name=experts_name(names))
-        declared = state(LinearParameters(matrices, None), None)
-        return DeclaredGemm(parameters, declared.fp8, declared.amax_history)
+        declared = state(_side_by_side(tuple(map(as_one_matrix, kernels))), None)
+        named = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
+        return replace(declared, parameters=_side_by_side(named))
 
     def _sow(self, routing: Routing) -> None:
         if self.is_initializing():  # or `init` would return losses among the variables
@@ -123,6 +123,10 @@ class LayerNormMoE(Fp8Module):
         weighted = self.router_aux_loss * routing.balance_loss + self.router_z_loss * routing.z_loss
         self.sow(LOSSES, "router_loss", weighted)
         self.sow("intermediates", "expert_fractions", routing.fractions)
+
+
+def _side_by_side(kernels) -> LinearParameters:
+    return LinearParameters(kernels if len(kernels) > 1 else kernels[0], None)
 
 
 def apply_with_losses(model: nn.Module, variables: Mapping, *args: Any, **options: Any) -> tuple[Any, Any]:

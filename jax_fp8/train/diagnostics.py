@@ -25,13 +25,14 @@ from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.fp8_gemm import OBSERVED
 from jax_fp8.core.health import STATISTICS, measure
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of
+from jax_fp8.core.paths import LayerPath, at_path, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import join_amaxes
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.kernels.varying import vary
+from jax_fp8.ops.weights import kernels_of
 
 TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
 SHARES = ("saturated", "underflowed", "nonfinite")
@@ -50,7 +51,7 @@ class ObservedGemm:
 
     @classmethod
     def of(cls, path: LayerPath, recipe: Recipe, params: Mapping) -> "ObservedGemm":
-        return cls(path, recipe, at_path(params, kernel_paths(path)[0]).shape[:-2])
+        return cls(path, recipe, kernels_of(path, params)[0].shape[:-2])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ def _finite(number) -> float | None:
 
 def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
     """STATISTICS of its kernels, side by side, f32[*stacked, 7]; zeros where they are no arrays."""
-    kernels = [at_path(params, kernel) for kernel in kernel_paths(gemm.path)]
+    kernels = kernels_of(gemm.path, params)
     if any(is_fp8(kernel) for kernel in kernels):
         return jnp.zeros((*gemm.stacked, len(STATISTICS)), jnp.float32)
     state = at_path(fp8_state, gemm.path)

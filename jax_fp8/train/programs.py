@@ -17,11 +17,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.paths import LayerPath, is_of_experts, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
+from jax_fp8.ops.weights import ready_for_loop
 from jax_fp8.optim.skipping import kept_unless
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.parallel.mesh import Parallelism
@@ -257,6 +258,8 @@ class Programs:
         state = state_of()
         start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
         start = dataclasses.replace(start, amaxes=nothing_beside(start.amaxes, observed))
+        if any(map(is_of_experts, cached_gemms(start.cache or state.cache))):
+            start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
         pending, _ = lax.scan(body, start, split(batch, self.microbatches))
         return pending.loss, pending.gradients, pending.amaxes
 

@@ -35,6 +35,11 @@ def is_of_experts(gemm: LayerPath) -> bool:
     return bool(gemm) and gemm[-1].startswith(BESIDE) and gemm[-1] != UNNAMED
 
 
+def shown(gemm: LayerPath) -> LayerPath:
+    """The path of a GEMM as messages have it: of experts as of others."""
+    return (*gemm[:-1], gemm[-1].removeprefix(BESIDE)) if is_of_experts(gemm) else gemm
+
+
 def kernel_paths(gemm: LayerPath) -> tuple[LayerPath, ...]:
     """The kernels of a GEMM, in the order in which they stand side by side; () where no path leads to them."""
     if not gemm:

@@ -25,7 +25,7 @@ from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.fp8_gemm import OBSERVED
 from jax_fp8.core.health import STATISTICS, measure
-from jax_fp8.core.paths import LayerPath, at_path, names_of
+from jax_fp8.core.paths import LayerPath, at_path, names_of, shown
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import join_amaxes
 from jax_fp8.kernels.amax import amax_reference
@@ -105,7 +105,7 @@ class Layout:
 
     @classmethod
     def of(cls, observed: Observed, params: Any) -> "Layout":
-        gemms = tuple(name for gemm in observed for name in _numbered(gemm.path, gemm.stacked))
+        gemms = tuple(name for gemm in observed for name in _numbered(shown(gemm.path), gemm.stacked))
         return cls(gemms, tuple(_gradients_by_layer(params, observed)))
 
     @property

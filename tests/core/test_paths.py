@@ -13,6 +13,7 @@ from jax_fp8.core.paths import (
     map_with_names,
     names_of,
     put_at_path,
+    shown,
 )
 
 
@@ -51,6 +52,7 @@ def test_the_kernels_of_a_gemm(gemm, kernels):
 )
 def test_a_gemm_of_experts_is_known_by_its_name(gemm, found):
     assert is_of_experts(gemm) is found
+    assert shown(gemm) == (("mlp", "up") if found else gemm)
 
 
 def test_a_name_of_several_layers():

@@ -23,11 +23,12 @@ from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.kernels.quantize import as_tuple
-from jax_fp8.nn.checks import check_layer, layer_name
+from jax_fp8.nn.checks import check_layer, check_told, layer_name
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
 from jax_fp8.nn.names import named
+from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
 from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
@@ -74,9 +75,17 @@ class LayerNormMoE(Fp8Module):
     deterministic: bool | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
-        """(..., in) to (..., in); `deterministic` True drops nothing, None: the field says so."""
+    def __call__(self, x: jax.Array, deterministic: bool | None = None, lengths: jax.Array | None = None) -> jax.Array:
+        """(..., in) to (..., in).
+
+        Args:
+          deterministic: True drops nothing, None: the field says so.
+          lengths: int (batch,), of `x` (batch, seq, in): what comes after so many positions is padding, which goes to
+            no expert, and counts in no loss of the router.
+        """
         check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
+        if lengths is not None:
+            check_told(layer_name(self), None, lengths, x.shape[:-1])
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
@@ -89,7 +98,8 @@ class LayerNormMoE(Fp8Module):
 
         tokens = as_matrix(x.astype(self.dtype))
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
-        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights)
+        told = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
+        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, told)
         self._sow(routing)
         where = sort_tokens(routing.experts, self.num_experts)
         own = up.parameters, down.parameters

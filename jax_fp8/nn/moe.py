@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.checks import check_number
+from jax_fp8.core.fp8_gemm import Record
 from jax_fp8.core.paths import experts_name, joined_name
+from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.shards import TensorDim, current_tensor, offer
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
@@ -89,7 +91,7 @@ class LayerNormMoE(Fp8Module):
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
-        kernel = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
+        kernel, record = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
         into = ("gate", "up") if is_gated(self.activation) else ("up",)
         up = self._declare(into, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
         down_init = self.down_init or self.kernel_init
@@ -100,6 +102,7 @@ class LayerNormMoE(Fp8Module):
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
         told = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
         routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, told)
+        record.fractions(routing.fractions)
         self._sow(routing)
         where = sort_tokens(routing.experts, self.num_experts)
         own = up.parameters, down.parameters
@@ -146,16 +149,18 @@ def apply_with_losses(model: nn.Module, variables: Mapping, *args: Any, **option
 
 
 class _Router(nn.Module):
-    """The kernel f32 (in, experts) of a router."""
+    """The kernel f32 (in, experts) of a router, and where it leaves who goes where, if anybody asks."""
 
     kernel_init: Initializer
     logical_axes: bool
 
     @nn.compact
-    def __call__(self, features: int, experts: int) -> jax.Array:
+    def __call__(self, features: int, experts: int) -> tuple[jax.Array, Record]:
         offer((*self.path, "kernel"), TensorDim())
         init = named(self.kernel_init, ("embed", "expert"), self.logical_axes)
-        return self.param("kernel", init, (features, experts), jnp.float32)
+        kernel = self.param("kernel", init, (features, experts), jnp.float32)
+        recorder = self.get_variable("fp8", RECORDER)
+        return kernel, Record() if recorder is None else recorder.record
 
 
 class _Experts(nn.Module):

@@ -32,8 +32,8 @@ from jax_fp8.train.diagnostics import (
     Diagnostics,
     Layout,
     Observed,
-    ObservedGemm,
     nothing_beside,
+    observe,
     split_from_amaxes,
 )
 from jax_fp8.train.draws import drawn, drawn_next
@@ -116,7 +116,7 @@ class Programs:
         else:
             part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
             gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
-        return tuple(ObservedGemm.of(path, recipe, state.params) for path, recipe in gemms.items())
+        return observe(gemms, state.params)
 
     def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, tuple[Any, Any, Any], dict[str, Any]]:
         """The state as it computes, with its own weight cache; loss, gradients and amaxes; and diagnostics, if any."""
@@ -135,8 +135,8 @@ class Programs:
         if not diagnoses:
             return state, results, {}
         loss, gradients, joined = results
-        amaxes, health = split_from_amaxes(joined, observed)
-        found = Diagnostics.of(observed, health, state.params, state.fp8, gradients)
+        amaxes, measured = split_from_amaxes(joined, observed)
+        found = Diagnostics.of(observed, measured, state.params, state.fp8, gradients)
         return state, (loss, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):

@@ -30,7 +30,7 @@ RECIPES = {"delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling(), "bl
 COLLECTIVES = {"AllReduce", "AsyncStart", "AsyncDone"}
 
 
-def compiled(name, microbatches=1, data=1, cached=False) -> h200.Program:
+def compiled(name, microbatches=1, data=1, cached=False, padded=False) -> h200.Program:
     recipe, options = RECIPES[name], {"mesh": h200.mesh(data=data)} if data > 1 else {}
     model, tokens = fp8.GPT(CONFIG, recipe=recipe), jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
 
@@ -44,9 +44,10 @@ def compiled(name, microbatches=1, data=1, cached=False) -> h200.Program:
     options |= {"microbatches": microbatches, "compiler_options": CUDA_GRAPH_OPTIONS}
     step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), recipe, **options)
     state = step.state_shapes(init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
+    batch = {"tokens": tokens, "lengths": jax.ShapeDtypeStruct((BATCH,), jnp.int32)} if padded else tokens
     if data == 1:
-        state, tokens = h200.shapes((state, tokens), h200.on_one_device())
-    return h200.compile(step, state, tokens)
+        state, batch = h200.shapes((state, batch), h200.on_one_device())
+    return h200.compile(step, state, batch)
 
 
 def rows_of(tokens: int) -> int:
@@ -124,6 +125,13 @@ def test_the_optimizer_writes_the_kernels_of_a_cache(name, microbatches, monkeyp
     assert (program.report.weight_casts, keep.kernels, cast.weight_casts) == (0, 0, WEIGHTS)
     assert program.report.weight_copies == () and transposed(program) == 2
     assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+
+
+def test_padding_is_left_out_in_the_same_graph(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled("delayed", padded=True)
+    assert (program.graphs, dict(program.outside_graphs), scatters(program)) == (1, {}, [])
+    assert program.custom_calls[TARGET] == 4 and larger_than_rows(program, BATCH * SEQ) == []
 
 
 def test_transposes_in_every_microbatch_are_found(monkeypatch, with_kernels):

@@ -2,6 +2,7 @@
 microbatches, and by `cast_weights`.
 """
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +116,43 @@ def test_weights_ready_for_a_loop_are_each_experts_own(name):
         if name == "block":
             assert_same_bits(each.columnwise.scale[expert], matrix.columnwise.scale[:, 2 * expert : 2 * expert + 2])
     assert_all_same(of_each_expert(matrix, 4), each)
+
+
+class Stacked(nn.Module):
+    """Three layers of experts by `nn.scan`, each with a weight of its own in the cache."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return fp8.LayerNormMoE(128, 4, recipe=RECIPES["delayed"], residual=True, name="moe")(x), None
+
+        stacked = dict.fromkeys(("params", "fp8", "fp8_cache", "losses"), 0)
+        scan = nn.scan(Body, variable_axes=stacked, split_rngs={"params": True}, length=3)
+        return scan(name="layers")(x, None)[0]
+
+
+def test_stacked_layers_find_their_experts_in_a_cache():
+    model, tx, recipe = Stacked(), fp8.fused_adamw(1e-2), RECIPES["delayed"]
+    x = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
+
+    def loss(variables, x):
+        return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32) - 1))
+
+    found = []
+    for cached, options in ((False, {"cache_weights": False}), (False, {}), (True, {})):
+        variables = dict(model.init(jax.random.key(1), x))
+        if cached:
+            variables["fp8_cache"] = fp8.cast_weights(variables, recipe)
+            assert variables["fp8_cache"]["layers"]["moe"]["+down"]["kernel"].rowwise.shape == (3, 4 * 128, 128)
+        step = fp8.make_train_step(loss, tx, recipe, microbatches=2, warm_start=False, **options)
+        state = fp8.TrainState.create(variables=variables, tx=tx)
+        for _ in range(2):
+            state, _ = step(state, x)
+        found.append(jax.device_get(state.params))
+    assert_all_same(found[1], found[0])
+    assert_all_same(found[2], found[0])
 
 
 def test_a_loss_that_changes_a_kernel_is_refused():

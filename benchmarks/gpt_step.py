@@ -4,6 +4,7 @@
     python benchmarks/gpt_step.py --shapes 1.3b --variants bf16 delayed --profile
     python benchmarks/gpt_step.py --shapes llama3_8b --microbatches 16 --steps 3 \\
         --variants ours_bf16_small delayed_fast_head_small      # XLA_PYTHON_CLIENT_MEM_FRACTION=0.97: it fills an H200
+    python benchmarks/gpt_step.py --shapes moe_8x --variants bf16 delayed current block   # with experts
     python benchmarks/gpt_step.py --self-test                  # a tiny model on any machine; its times mean nothing
 
 Every variant does the same work in its own process: the same shapes, random tokens, float32 parameters (of one variant
@@ -146,6 +147,8 @@ def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dic
     sizes = (
         f"{shape.num_layers} layers, {shape.hidden_size} wide, {shape.num_heads} heads, vocabulary {shape.vocab_size:,}"
     )
+    if shape.num_experts:
+        sizes += f", {shape.experts_per_token} of {shape.num_experts} experts of {shape.mlp_hidden_size:,}"
     batch = f"{microbatches} x {shape.batch_size} x {shape.seq_len} tokens a step (microbatches x sequences x length)"
     parts = [f"## {shape_name}: {sizes}; {batch}", tables.table(headings, rows)]
     parts += [f"No profile of {r['variant']}: {r['profile_failed']}." for r in results if "profile_failed" in r]
@@ -219,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
         job = Job(**{**fields, "shape": Shape(**fields["shape"])})
         options.result.write_text(json.dumps(measure(job)))
         return 0
-    shapes = ["tiny", "tiny_llama"] if options.self_test else options.shapes
+    shapes = ["tiny", "tiny_llama", "tiny_moe"] if options.self_test else options.shapes
     steps = 2 if options.self_test else options.steps
     profiled = () if options.profile is None else options.profile or options.variants
     override = {} if options.layers is None else {"num_layers": options.layers}

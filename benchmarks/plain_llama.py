@@ -1,7 +1,7 @@
 """The baseline of Llama-like shapes: the same model in plain Flax, in bfloat16 or with Flax's own FP8.
 
-It has the work of `jax_fp8.GPT` with RMSNorm, rotary positions, grouped queries, SwiGLU and no biases. Nothing of
-jax_fp8 is used here, so that a mistake of ours cannot slow the baseline down.
+It has the work of `jax_fp8.GPT` with RMSNorm, rotary positions, grouped queries, SwiGLU and no biases; with experts
+that of plain_experts.py. Nothing of jax_fp8 is used here, so that a mistake of ours cannot slow the baseline down.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from plain_experts import PlainExperts
 from plain_gpt import COMPUTE
 
 ROTARY_BASE = 10_000.0
@@ -31,6 +32,7 @@ class PlainLlamaBlock(nn.Module):
     num_kv_heads: int
     mlp_hidden_size: int
     dot_general_cls: Callable | None = None
+    experts: dict | None = None  # fields of PlainExperts
 
     def _dense(self, features: int, name: str) -> nn.Dense:
         return nn.Dense(features, use_bias=False, dtype=COMPUTE, dot_general_cls=self.dot_general_cls, name=name)
@@ -51,6 +53,8 @@ class PlainLlamaBlock(nn.Module):
         )
         x = x + self._dense(hidden, "attention_out")(attended.reshape(x.shape))
         y = nn.RMSNorm(dtype=COMPUTE, name="mlp_norm")(x)
+        if self.experts is not None:
+            return x + PlainExperts(mlp_hidden_size=self.mlp_hidden_size, **self.experts, name="experts")(y)
         gate, up = jnp.split(self._dense(2 * self.mlp_hidden_size, "gate_up")(y), 2, axis=-1)
         return x + self._dense(hidden, "down")(nn.silu(gate) * up)
 
@@ -66,6 +70,7 @@ class PlainLlama(nn.Module):
     mlp_hidden_size: int
     tied: bool
     dot_general_cls: Callable | None = None
+    experts: dict | None = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -74,7 +79,7 @@ class PlainLlama(nn.Module):
         x = embedding[tokens]
         for i in range(self.num_layers):
             sizes = self.num_heads, self.num_kv_heads, self.mlp_hidden_size
-            x = PlainLlamaBlock(*sizes, self.dot_general_cls, name=f"block_{i}")(x)
+            x = PlainLlamaBlock(*sizes, self.dot_general_cls, self.experts, name=f"block_{i}")(x)
         x = nn.RMSNorm(dtype=COMPUTE, name="final_norm")(x)
         head = embedding if self.tied else self.param("head", nn.initializers.normal(0.02), *table).astype(COMPUTE)
         return jnp.einsum("bsh,vh->bsv", x, head)

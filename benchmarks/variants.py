@@ -18,7 +18,8 @@ import jax_fp8 as fp8
 class Shape:
     """A model and the batch of one microbatch; a step of N microbatches trains on N times `batch_size` sequences.
 
-    It is a GPT, or with `mlp_hidden_size` and `num_kv_heads` like Llama.
+    It is a GPT, or with `mlp_hidden_size` and `num_kv_heads` like Llama, or with `num_experts` like Mixtral: the plain
+    model then has room for `capacity` times the tokens that an expert has on average.
     """
 
     num_layers: int
@@ -30,13 +31,20 @@ class Shape:
     num_kv_heads: int | None = None
     mlp_hidden_size: int | None = None
     tied: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 2
+    capacity: float = 1.0
 
     def flops(self, num_params: int, tokens: int) -> float:
         """Model FLOPs of forward and backward: 6 a parameter and token, and causal attention (half of the square).
 
-        Of an embedding apart from the head, rows are taken, and nothing is multiplied.
+        Of an embedding apart from the head, rows are taken, and nothing is multiplied. Nor are the experts that a token
+        does not go to.
         """
         multiplied = num_params - (0 if self.tied else self.vocab_size * self.hidden_size)
+        if self.mlp_hidden_size is not None and self.num_experts:
+            idle = self.num_experts - self.experts_per_token
+            multiplied -= self.num_layers * idle * 3 * self.hidden_size * self.mlp_hidden_size
         return tokens * (6 * multiplied + 6 * self.num_layers * self.hidden_size * self.seq_len)
 
     @property
@@ -55,13 +63,20 @@ class Shape:
         if self.mlp_hidden_size is None:
             return fp8.GPTConfig(**sizes)
         form = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "use_bias": False}
-        return fp8.GPTConfig(**sizes, **self.of_llama, **form, tie_embeddings=self.tied)
+        experts = {"num_experts": self.num_experts, "experts_per_token": self.experts_per_token}
+        return fp8.GPTConfig(**sizes, **self.of_llama, **form, **experts, tie_embeddings=self.tied)
 
     def plain(self, dot_general_cls: Callable | None) -> nn.Module:
         """The same model in plain Flax."""
         if self.mlp_hidden_size is None:
             return PlainGPT(**self.sizes, max_seq_len=self.seq_len, dot_general_cls=dot_general_cls)
-        return PlainLlama(**self.sizes, **self.of_llama, tied=self.tied, dot_general_cls=dot_general_cls)
+        if not self.num_experts:
+            return PlainLlama(**self.sizes, **self.of_llama, tied=self.tied, dot_general_cls=dot_general_cls)
+        if dot_general_cls is not None:
+            raise ValueError("Flax's own FP8 has no experts; compare with bf16")
+        names = "num_experts", "experts_per_token", "capacity"
+        experts = {name: getattr(self, name) for name in names}
+        return PlainLlama(**self.sizes, **self.of_llama, tied=self.tied, experts=experts)
 
 
 def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_size=128_256, heads=32, tied=False):
@@ -69,6 +84,7 @@ def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_
 
 
 # Llama 3 8B (https://arxiv.org/abs/2407.21783, table 3), and eight of its layers; Llama 3.2 1B, by its model card.
+# Eight layers with experts half as wide and half as large as Mixtral's: 3.0 billion params, of which a token uses 0.9.
 SHAPES = {
     "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
     "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
@@ -76,8 +92,10 @@ SHAPES = {
     "llama_2048": _llama(8, 4096, 14_336, batch_size=4, seq_len=2048),
     "llama_1b": _llama(16, 2048, 8192, batch_size=8, seq_len=2048, tied=True),
     "llama3_8b": _llama(32, 4096, 14_336, batch_size=1, seq_len=8192),
+    "moe_8x": Shape(8, 2048, 16, 8, 2048, 32_000, num_kv_heads=4, mlp_hidden_size=7168, tied=False, num_experts=8),
     "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
     "tiny_llama": _llama(1, 64, 96, batch_size=2, seq_len=32, vocab_size=256, heads=4),
+    "tiny_moe": Shape(1, 128, 4, 2, 64, 256, num_kv_heads=2, mlp_hidden_size=128, tied=False, num_experts=4),
 }
 
 PLAIN_DOTS = {"bf16": None, "flax_direct": nn.Fp8DirectDotGeneralOp}

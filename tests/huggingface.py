@@ -1,8 +1,9 @@
 """Models of Hugging Face without transformers: folders of small random ones, and what they compute, in NumPy's float64.
 
 Written from the published equations, with the names and layouts that the files of these families have: Llama
-(https://arxiv.org/abs/2407.21783), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3 (https://arxiv.org/abs/2505.09388)
-and GPT-2. tests/gpu/transformers_check.py compares with transformers itself.
+(https://arxiv.org/abs/2407.21783), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3
+(https://arxiv.org/abs/2505.09388), Mixtral (https://arxiv.org/abs/2401.04088) and GPT-2.
+tests/gpu/transformers_check.py compares with transformers itself.
 """
 
 import json
@@ -10,6 +11,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from experts import dense_weights
 
 VOCAB = 96
 LLAMA = {
@@ -29,6 +31,15 @@ CASES = {
     "llama with biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "qwen2": LLAMA | {"model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 64},
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    "mixtral": LLAMA | {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    },
+    "qwen3 with experts": LLAMA | {
+        "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "intermediate_size": 32, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
     "gpt2": {
         "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128,
         "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -48,9 +59,13 @@ def shapes_of(described) -> dict[str, tuple[int, ...]]:
         found["lm_head.weight"] = (VOCAB, width)
     linear = {
         "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries), "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width),
-        "mlp.down_proj": (width, hidden),
+        "self_attn.o_proj": (width, queries),
     }  # fmt: skip
+    for mlp in mlps_of(described):
+        gate, up, down = (f"{mlp}.{name}" for name in names_in_mlp(described))
+        linear |= {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+    if experts_of(described):
+        linear[f"{described_mlp(described)}.gate"] = (experts_of(described), width)
     with_bias = {
         name for name in linear if described["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj")
     }
@@ -60,9 +75,28 @@ def shapes_of(described) -> dict[str, tuple[int, ...]]:
         found |= {f"{layer}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
         found |= {f"{layer}{name}.weight": shape for name, shape in linear.items()}
         found |= {f"{layer}{name}.bias": linear[name][:1] for name in with_bias}
-        if described["model_type"] == "qwen3":
+        if described["model_type"].startswith("qwen3"):
             found |= {f"{layer}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     return found
+
+
+def experts_of(described) -> int:
+    return described.get("num_experts", described.get("num_local_experts", 0))
+
+
+def described_mlp(described) -> str:
+    """What a layer calls its MLP, or all of its experts."""
+    return "block_sparse_moe" if described["model_type"] == "mixtral" else "mlp"
+
+
+def mlps_of(described) -> list[str]:
+    name, experts = described_mlp(described), experts_of(described)
+    return [f"{name}.experts.{number}" for number in range(experts)] or [name]
+
+
+def names_in_mlp(described) -> tuple[str, str, str]:
+    """Gate, up and down."""
+    return ("w1", "w3", "w2") if described["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
 
 
 def _shapes_of_gpt2(described):
@@ -174,16 +208,31 @@ def _llama(described, tensors, tokens, rotate):
         layer = f"model.layers.{i}."
         y = rms_norm(x, tensors[f"{layer}input_layernorm.weight"], epsilon)
         query, key, value = (linear(y, f"{layer}self_attn.{name}_proj").reshape(len(x), -1, head_dim) for name in "qkv")
-        if described["model_type"] == "qwen3":
+        if described["model_type"].startswith("qwen3"):
             query = rms_norm(query, tensors[f"{layer}self_attn.q_norm.weight"], epsilon)
             key = rms_norm(key, tensors[f"{layer}self_attn.k_norm.weight"], epsilon)
         query, key = (part * np.cos(angles) + rotate(part) * np.sin(angles) for part in (query, key))
         x = x + linear(attend(query, key, value), f"{layer}self_attn.o_proj")
         y = rms_norm(x, tensors[f"{layer}post_attention_layernorm.weight"], epsilon)
-        gate = linear(y, f"{layer}mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj")
+        x = x + _mlps(described, linear, layer, y)
     x = rms_norm(x, tensors["model.norm.weight"], epsilon)
     return x @ tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).T
+
+
+def _mlps(described, linear, layer, y):
+    """The MLP, or for each token the sum of its experts, by their weights."""
+    gate, up, down = names_in_mlp(described)
+
+    def mlp(name):
+        gated = linear(y, f"{layer}{name}.{gate}")
+        return linear(gated / (1 + np.exp(-gated)) * linear(y, f"{layer}{name}.{up}"), f"{layer}{name}.{down}")
+
+    if not experts_of(described):
+        return mlp("mlp")
+    logits = linear(y, f"{layer}{described_mlp(described)}.gate")
+    normalize = described.get("norm_topk_prob", True)
+    weights = dense_weights(logits, described["num_experts_per_tok"], normalize)
+    return sum(weight[:, None] * mlp(name) for weight, name in zip(weights.T, mlps_of(described), strict=True))
 
 
 def _gpt2(described, tensors, tokens, rotate):

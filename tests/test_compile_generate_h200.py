@@ -2,6 +2,7 @@
 cast before.
 """
 
+import dataclasses
 import math
 
 import h200
@@ -11,7 +12,9 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
+from jax_fp8.kernels.grouped_gemm import TARGET
 from jax_fp8.models import reader
+from jax_fp8.ops.expert_rows import rows_needed
 from jax_fp8.tools.hlo import CALLS, FUSIONS, by_computation, executed
 
 REASON = h200.missing_reason() or extension.missing_reason()
@@ -19,6 +22,8 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 BATCH, SEQ, NEW, WIDTH = 8, 512, 64, 256
 CONFIG = fp8.GPTConfig(vocab_size=1024, num_layers=1, num_heads=4, hidden_size=WIDTH, max_seq_len=1024)
+EXPERTS = dataclasses.replace(CONFIG, num_experts=4, use_bias=False)
+ROWS = rows_needed(2 * BATCH, EXPERTS.num_experts)  # of a token for each text
 CASTS = "jax_fp8_quantize_transpose"  # what casts weights, and in a forward nothing else
 
 
@@ -42,7 +47,7 @@ def weights_made_in_the_loop(program) -> list:
         if instruction.launches
         and result.dtype in ("f8e4m3fn", "bf16", "f32")
         and math.prod(result.shape) >= WIDTH * WIDTH
-        and BATCH not in result.shape
+        and not {BATCH, ROWS} & set(result.shape)
     ]
 
 
@@ -58,6 +63,21 @@ def test_no_weight_is_cast_or_joined_for_a_token(recipe, head, casts, monkeypatc
     assert program.graphs == 2 and set(program.outside_graphs) <= {"While", "CustomKernel"}
     assert not [copy for copy in program.copies if copy.results[0].bytes > 2**16]  # of a cache
     assert not weights_made_in_the_loop(program)
+
+
+def test_experts_are_cast_before_the_first_token(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled(fp8.GPT(EXPERTS, head_recipe=fp8.CurrentScaling()))
+    assert program.custom_calls[CASTS] == 5 and program.custom_calls[TARGET] == 2 * 2  # for the prompts, and for tokens
+    assert program.graphs == 2 and set(program.outside_graphs) <= {"While", "CustomKernel"}
+    assert not weights_made_in_the_loop(program)
+
+
+def test_experts_that_are_transposed_for_every_token_are_found(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(reader, "ready_for_loop", lambda cache, _: cache)
+    found = weights_made_in_the_loop(compiled(fp8.GPT(EXPERTS)))
+    assert {made.results[0].dtype for made in found} == {"f8e4m3fn"}
 
 
 def test_a_weight_that_is_cast_for_every_token_is_found(monkeypatch, with_kernels):

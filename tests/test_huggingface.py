@@ -66,6 +66,13 @@ def transposed(case, name):
     return tensors
 
 
+def swapped(case, name):
+    """With the kernels of two experts in each other's place."""
+    tensors = dict(tensors_of(case))
+    one, other = (f"model.layers.0.{name.format(expert)}.weight" for expert in (0, 1))
+    return tensors | {one: tensors[other], other: tensors[one]}
+
+
 # What the equations give with one thing wrong: the case, fields of the config, tensors, how pairs are turned.
 WRONG = {
     "pairs (2i, 2i + 1)": ("llama", {}, None, interleaved),
@@ -75,6 +82,9 @@ WRONG = {
     "another scaling": ("llama 3.1", {"rope_scaling": oracle.SCALING | {"low_freq_factor": 0.5}}, None, None),
     "another base": ("qwen2", {"rope_theta": 1e4}, None, None),
     "another epsilon": ("llama", {"rms_norm_eps": 1e-3}, None, None),
+    "one expert a token": ("mixtral", {"num_experts_per_tok": 1}, None, None),
+    "experts in another order": ("mixtral", {}, swapped("mixtral", "block_sparse_moe.experts.{}.w1"), None),
+    "weights that add up to 1": ("qwen3 with experts", {"norm_topk_prob": True}, None, None),
     "another epsilon of GPT-2": ("gpt2", {"layer_norm_epsilon": 1e-3}, None, None),
 }
 

@@ -178,6 +178,9 @@ def test_what_it_asks_of_cuda(name, with_kernels):
     assert {gemm.m for gemm in grouped if gemm.target == TARGET} == {rows // 128 * 128}
     assert "each group of rows with the kernel of its expert" in str(gemms)
     assert not custom_calls(fp8.value_and_grad(loss), variables, tokens, platform="cpu")
+    plain = fp8.explain(jax.grad(fp8.next_token_loss(gpt(None))), variables, tokens)
+    ragged = [gemm for gemm in plain if "XLA multiplies all rows by every expert" in gemm.reason]
+    assert len(ragged) == 2 * 3 and not any(gemm.is_fp8 for gemm in plain) and "every expert" not in str(gemms)
 
 
 def test_on_an_explicit_mesh_a_device_multiplies_its_own_rows(with_kernels):
@@ -219,8 +222,8 @@ def test_refusals():
         up = jax.device_put(variables["params"]["up"]["kernel"], NamedSharding(mesh, P("data")))
         split = {**variables, "params": {**variables["params"], "up": {"kernel": up}}}
         jax.make_jaxpr(layer.apply)(split, jax.device_put(x, NamedSharding(mesh, P("data", None))))
-    with pytest.raises(ValueError, match=r"must have one MLP a layer, .* got num_experts=8"):
-        family_of(fp8.GPTConfig.preset("mixtral-8x7b"))
+    with pytest.raises(ValueError, match=r"a model for Hugging Face must be as .* normalize_router_weights=True"):
+        family_of(fp8.GPTConfig.preset("mixtral-8x7b", normalize_router_weights=False))
     with pytest.raises(ValueError, match="plan knows models without experts, got --preset mixtral-8x7b"):
         Choices(preset="mixtral-8x7b").check()
     for changes, sentence in (

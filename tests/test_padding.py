@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from reference import assert_close
 from test_packed_documents import gpt, without_key_biases
@@ -52,6 +53,75 @@ def test_what_stands_in_padding_changes_nothing():
     assert loss_fn(variables, other) == loss_fn(variables, BATCH)
     read = BATCH | {"tokens": BATCH["tokens"].at[0, 4].add(1)}
     assert loss_fn(variables, read) != loss_fn(variables, BATCH)
+
+
+def test_padding_goes_to_no_expert():
+    """What stands in padding changes neither what experts see nor what the router adds to the loss."""
+    config = fp8.GPTConfig.preset("tiny-moe", num_layers=1, vocab_size=64, max_seq_len=16, router_aux_loss=1.0)
+    model = fp8.GPT(config, recipe=None)
+    variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
+    is_token = jnp.arange(16)[None] < BATCH["lengths"][:, None]
+    other = BATCH | {"tokens": jnp.where(is_token, BATCH["tokens"], 63 - BATCH["tokens"])}
+    run = jax.jit(jax.value_and_grad(loss_fn))
+    jax.tree.map(np.testing.assert_array_equal, run(variables, other), run(variables, BATCH))
+
+    def fractions(batch):
+        found = model.apply(variables, batch["tokens"], lengths=batch["lengths"], mutable=["intermediates"])[1]
+        return np.asarray(found["intermediates"]["layer_0"]["mlp"]["expert_fractions"][0])
+
+    def alone(tokens, n):
+        return fractions({"tokens": tokens[None, :n], "lengths": jnp.int32([n])}) * n / sum(LENGTHS)
+
+    by_text = sum(alone(tokens, n) for tokens, n in zip(BATCH["tokens"], LENGTHS, strict=True))
+    np.testing.assert_allclose(fractions(BATCH), by_text, atol=1e-6)
+    longer = BATCH | {"lengths": BATCH["lengths"].at[0].add(9)}  # negative control
+    assert np.abs(fractions(longer) - by_text).max() > 0.01
+
+
+@pytest.mark.parametrize("recipe", [fp8.CurrentScaling(), fp8.BlockScaling(), None], ids=["current", "block", "none"])
+def test_a_layer_of_experts_does_without_padding(recipe):
+    """To the bit, in FP8 too: padding is in no amax, and no gradient comes of it."""
+    layer = fp8.LayerNormMoE(128, 4, recipe=recipe, router_aux_loss=1.0, router_z_loss=1.0)
+    x = jax.random.normal(jax.random.key(0), (2, 64, 128), jnp.bfloat16)
+    variables, lengths = layer.init(jax.random.key(1), x), jnp.int32([64, 20])
+    is_token = (jnp.arange(64)[None] < lengths[:, None])[..., None]
+
+    def loss(variables, x, lengths=lengths):
+        y, left = layer.apply(variables, x, lengths=lengths, mutable=["losses"])
+        y = jnp.where(is_token, y, 0).astype(jnp.float32)
+        return jnp.sum(jnp.square(y)) + sum(jax.tree.leaves(left["losses"])), y
+
+    run = jax.jit(fp8.value_and_grad(loss, has_aux=True))
+    found, other = run(variables, x), run(variables, jnp.where(is_token, x, 1000))
+    jax.tree.map(np.testing.assert_array_equal, found[:2], other[:2])
+    routed = run(variables, jnp.where(is_token, x, 1000), jnp.int32([64, 64]))  # negative control
+    assert float(jnp.max(jnp.abs(routed[1]["router"]["kernel"] - found[1]["router"]["kernel"]))) > 1e-3
+    y = layer.apply(variables, x, lengths=lengths)
+    assert not np.asarray(y, np.float32)[1, 20:].any() and np.asarray(y, np.float32)[1, :20].any()
+
+
+def test_a_layer_of_experts_is_told_a_length_for_each_sequence():
+    layer = fp8.LayerNormMoE(128, 4, recipe=None)
+    with pytest.raises(ValueError, match=r"lengths must be an integer array \(2,\)"):
+        layer.init(jax.random.key(1), jnp.ones((2, 16, 128)), lengths=jnp.int32([1, 2, 3]))
+
+
+def test_the_loss_of_a_router_on_padded_sequences_over_data():
+    """Devices have other numbers of tokens, and what the router adds is that of all tokens."""
+    model = fp8.GPT(
+        fp8.GPTConfig.preset("tiny-moe", num_layers=1, vocab_size=64, max_seq_len=16, router_aux_loss=5.0), recipe=None
+    )
+    loss_fn, tx = fp8.next_token_loss(model), optax.sgd(0.1)
+    tokens = jax.random.randint(jax.random.key(3), (4, 17), 0, 64)
+    batch = {"tokens": tokens, "lengths": jnp.int32([3, 4, 17, 16])}
+    variables = model.init(jax.random.key(1), tokens[:, :-1])
+    whole = float(loss_fn(variables, batch))
+    step = fp8.make_train_step(loss_fn, tx, None, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    state = step.init_state(model.init, jax.random.key(1), tokens[:, :-1])
+    found = float(step(state, batch)[1]["loss"])
+    halves = [float(loss_fn(variables, jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch))) for i in range(2)]
+    assert found == pytest.approx(whole, abs=2e-3)
+    assert abs(np.mean(halves) - whole) > 0.01  # negative control
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)

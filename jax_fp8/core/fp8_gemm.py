@@ -73,8 +73,8 @@ class Record:
       gradient: where to add the kernel's gradient instead of returning it, else None.
       cotangent: takes the amaxes of a backward instead of the Ref, else None.
       deferral: takes the operands of the kernel's gradient instead of a GEMM, else None.
-      health_ref: of f32[..., 2, STATISTICS], collects by maximum how input and output gradient were cast; None where
-        nobody asks.
+      health_ref: of f32[..., 2, STATISTICS], collects by maximum how input and output gradient were cast; of a router,
+        f32[experts]; None where nobody asks.
     """
 
     amax_ref: jax.Ref | None = None
@@ -91,6 +91,11 @@ class Record:
         rows = slice(0, amaxes.shape[0])
         index = rows if self.slot is None else (self.slot, rows)
         self.amax_ref[index] = jnp.maximum(self.amax_ref[index], amaxes)
+
+    def fractions(self, found: jax.Array) -> None:
+        """Raise what is recorded of a router, where somebody asks, to the share of tokens that each expert gets."""
+        if self.health_ref is not None:
+            self.health_ref[...] = jnp.maximum(self.health_ref[...], lax.stop_gradient(found))
 
     def health(self, tensor: int, found: jax.Array | None) -> None:
         """Raise what is recorded of INPUT or OUTPUT_GRADIENT to f32[STATISTICS]; None is nothing."""

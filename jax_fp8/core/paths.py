@@ -4,9 +4,10 @@ A GEMM may multiply by several kernels side by side, each a layer of its own: qu
 of the same input. Its name is then theirs, joined: the GEMM `attention/query+key+value` has the kernels
 `attention/query/kernel`, `attention/key/kernel` and `attention/value/kernel`, in this order.
 
-A GEMM may also have no kernel by a path that is a matrix of its own: it multiplies by what some layer has handed it,
-and is called UNNAMED; or by the kernels of experts. Such a name begins with "+", and whoever goes from a GEMM to its
-kernels (a weight cache, sums of gradients that GEMMs add up) leaves it out.
+The name of a GEMM of experts begins with "+": `mlp/+gate+up` has the kernels `mlp/gate/kernel` and `mlp/up/kernel`,
+each (experts, k, n). A name that begins with "~" leads to no kernel: the GEMM multiplies by what some layer has handed
+it, or is one of attention. Whoever goes from a GEMM to its kernels (a weight cache, sums of gradients that GEMMs add
+up) leaves it out.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import jax
 
 LayerPath = tuple[str, ...]  # as in `nn.Module.path`
 BESIDE = "+"
-UNNAMED = "+product"
+WITHOUT_KERNEL = "~"
 
 
 def joined_name(names: tuple[str, ...]) -> str:
@@ -29,14 +30,32 @@ def experts_name(names: tuple[str, ...]) -> str:
     return BESIDE + joined_name(names)
 
 
+def is_of_experts(gemm: LayerPath) -> bool:
+    """Whether the kernels of a GEMM are those of experts."""
+    return bool(gemm) and gemm[-1].startswith(BESIDE)
+
+
+def kernelless_name(name: str) -> str:
+    """The name of a GEMM that multiplies by no layer's kernel."""
+    return WITHOUT_KERNEL + name
+
+
+UNNAMED = kernelless_name("product")
+
+
+def shown(gemm: LayerPath) -> LayerPath:
+    """The path of a GEMM as messages have it: of experts as of others."""
+    return (*gemm[:-1], gemm[-1].removeprefix(BESIDE)) if is_of_experts(gemm) else gemm
+
+
 def kernel_paths(gemm: LayerPath) -> tuple[LayerPath, ...]:
     """The kernels of a GEMM, in the order in which they stand side by side; () where no path leads to them."""
     if not gemm:
         return (("kernel",),)
-    if gemm[-1].startswith(BESIDE):
-        return ()
     *parents, name = gemm
-    return tuple((*parents, layer, "kernel") for layer in name.split(BESIDE))
+    if name.startswith(WITHOUT_KERNEL):
+        return ()
+    return tuple((*parents, layer, "kernel") for layer in name.removeprefix(BESIDE).split(BESIDE))
 
 
 def at_path(tree: Any, path: tuple) -> Any:

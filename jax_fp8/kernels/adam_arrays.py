@@ -5,7 +5,7 @@ A leaf gives the kernel up to eleven arrays, always in the order of ARRAYS, and 
 Its Layout says which are there, so that the list can be read again. In Python they are a dict by name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from functools import reduce
 from operator import or_
@@ -62,6 +62,21 @@ class Leaf:
     mu_scale: Any = None
     nu_scale: Any = None
     decays: bool = field(default=True, metadata={"static": True})
+
+    def as_matrix(self) -> "Leaf":
+        """What a copy in FP8 is of: kernels of experts (experts, k, n) are one matrix (experts * k, n)."""
+        return self.in_shape((-1, self.gradient.shape[-1])) if self.gradient.ndim > 2 else self
+
+    def in_shape(self, shape: tuple[int, ...]) -> "Leaf":
+        """All arrays in this shape, but for the copy in FP8."""
+
+        def reshaped(array):
+            if isinstance(array, Fp8Array):
+                return replace(array, values=array.values.reshape(shape))
+            return None if array is None else array.reshape(shape)
+
+        names = ("gradient", "mu", "nu", "param", "master")
+        return replace(self, **{name: reshaped(getattr(self, name)) for name in names})
 
 
 class Layout(IntFlag):

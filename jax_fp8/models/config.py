@@ -108,8 +108,8 @@ def _qwen(layers, heads, width, mlp, kv_heads, vocab, seq, **others):
 # with a trillion: https://arxiv.org/abs/2104.04473, table 1, but with heads of 128, the most that cuDNN takes. Their
 # vocabulary is padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, as it was before the
 # texts became long: sequences of 8,192 tokens, no scaling. Llama 3.1, Llama 3.2, Qwen2.5 and Qwen3 are as in the
-# config.json of their weights. Mixtral: https://arxiv.org/abs/2401.04088, table 1; that its load-balancing loss counts
-# 0.02 there is 0.04 here, where the shares of the experts add up to 1 and not to the experts of a token.
+# config.json of their weights. So is Mixtral; the 0.02 that its load-balancing loss counts there is 0.00125 here, where
+# each layer has one, and shares add up to 1 and not to the experts of a token.
 PRESETS = {
     "tiny": _preset(4, 4, 128, vocab=256, seq=128),
     "tiny-llama": _llama(4, 4, 128, 384, vocab=256, seq=128, num_kv_heads=2),
@@ -131,7 +131,7 @@ PRESETS = {
         16, 32, 2048, 8192, seq=131_072, rotary_scaling=RotaryScaling(factor=32.0), tie_embeddings=True
     ),
     "mixtral-8x7b": _llama(
-        32, 32, 4096, 14_336, vocab=32_000, seq=32_768, rotary_base=1e6, num_experts=8, router_aux_loss=0.04
+        32, 32, 4096, 14_336, vocab=32_000, seq=32_768, rotary_base=1e6, num_experts=8, router_aux_loss=0.02 * 2 / 32
     ),
     "qwen2.5-7b": _qwen(28, 28, 3584, 18_944, 4, vocab=152_064, seq=131_072, use_qkv_bias=True),
     "qwen3-0.6b": _qwen(

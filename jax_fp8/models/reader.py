@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.formats import INPUT, KERNEL
-from jax_fp8.core.paths import LayerPath, at_path, joined_name, kernel_paths, map_with_names
+from jax_fp8.core.paths import LayerPath, at_path, experts_name, joined_name, kernel_paths, map_with_names
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.quantize import quantize_rowwise
@@ -26,7 +26,7 @@ from jax_fp8.ops.cached_attention import KeyValueCache, positions_of
 from jax_fp8.ops.head import Fp8Head, Fp8Operand, PlainHead
 from jax_fp8.ops.parameters import joined, split_columns
 from jax_fp8.ops.passes import CAST_SCOPE, cast_weight
-from jax_fp8.ops.weights import cast_gemms, kernels_of
+from jax_fp8.ops.weights import cast_gemms, kernels_of, ready_for_loop
 
 Caches = dict[str, tuple[jax.Array, jax.Array]]  # keys and values of each layer: see KeyValueCache
 
@@ -107,6 +107,7 @@ class _Weights:
         params, state = variables["params"], variables.get("fp8", {})
         gemms = tuple(_gemms(model.config))
         cast = {} if model.recipe is None else cast_gemms(params, state, dict.fromkeys(gemms, model.recipe))
+        cast = ready_for_loop(cast, params)
         with jax.named_scope(CAST_SCOPE):
             leaves = ("bias",) if cast else ("kernel", "bias")
             side_by_side = {gemm: _joined(params, gemm, leaves, model.dtype) for gemm in gemms}
@@ -127,17 +128,13 @@ class _Weights:
 
 
 def _gemms(config) -> Iterator[LayerPath]:
-    """Those whose kernels are matrices; experts cast theirs when they read."""
     into_mlp = ("gate", "up") if is_gated(config.activation) else ("up",)
+    name_in_mlp = experts_name if config.num_experts else joined_name
     for index in range(config.num_layers):
-        for module, names in (
-            ("attention", PROJECTIONS),
-            ("attention", ("out",)),
-            ("mlp", into_mlp),
-            ("mlp", ("down",)),
-        ):
-            if module != "mlp" or not config.num_experts:
-                yield f"layer_{index}", module, joined_name(names)
+        for names in (PROJECTIONS, ("out",)):
+            yield f"layer_{index}", "attention", joined_name(names)
+        for names in (into_mlp, ("down",)):
+            yield f"layer_{index}", "mlp", name_in_mlp(names)
 
 
 def _joined(params, gemm, leaves, dtype) -> dict[str, jax.Array]:

@@ -78,4 +78,5 @@ class TransformerBlock(Fp8Module):
             residual=True,
             name="mlp",
         )
-        return mlp(attention(x, segment_ids, lengths, deterministic), deterministic)
+        padding = {"lengths": lengths} if self.num_experts else {}
+        return mlp(attention(x, segment_ids, lengths, deterministic), deterministic, **padding)

@@ -1,13 +1,13 @@
 """Attention in FP8 inside a layer: its states, and what it refuses.
 
-fp8/<layer>/{+scores, +values, +gradients}/{scale, amax_history}      see ops/fp8_attention.py
+fp8/<layer>/{~scores, ~values, ~gradients}/{scale, amax_history}      see ops/fp8_attention.py
 """
 
 from typing import Any
 
 import jax
 
-from jax_fp8.core.paths import experts_name
+from jax_fp8.core.paths import kernelless_name
 from jax_fp8.kernels.fp8_attention import check_head_dim, check_tokens
 from jax_fp8.nn.checks import layer_name
 from jax_fp8.nn.gemm import GemmState
@@ -41,7 +41,7 @@ def attend_in_fp8(
     check_head_dim(layer, query.shape[-1])
     no_kernels = LinearParameters((), None)
     declared = [
-        GemmState(module.recipe, f"{layer}/{name}", name=experts_name((name,)))(no_kernels, None) for name in STATES
+        GemmState(module.recipe, f"{layer}/{name}", name=kernelless_name(name))(no_kernels, None) for name in STATES
     ]
     if module.is_initializing():  # nobody keeps what comes out
         by = implementation if jax.default_backend() == "gpu" else "xla"

@@ -8,6 +8,7 @@ already: whoever makes a loss adds up what is there, as `next_token_loss` does.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -16,21 +17,24 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from jax_fp8.core.checks import check_number
+from jax_fp8.core.fp8_gemm import Record
 from jax_fp8.core.paths import experts_name, joined_name
+from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.shards import TensorDim, current_tensor, offer
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
-from jax_fp8.nn.checks import check_layer, layer_name
+from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.nn.checks import check_layer, check_told, layer_name
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
 from jax_fp8.nn.names import named
+from jax_fp8.ops.cached_attention import is_token
 from jax_fp8.ops.expert_mlp import expert_mlp
 from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
-from jax_fp8.ops.grouped_linear import as_one_matrix
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
-from jax_fp8.ops.parameters import LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, as_one_matrix
 from jax_fp8.ops.router import Routing, route
 
 LOSSES = "losses"
@@ -73,13 +77,21 @@ class LayerNormMoE(Fp8Module):
     deterministic: bool | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
-        """(..., in) to (..., in); `deterministic` True drops nothing, None: the field says so."""
+    def __call__(self, x: jax.Array, deterministic: bool | None = None, lengths: jax.Array | None = None) -> jax.Array:
+        """(..., in) to (..., in).
+
+        Args:
+          deterministic: True drops nothing, None: the field says so.
+          lengths: int (batch,), of `x` (batch, seq, in): what comes after so many positions is padding, which goes to
+            no expert, and counts in no loss of the router.
+        """
         check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
+        if lengths is not None:
+            check_told(layer_name(self), None, lengths, x.shape[:-1])
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
-        kernel = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
+        kernel, record = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
         into = ("gate", "up") if is_gated(self.activation) else ("up",)
         up = self._declare(into, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
         down_init = self.down_init or self.kernel_init
@@ -88,7 +100,9 @@ class LayerNormMoE(Fp8Module):
 
         tokens = as_matrix(x.astype(self.dtype))
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
-        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights)
+        told = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
+        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, told)
+        record.fractions(routing.fractions)
         self._sow(routing)
         where = sort_tokens(routing.experts, self.num_experts)
         own = up.parameters, down.parameters
@@ -107,15 +121,14 @@ class LayerNormMoE(Fp8Module):
         shape = self.num_experts, in_features, features
         fields = {"shape": shape, "kernel_init": init, "axes": axes if self.logical_axes else None}
         kernels = tuple(_Experts(**fields, param_dtype=self.param_dtype, name=name)() for name in names)
-        parameters = LinearParameters(kernels if len(names) > 1 else kernels[0], None)
         if self.recipe is None:
-            return DeclaredGemm(parameters)
+            return DeclaredGemm(_side_by_side(kernels))
         layer = "/".join((layer_name(self), joined_name(names)))
         check_multiples_of_16(layer, in_features, (features,) * len(names))
-        matrices = tuple(as_one_matrix(kernel) for kernel in kernels)
         state = GemmState(self.recipe, layer, name=experts_name(names))
-        declared = state(LinearParameters(matrices, None), None)
-        return DeclaredGemm(parameters, declared.fp8, declared.amax_history)
+        declared = state(_side_by_side(tuple(map(as_one_matrix, kernels))), None)
+        named = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
+        return replace(declared, parameters=_side_by_side(named))
 
     def _sow(self, routing: Routing) -> None:
         if self.is_initializing():  # or `init` would return losses among the variables
@@ -125,6 +138,10 @@ class LayerNormMoE(Fp8Module):
         self.sow("intermediates", "expert_fractions", routing.fractions)
 
 
+def _side_by_side(kernels) -> LinearParameters:
+    return LinearParameters(kernels if len(kernels) > 1 else kernels[0], None)
+
+
 def apply_with_losses(model: nn.Module, variables: Mapping, *args: Any, **options: Any) -> tuple[Any, Any]:
     """What `model.apply` returns, and the sum of the losses that its layers, stacked ones too, have sown."""
     out, left = model.apply(variables, *args, **options, mutable=[LOSSES])  # type: ignore[misc]
@@ -132,16 +149,18 @@ def apply_with_losses(model: nn.Module, variables: Mapping, *args: Any, **option
 
 
 class _Router(nn.Module):
-    """The kernel f32 (in, experts) of a router."""
+    """The kernel f32 (in, experts) of a router, and where it leaves who goes where, if anybody asks."""
 
     kernel_init: Initializer
     logical_axes: bool
 
     @nn.compact
-    def __call__(self, features: int, experts: int) -> jax.Array:
+    def __call__(self, features: int, experts: int) -> tuple[jax.Array, Record]:
         offer((*self.path, "kernel"), TensorDim())
         init = named(self.kernel_init, ("embed", "expert"), self.logical_axes)
-        return self.param("kernel", init, (features, experts), jnp.float32)
+        kernel = self.param("kernel", init, (features, experts), jnp.float32)
+        recorder = self.get_variable("fp8", RECORDER)
+        return kernel, Record() if recorder is None else recorder.record
 
 
 class _Experts(nn.Module):

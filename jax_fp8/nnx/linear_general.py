@@ -27,7 +27,7 @@ class LinearGeneral(nnx.Module):
     """A linear map from some dims of `x` to others in FP8, in the place of `nnx.LinearGeneral`.
 
     Variables: `kernel` (*in, *out) and `bias` (*out,). A kernel of two dims is that of a `Linear`, to a weight cache,
-    too. Of more dims, the state lies in `fp8["+product"]`, and no weight cache knows the kernel.
+    too. Of more dims, the state lies in `fp8["~product"]`, and no weight cache knows the kernel.
 
     Args:
       in_features, out_features: sizes, whose products are multiples of 16 unless `recipe` is None.

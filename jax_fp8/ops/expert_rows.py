@@ -33,7 +33,7 @@ class ExpertRows:
     """Which token is in which row, and the other way round.
 
     Args:
-      rows: i32[tokens, choices], the row of a token for each of its experts.
+      rows: i32[tokens, choices], the row of a token for each of its experts; of padding, a number behind the last row.
       pairs: i32[rows], the number of the token and choice in a row, `token * choices + choice`; of a row that fills
         up, or behind the last group, the number behind the last one.
       starts: i32[experts + 1], the first row of each group, and where the last one ends.
@@ -50,7 +50,8 @@ def rows_needed(pairs: int, experts: int) -> int:
 
 
 def sort_tokens(choices: jax.Array, experts: int) -> ExpertRows:
-    """The rows of tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`.
+    """The rows of tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`, or `experts`
+    of padding, which gets no row.
 
     The tokens of an expert stay in their order.
     """
@@ -67,9 +68,9 @@ def _sort(experts, choices):
     filled_up = (counts + GROUP_ROWS - 1) // GROUP_ROWS * GROUP_ROWS
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(filled_up, dtype=jnp.int32)])
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # of each expert, in the order of pairs
-    rows = starts[chosen] + places.astype(jnp.int32) - first[chosen]
-
     row = jnp.arange(rows_needed(pairs, experts), dtype=jnp.int32)
+    rows = starts[chosen] + places.astype(jnp.int32) - first.at[chosen].get(mode="clip")
+    rows = jnp.where(chosen < experts, rows, row.size)
     of_row = jnp.sum(row[:, None] >= starts[None, 1:-1], axis=1, dtype=jnp.int32)
     number = row - starts[of_row]
     pair = order.at[first[of_row] + number].get(mode="clip").astype(jnp.int32)
@@ -104,9 +105,14 @@ def _take(x, pairs, rows):
 
 
 def _combine(rows, weights, of_tokens, *residual):
-    terms = [weights[:, i, None] * rows[of_tokens[:, i]].astype(jnp.float32) for i in range(of_tokens.shape[1])]
+    terms = [weights[:, i, None] * _rows_at(rows, of_tokens[:, i]) for i in range(of_tokens.shape[1])]
     terms += [added.astype(jnp.float32) for added in residual]
     return (sum(terms[1:], terms[0]).astype(rows.dtype),)
+
+
+def _rows_at(rows, numbers) -> jax.Array:
+    """In float32; zeros for padding, which has no row."""
+    return rows.at[numbers].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
 def _take_forward(x, where):
@@ -144,7 +150,7 @@ def _gradients_of_sum(dy, rows, weights, pairs, of_tokens):
     weight = weights.reshape(-1).at[pairs].get(mode="fill", fill_value=0)
     drows = (weight[:, None] * dy_of_rows).astype(rows.dtype)
     wide = dy.astype(jnp.float32)
-    products = [jnp.sum(wide * rows[of_tokens[:, i]].astype(jnp.float32), axis=1) for i in range(of_tokens.shape[1])]
+    products = [jnp.sum(wide * _rows_at(rows, of_tokens[:, i]), axis=1) for i in range(of_tokens.shape[1])]
     return drows, jnp.stack(products, axis=1)
 
 

@@ -31,7 +31,7 @@ from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.expert_rows import ExpertRows, on_own_tokens
 from jax_fp8.ops.operands import GemmInput, quantize_gradient, quantize_input
-from jax_fp8.ops.parameters import Like, LinearParameters, joined
+from jax_fp8.ops.parameters import Like, LinearParameters, as_one_matrix, joined
 from jax_fp8.ops.passes import PLAIN_SCOPE, GemmResidual, cast_weight
 
 
@@ -98,13 +98,22 @@ _grouped_linear.defvjp(_forward, _backward)
 
 
 def cast_experts(parameters: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
-    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k)."""
+    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k); cast here, or before
+    as one matrix or as they are here.
+    """
+    if gemm.weight is not None and gemm.weight.rowwise.ndim == 3:
+        return gemm.weight
     kernels = as_tuple(parameters.kernel)
     experts, k, _ = kernels[0].shape
-    matrices = tuple(as_one_matrix(kernel) for kernel in kernels)
-    pair = cast_weight(matrices, partial(gemm.cast, KERNEL))
+    matrices = tuple(map(as_one_matrix, kernels))
+    pair = gemm.weight or cast_weight(matrices, partial(gemm.cast, KERNEL))
     if pair.rowwise.scale.ndim:
         _check_squares(gemm, k, widths_of(parameters), (*pair.rowwise.granularity, *pair.columnwise.granularity))
+    return of_each_expert(pair, experts)
+
+
+def of_each_expert(pair: Fp8Pair, experts: int) -> Fp8Pair:
+    """The pair of one matrix (experts * k, n) as those of each expert: (experts, k, n) and (experts, n, k)."""
 
     def of_each(array: Fp8Array, dim: int) -> Fp8Array:
         """A matrix whose `dim` runs over all experts, as one matrix for each."""
@@ -117,11 +126,6 @@ def cast_experts(parameters: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
         return Fp8Array(cut(array.values), cut(array.scale), (1, *array.granularity))
 
     return Fp8Pair(of_each(pair.rowwise, 0), of_each(pair.columnwise, 1), pair.amax)
-
-
-def as_one_matrix(kernel: jax.Array) -> jax.Array:
-    """Kernels (experts, k, n) as (experts * k, n)."""
-    return kernel.reshape(-1, kernel.shape[-1])
 
 
 def widths_of(parameters: LinearParameters) -> tuple[int, ...]:

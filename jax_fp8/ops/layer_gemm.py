@@ -3,6 +3,7 @@
 recipe, scales, recorder, cached weight ─layer_gemm→ parameters, Fp8Gemm ─linear, norm_linear, norm_mlp→ result
 """
 
+import math
 from dataclasses import replace
 
 import jax
@@ -67,7 +68,9 @@ def check_multiples_of_16(
 def _check_weight(layer, recipe, parameters, cached):
     shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
     dtype = recipe.fp8_format.forward
-    if (cached.rowwise.shape, cached.columnwise.shape, cached.rowwise.dtype) != (shape, shape[::-1], dtype):
+    *experts, k, n = cached.rowwise.shape  # of experts also each by itself
+    found = (math.prod(experts) * k, n), cached.columnwise.shape, cached.rowwise.dtype
+    if found != (shape, (*experts, n, k), dtype):
         raise ValueError(
             f"{layer}: the weight cache must hold {jnp.dtype(dtype).name} of shape {shape} and its transpose, "
             f"got {cached.rowwise.dtype} of shapes {cached.rowwise.shape} and {cached.columnwise.shape}; "

@@ -65,6 +65,11 @@ class Like:
         return jax.tree.map(lambda gradient, like: like.place(gradient), gradients, likes)
 
 
+def as_one_matrix(kernel: jax.Array) -> jax.Array:
+    """Kernels of experts (..., experts, k, n) as (..., experts * k, n)."""
+    return kernel.reshape(*kernel.shape[:-3], -1, kernel.shape[-1])
+
+
 def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """The columns of (..., n) by the widths n_i of kernels side by side."""
     return (x,) if len(widths) == 1 else tuple(jnp.split(x, list(accumulate(widths))[:-1], axis=-1))

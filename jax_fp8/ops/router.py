@@ -13,6 +13,9 @@ https://arxiv.org/abs/2101.03961, equation 4, here for k choices) is
 1 where experts are used evenly, and `experts` where one is used alone. Its gradient flows through p_e. The z-loss
 (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5) is the mean of logsumexp(logits)², and keeps logits small. In a
 step on shards, f_e is of all devices, so that the mean of the devices' losses is the loss of all tokens.
+
+Padding goes to no expert: its choices are `experts`, the number behind the last one, its weights are 0, and means are
+over the other tokens.
 """
 
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ class Routing:
     """What a router says of tokens, and of its own work.
 
     Args:
-      experts: i32[tokens, choices].
+      experts: i32[tokens, choices]; of padding the number behind the last one.
       weights: f32[tokens, choices].
       fractions: f32[experts], the share of all tokens and choices that an expert gets.
       balance_loss, z_loss: f32[].
@@ -48,11 +51,18 @@ class Routing:
     z_loss: jax.Array
 
 
-def route(x: jax.Array, kernel: jax.Array, choices: int, normalize_weights: bool = True) -> Routing:
+def route(
+    x: jax.Array,
+    kernel: jax.Array,
+    choices: int,
+    normalize_weights: bool = True,
+    is_token: jax.Array | None = None,
+) -> Routing:
     """Send tokens `x` (tokens, features) to `choices` experts each, by a kernel f32[features, experts].
 
     Args:
       normalize_weights: divide the weights of a token by their sum, as Mixtral does; else they are the probabilities.
+      is_token: bool[tokens], False of padding; None is all.
     """
     experts = kernel.shape[1]
     if not 1 <= choices <= experts:
@@ -62,14 +72,29 @@ def route(x: jax.Array, kernel: jax.Array, choices: int, normalize_weights: bool
     _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
     # Choices, and no gather, whose gradient would be a scatter.
     is_chosen = chosen[:, :, None] == jnp.arange(experts, dtype=chosen.dtype)[None, None]
+    if is_token is not None:
+        chosen = jnp.where(is_token[:, None], chosen, experts)
+        is_chosen &= is_token[:, None, None]
     weights = jnp.sum(jnp.where(is_chosen, probabilities[:, None, :], 0), axis=-1)
     if normalize_weights:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    counted = jnp.mean(is_chosen, axis=(0, 1), dtype=jnp.float32)
-    fractions = sum_over_batch(counted) / parts_of_batch()
-    balance_loss = experts * jnp.sum(fractions * jnp.mean(probabilities, axis=0))
-    z_loss = jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / (total if is_token is None else jnp.where(is_token[:, None], total, 1))
+    fractions = sum_over_batch(_mean(is_chosen, is_token) / choices) / parts_of_batch()
+    balance_loss = experts * jnp.sum(fractions * _mean(probabilities, is_token))
+    z_loss = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), is_token)
     return Routing(chosen, weights, fractions, balance_loss, z_loss)
+
+
+def _mean(x, is_token) -> jax.Array:
+    """Over tokens, of (tokens, [choices,] ...) the sum of choices; where some are padding, this device's share of the
+    mean over the tokens of all devices, times their number.
+    """
+    x = jnp.sum(x, axis=1, dtype=jnp.float32) if x.ndim == 3 else x
+    if is_token is None:
+        return jnp.mean(x, axis=0)
+    tokens = sum_over_batch(jnp.sum(is_token, dtype=jnp.float32)) / parts_of_batch()
+    of_tokens = jnp.where(lax.expand_dims(is_token, range(1, x.ndim)), x, 0)
+    return jnp.sum(of_tokens, axis=0) / jnp.where(tokens > 0, tokens, 1)
 
 
 @jax.custom_vjp

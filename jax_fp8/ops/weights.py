@@ -13,9 +13,11 @@ import jax
 from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, put_at_path
+from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import current_amax_axes, largest_amax
+from jax_fp8.ops.grouped_linear import of_each_expert
+from jax_fp8.ops.parameters import as_one_matrix
 from jax_fp8.ops.passes import cast_weight
 
 
@@ -39,8 +41,25 @@ def cast_gemms(
     return cache
 
 
+def ready_for_loop(cache: Mapping, params: Mapping) -> dict:
+    """A cache whose weights many passes read: those of experts apart, which else each pass has to transpose. A cache
+    that an optimizer writes, and layers stacked by `nn.scan`, have them as one matrix.
+    """
+
+    def ready(node, path):
+        if not isinstance(node, Mapping):
+            return node
+        pair = node.get("kernel")
+        if is_of_experts(path) and isinstance(pair, Fp8Pair) and pair.rowwise.ndim == 2:
+            first: Any = at_path(params, kernel_paths(path)[0])
+            return {**node, "kernel": of_each_expert(pair, first.shape[0])}
+        return {name: ready(value, (*path, name)) for name, value in node.items()}
+
+    return ready(cache, ())
+
+
 def kernels_of(gemm: LayerPath, params: Mapping) -> tuple[jax.Array, ...]:
-    """The kernels of a GEMM, as they stand side by side."""
+    """The kernels of a GEMM, as they stand side by side; of experts, those of all as one matrix."""
     kernels = tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
     for path, kernel in zip(kernel_paths(gemm), kernels, strict=True):
         if not hasattr(kernel, "ndim"):
@@ -48,7 +67,7 @@ def kernels_of(gemm: LayerPath, params: Mapping) -> tuple[jax.Array, ...]:
                 f"params must have the kernel {'/'.join(path)} of a GEMM in the FP8 state or cache, "
                 f"got {describe(kernel)}; pass params and state of one model"
             )
-    return kernels  # type: ignore[return-value]
+    return tuple(map(as_one_matrix, kernels)) if is_of_experts(gemm) else kernels  # type: ignore[return-value]
 
 
 def cast_kernels(

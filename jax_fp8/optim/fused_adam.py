@@ -138,7 +138,10 @@ def fused_adam(
             results = [_delta(param, leaf, delta) for param, (leaf, delta) in zip(params_, stepped, strict=True)]
             leaves = [_landed(*row) for row in zip(params_, results, [leaf for leaf, _ in stepped], strict=True)]
         else:
+            copied = {i for i, cast in enumerate(casts) if cast} | {i for of in shared for i in of.leaves}
+            leaves = [leaf.as_matrix() if i in copied else leaf for i, leaf in enumerate(leaves)]
             leaves, pairs = adam(leaves, coefficients, seed, adam_w_mode, shared)
+            leaves = [leaf.in_shape(param.shape) for param, leaf in zip(params_, leaves, strict=True)]
             pair_of = {cast.leaves[0]: pair for cast, pair in zip(shared, pairs, strict=True)}
             rows = zip(params_, leaves, strict=True)
             results = [_new_param(param, leaf, pair_of.get(i), applied) for i, (param, leaf) in enumerate(rows)]

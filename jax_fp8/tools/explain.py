@@ -52,6 +52,7 @@ class MatrixProduct:
 IN_THE_HEAD = "the head is kept in bfloat16"
 BY_RECIPE = "in FP8 by the layer's recipe"
 BY_EXPERTS = f"{BY_RECIPE}, each group of rows with the kernel of its expert"
+BY_RAGGED_DOT = "on an H200 XLA multiplies all rows by every expert, as many times the work"
 BY_REFERENCE = "FP8 values multiplied by the reference"
 
 FP8_TARGETS = (TARGET, *grouped_gemm.TARGETS)
@@ -274,6 +275,7 @@ def _ragged_dot(equation, path, count):
     (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     k = math.prod(a.shape[i] for i in contracted)
     by_design, reason = _why_not_fp8(path, batched=False)
+    reason = f"{reason}; {BY_RAGGED_DOT}"
     m, n = a.size // k, equation.outvars[0].aval.shape[-1]
     return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
 

@@ -19,13 +19,14 @@ from jax import lax
 
 from jax_fp8.core.deferral import Notes, OperandSearch, OperandStore, OperandStores
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, put_at_path
+from jax_fp8.core.paths import LayerPath, at_path, put_at_path
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
 from jax_fp8.core.state import map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.varying import vary, varying_axes, varying_in
 from jax_fp8.ops.parameters import Like
 from jax_fp8.ops.passes import kernel_gradients
+from jax_fp8.ops.weights import kernels_of
 from jax_fp8.train.gradients import differentiate, fp8_state_of, loss_of_params, record_in, with_kernels
 from jax_fp8.train.wgrad_calls import WeightProduct, weight_products
 
@@ -154,7 +155,7 @@ class TracedPass:
         with listing() as found:
             of_loss = jax.make_jaxpr(loss)(params).jaxpr
         new = {
-            path: at_path(params, kernel_paths(path)[0]).shape[:-2]
+            path: kernels_of(path, params)[0].shape[:-2]
             for path in with_kernels(found, params)
             if path not in self.gemms
         }

@@ -25,17 +25,19 @@ from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import is_fp8
 from jax_fp8.core.fp8_gemm import OBSERVED
 from jax_fp8.core.health import STATISTICS, measure
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of
+from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, names_of, shown
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import join_amaxes
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.kernels.varying import vary
+from jax_fp8.ops.weights import kernels_of
 
 TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
 SHARES = ("saturated", "underflowed", "nonfinite")
 OF_GRADIENT = ("norm", "nonfinite")
+ROUTER = "router"  # its name in a layer of experts
 HEALTH = len(OBSERVED), len(STATISTICS)  # the shape of what a pass records of a GEMM
 NOTABLE_SATURATION = 1e-3  # share of a tensor: a scale that is a step late cuts off far less
 
@@ -50,7 +52,7 @@ class ObservedGemm:
 
     @classmethod
     def of(cls, path: LayerPath, recipe: Recipe, params: Mapping) -> "ObservedGemm":
-        return cls(path, recipe, at_path(params, kernel_paths(path)[0]).shape[:-2])
+        return cls(path, recipe, kernels_of(path, params)[0].shape[:-2])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,7 +65,31 @@ class ObservedGemm:
         return jnp.arange(math.prod(self.stacked), dtype=jnp.int32).reshape(self.stacked) if self.stacked else None
 
 
-Observed = tuple[ObservedGemm, ...]
+@dataclass(frozen=True)
+class ObservedRouter:
+    """A router that is asked for the share of tokens that each of its experts gets; `path` leads to its kernel."""
+
+    path: LayerPath
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.experts,)
+
+    def slots(self) -> None:
+        return None
+
+
+Observed = tuple[ObservedGemm | ObservedRouter, ...]  # GEMMs first
+
+
+def observe(recipes: Mapping[LayerPath, Recipe], params: Mapping) -> Observed:
+    """These GEMMs, and the routers before those of experts that are not stacked."""
+    gemms = [ObservedGemm.of(path, recipe, params) for path, recipe in recipes.items()]
+    paths = dict.fromkeys((*path[:-1], ROUTER) for path in recipes if is_of_experts(path))
+    kernels: dict[LayerPath, Any] = {path: at_path(params, (*path, "kernel")) for path in paths}
+    routers = [ObservedRouter(path, kernel.shape[-1]) for path, kernel in kernels.items() if kernel.ndim == 2]
+    return *gemms, *routers
 
 
 def new_refs(observed: Observed, axes: frozenset[str]) -> dict[LayerPath, jax.Ref]:
@@ -84,9 +110,17 @@ def nothing_beside(amaxes: jax.Array, observed: Observed) -> jax.Array:
 
 
 def split_from_amaxes(joined: jax.Array, observed: Observed) -> tuple[jax.Array, jax.Array]:
-    """The amaxes f32[rows], and f32[gemms, 2, STATISTICS] of what stood behind them."""
+    """The amaxes f32[rows], and what stood behind them."""
     rows = joined.shape[0] - _size(observed)
-    return joined[:rows], joined[rows:].reshape(-1, *HEALTH)
+    return joined[:rows], joined[rows:]
+
+
+def _routers(observed) -> list[ObservedRouter]:
+    return [router for router in observed if isinstance(router, ObservedRouter)]
+
+
+def observed_gemms(observed) -> list[ObservedGemm]:
+    return [gemm for gemm in observed if isinstance(gemm, ObservedGemm)]
 
 
 def _size(observed) -> int:
@@ -95,20 +129,27 @@ def _size(observed) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands where in the vector of `Diagnostics`: names of GEMMs, of each three tensors, and of the layers that
-    have gradients.
+    """What stands where in the vector of `Diagnostics`: names of GEMMs, of each three tensors, of the layers that have
+    gradients, and of those that have experts, with their number.
     """
 
     gemms: tuple[str, ...]
     layers: tuple[str, ...]
+    routers: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, observed: Observed, params: Any) -> "Layout":
-        gemms = tuple(name for gemm in observed for name in _numbered(gemm.path, gemm.stacked))
-        return cls(gemms, tuple(_gradients_by_layer(params, observed)))
+        gemms = tuple(name for gemm in observed_gemms(observed) for name in _numbered(shown(gemm.path), gemm.stacked))
+        routers = tuple(("/".join(router.path[:-1]), router.experts) for router in _routers(observed))
+        return cls(gemms, tuple(_gradients_by_layer(params, observed)), routers)
 
     @property
     def size(self) -> int:
+        return self.first_share + sum(experts for _, experts in self.routers)
+
+    @property
+    def first_share(self) -> int:
+        """Where the shares of experts begin."""
         return len(self.gemms) * len(TENSORS) * len(STATISTICS) + len(self.layers) * len(OF_GRADIENT)
 
 
@@ -126,15 +167,17 @@ class Diagnostics:
     layout: Layout = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, observed: Observed, health: jax.Array, params: Any, fp8_state: Mapping, gradients: Any):
+    def of(cls, observed: Observed, measured: jax.Array, params: Any, fp8_state: Mapping, gradients: Any):
         """What a step knows.
 
         Args:
-          health: f32[gemms, 2, STATISTICS] of inputs and output gradients.
+          measured: what stood behind the amaxes: of inputs and output gradients, and of routers.
           params, fp8_state: those with which it computed.
           gradients: like the params.
         """
-        kernels = [_kernel_health(gemm, params, fp8_state).reshape(-1, len(STATISTICS)) for gemm in observed]
+        gemms = observed_gemms(observed)
+        health, shares = measured[: _size(gemms)].reshape(-1, *HEALTH), measured[_size(gemms) :]
+        kernels = [_kernel_health(gemm, params, fp8_state).reshape(-1, len(STATISTICS)) for gemm in gemms]
         of_all = health
         if kernels:
             of_tensor = {
@@ -145,7 +188,7 @@ class Diagnostics:
         found = _gradients_by_layer(gradients, observed)
         norms = [jnp.stack(_of_gradients(leaves)) for leaves in found.values()]
         layout = Layout.of(observed, params)
-        return cls(jnp.concatenate([of_all.reshape(-1), *norms]), layout)
+        return cls(jnp.concatenate([of_all.reshape(-1), *norms, shares]), layout)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The same in words that JSON knows; waits for the device. Numbers that are not finite are None.
@@ -158,18 +201,27 @@ class Diagnostics:
             them. What could not be measured, as under `jax.vmap`, is None.
           "gradients": by layer, the module that owns the params: "norm" of the finite elements, "nonfinite" their
             number.
+          "experts", where there are any: by layer "fractions", the share of all tokens that each expert gets; of
+            several microbatches the largest.
         """
         values = np.asarray(self.values, np.float64)
         count = len(self.layout.gemms) * len(TENSORS)
         tensors = values[: count * len(STATISTICS)].reshape(count, len(STATISTICS))
         names = [(layer, tensor) for layer in self.layout.gemms for tensor in TENSORS.values()]
-        norms = values[count * len(STATISTICS) :].reshape(-1, len(OF_GRADIENT))
+        norms = values[count * len(STATISTICS) : self.layout.first_share].reshape(-1, len(OF_GRADIENT))
+        ends = np.cumsum([experts for _, experts in self.layout.routers], dtype=int)
+        shares = np.split(values[self.layout.first_share :], ends[:-1])
+        experts = [
+            {"layer": layer, "fractions": [_finite(share) for share in own]}
+            for (layer, _), own in zip(self.layout.routers, shares, strict=False)
+        ]
         return {
             "tensors": [_tensor_row(*name, row) for name, row in zip(names, tensors, strict=True)],
             "gradients": [
                 {"layer": layer, "norm": _finite(norm), "nonfinite": int(count)}
                 for layer, (norm, count) in zip(self.layout.layers, norms, strict=True)
             ],
+            **({"experts": experts} if experts else {}),
         }
 
 
@@ -215,7 +267,7 @@ def _finite(number) -> float | None:
 
 def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
     """STATISTICS of its kernels, side by side, f32[*stacked, 7]; zeros where they are no arrays."""
-    kernels = [at_path(params, kernel) for kernel in kernel_paths(gemm.path)]
+    kernels = kernels_of(gemm.path, params)
     if any(is_fp8(kernel) for kernel in kernels):
         return jnp.zeros((*gemm.stacked, len(STATISTICS)), jnp.float32)
     state = at_path(fp8_state, gemm.path)
@@ -235,7 +287,7 @@ def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
 
 def _gradients_by_layer(tree: Any, observed: Observed) -> dict[str, list]:
     """The leaves of each layer, the module that owns them, in the order in which people count."""
-    stacks = {gemm.path[0]: gemm.stacked for gemm in observed if gemm.path and gemm.stacked}
+    stacks = {gemm.path[0]: gemm.stacked for gemm in observed_gemms(observed) if gemm.path and gemm.stacked}
     found: dict[str, list] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_fp8):
         names = names_of(path)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
+from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
@@ -120,7 +120,8 @@ def gathered_in_fp8(
 ) -> dict[LayerPath, Recipe]:
     """The GEMMs whose weights can be cast where they lie and gathered in FP8, and their recipes: all of their kernels
     lie alike, and the layer finds a weight in the cache. Others are gathered as they are, and cast by the layer. In a
-    pipeline, these are all that stages exchange in FP8, also where a kernel cannot be split.
+    pipeline, these are all that stages exchange in FP8, also where a kernel cannot be split. A device's rows of
+    experts are not beside each other in the whole.
     """
     places = placement.by_path
     if placement.how.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
@@ -128,7 +129,7 @@ def gathered_in_fp8(
     gemms = {
         gemm: recipe
         for gemm, recipe in layers.gemms_of(places, variables.get("fp8", {})).items()
-        if can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])
+        if not is_of_experts(gemm) and can_be_gathered_in_fp8([places[kernel] for kernel in kernel_paths(gemm)])
     }
     cut = {
         gemm

@@ -30,7 +30,7 @@ from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_param, own_weights
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
-from jax_fp8.train.diagnostics import Observed, ObservedGemm, beside_amaxes
+from jax_fp8.train.diagnostics import Observed, ObservedGemm, beside_amaxes, observed_gemms
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.microbatches import split
 from jax_fp8.train.stage_work import ChunkWork, Totals
@@ -90,7 +90,7 @@ class OnStages:
         leaves = zip(jax.tree.leaves(gradients), params, strict=True)
         gradients = tree.unflatten([gradient.astype(param.dtype) for gradient, param in leaves])
         amaxes = self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
-        return loss, gradients, beside_amaxes(amaxes, [self._health(gemm, totals) for gemm in observed])
+        return loss, gradients, beside_amaxes(amaxes, [self._health(gemm, totals) for gemm in observed_gemms(observed)])
 
     def _outer(self, tree: Mapping) -> dict:
         """What belongs to no layer."""

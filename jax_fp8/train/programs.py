@@ -17,11 +17,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.paths import LayerPath, is_of_experts, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
+from jax_fp8.ops.weights import ready_for_loop
 from jax_fp8.optim.skipping import kept_unless
 from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
 from jax_fp8.parallel.mesh import Parallelism
@@ -31,8 +32,8 @@ from jax_fp8.train.diagnostics import (
     Diagnostics,
     Layout,
     Observed,
-    ObservedGemm,
     nothing_beside,
+    observe,
     split_from_amaxes,
 )
 from jax_fp8.train.draws import drawn, drawn_next
@@ -115,7 +116,7 @@ class Programs:
         else:
             part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
             gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
-        return tuple(ObservedGemm.of(path, recipe, state.params) for path, recipe in gemms.items())
+        return observe(gemms, state.params)
 
     def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, tuple[Any, Any, Any], dict[str, Any]]:
         """The state as it computes, with its own weight cache; loss, gradients and amaxes; and diagnostics, if any."""
@@ -134,8 +135,8 @@ class Programs:
         if not diagnoses:
             return state, results, {}
         loss, gradients, joined = results
-        amaxes, health = split_from_amaxes(joined, observed)
-        found = Diagnostics.of(observed, health, state.params, state.fp8, gradients)
+        amaxes, measured = split_from_amaxes(joined, observed)
+        found = Diagnostics.of(observed, measured, state.params, state.fp8, gradients)
         return state, (loss, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):
@@ -257,6 +258,8 @@ class Programs:
         state = state_of()
         start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
         start = dataclasses.replace(start, amaxes=nothing_beside(start.amaxes, observed))
+        if any(map(is_of_experts, cached_gemms(start.cache or state.cache))):
+            start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
         pending, _ = lax.scan(body, start, split(batch, self.microbatches))
         return pending.loss, pending.gradients, pending.amaxes
 

@@ -7,11 +7,14 @@ from jax_fp8.core.paths import (
     UNNAMED,
     at_path,
     experts_name,
+    is_of_experts,
     joined_name,
     kernel_paths,
+    kernelless_name,
     map_with_names,
     names_of,
     put_at_path,
+    shown,
 )
 
 
@@ -36,12 +39,22 @@ def test_a_node_is_added_to_what_stands_there():
         ((), [("kernel",)]),
         (("dense",), [("dense", "kernel")]),
         (("layer_0", "query", UNNAMED), []),
-        (("layer_0", "mlp", experts_name(("gate", "up"))), []),
+        (("layer_0", "attention", kernelless_name("scores")), []),
+        (("layer_0", "mlp", "+gate+up"), [("layer_0", "mlp", "gate", "kernel"), ("layer_0", "mlp", "up", "kernel")]),
+        (("mlp", experts_name(("down",))), [("mlp", "down", "kernel")]),
         (("layer_0", "mlp", "gate+up"), [("layer_0", "mlp", "gate", "kernel"), ("layer_0", "mlp", "up", "kernel")]),
     ],
 )
 def test_the_kernels_of_a_gemm(gemm, kernels):
     assert kernel_paths(gemm) == tuple(kernels)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "found"), [((), False), (("mlp", "up"), False), (("mlp", "+up"), True), (("mlp", UNNAMED), False)]
+)
+def test_a_gemm_of_experts_is_known_by_its_name(gemm, found):
+    assert is_of_experts(gemm) is found
+    assert shown(gemm) == (("mlp", "up") if found else gemm)
 
 
 def test_a_name_of_several_layers():

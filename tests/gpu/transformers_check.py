@@ -38,6 +38,10 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+QWEN3_MOE = {
+    "rope_parameters": ROPE, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 # The model and its config, in transformers' words.
 CASES = {
     "Llama": ("Llama", SIZES | {"rope_parameters": ROPE, "rms_norm_eps": 1e-5}),
@@ -47,6 +51,8 @@ CASES = {
     "Llama, biases": ("Llama", SIZES | {"rope_parameters": ROPE, "attention_bias": True, "mlp_bias": True}),
     "Qwen2": ("Qwen2", SIZES | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "Qwen3": ("Qwen3", SIZES | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "head_dim": 32}),
+    "Mixtral": ("Mixtral", SIZES | {"rope_parameters": ROPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen3-MoE": ("Qwen3Moe", SIZES | QWEN3_MOE),
     "GPT-2": ("GPT2", GPT2),
     "GPT-2, exact GELU": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 96, "layer_norm_epsilon": 1e-3}),
 }
@@ -135,6 +141,8 @@ def check_controls(report: Report):
     control("Llama", "a transposed kernel", attention("query", lambda query: {"kernel": query["kernel"].T}))
     control("Qwen2", "no bias", attention("key", lambda key: {"bias": 0 * key["bias"]}))
     control("Qwen3", "no norm", lambda config, params: (replace(config, qk_norm=False), params))
+    control("Mixtral", "one expert", lambda config, params: (replace(config, experts_per_token=1), params))
+    control("Qwen3-MoE", "weights", lambda config, params: (replace(config, normalize_router_weights=True), params))
     control("GPT-2", "exact GELU", lambda config, params: (replace(config, activation="gelu_exact"), params))
 
 

@@ -144,7 +144,7 @@ def test_projections_of_flaxs_attention():
     model, plain = attention(product()), attention(None)
     variables = model.init(jax.random.key(2), SEQUENCES)
     assert sorted(variables["fp8"]) == ["key", "out", "query", "value"]
-    assert sorted(variables["fp8"]["query"]["DotGeneral_0"]["+product"]) == ["amax_history", "scale"]
+    assert sorted(variables["fp8"]["query"]["DotGeneral_0"]["~product"]) == ["amax_history", "scale"]
 
     def loss(variables, x, model=model):
         return jnp.mean(model.apply(variables, x).astype(jnp.float32) ** 2)
@@ -157,7 +157,7 @@ def test_projections_of_flaxs_attention():
     assert abs(value / expected - 1) < 0.05
     for name, found in grads.items():
         reference.assert_close(found["kernel"], expected_grads[name]["kernel"], "block_gradient")
-    amaxes = staged["query"]["DotGeneral_0"]["+product"]["amax_history"][:2, 0]
+    amaxes = staged["query"]["DotGeneral_0"]["~product"]["amax_history"][:2, 0]
     kernel = variables["params"]["query"]["kernel"]
     np.testing.assert_array_equal(amaxes, [reference.amax(SEQUENCES), reference.amax(kernel)])
     gemms = [gemm for gemm in explain(model.apply, variables, SEQUENCES) if gemm.is_fp8]

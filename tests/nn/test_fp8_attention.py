@@ -17,7 +17,7 @@ WIDTH, SEQ = 64, 128
 X = jax.random.normal(jax.random.key(0), (2, SEQ, WIDTH), jnp.bfloat16)
 CONTEXT = jax.random.normal(jax.random.key(1), (2, 2 * SEQ, 32), jnp.bfloat16)
 LAYERS = {"self": (fp8.SelfAttention, (X,)), "cross": (fp8.CrossAttention, (X, CONTEXT))}
-STATES = ("+scores", "+values", "+gradients")
+STATES = ("~scores", "~values", "~gradients")
 
 
 def layer_of(name="self", fp8_attention=True, **fields):
@@ -41,7 +41,7 @@ def test_a_layer_is_the_layer_of_16_bits(name):
     variables, of_plain = (of.init(jax.random.key(3), *inputs) for of in (layer, plain))
     jax.tree.map(np.testing.assert_array_equal, variables["params"], of_plain["params"])
     assert set(variables["fp8"]) - set(of_plain["fp8"]) == {*STATES}
-    assert jax.tree.map(jnp.shape, variables["fp8"]["+scores"]) == {"scale": (3,), "amax_history": (3, 4)}
+    assert jax.tree.map(jnp.shape, variables["fp8"]["~scores"]) == {"scale": (3,), "amax_history": (3, 4)}
     variables, of_plain = warmed(loss_of(layer, inputs), variables), warmed(loss_of(plain, inputs), of_plain)
     assert_close(layer.apply(variables, *inputs), plain.apply(of_plain, *inputs), "block")
     (_, grads, state), (_, expected, _) = (
@@ -54,8 +54,8 @@ def test_a_layer_is_the_layer_of_16_bits(name):
         if path[0].key != "key" or path[-1].key != "bias":  # the gradient of a bias of keys is zero but for rounding
             assert_close(gradient, wanted, "block_gradient")
     staged = {name: np.asarray(state[name]["amax_history"][:, 0]) for name in STATES}
-    assert all(row > 0 for row in [*staged["+scores"], *staged["+gradients"], *staged["+values"][1:]])
-    assert staged["+values"][0] == 0  # of weights, whose scale is a constant
+    assert all(row > 0 for row in [*staged["~scores"], *staged["~gradients"], *staged["~values"][1:]])
+    assert staged["~values"][0] == 0  # of weights, whose scale is a constant
 
 
 class Two(nn.Module):
@@ -106,7 +106,7 @@ def test_wherever_a_layer_runs(how):
         )
     assert float(loss) == pytest.approx(float(expected[0]), rel=1e-3)
     jax.tree.map(lambda one, other: assert_close(one, other, "bfloat16"), grads, expected[1])
-    amaxes, wanted = ({of: tree[of]["+gradients"]["amax_history"] for of in "ab"} for tree in (state, expected[2]))
+    amaxes, wanted = ({of: tree[of]["~gradients"]["amax_history"] for of in "ab"} for tree in (state, expected[2]))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-2), amaxes, wanted)
     assert all(np.all(history[:, 0] > 0) for history in amaxes.values())
 
@@ -139,7 +139,7 @@ def trained_alone():
 def test_a_gpt_learns_as_with_16_bits():
     (found, state), (expected, _) = trained(), trained(fp8_attention=False)
     assert found == pytest.approx(expected, rel=5e-3) and found[-1] < found[0] - 0.2 and found != expected
-    history = np.asarray(state.fp8["layer_1"]["attention"]["+gradients"]["amax_history"])
+    history = np.asarray(state.fp8["layer_1"]["attention"]["~gradients"]["amax_history"])
     assert (history[:, 1:] > 0).all() and len(np.unique(history[0, 1:])) == 3  # one a step, of each step its own
 
 
@@ -160,7 +160,7 @@ def test_on_a_mesh(axes):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])
     found, state = trained(3, mesh)
     assert found == pytest.approx(trained_alone()[0], rel=3e-3)
-    assert (np.asarray(state.fp8["layer_0"]["attention"]["+scores"]["amax_history"])[:, -1] > 0).all()
+    assert (np.asarray(state.fp8["layer_0"]["attention"]["~scores"]["amax_history"])[:, -1] > 0).all()
 
 
 def test_what_generate_writes_is_attended_to_in_16_bits():
@@ -212,7 +212,7 @@ def test_other_lengths_are_refused():
 
 def test_a_pipeline_has_no_place_for_its_state():
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"got layer_0/attention/\+gradients; attend with fp8_attention=False"):
+    with pytest.raises(ValueError, match=r"got layer_0/attention/~gradients; attend with fp8_attention=False"):
         trained(1, mesh, microbatches=2)
 
 
@@ -223,7 +223,7 @@ def test_a_step_that_is_diagnosed():
     state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
     _, metrics = step(state, TOKENS, diagnose=True)
     described = str(jax.tree.map(jnp.shape, metrics))
-    assert metrics["nonfinite_amaxes"] == 0 and "query+key+value" in described and "+scores" not in described
+    assert metrics["nonfinite_amaxes"] == 0 and "query+key+value" in described and "~scores" not in described
 
 
 def test_with_weights_cast_before_and_gradients_made_afterwards():

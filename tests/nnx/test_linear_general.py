@@ -50,7 +50,7 @@ def test_gradients_and_state_are_those_of_the_product_of_matrices():
     (value, grads, state), (expected, expected_grads, expected_state) = results
     assert value == expected and np.any(grads["kernel"])
     assert_same(grads, expected_grads)
-    assert_same(state["+product"], expected_state)
+    assert_same(state["~product"], expected_state)
 
 
 def test_only_a_matrix_is_cast_for_a_cache():

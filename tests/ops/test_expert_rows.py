@@ -60,6 +60,26 @@ def test_the_room_is_the_most_that_groups_need(experts):
         assert rows_needed(pairs, experts) == most
 
 
+def test_padding_has_no_row():
+    choices = some_choices()
+    is_token = np.random.default_rng(4).random(TOKENS) < 0.5
+    told = np.where(is_token[:, None], choices, EXPERTS)
+    where, alone = sort_tokens(jnp.asarray(told), EXPERTS), sort_tokens(jnp.asarray(choices[is_token]), EXPERTS)
+    assert_same_bits(where.starts, alone.starts)
+    np.testing.assert_array_equal(np.asarray(where.rows)[is_token], alone.rows)
+    x, weights = normal(5, TOKENS, 32), jnp.asarray(np.random.default_rng(6).random(choices.shape), jnp.float32)
+    rows = take_rows(x, where)
+    found = take_rows(x[is_token], alone)
+    assert_same_bits(rows[: found.shape[0]], found)
+    assert not np.asarray(rows)[found.shape[0] :].any()
+    back = np.asarray(combine_rows(rows, weights, where))
+    assert_same_bits(back[is_token], combine_rows(found, weights[is_token], alone))
+    assert not back[~is_token].any() and np.asarray(x)[~is_token].any()
+    gradients = jax.grad(lambda x, w: jnp.sum(combine_rows(take_rows(x, where), w, where) ** 2), (0, 1))(x, weights)
+    assert not any(np.asarray(gradient)[~is_token].any() for gradient in gradients)
+    assert all(np.asarray(gradient)[is_token].any() for gradient in gradients)
+
+
 def test_there_and_back_is_exact():
     x = normal(0, TOKENS, FEATURES, dtype=jnp.bfloat16)
     where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)

@@ -38,6 +38,26 @@ def test_against_numpy(choices, normalize):
     assert_close(routing.z_loss, np.mean(np.log(np.exp(logits).sum(-1)) ** 2), "float32")
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_padding_is_as_if_it_were_not_there(normalize):
+    x, kernel, _ = inputs()
+    is_token = np.random.default_rng(2).random(TOKENS) < 0.6
+    found = route(x, kernel, 2, normalize, jnp.asarray(is_token))
+    alone = route(x[is_token], kernel, 2, normalize)
+    np.testing.assert_array_equal(np.asarray(found.experts)[is_token], alone.experts)
+    assert (np.asarray(found.experts)[~is_token] == EXPERTS).all() and not np.asarray(found.weights)[~is_token].any()
+    assert_close(found.weights[is_token], alone.weights, "float32")
+    for name in ("fractions", "balance_loss", "z_loss"):
+        assert_close(getattr(found, name), getattr(alone, name), "float32")
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_close(getattr(route(x, kernel, 2, normalize), name), getattr(alone, name), "float32")
+    gradient = jax.grad(lambda x: jnp.sum(route(x, kernel, 2, normalize, jnp.asarray(is_token)).weights ** 2))(x)
+    gradient = np.asarray(gradient, np.float32)
+    assert np.isfinite(gradient).all() and not gradient[~is_token].any() and gradient[is_token].any()
+    nothing = route(x, kernel, 2, normalize, jnp.zeros(TOKENS, bool))
+    assert float(nothing.balance_loss) == 0 == float(nothing.z_loss)
+
+
 def test_the_balance_loss_is_1_where_experts_are_alike_and_more_where_one_is_used_alone():
     x = jnp.eye(EXPERTS, dtype=jnp.bfloat16)
     even = route(x, 50 * jnp.eye(EXPERTS), 1)

@@ -1,7 +1,10 @@
-"""config.json of Hugging Face's Llama, Qwen2, Qwen3 and GPT-2, as a GPTConfig and back.
+"""config.json of Hugging Face's Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GPT-2, as a GPTConfig and back.
 
 A field that changes what a model computes has to be one that a GPT has; else it is refused, and named. What says
 nothing of the shape (dropout, the tokens that begin and end a text) is not read, and comes out as null or not at all.
+
+The load-balancing loss of transformers is one of all layers, of shares that add up to the experts of a token. Here each
+layer has its own, of shares that add up to 1, so that it counts `experts_per_token / num_layers` times as much.
 """
 
 from collections.abc import Mapping
@@ -12,7 +15,8 @@ from jax_fp8.models.config import GPTConfig
 from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
 
 LLAMA_LIKE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-ARCHITECTURES = {**LLAMA_LIKE, "gpt2": "GPT2LMHeadModel"}
+WITH_EXPERTS = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {**LLAMA_LIKE, **WITH_EXPERTS, "gpt2": "GPT2LMHeadModel"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 # Fields of the families: what they are where they are not there, and what they must be.
 FIXED = {
@@ -22,6 +26,15 @@ FIXED = {
         "hidden_act": ("silu", ["silu"]),
         "use_sliding_window": (False, [False]),
         "attention_bias": (False, [False]),
+    },
+    "mixtral": {"hidden_act": ("silu", ["silu"]), "sliding_window": (None, [None]), "attention_bias": (False, [False])},
+    "qwen3_moe": {
+        "hidden_act": ("silu", ["silu"]),
+        "use_sliding_window": (False, [False]),
+        "attention_bias": (False, [False]),
+        "decoder_sparse_step": (1, [1]),  # every layer has experts
+        "mlp_only_layers": ([], [[], None]),
+        "shared_expert_intermediate_size": (0, [0, None]),
     },
     "gpt2": {
         "activation_function": ("gelu_new", [*GPT2_ACTIVATIONS]),
@@ -76,7 +89,7 @@ def _read_llama(family, described) -> GPTConfig:
         hidden_size=width,
         max_seq_len=described["max_position_embeddings"],
         num_kv_heads=None if kv_heads == heads else kv_heads,
-        mlp_hidden_size=described["intermediate_size"],
+        mlp_hidden_size=described["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
         norm="rmsnorm",
         activation="swiglu",
         positions="rotary",
@@ -87,8 +100,23 @@ def _read_llama(family, described) -> GPTConfig:
         norm_epsilon=described.get("rms_norm_eps", 1e-6),
         head_dim=None if head_dim is None or head_dim * heads == width else head_dim,
         use_qkv_bias=True if family == "qwen2" else None,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        **(_read_experts(family, described) if family in WITH_EXPERTS else {}),
     )
+
+
+def _read_experts(family, described) -> dict[str, Any]:
+    experts = described.get("num_experts", described.get("num_local_experts"))
+    if experts is None:
+        raise KeyError("num_local_experts" if family == "mixtral" else "num_experts")
+    choices, layers = described["num_experts_per_tok"], described["num_hidden_layers"]
+    coefficient = described.get("router_aux_loss_coef", 0.001)
+    return {
+        "num_experts": experts,
+        "experts_per_token": choices,
+        "normalize_router_weights": family == "mixtral" or described.get("norm_topk_prob", False),
+        "router_aux_loss": coefficient * choices / max(layers, 1),
+    }
 
 
 def _read_rotary(described) -> tuple[float, RotaryScaling | None]:
@@ -125,17 +153,17 @@ def family_of(config: GPTConfig) -> str:
     """Whose layout a model has, one of ARCHITECTURES."""
     has_bias, of_qkv = config.use_bias, config.use_bias if config.use_qkv_bias is None else config.use_qkv_bias
     kind = config.positions, config.norm, config.activation
-    if config.num_experts:
-        raise ValueError(
-            "a model for Hugging Face must have one MLP a layer, as the layouts known here do, "
-            f"got num_experts={config.num_experts}; only a model without experts can be written"
-        )
     if config.sliding_window is not None:
         raise ValueError(
             "a model for Hugging Face must see all tokens before a token, as the layouts known here do, "
             f"got sliding_window={config.sliding_window}; only a model without one can be written"
         )
-    if kind == ("rotary", "rmsnorm", "swiglu"):
+    if kind == ("rotary", "rmsnorm", "swiglu") and config.num_experts:
+        if config.qk_norm and not has_bias and not of_qkv:
+            return "qwen3_moe"
+        if config.normalize_router_weights and not config.qk_norm and not has_bias and not of_qkv:
+            return "mixtral"
+    elif kind == ("rotary", "rmsnorm", "swiglu"):
         if config.qk_norm and not has_bias and not of_qkv:
             return "qwen3"
         if not config.qk_norm and of_qkv and not has_bias:
@@ -144,11 +172,12 @@ def family_of(config: GPTConfig) -> str:
             return "llama"
     is_gpt2 = kind[:2] == ("learned", "layernorm") and config.activation in GPT2_ACTIVATIONS.values()
     of_whole_heads = config.kv_heads * config.features_of_head == config.hidden_size and config.head_dim is None
-    if is_gpt2 and of_whole_heads and has_bias and of_qkv and not config.qk_norm:
+    if is_gpt2 and of_whole_heads and has_bias and of_qkv and not config.qk_norm and not config.num_experts:
         return "gpt2"
     raise ValueError(
         "a model for Hugging Face must be as Llama, Qwen2 or Qwen3 (rotary positions, rmsnorm, swiglu; biases of "
-        "queries, keys and values alone only with qk_norm=False) or as GPT-2 (learned positions, layernorm, gelu, "
+        "queries, keys and values alone only with qk_norm=False), as Mixtral or Qwen3-MoE (the same with experts, no "
+        "biases; without qk_norm normalize_router_weights=True) or as GPT-2 (learned positions, layernorm, gelu, "
         f"biases, as many heads of keys as of queries), got {config}"
     )
 
@@ -196,5 +225,23 @@ def write_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
         "llama": {"attention_bias": config.use_bias, "mlp_bias": config.use_bias},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
+        "mixtral": {"num_local_experts": config.num_experts, "sliding_window": None},
+        "qwen3_moe": {
+            "num_experts": config.num_experts,
+            "moe_intermediate_size": described["intermediate_size"],
+            "norm_topk_prob": config.normalize_router_weights,
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
     }
-    return described | of_family[family]
+    return described | of_family[family] | (_write_router(config) if config.num_experts else {})
+
+
+def _write_router(config) -> dict[str, Any]:
+    coefficient = config.router_aux_loss * max(config.num_layers, 1) / config.experts_per_token
+    return {
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": float(f"{coefficient:.12g}"),  # as it was before it was divided
+    }

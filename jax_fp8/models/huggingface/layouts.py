@@ -1,7 +1,8 @@
 """Which tensor of a Hugging Face model is which of our params: a table for each family.
 
 A kernel of ours is (in, features), as in Flax and in GPT-2's Conv1D. PyTorch's Linear is its transpose. Rotary
-positions turn pairs (i, i + head_dim / 2) on both sides, so that no columns change places.
+positions turn pairs (i, i + head_dim / 2) on both sides, so that no columns change places. Files have a tensor for each
+expert, where we have one for all; that transformers 5 puts them together when it loads does not show there.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +29,18 @@ LLAMA_LAYER = {
     "post_attention_layernorm": ("mlp/norm",),
     **{f"mlp.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
 }
+# The same with experts, whose numbers stand where {} is.
+WITHOUT_MLP = {theirs: ours for theirs, ours in LLAMA_LAYER.items() if not theirs.startswith("mlp.")}
+MIXTRAL_LAYER = WITHOUT_MLP | {
+    "block_sparse_moe.gate": ("mlp/router",),
+    "block_sparse_moe.experts.{}.w1": ("mlp/gate",),
+    "block_sparse_moe.experts.{}.w2": ("mlp/down",),
+    "block_sparse_moe.experts.{}.w3": ("mlp/up",),
+}
+QWEN3_MOE_LAYER = WITHOUT_MLP | {
+    "mlp.gate": ("mlp/router",),
+    **{f"mlp.experts.{{}}.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
+}
 GPT2_LAYER = {
     "ln_1": ("attention/norm",),
     "attn.c_attn": ("attention/query", "attention/key", "attention/value"),  # side by side
@@ -45,7 +58,11 @@ GPT2_TOP = {
     "lm_head": "head",
 }
 LLAMA = "model.layers", LLAMA_LAYER, LLAMA_TOP
-GPT2 = "transformer.h", GPT2_LAYER, GPT2_TOP
+TABLES = {
+    "gpt2": ("transformer.h", GPT2_LAYER, GPT2_TOP),
+    "mixtral": ("model.layers", MIXTRAL_LAYER, LLAMA_TOP),
+    "qwen3_moe": ("model.layers", QWEN3_MOE_LAYER, LLAMA_TOP),
+}
 LEAVES = {"weight": (("kernel",), ("scale",), ()), "bias": (("bias",),)}  # of a module of ours; a table has none
 
 
@@ -58,29 +75,31 @@ class Entry:
       paths: of our params; of several, their columns stand side by side in the tensor.
       shapes: of these params.
       is_transposed: the tensor is the transpose of the param.
+      expert: the tensor is that of one expert of a param (experts, in, out), the one with this number.
     """
 
     name: str
     paths: tuple[LayerPath, ...]
     shapes: tuple[tuple[int, ...], ...]
     is_transposed: bool = False
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor."""
-        *rows, _ = self.shapes[0]
+        *rows, _ = self.shapes[0] if self.expert is None else self.shapes[0][1:]
         shape = (*rows, sum(shape[-1] for shape in self.shapes))
         return shape[::-1] if self.is_transposed else shape
 
     def params_of(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Views of it."""
+        """Views of it: of a param, or of one expert's part."""
         ends = list(accumulate(shape[-1] for shape in self.shapes))
         parts = np.split(tensor, ends[:-1], axis=-1) if len(ends) > 1 else [tensor]
         return [part.T if self.is_transposed else part for part in parts]
 
     def tensor_of(self, params: list[Any]) -> np.ndarray:
         """The mirror image; params may be jax's arrays, which are fetched here."""
-        arrays = [np.asarray(param) for param in params]
+        arrays = [np.asarray(param if self.expert is None else param[self.expert]) for param in params]
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
         return whole.T if self.is_transposed else whole
 
@@ -89,14 +108,15 @@ def entries_of(config: GPTConfig) -> list[Entry]:
     """All tensors of a model, in the order of its layers."""
     of_layer, others = _shapes(config)
     family = family_of(config)
-    (prefix, layer, top), linear_is_transposed = (GPT2, False) if family == "gpt2" else (LLAMA, True)
+    (prefix, layer, top), linear_is_transposed = TABLES.get(family, LLAMA), family != "gpt2"
     found = [entry for name, ours in top.items() for entry in _entries(name, (ours,), others.get, False)]
     for index in range(config.num_layers):
         for name, ours in layer.items():
             paths = tuple(f"layer_{index}/{path}" for path in ours)
             in_first = lambda path: of_layer.get(("layer_0", *path[1:]))  # noqa: E731
-            found += _entries(f"{prefix}.{index}.{name}", paths, in_first, linear_is_transposed)
-    mapped = [path for entry in found for path in entry.paths]
+            own = list(_entries(f"{prefix}.{index}.{name}", paths, in_first, linear_is_transposed))
+            found += _of_experts(own, config.num_experts) if "{}" in name else own
+    mapped = [path for entry in found for path in entry.paths if not entry.expert]
     assert len(mapped) == len(set(mapped)) == len(others) + config.num_layers * len(of_layer)
     return found
 
@@ -111,6 +131,12 @@ def _entries(
             shapes = tuple(shape_of(path) for path in paths)
             if all(shapes):
                 yield Entry(f"{name}.{leaf}", paths, shapes, is_transposed and last == ("kernel",))
+
+
+def _of_experts(entries, experts) -> Iterator[Entry]:
+    for entry in entries:
+        for expert in range(experts):
+            yield replace(entry, name=entry.name.format(expert), expert=expert)
 
 
 def _shapes(config) -> tuple[dict[LayerPath, tuple[int, ...]], dict[LayerPath, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ No number changes either way, unless another dtype is asked for.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from jax_fp8.core.checks import check_integer, describe
-from jax_fp8.core.paths import put_at_path
+from jax_fp8.core.paths import LayerPath, put_at_path
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.config_json import read_config, write_config
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
@@ -36,7 +36,8 @@ LARGEST_PART = 5 * 10**9  # bytes
 
 
 def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict]:
-    """Read a model of Hugging Face: Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense) or GPT-2.
+    """Read a model of Hugging Face: Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense or with experts), Mixtral or
+    GPT-2.
 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
@@ -44,8 +45,9 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
 
     Returns:
       The config, and the params of `GPT(config)`: nested dicts of NumPy's arrays in the host's memory. Without `dtype`
-      they are mapped from the files, which must stay, and nothing is read before it is used. `jax.device_put(params)`
-      puts them on a device, `step.place(state)` on a mesh.
+      they are mapped from the files, which must stay, and nothing is read before it is used; but experts, which have a
+      tensor each, are put together in memory. `jax.device_put(params)` puts params on a device, `step.place(state)` on
+      a mesh.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
@@ -56,10 +58,9 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     entries = entries_of(config)
     _check_tensors(path, tensors, entries)
     params: dict = {}
-    for entry in entries:
-        for param_path, param in zip(entry.paths, entry.params_of(tensors[entry.name]), strict=True):
-            *parents, last = param_path
-            put_at_path(params, tuple(parents), {last: param if dtype is None else param.astype(dtype)})
+    for param_path, param in _whole_params(entries, tensors):
+        *parents, last = param_path
+        put_at_path(params, tuple(parents), {last: param if dtype is None else param.astype(dtype)})
     return config, params
 
 
@@ -75,8 +76,8 @@ def save_huggingface(
 ) -> None:
     """Write params as a model of Hugging Face: config.json and safetensors files, which `transformers` loads.
 
-    The layout is that of Llama, Qwen2, Qwen3 or GPT-2, whichever the config fits; other shapes are refused. Tokenizer
-    and generation_config.json are not written: copy them from where the model came from.
+    The layout is that of Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE or GPT-2, whichever the config fits; other shapes are
+    refused. Tokenizer and generation_config.json are not written: copy them from where the model came from.
 
     Args:
       folder: is made; must not have a model yet.
@@ -172,6 +173,19 @@ def _check_tensors(path, tensors, entries: list[Entry]) -> None:
                 f"{name} in {path} must have the shape {list(entry.shape)} that follows from config.json, got "
                 f"{list(tensor.shape)}"
             )
+
+
+def _whole_params(entries: list[Entry], tensors) -> Iterator[tuple[LayerPath, np.ndarray]]:
+    """Params by their paths, of those of several experts all together."""
+    of_experts: dict[LayerPath, list[np.ndarray]] = {}
+    for entry in entries:
+        for path, param in zip(entry.paths, entry.params_of(tensors[entry.name]), strict=True):
+            if entry.expert is None:
+                yield path, param
+            else:
+                of_experts.setdefault(path, []).append(param)
+    for path, params in of_experts.items():
+        yield path, np.stack(params)
 
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:

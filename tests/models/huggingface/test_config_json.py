@@ -11,11 +11,11 @@ from jax_fp8.models.huggingface.config_json import family_of, read_config, write
 
 FAMILIES = {
     "tiny-llama": "llama", "gpt2-124m": "gpt2", "llama3-8b": "llama", "llama3.1-8b": "llama", "llama3.2-1b": "llama",
-    "qwen2.5-7b": "qwen2", "qwen3-0.6b": "qwen3", "qwen3-8b": "qwen3",
+    "tiny-moe": "mixtral", "mixtral-8x7b": "mixtral", "qwen2.5-7b": "qwen2", "qwen3-0.6b": "qwen3", "qwen3-8b": "qwen3",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if not config.num_experts])
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_come_back(name):
     config = PRESETS[name]
     assert FAMILIES.get(name, family_of(config)) == family_of(config)
@@ -69,8 +69,8 @@ def test_rotary_positions_as_transformers_5_writes_them():
     [
         (
             "llama",
-            {"model_type": "mixtral"},
-            "model_type in here must be one of llama, qwen2, qwen3, gpt2, got 'mixtral'",
+            {"model_type": "qwen2_moe"},
+            "model_type in here must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, gpt2, got 'qwen2_moe'",
         ),
         ("llama", {"model_type": None}, "model_type in here must be one of .*, got None"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu', got 'gelu'"),
@@ -104,6 +104,10 @@ def test_rotary_positions_as_transformers_5_writes_them():
             "layer_types in here must be full_attention",
         ),
         ("qwen3", {"attention_bias": True}, "attention_bias in here must be False, got True"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window in here must be None, got 4096"),
+        ("qwen3 with experts", {"decoder_sparse_step": 2}, "decoder_sparse_step in here must be 1, got 2"),
+        ("qwen3 with experts", {"mlp_only_layers": [0]}, r"mlp_only_layers in here must be \[\] or None, got \[0\]"),
+        ("qwen3 with experts", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size in here must"),
         ("gpt2", {"activation_function": "tanh"}, "activation_function in here must be 'gelu_new' or .*, got 'tanh'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in here must be False"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention in here must be False, got True"),
@@ -114,6 +118,36 @@ def test_what_a_gpt_cannot_compute(case, changes, sentence):
     with pytest.raises(ValueError, match=sentence) as raised:
         read_config(oracle.CASES[case] | changes, "here")
     assert "\n" not in str(raised.value)
+
+
+def test_experts_as_published():
+    """Of Mixtral 8x7B, and of Qwen3 with 30B params, of which a token uses 3B; one of them by its newer name."""
+    mixtral = oracle.LLAMA | {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14_336,
+        "max_position_embeddings": 32_768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+        "rms_norm_eps": 1e-05, "rope_theta": 1_000_000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+        "vocab_size": 32_000,
+    }  # fmt: skip
+    assert read_config(mixtral, "here") == PRESETS["mixtral-8x7b"]
+    qwen = oracle.LLAMA | {
+        "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40_960, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1_000_000.0, "router_aux_loss_coef": 0.001, "use_sliding_window": False, "vocab_size": 151_936,
+    }  # fmt: skip
+    found = read_config(qwen, "here")
+    assert (found.num_experts, found.experts_per_token, found.mlp_hidden_size) == (128, 8, 768)
+    assert found.qk_norm and found.normalize_router_weights and found.router_aux_loss == pytest.approx(0.001 * 8 / 48)
+    assert write_config(found, "bfloat16")["router_aux_loss_coef"] == 0.001
+    renamed = {("num_local_experts" if name == "num_experts" else name): value for name, value in qwen.items()}
+    assert read_config(renamed, "here") == found
+    assert not read_config(qwen | {"norm_topk_prob": False}, "here").normalize_router_weights
+    for name in ("num_local_experts", "num_experts_per_tok"):
+        lacking = {field: value for field, value in mixtral.items() if field != name}
+        with pytest.raises(ValueError, match=f"here must have the field '{name}', which a mixtral needs"):
+            read_config(lacking, "here")
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"])

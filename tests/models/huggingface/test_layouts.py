@@ -34,6 +34,16 @@ def test_a_tensor_that_is_transposed():
     np.testing.assert_array_equal(entry.tensor_of([kernel]), tensor)
 
 
+def test_a_tensor_of_one_expert():
+    entry = Entry("experts.1.w1.weight", (("gate", "kernel"),), ((3, 4, 6),), is_transposed=True, expert=1)
+    kernels = np.arange(72).reshape(3, 4, 6)
+    tensor = entry.tensor_of([kernels])
+    assert entry.shape == tensor.shape == (6, 4)
+    np.testing.assert_array_equal(tensor, kernels[1].T)
+    (kernel,) = entry.params_of(tensor)
+    np.testing.assert_array_equal(kernel, kernels[1])
+
+
 def test_a_model_without_layers():
     names = [entry.name for entry in entries_of(fp8.GPTConfig.preset("llama3.1-8b", num_layers=0))]
     assert names == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]

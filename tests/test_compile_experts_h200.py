@@ -1,0 +1,149 @@
+"""A training step with experts, compiled for H200s with no GPU: one CUDA graph, no work but on the rows that experts
+have, weights cast once a step, and each by the optimizer where the state carries a cache.
+"""
+
+import math
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp8 as fp8
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET
+from jax_fp8.ops.expert_rows import rows_needed
+from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
+from jax_fp8.ops.router import ROUTER_SCOPE
+from jax_fp8.tools.hlo import CALLS, by_computation, executed
+from jax_fp8.train import programs
+from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
+
+REASON = h200.missing_reason() or extension.missing_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+EXPERTS, WIDTH, HIDDEN, BATCH, SEQ = 4, 256, 512, 16, 128
+SIZES = {"hidden_size": WIDTH, "mlp_hidden_size": HIDDEN, "num_experts": EXPERTS, "vocab_size": 768}
+CONFIG = fp8.GPTConfig.preset("tiny-moe", num_layers=1, max_seq_len=SEQ, **SIZES)
+WEIGHTS = 4  # queries, keys and values; attention output; gate and up; down
+RECIPES = {"delayed": fp8.DelayedScaling(), "current": fp8.CurrentScaling(), "block": fp8.BlockScaling(), "none": None}
+COLLECTIVES = {"AllReduce", "AsyncStart", "AsyncDone"}
+
+
+def compiled(name, microbatches=1, data=1, cached=False, padded=False) -> h200.Program:
+    recipe, options = RECIPES[name], {"mesh": h200.mesh(data=data)} if data > 1 else {}
+    model, tokens = fp8.GPT(CONFIG, recipe=recipe), jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
+
+    def init(key, x):
+        variables = dict(model.init(key, x))
+        if cached:
+            forward = lambda variables: model.apply(variables, x)  # noqa: E731
+            variables["fp8_cache"] = fp8.cast_weights(variables, recipe, forward=forward)
+        return variables
+
+    options |= {"microbatches": microbatches, "compiler_options": CUDA_GRAPH_OPTIONS}
+    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), recipe, **options)
+    state = step.state_shapes(init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
+    batch = {"tokens": tokens, "lengths": jax.ShapeDtypeStruct((BATCH,), jnp.int32)} if padded else tokens
+    if data == 1:
+        state, batch = h200.shapes((state, batch), h200.on_one_device())
+    return h200.compile(step, state, batch)
+
+
+def rows_of(tokens: int) -> int:
+    return rows_needed(CONFIG.experts_per_token * tokens, EXPERTS)
+
+
+def multiplications(program) -> int:
+    """Of the products that are no custom calls of this library, in the layer of experts."""
+    wide = [gemm for gemm in program.gemms_of("bf16", "f16", "f32") if "/mlp/" in gemm.op_name]
+    return sum(_multiplications(gemm) for gemm in wide if ROUTER_SCOPE not in gemm.op_name)
+
+
+def _multiplications(gemm) -> int:
+    """(m k) (k n) / (m n) = k², with the dims of a batch cancelled too."""
+    a, b, d = (math.prod(array.shape) for array in (*gemm.operands[:2], gemm.results[0]))
+    batch = gemm.results[0].shape[0] if len(gemm.results[0].shape) == 3 else 1
+    return d * math.isqrt(a // batch * (b // batch) // (d // batch))
+
+
+def unquantized(program) -> list[str]:
+    """Products of matrices in wide formats, but for the router's and the head's."""
+    wide = program.gemms_of("bf16", "f16", "f32")
+    by_design = ROUTER_SCOPE, PLAIN_HEAD_SCOPE
+    return [str(gemm) for gemm in wide if not any(scope in gemm.op_name for scope in by_design)]
+
+
+def larger_than_rows(program, tokens: int) -> list[str]:
+    """What makes a matrix larger than the rows of all experts with gate and up, the largest there is."""
+    most = rows_of(tokens) * 2 * HIDDEN
+    found = [i for i in program.instructions if i.launches]
+    made = [(str(i), result) for i in found for result in i.results if result.dtype not in ("s8", "u8")]  # workspaces
+    return [name for name, result in made if math.prod(result.shape) > most and len(result.shape) > 1]
+
+
+def scatters(program) -> list[str]:
+    """Scatters of the layer whose indices may be alike: sums in an order that changes from run to run."""
+    lines = [line for line in program.hlo.splitlines() if " scatter(" in line and "/mlp/" in line]
+    return [line for line in lines if "unique_indices=true" not in line]
+
+
+def transposed(program) -> int:
+    """How often kernels of experts in FP8 are put in another order, in one call."""
+    (entry,) = {i.computation for i in program.instructions if i.in_entry}
+    ran = executed(by_computation(program.instructions), entry, CALLS)
+    shapes = (EXPERTS, 2 * HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)
+    return sum(
+        times
+        for i, times in ran
+        if i.launches and not i.target and i.results[0].dtype == "f8e4m3fn" and i.results[0].shape in shapes
+    )
+
+
+@pytest.mark.parametrize(("microbatches", "data"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_what_a_step_becomes(name, microbatches, data, monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled(name, microbatches, data)
+    assert program.custom_calls[TARGET] == 4 and program.custom_calls[GRADIENT_TARGET] == 3
+    assert unquantized(program) == [] and multiplications(program) == 0
+    assert larger_than_rows(program, BATCH * SEQ // microbatches // data) == []
+    assert scatters(program) == []
+    assert (program.report.weight_casts, transposed(program)) == (WEIGHTS, 2)
+    if data == 1:
+        assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+    else:
+        assert set(program.outside_graphs) <= COLLECTIVES | ({"While", "CustomKernel"} if microbatches > 1 else set())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_the_optimizer_writes_the_kernels_of_a_cache(name, microbatches, monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled(name, microbatches, cached=True)
+    [(keep, cast)] = program.report.conditionals
+    assert (program.report.weight_casts, keep.kernels, cast.weight_casts) == (0, 0, WEIGHTS)
+    assert program.report.weight_copies == () and transposed(program) == 2
+    assert (program.graphs, dict(program.outside_graphs)) == (1, {})
+
+
+def test_padding_is_left_out_in_the_same_graph(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    program = compiled("delayed", padded=True)
+    assert (program.graphs, dict(program.outside_graphs), scatters(program)) == (1, {}, [])
+    assert program.custom_calls[TARGET] == 4 and larger_than_rows(program, BATCH * SEQ) == []
+
+
+def test_transposes_in_every_microbatch_are_found(monkeypatch, with_kernels):
+    h200.use_cudnn(monkeypatch)
+    monkeypatch.setattr(programs, "ready_for_loop", lambda cache, _: cache)
+    assert transposed(compiled("delayed", microbatches=2)) == 2 * 2
+
+
+def test_without_fp8_every_expert_multiplies_all_rows(monkeypatch, with_kernels):
+    """`lax.ragged_dot` on this GPU: each product is one of all rows for every expert. A time of it is no baseline."""
+    h200.use_cudnn(monkeypatch)
+    program = compiled("none")
+    once = 3 * rows_of(BATCH * SEQ) * (WIDTH * 2 * HIDDEN + HIDDEN * WIDTH)
+    assert multiplications(program) == EXPERTS * once
+    assert larger_than_rows(program, BATCH * SEQ)

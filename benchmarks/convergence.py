@@ -17,6 +17,7 @@ batches in the same order, and the same optimizer:
     fp8_head  DelayedScaling, and the head in FP8 by CurrentScaling
     fastest   fast accumulation in the layers' GEMMs, and that head
     bf16_params  the same, and params in bfloat16, of whose float32 masters the optimizer keeps the other 16 bits
+    attention DelayedScaling, and attention in FP8, where heads have 128 features: --runs bf16 attention --num-heads 6
     frozen    DelayedScaling whose scales are overwritten, after every step, with one wrong constant
     reseeded  recipe=None from other initial parameters: how far two runs of one recipe are apart; not judged
 
@@ -57,9 +58,11 @@ MODELS = {
     "fp8_head": {"recipe": fp8.DelayedScaling(), "head_recipe": fp8.CurrentScaling()},
     "fastest": {"recipe": FAST, "head_recipe": fp8.CurrentScaling()},
     "bf16_params": {"recipe": FAST, "head_recipe": fp8.CurrentScaling(), "param_dtype": jnp.bfloat16},
+    "attention": {"recipe": fp8.DelayedScaling(), "fp8_attention": True},
     "frozen": {"recipe": fp8.DelayedScaling()},
     "reseeded": {"recipe": None},
 }
+USUAL_RUNS = [name for name in MODELS if name != "attention"]
 REQUIREMENTS = {"frozen": "more than 1 % worse", "reseeded": "none"}
 TOLERANCE = 0.01
 LOG_EVERY = 10
@@ -71,6 +74,7 @@ class Settings(Reading):
 
     preset: str = "gpt2-124m"
     num_layers: int = 0  # 0 keeps the preset's
+    num_heads: int = 0  # likewise
     evaluate_every: int = 250
     control_steps: int = 500  # of the control, a multiple of evaluate_every
     learning_rate: float = 4e-4
@@ -123,8 +127,7 @@ class Program:
     def __init__(self, recipes: dict, settings: Settings):
         vocab_size = -(-settings.vocab_size // 128) * 128
         sizes = {"vocab_size": vocab_size, "max_seq_len": settings.seq_len}
-        if settings.num_layers:
-            sizes["num_layers"] = settings.num_layers
+        sizes |= {name: getattr(settings, name) for name in ("num_layers", "num_heads") if getattr(settings, name)}
         config = fp8.GPTConfig.preset(settings.preset, **sizes)
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, settings.learning_rate, settings.warmup_steps, settings.steps
@@ -276,7 +279,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data", type=pathlib.Path, help="file or folder of text instead of the interpreter's Python sources"
     )
-    parser.add_argument("--runs", nargs="+", choices=MODELS, default=list(MODELS), help="bf16 must be among them")
+    parser.add_argument("--runs", nargs="+", choices=MODELS, default=USUAL_RUNS, help="bf16 must be among them")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument(
         "--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8", help="of tokenizers"

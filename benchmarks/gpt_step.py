@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import kernel_profile
 import tables
 from fresh import measure_in_fresh_process
-from variants import COMMON_VARIANTS, SHAPES, VARIANTS, Shape, build, gemms_of
+from variants import COMMON_VARIANTS, OPTIONS, PLAIN, RECIPES, SHAPES, Shape, Variant, build, gemms_of, variant_name
 
 HERE = pathlib.Path(__file__).resolve()
 WARMUP_STEPS = 4
@@ -126,11 +126,11 @@ def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dic
     rows = []
     for r in results:
         if "failed" in r:
-            rows.append([VARIANTS[r["variant"]], f"failed: {r['failed']}", *["-"] * 8])
+            rows.append([str(Variant.parse(r["variant"])), f"failed: {r['failed']}", *["-"] * 8])
             continue
         rows.append(
             [
-                VARIANTS[r["variant"]],
+                str(Variant.parse(r["variant"])),
                 f"{r['step_ms']:.1f}",
                 baseline / r["step_ms"] if baseline else "-",
                 r["async_ms"],
@@ -155,7 +155,9 @@ def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dic
     profiles = {r["variant"]: r["profile"] for r in results if "profile" in r}
     if profiles:
         parts += ["### Kernel time by category", kernel_profile.merged(profiles)]
-    parts += [f"### Profile: {VARIANTS[r['variant']]}\n\n{r['profile_markdown']}" for r in results if "profile" in r]
+    parts += [
+        f"### Profile: {Variant.parse(r['variant'])}\n\n{r['profile_markdown']}" for r in results if "profile" in r
+    ]
     return "\n\n".join(parts)
 
 
@@ -197,13 +199,20 @@ def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=COMMON_VARIANTS)
+    names = f"{', '.join((*PLAIN, *RECIPES))}; the latter with any of {', '.join(OPTIONS)}, as in delayed_fast_head"
+    parser.add_argument(
+        "--variants", nargs="+", type=variant_name, metavar="VARIANT", default=COMMON_VARIANTS, help=names
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "4096"])
     parser.add_argument("--layers", type=int, help="override the number of layers of every shape")
     parser.add_argument("--microbatches", type=int, default=1, help="of the shape's batch size each")
     parser.add_argument("--steps", type=int, default=16, help="timed steps, at least 1")
     parser.add_argument(
-        "--profile", nargs="*", choices=VARIANTS, help="add a profile by kernel of these variants, or of all (GPU only)"
+        "--profile",
+        nargs="*",
+        type=variant_name,
+        metavar="VARIANT",
+        help="add a profile by kernel of these variants, or of all (GPU only)",
     )
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes and few steps, to run the whole file")

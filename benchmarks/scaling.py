@@ -19,7 +19,7 @@ import time
 import jax
 import jax.numpy as jnp
 import tables
-from variants import VARIANTS, Shape, build, gemms_of
+from variants import Shape, Variant, build, gemms_of, variant_name
 
 HERE = pathlib.Path(__file__).resolve()
 BASELINE = "bf16"
@@ -69,13 +69,16 @@ def markdown(rows: list[dict]) -> str:
                 ours, plain = times.get((variant, width, count)), times.get((BASELINE, width, count))
                 cells.append("-" if ours is None or plain is None else f"{plain / ours:.2f} ({ours:.2f})")
             lines.append([f"{width:,}", *cells])
-        parts += [f"## {VARIANTS[variant]}", tables.table(["width", *(f"{count:,} tokens" for count in tokens)], lines)]
+        parts += [
+            f"## {Variant.parse(variant)}",
+            tables.table(["width", *(f"{count:,} tokens" for count in tokens)], lines),
+        ]
     return "\n\n".join(parts)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["delayed", "current"])
+    parser.add_argument("--variants", nargs="+", type=variant_name, metavar="VARIANT", default=["delayed", "current"])
     parser.add_argument("--widths", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 12288])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--sequence", type=int, default=2048)

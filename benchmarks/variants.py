@@ -1,8 +1,14 @@
-"""The models that the benchmarks compare: shapes, variants of one model, and how a training step of each is made."""
+"""The models that the benchmarks compare: shapes, variants of one model, and how a training step of each is made.
 
+A variant is what trains the model, and options behind it: `delayed_fast_head` is DelayedScaling with fast accumulation
+and the head in FP8. Plain Flax has no options.
+"""
+
+import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -87,10 +93,12 @@ def _llama(num_layers, hidden_size, mlp_hidden_size, batch_size, seq_len, vocab_
 # Eight layers with experts half as wide and half as large as Mixtral's: 3.0 billion params, of which a token uses 0.9.
 SHAPES = {
     "1.3b": Shape(num_layers=24, hidden_size=2048, num_heads=16, batch_size=8),
+    "350m": Shape(num_layers=24, hidden_size=1024, num_heads=16, batch_size=8, seq_len=1024),
     "4096": Shape(num_layers=8, hidden_size=4096, num_heads=32, batch_size=4),
     "llama_8192": _llama(8, 4096, 14_336, batch_size=1, seq_len=8192),
     "llama_2048": _llama(8, 4096, 14_336, batch_size=4, seq_len=2048),
     "llama_1b": _llama(16, 2048, 8192, batch_size=8, seq_len=2048, tied=True),
+    "llama_16384": _llama(8, 4096, 14_336, batch_size=1, seq_len=16_384),
     "llama3_8b": _llama(32, 4096, 14_336, batch_size=1, seq_len=8192),
     "moe_8x": Shape(8, 2048, 16, 8, 2048, 32_000, num_kv_heads=4, mlp_hidden_size=7168, tied=False, num_experts=8),
     "tiny": Shape(num_layers=1, hidden_size=64, num_heads=4, batch_size=2, seq_len=32, vocab_size=256),
@@ -98,86 +106,122 @@ SHAPES = {
     "tiny_moe": Shape(1, 128, 4, 2, 64, 256, num_kv_heads=2, mlp_hidden_size=128, tied=False, num_experts=4),
 }
 
+PLAIN = {"bf16": "bfloat16", "flax_direct": "`Fp8DirectDotGeneralOp`"}  # Flax
 PLAIN_DOTS = {"bf16": None, "flax_direct": nn.Fp8DirectDotGeneralOp}
-FAST = {"split_accumulator": ()}  # fast accumulation in all GEMMs of layers, as Transformer Engine's in JAX
-MODELS = {
-    "ours_bf16": {"recipe": None},
-    "delayed": {"recipe": fp8.DelayedScaling()},
-    "current": {"recipe": fp8.CurrentScaling()},
-    "block": {"recipe": fp8.BlockScaling()},
-    "block_1d1d": {"recipe": fp8.BlockScaling(wgrad="1d1d")},
-    "block_head": {"recipe": fp8.BlockScaling(), "head_recipe": fp8.BlockScaling()},
-    "delayed_fast": {"recipe": fp8.DelayedScaling(**FAST)},
-    "current_fast": {"recipe": fp8.CurrentScaling(**FAST)},
-    "delayed_fast_tuned": {"recipe": fp8.DelayedScaling(**FAST)},
-    "delayed_fast_head": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
-    "delayed_fast_head_tuned": {"recipe": fp8.DelayedScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
-    "current_fast_head": {"recipe": fp8.CurrentScaling(**FAST), "head_recipe": fp8.CurrentScaling()},
-    "delayed_recompute": {"recipe": fp8.DelayedScaling(), "recompute": True},
+RECIPES = {
+    "ours_bf16": None,
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.CurrentScaling(),
+    "block": fp8.BlockScaling(),
 }
-MODELS |= {f"{name}_cached": MODELS[name] for name in ("block_head", "delayed_fast_head")}
-# For models that fill the GPU: 8 bytes a param with its moments, and no norm's result is kept.
-SMALL = {"param_dtype": jnp.bfloat16, "remat": "norms"}
-MODELS |= {f"{name}_small": MODELS[name] | SMALL for name in ("ours_bf16", "delayed_fast_head", "current_fast_head")}
-MODELS["delayed_fast_head_tuned_bf16"] = MODELS["delayed_fast_head_tuned"] | {"param_dtype": jnp.bfloat16}
-VARIANTS = {
-    "bf16": "plain Flax, bfloat16",
-    "flax_direct": "plain Flax, `Fp8DirectDotGeneralOp`",
-    "ours_bf16": "jax_fp8, `recipe=None`",
-    "delayed": "jax_fp8, `DelayedScaling`",
-    "current": "jax_fp8, `CurrentScaling`",
-    "block": "jax_fp8, `BlockScaling`",
-    "block_1d1d": 'jax_fp8, `BlockScaling(wgrad="1d1d")`',
-    "block_head": "jax_fp8, `BlockScaling`, head in FP8",
-    "block_head_cached": "jax_fp8, `BlockScaling`, head in FP8, weights in FP8 in the state",
-    "delayed_fast": "jax_fp8, `DelayedScaling`, fast accumulation",
-    "current_fast": "jax_fp8, `CurrentScaling`, fast accumulation",
-    "delayed_fast_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, tuned GEMMs",
-    "delayed_fast_head": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8",
-    "delayed_fast_head_cached": (
-        "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, weights in FP8 in the state"
-    ),
-    "delayed_fast_head_tuned": "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs",
-    "delayed_fast_head_tuned_bf16": (
-        "jax_fp8, `DelayedScaling`, fast accumulation, head in FP8, tuned GEMMs, bfloat16 params with remainders"
-    ),
-    "current_fast_head": "jax_fp8, `CurrentScaling`, fast accumulation, head in FP8",
-    "delayed_recompute": "jax_fp8, `DelayedScaling`, `recompute`",
+OPTIONS = {
+    "1d1d": '`wgrad="1d1d"`',
+    "fast": "fast accumulation",  # in all GEMMs of layers, as Transformer Engine's in JAX
+    "head": "head in FP8",
+    "attention": "attention in FP8",
+    "tuned": "tuned GEMMs",
+    "cached": "weights in FP8 in the state",
+    "recompute": "`recompute`",
+    "bf16": "bfloat16 params with remainders",
+    "small": 'bfloat16 params with remainders, bfloat16 moments, `remat="norms"`',  # 8 bytes a param: fills a GPU
 }
-VARIANTS |= {
-    f"{name}_small": f'{VARIANTS[name]}, `remat="norms"`, bfloat16 params with remainders and bfloat16 moments'
-    for name in ("ours_bf16", "delayed_fast_head", "current_fast_head")
-}
-TUNED = ("delayed_fast_tuned", "delayed_fast_head_tuned", "delayed_fast_head_tuned_bf16")
+OF_BF16 = ("recompute", "bf16", "small")  # what a model without FP8 can have of these
 COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
+
+
+def options_of(trainer: str) -> tuple[str, ...]:
+    """Those of one of RECIPES."""
+    if RECIPES[trainer] is None:
+        return OF_BF16
+    return tuple(option for option in OPTIONS if option != "1d1d" or trainer == "block")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What trains a model, one of PLAIN or of RECIPES, and OPTIONS."""
+
+    trainer: str
+    options: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> "Variant":
+        """Of a name such as "bf16" or "delayed_fast_head"."""
+        if name in PLAIN:
+            return cls(name)
+        for trainer in RECIPES:
+            options = tuple(name.removeprefix(trainer).split("_")[1:])
+            if name == "_".join((trainer, *options)) and len({*options} & {*options_of(trainer)}) == len(options):
+                return cls(trainer, options)
+        known = "; ".join(f"{trainer} and any of {', '.join(options_of(trainer))}" for trainer in RECIPES)
+        raise ValueError(
+            f"a variant must be {' or '.join(PLAIN)}, or a trainer and its options, each once, joined by _ "
+            f"({known}), got {name!r}"
+        )
+
+    def __str__(self) -> str:
+        """As tables have it."""
+        if self.trainer in PLAIN:
+            return f"plain Flax, {PLAIN[self.trainer]}"
+        recipe = RECIPES[self.trainer]
+        named = "`recipe=None`" if recipe is None else f"`{type(recipe).__name__}`"
+        return ", ".join(("jax_fp8", named, *(OPTIONS[option] for option in self.options)))
+
+    @property
+    def recipe(self) -> Any:
+        changes = {"split_accumulator": ()} if "fast" in self.options else {}
+        changes |= {"wgrad": "1d1d"} if "1d1d" in self.options else {}
+        recipe: Any = RECIPES[self.trainer]
+        return dataclasses.replace(recipe, **changes) if changes else recipe
+
+    def model(self, config: fp8.GPTConfig) -> fp8.GPT:
+        has_state = self.recipe is not None and self.recipe.has_state
+        fields: dict[str, Any] = {"recipe": self.recipe}
+        if "head" in self.options:  # which has no history
+            fields["head_recipe"] = fp8.CurrentScaling() if has_state else RECIPES[self.trainer]
+        if {"bf16", "small"} & {*self.options}:
+            fields["param_dtype"] = jnp.bfloat16
+        if "small" in self.options:
+            fields["remat"] = "norms"
+        switches = {"attention": "fp8_attention", "recompute": "recompute"}
+        return fp8.GPT(config, **fields, **{switches[name]: True for name in switches.keys() & {*self.options}})
+
+    def optimizer(self) -> Any:
+        if self.trainer in PLAIN:
+            return optax.adamw(1e-4, weight_decay=0.1)
+        moments = jnp.bfloat16 if "small" in self.options else jnp.float32
+        # Of float32 params nothing is kept apart; of bfloat16 params the 16 bits that they lack.
+        return fp8.fused_adamw(1e-4, weight_decay=0.1, master_dtype="remainder", mu_dtype=moments, nu_dtype=moments)
+
+
+def variant_name(name: str) -> str:
+    """For the command line: the name, if it is one."""
+    try:
+        Variant.parse(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
 
 
 def gemms_of(variant: str) -> contextlib.AbstractContextManager:
     """The context in which a variant is traced: with this machine's table of tuned GEMMs, which must be there,
     or cuBLASLt's own choices.
     """
-    return fp8.tuned_gemms(fp8.GemmTable.load() if variant in TUNED else None)
+    return fp8.tuned_gemms(fp8.GemmTable.load() if "tuned" in Variant.parse(variant).options else None)
 
 
-def build(variant: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tuple[Callable, object, int]:
+def build(name: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tuple[Callable, object, int]:
     """`(step, state, number of parameters)` of one variant; `step(state, tokens)` gives `(state, {"loss"})`."""
-    plain = variant in PLAIN_DOTS
-    if plain:
-        model = shape.plain(PLAIN_DOTS[variant])
-        tx = optax.adamw(1e-4, weight_decay=0.1)
-    else:
-        model = fp8.GPT(shape.config, **MODELS[variant])
-        # Of float32 params nothing is kept apart; of bfloat16 params the 16 bits that they lack.
-        moments = jnp.bfloat16 if variant.endswith("_small") else jnp.float32
-        tx = fp8.fused_adamw(1e-4, weight_decay=0.1, master_dtype="remainder", mu_dtype=moments, nu_dtype=moments)
-    variables = jax.jit(model.init)(jax.random.key(1), tokens[: shape.batch_size, :-1])
+    variant = Variant.parse(name)
+    is_plain, tx = variant.trainer in PLAIN, variant.optimizer()
+    model = shape.plain(PLAIN_DOTS[name]) if is_plain else variant.model(shape.config)
+    inputs = tokens[: shape.batch_size, :-1]
+    variables = jax.jit(model.init)(jax.random.key(1), inputs)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
-    if plain:
+    if is_plain:
         state = (dict(variables), tx.init(variables["params"]))
         return make_plain_step(plain_loss(model), tx, microbatches), state, num_params
-    recipe = MODELS[variant]["recipe"]
-    if variant.endswith("_cached"):
-        inputs = tokens[: shape.batch_size, :-1]
+    recipe = variant.recipe
+    if "cached" in variant.options:
         cast = jax.jit(lambda variables: fp8.cast_weights(variables, recipe, forward=lambda v: model.apply(v, inputs)))
         variables = dict(variables) | {"fp8_cache": cast(variables)}
     state = fp8.TrainState.create(variables=variables, tx=tx)

@@ -20,8 +20,9 @@ def test_gpt_step_runs_whole(benchmark, tmp_path):
     assert gpt_step.main(["--self-test", "--variants", "bf16", "delayed", "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "gpt_step.json").read_text())
     shapes = [(row["shape"], row["variant"]) for row in rows]
-    assert shapes == [(shape, variant) for shape in ("tiny", "tiny_llama") for variant in ("bf16", "delayed")]
-    assert rows[0]["num_params"] == rows[1]["num_params"] and rows[2]["num_params"] == rows[3]["num_params"]
+    names = "tiny", "tiny_llama", "tiny_moe"
+    assert shapes == [(shape, variant) for shape in names for variant in ("bf16", "delayed")]
+    assert all(one["num_params"] == other["num_params"] for one, other in zip(rows[::2], rows[1::2], strict=True))
     assert all(row["step_ms"] > 0 and row["last_loss"] < row["first_loss"] for row in rows)
     assert "| jax_fp8, `DelayedScaling` |" in (tmp_path / "gpt_step.md").read_text()
 

@@ -7,11 +7,12 @@ import jax
 from flax.typing import Initializer
 
 from jax_fp8.core.checks import check_integer
-from jax_fp8.nn.attention import INPUT_DIMS, SelfAttention
+from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.checks import check_layer, layer_name
 from jax_fp8.nn.gemm import Fp8Module, shared_fields
 from jax_fp8.nn.mlp import LayerNormMLP
 from jax_fp8.nn.moe import LayerNormMoE
+from jax_fp8.nn.multi_head import INPUT_DIMS
 from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
 
 

@@ -1,14 +1,16 @@
 """Cross-attention: queries of one sequence, keys and values of another, as a decoder reads what an encoder made."""
 
 from functools import partial
-from typing import Literal
 
 import flax.linen as nn
 import jax
-from flax.typing import Initializer
 
-from jax_fp8.nn.attention import (
+from jax_fp8.nn.checks import check_context, check_layer, check_told, layer_name
+from jax_fp8.nn.fp8_attention import attend_in_fp8
+from jax_fp8.nn.gemm import TensorSplit
+from jax_fp8.nn.multi_head import (
     INPUT_DIMS,
+    MultiHead,
     drop_weights,
     heads_of,
     implementation_of,
@@ -16,13 +18,10 @@ from jax_fp8.nn.attention import (
     normalize_heads,
     project,
 )
-from jax_fp8.nn.checks import check_context, check_layer, check_told, layer_name
-from jax_fp8.nn.fp8_attention import attend_in_fp8
-from jax_fp8.nn.gemm import Fp8Module, TensorSplit
 from jax_fp8.ops.attention import as_heads, attention
 
 
-class CrossAttention(Fp8Module):
+class CrossAttention(MultiHead, kw_only=True):
     """Multi-head attention of `x` to `context`, another sequence of another length and width, with grouped queries;
     back to the width of `x`. Each position of `x` sees all of `context`.
 
@@ -31,27 +30,8 @@ class CrossAttention(Fp8Module):
     GEMM with the state `fp8/query`, keys and values another, `fp8/key+value`. Over `tensor` heads are split, as those
     of `SelfAttention`; the number of key and value heads must be a multiple of its devices.
 
-    Args:
-      residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
-      num_heads, num_kv_heads, norm, implementation, out_init, head_dim, use_qkv_bias, qk_norm, dropout_rate,
-        attention_dropout_rate, fp8_attention, deterministic, recompute: as of `SelfAttention`.
+    Args: those of `MultiHead`.
     """
-
-    num_heads: int
-    num_kv_heads: int | None = None
-    norm: str | None = None
-    use_bias: bool = True
-    epsilon: float = 1e-6
-    implementation: Literal["cudnn", "xla"] | None = None
-    out_init: Initializer | None = None
-    residual: bool = False
-    head_dim: int | None = None
-    use_qkv_bias: bool | None = None
-    qk_norm: bool = False
-    dropout_rate: float = 0.0
-    attention_dropout_rate: float = 0.0
-    fp8_attention: bool = False
-    deterministic: bool | None = None
 
     @nn.compact
     def __call__(

@@ -1,0 +1,171 @@
+"""What layers of attention have in common: their fields, the projections before it, and the way out behind it.
+
+x ─norm─ queries, keys, values ─qk_norm→ heads ...attention... → out ─dropout, residual→
+"""
+
+from dataclasses import KW_ONLY
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax.typing import Initializer
+from jax import lax
+
+from jax_fp8.core.shards import DIM_OF, TensorParallel, current_tensor, parts_of
+from jax_fp8.kernels.norm import normalize
+from jax_fp8.nn.checks import check_is_split, layer_name
+from jax_fp8.nn.dense import Dense, NormVariables
+from jax_fp8.nn.dropout import drop, drops
+from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
+from jax_fp8.nn.names import named
+from jax_fp8.ops.attention import check_drops_weights
+from jax_fp8.ops.linear import linear
+from jax_fp8.ops.norm_linear import norm_linear
+
+INPUT_DIMS = (2, 3)  # (batch, seq, width), and (seq, width) of one sequence
+
+
+class MultiHead(Fp8Module):
+    """The fields of `SelfAttention` and `CrossAttention`.
+
+    Args:
+      num_heads: query heads; must divide the width of `x`, unless `head_dim` says how wide one is.
+      num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
+      norm: normalize `x` first, by "layernorm" or "rmsnorm"; None takes it as it is.
+      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has 16 bits, as
+        cuDNN wants it.
+      out_init: initializer of the kernel of `out`; None is `kernel_init`.
+      residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
+      head_dim: features of a head; None is the width of `x` divided by `num_heads`.
+      use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
+      qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before they
+        are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
+      dropout_rate: how much of `out(...)` is dropped, by the random stream "dropout"; the residual is added afterwards
+        then, in a pass of its own: see ops/dropout.py.
+      attention_dropout_rate: how much of the softmax weights is dropped, by the same stream: what `dropout_rate` means
+        in Flax's own attention. XLA's attention drops, cuDNN's refuses to: see ops/dropped_attention.py.
+      fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
+        tokens, without windows, padding or documents: see ops/fp8_attention.py. What `generate` writes is attended to
+        in `dtype`.
+      deterministic: True drops nothing. It or the argument must be given where there is a rate.
+      recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
+        see `LayerNormDense` and `Dense`.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    norm: str | None = None
+    _: KW_ONLY
+    use_bias: bool = True
+    epsilon: float = 1e-6
+    implementation: Literal["cudnn", "xla"] | None = None
+    out_init: Initializer | None = None
+    residual: bool = False
+    head_dim: int | None = None
+    use_qkv_bias: bool | None = None
+    qk_norm: bool = False
+    dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
+    fp8_attention: bool = False
+    deterministic: bool | None = None
+
+
+def heads_of(module: MultiHead, width: int) -> tuple[int, int]:
+    """Features of a head, and the number of key and value heads, or raise unless there are such heads in this width."""
+    layer, heads = layer_name(module), module.num_heads
+    kv_heads = heads if module.num_kv_heads is None else module.num_kv_heads
+    if module.head_dim is None and width % heads:
+        raise ValueError(
+            f"{layer}: num_heads must divide the width, got num_heads={heads} and width {width}; change one of them"
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"{layer}: num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}; "
+            "change one of them"
+        )
+    return module.head_dim or width // heads, kv_heads
+
+
+def project(
+    module: MultiHead,
+    names: tuple[str, ...],
+    x: jax.Array,
+    widths: tuple[int, ...],
+    splits: tuple[TensorSplit, ...],
+    norm,
+) -> tuple[tuple[jax.Array, ...], jax.Array, TensorParallel | None]:
+    """`x` behind a norm of this name, or None, by the kernels of these layers, which are one GEMM.
+
+    Returns:
+      Each product, (batch, seq, heads * head_dim); `x`, for the residual branch; and over which axis heads are split in
+      a step on shards, or None.
+    """
+    width = x.shape[-1]
+    norms = None if norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(width)
+    use_bias = module.use_bias if module.use_qkv_bias is None else module.use_qkv_bias
+    gemm = declare_gemm_of(module, names, width, widths, splits, use_bias=use_bias)
+    kernel = *module.path, names[0], "kernel"
+    check_is_split("/".join(kernel), parts_of(kernel, DIM_OF["columns"]), current_tensor())
+    if norms is None:
+        options = {"tensor": gemm.tensor, "side": gemm.side}
+        products, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)
+    else:
+        options = {"return_input": module.residual, "recompute": module.recompute, "tensor": gemm.tensor}
+        out, amaxes = norm_linear(x, norms, gemm.parameters, gemm.fp8, module.epsilon, module.dtype, **options)
+        products, x = out if module.residual else (out, x)
+    gemm.stage(amaxes)
+    return products if len(names) > 1 else (products,), x, gemm.tensor
+
+
+def normalize_heads(module: MultiHead, *parts: jax.Array) -> tuple[jax.Array, ...]:
+    """With `qk_norm` RMSNorm of each head of queries and of keys (batch, seq, heads, head_dim), all by one scale."""
+    if not module.qk_norm:
+        return parts
+    fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": True}
+    scales = (NormVariables(**fields, name=name)(parts[0].shape[-1]) for name in ("query_norm", "key_norm"))
+    return tuple(
+        normalize(part, scale, module.epsilon, module.dtype)[0] for part, scale in zip(parts, scales, strict=True)
+    )
+
+
+def implementation_of(module: MultiHead) -> Literal["cudnn", "xla"]:
+    """Who computes attention, or raise where it cannot."""
+    layer, wanted = layer_name(module), module.implementation
+    has_16_bits = jnp.dtype(module.dtype).itemsize == 2
+    if wanted not in (None, "cudnn", "xla"):
+        raise ValueError(f'{layer}: implementation must be "cudnn", "xla" or None, got {wanted!r}')
+    if wanted == "cudnn" and not has_16_bits:
+        raise ValueError(
+            f"{layer}: cuDNN's attention needs a dtype of 16 bits, got {jnp.dtype(module.dtype)}; "
+            'use bfloat16, or implementation="xla"'
+        )
+    return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
+
+
+def drop_weights(module: MultiHead, deterministic: bool | None, tensor: TensorParallel | None) -> dict[str, Any]:
+    """What `attention` takes to drop weights, if it is to; over `tensor` each device has masks of its own, as it has
+    heads of its own.
+    """
+    if not drops(module, deterministic, "attention_dropout_rate"):
+        return {}
+    check_drops_weights(implementation_of(module), layer_name(module))
+    key = module.make_rng("dropout")
+    key = key if tensor is None else jax.random.fold_in(key, lax.axis_index(tensor.axis))
+    return {"dropout_rate": module.attention_dropout_rate, "dropout_key": key}
+
+
+def multiply_out(
+    module: MultiHead, attended: jax.Array, width: int, x: jax.Array, deterministic: bool | None = None
+) -> jax.Array:
+    """What was attended to (batch, seq, heads, head_dim), back to the residual branch `x` (batch, seq, width)."""
+    residual = x if module.residual else None
+    fields = shared_fields(module, Dense) | {
+        "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
+        # cuDNN's backward keeps its result in `dtype`; XLA's does not, nor does attention in FP8.
+        "recompute": module.recompute and implementation_of(module) == "cudnn" and not module.fp8_attention,
+    }
+    out = Dense(width, **fields, tensor_split="rows", name="out")
+    attended = attended.reshape(*attended.shape[:-2], -1)
+    if not drops(module, deterministic):
+        return out(attended, residual)
+    return drop(module, out(attended), module.dropout_rate, residual)

@@ -11,8 +11,6 @@ from reference import assert_close
 import jax_fp8 as fp8
 from jax_fp8.ops.attention import positions_in
 
-pytestmark = pytest.mark.versions
-
 SHAPE = {"vocab_size": 64, "num_layers": 1, "num_heads": 4, "hidden_size": 64, "max_seq_len": 32}
 FORMS = {
     "gpt": {},
@@ -51,6 +49,7 @@ def without_key_biases(gradients):
     return [leaf for path, leaf in leaves if not jax.tree_util.keystr(path).endswith("['key']['bias']")]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("form", "remat"), [("gpt", "full"), ("llama", "none")])
 def test_packed_documents_are_documents_apart(form, remat):
     model, batch = gpt(form, remat=remat), packed()
@@ -131,6 +130,7 @@ def test_steps_on_meshes(axes):
     assert_are_those_of_one_device(found)
 
 
+@pytest.mark.versions
 def test_positions_begin_anew():
     assert positions_in(jnp.int32([[1, 1, 2, 2, 2, 1, 0, 0], [3] * 8])).tolist() == [
         [0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]

@@ -10,8 +10,6 @@ from test_packed_documents import gpt, without_key_biases
 
 import jax_fp8 as fp8
 
-pytestmark = pytest.mark.versions
-
 LENGTHS = (5, 16, 2)
 BATCH = {
     "tokens": jax.random.randint(jax.random.key(0), (3, 16), 0, 64),
@@ -26,6 +24,7 @@ def apart(loss_fn, params):
     return sum(losses) / sum(n - 1 for n in LENGTHS)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("form", "remat"), [("gpt", "none"), ("llama", "full")])
 def test_padded_sequences_are_sequences_alone(form, remat):
     model = gpt(form, remat=remat)
@@ -45,6 +44,7 @@ def test_padded_sequences_are_sequences_alone(form, remat):
         assert_close(gradients["embedding"], expected[1]["embedding"], "float32")
 
 
+@pytest.mark.versions
 def test_what_stands_in_padding_changes_nothing():
     model = gpt()
     variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)

@@ -67,10 +67,25 @@ def prepare(settings: Settings) -> Job:
     )
     check_model(sizes, model, settings.fp8_head)
     check_tiles(sizes, settings, model)
+    check_attention(settings, model)
     check_memory(mesh, model)
     text = fingerprint(train.tobytes(), held_out.tobytes()).hex()[:16]
     description = describe_run(settings, model, encoder.identity, text)
     return Job(settings, model, encoder, train, held_out, mesh, own_rows(mesh, settings.batch_size), description)
+
+
+def check_attention(settings: Settings, model: fp8.GPTConfig) -> None:
+    """Raise unless cuDNN can attend in FP8 where that is asked for."""
+    if settings.fp8_attention and model.features_of_head != 128:
+        raise ValueError(
+            f"--fp8-attention needs heads of 128 features, got {model.features_of_head}; change --num-heads or "
+            "--hidden-size, or leave it out"
+        )
+    if settings.fp8_attention and settings.seq_len % 128:
+        raise ValueError(
+            f"--fp8-attention needs a multiple of 128 tokens, got --seq-len {settings.seq_len}; change it, or leave "
+            "--fp8-attention out"
+        )
 
 
 def make_model(settings: Settings, config: fp8.GPTConfig, recipe: str) -> fp8.GPT:
@@ -80,7 +95,8 @@ def make_model(settings: Settings, config: fp8.GPTConfig, recipe: str) -> fp8.GP
     layers = RECIPES[recipe](split_accumulator=()) if settings.fast else RECIPES[recipe]()
     # The head keeps no history of amaxes: it is in the recipe of the layers where that has none, either.
     head = fp8.BlockScaling() if recipe == "block" else fp8.CurrentScaling()
-    return fp8.GPT(config, recipe=layers, head_recipe=head if settings.fp8_head else None, remat=settings.remat)
+    others = {"remat": settings.remat, "fp8_attention": settings.fp8_attention}
+    return fp8.GPT(config, recipe=layers, head_recipe=head if settings.fp8_head else None, **others)
 
 
 def make_step(job: Job, recipe: str, model: fp8.GPT) -> Any:

@@ -92,6 +92,11 @@ def check_stages(stages: int, settings: Settings) -> None:
             f"the layers of a pipeline do not drop, got --dropout {settings.dropout} and --mesh {settings.mesh}; "
             "leave out --dropout, or pipe"
         )
+    if settings.fp8_attention:
+        raise ValueError(
+            f"the layers of a pipeline attend in bfloat16, got --fp8-attention and --mesh {settings.mesh}; "
+            "leave out --fp8-attention, or pipe"
+        )
     interleaved = settings.schedule == "interleaved"
     if settings.chunks and not interleaved:
         raise ValueError(f"--chunks is about --schedule interleaved, got {settings.schedule or '1f1b'}; leave it out")

@@ -99,6 +99,8 @@ def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
     """Raise where a run cannot go on from a checkpoint of another one."""
     then, now = saved["settings"], run["settings"]
     pairs = [("--tokenizer", then["tokenizer"], now["tokenizer"])]
+    # Its scales are more of the state.
+    pairs.append(("--fp8-attention", then.get("fp8_attention", False), now["fp8_attention"]))
     if now["tokenizer"] == "bpe":
         pairs.append(("--vocab-size", then["vocab_size"], now["vocab_size"]))
         pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))

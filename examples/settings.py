@@ -27,6 +27,8 @@ class Settings:
     """Let all GEMMs of the layers accumulate fast; by default those of gradients do not, and of block none."""
     fp8_head: bool = False
     """Multiply the output head in FP8 too."""
+    fp8_attention: bool = False
+    """Attend in FP8 too, for long sequences; needs heads of 128 features, and delayed."""
     compare: bool = False
     """Train in bfloat16 too, from the same parameters and on the same batches, and plot both."""
     data: Path | None = None
@@ -172,6 +174,11 @@ def check(settings: Settings) -> None:
     if (settings.fast or settings.fp8_head) and settings.recipe == "bf16":
         raise ValueError(
             "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
+        )
+    if settings.fp8_attention and settings.recipe != "delayed":
+        raise ValueError(
+            f"--fp8-attention casts by scales of earlier steps, got --recipe {settings.recipe}; leave it out, or "
+            "choose --recipe delayed"
         )
     if settings.fast and settings.recipe == "block":
         raise ValueError(

@@ -204,8 +204,8 @@ def described(example, **changes):
     [
         ({"hidden_size": 64}, "--hidden-size must be 32 as in the checkpoint, got 64"),
         ({"num_layers": 2}, "--num-layers must be 1 as in the checkpoint, got 2"),
-        ({"num_heads": 1}, "--num-heads must be 2 as in the checkpoint, got 1"),
         ({"seq_len": 64}, "--seq-len must be 128 as in the checkpoint, got 64"),
+        ({"fp8_attention": True}, "--fp8-attention must be False as in the checkpoint, got True"),
         ({"tokenizer": "bpe"}, "--tokenizer must be bytes as in the checkpoint, got bpe"),
         ({"steps": 11}, "--steps must be at least 12, after which the checkpoint was saved, got 11"),
         ({"compare": True, "recipe": "current"}, "--compare needs --recipe delayed from the first step on"),

@@ -89,6 +89,11 @@ CANNOT_RUN = {
     "comparing bf16": (["--recipe", "bf16", "--compare"], "--compare"),
     "fast block": (["--recipe", "block", "--fast"], "got --recipe block, which scales the sum of every 128"),
     "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head are about FP8"),
+    "FP8 attention of another recipe": (
+        ["--recipe", "current", "--fp8-attention"],
+        "--fp8-attention casts by scales of earlier steps, got --recipe current",
+    ),
+    "FP8 attention in a pipeline": ([*PIPE, "--fp8-attention"], "the layers of a pipeline attend in bfloat16"),
     "bf16 with an FP8 head": (["--recipe", "bf16", "--fp8-head"], "--recipe delayed"),
     "name": (["--name", "../mine"], "--name must be a plain folder name"),
     "parent folder": (["--name", ".."], "--name must be a plain folder name"),

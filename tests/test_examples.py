@@ -100,6 +100,20 @@ def test_flags_choose_what_is_in_fp8_and_how_it_adds(name, example, book, tmp_pa
     assert (baseline.recipe, baseline.head_recipe) == (None, None)
 
 
+def test_attention_in_fp8(example, book):
+    script = example("train_gpt")
+    wide = [*SMALL, "--data", str(book), "--fp8-attention", "--hidden-size", "256", "--num-heads", "2"]
+    job = script.prepare(script.parse([*wide, "--seq-len", "128"]))
+    assert script.make_model(job.settings, job.model, "delayed").fp8_attention
+    assert not script.make_model(job.settings, job.model, "bf16").fp8_attention
+    for flags, sentence in (
+        (["--seq-len", "64"], "--fp8-attention needs a multiple of 128 tokens, got --seq-len 64"),
+        (["--seq-len", "128", "--num-heads", "4"], "--fp8-attention needs heads of 128 features, got 64"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            script.prepare(script.parse([*wide, *flags]))
+
+
 def test_a_disk_that_fills_during_training_is_one_sentence(example, book, tmp_path, capsys, monkeypatch):
     def train(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

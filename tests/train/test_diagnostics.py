@@ -43,6 +43,7 @@ def times_in_backward(x, factor):
 times_in_backward.defvjp(lambda x, factor: (x, factor), lambda factor, dy: ((dy * factor).astype(dy.dtype), None))
 
 
+@functools.cache
 def batch_of(x=1.0, poison=1.0, target=1.0, rows=64):
     keys = jax.random.split(jax.random.key(3))
     given = {"x": x * jax.random.normal(keys[0], (rows, FEATURES), jnp.bfloat16)}
@@ -64,12 +65,17 @@ def step_of(recipe, microbatches=1):
     return fp8.make_train_step(loss, TX, RECIPES[recipe], microbatches, warm_start=False)  # a program of its own
 
 
+@functools.cache
+def first_variables(recipe) -> dict:
+    return dict(jax.jit(Model(RECIPES[recipe]).init)(jax.random.key(1), batch_of()["x"], 1.0))
+
+
 def state_of(recipe, steps=0, microbatches=1) -> fp8.TrainState:
-    batch = batch_of()
-    variables = jax.jit(Model(RECIPES[recipe]).init)(jax.random.key(1), batch["x"], 1.0)
+    """A state of its own, for a step takes its buffers."""
+    variables = jax.tree.map(jnp.copy, first_variables(recipe))
     state = fp8.TrainState.create(variables=variables, tx=TX)
     for _ in range(steps):
-        state, _ = step_of(recipe, microbatches)(state, batch)
+        state, _ = step_of(recipe, microbatches)(state, batch_of())
     return state
 
 
@@ -284,7 +290,7 @@ def test_a_loss_above_the_limit_changes_nothing_but_the_step_count():
 
 def test_nor_does_it_change_the_weights_in_fp8_that_a_state_carries():
     step, batch, recipe = step_of("delayed"), batch_of(), RECIPES["delayed"]
-    variables = dict(jax.jit(Model(recipe).init)(jax.random.key(1), batch["x"], 1.0))
+    variables = jax.tree.map(jnp.copy, first_variables("delayed"))
     variables["fp8_cache"] = fp8.cast_weights(variables, recipe)
     state, _ = step(fp8.TrainState.create(variables=variables, tx=TX), batch)
     before = bits(state.cache)

@@ -82,8 +82,10 @@ def with_scales(variables) -> dict:
 
 
 def first_state(init, x, tx=SHOWING) -> fp8.TrainState:
-    variables = jax.jit(lambda key, x: with_scales(init(key, x)))(jax.random.key(0), x)
-    return fp8.TrainState.create(variables=variables, tx=tx)
+    def make(key, x):
+        return fp8.TrainState.create(variables=with_scales(init(key, x)), tx=tx)
+
+    return jax.jit(make)(jax.random.key(0), x)  # one program, for each of its operations would be one
 
 
 def train(

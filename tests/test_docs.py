@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import flax.linen as nn
+import jax
 import pytest
 
 import jax_fp8 as fp8
@@ -254,11 +256,17 @@ def blocks():
         yield pytest.param(block, marks=[*marks, pytest.mark.slow] if block in SLOW else marks)
 
 
+def init_in_one_program(module, init, *args, **options):
+    return jax.jit(lambda *args: init(module, *args, **options))(*args)
+
+
 @pytest.mark.parametrize("block", list(blocks()))
 def test_code_runs(block, recwarn, monkeypatch):
     """Every block by itself, on eight CPU devices, as conftest.py has them. Most begin without a warm start, which is a
-    program of its own, unless they ask for one."""
+    program of its own, unless they ask for one; and every `init` is one program, for each of its operations would be
+    one."""
     page, code = CODE[block]
+    monkeypatch.setattr(nn.Module, "init", functools.partialmethod(init_in_one_program, nn.Module.init))
     if block not in WARM:
         monkeypatch.setattr(fp8, "make_train_step", functools.partial(fp8.make_train_step, warm_start=False))
     exec(compile(code, block, "exec"), {"__name__": "__main__"})

@@ -94,25 +94,26 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, example, ca
     assert changed == []  # by the step that was skipped
 
 
-def test_a_run_with_dropout_goes_on_with_its_masks(runs, capfd):
-    """As one that was not interrupted; and with other dropout, which is said."""
+def test_a_run_with_dropout_goes_on_with_its_masks(runs):
+    """As one that was not interrupted."""
     dropped = ["--dropout", "0.2", "--recipe", "current"]
     assert runs("--name", "whole", *dropped) == 0
     assert runs("--name", "mine", *dropped, stop=3) == 130
     assert runs("--resume", "mine", *dropped) == 0
     assert runs.last("mine") == runs.last("whole") and runs.losses("mine") == runs.losses("whole")
-    assert runs("--resume", "mine", "--recipe", "current", "--steps", "7") == 0
+
+
+@pytest.mark.slow  # what is said of any setting that is another: test_what_may_change_is_named
+def test_a_run_goes_on_with_other_dropout(runs, capfd):
+    assert runs("--name", "mine", "--recipe", "current", "--dropout", "0.2", stop=3) == 130
+    assert runs("--resume", "mine", "--recipe", "current") == 0
     assert "--dropout 0.0 (was 0.2)" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mesh"),
-    [
-        ("bf16", "data=1"),
-        pytest.param("bf16", "data=2", marks=pytest.mark.slow),
-        pytest.param("delayed", "fsdp=2", marks=pytest.mark.slow),
-    ],
-)
+ON_MESHES = [pytest.param(*case, marks=pytest.mark.slow) for case in (("bf16", "data=2"), ("delayed", "fsdp=2"))]
+
+
+@pytest.mark.parametrize(("recipe", "mesh"), [("bf16", "data=1"), *ON_MESHES])
 def test_a_run_goes_on_in_another_recipe_and_on_another_mesh(recipe, mesh, runs, monkeypatch, capfd):
     """From bfloat16 to FP8 with scales from the first batch, as before the first step of a run."""
     jax, step_class = runs.script.jax, TrainStep
@@ -242,12 +243,11 @@ def test_a_preset_that_has_changed_since(example):
 
 
 def test_what_may_change_is_named(example):
-    resuming, saved = example("resuming"), described(example)
-    assert resuming.differences(saved, saved) == ""
-    now = described(example, mesh="data=2", learning_rate=1e-4, resume="x", keep=9) | {"text": "another"}
-    assert resuming.differences(saved, now) == (
-        "--learning-rate 0.0001 (was 0.001), --mesh data=2 (was data=1), another text"
-    )
+    differences, saved = example("resuming").differences, described(example)
+    assert differences(saved, saved) == ""
+    now = described(example, mesh="data=2", learning_rate=1e-4, resume="x", keep=9, dropout=0.2) | {"text": "another"}
+    changed = "--learning-rate 0.0001 (was 0.001), --dropout 0.2 (was 0.0), --mesh data=2 (was data=1)"
+    assert differences(saved, now) == f"{changed}, another text"
 
 
 def make_run(path, checkpoint=None, every=None, log=True):

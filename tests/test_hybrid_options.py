@@ -52,10 +52,16 @@ def assert_same_step(ours, of_one, tolerance):
 
 
 @functools.cache
+def first_state_of(config, recipe):
+    """That of every GPT with these, whatever else it is."""
+    return first_state(fp8.GPT(config, recipe=recipe).init, tokens()[:, :-1])
+
+
+@functools.cache
 def of_one_layer():
     """A GPT of one layer, its state, and a step of it on one device."""
     model = gpt(RECIPE, num_layers=1)
-    state = first_state(model.init, tokens()[:, :-1])
+    state = first_state_of(model.config, RECIPE)
     return model, state, train(fp8.next_token_loss(model), state, tokens(), RECIPE)
 
 
@@ -115,7 +121,7 @@ def test_models_and_options(case):
     on_one = {name: value for name, value in options.items() if name in ("microbatches", "warm_start")}
     if MODELS[case][0] or on_one:
         model = gpt(**fields)
-        state = first_state(model.init, tokens()[:, :-1])
+        state = first_state_of(model.config, model.recipe)
         of_one = train(fp8.next_token_loss(model), state, tokens(), model.recipe, **on_one)
     else:
         model, state, of_one = of_one_layer()
@@ -144,8 +150,7 @@ def test_a_param_after_the_logits():
 def test_recompute_has_the_bits_of_what_was_kept():
     states = []
     for recompute in (False, True):
-        model = gpt(RECIPE, num_layers=1, recompute=recompute)
-        state = first_state(model.init, tokens()[:, :-1])
+        model, state = gpt(RECIPE, num_layers=1, recompute=recompute), of_one_layer()[1]
         states.append(train(fp8.next_token_loss(model), state, tokens(), RECIPE, axes=TENSOR, sequence_parallel=True))
     (kept, kept_losses), (again, losses) = states
     assert losses == kept_losses
@@ -175,7 +180,7 @@ def test_ignored_tokens_are_no_part_of_the_mean_over_all_devices(axes):
     for row, kept in enumerate([SEQ, 3, 0, 0, 20, 1, 9, 30]):
         batch[row, 1 + kept :] = -1
     loss_fn = fp8.next_token_loss(model, ignore_label=-1, z_loss=1e-4)
-    state = first_state(model.init, tokens()[:, :-1])
+    state = of_one_layer()[1]
     of_one, ours = (train(loss_fn, state, batch, RECIPE, axes=where) for where in (None, axes))
     assert_same_step(ours, of_one, NOISE if "tensor" in axes else SUMS)
     of_means = np.mean([jax.jit(loss_fn)(state.variables, part) for part in np.split(batch, 4)])

@@ -64,9 +64,9 @@ WAYS = {
 # Every mesh, and every pair of recipe and microbatches on one with and on one without `tensor`; the others are slow.
 FAST = {
     ("data 2", "delayed", 4), ("data 2", "current", 1), ("fsdp 2", "delayed", 1), ("fsdp 2", "current", 4),
-    ("tensor 2", "delayed", 1), ("tensor 2, sequence", "delayed", 1), ("tensor 4", "delayed", 1),
+    ("tensor 2", "delayed", 1), ("tensor 2, sequence", "current", 1), ("tensor 4", "delayed", 1),
     ("tensor 4, sequence", "delayed", 1), ("data 2, tensor 2", "current", 4),
-    ("fsdp 2, tensor 2, sequence", "current", 1), ("fsdp 2, tensor 2, sequence", "delayed", 4),
+    ("fsdp 2, tensor 2, sequence", "delayed", 4),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hybrid import with_scales
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,7 +68,7 @@ def train(loss_fn, recipe, variables, batch, microbatches=2):
     """The state after three steps, and their losses."""
     tx = fp8.fused_adamw(1e-2, eps=1e-2)  # so large that noise is not made a step of full size
     state = first_state(recipe, tx)(variables)
-    step, losses = fp8.make_train_step(loss_fn, tx, recipe, microbatches), []
+    step, losses = fp8.make_train_step(loss_fn, tx, recipe, microbatches, warm_start=False), []
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
@@ -79,7 +80,7 @@ def first_state(recipe, tx):
 
     def make(variables):
         cache = {"fp8_cache": fp8.cast_weights(variables, recipe)} if recipe.has_state else {}
-        return fp8.TrainState.create(variables=jax.tree.map(jnp.copy, variables) | cache, tx=tx)
+        return fp8.TrainState.create(variables=jax.tree.map(jnp.copy, with_scales(variables)) | cache, tx=tx)
 
     return jax.jit(make)
 

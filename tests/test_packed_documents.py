@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hybrid import with_scales
 from reference import assert_close
 
 import jax_fp8 as fp8
@@ -33,14 +34,18 @@ def packed(lengths=LENGTHS):
     return {"tokens": jnp.asarray(tokens), "segment_ids": jnp.asarray(segment_ids)}
 
 
-def apart(loss_fn, params, batch, lengths=LENGTHS):
-    """The mean over all next tokens of all documents, each a batch of its own."""
-    total, count = 0.0, 0
-    for row, of_row in enumerate(lengths):
-        for first, length in zip(np.cumsum([0, *of_row]), of_row, strict=False):
-            total += (length - 1) * loss_fn({"params": params}, batch["tokens"][row : row + 1, first : first + length])
-            count += length - 1
-    return total / count
+def apart(loss_fn, params, documents):
+    """The mean over all next tokens of all documents, each a batch of its own, and its gradient; one program for all
+    documents of a length."""
+    of_one = jax.jit(jax.value_and_grad(lambda params, tokens: loss_fn({"params": params}, tokens)))
+    shares = [len(document) - 1 for document in documents]
+    found = [of_one(params, document[None]) for document in documents]
+    return jax.tree.map(lambda *of_each: np.average(np.stack(of_each), axis=0, weights=shares), *found)
+
+
+def documents_of(batch, lengths=LENGTHS):
+    starts = [(row, first) for row, of_row in enumerate(lengths) for first in np.cumsum([0, *of_row[:-1]])]
+    return [batch["tokens"][row, first : first + n] for (row, first), n in zip(starts, sum(lengths, ()), strict=True)]
 
 
 def without_key_biases(gradients):
@@ -53,9 +58,9 @@ def without_key_biases(gradients):
 @pytest.mark.parametrize(("form", "remat"), [("gpt", "full"), ("llama", "none")])
 def test_packed_documents_are_documents_apart(form, remat):
     model, batch = gpt(form, remat=remat), packed()
-    params = model.init(jax.random.key(1), batch["tokens"])["params"]
+    params = jax.jit(model.init)(jax.random.key(1), batch["tokens"])["params"]
     loss_fn = fp8.next_token_loss(model)
-    expected = jax.jit(jax.value_and_grad(lambda params: apart(loss_fn, params, batch)))(params)
+    expected = apart(loss_fn, params, documents_of(batch))
     of_packed = jax.jit(jax.value_and_grad(lambda params, batch: loss_fn({"params": params}, batch)))
     loss, gradients = of_packed(params, batch)
     assert_close(loss, expected[0], "float32")
@@ -76,21 +81,34 @@ def test_packed_documents_are_documents_apart(form, remat):
 def test_padding_is_nobodys():
     """What stands in it changes nothing, whatever it is."""
     model, batch = gpt(), packed()
-    variables, loss_fn = model.init(jax.random.key(1), batch["tokens"]), fp8.next_token_loss(model)
+    variables, loss_fn = jax.jit(model.init)(jax.random.key(1), batch["tokens"]), jax.jit(fp8.next_token_loss(model))
     other = batch | {"tokens": jnp.where(batch["segment_ids"] == 0, 63 - batch["tokens"], batch["tokens"])}
     assert loss_fn(variables, other) == loss_fn(variables, batch)
     read = batch | {"tokens": batch["tokens"].at[2, 7].add(1)}
     assert loss_fn(variables, read) != loss_fn(variables, batch)
-    ignoring = fp8.next_token_loss(model, ignore_label=-1)
+    ignoring = jax.jit(fp8.next_token_loss(model, ignore_label=-1))
     masked = batch | {"tokens": jnp.where(batch["segment_ids"] == 0, -1, batch["tokens"])}
     assert_close(ignoring(variables, masked), loss_fn(variables, batch), "float32")
 
 
+@functools.cache
+def model_and_variables():
+    """In FP8, with scales as after a warm start."""
+    model = fp8.GPT(fp8.GPTConfig(**SHAPE), recipe=fp8.DelayedScaling(amax_history_len=4))
+    return model, with_scales(jax.jit(model.init)(jax.random.key(2), packed()["tokens"]))
+
+
+@functools.cache
+def step_of(microbatches=1, mesh=None, **options):
+    model, _ = model_and_variables()
+    loss_fn, tx = fp8.next_token_loss(model), fp8.fused_adamw(3e-3)
+    return fp8.make_train_step(loss_fn, tx, model.recipe, microbatches, mesh=mesh, warm_start=False, **options), tx
+
+
 def losses_of_steps(batch, microbatches=1, **options):
-    """Of three steps in FP8."""
-    model, tx = fp8.GPT(fp8.GPTConfig(**SHAPE), recipe=fp8.DelayedScaling(amax_history_len=4)), fp8.fused_adamw(3e-3)
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, microbatches, **options)
-    state, found = step.init_state(model.init, jax.random.key(1), batch["tokens"][:, :-1]), []
+    """Of three steps."""
+    (step, tx), variables = step_of(microbatches, **options), jax.tree.map(jnp.copy, model_and_variables()[1])
+    state, found = step.place(fp8.TrainState.create(variables=variables, tx=tx), batch), []
     for _ in range(3):
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))
@@ -140,7 +158,7 @@ def test_positions_begin_anew():
 
 def test_what_is_refused():
     model, batch = gpt(), packed()
-    variables, loss_fn = model.init(jax.random.key(1), batch["tokens"]), fp8.next_token_loss(model)
+    variables, loss_fn = jax.eval_shape(model.init, jax.random.key(1), batch["tokens"]), fp8.next_token_loss(model)
     for wrong, message in (
         ({"tokens": batch["tokens"]}, 'a dict of "tokens" and "segment_ids", .* got one of \'tokens\''),
         (batch | {"segment_ids": batch["segment_ids"][:, 1:]}, r"must be an integer array \(3, 16\)"),

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from reference import assert_close
-from test_packed_documents import gpt, without_key_biases
+from test_packed_documents import apart, gpt, losses_of_steps, without_key_biases
 
 import jax_fp8 as fp8
 
@@ -17,20 +17,13 @@ BATCH = {
 }
 
 
-def apart(loss_fn, params):
-    """The mean over all next tokens of all sequences, each a batch of its own."""
-    rows = zip(BATCH["tokens"], LENGTHS, strict=True)
-    losses = [(n - 1) * loss_fn({"params": params}, tokens[None, :n]) for tokens, n in rows]
-    return sum(losses) / sum(n - 1 for n in LENGTHS)
-
-
 @pytest.mark.versions
 @pytest.mark.parametrize(("form", "remat"), [("gpt", "none"), ("llama", "full")])
 def test_padded_sequences_are_sequences_alone(form, remat):
     model = gpt(form, remat=remat)
-    params = model.init(jax.random.key(1), BATCH["tokens"])["params"]
+    params = jax.jit(model.init)(jax.random.key(1), BATCH["tokens"])["params"]
     loss_fn = fp8.next_token_loss(model)
-    expected = jax.jit(jax.value_and_grad(lambda params: apart(loss_fn, params)))(params)
+    expected = apart(loss_fn, params, [tokens[:n] for tokens, n in zip(BATCH["tokens"], LENGTHS, strict=True)])
     of_padded = jax.jit(jax.value_and_grad(lambda params, batch: loss_fn({"params": params}, batch)))
     loss, gradients = of_padded(params, BATCH)
     assert_close(loss, expected[0], "float32")
@@ -47,7 +40,7 @@ def test_padded_sequences_are_sequences_alone(form, remat):
 @pytest.mark.versions
 def test_what_stands_in_padding_changes_nothing():
     model = gpt()
-    variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
+    variables, loss_fn = jax.jit(model.init)(jax.random.key(1), BATCH["tokens"]), jax.jit(fp8.next_token_loss(model))
     is_token = jnp.arange(16)[None] < BATCH["lengths"][:, None]
     other = BATCH | {"tokens": jnp.where(is_token, BATCH["tokens"], 63 - BATCH["tokens"])}
     assert loss_fn(variables, other) == loss_fn(variables, BATCH)
@@ -127,29 +120,19 @@ def test_the_loss_of_a_router_on_padded_sequences_over_data():
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
 def test_steps_on_padded_sequences(axes):
     """A step in FP8, in one and in two microbatches, alone and on a mesh."""
-    recipe, tx = fp8.DelayedScaling(amax_history_len=4), fp8.fused_adamw(3e-3)
-    model = fp8.GPT(fp8.GPTConfig(**gpt().config.__dict__), recipe=recipe)
     tokens = jnp.repeat(jnp.concatenate([BATCH["tokens"], BATCH["tokens"][:, :1]], axis=1)[:2], 2, axis=0)
     batch = {"tokens": tokens, "lengths": jnp.repeat(jnp.int32([5, 17]), 2)}  # microbatches are strided, and so alike
-
-    def losses(batch, microbatches=1, **options):
-        step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches, **options)
-        state, found = step.init_state(model.init, jax.random.key(1), tokens[:, :-1]), []
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
-
-    expected = losses(batch)
+    expected = losses_of_steps(batch)
     assert expected[2] < expected[0] - 0.05
     if axes:
         mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-        found = losses(batch, mesh=mesh)
-        halves = [losses(jax.tree.map(lambda x, rows=rows: x[rows], batch))[0] for rows in (slice(2), slice(2, 4))]
+        found = losses_of_steps(batch, mesh=mesh)
+        parts = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for rows in (slice(2), slice(2, 4))]
+        halves = [losses_of_steps(part)[0] for part in parts]
         assert np.mean(halves) != pytest.approx(expected[0], rel=2e-4)  # negative control: the mean of the devices'
     else:
-        found = losses(batch, microbatches=2)
-        whole = losses(batch | {"lengths": jnp.full(4, 17)})  # negative control
+        found = losses_of_steps(batch, microbatches=2)
+        whole = losses_of_steps(batch | {"lengths": jnp.full(4, 17)})  # negative control
         assert whole[0] != pytest.approx(expected[0], rel=1e-3)
     assert found[0] == pytest.approx(expected[0], rel=5e-5)
     assert found == pytest.approx(expected, rel=1e-2)
@@ -157,7 +140,7 @@ def test_steps_on_padded_sequences(axes):
 
 def test_what_is_refused():
     model = gpt()
-    variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
+    variables, loss_fn = jax.eval_shape(model.init, jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
     segment_ids = jnp.ones_like(BATCH["tokens"])
     for wrong, message in (
         (BATCH | {"segment_ids": segment_ids}, 'or of "tokens" and "lengths", got one of .*; pass these two'),

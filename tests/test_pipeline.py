@@ -87,13 +87,18 @@ WAYS = {
 }
 
 
-def loss_and_variables(way: Way) -> tuple[Callable, dict]:
-    if way.model is None:
-        parts = {"first": dense(None)} | layers(way.recipe, way.layers) | {"last": dense(way.recipe)}
-        return loss_of(parts), variables_of(parts)
-    model = gpt(way.recipe, num_layers=way.layers, hidden_size=64, max_seq_len=SEQ, **dict(way.model))
+@functools.cache
+def loss_and_first_variables(recipe: Recipe | None, layer_count: int, of_gpt: Any, ignored: bool) -> tuple:
+    if of_gpt is None:
+        parts = {"first": dense(None)} | layers(recipe, layer_count) | {"last": dense(recipe)}
+        return loss_of(parts), jax.jit(lambda: variables_of(parts))()
+    model = gpt(recipe, num_layers=layer_count, hidden_size=64, max_seq_len=SEQ, **dict(of_gpt))
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, SEQ), jnp.int32))
-    return fp8.next_token_loss(model, ignore_label=PAD if way.ignored else None), dict(variables)
+    return fp8.next_token_loss(model, ignore_label=PAD if ignored else None), dict(variables)
+
+
+def loss_and_variables(way: Way) -> tuple[Callable, dict]:
+    return loss_and_first_variables(way.recipe, way.layers, way.model, way.ignored)
 
 
 def batch_of(way: Way) -> np.ndarray:

@@ -62,8 +62,7 @@ class LinenLM(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH, name="tokens", dtype=jnp.bfloat16)(tokens)
         x = x + nn.Embed(LENGTH, WIDTH, name="places", dtype=jnp.bfloat16)(jnp.arange(LENGTH))
-        for i in range(2):
-            x = LinenBlock(self.product, name=f"block_{i}")(x)
+        x = LinenBlock(self.product, name="block")(x)
         return nn.Dense(VOCABULARY, dtype=x.dtype, dot_general_cls=self.product, name="head")(x)
 
 
@@ -83,12 +82,12 @@ class NnxLM(nnx.Module):
     def __init__(self, rngs):
         own = {"dtype": jnp.bfloat16, "rngs": rngs}
         self.tokens, self.places = nnx.Embed(VOCABULARY, WIDTH, **own), nnx.Embed(LENGTH, WIDTH, **own)
-        self.block_0, self.block_1 = NnxBlock(rngs), NnxBlock(rngs)
+        self.block = NnxBlock(rngs)
         self.head = nnx.Linear(WIDTH, VOCABULARY, **own)
 
     def __call__(self, tokens):
         x = self.tokens(tokens) + self.places(jnp.arange(LENGTH))
-        return self.head(self.block_1(self.block_0(x)))
+        return self.head(self.block(x))
 
 
 def regression(function, batch):
@@ -114,10 +113,15 @@ VECTORS = jax.random.normal(jax.random.key(0), (STEPS, 64, WIDTH), jnp.bfloat16)
 TOKENS = sequences()
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init(model, seed, first):
+    return model.init(jax.random.key(seed), first)
+
+
 def of_linen(model, loss, batches, params, recipe=RECIPE):
     """Losses of a loop of one's own, and the last state."""
     first = batches[0] if loss is regression else batches[0, :, :-1]
-    variables = {**model.init(jax.random.key(0), first), "params": params}
+    variables = {**init(model, 0, first), "params": params}
 
     def of_variables(variables, batch):
         return loss(functools.partial(model.apply, variables), batch)
@@ -130,7 +134,7 @@ def of_linen(model, loss, batches, params, recipe=RECIPE):
         updates, opt_state = TX.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), fp8.update_state(state, recipe), opt_state, value
 
-    opt_state, losses = TX.init(params), []
+    opt_state, losses = jax.jit(TX.init)(params), []
     for batch in batches:
         params, state, opt_state, value = step(params, state, opt_state, batch)
         losses.append(float(value) / SHARE)
@@ -153,7 +157,8 @@ def of_nnx(model, loss, batches, params):
     return np.array(losses), fp8.nnx.fp8_state(model)
 
 
-def converted(model):
+def converted(kind):
+    model = nnx.jit(lambda: kind(nnx.Rngs(0)))()
     fp8.nnx.convert(model, RECIPE)
     return model
 
@@ -167,11 +172,11 @@ def test_an_mlp_in_three_ways_bit_for_bit():
     theirs = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
     ours = LinenMLP(functools.partial(fp8.Dense, use_bias=False, recipe=RECIPE))
     plain, switched = LinenMLP(theirs), LinenMLP(functools.partial(theirs, dot_general_cls=product()))
-    params = plain.init(jax.random.key(1), VECTORS[0])["params"]
+    params = init(plain, 1, VECTORS[0])["params"]
     expected, state = of_linen(ours, regression, VECTORS, params)
     for losses, found in (
         of_linen(switched, regression, VECTORS, params),
-        of_nnx(converted(NnxMLP(nnx.Rngs(0))), regression, VECTORS, params),
+        of_nnx(converted(NnxMLP), regression, VECTORS, params),
     ):
         np.testing.assert_array_equal(losses, expected)
         jax.tree.map(np.testing.assert_array_equal, found, state)
@@ -183,23 +188,23 @@ def test_an_mlp_in_three_ways_bit_for_bit():
 def flushed(params):
     """What is lost where an output gradient is cast at the scale of 1 that a state begins with."""
     model = LinenLM(product())
-    variables = {**model.init(jax.random.key(0), TOKENS[0, :, :-1]), "params": params}
+    variables = {**init(model, 0, TOKENS[0, :, :-1]), "params": params}
     loss = lambda v, batch: 2.0**-20 * next_token(functools.partial(model.apply, v), batch)  # noqa: E731
     _, grads, _ = jax.jit(fp8.value_and_grad(loss))(variables, TOKENS[0])
-    return grads["block_0"]["up"]["kernel"]
+    return grads["block"]["up"]["kernel"]
 
 
 def test_a_language_model_within_noise():
-    params = LinenLM().init(jax.random.key(1), TOKENS[0, :, :-1])["params"]
+    params = init(LinenLM(), 1, TOKENS[0, :, :-1])["params"]
     bfloat16, _ = of_linen(LinenLM(), next_token, TOKENS, params, None)
     by_product, state = of_linen(LinenLM(product()), next_token, TOKENS, params)
-    of_model, nnx_state = of_nnx(converted(NnxLM(nnx.Rngs(0))), next_token, TOKENS, params)
+    of_model, nnx_state = of_nnx(converted(NnxLM), next_token, TOKENS, params)
     assert bfloat16[-5:].mean() < 0.8 * bfloat16[0]
     for losses in (by_product, of_model):
         assert abs(losses[-5:].mean() / bfloat16[-5:].mean() - 1) < 0.02
         assert np.any(losses != bfloat16)
     assert not np.any(flushed(params))  # the control: what such a loss looks like without its scales
-    scales = state["block_0"]["up"]["scale"], nnx_state["block_0"]["up"]["scale"]
+    scales = state["block"]["up"]["scale"], nnx_state["block"]["up"]["scale"]
     np.testing.assert_allclose(*scales, rtol=0.2)
     assert np.all(scales[0] != 1)
 
@@ -207,14 +212,14 @@ def test_a_language_model_within_noise():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_language_model_in_make_train_step(microbatches):
     """Both in the program of our own layers, with microbatches, and the optimizer in place."""
-    params = LinenLM().init(jax.random.key(1), TOKENS[0, :, :-1])["params"]
-    linen, model = LinenLM(product()), converted(NnxLM(nnx.Rngs(0)))
+    params = init(LinenLM(), 1, TOKENS[0, :, :-1])["params"]
+    linen, model = LinenLM(product()), converted(NnxLM)
     nnx.update(model, params)
     _, merge = fp8.nnx.split(model)
     losses = []
     for variables, function in (
         (
-            {**linen.init(jax.random.key(0), TOKENS[0, :, :-1]), "params": params},
+            {**init(linen, 0, TOKENS[0, :, :-1]), "params": params},
             lambda v: functools.partial(linen.apply, v),
         ),
         (fp8.nnx.split(model)[0], merge),

@@ -9,6 +9,7 @@ import numpy as np
 import plain
 import pytest
 import reference
+from combinations import every_pair, name_of
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
 from entries import ACTIVATION
 from reference import assert_same_bits
@@ -209,18 +210,16 @@ def assert_few_differ(actual, wanted, share=0.005):
     assert np.sum(distance) <= share * distance.size + 1
 
 
-@pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize(("activation", "backward", "dtype"), every_pair(ALL, [False, True], SOURCES), ids=name_of)
 def test_every_activation(activation, backward, dtype):
     for shape, format_, other in (((144, 80), *FORMATS), ((33, 65), *FORMATS[::-1])):
         dy, x = inputs(activation, shape, dtype, backward)
         check(activation, dy, x, format_, run(activation, dy, x, format_, activated_dtype=other))
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "activation", "backward"), every_pair(SHAPES, ["squared_relu", "reglu"], [False, True]), ids=name_of
+)
 def test_shapes(shape, activation, backward):
     dy, x = inputs(activation, shape, ml_dtypes.bfloat16, backward)
     for offset in (0, 1):  # with and without vectors

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from combinations import every_pair, name_of
 from emulation import EmulationError, InPlace, Input, Result, compile_for_cpu, planted
 from reference import assert_close, assert_same_bits
 
@@ -71,9 +72,13 @@ def check(logits, labels, shares, got, z_loss=Z_LOSS):
 
 
 # Fewer vectors than threads, more, more than a batch of loads; then vocabularies whose rows begin anywhere.
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", [(5, 16), (3, 4104), (2, 33000), (4, 1), (9, 3), (9, 77), (2, 1543), (3, 33001)])
+@pytest.mark.parametrize(
+    ("shape", "source", "in_place"),
+    every_pair(
+        [(5, 16), (3, 4104), (2, 33000), (4, 1), (9, 3), (9, 77), (2, 1543), (3, 33001)], SOURCES, [True, False]
+    ),
+    ids=name_of,
+)
 def test_against_float64(shape, source, in_place):
     arguments = inputs(*shape, source)
     check(*arguments, run(*arguments, in_place=in_place))

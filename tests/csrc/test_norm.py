@@ -6,10 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
+from combinations import every_pair, name_of
 from emulation import ONLY_BFLOAT16, EmulationError, InPlace, Input, Result, compile_for_cpu, planted
 from entries import NORM
 from reference import assert_close, assert_same_bits
 
+NORMS = ["layernorm", "rmsnorm"]
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]  # in the order of Fp8Type
 SCALAR = Result((), np.float32)
@@ -97,10 +99,12 @@ def check_quantized(x, norm, dtype, scale, got):
 CLUSTERS = [(16, 16), (48, 208), (32, 304), (32, 528), (32, 1024), (48, 1040), (16, 3088), (16, 5136)]
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", [*CLUSTERS, (33, 64), (1, 100), (7, 1), (65, 31), (32, 520)])
-def test_quantize(norm, source, shape):
+@pytest.mark.parametrize(
+    ("shape", "source", "norm"),
+    every_pair([*CLUSTERS, (33, 64), (1, 100), (7, 1), (65, 31), (32, 520)], SOURCES, NORMS),
+    ids=name_of,
+)
+def test_quantize(shape, source, norm):
     x = array(1, *shape, dtype=source, mean=0.5)
     for dtype in FORMATS if x.size < 50000 else FORMATS[:1]:
         check_quantized(x, norm, dtype, SCALE, quantize(x, norm, dtype))
@@ -133,7 +137,7 @@ def test_one_orientation(wanted, shape):
     check_quantized(x, "layernorm", FORMATS[0], SCALE, got)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_amax(norm):
     for source in SOURCES:
         for shape in [(32, 80), (48, 1040), (33, 65), (16, 3088), (0, 16)]:
@@ -158,7 +162,7 @@ def test_no_rows_and_arrays_that_are_not_aligned():
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (16, 1040), (5, 7)])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_a_row_that_is_not_finite_spoils_no_other(norm, shape):
     x = array(1, *shape, dtype=ml_dtypes.bfloat16)
     clean = quantize(x, norm)
@@ -216,10 +220,12 @@ def check_backward(dy, x, norm, residual, got):
 
 
 # One row per block and more, rows that are left over, tails of columns, many threads; then shapes without vectors.
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shape", [(24, 64), (43, 520), (9, 3080), (1, 16), (33, 65), (7, 3), (3, 300)])
-def test_backward(norm, source, shape):
+@pytest.mark.parametrize(
+    ("shape", "source", "norm"),
+    every_pair([(24, 64), (43, 520), (9, 3080), (1, 16), (33, 65), (7, 3), (3, 300)], SOURCES, NORMS),
+    ids=name_of,
+)
+def test_backward(shape, source, norm):
     x, dy, residual = (array(seed, *shape, dtype=source, mean=0.5) for seed in (1, 2, 3))
     for added in (None, residual):
         check_backward(dy, x, norm, added, backward(dy, x, norm, added))

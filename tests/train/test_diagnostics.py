@@ -43,14 +43,12 @@ def times_in_backward(x, factor):
 times_in_backward.defvjp(lambda x, factor: (x, factor), lambda factor, dy: ((dy * factor).astype(dy.dtype), None))
 
 
+@functools.cache
 def batch_of(x=1.0, poison=1.0, target=1.0, rows=64):
     keys = jax.random.split(jax.random.key(3))
     given = {"x": x * jax.random.normal(keys[0], (rows, FEATURES), jnp.bfloat16)}
-    given |= {
-        "target": target * jax.random.normal(keys[1], (rows, FEATURES)),
-        "poison": jnp.full(rows, poison, jnp.float32),
-    }
-    return given
+    given["target"] = target * jax.random.normal(keys[1], (rows, FEATURES))
+    return given | {"poison": jnp.full(rows, poison, jnp.float32)}
 
 
 @functools.cache
@@ -64,12 +62,17 @@ def step_of(recipe, microbatches=1):
     return fp8.make_train_step(loss, TX, RECIPES[recipe], microbatches, warm_start=False)  # a program of its own
 
 
+@functools.cache
+def first_variables(recipe) -> dict:
+    return dict(jax.jit(Model(RECIPES[recipe]).init)(jax.random.key(1), batch_of()["x"], 1.0))
+
+
 def state_of(recipe, steps=0, microbatches=1) -> fp8.TrainState:
-    batch = batch_of()
-    variables = jax.jit(Model(RECIPES[recipe]).init)(jax.random.key(1), batch["x"], 1.0)
+    """A state of its own, for a step takes its buffers."""
+    variables = jax.tree.map(jnp.copy, first_variables(recipe))
     state = fp8.TrainState.create(variables=variables, tx=TX)
     for _ in range(steps):
-        state, _ = step_of(recipe, microbatches)(state, batch)
+        state, _ = step_of(recipe, microbatches)(state, batch_of())
     return state
 
 
@@ -257,12 +260,8 @@ def test_what_nobody_can_measure_is_none():
 
     x, model = batch_of()["x"], Batched()
     state = fp8.TrainState.create(variables=jax.jit(model.init)(jax.random.key(0), x), tx=TX)
-    step = fp8.make_train_step(
-        lambda variables, batch: jnp.sum(jnp.square(model.apply(variables, batch).astype(jnp.float32))),
-        TX,
-        RECIPES["delayed"],
-    )
-    rows = step.diagnose(state, x).rows()
+    loss = lambda variables, batch: jnp.sum(jnp.square(model.apply(variables, batch).astype(jnp.float32)))  # noqa: E731
+    rows = fp8.make_train_step(loss, TX, RECIPES["delayed"]).diagnose(state, x).rows()
     assert tensor(rows, "dense", "input")["error"] is None
     assert tensor(rows, "dense", "kernel")["error"] > 0.01
     assert fp8.find_fault(rows) is None
@@ -284,7 +283,7 @@ def test_a_loss_above_the_limit_changes_nothing_but_the_step_count():
 
 def test_nor_does_it_change_the_weights_in_fp8_that_a_state_carries():
     step, batch, recipe = step_of("delayed"), batch_of(), RECIPES["delayed"]
-    variables = dict(jax.jit(Model(recipe).init)(jax.random.key(1), batch["x"], 1.0))
+    variables = jax.tree.map(jnp.copy, first_variables("delayed"))
     variables["fp8_cache"] = fp8.cast_weights(variables, recipe)
     state, _ = step(fp8.TrainState.create(variables=variables, tx=TX), batch)
     before = bits(state.cache)
@@ -319,11 +318,11 @@ def test_wrong_arguments_are_refused():
 def test_what_layers_keep_changes_no_number():
     config = fp8.GPTConfig(vocab_size=128, max_seq_len=16, hidden_size=32, num_layers=1, num_heads=2)
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 128)
-    found = {}
+    state, found = None, {}
     for remat in ("none", "full", "offload:1"):
         model = fp8.GPT(config, recipe=RECIPES["delayed"], remat=remat)
         step = fp8.make_train_step(fp8.next_token_loss(model), TX, model.recipe, warm_start=False)
-        state = step.init_state(model.init, jax.random.key(0), tokens[:, :-1])
+        state = state or step.init_state(model.init, jax.random.key(0), tokens[:, :-1])
         found[remat] = step.diagnose(state, tokens).rows()
     assert found["none"] == found["full"] == found["offload:1"]
     assert found["none"]["tensors"][0]["error"] > 0

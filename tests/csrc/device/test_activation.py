@@ -8,6 +8,7 @@ import numpy as np
 import plain
 import pytest
 from by_tile import E4M3, TileRule, scales_shape
+from combinations import every_pair, name_of
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
 from entries import ACTIVATION
 from reference import assert_same_bits
@@ -87,17 +88,15 @@ def check(activation, dy, x, rule=BY_LINE, **how):
     assert np.all(np.abs(sums[finite] - exact[finite]) <= ADDITIONS * magnitudes[finite])
 
 
-@pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize(("activation", "backward", "dtype"), every_pair(ALL, [False, True], SOURCES), ids=name_of)
 def test_every_activation(activation, backward, dtype):
     for shape in [(48, 128), (5, 70)]:
         check(activation, *inputs(activation, shape, dtype, backward), orders=["random"])
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("activation", ["squared_relu", "reglu"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "activation", "backward"), every_pair(SHAPES, ["squared_relu", "reglu"], [False, True]), ids=name_of
+)
 def test_shapes(shape, activation, backward):
     for rule, offset in ((BY_LINE, 0), (OF_GRADIENTS, 1)):  # with and without vectors
         check(activation, *inputs(activation, shape, ml_dtypes.bfloat16, backward), rule, offset=offset)

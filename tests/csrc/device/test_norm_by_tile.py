@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from by_tile import TileRule
+from combinations import every_pair, name_of
 from emulation import ONLY_BFLOAT16, ORDERS, EmulationError, Input, Result, compile_for_cpu, planted
 from entries import NORM
 from reference import assert_same_bits
@@ -72,9 +73,7 @@ CLUSTERS = [(144, 208), (16, 128), (128, 256), (272, 768), (80, 1024), (208, 204
 OTHERS = [(144, 1040), (16, 4096 + 128), (33, 165), (1, 100), (131, 1), (0, 16)]
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("shape", [*CLUSTERS, *OTHERS], ids=str)
+@pytest.mark.parametrize(("shape", "source", "norm"), every_pair([*CLUSTERS, *OTHERS], SOURCES, NORMS), ids=name_of)
 def test_shapes(shape, source, norm):
     check(array(1, *shape, dtype=source, mean=0.5), norm)
 

@@ -248,11 +248,9 @@ CODE = {
 
 
 def blocks():
-    """Under a second jax one block on a mesh of all axes and one on stages: the library has the same calls for all."""
-    for block in CODE:
-        on_mesh = block.startswith(("docs/meshes.md", "docs/pipelines.md"))
-        is_another = on_mesh and block not in ("docs/meshes.md-1", "docs/pipelines.md-2")
-        marks = [] if is_another else [pytest.mark.versions]
+    """Under a second jax the first block of each page: the others call the library in the same ways."""
+    for block, (page, _) in CODE.items():
+        marks = [pytest.mark.versions] if block == f"{page}-1" else []
         yield pytest.param(block, marks=[*marks, pytest.mark.slow] if block in SLOW else marks)
 
 

@@ -16,6 +16,9 @@ RECIPES = {"delayed": fp8.DelayedScaling(amax_history_len=4), "current": fp8.Cur
 MICROBATCHES = 2
 
 
+SLOW_ONE = pytest.param("current", "zero-bubble", marks=pytest.mark.slow)
+
+
 @functools.cache
 def diagnosed(recipe: str, schedule: str | None = None, sequence: bool = False, **axes: int) -> dict:
     """What a second step says."""
@@ -45,7 +48,7 @@ def differences(one: dict, other: dict) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("recipe", "schedule"), [("delayed", "1f1b"), ("current", "zero-bubble")])
+@pytest.mark.parametrize(("recipe", "schedule"), [("delayed", "1f1b"), SLOW_ONE])
 def test_stages_find_the_numbers_of_one_device(recipe, schedule):
     one, other = diagnosed(recipe), diagnosed(recipe, schedule, pipe=2)
     assert len(other["tensors"]) == 2 * 4 * 3 and all(row["error"] for row in other["tensors"])

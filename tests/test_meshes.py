@@ -126,7 +126,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case != "fsdp" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_training_on_an_explicit_mesh_is_training_on_one_device(case):
     how, recipe, llama, set_mesh = CASES[case]
     model, variables, expected = on_one_device(recipe, llama)

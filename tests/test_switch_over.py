@@ -209,7 +209,7 @@ def test_a_language_model_within_noise():
     assert np.all(scales[0] != 1)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_language_model_in_make_train_step(microbatches):
     """Both in the program of our own layers, with microbatches, and the optimizer in place."""
     params = init(LinenLM(), 1, TOKENS[0, :, :-1])["params"]

@@ -64,16 +64,16 @@ ONLY_BFLOAT16 = tuple(("device/by_dtype.cuh", f"launch({other}{{}});", ";") for 
 
 
 def planted(mistakes: dict[str, tuple]) -> list:
-    """The names of mistakes to parametrise over: the first in each file is for every run, the others are marked `slow`,
-    unless what one is to change is no longer there, which every run must say.
+    """The names of mistakes to parametrise over: the first one is for every run, the others are marked `slow`, unless
+    what one is to change is no longer there, which every run must say.
 
     Args:
       mistakes: by name what `compile_for_cpu` is to change, alone or followed by what the test must then say.
     """
     changes = {name: mistake if isinstance(mistake[0], str) else mistake[0] for name, mistake in mistakes.items()}
-    first = {file: name for name, (file, *_) in reversed(changes.items())}
+    first = next(iter(changes))
     return [
-        pytest.param(name, marks=pytest.mark.slow if first[file] != name and text in (CSRC / file).read_text() else [])
+        pytest.param(name, marks=pytest.mark.slow if name != first and text in (CSRC / file).read_text() else [])
         for name, (file, text, *_) in changes.items()
     ]
 

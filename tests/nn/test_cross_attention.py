@@ -170,7 +170,11 @@ def test_an_encoder_and_a_decoder_learn():
     assert losses(recipe, shuffled=True)[-1] > 2.5  # negative control
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 2, "tensor": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.slow) for axis in ("data", "tensor"))],
+    ids=str,
+)
 def test_on_a_mesh(axes):
     recipe = fp8.DelayedScaling(amax_history_len=4)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])

@@ -85,10 +85,11 @@ def tensor(rows, layer, name) -> dict:
     return found
 
 
-@pytest.mark.parametrize(
-    ("recipe", "microbatches"),
-    [("delayed", 1), pytest.param("delayed", 2, marks=pytest.mark.versions), ("current", 2), ("block", 2), ("bf16", 1)],
-)
+DELAYED_TWICE = pytest.param("delayed", 2, marks=pytest.mark.versions)
+SLOW = [pytest.param(*of, marks=pytest.mark.slow) for of in (("delayed", 1), ("current", 2))]
+
+
+@pytest.mark.parametrize(("recipe", "microbatches"), [DELAYED_TWICE, ("block", 2), ("bf16", 1), *SLOW])
 def test_a_diagnosed_step_is_the_same_step(recipe, microbatches):
     step, batch = step_of(recipe, microbatches), batch_of()
     plain, diagnosed = state_of(recipe), state_of(recipe)

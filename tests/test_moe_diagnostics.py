@@ -15,6 +15,10 @@ GEMMS = ["attention/query+key+value", "attention/out", "mlp/gate+up", "mlp/down"
 TENSORS = ["input", "kernel", "output_gradient"]
 
 
+def slow(*choices):
+    return pytest.param(*choices, marks=pytest.mark.slow)
+
+
 def diagnosed(name, microbatches=1, kernels=1.0) -> dict:
     """What a step says, whose kernels of experts are so many times as large as before, when scales were found."""
     model = gpt(RECIPES[name])
@@ -27,8 +31,15 @@ def diagnosed(name, microbatches=1, kernels=1.0) -> dict:
     return step.diagnose(dataclasses.replace(state, params=params), TOKENS).rows()
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [
+        ("delayed", 1),
+        ("current", 1),
+        ("block", 2),
+        *(slow(*of) for of in (("delayed", 2), ("current", 2), ("block", 1))),
+    ],
+)
 def test_how_tensors_of_experts_were_cast(name, microbatches):
     rows = diagnosed(name, microbatches)
     found = {(row["layer"], row["tensor"]): row for row in rows["tensors"]}
@@ -44,8 +55,14 @@ def test_how_tensors_of_experts_were_cast(name, microbatches):
     assert {"layer_0/mlp/gate", "layer_0/mlp/router"} <= {row["layer"] for row in rows["gradients"]}
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"mesh": {"data": 2}}, {"remat": "full"}], ids=str)
-@pytest.mark.parametrize("name", ["delayed", "current"])
+OPTIONS = {}, {"microbatches": 2}, {"mesh": {"data": 2}}, {"remat": "full"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("current", {}), *(("delayed", of) for of in OPTIONS[1:]), *(slow("current", of) for of in OPTIONS[1:])],
+    ids=str,
+)
 def test_the_share_of_tokens_that_each_expert_gets(name, options):
     model = gpt(RECIPES[name], layers=2, remat=options.get("remat", "none"))
     mesh = make_mesh(**options["mesh"]) if "mesh" in options else None

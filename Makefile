@@ -1,5 +1,5 @@
 # make train    install into .venv, then train a small GPT in FP8 and in bfloat16 on real text
-# make check    ruff, pyright and the fast tests, 50 seconds on two cores: what to run after every change
+# make check    ruff, pyright and the fast tests, 3 minutes on four cores: what to run after every change
 # make test     every test that is not marked `slow`, 12 minutes on four cores, less when it is run again
 # make test-all `make lint`, every test, and `make versions`, about twice as long
 # make versions tests marked `versions` under the other Python, where both 3.11 and 3.12 exist

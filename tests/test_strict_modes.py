@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-SLOW = ("current", "bf16 params")  # what is theirs alone, other cases have, but for how moments are kept
+SLOW = ("current", "bf16 params")  # other cases have what they promote, but for how moments and masters are kept
 SLOW_CURRENT = pytest.param("current", marks=pytest.mark.slow)
 
 

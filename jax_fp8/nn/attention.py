@@ -39,7 +39,7 @@ class SelfAttention(MultiHead, kw_only=True):
       causal: a position sees itself and what came before.
       rotary: rotary positions on queries and keys, with `rotary_base` and `rotary_scaling`: see ops/rotary.py.
       sliding_window: how many positions a position sees, the last of which is its own; None: all that `causal` allows.
-      others: as of `MultiHead`.
+      others: of every layer of attention; see `MultiHead` in nn/multi_head.py.
     """
 
     causal: bool = True

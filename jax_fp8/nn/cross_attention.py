@@ -30,7 +30,7 @@ class CrossAttention(MultiHead, kw_only=True):
     GEMM with the state `fp8/query`, keys and values another, `fp8/key+value`. Over `tensor` heads are split, as those
     of `SelfAttention`; the number of key and value heads must be a multiple of its devices.
 
-    Args: those of `MultiHead`.
+    Args: those of every layer of attention; see `MultiHead` in nn/multi_head.py.
     """
 
     @nn.compact

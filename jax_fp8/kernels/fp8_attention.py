@@ -196,6 +196,12 @@ AMAX = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)  # and each scale
 WORKSPACE = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA asks cuDNN how much it needs
 BY_TOKENS = (0, 2, 1, 3)  # in memory a token's heads are beside each other
 
+# The order in which the backward's custom call takes scales, and their inverses for what it casts: XLA tells by its
+# place alone what an operand is for (GetCudnnFlashAttentionBackwardF8OperationGraph in
+# xla/stream_executor/cuda/cuda_dnn.cc). JAX's own lowering hands them over in another one.
+BACKWARD_SCALES = ("query", "key", "value", "weights", "output", "doutput", "dscores")
+BACKWARD_MULTIPLIERS = ("weights", "dscores", "dquery", "dkey", "dvalue")
+
 
 def _forward_kernel(causal, query, key, value, *scales, split: Split):
     query, key, value = (
@@ -227,8 +233,9 @@ def _backward_kernel(causal, *arrays, split: Split):
     (batch, seq, heads, features), (_, keys, kv_heads, _) = queries.shape, key.shape
     shapes = (batch, heads, seq, features), *[(batch, kv_heads, keys, features)] * 2
     results = *(jax.ShapeDtypeStruct(shape, E4M3) for shape in shapes), *[AMAX] * 4, WORKSPACE
-    multipliers = (1 / scale for scale in (WEIGHTS_SCALE, *of_results, of_dscores))
-    inside = *own, WEIGHTS_SCALE, of_dscores, *multipliers
+    cast = dict(zip(GRADIENTS, (of_dscores, *of_results), strict=True)) | {"weights": WEIGHTS_SCALE}
+    known = cast | dict(zip(("query", "key", "value", "output", "doutput"), own, strict=True))
+    inside = *(known[name] for name in BACKWARD_SCALES), *(1 / cast[name] for name in BACKWARD_MULTIPLIERS)
     call = _call("__cudnn$fmhaSoftmaxBackwardF8", results, 3, _config(causal, queries.shape, keys, BACKWARD_PRODUCTS))
     by_heads = statistics.reshape(batch, heads, seq)
     *gradients, of_query, of_key, of_value, of_scores, _ = call(

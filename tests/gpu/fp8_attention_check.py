@@ -14,6 +14,7 @@ and with exit code 1 when anything is wrong.
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,10 @@ LIKE_REFERENCE = 0.05  # relative: weights that are rounded relative to another 
 LIKE_FLOAT32 = 0.06  # one rounding inside and one of the result are 0.037 on average
 WRONG = 0.2  # what a control must exceed
 SIZES = 1.5, 1.0, 0.01, 1e-4  # of queries, keys, values and output gradients: a scale left out shows
+ORDER_OF_JAX = {
+    "BACKWARD_SCALES": ("query", "key", "value", "output", "doutput", "weights", "dscores"),
+    "BACKWARD_MULTIPLIERS": ("weights", "dquery", "dkey", "dvalue", "dscores"),
+}
 CASES = [(True, HEADS), (True, HEADS // 2), (False, HEADS), (False, 1)]
 
 
@@ -135,6 +140,24 @@ def check_controls(report: Report):
         pairs = zip((found[0], *found[2]), (expected[0], *expected[2]), strict=True)
         off = [reference.relative_error(one.dequantize(), wanted.dequantize()) for one, wanted in pairs]
         report.expect("controls", max(off) > WRONG, f"{name} twice as large moves results by {max(off):.1e}")
+
+
+def check_order(report: Report):
+    """Scales in the order of JAX's own lowering are the scales of something else: gradients are then wrong."""
+    if not on_gpu():
+        return
+    arrays = operands(HEADS, seq())
+    scales = known_scales(arrays, True, by_reference=True)
+    wanted = jax.jit(partial(passes, causal=True, by_reference=True))(arrays, scales)[2]
+    for order, like_xla in (({}, True), (ORDER_OF_JAX, False)):
+        jax.clear_caches()
+        with mock.patch.multiple(kernel, **order):
+            found = jax.jit(lambda arrays, scales: passes(arrays, scales, True))(arrays, scales)[2]
+        pairs = zip(found, wanted, strict=True)
+        off = [reference.relative_error(got.dequantize(), expected.dequantize()) for got, expected in pairs]
+        is_like = all(error <= LIKE_REFERENCE for error in off)  # NaN is not
+        report.expect("order of scales", is_like == like_xla, f"{order or 'XLA'}: gradients are off by {off}")
+    jax.clear_caches()
 
 
 def check_weights(report: Report):
@@ -241,7 +264,7 @@ def time_16384(report: Report):
     time_tokens(report, 16_384)
 
 
-CHECKS = [check_passes, check_controls, check_weights, check_the_operation]
+CHECKS = [check_passes, check_controls, check_order, check_weights, check_the_operation]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -194,8 +194,8 @@ def test_the_program_is_the_one_that_jax_would_write(causal, with_kernels, monke
 
 
 def test_scales_are_handed_over_in_their_places(with_kernels, monkeypatch):
-    """Each operand of the custom calls, by its value: cuDNN's order, multipliers for what it casts. And the amaxes that
-    come back: of queries, keys, values, scores.
+    """Each operand of the custom calls, by its value: XLA's order, multipliers for what is cast. And the amaxes that come
+    back: of queries, keys, values, scores.
     """
     seen = {}
 
@@ -224,8 +224,8 @@ def test_scales_are_handed_over_in_their_places(with_kernels, monkeypatch):
         "dvalue": 3,
         "dscores": 4,
     }
-    known = [2, 4, 8, 16, 32, 2**-8, 64]
-    assert seen["__cudnn$fmhaSoftmaxBackwardF8"] == [*known, 2**8, 1 / 128, 1 / 256, 1 / 512, 1 / 64]
+    known = [2, 4, 8, 2**-8, 16, 32, 64]
+    assert seen["__cudnn$fmhaSoftmaxBackwardF8"] == [*known, 2**8, 1 / 64, 1 / 128, 1 / 256, 1 / 512]
 
 
 @pytest.mark.parametrize("spec", [P("data"), P("data", None, "tensor"), P(None, "data", "tensor")], ids=str)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-MEMORY_FRACTION = "0.92"
+MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
 
 
 def measure_in_fresh_process(script: pathlib.Path, job: Any, **environment: str) -> tuple[dict, str]:
@@ -21,14 +21,9 @@ def measure_in_fresh_process(script: pathlib.Path, job: Any, **environment: str)
 
     Args:
       job: a dataclass of what JSON knows.
-      environment: beside the own one.
+      environment: beside the own one, whose settings of memory count before ours.
     """
-    whole = {
-        **os.environ,
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_FRACTION,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        **environment,
-    }
+    whole = {**MEMORY, **os.environ, **environment}
     with tempfile.TemporaryDirectory() as directory:
         result = pathlib.Path(directory, "result.json")
         command = [sys.executable, str(script), "--job", json.dumps(dataclasses.asdict(job)), "--result", str(result)]

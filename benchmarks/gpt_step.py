@@ -44,6 +44,7 @@ class Job:
     microbatches: int
     steps: int
     profile: bool
+    warmup: int = WARMUP_STEPS
 
 
 # --- in the fresh process -------------------------------------------------------------------------------------------
@@ -64,13 +65,13 @@ def _measure(job: Job) -> dict:
 
     losses = []
     blocking_ms = []
-    for _ in range(1 + WARMUP_STEPS + job.steps):
+    for _ in range(1 + job.warmup + job.steps):
         start = time.perf_counter()
         state, metrics = step(state, tokens)
         # A number, as a training loop logs it: device arrays that are kept alive move the buffers of later steps.
         losses.append(float(metrics["loss"]))
         blocking_ms.append(1e3 * (time.perf_counter() - start))
-    step_ms = statistics.median(blocking_ms[1 + WARMUP_STEPS :])
+    step_ms = statistics.median(blocking_ms[1 + job.warmup :])
 
     start = time.perf_counter()
     for _ in range(job.steps):
@@ -87,7 +88,7 @@ def _measure(job: Job) -> dict:
         "num_params": num_params,
         "tokens": step_tokens,
         "step_ms": step_ms,
-        "spread_ms": [min(blocking_ms[1 + WARMUP_STEPS :]), max(blocking_ms[1 + WARMUP_STEPS :])],
+        "spread_ms": [min(blocking_ms[1 + job.warmup :]), max(blocking_ms[1 + job.warmup :])],
         "async_ms": async_ms,
         "first_step_s": blocking_ms[0] / 1e3,
         "tokens_per_s": step_tokens / step_ms * 1e3,
@@ -177,7 +178,7 @@ def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results:
     sections.append(
         "One fresh process a variant, all in one run; random tokens, float32 parameters "
         "(bfloat16 with remainders are those in two halves) and AdamW, no remat but where a variant says so. "
-        f"`ms a step` is the median of {jobs[0][1].steps} steps after {WARMUP_STEPS} of warmup with a wait after each; "
+        f"`ms a step` is the median of {jobs[0][1].steps} steps after {jobs[0][1].warmup} of warmup with a wait after each; "
         "`ms, not waiting` dispatches as many and waits once. `first step` holds compilation and the FP8 warm start."
     )
     for name in dict.fromkeys(name for name, _ in jobs):
@@ -207,6 +208,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="override the number of layers of every shape")
     parser.add_argument("--microbatches", type=int, default=1, help="of the shape's batch size each")
     parser.add_argument("--steps", type=int, default=16, help="timed steps, at least 1")
+    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="steps before these, beside the first one")
     parser.add_argument(
         "--profile",
         nargs="*",
@@ -219,6 +221,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.warmup < 0:
+        parser.error("--warmup must be at least 0")
     if options.steps < 1 or options.microbatches < 1 or (options.layers is not None and options.layers < 1):
         parser.error("--steps, --microbatches and --layers must be at least 1")
     return options
@@ -236,9 +240,19 @@ def main(arguments: list[str] | None = None) -> int:
     profiled = () if options.profile is None else options.profile or options.variants
     override = {} if options.layers is None else {"num_layers": options.layers}
     jobs = [
-        (name, Job(v, dataclasses.replace(SHAPES[name], **override), options.microbatches, steps, v in profiled))
+        (
+            name,
+            Job(
+                variant=variant,
+                shape=dataclasses.replace(SHAPES[name], **override),
+                microbatches=options.microbatches,
+                steps=steps,
+                profile=variant in profiled,
+                warmup=options.warmup,
+            ),
+        )
         for name in shapes
-        for v in options.variants
+        for variant in options.variants
     ]
     results = []
     for name, job in jobs:

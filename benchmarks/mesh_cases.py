@@ -48,6 +48,7 @@ class Case:
       seq_len, num_layers, vocab_size: 0 keeps the preset's.
       fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
         current alone.
+      fp8_attention: attention in FP8 too: of delayed alone.
       cold: no warm start, which is a program of its own: the first step finds scales of 1.
       pieces: microbatches driven one by one, by `accumulate_step`; not of plain.
       cache_weights: False casts weights, and gathers them, in every microbatch.
@@ -68,6 +69,7 @@ class Case:
     vocab_size: int = 0
     fast: bool = False
     fp8_head: bool = False
+    fp8_attention: bool = False
     param_dtype: str = "float32"
     recompute: bool = False
     gradient_dtype: str = ""
@@ -165,6 +167,7 @@ class Case:
         in_fp8 = {
             "fast": self.fast and self.recipe != "block",
             "FP8 head": self.fp8_head,
+            "FP8 attention": self.fp8_attention and self.recipe == "delayed",
             f"{self.param_dtype} params": self.param_dtype != "float32",
         }
         said = {**(in_fp8 if self.in_fp8 else {}), "recompute": self.recompute}
@@ -278,6 +281,7 @@ def _build_ours(case, tx, mesh, tokens):
         case.config,
         recipe=recipe,
         head_recipe=head if case.fp8_head and case.in_fp8 else None,
+        fp8_attention=case.fp8_attention and case.recipe == "delayed",
         param_dtype=jnp.dtype(case.param_dtype) if case.in_fp8 else jnp.float32,
         recompute=case.recompute,
     )

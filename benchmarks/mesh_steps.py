@@ -28,10 +28,11 @@ SPARED = 3.0  # seconds before the limit, in which a process that hangs writes d
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a fresh process needs to know: of the case, how many steps, of how many a profile, and what else."""
+    """All that a fresh process needs to know: of the case, how many steps, and before them, of how many a profile, and what else."""
 
     case: Case
     steps: int = 20
+    warmup: int = WARMUP_STEPS
     profile: int = 0
     report: bool = False
     text: str = ""
@@ -65,11 +66,11 @@ def time_steps(job: Job) -> Iterator[dict]:
     shape, generator = (case.sequences, case.config.max_seq_len + 1), np.random.default_rng(0)
     batches = [
         training.place(generator.integers(0, case.config.vocab_size, shape, np.int32))
-        for _ in range(1 + WARMUP_STEPS + 2 * job.steps)
+        for _ in range(1 + job.warmup + 2 * job.steps)
     ]
     jax.block_until_ready((training.state, batches))
     losses, waited_ms = [], []
-    for index in range(1 + WARMUP_STEPS + job.steps):
+    for index in range(1 + job.warmup + job.steps):
         if index < 2:
             say("the first step, with compiling" if index == 0 else "steps")
         start = time.perf_counter()

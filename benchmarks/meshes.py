@@ -31,18 +31,19 @@ import numpy as np
 import overlap
 import tables
 from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for, has_stages
-from mesh_steps import Job
+from mesh_steps import WARMUP_STEPS, Job
 
 from jax_fp8.parallel.schedules import SCHEDULES
 from jax_fp8.parallel.timeline import Costs, make_timeline
 
 STEPS = pathlib.Path(__file__).resolve().with_name("mesh_steps.py")
+MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}  # unless told otherwise
 TOO_SHORT = 10.0  # seconds, to begin a case
 
 
 def run_in_fresh_process(job: Job, limit: float) -> dict:
     """The measurement of a job, or its case and how it failed."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    environment = {**MEMORY, **os.environ}
     with tempfile.TemporaryDirectory() as directory:
         result, errors = pathlib.Path(directory, "result.json"), pathlib.Path(directory, "errors.txt")
         command = [sys.executable, str(STEPS), job.to_json(), str(result), str(limit)]
@@ -130,7 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     lengths = ("FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT")
     parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=lengths)
     parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
-    for name in ("fast", "fp8-head", "recompute", "cold"):
+    for name in ("fast", "fp8-head", "fp8-attention", "recompute", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--pieces", action="store_true", help="microbatches driven one by one, not as one step")
     parser.add_argument("--cache-weights", action=argparse.BooleanOptionalAction, default=True, help="for all of them")
@@ -140,6 +141,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="options of XLA")
     parser.add_argument("--gemms", default="", help="a file of tuned GEMMs, for delayed and current")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="steps before these, beside the first one")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="trace N steps more (GPU only)")
     parser.add_argument("--report", action="store_true", help="bytes over the wire; compiles again (GPU only)")
     parser.add_argument("--text", default="", help="train on these batches instead, of mesh_curves.py text")
@@ -151,8 +153,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("say --all, or a --mesh")
     if options.pieces and (options.profile or options.report):
         parser.error("--profile and --report are of a step as a whole; leave out --pieces")
-    if options.steps < 1:
-        parser.error("--steps must be at least 1")
+    if options.steps < 1 or options.warmup < 0:
+        parser.error("--steps must be at least 1, and --warmup at least 0")
     return options
 
 
@@ -177,7 +179,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         for how in schedules_of(mesh, meshes, options)
         if not (options.all and recipe["recipe"] == "plain" and has_stages(mesh))  # it has no pipeline
     ]
-    return [Job(case, options.steps, options.profile, options.report, options.text) for case in cases]
+    asked = {name: getattr(options, name) for name in ("steps", "warmup", "profile", "report", "text")}
+    return [Job(case, **asked) for case in cases]
 
 
 def schedules_of(mesh: str, meshes: list[str], options: argparse.Namespace) -> list[dict]:

@@ -57,7 +57,7 @@ Loss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 # What the conditionals of a tick are called in the compiled program: those of units, by number, and that of losses.
 UNIT, LOSSES = "pipeline_unit", "pipeline_losses"
-MOST_WORK = 50_000_000  # of compiling a conditional: its branches times the square of the arrays that it is handed
+MOST_WORK = 10_000_000  # of compiling a conditional: its branches times the square of the arrays that it is handed
 SlotName = tuple[int, int]  # chunk, number
 
 

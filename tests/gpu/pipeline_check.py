@@ -65,7 +65,8 @@ def train(axes: dict[str, int], tokens: np.ndarray, **options):
     step = fp8.make_train_step(
         fp8.next_token_loss(model), tx, RECIPE, MICROBATCHES, mesh=mesh, warm_start=False, **options
     )
-    state, losses, first = step.init_state(model.init, jax.random.key(0), jnp.asarray(tokens[:4, :-1])), [], None
+    made = hybrid.first_state(model.init, jnp.asarray(tokens[:4, :-1]), tx)  # with scales: no gradient is zero
+    state, losses, first = step.place(made, tokens), [], None
     for _ in range(STEPS):
         state, metrics = step(state, tokens)
         losses.append(float(metrics["loss"]))

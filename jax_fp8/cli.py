@@ -249,6 +249,7 @@ def main(argv: list[str]) -> int:
     for name, words in (
         ("--fast", "fast accumulation in all of the layers' GEMMs"),
         ("--fp8-head", "the head in FP8 too"),
+        ("--fp8-attention", "attention in FP8 too, with --recipe delayed"),
         ("--bf16-params", "params in bfloat16, beside the 16 bits that they lack"),
         ("--bf16-moments", "Adam's moments in bfloat16"),
         ("--sequence-parallel", "rows between layers split over tensor, too"),

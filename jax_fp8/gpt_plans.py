@@ -16,6 +16,7 @@ from jax_fp8.core.checks import check_integer
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.fp8_attention import check_head_dim
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT, next_token_loss
 from jax_fp8.models.remat import Remat
@@ -47,6 +48,7 @@ class Choices:
     recipe: str = "delayed"
     fast: bool = False
     fp8_head: bool = False
+    fp8_attention: bool = False
     bf16_params: bool = False
     bf16_moments: bool = False
     sequence_parallel: bool = False
@@ -88,6 +90,10 @@ class Choices:
             raise ValueError(f"plan knows models without experts, got --preset {self.preset}; choose another preset")
         if self.recompute and self.remat != "none":
             raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; say one of them")
+        if self.fp8_attention and self.recipe != "delayed":
+            raise ValueError(f"--fp8-attention is for --recipe delayed, got {self.recipe}; leave out one of them")
+        if self.fp8_attention:
+            check_head_dim(f"--preset {self.preset}", self.config.features_of_head)
         Remat.parse(self.remat, self.config.num_layers)
         if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
             raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
@@ -232,6 +238,7 @@ def setting_of(choices: Choices) -> Setting:
         chunks=choices.chunks or (2 if choices.schedule == "interleaved" else 1),
         fp8=choices.recipe != "bf16",
         by_tile=choices.recipe == "block",
+        fp8_attention=choices.fp8_attention,
         recompute=choices.recompute or remat.kind == "norms",
         full=remat.kind == "full",
         offloaded=remat.count,
@@ -266,9 +273,8 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     )
     sequences, length = choices.sequences, config.max_seq_len
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
-    state = step.state_shapes(
-        dataclasses.replace(model, attention_implementation="xla").init, jax.random.key(0), tokens
-    )
+    made_here = dataclasses.replace(model, attention_implementation=None)  # where there may be no cuDNN
+    state = step.state_shapes(made_here.init, jax.random.key(0), tokens)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
     what = f"{sequences} x {length} tokens in {microbatches} microbatches, {how.mesh.size} {choices.gpu}"
@@ -289,6 +295,7 @@ def _model(choices: Choices) -> GPT:
         recipe=layers_in(choices.recipe, choices.fast),
         param_dtype=jnp.bfloat16 if choices.bf16_params else jnp.float32,
         head_recipe=head_in(choices.recipe) if choices.fp8_head else None,
+        fp8_attention=choices.fp8_attention,
         recompute=choices.recompute,
         remat=choices.remat,
         attention_implementation="cudnn",

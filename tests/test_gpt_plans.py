@@ -9,10 +9,11 @@ from jax_fp8 import cli, gpt_plans
 from jax_fp8.core.recipe import BlockScaling
 from jax_fp8.gpt_plans import Choices, operations_of_a_token, rates_for, setting_of
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.tools.arithmetic import memory_of, seconds_of
+from jax_fp8.tools.arithmetic import bytes_of_a_token, memory_of, seconds_of
 from jax_fp8.tools.plan import GIB, Plan
 from jax_fp8.tools.rates import RateTable, rates_of
 from jax_fp8.tools.step_time import StepTime
+from jax_fp8.tools.suggest import meshes_of
 
 BOTH = {"sequence_parallel": True, "recompute": True}
 SMALL, MIDDLE, LARGE, LLAMA = ({"preset": name} for name in ("gpt3-1.3b", "gpt3-6.7b", "gpt3-175b", "llama3-8b"))
@@ -103,6 +104,22 @@ def test_bytes_of_a_param_are_those_of_the_optimizer(flags, bytes_):
     assert sum(leaf.nbytes for leaf in [matrix, *arrays]) == bytes_ * matrix.size
 
 
+def test_attention_in_fp8_keeps_half_and_takes_a_rate_of_its_own():
+    plain = setting_of(Choices(preset="llama3-8b", batch=1))
+    setting = setting_of(Choices(preset="llama3-8b", batch=1, fp8_attention=True))
+    shape = setting.shape
+    kept = 2 * shape.query_width + 2 * shape.kv_width
+    assert bytes_of_a_token(plain) - bytes_of_a_token(setting) == kept
+    rates = rates_of("h200")
+    slow = dataclasses.replace(rates, attention_fp8=((1.0, 1e12),))
+    assert seconds_of(setting, slow) > 10 * seconds_of(setting, rates)
+    assert seconds_of(plain, slow) == seconds_of(plain, rates)
+    assert gpt_plans._model(Choices(preset="llama3-8b", fp8_attention=True)).fp8_attention
+    found, left = meshes_of(setting, 2, [2])
+    assert all(of.pipe == 1 for of in found)
+    assert {of.reason for of in left if of.setting.pipe == 2} == {"a pipeline has no attention in FP8"}
+
+
 def test_rates_of_a_file_and_of_a_flag(tmp_path):
     RateTable.of("h200").renewed("here", "now", memory=3e12).save(path := tmp_path / "rates.json")
     assert rates_for(Choices(preset="tiny")) == rates_of("h200")
@@ -185,6 +202,11 @@ REFUSED = {
         ["--recipe", "block", "--fast"],
         "--fast is for recipes whose GEMMs may add up fast, got --recipe b",
     ),
+    "attention": (
+        ["--recipe", "current", "--fp8-attention"],
+        "--fp8-attention is for --recipe delayed, got current; leave out one of them",
+    ),
+    "heads": (["--fp8-attention"], "--preset tiny: FP8 attention needs a head_dim of 128"),
     "rates": (["--rates", "no/such.json"], "rates must be a file that `python -m jax_fp8 tune --rates` wrote"),
     "hosts": (["--between-hosts", "0"], "--between-hosts must be GB/s above 0, got 0.0"),
 }

@@ -21,7 +21,7 @@ AT_WORK = 2  # layers whose activations are there once more while a gradient is 
 class Setting:
     """A step: batch and sequence are in sequences and tokens, of all devices together.
 
-    `by_tile`: in FP8 by `BlockScaling`. `offloaded`: of how many layers the host keeps what the backward wants. `full`:
+    `by_tile`: in FP8 by `BlockScaling`. `fp8_attention`: attention in FP8, too. `offloaded`: of how many layers the host keeps what the backward wants. `full`:
     all of a layer is computed again.
     """
 
@@ -38,6 +38,7 @@ class Setting:
     chunks: int = 1
     fp8: bool = True
     by_tile: bool = False
+    fp8_attention: bool = False
     recompute: bool = False
     full: bool = False
     offloaded: int = 0
@@ -169,7 +170,12 @@ def bytes_of_a_token(setting: Setting) -> float:
 
 def _offloaded_of_a_token(setting: Setting) -> float:
     """Of what a layer keeps, all but the result of attention, which stays."""
-    return _kept_of_a_token(setting) - 2 * setting.shape.query_width / setting.tensor
+    return _kept_of_a_token(setting) - _width_in_attention(setting) * setting.shape.query_width / setting.tensor
+
+
+def _width_in_attention(setting: Setting) -> int:
+    """Bytes of an element of queries, keys, values and the result, as they are kept."""
+    return 1 if setting.fp8_attention else 2
 
 
 def host_bytes_of(setting: Setting) -> float:
@@ -199,7 +205,8 @@ def _kept_of_a_token(setting: Setting) -> float:
         attention = 4 * shape.query_width + 4 * shape.kv_width
         return between + (attention + 18 * shape.mlp * (2 if shape.is_gated else 1)) / tensor
     norms = 4 * shape.width / (tensor if setting.sequence_parallel else 1)
-    attention = 4 * shape.query_width / tensor + 4 * shape.kv_width / min(tensor, shape.kv_heads)
+    attention = shape.query_width / tensor + shape.kv_width / min(tensor, shape.kv_heads)
+    attention *= 2 * _width_in_attention(setting)
     mlp = 2 * shape.mlp * (2 if shape.is_gated else 1) / tensor
     if setting.fp8:
         inputs = 0 if setting.recompute else shape.width * 2 + shape.query_width / tensor
@@ -259,7 +266,9 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
         touched += CAST_BYTES * shape.of_layers / (setting.fsdp * setting.pipe * tensor)
     if setting.by_tile and shape.width > 4096:  # both norms of a layer read their input twice, as some narrower ones do
         touched += 4 * layers * setting.tokens * shape.width / (tensor if setting.sequence_parallel else 1)
-    kernels = products / rate + (9 if setting.full else 7) * of_attention / rates.attention + touched / rates.memory
+    curve = rates.attention_fp8 if setting.fp8_attention else rates.attention
+    attention = (9 if setting.full else 7) * of_attention / rate_at(curve, setting.sequence)
+    kernels = products / rate + attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)
     if setting.pipe > 1:  # nothing is beside the loop over ticks, and nothing beside what is sent at the end of one
         return (kernels + EXPOSED_COST * in_layers) / (1 - setting.bubble) + params + _seconds_of_ticks(setting, rates)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax_fp8.tools.described import FOLDER, GPUS
 
-Curve = tuple[tuple[float, float], ...]  # operations of one product, and operations a second at this size
+Curve = tuple[tuple[float, float], ...]  # sizes of a call, rising, and operations a second at each
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class Rates:
     """In units a second, unless it says otherwise.
 
     Args:
-      fp8, fp8_split: operations of matrix products in FP8, with fast and with split accumulation, by their size.
-      bf16: operations of matrix products in 16 bits.
-      attention: operations of causal attention, of which half of all pairs count.
+      fp8, fp8_split: operations of matrix products in FP8, with fast and with split accumulation, by the operations of
+        one product.
+      bf16: operations of matrix products in 16 bits, likewise.
+      attention, attention_fp8: operations of causal attention in 16 bits and in FP8, of which half of all pairs count,
+        by the tokens of a sequence.
       memory: bytes read or written by a kernel that does little else; 0.9 of those of a copy.
       wire: bytes that a device sends to others of its host.
       between_hosts: bytes that a device sends to other hosts.
@@ -37,7 +39,8 @@ class Rates:
     fp8: Curve
     fp8_split: Curve
     bf16: Curve
-    attention: float
+    attention: Curve
+    attention_fp8: Curve
     memory: float
     wire: float
     between_hosts: float
@@ -105,14 +108,13 @@ def rates_of(gpu: str) -> Rates:
     return RateTable.of(gpu).rates
 
 
-def rate_at(curve: Curve, operations: float) -> float:
-    """Of a product of this size: between two sizes by the logarithm, beyond the first and the last what these have."""
-    below = [(size, rate) for size, rate in curve if size <= operations]
-    above = [(size, rate) for size, rate in curve if size > operations]
+def rate_at(curve: Curve, size: float) -> float:
+    """Of a call of this size: between two sizes by the logarithm, beyond the first and the last what these have."""
+    below, above = ([point for point in curve if (point[0] > size) is beyond] for beyond in (False, True))
     if not below or not above:
         return (below[-1] if below else above[0])[1]
     (small, slow), (large, fast) = below[-1], above[0]
-    return slow + (fast - slow) * math.log(operations / small) / math.log(large / small)
+    return slow + (fast - slow) * math.log(size / small) / math.log(large / small)
 
 
 def fp8_rate(rates: Rates, accumulation: str, operations: float) -> float:
@@ -132,7 +134,7 @@ def _check_curve(name: str, curve: Any) -> None:
     pairs = isinstance(curve, tuple) and all(isinstance(point, tuple) and len(point) == 2 for point in curve)
     if not curve or not pairs or [size for size, _ in curve] != sorted({size for size, _ in curve}):
         raise ValueError(
-            f"rates of products must be pairs of a size and a rate, of rising sizes, got {name}={curve!r}; "
+            f"rates by size must be pairs of a size and a rate, of rising sizes, got {name}={curve!r}; "
             "measure them again"
         )
     for value in itertools.chain(*curve):

@@ -14,6 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.formats import E4M3
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.fp8_attention import GRADIENTS, attend_backward
+from jax_fp8.kernels.fp8_attention import attend as attend_by_fp8
 from jax_fp8.kernels.tuned_gemms import GemmProblem
 from jax_fp8.ops.attention import attention
 from jax_fp8.tools.gemm_bench import MOST_COPIES, ROTATED_BYTES, GemmBench, seconds_of
@@ -23,16 +27,17 @@ from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 SIZES = (2048, 4096, 8192)  # of square products
 COPIED_BYTES = 2**30  # far beyond the cache
 OF_A_COPY = 0.9  # what kernels reach in a step that read, compute a little and write
-SEQUENCES = (8, 2048, 16, 128)  # batch, seq, heads, head_dim
+SEQUENCES = ((8, 2048, 16, 128), (2, 8192, 16, 128))  # batch, seq, heads, head_dim
 
 Clock = Callable[[], float]
+Heads = tuple[int, int, int, int]
 
 
 def measure_rates(
     clock: Clock = time.perf_counter,
     sizes: tuple[int, ...] = SIZES,
     copied: int = COPIED_BYTES,
-    sequences: tuple[int, int, int, int] = SEQUENCES,
+    sequences: tuple[Heads, ...] = SEQUENCES,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Rates by the names of `Rates`. Keep the GPU otherwise idle.
@@ -41,20 +46,21 @@ def measure_rates(
       clock: counts seconds.
       sizes: m, n and k of products, rising.
       copied: bytes of the array that is copied.
-      sequences: the shape of queries, keys and values.
+      sequences: shapes of queries, keys and values, by their tokens.
       report: gets a line for each rate, as soon as it is measured.
     """
     measures: dict[str, Callable[[], Curve | float]] = {
         "fp8": lambda: _curve(sizes, lambda size: fp8_seconds(size, "fast", clock)),
         "fp8_split": lambda: _curve(sizes, lambda size: fp8_seconds(size, "split", clock)),
         "bf16": lambda: _curve(sizes, lambda size: bf16_seconds(size, clock)),
-        "attention": lambda: attention_operations(sequences) / attention_seconds(sequences, clock),
+        "attention": lambda: _attention_curve(sequences, lambda shape: attention_seconds(shape, clock)),
+        "attention_fp8": lambda: _attention_curve(sequences, lambda shape: fp8_attention_seconds(shape, clock)),
         "memory": lambda: OF_A_COPY * 2 * copied / copy_seconds(copied, clock),
     }
     found: dict[str, Any] = {}
     for name, measure in measures.items():
         found[name] = measure()
-        report(f"{name:<12}{_describe(found[name])}")
+        report(f"{name:<15}{_describe(name, found[name])}")
     return found
 
 
@@ -82,7 +88,7 @@ def copy_seconds(copied: int, clock: Clock) -> float:
     return _seconds(partial(jnp.bitwise_xor, jnp.uint32(1)), jnp.ones(copied // 4, jnp.uint32), clock)
 
 
-def attention_seconds(sequences: tuple[int, int, int, int], clock: Clock) -> float:
+def attention_seconds(sequences: Heads, clock: Clock) -> float:
     """Of causal attention, forward and backward."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     operands = [_random(key, sequences) for key in jax.random.split(jax.random.key(0), 4)]
@@ -96,7 +102,22 @@ def attend(implementation: str, operands: list[jax.Array]) -> tuple[jax.Array, .
     return attended, *backward(gradient)
 
 
-def attention_operations(sequences: tuple[int, int, int, int]) -> float:
+def fp8_attention_seconds(sequences: Heads, clock: Clock) -> float:
+    """The same in FP8, of values that are cast already."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    operands = [Fp8Array(_random(key, sequences).astype(E4M3), jnp.float32(1)) for key in keys]
+    return _seconds(attend_in_fp8, operands, clock)
+
+
+def attend_in_fp8(operands: list[Fp8Array]) -> tuple[Any, ...]:
+    """The result of attention in FP8, and its gradients."""
+    *inputs, gradient = operands
+    attended, statistics = attend_by_fp8(*inputs, causal=True)
+    scales = (jnp.float32(1),) * len(GRADIENTS)
+    return attended, *attend_backward(*inputs, attended, statistics, gradient, scales, causal=True)
+
+
+def attention_operations(sequences: Heads) -> float:
     """Of two products forward and five backward; half of all pairs count."""
     batch, seq, heads, dim = sequences
     return (2 + 5) * 2 * batch * heads * seq * seq * dim / 2
@@ -104,6 +125,10 @@ def attention_operations(sequences: tuple[int, int, int, int]) -> float:
 
 def _curve(sizes, seconds) -> Curve:
     return tuple((float(2 * size**3), 2 * size**3 / seconds(size)) for size in sizes)
+
+
+def _attention_curve(sequences, seconds) -> Curve:
+    return tuple((float(shape[1]), attention_operations(shape) / seconds(shape)) for shape in sequences)
 
 
 def _seconds(program, operands, clock) -> float:
@@ -116,7 +141,8 @@ def _random(key, shape):
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
-def _describe(rate: Curve | float) -> str:
+def _describe(name: str, rate: Curve | float) -> str:
     if isinstance(rate, tuple):
-        return ", ".join(f"{value / 1e12:.0f} TFLOP/s ({size:.1e} operations)" for size, value in rate)
+        of = "tokens" if name.startswith("attention") else "operations"
+        return ", ".join(f"{value / 1e12:.0f} TFLOP/s ({size:.1e} {of})" for size, value in rate)
     return f"{rate / 1e12:.2f} T/s"

@@ -219,7 +219,9 @@ def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruc
         operations = 2 * math.sqrt(math.prod(sizes))  # m k, k n and m n
         return max(moved, operations / rate_at(rates.bf16, operations))
     if target.startswith("__cudnn$fmha"):
-        return max(moved, _attention_operations(instruction) / rates.attention)
+        curve = rates.attention_fp8 if target.endswith("F8") else rates.attention
+        tokens = instruction.operands[1].shape[1]
+        return max(moved, _attention_operations(instruction) / rate_at(curve, tokens))
     return moved
 
 

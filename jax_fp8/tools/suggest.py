@@ -225,6 +225,8 @@ def _why_not(setting: Setting) -> str:
         return f"pipe={setting.pipe} needs as many microbatches, or a multiple, not {setting.microbatches}"
     if setting.recompute + setting.full + bool(setting.offloaded) > 1:
         return "a layer keeps what one option of remat says"
+    if setting.fp8_attention and setting.pipe > 1:
+        return "a pipeline has no attention in FP8"
     if setting.offloaded and setting.pipe > 1:
         return "the layers of a pipeline keep nothing on the host"
     if setting.batch % parts:

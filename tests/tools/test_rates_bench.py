@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.kernels.tuned_gemms import GemmProblem
 from jax_fp8.tools import rates_bench
 from jax_fp8.tools.gemm_bench import MOST_COPIES, count_copies_and_calls
 from jax_fp8.tools.rates import RateTable
-from jax_fp8.tools.rates_bench import attend, attention_operations, measure_rates, products
+from jax_fp8.tools.rates_bench import attend, attend_in_fp8, attention_operations, measure_rates, products
 
-SMALL = {"sizes": (16, 32), "copied": 4096, "sequences": (1, 16, 2, 8)}
+SMALL = {"sizes": (16, 32), "copied": 4096, "sequences": ((1, 16, 2, 8), (1, 32, 2, 8))}
 
 
 class Clock:
@@ -43,7 +44,11 @@ def test_rates_are_operations_or_bytes_of_a_call_by_its_seconds():
     assert [size for size, _ in found["bf16"]] == [2 * 16**3, 2 * 32**3]
     assert [rate for _, rate in found["bf16"]] == pytest.approx([2 * n**3 * MOST_COPIES / seconds for n in (16, 32)])
     assert found["memory"] == pytest.approx(0.9 * 2 * 4096 / seconds)
-    assert found["attention"] == pytest.approx(7 * 2 * (16 * 16 / 2) * 2 * 8 / seconds)
+    for name in ("attention", "attention_fp8"):
+        assert [tokens for tokens, _ in found[name]] == [16, 32]
+        assert [rate for _, rate in found[name]] == pytest.approx(
+            [7 * 2 * (n * n / 2) * 2 * 8 / seconds for n in (16, 32)]
+        )
     assert [line.split()[0] for line in lines] == list(found)
     renewed = RateTable.of("h200").renewed("here", "measured here", **found)
     assert renewed.rates.fp8 == found["fp8"] and renewed.sources["memory"] == "measured here"
@@ -75,8 +80,14 @@ def test_the_programs_for_a_gpu_do_what_is_counted(monkeypatch):
     assert calls["__cublas$lt$matmul"] == 3
     heads = [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)] * 4
     calls = h200.compile(jax.jit(partial(attend, "cudnn")), h200.shapes(heads, on)).custom_calls
-    assert sorted(target for target in calls if "fmha" in target) == [
-        "__cudnn$fmhaSoftmax",
-        "__cudnn$fmhaSoftmaxBackward",
-    ]
+    assert fused(calls) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    values = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.float8_e4m3fn)
+    in_fp8 = [Fp8Array(values, jax.ShapeDtypeStruct((), jnp.float32))] * 4
+    calls = h200.compile(jax.jit(attend_in_fp8), h200.shapes(in_fp8, on)).custom_calls
+    assert fused(calls) == ["__cudnn$fmhaSoftmaxBackwardF8", "__cudnn$fmhaSoftmaxF8"]
     assert attention_operations((2, 256, 4, 64)) == 7 * 2 * 2 * 4 * (256 * 256 / 2) * 64
+
+
+def fused(calls) -> list[str]:
+    """Those of attention."""
+    return sorted(target for target in calls if "fmha" in target)

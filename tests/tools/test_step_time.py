@@ -19,7 +19,8 @@ ONE = Rates(
     fp8=SLOW,
     fp8_split=SLOW,
     bf16=SLOW,
-    attention=1.0,
+    attention=SLOW,
+    attention_fp8=((1.0, 2.0),),
     memory=1e30,
     wire=1.0,
     between_hosts=0.25,
@@ -27,7 +28,7 @@ ONE = Rates(
     launch=0.0,
     beside=0.0,
 )
-BYTES = dataclasses.replace(ONE, fp8=FAST, fp8_split=FAST, bf16=FAST, attention=1e30, memory=1.0)
+BYTES = dataclasses.replace(ONE, fp8=FAST, fp8_split=FAST, bf16=FAST, attention=FAST, attention_fp8=FAST, memory=1.0)
 GEMM = '(bf16[8,4]{1,0}, u8[64]{0}) custom-call(%a, %b, %s, %s), custom_call_target="jax_fp8_gemm"'
 
 
@@ -89,12 +90,17 @@ def test_a_product_in_bfloat16_in_any_layout(target):
         assert time_of(body, dataclasses.replace(ONE, fp8=FAST)).seconds == pytest.approx(2 * 8 * 4 * 16)
 
 
-def test_attention_is_causal():
-    shapes = "bf16[2,32,4,8]{3,2,1,0}"
+@pytest.mark.parametrize(("dtype", "named", "rate"), [("bf16", "", 1.0), ("f8e4m3fn", "F8", 2.0)])
+def test_attention_is_causal(dtype, named, rate):
+    shapes = f"{dtype}[2,32,4,8]{{3,2,1,0}}"
     body = f"""  %q = {shapes} parameter(4)
-  %o = ({shapes}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
-  %g = ({shapes}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward" """
-    assert time_of(body).seconds == (2 + 5) * 2 * (2 * 4) * 32 * 32 * 8 / 2
+  %o = ({shapes}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax{named}"
+  %g = ({shapes}, u8[0]{{0}}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward{named}" """
+    assert time_of(body).seconds == (2 + 5) * 2 * (2 * 4) * 32 * 32 * 8 / 2 / rate
+    by_tokens = dataclasses.replace(
+        ONE, **{name: ((8.0, 4.0), (32.0, rate)) for name in ("attention", "attention_fp8")}
+    )
+    assert time_of(body, by_tokens).seconds == time_of(body).seconds
 
 
 SUM = "all-reduce{}(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%add"

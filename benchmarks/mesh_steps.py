@@ -28,7 +28,9 @@ SPARED = 3.0  # seconds before the limit, in which a process that hangs writes d
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a fresh process needs to know: of the case, how many steps, and before them, of how many a profile, and what else."""
+    """All that a fresh process needs to know: of the case, how many steps, timed and before, of how many a profile, and
+    what else.
+    """
 
     case: Case
     steps: int = 20

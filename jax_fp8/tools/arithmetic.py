@@ -21,8 +21,8 @@ AT_WORK = 2  # layers whose activations are there once more while a gradient is 
 class Setting:
     """A step: batch and sequence are in sequences and tokens, of all devices together.
 
-    `by_tile`: in FP8 by `BlockScaling`. `fp8_attention`: attention in FP8, too. `offloaded`: of how many layers the host keeps what the backward wants. `full`:
-    all of a layer is computed again.
+    `by_tile`: in FP8 by `BlockScaling`. `fp8_attention`: attention in FP8, too. `offloaded`: of how many layers the
+    host keeps what the backward wants. `full`: all of a layer is computed again.
     """
 
     shape: Shape

@@ -194,8 +194,8 @@ def test_the_program_is_the_one_that_jax_would_write(causal, with_kernels, monke
 
 
 def test_scales_are_handed_over_in_their_places(with_kernels, monkeypatch):
-    """Each operand of the custom calls, by its value: XLA's order, multipliers for what is cast. And the amaxes that come
-    back: of queries, keys, values, scores.
+    """Each operand of the custom calls, by its value: XLA's order, multipliers for what is cast. And the amaxes that
+    come back: of queries, keys, values, scores.
     """
     seen = {}
 

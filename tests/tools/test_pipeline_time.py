@@ -14,7 +14,7 @@ from jax_fp8.tools.rates import Rates
 from jax_fp8.tools.step_time import estimate
 
 ONE = ((1.0, 1.0),)
-BYTES = Rates(ONE, ONE, ONE, 1.0, memory=1.0, wire=1.0, between_hosts=1.0, collective=0.0, launch=0.0, beside=0.0)
+BYTES = Rates(ONE, ONE, ONE, ONE, ONE, memory=1.0, wire=1.0, between_hosts=1.0, collective=0.0, launch=0.0, beside=0.0)
 ROWS = {FORWARD: 10, INPUT_GRADIENT: 12, WEIGHT_GRADIENT: 8}
 LOSS = 100
 SCHEDULES = [("gpipe", 2, 3, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 2), ("zero-bubble", 4, 12, 1)]

@@ -179,7 +179,8 @@ def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results:
         "One fresh process a variant, all in one run; random tokens, float32 parameters "
         "(bfloat16 with remainders are those in two halves) and AdamW, no remat but where a variant says so. "
         f"`ms a step` is the median of {jobs[0][1].steps} steps after {jobs[0][1].warmup} of warmup "
-        "with a wait after each; `ms, not waiting` dispatches as many and waits once. `first step` holds compilation and the FP8 warm start."
+        "with a wait after each; `ms, not waiting` dispatches as many and waits once. `first step` holds compilation "
+        "and the FP8 warm start."
     )
     for name in dict.fromkeys(name for name, _ in jobs):
         of_shape = [(job, r) for (job_name, job), r in zip(jobs, results, strict=False) if job_name == name]

@@ -214,16 +214,21 @@ def build(name: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tupl
     variant = Variant.parse(name)
     is_plain, tx = variant.trainer in PLAIN, variant.optimizer()
     model = shape.plain(PLAIN_DOTS[name]) if is_plain else variant.model(shape.config)
-    inputs = tokens[: shape.batch_size, :-1]
-    variables = jax.jit(model.init)(jax.random.key(1), inputs)
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+    key, inputs = jax.random.key(1), tokens[: shape.batch_size, :-1]
     if is_plain:
+        variables = jax.jit(model.init)(key, inputs)
         state = (dict(variables), tx.init(variables["params"]))
-        return make_plain_step(plain_loss(model), tx, microbatches), state, num_params
+        return make_plain_step(plain_loss(model), tx, microbatches), state, _count(variables["params"])
     recipe = variant.recipe
-    if "cached" in variant.options:
-        cast = jax.jit(lambda variables: fp8.cast_weights(variables, recipe, forward=lambda v: model.apply(v, inputs)))
-        variables = dict(variables) | {"fp8_cache": cast(variables)}
-    state = fp8.TrainState.create(variables=variables, tx=tx)
     step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches)
-    return step, state, num_params
+    if "cached" in variant.options:
+        variables = dict(jax.jit(model.init)(key, inputs))
+        cast = jax.jit(lambda variables: fp8.cast_weights(variables, recipe, forward=lambda v: model.apply(v, inputs)))
+        state = fp8.TrainState.create(variables=variables | {"fp8_cache": cast(variables)}, tx=tx)
+    else:  # array by array: what fills a GPU must not be there twice
+        state = step.init_state(model.init, key, inputs)
+    return step, state, _count(state.params)
+
+
+def _count(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

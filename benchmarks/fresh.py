@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
@@ -33,3 +34,22 @@ def measure_in_fresh_process(script: pathlib.Path, job: Any, **environment: str)
     print(done.stderr[-4000:], file=sys.stderr, flush=True)
     errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", done.stderr, re.MULTILINE)
     return {"failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}, done.stderr
+
+
+def compile_side_by_side(script: pathlib.Path, jobs: Sequence[Any], cache: str) -> dict[str, str]:
+    """Let each job have its programs compiled, all at a time, into a folder; returns the environment that finds them
+    there. One that fails is heard of when it is measured.
+    """
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    own = {**os.environ, **environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    commands = [
+        [sys.executable, str(script), "--compile-only", "--job", json.dumps(dataclasses.asdict(job))] for job in jobs
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    for process in [subprocess.Popen(command, env=own, **quiet) for command in commands]:
+        process.wait()
+    return environment

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -211,23 +212,46 @@ def gemms_of(variant: str) -> contextlib.AbstractContextManager:
 
 def build(name: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tuple[Callable, object, int]:
     """`(step, state, number of parameters)` of one variant; `step(state, tokens)` gives `(state, {"loss"})`."""
-    variant = Variant.parse(name)
-    is_plain, tx = variant.trainer in PLAIN, variant.optimizer()
-    model = shape.plain(PLAIN_DOTS[name]) if is_plain else variant.model(shape.config)
-    key, inputs = jax.random.key(1), tokens[: shape.batch_size, :-1]
-    if is_plain:
-        variables = jax.jit(model.init)(key, inputs)
-        state = (dict(variables), tx.init(variables["params"]))
-        return make_plain_step(plain_loss(model), tx, microbatches), state, _count(variables["params"])
-    recipe = variant.recipe
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, microbatches=microbatches)
+    variant, key, inputs = Variant.parse(name), jax.random.key(1), tokens[: shape.batch_size, :-1]
+    if variant.trainer not in PLAIN:
+        model, step = _ours(variant, shape, microbatches)
+        # Array by array: what fills a GPU must not be there twice.
+        make = _cached_state(variant, model) if "cached" in variant.options else partial(step.init_state, model.init)
+        state = make(key, inputs)
+        return step, state, _count(state.params)
+    tx, model = variant.optimizer(), shape.plain(PLAIN_DOTS[name])
+    variables = jax.jit(model.init)(key, inputs)
+    state = dict(variables), tx.init(variables["params"])
+    return make_plain_step(plain_loss(model), tx, microbatches), state, _count(variables["params"])
+
+
+def compile_ahead(name: str, shape: Shape, microbatches: int) -> None:
+    """Compile the step of a variant of RECIPES from shapes, for jax's cache: no state is made."""
+    variant, key = Variant.parse(name), jax.random.key(1)
+    model, step = _ours(variant, shape, microbatches)
+    inputs = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((shape.batch_size * microbatches, shape.seq_len + 1), jnp.int32)
     if "cached" in variant.options:
-        variables = dict(jax.jit(model.init)(key, inputs))
-        cast = jax.jit(lambda variables: fp8.cast_weights(variables, recipe, forward=lambda v: model.apply(v, inputs)))
-        state = fp8.TrainState.create(variables=variables | {"fp8_cache": cast(variables)}, tx=tx)
-    else:  # array by array: what fills a GPU must not be there twice
-        state = step.init_state(model.init, key, inputs)
-    return step, state, _count(state.params)
+        state: Any = jax.eval_shape(_cached_state(variant, model), key, inputs)
+    else:
+        state = step.state_shapes(model.init, key, inputs)
+    step.lower(state, tokens).compile()
+
+
+def _ours(variant: Variant, shape: Shape, microbatches: int) -> tuple[fp8.GPT, Any]:
+    model = variant.model(shape.config)
+    return model, fp8.make_train_step(fp8.next_token_loss(model), variant.optimizer(), variant.recipe, microbatches)
+
+
+def _cached_state(variant: Variant, model: fp8.GPT) -> Callable:
+    """Of a key and inputs the state that holds the weights in FP8."""
+
+    def make(key, inputs):
+        variables, forward = dict(jax.jit(model.init)(key, inputs)), lambda variables: model.apply(variables, inputs)
+        cache = jax.jit(lambda variables: fp8.cast_weights(variables, variant.recipe, forward=forward))(variables)
+        return fp8.TrainState.create(variables=variables | {"fp8_cache": cache}, tx=variant.optimizer())
+
+    return make
 
 
 def _count(params: Any) -> int:

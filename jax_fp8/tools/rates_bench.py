@@ -111,10 +111,10 @@ def fp8_attention_seconds(sequences: Heads, clock: Clock) -> float:
 
 def attend_in_fp8(operands: list[Fp8Array]) -> tuple[Any, ...]:
     """The result of attention in FP8, and its gradients."""
-    *inputs, gradient = operands
-    attended, statistics = attend_by_fp8(*inputs, causal=True)
+    query, key, value, gradient = operands
+    attended, statistics = attend_by_fp8(query, key, value, causal=True)
     scales = (jnp.float32(1),) * len(GRADIENTS)
-    return attended, *attend_backward(*inputs, attended, statistics, gradient, scales, causal=True)
+    return attended, *attend_backward(query, key, value, attended, statistics, gradient, scales, causal=True)
 
 
 def attention_operations(sequences: Heads) -> float:

@@ -227,8 +227,8 @@ def make_mesh(case: Case, kind: AxisType) -> Mesh:
     return jax.make_mesh(sizes, tuple(case.axes), (kind,) * len(sizes), devices=devices[: case.devices])
 
 
-def build(case: Case, text_steps: int = 0) -> Training:
-    """The case, ready for its first step."""
+def build(case: Case, text_steps: int = 0, *, shapes_only: bool = False) -> Training:
+    """The case, ready for its first step; or with shapes in place of its state, to be compiled: not of plain."""
     tx, config = make_optimizer(case.recipe, text_steps), case.config
     tokens = np.zeros(
         (case.sequences // case.num_microbatches, config.max_seq_len), np.int32
@@ -242,7 +242,7 @@ def build(case: Case, text_steps: int = 0) -> Training:
         params = state[0]["params"]
     else:
         mesh = make_mesh(case, AxisType.Explicit)
-        step, state = _build_ours(case, tx, mesh, tokens)
+        step, state = _build_ours(case, tx, mesh, tokens, shapes_only)
         params = state.params
     placed = NamedSharding(mesh, PartitionSpec(case.batch_axes) if case.batch_axes else PartitionSpec())
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -268,7 +268,7 @@ def _driven(step: Any) -> Callable:
     return run
 
 
-def _build_ours(case, tx, mesh, tokens):
+def _build_ours(case, tx, mesh, tokens, shapes_only):
     accumulation = {"split_accumulator": ()} if case.fast else {}
     recipe = {
         "delayed": fp8.DelayedScaling(**accumulation),
@@ -299,7 +299,8 @@ def _build_ours(case, tx, mesh, tokens):
         chunks=case.chunks or None,
         compiler_options=None if case.graphs == "default" and not case.options else case.compiler_options,
     )
-    return step, step.init_state(model.init, jax.random.key(1), tokens)
+    make = step.state_shapes if shapes_only else step.init_state
+    return step, make(model.init, jax.random.key(1), tokens)
 
 
 def cases_for(devices: int) -> tuple[list[str], list[dict]]:

@@ -1,6 +1,6 @@
 """One case of `meshes.py`, measured in this process: the times of a step, its memory and profile, or losses on text.
 
-python mesh_steps.py JOB RESULT LIMIT      # as meshes.py starts it
+python mesh_steps.py JOB RESULT LIMIT [TURNS]      # as mesh_processes.py starts it
 """
 
 import contextlib
@@ -23,6 +23,8 @@ from mesh_cases import Case, Training, build
 import jax_fp8 as fp8
 
 WARMUP_STEPS = 4
+COMPILE, MEASURE = "compile", "measure"  # files in the folder of turns: what the process may do
+COMPILED = "compiled"  # the phase after the first of them
 SPARED = 3.0  # seconds before the limit, in which a process that hangs writes down where
 
 
@@ -53,10 +55,37 @@ def say(phase: str) -> None:
     print(f"phase: {phase}", file=sys.stderr, flush=True)
 
 
-def measure(job: Job) -> Iterator[dict]:
-    """Run one job in this process: what was found so far, and then with what was asked for beside it."""
+def wait_for(turn: pathlib.Path) -> None:
+    while not turn.exists():
+        time.sleep(0.02)
+
+
+def compile_ahead(case: Case, turns: pathlib.Path) -> None:
+    """Compile the step of a case from shapes, for jax's cache, when its turn comes; of plain Flax nothing."""
+    lowered = None
+    if case.recipe != "plain":
+        say("tracing")
+        training = build(case, shapes_only=True)
+        tokens = np.zeros((case.sequences, case.config.max_seq_len + 1), np.int32)
+        lowered = training.lower(training.state, training.place(tokens))
+    wait_for(turns / COMPILE)
+    if lowered is not None:
+        say("compiling")
+        lowered.compile()
+    say(COMPILED)
+
+
+def measure(job: Job, limit: float = float("inf"), turns: pathlib.Path | None = None) -> Iterator[dict]:
+    """Run one job in this process, after its turns if it takes them: what was found so far, and then with what was
+    asked for beside it.
+    """
     table = fp8.GemmTable.load(job.case.gemms) if job.case.gemms else None
     with fp8.tuned_gemms(table) if table else contextlib.nullcontext():
+        if turns is not None:
+            compile_ahead(job.case, turns)
+            wait_for(turns / MEASURE)
+        if limit < float("inf"):
+            faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
         yield from [train(job)] if job.text else time_steps(job)
 
 
@@ -174,8 +203,7 @@ def train(job: Job) -> dict:
 
 def main(arguments: list[str]) -> int:
     job, result, limit = Job.from_json(arguments[0]), pathlib.Path(arguments[1]), float(arguments[2])
-    faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
-    for found in measure(job):
+    for found in measure(job, limit, *map(pathlib.Path, arguments[3:])):
         unfinished = result.with_suffix(".part")
         unfinished.write_text(json.dumps(found))
         unfinished.replace(result)

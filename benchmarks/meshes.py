@@ -7,74 +7,36 @@ plain Flax.
     python benchmarks/meshes.py --mesh pipe=4 pipe=2,tensor=2+sequence --schedule 1f1b zero-bubble --microbatches 16
     python benchmarks/meshes.py --mesh data=2 --text batches.npy --losses data.json   # mesh_curves.py makes and draws
 
-Each case runs in a process of its own, for at most `--limit` seconds: one that hangs is a row that says where. It takes
-the median of `--steps` steps with a wait after each, then as many dispatched without waiting, on random tokens that are
+    python benchmarks/meshes.py --mesh pipe=2 data=2 --recipe delayed bf16 --cold --compile-ahead --limit 300
+
+Each case runs in a process of its own, for at most `--limit` seconds: one that hangs is a row that says where. With
+`--compile-ahead` all cases compile first, at the same time, within that limit too. A case takes the median of `--steps` steps with a wait after each, then as many dispatched without waiting, on random tokens that are
 others in every step and lie on the devices before the clock starts. Peak memory is that of the fullest device. The
 bubble beside them is not measured: it is that of the schedule, with units as long as `--costs` says.
-
-    parent ──case as JSON──→ python mesh_steps.py ... ──measurement as JSON──→ table
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import overlap
 import tables
 from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for, has_stages
+from mesh_processes import CaseProcess, compile_side_by_side
 from mesh_steps import WARMUP_STEPS, Job
 
 from jax_fp8.parallel.schedules import SCHEDULES
 from jax_fp8.parallel.timeline import Costs, make_timeline
 
-STEPS = pathlib.Path(__file__).resolve().with_name("mesh_steps.py")
-MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}  # unless told otherwise
 TOO_SHORT = 10.0  # seconds, to begin a case
-
-
-def run_in_fresh_process(job: Job, limit: float) -> dict:
-    """The measurement of a job, or its case and how it failed."""
-    environment = {**MEMORY, **os.environ}
-    with tempfile.TemporaryDirectory() as directory:
-        result, errors = pathlib.Path(directory, "result.json"), pathlib.Path(directory, "errors.txt")
-        command = [sys.executable, str(STEPS), job.to_json(), str(result), str(limit)]
-        with errors.open("w") as file:
-            process = subprocess.Popen(command, env=environment, stderr=file, stdout=file)
-            try:
-                status = process.wait(timeout=limit)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = None
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even a killed process
-                    process.wait(timeout=10)
-        said = errors.read_text(errors="replace")
-        found = json.loads(result.read_text()) if result.exists() else {}
-    if status == 0:
-        return found
-    print(said[-3000:], file=sys.stderr, flush=True)
-    if found:  # the times are good; what came after them failed
-        return {**found, "failed_beside": reason(said, status, limit)}
-    return {"case": dataclasses.asdict(job.case), "failed": reason(said, status, limit)}
-
-
-def reason(said: str, status: int | None, limit: float) -> str:
-    """How a process ended that left no result, in one line."""
-    phase = ["the start", *re.findall(r"^phase: (.*)$", said, re.MULTILINE)][-1]
-    if status is None:
-        frames = re.findall(r'most recent call first\):\n  File "[^"]*", line \d+ in (\w+)', said)
-        inside = f", in {frames[-1]}" if frames else ""
-        return f"no result within {limit:g} s; last seen at {phase}{inside}"
-    errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", said, re.MULTILINE)
-    return errors[-1][:200] if errors else f"exit status {status} at {phase}"
 
 
 def markdown(results: list[dict]) -> str:
@@ -131,6 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     lengths = ("FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT")
     parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=lengths)
     parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
+    parser.add_argument("--compile-ahead", action="store_true", help="all cases at a time: shortens a run of many")
     for name in ("fast", "fp8-head", "fp8-attention", "recompute", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--pieces", action="store_true", help="microbatches driven one by one, not as one step")
@@ -153,6 +116,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("say --all, or a --mesh")
     if options.pieces and (options.profile or options.report):
         parser.error("--profile and --report are of a step as a whole; leave out --pieces")
+    if options.compile_ahead and (options.pieces or options.profile or options.report or options.text):
+        parser.error(
+            "--compile-ahead is of times of a step as a whole; leave out --pieces, --profile, --report, --text"
+        )
     if options.steps < 1 or options.warmup < 0:
         parser.error("--steps must be at least 1, and --warmup at least 0")
     return options
@@ -209,6 +176,25 @@ def count_devices() -> int:
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
+def measure_all(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[dict]:
+    """What each job finds, or how it failed, one after the other."""
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        waiting = []
+        if options.compile_ahead:
+            cache = stack.enter_context(tempfile.TemporaryDirectory())
+            waiting = compile_side_by_side(jobs, options.limit, cache)
+            for process in waiting:
+                stack.callback(process.end)
+        for index, job in enumerate(jobs):
+            left = options.total - (time.monotonic() - started)
+            if left > TOO_SHORT:
+                process = waiting[index] if waiting else CaseProcess(job, options.limit)
+                yield process.result(min(options.limit, left))
+            else:
+                yield {"case": dataclasses.asdict(job.case), "failed": f"not begun within {options.total:g} s"}
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
@@ -217,13 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results, started = [], time.monotonic()
-    for job in jobs:
-        left = options.total - (time.monotonic() - started)
-        if left > TOO_SHORT:
-            found = run_in_fresh_process(job, min(options.limit, left))
-        else:
-            found = {"case": dataclasses.asdict(job.case), "failed": f"not begun within {options.total:g} s"}
+    results = []
+    for job, found in zip(jobs, measure_all(jobs, options), strict=True):
         found |= computed_bubble(job.case, costs)
         results.append(found)
         print(f"{job.case.mesh} {job.case.name}: {found.get('failed', 'done')}", flush=True)

@@ -19,6 +19,7 @@ from jax_fp8.parallel.schedule import Schedule
 from jax_fp8.parallel.schedules import layers_of_stage, make_schedule
 from jax_fp8.train.cuda_graph import default_options
 
+REMAT = ("none", "norms", "full")
 RECIPES = ("delayed", "current", "block", "bf16", "plain")
 GRAPHS = ("default", "collectives", "none")
 SEQUENCE = "+sequence"
@@ -49,6 +50,7 @@ class Case:
       fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
         current alone.
       fp8_attention: attention in FP8 too: of delayed alone.
+      remat: what layers keep for the backward, as a `GPT` takes it; not of plain.
       cold: no warm start, which is a program of its own: the first step finds scales of 1.
       pieces: microbatches driven one by one, by `accumulate_step`; not of plain.
       cache_weights: False casts weights, and gathers them, in every microbatch.
@@ -71,7 +73,7 @@ class Case:
     fp8_head: bool = False
     fp8_attention: bool = False
     param_dtype: str = "float32"
-    recompute: bool = False
+    remat: str = "none"
     gradient_dtype: str = ""
     cold: bool = False
     pieces: bool = False
@@ -170,7 +172,7 @@ class Case:
             "FP8 attention": self.fp8_attention and self.recipe == "delayed",
             f"{self.param_dtype} params": self.param_dtype != "float32",
         }
-        said = {**(in_fp8 if self.in_fp8 else {}), "recompute": self.recompute}
+        said = {**(in_fp8 if self.in_fp8 else {}), f"remat {self.remat}": self.remat != "none"}
         said |= {f"{self.gradient_dtype} gradients": bool(self.gradient_dtype), "tuned": bool(self.gemms)}
         said |= {"pieces": self.pieces, "weights not kept": not self.cache_weights}
         if self.pipeline is not None:
@@ -283,7 +285,7 @@ def _build_ours(case, tx, mesh, tokens, shapes_only):
         head_recipe=head if case.fp8_head and case.in_fp8 else None,
         fp8_attention=case.fp8_attention and case.recipe == "delayed",
         param_dtype=jnp.dtype(case.param_dtype) if case.in_fp8 else jnp.float32,
-        recompute=case.recompute,
+        remat=case.remat,
     )
     step = fp8.make_train_step(
         fp8.next_token_loss(model),

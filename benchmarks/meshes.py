@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import overlap
 import tables
-from mesh_cases import GRAPHS, RECIPES, SEQUENCE, Case, cases_for, has_stages
+from mesh_cases import GRAPHS, RECIPES, REMAT, SEQUENCE, Case, cases_for, has_stages
 from mesh_processes import CaseProcess, compile_side_by_side
 from mesh_steps import WARMUP_STEPS, Job
 
@@ -94,12 +94,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=lengths)
     parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
     parser.add_argument("--compile-ahead", action="store_true", help="all cases at a time: shortens a run of many")
-    for name in ("fast", "fp8-head", "fp8-attention", "recompute", "cold"):
+    for name in ("fast", "fp8-head", "fp8-attention", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--pieces", action="store_true", help="microbatches driven one by one, not as one step")
     parser.add_argument("--cache-weights", action=argparse.BooleanOptionalAction, default=True, help="for all of them")
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-dtype", choices=("float32", "bfloat16"), default="")
+    parser.add_argument("--remat", choices=REMAT, default="none", help="what layers keep, but for plain")
     parser.add_argument("--graphs", choices=GRAPHS, default="default")
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="options of XLA")
     parser.add_argument("--gemms", default="", help="a file of tuned GEMMs, for delayed and current")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -200,14 +201,14 @@ class Case:
 
 @dataclasses.dataclass
 class Training:
-    """A step and its state. `step(state, batch)` is a new state and `{"loss"}`; `place` puts tokens on the mesh, in
-    pieces a tuple of microbatches.
+    """A step and what it begins with. `step(state, batch)` is a new state and `{"loss"}`; `place` puts tokens on the
+    mesh, in pieces a tuple of microbatches. `shapes` are those of `make_state()`.
     """
 
     step: Callable
-    state: Any
+    make_state: Callable[[], Any]
+    shapes: Any
     place: Callable[[np.ndarray], Any]
-    lower: Callable[[Any, Any], Any]
     num_params: int
 
 
@@ -229,8 +230,8 @@ def make_mesh(case: Case, kind: AxisType) -> Mesh:
     return jax.make_mesh(sizes, tuple(case.axes), (kind,) * len(sizes), devices=devices[: case.devices])
 
 
-def build(case: Case, text_steps: int = 0, *, shapes_only: bool = False) -> Training:
-    """The case, ready for its first step; or with shapes in place of its state, to be compiled: not of plain."""
+def build(case: Case, text_steps: int = 0) -> Training:
+    """The case, before its state is made."""
     tx, config = make_optimizer(case.recipe, text_steps), case.config
     tokens = np.zeros(
         (case.sequences // case.num_microbatches, config.max_seq_len), np.int32
@@ -240,19 +241,19 @@ def build(case: Case, text_steps: int = 0, *, shapes_only: bool = False) -> Trai
         names = ("vocab_size", "num_layers", "num_heads", "hidden_size", "max_seq_len")
         constrain = constraint(mesh, case.batch_axes, case.sequence_parallel)
         model = PlainGPT(**{name: getattr(config, name) for name in names}, constrain=constrain)
-        step, state = build_plain(model, tx, mesh, tokens, case.num_microbatches, case.compiler_options)
-        params = state[0]["params"]
+        step, make, shapes = build_plain(model, tx, mesh, tokens, case.num_microbatches, case.compiler_options)
+        params = shapes[0]["params"]
     else:
         mesh = make_mesh(case, AxisType.Explicit)
-        step, state = _build_ours(case, tx, mesh, tokens, shapes_only)
-        params = state.params
+        step, make, shapes = _build_ours(case, tx, mesh, tokens)
+        params = shapes.params
     placed = NamedSharding(mesh, PartitionSpec(case.batch_axes) if case.batch_axes else PartitionSpec())
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     if not case.pieces:
-        return Training(step, state, lambda batch: jax.device_put(batch, placed), step.lower, num_params)
+        return Training(step, make, shapes, lambda batch: jax.device_put(batch, placed), num_params)
     pieces = [np.s_[i :: case.num_microbatches] for i in range(case.num_microbatches)]
     place = lambda batch: tuple(jax.device_put(batch[rows], placed) for rows in pieces)  # noqa: E731
-    return Training(_driven(step), state, place, step.lower, num_params)
+    return Training(_driven(step), make, shapes, place, num_params)
 
 
 def _driven(step: Any) -> Callable:
@@ -270,7 +271,7 @@ def _driven(step: Any) -> Callable:
     return run
 
 
-def _build_ours(case, tx, mesh, tokens, shapes_only):
+def _build_ours(case, tx, mesh, tokens):
     accumulation = {"split_accumulator": ()} if case.fast else {}
     recipe = {
         "delayed": fp8.DelayedScaling(**accumulation),
@@ -301,8 +302,8 @@ def _build_ours(case, tx, mesh, tokens, shapes_only):
         chunks=case.chunks or None,
         compiler_options=None if case.graphs == "default" and not case.options else case.compiler_options,
     )
-    make = step.state_shapes if shapes_only else step.init_state
-    return step, make(model.init, jax.random.key(1), tokens)
+    init = model.init, jax.random.key(1), tokens
+    return step, partial(step.init_state, *init), step.state_shapes(*init)
 
 
 def cases_for(devices: int) -> tuple[list[str], list[dict]]:

@@ -62,16 +62,17 @@ def constraint(mesh: Mesh, batch_axes: tuple[str, ...], sequence_parallel: bool)
 
 def build_plain(
     model: nn.Module, tx: optax.GradientTransformation, mesh: Mesh, tokens: Any, microbatches: int, options: dict
-) -> tuple[Callable, Any]:
-    """The step and its state, in shards from the start."""
+) -> tuple[Callable, Callable[[], Any], Any]:
+    """The step; what makes its state, in shards from the start; and the shapes of that."""
 
     def create(key):
         variables = dict(model.init(key, tokens))
         return variables, tx.init(variables["params"])
 
-    shardings = shardings_of(jax.eval_shape(create, jax.random.key(1)), mesh)
+    shapes = jax.eval_shape(create, jax.random.key(1))
+    shardings = shardings_of(shapes, mesh)
     out_shardings = (shardings, {"loss": NamedSharding(mesh, PartitionSpec())})
     step = make_plain_step(
         plain_loss(model), tx, microbatches, out_shardings=out_shardings, compiler_options=options or None
     )
-    return step, jax.jit(create, out_shardings=shardings)(jax.random.key(1))
+    return step, lambda: jax.jit(create, out_shardings=shardings)(jax.random.key(1)), shapes

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import kernel_profile
@@ -60,19 +61,21 @@ def wait_for(turn: pathlib.Path) -> None:
         time.sleep(0.02)
 
 
-def compile_ahead(case: Case, turns: pathlib.Path) -> None:
-    """Compile the step of a case from shapes, for jax's cache, when its turn comes; of plain Flax nothing."""
+def compile_ahead(case: Case, training: Training, turns: pathlib.Path) -> None:
+    """Compile the step of a case from shapes, for jax's cache, when its turn comes; of plain Flax nothing. Returns when
+    its turn to be measured has come.
+    """
     lowered = None
     if case.recipe != "plain":
         say("tracing")
-        training = build(case, shapes_only=True)
         tokens = np.zeros((case.sequences, case.config.max_seq_len + 1), np.int32)
-        lowered = training.lower(training.state, training.place(tokens))
+        lowered = training.step.lower(training.shapes, training.place(tokens))
     wait_for(turns / COMPILE)
     if lowered is not None:
         say("compiling")
         lowered.compile()
     say(COMPILED)
+    wait_for(turns / MEASURE)
 
 
 def measure(job: Job, limit: float = float("inf"), turns: pathlib.Path | None = None) -> Iterator[dict]:
@@ -81,38 +84,45 @@ def measure(job: Job, limit: float = float("inf"), turns: pathlib.Path | None = 
     """
     table = fp8.GemmTable.load(job.case.gemms) if job.case.gemms else None
     with fp8.tuned_gemms(table) if table else contextlib.nullcontext():
+        if turns is None:  # else there is no hurry yet
+            hurry(limit)
+        training = build(job.case, len(np.load(job.text, mmap_mode="r")) if job.text else 0)
         if turns is not None:
-            compile_ahead(job.case, turns)
-            wait_for(turns / MEASURE)
-        if limit < float("inf"):
-            faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
-        yield from [train(job)] if job.text else time_steps(job)
+            compile_ahead(job.case, training, turns)
+            hurry(limit)
+        yield from [train(job, training)] if job.text else time_steps(job, training)
 
 
-def time_steps(job: Job) -> Iterator[dict]:
+def hurry(limit: float) -> None:
+    """From now on there are so many seconds left."""
+    if limit < float("inf"):
+        faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
+
+
+def time_steps(job: Job, training: Training) -> Iterator[dict]:
     """Both times of a step, and what was asked for beside them."""
     case = job.case
     say("making the state")
-    training = build(case)
+    state = training.make_state()
     shape, generator = (case.sequences, case.config.max_seq_len + 1), np.random.default_rng(0)
     batches = [
         training.place(generator.integers(0, case.config.vocab_size, shape, np.int32))
         for _ in range(1 + job.warmup + 2 * job.steps)
     ]
-    jax.block_until_ready((training.state, batches))
+    jax.block_until_ready((state, batches))
     losses, waited_ms = [], []
     for index in range(1 + job.warmup + job.steps):
         if index < 2:
             say("the first step, with compiling" if index == 0 else "steps")
         start = time.perf_counter()
-        training.state, metrics = training.step(training.state, batches[index])
+        state, metrics = training.step(state, batches[index])
         losses.append(float(metrics["loss"]))  # a number: arrays that are kept move the buffers of later steps
         waited_ms.append(1e3 * (time.perf_counter() - start))
     say("steps in a row")
     start = time.perf_counter()
     for batch in batches[-job.steps :]:
-        training.state, metrics = training.step(training.state, batch)
-    jax.block_until_ready((training.state, metrics))
+        state, metrics = training.step(state, batch)
+    jax.block_until_ready((state, metrics))
     row_ms = 1e3 * (time.perf_counter() - start) / job.steps
     timed_ms, timed_losses = waited_ms[-job.steps :], losses[-job.steps :]
     step_ms = statistics.median(timed_ms)
@@ -130,7 +140,7 @@ def time_steps(job: Job) -> Iterator[dict]:
     }
     yield result
     if job.report or job.profile:
-        yield result | look_closer(job, training, batches)
+        yield result | look_closer(job, training.step, state, batches)
 
 
 def described(case: Case, num_params: int) -> dict:
@@ -150,24 +160,25 @@ def peak_gib(devices: int) -> list[float] | None:
     return None if None in peaks else [peak / 2**30 for peak in peaks]
 
 
-def look_closer(job: Job, training: Training, batches: list[jax.Array]) -> dict:
+def look_closer(job: Job, step: Any, state: Any, batches: list[jax.Array]) -> dict:
     """The report and the profile. One that fails costs no times: the table and the exit status say so."""
     found = {}
     if job.report:
         say("the report")
         try:
-            report = fp8.capture_report(training.lower(training.state, batches[0]))
+            report = fp8.capture_report(step.lower(state, batches[0]))
             found |= {"wire_mib": report.wire_bytes / 2**20, "report": str(report)}
         except (ValueError, RuntimeError) as error:
             found["failed_beside"] = str(error)
     if job.profile:
         say("the profile")
-        hlo_text = training.lower(training.state, batches[0]).compile().as_text()
+        hlo_text = step.lower(state, batches[0]).compile().as_text()
 
         def run():
+            nonlocal state
             for index in range(job.profile):
-                training.state, _ = training.step(training.state, batches[index % len(batches)])
-            jax.block_until_ready(training.state)
+                state, _ = step(state, batches[index % len(batches)])
+            jax.block_until_ready(state)
 
         try:
             found["profile"] = overlap.summarize(kernel_profile.record(run), job.profile, hlo_text)
@@ -176,7 +187,7 @@ def look_closer(job: Job, training: Training, batches: list[jax.Array]) -> dict:
     return found
 
 
-def train(job: Job) -> dict:
+def train(job: Job, training: Training) -> dict:
     """The losses of all batches of a file: int (steps, sequences, seq + 1), as `mesh_curves.py text` writes it."""
     case, text = job.case, np.load(job.text, mmap_mode="r")
     wanted = case.sequences, case.config.max_seq_len + 1
@@ -190,11 +201,11 @@ def train(job: Job) -> dict:
             f"tokens must be below the vocabulary of {case.config.vocab_size:,}, got {text.max():,}; set --vocab-size"
         )
     say("making the state")
-    training, losses, started = build(case, len(text)), [], time.perf_counter()
+    state, losses, started = training.make_state(), [], time.perf_counter()
     for index, batch in enumerate(text):
         if index < 2:
             say("the first step, with compiling" if index == 0 else "steps")
-        training.state, metrics = training.step(training.state, training.place(np.asarray(batch, np.int32)))
+        state, metrics = training.step(state, training.place(np.asarray(batch, np.int32)))
         losses.append(float(metrics["loss"]))
     result = described(case, training.num_params)
     result |= {"seconds": time.perf_counter() - started, "peak_gib": peak_gib(case.devices), "losses": losses}

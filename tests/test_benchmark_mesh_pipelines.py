@@ -17,7 +17,7 @@ def test_the_step_of_a_case_runs_its_schedule(benchmark):
         case = mesh_cases.Case(recipe="bf16", **sizes, **how)
         training = mesh_cases.build(case)
         tokens = training.place(np.zeros((case.sequences, 33), np.int32))
-        lengths = re.findall(r"\blength=(\d+)", str(training.step.trace(training.state, tokens).jaxpr))
+        lengths = re.findall(r"\blength=(\d+)", str(training.step.trace(training.shapes, tokens).jaxpr))
         return None if case.pipeline is None else len(case.pipeline.table), {int(length) for length in lengths}
 
     of_one, found_in_one = ticks(mesh="data=1")

@@ -48,7 +48,7 @@ def test_pieces_are_the_whole_step(benchmark):
         ("others", {"pieces": True, "cache_weights": False}, tokens[:, ::-1]),
     ):
         training = mesh_cases.build(mesh_cases.Case(**case, **given))
-        _, metrics = training.step(training.state, training.place(batch))
+        _, metrics = training.step(training.make_state(), training.place(batch))
         losses[name] = float(metrics["loss"])
     assert losses["pieces"] == pytest.approx(losses["whole"], rel=1e-6)
     assert losses["others"] != pytest.approx(losses["whole"], rel=1e-6)
@@ -91,7 +91,7 @@ def test_a_plain_state_is_made_in_parts(benchmark):
     mesh_cases = benchmark("mesh_cases")
     for mesh, part in (("fsdp=2", (128, 128)), ("data=2", (256, 128))):
         training = mesh_cases.build(mesh_cases.Case(**SMALL, mesh=mesh, recipe="plain"))
-        (variables, opt_state) = training.state
+        (variables, opt_state) = training.make_state()
         moments = [leaf for leaf in jax.tree.leaves(opt_state) if leaf.shape == (256, 128)]
         for leaf in (variables["params"]["embedding"], *moments):
             assert leaf.addressable_shards[0].data.shape == part

@@ -1,4 +1,4 @@
-"""The processes of `meshes.py`, one for each case: one after the other, or compiled side by side before they take turns.
+"""The processes of `meshes.py`, one for each case: one after the other, or compiled side by side and then in turns.
 
     parent ──job as JSON──→ python mesh_steps.py JOB RESULT LIMIT [TURNS] ──measurement as JSON──→ parent
 

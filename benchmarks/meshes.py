@@ -5,14 +5,14 @@ plain Flax.
     python benchmarks/meshes.py --mesh data=4 tensor=4+sequence --recipe delayed bf16 plain --fast --fp8-head
     python benchmarks/meshes.py --mesh data=2 --recipe delayed --profile 2
     python benchmarks/meshes.py --mesh pipe=4 pipe=2,tensor=2+sequence --schedule 1f1b zero-bubble --microbatches 16
+    python benchmarks/meshes.py --mesh pipe=2 data=2 --recipe delayed bf16 --cold --compile-ahead --limit 300
     python benchmarks/meshes.py --mesh data=2 --text batches.npy --losses data.json   # mesh_curves.py makes and draws
 
-    python benchmarks/meshes.py --mesh pipe=2 data=2 --recipe delayed bf16 --cold --compile-ahead --limit 300
-
 Each case runs in a process of its own, for at most `--limit` seconds: one that hangs is a row that says where. With
-`--compile-ahead` all cases compile first, at the same time, within that limit too. A case takes the median of `--steps` steps with a wait after each, then as many dispatched without waiting, on random tokens that are
-others in every step and lie on the devices before the clock starts. Peak memory is that of the fullest device. The
-bubble beside them is not measured: it is that of the schedule, with units as long as `--costs` says.
+`--compile-ahead` all cases compile first, at the same time, within that limit too. A case takes the median of `--steps`
+steps with a wait after each, then as many dispatched without waiting, on random tokens that are others in every step
+and lie on the devices before the clock starts. Peak memory is that of the fullest device. The bubble beside them is not
+measured: it is that of the schedule, with units as long as `--costs` says.
 """
 
 import argparse

@@ -1,63 +1,117 @@
-// Launching: which kernel, and how much of a row shared memory holds. The kernels are device/cross_entropy.cuh.
+// Launching: which kernel, and how much of a row shared memory holds. The kernels are device/cross_entropy.cuh and
+// device/cross_entropy_ahead.cuh.
 #include "cross_entropy.h"
 
 #include <algorithm>
 
 #include "device/by_dtype.cuh"
 #include "device/cross_entropy.cuh"
+#include "device/cross_entropy_ahead.cuh"
 #include "kernel_launch.h"
 #include "launch.h"
 
 namespace jax_fp8 {
 namespace {
 
-// As much as each of kBlocks blocks on a multiprocessor can have. CUDA keeps 1 KB a block for itself, and of what a
-// multiprocessor has, one block alone may ask for all but that.
-cudaError_t find_shared_bytes(int& bytes) {
-  constexpr int kReserved = 1024, kStatic = 512;  // more than the kernel's own arrays
-  static_assert(sizeof(cross_entropy::Scratch) <= kStatic);
+// Of a block's shared memory, when several are to be on a multiprocessor: CUDA keeps 1 KB a block for itself, and of
+// what a multiprocessor has, one block alone may ask for all but that. `declared` is what the kernel declares.
+cudaError_t find_shared_bytes(int blocks, int declared, int& bytes) {
+  constexpr int kReserved = 1024;
   int device = 0, most = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  bytes = (most + kReserved) / cross_entropy::kBlocks - kReserved - kStatic;
+  bytes = (most + kReserved) / blocks - kReserved - static_cast<int>(divide_up(declared, 128)) * 128;
   return status;
 }
 
-template <typename T>
-cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, unsigned count, cudaStream_t stream) {
-  constexpr int kVectorBytes = kVectorWidth * sizeof(T);
-  const auto kernel = cross_entropy::rows_kernel<T>;
-  int available = 0;
-  bool clusters = false;
-  cudaError_t status = find_shared_bytes(available);
-  if (status == cudaSuccess) status = find_clusters(kernel, clusters);
-  if (status != cudaSuccess) return status;
-  const int capacity = available / kVectorBytes * kVectorWidth, vocab = static_cast<int>(rows.vocab);
-  int blocks = 1;
-  while (clusters && vocab > blocks * capacity && blocks < cross_entropy::kMaxClusterBlocks) blocks *= 2;
-  const auto part = static_cast<int>(divide_up(vocab / kVectorWidth, blocks)) * kVectorWidth;
-  const int held = std::min(part, capacity);
+template <typename Kernel>
+cudaError_t ask_for_shared_bytes(Kernel kernel, int bytes) {
+  const cudaError_t status = allow_shared_bytes(kernel, bytes);
+  return status == cudaSuccess ? prefer_shared_memory(kernel, 100) : status;
+}
 
-  status = allow_shared_bytes(kernel, available);
-  if (status == cudaSuccess) status = prefer_shared_memory(kernel, 100);
+// How many elements of a row fit into so many bytes.
+template <typename T>
+int capacity_of(int bytes) {
+  return bytes / static_cast<int>(kVectorWidth * sizeof(T)) * kVectorWidth;
+}
+
+// One block a row.
+template <typename T>
+cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, int64_t count, int available, cudaStream_t stream) {
+  const auto kernel = cross_entropy::rows_kernel<T>;
+  const cudaError_t status = ask_for_shared_bytes(kernel, available);
   if (status != cudaSuccess) return status;
-  const Clusters of_rows{
-      .blocks = int64_t{count} * blocks,
-      .blocks_per_cluster = blocks > 1 ? static_cast<unsigned>(blocks) : 0,
-      .threads = cross_entropy::kThreads,
-      .shared_bytes = static_cast<size_t>(held) * sizeof(T),
+  const int held = std::min(static_cast<int>(rows.vocab) / kVectorWidth * kVectorWidth, capacity_of<T>(available));
+  kernel<<<static_cast<unsigned>(count), cross_entropy::kThreads, held * sizeof(T), stream>>>(rows, held);
+  return cudaGetLastError();
+}
+
+// How a cluster shares a row: with as many blocks on a multiprocessor as can be, for while some wait, others compute.
+// Of such splits it is the one with the fewest blocks in a cluster.
+struct Split {
+  int log2_blocks, held;  // both 0: shared memory does not hold such a row twice
+};
+
+template <typename T>
+cudaError_t find_split(int vocab, Split& split) {
+  split = {};
+  for (int blocks = 1; blocks <= cross_entropy::kAheadBlocks; ++blocks) {
+    int available = 0;
+    const cudaError_t status = find_shared_bytes(blocks, sizeof(cross_entropy::Told), available);
+    if (status != cudaSuccess) return status;
+    for (int log2 = cross_entropy::kMaxLog2Blocks; log2 > 0; --log2) {
+      const auto held = static_cast<int>(divide_up(vocab / kVectorWidth, 1 << log2)) * kVectorWidth;
+      if (held <= capacity_of<T>(available / 2)) split = {log2, held};
+    }
+  }
+  return cudaSuccess;
+}
+
+// A cluster a row, as many clusters as the device has room for; `launched` is false where there is none.
+template <typename T>
+cudaError_t try_ahead(const cross_entropy::Rows<T>& rows, int64_t count, cudaStream_t stream, bool& launched) {
+  const auto kernel = cross_entropy::ahead_kernel<T>;
+  int most = 0, room = 0;
+  Split split;
+  launched = false;
+  cudaError_t status = find_split<T>(static_cast<int>(rows.vocab), split);
+  if (status == cudaSuccess) status = find_shared_bytes(1, sizeof(cross_entropy::Told), most);
+  if (status == cudaSuccess) status = ask_for_shared_bytes(kernel, most);
+  if (status != cudaSuccess || split.held == 0) return status;
+  Clusters clusters{
+      .blocks = 1 << split.log2_blocks,
+      .blocks_per_cluster = 1u << split.log2_blocks,
+      .threads = cross_entropy::kAheadThreads,
+      .shared_bytes = 2 * sizeof(T) * split.held,
   };
-  return ClusterLaunch(of_rows, stream)(kernel, rows, blocks, held);
+  status = ClusterLaunch(clusters, stream).find_room(kernel, room);
+  launched = status == cudaSuccess && room > 0;
+  if (!launched) return status;
+  clusters.blocks = std::min(count, int64_t{room}) << split.log2_blocks;
+  return ClusterLaunch(clusters, stream)(kernel, rows, count, split.log2_blocks, split.held);
+}
+
+// A row that a block's shared memory does not hold is a cluster's, where there are clusters.
+template <typename T>
+cudaError_t launch_vectorized(const cross_entropy::Rows<T>& rows, int64_t count, cudaStream_t stream) {
+  int available = 0;
+  bool found = false, launched = false;
+  cudaError_t status = find_shared_bytes(cross_entropy::kBlocks, sizeof(cross_entropy::Scratch), available);
+  if (status == cudaSuccess) status = find_clusters(cross_entropy::ahead_kernel<T>, found);
+  if (status == cudaSuccess && found && rows.vocab > capacity_of<T>(available)) {
+    status = try_ahead(rows, count, stream, launched);
+  }
+  return status != cudaSuccess || launched ? status : launch_rows(rows, count, available, stream);
 }
 
 template <typename T>
-cudaError_t launch_any(const cross_entropy::Rows<T>& rows, unsigned count, cudaStream_t stream) {
-  cross_entropy::any_kernel<T><<<count, cross_entropy::kThreads, 0, stream>>>(rows);
+cudaError_t launch_any(const cross_entropy::Rows<T>& rows, int64_t count, cudaStream_t stream) {
+  cross_entropy::any_kernel<T><<<static_cast<unsigned>(count), cross_entropy::kThreads, 0, stream>>>(rows);
   return cudaGetLastError();
 }
 
 }  // namespace
-
 cudaError_t launch_cross_entropy(const CrossEntropyArguments& arguments, cudaStream_t stream) {
   if (arguments.rows == 0) return cudaSuccess;
   const uintptr_t distance =
@@ -76,8 +130,8 @@ cudaError_t launch_cross_entropy(const CrossEntropyArguments& arguments, cudaStr
         .lse = arguments.lse,
         .vocab = arguments.vocab,
     };
-    const auto launch = vectorized ? launch_rows<T> : launch_any<T>;
-    status = launch(rows, static_cast<unsigned>(arguments.rows), stream);
+    const auto launch = vectorized ? launch_vectorized<T> : launch_any<T>;
+    status = launch(rows, arguments.rows, stream);
   });
   return status;
 }

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
+from jax_fp8 import kernels
 from jax_fp8.kernels import extension
 
 REASON = h200.missing_reason() or extension.missing_reason()
@@ -90,6 +91,17 @@ def test_one_graph_and_what_is_around_the_calls():
     assert [i.results[0].shape for i in program.copies] == [i.results[0].shape for i in plain.copies]
     transposes = [i for i in program.instructions if i.opcode == "transpose" and i.launches and i.in_entry]
     assert not transposes
+
+
+def test_long_sequences_have_a_backward_each(monkeypatch):
+    """In one graph still; and of each array that is taken apart or put together again, one pass."""
+    together = compile_step(h200.mesh(data=1))
+    monkeypatch.setattr(kernels.fp8_attention, "SEQUENCES_APART", SEQ)
+    jax.clear_caches()
+    apart = compile_step(h200.mesh(data=1))
+    assert apart.graphs == 1 and not apart.outside_graphs
+    assert (len(attentions(together, BACKWARD)), len(attentions(apart, BACKWARD))) == (2, 2 * BATCH)
+    assert len(attentions(apart)) == 2
 
 
 SPLIT = [

@@ -1,5 +1,6 @@
-// What moves a box of a matrix between global and shared memory while threads do other things, and how they learn that
-// it has arrived: the tensor copies of compute capability 9.0 and its barriers in shared memory.
+// What moves a box of a matrix between global and shared memory while threads do other things, what a thread sends to
+// another block, and how threads learn that it has arrived: the tensor copies of compute capability 9.0 and its
+// barriers in shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -40,6 +41,21 @@ __device__ inline void arrive_in_block(Barrier& barrier, int block) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(&barrier)), "r"(block));
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+// Sends two words to this place in a block of the cluster, where `barrier` gets eight bytes. That publishes nothing
+// else, and so waits for nothing.
+template <typename T>
+__device__ inline void send(const T& pair, T* shared, Barrier& barrier, int block) {
+  static_assert(sizeof(T) == 8 && alignof(T) == 8);
+  const auto* words = reinterpret_cast<const uint32_t*>(&pair);
+  uint32_t there, barrier_there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(shared_address(&barrier)), "r"(block));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+               :
+               : "r"(there), "r"(words[0]), "r"(words[1]), "r"(barrier_there)
+               : "memory");
 }
 
 // Whether the phase has ended; the hardware waits for a while before it says no.

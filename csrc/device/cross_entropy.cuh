@@ -1,22 +1,19 @@
 // Two kernels: one that keeps a row in shared memory as it comes, and one for a gradient that is aligned in another way
-// than the logits.
+// than the logits. cross_entropy_ahead.cuh has a third, for rows that are longer than what a block can keep.
 //
 // A thread measures its elements while they are in registers, and rescales what it has added up whenever a batch of
 // loads brings a larger one. After two reductions over the block, every thread turns the elements that it has kept
 // itself into their gradient. All of a row is measured before any of it is overwritten, and what did not fit into
 // shared memory is read again by the thread that will overwrite it.
 //
-// A row that is longer than what a block can keep is shared by the blocks of a cluster: each has as many of its vectors
-// as the others, and tells them its maximum and its sum. Vectors begin where memory is aligned, so with an odd
-// vocabulary elsewhere in every row; what is left at both ends of a row are up to 14 elements, one each for as many
-// threads.
+// Vectors begin where memory is aligned, so with an odd vocabulary elsewhere in every row; what is left at both ends of
+// a row are up to 14 elements, one each for as many threads.
 //
 // Two blocks share a multiprocessor, so that one loads while the other computes and stores:
 //
 //     16-bit, vocab = 50,304: 2 x 100,608 bytes of logits; 2 x 512 threads with 128 bytes of loads in flight each,
 //     128 KB together. For an element some 16 instructions and two exponentials: half of the time in which memory
 //     delivers it and takes it back.
-//     16-bit, vocab = 128,256: clusters of four, 64,128 bytes each
 //
 // Of 16-bit logits, exp has an error of 2**-22 + |logit - largest| 2**-23, relative:
 // far less than the rounding of the gradient.
@@ -24,7 +21,6 @@
 
 #include <cstdint>
 
-#include "cluster.cuh"
 #include "exponential.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
@@ -33,7 +29,6 @@ namespace jax_fp8::cross_entropy {
 
 constexpr int kThreads = 512;
 constexpr int kBlocks = 2;  // on a multiprocessor
-constexpr int kMaxClusterBlocks = 8;
 constexpr int64_t kMaxVectorizedVocab = 1 << 24;
 
 // Vectors that a thread loads before it needs the first: 128 bytes.
@@ -59,7 +54,7 @@ __device__ inline float exponential(float x) {
 
 // What is known of some elements: sum exp(x - largest).
 // `largest` stays finite, so that it can be subtracted from infinity.
-struct Measured {
+struct alignas(8) Measured {
   static constexpr float kLimit = 0x1.fffffep127f;
   float largest, sum;
 
@@ -76,12 +71,40 @@ struct Measured {
   __device__ void add(float x) {
     sum = __fadd_rn(sum, exponential<T>(__fsub_rn(x, largest)));
   }
+
+  // Of vectors that are `stride` apart, those that begin before `end`; the first does at `start`.
+  template <typename T>
+  __device__ void add_batch(const Vector<T> (&vectors)[kDepth<T>], int start, int stride, int end) {
+    float most = largest;
+#pragma unroll
+    for (int i = 0; i < kDepth<T>; ++i) {
+      if (start + i * stride >= end) break;
+      float x[kVectorWidth];
+      unpack(vectors[i], x);
+#pragma unroll
+      for (int j = 0; j < kVectorWidth; ++j) most = fmaxf(most, x[j]);
+    }
+    raise<T>(most);
+#pragma unroll
+    for (int i = 0; i < kDepth<T>; ++i) {
+      if (start + i * stride >= end) break;
+      float x[kVectorWidth];
+      unpack(vectors[i], x);
+#pragma unroll
+      for (int j = 0; j < kVectorWidth; ++j) add<T>(x[j]);
+    }
+  }
+
+  template <typename T>
+  __device__ void add_one(float x) {
+    raise<T>(x);
+    add<T>(x);
+  }
 };
 
 struct Scratch {
   float maxima[kWarp];
   float sums[kWarp][1];
-  Measured parts[kMaxClusterBlocks];  // what the blocks of a cluster have measured
 };
 
 // From what all threads of the block have measured; every thread gets it. A NaN is in the sum.
@@ -94,24 +117,6 @@ __device__ inline Measured merge(Measured measured, Scratch& scratch) {
   return measured;
 }
 
-// From what all blocks of the cluster have measured, always in the same order. Every thread has arrived at the cluster
-// once before, so that all blocks are there to be written to.
-template <typename T>
-__device__ inline Measured merge_blocks(Measured measured, int block, int blocks, Scratch& scratch) {
-  wait_for_cluster();
-  if (static_cast<int>(threadIdx.x) < blocks) *in_block(&scratch.parts[block], threadIdx.x) = measured;
-  arrive_at_cluster();
-  wait_for_cluster();
-  Measured row = Measured::nothing();
-  for (int i = 0; i < blocks; ++i) row.raise<T>(scratch.parts[i].largest);
-  for (int i = 0; i < blocks; ++i) {
-    Measured part = scratch.parts[i];
-    part.raise<T>(row.largest);
-    row.sum = __fadd_rn(row.sum, part.sum);
-  }
-  return row;
-}
-
 // What a row's label says.
 struct Label {
   int label;
@@ -119,11 +124,14 @@ struct Label {
   float share;
 
   template <typename T>
-  __device__ Label(const Rows<T>& rows, int64_t row) {
-    label = __ldg(rows.labels + row);
-    is_token = label >= 0 && label < rows.vocab;
-    share = is_token ? __ldg(rows.shares + row) : __uint_as_float(0x7FFFFFFFu);
+  __device__ Label(const Rows<T>& rows, int label_, float share_)
+      : label(label_), is_token(label >= 0 && label < rows.vocab) {
+    share = is_token ? share_ : __uint_as_float(0x7FFFFFFFu);
   }
+
+  template <typename T>
+  __device__ Label(const Rows<T>& rows, int64_t row)
+      : Label(rows, __ldg(rows.labels + row), __ldg(rows.shares + row)) {}
 
   // To be called before the block's last barrier, and kept: the gradient may overwrite it afterwards.
   template <typename T>
@@ -157,6 +165,22 @@ struct Result {
     return from_float<T>(__fsub_rn(slope<T>(x), col == label.label ? label.share : 0.0f));
   }
 
+  // Of the vector that begins at a column.
+  template <typename T>
+  __device__ Vector<T> of_vector(Vector<T> vector, int col, const Label& label) const {
+    float x[kVectorWidth];
+    unpack(vector, x);
+#pragma unroll
+    for (int j = 0; j < kVectorWidth; ++j) x[j] = slope<T>(x[j]);
+    const unsigned place = static_cast<unsigned>(label.label) - static_cast<unsigned>(col);
+    if (place < kVectorWidth) {
+#pragma unroll
+      for (unsigned j = 0; j < kVectorWidth; ++j) x[j] = __fsub_rn(x[j], j == place ? label.share : 0.0f);
+    }
+    pack(x, vector);
+    return vector;
+  }
+
   template <typename T>
   __device__ void write(const Rows<T>& rows, int64_t row, float chosen, float share) const {
     const float loss = __fadd_rn(__fsub_rn(largest, chosen), log_sum);
@@ -167,20 +191,20 @@ struct Result {
 
 // ---- rows in vectors ------------------------------------------------------------------------------------------------
 
-// What a block has of a row, and what a thread has of it that is in no vector.
+// What a block of 2**log2_blocks has of a row, and what a thread has of it that is in no vector.
 struct Part {
   int begin, end;  // columns of the block's vectors
   int lone;        // the column of one element; -1: none
 
   template <typename T>
-  __device__ Part(const T* logits, int vocab, int block, int blocks) {
+  __device__ Part(const T* logits, int vocab, int block, int log2_blocks) {
     constexpr int kAligned = 16 / sizeof(T);
     const auto after = static_cast<int>(reinterpret_cast<uintptr_t>(logits) % 16 / sizeof(T));
     const int first = min(vocab, (kAligned - after) % kAligned);
-    const int64_t vectors = (vocab - first) / kVectorWidth;
-    begin = first + static_cast<int>(vectors * block / blocks) * kVectorWidth;
-    end = first + static_cast<int>(vectors * (block + 1) / blocks) * kVectorWidth;
-    const int thread = static_cast<int>(threadIdx.x), last = first + static_cast<int>(vectors) * kVectorWidth;
+    const int vectors = (vocab - first) / kVectorWidth;
+    begin = first + (vectors * block >> log2_blocks) * kVectorWidth;
+    end = first + (vectors * (block + 1) >> log2_blocks) * kVectorWidth;
+    const int thread = static_cast<int>(threadIdx.x), last = first + vectors * kVectorWidth;
     lone = thread < first ? thread : last + thread - first;
     if (block != 0 || lone >= vocab) lone = -1;
   }
@@ -198,74 +222,42 @@ __device__ inline Measured measure(const T* logits, const Part& part, T* kept, i
     for (int i = 0; i < kDepth<T>; ++i) {
       if (start + i * kStride < part.end) loaded[i] = read_vector(logits + start + i * kStride);
     }
-    float largest = measured.largest;
+    measured.add_batch(loaded, start, kStride, part.end);
+    // Not before: the compiler would make one loop of this and of the loads, and wait for each of them.
 #pragma unroll
     for (int i = 0; i < kDepth<T>; ++i) {
       const int col = start + i * kStride;
-      if (col >= part.end) break;
-      if (col - part.begin < held) write_vector(kept + col - part.begin, loaded[i]);
-      float x[kVectorWidth];
-      unpack(loaded[i], x);
-#pragma unroll
-      for (int j = 0; j < kVectorWidth; ++j) largest = fmaxf(largest, x[j]);
-    }
-    measured.raise<T>(largest);
-#pragma unroll
-    for (int i = 0; i < kDepth<T>; ++i) {
-      if (start + i * kStride >= part.end) break;
-      float x[kVectorWidth];
-      unpack(loaded[i], x);
-#pragma unroll
-      for (int j = 0; j < kVectorWidth; ++j) measured.add<T>(x[j]);
+      if (col < part.end && col - part.begin < held) write_vector(kept + col - part.begin, loaded[i]);
     }
   }
   return measured;
 }
 
-// Clusters of `blocks` blocks; one is none. Dynamic shared memory: the first `held` elements of a block's part, a
-// multiple of a vector.
+// Dynamic shared memory: the first `held` elements of a row's vectors, a multiple of a vector.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, int blocks, int held) {
+__global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, int held) {
   extern __shared__ uint4 shared[];
   __shared__ Scratch scratch;
   T* const kept = reinterpret_cast<T*>(shared);
-  const int64_t row = blockIdx.x / blocks;
-  const int block = static_cast<int>(blockIdx.x) % blocks, vocab = static_cast<int>(rows.vocab);
-  const T* const logits = rows.logits + row * vocab;
-  T* const gradient = rows.gradient + row * vocab;
-  if (blocks > 1) arrive_at_cluster_with_nothing();
-  const Part part(logits, vocab, block, blocks);
+  const int64_t row = blockIdx.x;
+  const T* const logits = rows.logits + row * rows.vocab;
+  T* const gradient = rows.gradient + row * rows.vocab;
+  const Part part(logits, static_cast<int>(rows.vocab), 0, 0);
   const Label label(rows, row);
   const float lone = part.lone >= 0 ? to_float(logits[part.lone]) : 0.0f;
   Measured measured = measure(logits, part, kept, held);
-  if (part.lone >= 0) {
-    measured.raise<T>(lone);
-    measured.add<T>(lone);
-  }
-  const bool tells = block == 0 && threadIdx.x == 0;
-  const float chosen = tells ? label.chosen(logits) : 0.0f;
-  measured = merge<T>(measured, scratch);
-  if (blocks > 1) measured = merge_blocks<T>(measured, block, blocks, scratch);
-  const Result result(measured, rows.z_loss, label.share);
-  if (tells) result.write(rows, row, chosen, label.share);
+  if (part.lone >= 0) measured.add_one<T>(lone);
+  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;
+  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);
+  if (threadIdx.x == 0) result.write(rows, row, chosen, label.share);
 
   if (part.lone >= 0) gradient[part.lone] = result.element<T>(lone, part.lone, label);
 #pragma unroll 2
   for (int col = part.begin + static_cast<int>(threadIdx.x) * kVectorWidth; col < part.end;
        col += kThreads * kVectorWidth) {
     const int at = col - part.begin;
-    Vector<T> vector = at < held ? read_vector(kept + at) : read_vector(logits + col);
-    float x[kVectorWidth];
-    unpack(vector, x);
-#pragma unroll
-    for (int j = 0; j < kVectorWidth; ++j) x[j] = result.slope<T>(x[j]);
-    const unsigned place = static_cast<unsigned>(label.label) - static_cast<unsigned>(col);
-    if (place < kVectorWidth) {
-#pragma unroll
-      for (unsigned j = 0; j < kVectorWidth; ++j) x[j] = __fsub_rn(x[j], j == place ? label.share : 0.0f);
-    }
-    pack(x, vector);
-    store_vector(gradient + col, vector);
+    const Vector<T> vector = at < held ? read_vector(kept + at) : read_vector(logits + col);
+    store_vector(gradient + col, result.of_vector(vector, col, label));
   }
 }
 

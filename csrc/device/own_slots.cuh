@@ -8,6 +8,15 @@
 
 namespace jax_fp8 {
 
+// Begins to bring 16 bytes to shared memory. Until they have arrived nothing is there.
+template <typename T>
+__device__ inline void fetch(T* shared, const T* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], %2;"
+               :
+               : "l"(__cvta_generic_to_shared(shared)), "l"(source), "n"(16)
+               : "memory");
+}
+
 // Slot i of neighbouring threads lies side by side: whether read or written, a quarter of a warp meets every bank once.
 template <int kThreads>
 struct OwnSlots {
@@ -19,17 +28,19 @@ struct OwnSlots {
     return reinterpret_cast<T*>(slots + slot * kThreads + threadIdx.x);
   }
 
-  // Begins to bring a vector. Until it has arrived the slot holds nothing.
   template <typename T>
   __device__ void fetch(int slot, const T* source) const {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], %2;"
-                 :
-                 : "l"(__cvta_generic_to_shared(at<T>(slot))), "l"(source), "n"(16)
-                 : "memory");
+    jax_fp8::fetch(at<T>(slot), source);
   }
 };
 
 // Until all that this thread fetches has arrived.
 __device__ inline void wait_for_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// What a thread has begun to fetch since it last did this is a batch, which may be empty.
+__device__ inline void end_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all batches of this thread but the last have arrived.
+__device__ inline void wait_for_earlier_batches() { asm volatile("cp.async.wait_group %0;" ::"n"(1) : "memory"); }
 
 }  // namespace jax_fp8

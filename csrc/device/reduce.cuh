@@ -96,16 +96,16 @@ __device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWar
 
 // ---- a maximum ------------------------------------------------------------------------------------------------------
 
-// Every thread of the block gets it; NaN is left out. Scratch memory as above.
+// NaN is left out.
+__device__ inline float warp_max(float x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  return x;
+}
+
+// Every thread of the block gets it. Scratch memory as above.
 __device__ inline float block_max(float x, float (&scratch)[kWarp]) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto warp_max = [](float largest) {
-#pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
-    }
-    return largest;
-  };
   x = warp_max(x);
   if (lane == 0) scratch[warp] = x;
   __syncthreads();

@@ -20,8 +20,9 @@ SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of Source
 Z_LOSS = 0.03
 
 # Shared memory for 64 elements of a row: then a cluster shares it, and without clusters the others are read again.
-LITTLE_SHARED = (("cross_entropy.cu", "available / kVectorBytes * kVectorWidth", "64"),)
-NO_CLUSTERS = (*LITTLE_SHARED, ("cross_entropy.cu", "while (clusters && ", "while (false && "))
+CAPACITY = "bytes / static_cast<int>(kVectorWidth * sizeof(T)) * kVectorWidth"
+LITTLE_SHARED = (("cross_entropy.cu", CAPACITY, "64"),)
+NO_CLUSTERS = (*LITTLE_SHARED, ("cross_entropy.cu", "&& found &&", "&& false &&"))
 
 
 def array(seed, *shape, dtype=np.float32, size=2.0):
@@ -93,13 +94,26 @@ def test_what_shared_memory_does_not_hold(source):
         assert_same_bits(ours, other)
 
 
-# Two, four and eight blocks that hold all of a row, and eight that do not.
+# Two, four and eight blocks that hold all of a row, and a row that even eight do not.
 @pytest.mark.parametrize("source", SOURCES[:2])
 @pytest.mark.parametrize("vocab", [120, 197, 256, 509, 4200, 4203])
 def test_rows_that_a_cluster_shares(vocab, source):
     logits, labels, shares = inputs(9, vocab, source)
     labels[:4] = [0, vocab - 1, vocab // 2, 63]
     check(logits, labels, shares, run(logits, labels, shares, changes=LITTLE_SHARED))
+
+
+# Three vectors a thread, and more than a batch; each of the two clusters has more rows than buffers.
+@pytest.mark.parametrize("vocab", [8300, 8301, 33099])
+def test_a_cluster_fetches_rows_ahead(vocab):
+    capacity = (("cross_entropy.cu", CAPACITY, f"{(vocab // 16 + 1) * 8}"),)
+    arguments = inputs(9, vocab, ml_dtypes.bfloat16)
+    check(*arguments, run(*arguments, changes=capacity))
+
+
+def test_a_cluster_reads_labels_of_more_rows_than_a_warp_has_lanes():
+    arguments = inputs(70, 120, ml_dtypes.bfloat16)
+    check(*arguments, run(*arguments, changes=LITTLE_SHARED))
 
 
 def test_rows_that_are_longer_than_shared_memory():
@@ -166,10 +180,9 @@ def test_another_formula_would_be_noticed():
 
 
 # What is wrong then, and what notices it.
-HEADER, REDUCE = "device/cross_entropy.cuh", "device/reduce.cuh"
-CHOSEN = "  const float chosen = tells ? label.chosen(logits) : 0.0f;\n"
-MERGED = "  measured = merge<T>(measured, scratch);\n"
-SHARED = "  if (blocks > 1) measured = merge_blocks<T>(measured, block, blocks, scratch);\n"
+HEADER, REDUCE, AHEAD = "device/cross_entropy.cuh", "device/reduce.cuh", "device/cross_entropy_ahead.cuh"
+CHOSEN = "  const float chosen = threadIdx.x == 0 ? label.chosen(logits) : 0.0f;\n"
+RESULT = "  const Result result(merge<T>(measured, scratch), rows.z_loss, label.share);\n"
 MISTAKES = {
     "no label": (HEADER, "j == place ? label.share : 0.0f", "0.0f"),
     "the label of the vector before": (HEADER, "static_cast<unsigned>(col);", "static_cast<unsigned>(col) - 8;"),
@@ -177,13 +190,13 @@ MISTAKES = {
     "no share": (HEADER, "factor = __fmul_rn(share, ", "factor = __fmul_rn(1.0f, "),
     "not rescaled": (HEADER, "sum = __fmul_rn(sum, exponential<T>(__fsub_rn(largest, raised)));", ""),
     "not rescaled with the block": (HEADER, "measured.raise<T>(block_max", "(void)(block_max"),
-    "the label's logit after it is overwritten": (HEADER, CHOSEN + MERGED, MERGED + CHOSEN),
+    "the label's logit after it is overwritten": (HEADER, CHOSEN + RESULT, RESULT + CHOSEN),
     "no barrier in the maximum": (REDUCE, "  __syncthreads();\n  return warp_max", "  return warp_max"),
     "no barrier in the sum": (REDUCE, "  __syncthreads();\n  const bool filled", "  const bool filled"),
-    "more kept than there is room for": (HEADER, "if (col - part.begin < held) write_vector", "write_vector"),
-    "nothing kept": (HEADER, "if (col - part.begin < held) write_vector", "if (col < 0) write_vector"),
-    "a vector too few": (HEADER, "end = first + ", "end = first - kVectorWidth + "),
-    "one row for all": (HEADER, "rows.logits + row * vocab", "rows.logits"),
+    "more kept than there is room for": (HEADER, "col < part.end && col - part.begin < held", "col < part.end"),
+    "nothing kept": (HEADER, "col < part.end && col - part.begin < held", "col < 0"),
+    "a vector too few": (HEADER, "end = first + (", "end = first - kVectorWidth + ("),
+    "one row for all": (HEADER, "rows.logits + row * rows.vocab", "rows.logits"),
 }
 
 
@@ -195,27 +208,50 @@ def test_a_mistake_is_noticed(mistake):
         check(*arguments, run(*arguments, changes=changes))
 
 
+BETWEEN = "  Coming<T> next(rows, row, member, buffers);\n  end_batch();\n"
 CLUSTER_MISTAKES = {
-    "a part that is not told": (HEADER, SHARED, ""),
-    "no barrier before a part is read": (
-        HEADER,
-        "  arrive_at_cluster();\n  wait_for_cluster();\n  Measured",
-        "  Measured",
+    "a row that is not waited for": (AHEAD, "    wait_for_earlier_batches();\n", ""),
+    "a row that is waited for too late": ("device/own_slots.cuh", '"n"(1) : "memory"', '"n"(2) : "memory"'),
+    "batches that do not end": (AHEAD, "    end_batch();\n", ""),
+    "the next row over the present one": (AHEAD, "buffers + (round + 1) % 2 * held", "buffers + round % 2 * held"),
+    "one buffer": (AHEAD, "const kept = buffers + round % 2 * held", "const kept = buffers"),
+    "measures that are not waited for": (AHEAD, "    wait(complete, round / 2 % 2);\n", ""),
+    "measures of two rows at one place": (AHEAD, "told.parts[round % 2]", "told.parts[0]"),
+    "the phase of every row": (AHEAD, "wait(complete, round / 2 % 2)", "wait(complete, round % 2)"),
+    "bytes of one block": (AHEAD, "count * static_cast<int>(sizeof", "kAheadWarps * static_cast<int>(sizeof"),
+    "one block that is told": (AHEAD, "lane >> log2_blocks == 0", "lane == 0"),
+    "no barrier before the first measures are sent": (
+        AHEAD,
+        f"  arrive_at_cluster();\n{BETWEEN}  wait_for_cluster();\n",
+        BETWEEN,
     ),
-    "parts that are not rescaled": (HEADER, "    part.raise<T>(row.largest);\n", ""),
-    "one part less": (HEADER, "i < blocks; ++i) {\n    Measured part", "i < blocks - 1; ++i) {\n    Measured part"),
-    "the first part for all": (HEADER, "vectors * block / blocks", "vectors * 0 / blocks"),
+    "barriers that are not begun": (AHEAD, "    start(told.complete[1], 1);\n", ""),
+    "parts that are not rescaled": (AHEAD, "      part[i].raise<T>(row.largest);\n", ""),
+    "one block less": (AHEAD, "at < count ? parts", "at < count - kAheadWarps ? parts"),
+    "the first part for all": (HEADER, "vectors * block >> log2_blocks", "vectors * 0 >> log2_blocks"),
     "lone elements in every block": (HEADER, "if (block != 0 || lone", "if (lone"),
-    "the label's logit after it is overwritten": (HEADER, CHOSEN + MERGED + SHARED, MERGED + SHARED + CHOSEN),
+    "no lone elements in the sum": (AHEAD, "if (row.part.lone >= 0) measured.add", "if (false) measured.add"),
+    "the label of another row": (AHEAD, "of_lane(rows, round % kWarp)", "of_lane(rows, 0)"),
+    "labels of 32 rows": (AHEAD, "if (round % kWarp == 0) labels.load", "if (round == 0) labels.load"),
+    "labels of neighbouring rows": (AHEAD, "static_cast<int64_t>(threadIdx.x % kWarp) * step", "threadIdx.x % kWarp"),
+    "nobody who tells of a lone label": (AHEAD, "return part.lone == label.label || ", "return "),
+    "nobody who tells of no token": (AHEAD, "return member.block == 0 && thread == 0", "return false"),
+    "a row that two clusters have": (AHEAD, "row < count; row += clusters,", "row < count; ++row,"),
 }
 
 
 @pytest.mark.parametrize("mistake", planted(CLUSTER_MISTAKES))
 def test_a_mistake_in_a_cluster_is_noticed(mistake):
-    logits, labels, shares = inputs(4, 205, ml_dtypes.bfloat16)
-    labels[:] = [0, 60, 140, 204]
+    rows = 68 if "labels of" in mistake else 12  # more than two clusters have lanes for, and more than buffers
+    logits, labels, shares = inputs(rows, 205, ml_dtypes.bfloat16)
+    labels[:4], labels[4] = [0, 60, 140, 204], -1
+    gradient, loss, lse = run(logits, labels, shares, changes=LITTLE_SHARED)
+    tokens = np.arange(rows) != 4
+    check(logits[tokens], labels[tokens], shares[tokens], (gradient[tokens], loss[tokens], lse[tokens]))
     with pytest.raises((EmulationError, AssertionError)):
-        check(logits, labels, shares, run(logits, labels, shares, changes=(CLUSTER_MISTAKES[mistake], *LITTLE_SHARED)))
+        wrong = run(logits, labels, shares, changes=(CLUSTER_MISTAKES[mistake], *LITTLE_SHARED))
+        for ours, other in zip(wrong, (gradient, loss, lse), strict=True):
+            assert_same_bits(ours, other)
 
 
 LONE_MISTAKES = {

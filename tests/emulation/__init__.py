@@ -24,8 +24,8 @@ reach, a vector at an address that is not aligned, an access outside an array, a
 outside shared memory, the shared memory of a block that has not begun or has ended, a launch beyond the device's
 limits. What is not: races that none of the orders shows, memory order, bank conflicts and speed. The blocks of a
 cluster run together; a kernel in which one waits for a block of another cluster never ends.
-Copies of boxes and products of a warpgroup are made at once, or as late as can be; a fence that publishes what they
-read may be missing.
+Copies of boxes, words that are sent to another block and products of a warpgroup are made at once, or as late as can
+be; a fence that publishes what they read may be missing.
 
 Numbers are the device's as far as single operations go. But nvcc joins a product and a sum that no intrinsic keeps
 apart (`a * b + c`) into one rounding, and this compiler does not; expf and its kin are the host's; NaNs are the

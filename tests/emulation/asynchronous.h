@@ -2,6 +2,7 @@
 // the barriers at which threads learn of them.
 #pragma once
 
+#include <array>
 #include <tuple>
 
 #include "cuda.h"
@@ -31,6 +32,8 @@ struct Box {
 };
 void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place);
 void store_box(const Box& box, Place place);
+// To shared memory of the block that the addresses name.
+void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, Place place);
 void commit_stores();
 void wait_for_stores(int left, Place place);
 
@@ -71,6 +74,8 @@ inline void cp_async_cg_shared_global(size_t target, const void* source, size_t 
   begin_fetch(in_shared(static_cast<uint32_t>(target), place), source, count);
 }
 inline void cp_async_wait_all() { end_fetches(); }
+inline void cp_async_commit_group() { end_batch_of_fetches(); }
+inline void cp_async_wait_group(int left) { end_batches_of_fetches(left); }
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
 
@@ -86,6 +91,11 @@ inline void mbarrier_arrive_shared__cluster_b64(uint32_t barrier, Place place = 
 inline void mbarrier_try_wait_parity_shared__cta_b64(uint32_t& over, uint32_t barrier, uint32_t parity,
                                                      Place place = Place::current()) {
   over = wait_for_phase(barrier, parity, place);
+}
+inline void st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_b32(uint32_t shared, uint32_t first,
+                                                                              uint32_t second, uint32_t barrier,
+                                                                              Place place = Place::current()) {
+  send_pair({first, second}, shared, barrier, place);
 }
 inline void mapa_shared__cluster_u32(uint32_t& d, uint32_t address, int rank, Place place = Place::current()) {
   d = address_in_block(address, rank, place);

@@ -12,9 +12,19 @@ struct Fetch {
   unsigned char* target;
   unsigned char bytes[16];
   size_t count;
+  int later_batches;  // that were ended since; -1: its own has not ended
 };
 
 std::vector<Fetch> fetches[kMostFibers];
+
+template <typename Condition>
+void end_fetches_if(Condition condition) {
+  std::erase_if(fetches[current], [&](const Fetch& fetch) {
+    if (!condition(fetch)) return false;
+    memcpy(fetch.target, fetch.bytes, fetch.count);
+    return true;
+  });
+}
 
 }  // namespace
 
@@ -23,15 +33,22 @@ void begin_fetch(void* target, const void* source, size_t count) {
   if (!is_aligned(target) || !is_aligned(source)) fail("cp.async of %zu bytes from %p to %p", count, source, target);
   const size_t rank = current_rank();
   if (find_shared(target, rank, rank) == nullptr) fail("cp.async to %p, which is not in shared memory", target);
-  Fetch fetch{static_cast<unsigned char*>(target), {}, count};
+  Fetch fetch{static_cast<unsigned char*>(target), {}, count, -1};
   memcpy(fetch.bytes, source, count);
   memset(target, poison, count);
   fetches[current].push_back(fetch);
 }
 
 void end_fetches() {
-  for (const Fetch& fetch : fetches[current]) memcpy(fetch.target, fetch.bytes, fetch.count);
-  fetches[current].clear();
+  end_fetches_if([](const Fetch&) { return true; });
+}
+
+void end_batch_of_fetches() {
+  for (Fetch& fetch : fetches[current]) ++fetch.later_batches;
+}
+
+void end_batches_of_fetches(int left) {
+  end_fetches_if([left](const Fetch& fetch) { return fetch.later_batches >= left; });
 }
 
 void forget_fetches() {

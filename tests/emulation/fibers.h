@@ -48,9 +48,12 @@ void block_barrier(Place place);
 void arrive_at_cluster(Place place);
 void wait_for_cluster(Place place);
 
-// Begins to copy 16, 8 or 4 bytes to shared memory; waits for all such copies of this thread.
+// Begins to copy 16, 8 or 4 bytes to shared memory; waits for all such copies of this thread. Or makes a batch of those
+// that are in none; waits for all batches but the last `left`.
 void begin_fetch(void* target, const void* source, size_t count);
 void end_fetches();
+void end_batch_of_fetches();
+void end_batches_of_fetches(int left);
 
 // Where an address in the shared memory of this block is in that of another.
 void* in_block(const void* shared, size_t rank, Place place);

@@ -1,4 +1,5 @@
-// Copies of boxes between global and shared memory, and barriers that count arrivals and bytes.
+// Copies of boxes between global and shared memory, pairs of words that are sent to shared memory, and barriers that
+// count arrivals and bytes.
 //
 // A copy is made at once, or as late as can be, or at random, as the order of threads is: who does not wait for it, or
 // overwrites what it reads, is found by one of these. Where a copy goes to is poison until it is made.
@@ -26,10 +27,11 @@ struct Copy {
   uint32_t barrier;
   int fiber;
   size_t rank;      // to, or from
-  int64_t of_group;  // a store: of its thread; -1 not committed yet. A load: -2
+  int64_t of_group;  // a store: of its thread; -1 not committed yet. A load: -2. A pair that is sent: -3
   Place place;
+  std::array<uint32_t, 2> pair;
 };
-constexpr int64_t kNoGroup = -1, kLoad = -2;
+constexpr int64_t kNoGroup = -1, kLoad = -2, kPair = -3;
 
 std::vector<Copy> copies;
 int64_t groups[kMostFibers];  // of stores that were committed
@@ -78,12 +80,13 @@ void for_pieces(const Copy& copy, Function function) {
 }
 
 bool is_load(const Copy& copy) { return copy.of_group == kLoad; }
+bool is_store(const Copy& copy) { return copy.of_group >= kNoGroup; }
 
-void make(const Copy& copy) {
-  if (failed()) return;
-  if (is_load(copy) && !is_running(copy.rank)) {
-    return tell_at(copy.place, "a copy arrives in a block that has ended");
-  }
+void put_pair(const Copy& copy) {
+  memcpy(pointer_in_shared(copy.box.shared, copy.rank), copy.pair.data(), sizeof(copy.pair));
+}
+
+void make_box(const Copy& copy) {
   for_pieces(copy, [&](char* global, void* shared, uint64_t bytes) {
     if (is_load(copy)) {
       memset(shared, 0, 16);
@@ -92,10 +95,19 @@ void make(const Copy& copy) {
       memcpy(global, shared, bytes);
     }
   });
-  if (!is_load(copy)) return;
+}
+
+void make(const Copy& copy) {
+  if (failed()) return;
+  if (!is_store(copy) && !is_running(copy.rank)) {
+    return tell_at(copy.place, "a copy arrives in a block that has ended");
+  }
+  copy.of_group == kPair ? put_pair(copy) : make_box(copy);
+  if (is_store(copy)) return;
   PhaseBarrier* barrier = barrier_at(copy.barrier, copy.rank, copy.place);
   if (barrier == nullptr) return;
-  barrier->bytes -= static_cast<int32_t>(copy.map.box[0] * copy.map.bytes * copy.map.box[1]);
+  const uint64_t bytes = is_load(copy) ? copy.map.box[0] * copy.map.bytes * copy.map.box[1] : sizeof(copy.pair);
+  barrier->bytes -= static_cast<int32_t>(bytes);
   end_phase_when_complete(*barrier);
 }
 
@@ -105,15 +117,19 @@ void make_at(size_t number) {
   make(copy);
 }
 
+void make_some_time(const Copy& copy) {
+  if (copies_at_once()) return make(copy);
+  copies.push_back(copy);
+}
+
 void begin_copy(const Box& box, uint32_t barrier, size_t rank, int64_t of_group, Place place) {
-  const Copy copy = {*box.map, box, barrier, current, rank, of_group, place};
+  const Copy copy = {*box.map, box, barrier, current, rank, of_group, place, {}};
   if (box.shared % 128 != 0) fail("%s:%u: a box at %u of shared memory", place.file_name(), place.line(), box.shared);
   for_pieces(copy, [&](char*, void* shared, uint64_t) {
     if (shared == nullptr) fail("%s:%u: a box outside of shared memory", place.file_name(), place.line());
     if (of_group == kLoad) memset(shared, poison, 16);
   });
-  if (copies_at_once()) return make(copy);
-  copies.push_back(copy);
+  make_some_time(copy);
 }
 
 }  // namespace
@@ -153,6 +169,16 @@ void load_box(const Box& box, uint32_t barrier, uint32_t blocks, Place place) {
 
 void store_box(const Box& box, Place place) { begin_copy(box, 0, current_rank(), kNoGroup, place); }
 
+void send_pair(std::array<uint32_t, 2> pair, uint32_t shared, uint32_t barrier, Place place) {
+  const size_t rank = rank_of_address(shared);
+  if (rank != rank_of_address(barrier)) fail("%s:%u: a barrier of another block", place.file_name(), place.line());
+  if (!is_running(rank)) fail("%s:%u: a pair for a block that has ended", place.file_name(), place.line());
+  void* target = pointer_in_shared(shared, rank);
+  if (target == nullptr || shared % 8 != 0) fail("%s:%u: a pair at %u", place.file_name(), place.line(), shared);
+  memset(target, poison, sizeof(pair));
+  make_some_time({{}, {nullptr, {}, shared}, barrier, current, rank, kPair, place, pair});
+}
+
 void commit_stores() {
   for (Copy& copy : copies) {
     if (copy.fiber == current && copy.of_group == kNoGroup) copy.of_group = groups[current];
@@ -176,7 +202,7 @@ bool end_some_copy(bool only_at_random) {
 
 void check_stores() {
   for (const Copy& copy : copies) {
-    if (copy.fiber == current && !is_load(copy)) fail("a thread ends before what it stores has been read");
+    if (copy.fiber == current && is_store(copy)) fail("a thread ends before what it stores has been read");
   }
 }
 

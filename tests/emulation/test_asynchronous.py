@@ -273,3 +273,55 @@ def test_a_mistake_of_blocks_is_named(text, other, sentence):
     assert text in TOGETHER
     with pytest.raises(EmulationError, match=sentence):
         together((text, other))
+
+
+# Every thread sends a pair of words to the other block of two, whose barrier counts the bytes.
+PAIRS = f"""{INCLUDES}
+__global__ void kernel(uint2* got) {{
+  __shared__ uint2 pairs[32];
+  __shared__ Barrier complete;
+  const unsigned t = threadIdx.x, block = blockIdx.x;
+  if (t == 0) start(complete, 1);
+  arrive_at_cluster();
+  wait_for_cluster();
+  send(make_uint2(block, t), pairs + t, complete, 1 - block);
+  if (t == 0) arrive_and_expect(complete, 256);
+  wait(complete, 0);
+  got[block * 32 + t] = pairs[31 - t];
+}}"""
+PAIRS_ENTRY = """extern "C" int run(void* got) {
+  cudaLaunchAttribute attribute{.id = cudaLaunchAttributeClusterDimension};
+  attribute.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t config{.gridDim = dim3(2), .blockDim = dim3(32), .attrs = &attribute, .numAttrs = 1};
+  return cudaLaunchKernelEx(&config, kernel, static_cast<uint2*>(got));
+}"""
+
+
+def sent(change=("", "")):
+    (pairs,) = compile_for_cpu(PAIRS.replace(*change), PAIRS_ENTRY).call("run", Result((2, 32, 2), np.uint32))
+    return pairs
+
+
+def test_pairs_are_sent_to_another_block():
+    pairs = sent()
+    assert_same_bits(pairs[:, :, 0], np.repeat([[1], [0]], 32, axis=1).astype(np.uint32))
+    assert_same_bits(pairs[:, :, 1], np.tile(np.arange(32, dtype=np.uint32)[::-1], (2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "sentence"),
+    [
+        ("  wait(complete, 0);\n", "", "arrives in a block that has ended|has ended|order of threads"),
+        ("complete, 256", "complete, 248", "deadlock.*mbarrier.try_wait|has ended"),
+        ("complete, 256", "complete, 264", "deadlock.*mbarrier.try_wait"),
+        ("complete, 1 - block", "complete, 2", "block 2 of a cluster of 2"),
+        ("complete, 1 - block", "complete, 0", "deadlock|has ended"),
+        ("  if (t == 0) start(complete, 1);\n", "", "a barrier that was not begun"),
+        ("  arrive_at_cluster();\n  wait_for_cluster();\n", "", "has not begun"),
+        ("  got[", "  send(make_uint2(7, 7), pairs + t, complete, block);\n  got[", "order of threads|has ended"),
+    ],
+)
+def test_a_mistake_with_pairs_is_named(text, other, sentence):
+    assert text in PAIRS
+    with pytest.raises(EmulationError, match=sentence):
+        sent((text, other))

@@ -34,10 +34,19 @@ FETCH = (
     'const auto wait = [] { asm volatile("cp.async.wait_all;" ::: "memory"); }; '
     "const auto own = [&] { return reinterpret_cast<float*>(s + t)[t % 4]; }; "
 )
+BATCHES = (
+    f"{FETCH} __shared__ alignas(16) float4 other[64]; "
+    'const auto end = [] { asm volatile("cp.async.commit_group;" ::: "memory"); }; '
+    'const auto wait_for_earlier = [] { asm volatile("cp.async.wait_group %0;" : : "n"(1) : "memory"); }; '
+)
 FETCHING = {
     "a copy": f"{FETCH} fetch(s + t, from); wait(); y[t] = own();",
     "two copies": f"{FETCH} fetch(s + t, x); fetch(s + t, from); wait(); y[t] = own();",
     "a copy after a read": f"{FETCH} fetch(s + t, from); wait(); y[t] = own(); fetch(s + t, x); wait();",
+    "a batch": (
+        f"{BATCHES} fetch(s + t, from); end(); fetch(other + t, x); end(); wait_for_earlier(); y[t] = own(); wait();"
+    ),
+    "an empty batch": f"{BATCHES} fetch(s + t, from); end(); end(); wait_for_earlier(); y[t] = own();",
 }
 
 MISTAKES = {
@@ -45,6 +54,18 @@ MISTAKES = {
     "a copy over what is read": (
         f"{FETCH} fetch(s + t, from); wait(); fetch(s + t, x); y[t] = own(); wait();",
         "order",
+    ),
+    "a batch that is the last": (
+        f"{BATCHES} fetch(s + t, from); end(); wait_for_earlier(); y[t] = own(); wait();",
+        "order of threads",
+    ),
+    "a batch that does not end": (
+        f"{BATCHES} fetch(s + t, from); fetch(other + t, x); end(); wait_for_earlier(); y[t] = own(); wait();",
+        "order of threads",
+    ),
+    "no wait for the last batch": (
+        f"{BATCHES} fetch(s + t, from); end(); fetch(other + t, x); end(); wait_for_earlier(); y[t] = own();",
+        "ends before what it fetches has arrived",
     ),
     "no wait at the end": (f"{FETCH} y[t] = x[t]; fetch(s + t, from);", "ends before what it fetches has arrived"),
     "a copy to memory": (f"{FETCH} y[t] = x[t]; fetch(y, from); wait();", "which is not in shared memory"),

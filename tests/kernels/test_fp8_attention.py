@@ -228,6 +228,42 @@ def test_scales_are_handed_over_in_their_places(with_kernels, monkeypatch):
     assert seen["__cudnn$fmhaSoftmaxBackwardF8"] == [*known, 2**8, 1 / 64, 1 / 128, 1 / 256, 1 / 512]
 
 
+def test_long_sequences_are_apart(with_kernels, monkeypatch):
+    """The backward of each alone gives the gradients and the amaxes of all, from so many tokens on."""
+    sizes = []
+
+    def call(target, results, by_tokens, config):
+        dimensions = config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
+        sizes.append(int(dimensions[0]))
+
+        def run(queries, key, value, output, doutput, statistics, *scales):
+            gradients = queries * statistics.swapaxes(1, 2)[..., None], key + doutput[:, :, ::2], value
+            values = [of.swapaxes(1, 2).astype(E4M3) for of in gradients]
+            amaxes = [jnp.max(jnp.abs(of)) * scales[0] for of in (*gradients, statistics)]
+            return *values, *(amax.reshape(1, 1, 1, 1) for amax in amaxes), None
+
+        return run
+
+    monkeypatch.setattr(fp8_attention, "_call", call)
+    queries, keys = (4, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM), (4, SEQ, KV_HEADS, HEAD_DIM)
+    shapes = queries, keys, keys, queries, queries, (4, KV_HEADS, HEADS // KV_HEADS, SEQ)
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    arrays[5] = arrays[5].at[2].mul(3)  # what is largest is in one sequence
+    scales = [jnp.float32(2) for _ in range(9)]
+
+    def backward(apart):
+        sizes.clear()
+        monkeypatch.setattr(fp8_attention, "SEQUENCES_APART", apart)
+        found = fp8_attention._backward_kernel(True, *arrays, *scales, split={})
+        return list(sizes), [np.asarray(of, np.float32) for of in found]
+
+    (together, wanted), (apart, found) = backward(SEQ + 1), backward(SEQ)
+    assert (together, apart) == ([4], [1, 1, 1, 1])
+    for of, like in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(of, like)
+    assert len({float(of) for of in found[3:]}) == 4 and all(np.any(of[0] != of[2]) for of in found[:3])
+
+
 @pytest.mark.parametrize("spec", [P("data"), P("data", None, "tensor"), P(None, "data", "tensor")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 @pytest.mark.parametrize("tensor", [2, 4])

@@ -93,7 +93,7 @@ def test_which_problems_are_for_clusters(how, source):
 
 
 NO_CLUSTERS = "kernel_launch.h", "compiled.ptxVersion >= 90", "false"
-NO_ROOM = "norm.cu", "at_once == 0", "at_once == 1"
+NO_ROOM = "norm.cu", "at_once == 0", "at_once <= 2"
 
 
 @pytest.mark.parametrize("change", [NO_CLUSTERS, NO_ROOM], ids=["none", "no room"])

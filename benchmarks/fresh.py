@@ -36,15 +36,20 @@ def measure_in_fresh_process(script: pathlib.Path, job: Any, **environment: str)
     return {"failed": errors[-1][:300] if errors else f"exit status {done.returncode}"}, done.stderr
 
 
+def keep_programs(folder: str) -> dict[str, str]:
+    """The environment in which jax keeps every compiled program in a folder, and looks for it there."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def compile_side_by_side(script: pathlib.Path, jobs: Sequence[Any], cache: str) -> dict[str, str]:
     """Let each job have its programs compiled, all at a time, into a folder; returns the environment that finds them
     there. One that fails is heard of when it is measured.
     """
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    environment = keep_programs(cache)
     own = {**os.environ, **environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     commands = [
         [sys.executable, str(script), "--compile-only", "--job", json.dumps(dataclasses.asdict(job))] for job in jobs

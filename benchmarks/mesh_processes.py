@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from fresh import keep_programs
 from mesh_steps import COMPILE, COMPILED, MEASURE, Job
 
 STEPS = pathlib.Path(__file__).resolve().with_name("mesh_steps.py")
@@ -41,12 +42,7 @@ class CaseProcess:
         environment = {**MEMORY, **os.environ}
         if cache is not None:
             command.append(str(self._folder))
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": cache,
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            }
+            environment |= {**keep_programs(cache), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with self._errors.open("w") as file:
             self._process = subprocess.Popen(command, env=environment, stderr=file, stdout=file)
 

@@ -101,7 +101,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-dtype", choices=("float32", "bfloat16"), default="")
     parser.add_argument("--remat", choices=REMAT, default="none", help="what layers keep, but for plain")
-    parser.add_argument("--graphs", choices=GRAPHS, default="default")
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=["default"])
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="options of XLA")
     parser.add_argument("--gemms", default="", help="a file of tuned GEMMs, for delayed and current")
     parser.add_argument("--steps", type=int, default=20)
@@ -127,12 +127,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Every mesh with every recipe, mesh by mesh; where there is a pipeline, with every schedule."""
+    """Every mesh with every recipe and all `--graphs`, mesh by mesh; where there is a pipeline, with every schedule."""
     meshes, recipes = options.mesh, [{"recipe": name} for name in options.recipe or ["delayed"]]
     if options.all:
         found, fastest = cases_for(options.devices or count_devices())
         meshes, recipes = meshes or found, recipes if options.recipe else fastest
-    own = ("mesh", "recipe", "options", "schedule", "chunks")
+    own = ("mesh", "recipe", "options", "graphs", "schedule", "chunks")
     common = {field.name: getattr(options, field.name) for field in dataclasses.fields(Case) if field.name not in own}
     common["options"] = read_options(options.option)
     if options.text:
@@ -141,10 +141,11 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     if options.sequence_parallel:
         meshes = [mesh if mesh.endswith(SEQUENCE) else mesh + SEQUENCE for mesh in meshes]
     cases = [
-        Case(**{**common, **recipe, **how, "mesh": mesh})
+        Case(**{**common, **recipe, **how, "mesh": mesh, "graphs": graphs})
         for mesh in meshes
         for recipe in recipes
         for how in schedules_of(mesh, meshes, options)
+        for graphs in options.graphs
         if not (options.all and recipe["recipe"] == "plain" and has_stages(mesh))  # it has no pipeline
     ]
     asked = {name: getattr(options, name) for name in ("steps", "warmup", "profile", "report", "text")}

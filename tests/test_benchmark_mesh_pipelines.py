@@ -40,6 +40,13 @@ def test_every_schedule_is_a_case_of_meshes_with_stages(benchmark):
     assert names_of(benchmark, "--mesh pipe=2 --microbatches 4") == ["pipe=2 delayed, 1f1b, 4 microbatches"]
 
 
+def test_with_and_without_graphs_are_two_cases(benchmark):
+    meshes = benchmark("meshes")
+    jobs = meshes.jobs_of(meshes.parse("--mesh pipe=2 --schedule 1f1b gpipe --graphs default none".split()))
+    found = [(job.case.schedule, job.case.graphs) for job in jobs]
+    assert found == [("1f1b", "default"), ("1f1b", "none"), ("gpipe", "default"), ("gpipe", "none")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

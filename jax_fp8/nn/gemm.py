@@ -48,7 +48,8 @@ class Fp8Module(nn.Module, kw_only=True):
       dtype: of inputs, results and of products that are not in FP8.
       param_dtype: of the parameters.
       kernel_init, bias_init: initializers of kernels (in, features) and biases (features,).
-      recompute: keep less for the backward, and quantize again what it wants; each layer says what.
+      recompute: keep less for the backward, and quantize again what it wants; each layer says what. Without a recipe,
+        what products and collectives return is kept, and all else is computed again.
       logical_axes: `init` returns params with the names of their dims, as `nn.with_logical_partitioning` makes them:
         see nn/names.py. Initializers may also name them themselves.
     """

@@ -38,6 +38,7 @@ from jax_fp8.ops.grouped_linear import (
 )
 from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.passes import keeping_products
 
 
 def expert_mlp(
@@ -67,8 +68,12 @@ def expert_mlp(
     check_kernels(up)
     check_kernels(down)
     if gemms is None:
-        hidden = plain_grouped_linear(take_rows(x, where), up, where, dtype)
-        return plain_grouped_linear(activate(hidden, activation), down, where, dtype), None
+
+        def plain(x, where, up, down):
+            hidden = plain_grouped_linear(take_rows(x, where), up, where, dtype)
+            return plain_grouped_linear(activate(hidden, activation), down, where, dtype)
+
+        return keeping_products(plain, recompute)(x, where, up, down), None
     static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down))
     x, up, down = alike(x, up, down)
     out: Any = _expert_mlp(static, x, where, up, down, gemms)

@@ -23,7 +23,7 @@ from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import GemmInput, quantize_gradient
 from jax_fp8.ops.parameters import Like, LinearParameters
-from jax_fp8.ops.passes import backward_gemm, forward_gemm, plain_linear
+from jax_fp8.ops.passes import backward_gemm, forward_gemm, keeping_products, plain_linear
 
 
 def norm_linear(
@@ -52,8 +52,12 @@ def norm_linear(
     """
     x = x.astype(dtype)
     if gemm is None:
-        options: Any = {"tensor": tensor, "side": "columns"}
-        y = plain_linear(normalize(x, norm, epsilon, dtype)[0], parameters, dtype, parameters.in_parts, **options)
+
+        def plain(x, norm, parameters):
+            normalized, options = normalize(x, norm, epsilon, dtype)[0], {"tensor": tensor, "side": "columns"}
+            return plain_linear(normalized, parameters, dtype, parameters.in_parts, **options)
+
+        y = keeping_products(plain, recompute)(x, norm, parameters)
         return ((y, x) if return_input else y), None
     static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts, tensor)
     out: Any = _norm_linear(static, *alike(as_matrix(x), norm, parameters), gemm)

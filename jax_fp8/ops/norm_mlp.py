@@ -38,6 +38,7 @@ from jax_fp8.ops.passes import (
     beside_wgrad,
     forward_gemm,
     forward_rows,
+    keeping_products,
     plain_linear,
 )
 
@@ -70,10 +71,14 @@ def norm_mlp(
     """
     x = x.astype(dtype)
     if gemms is None:
-        normalized = normalize(x, norm, epsilon, dtype)[0]
-        hidden = plain_linear(normalized, up, dtype, tensor=tensor, side="columns")
-        added: Any = {"residual": x if residual else None, "tensor": tensor, "side": "rows"}
-        return plain_linear(activate(hidden, activation), down, dtype, **added), None
+
+        def plain(x, norm, up, down):
+            normalized = normalize(x, norm, epsilon, dtype)[0]
+            hidden = plain_linear(normalized, up, dtype, tensor=tensor, side="columns")
+            added: Any = {"residual": x if residual else None, "tensor": tensor, "side": "rows"}
+            return plain_linear(activate(hidden, activation), down, dtype, **added)
+
+        return keeping_products(plain, recompute)(x, norm, up, down), None
     static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths, tensor)
     out: Any = _norm_mlp(static, *alike(as_matrix(x), norm, up, down), gemms)
     y, amaxes = out

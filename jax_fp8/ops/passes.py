@@ -113,6 +113,18 @@ def plain_linear(
     return split_columns(y, parameters.widths) if in_parts else y
 
 
+def keeping_products(function: Callable, recompute: bool) -> Callable:
+    """A function without FP8 of arrays; with `recompute` its backward keeps what enters it and what its products and
+    collectives return, and computes all else again.
+    """
+    return jax.checkpoint(function, policy=_is_product_or_collective) if recompute else function
+
+
+def _is_product_or_collective(primitive, *_, **__) -> bool:
+    kept = "dot_general", "ragged_dot", "psum", "all_gather", "reduce_scatter", "all_to_all"
+    return primitive.name.startswith(kept)
+
+
 def cast_weight(kernel: Matrices, cast_of: Callable[[Callable[[], jax.Array]], Cast]) -> Fp8Pair:
     """A kernel (k, n), or several side by side, in FP8, as `cast_of(measure)` says."""
     with jax.named_scope(CAST_SCOPE):

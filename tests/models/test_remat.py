@@ -99,3 +99,51 @@ def test_nor_on_a_mesh(axes):
 def test_a_pipeline_keeps_on_the_device():
     with pytest.raises(ValueError, match="must keep what their backward wants on the device, got one that keeps some"):
         state_after("offload:2", 2, mesh=make_mesh(pipe=2))
+
+
+# --- without FP8 ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def plain_gradients(remat, **config):
+    """Of a GPT in float32 without FP8: gradients, products of the program, and bytes that the backward keeps."""
+    model = gpt(None, dtype=np.float32, **config).clone(remat=remat)
+    variables = dict(jax.jit(gpt(None, **config).init)(jax.random.key(0), tokens()[:, :-1]))
+    loss = functools.partial(fp8.next_token_loss(model), batch=tokens())
+
+    def of_params(params):
+        return loss({**variables, "params": params})
+
+    products = str(jax.make_jaxpr(jax.grad(of_params))(variables["params"])).count(" dot_general[")
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(of_params, variables["params"])[1]))
+    return jax.jit(jax.grad(of_params))(variables["params"]), products, kept
+
+
+def test_without_fp8_norms_and_activations_are_made_again():
+    """No product is, unless all is."""
+    (expected, products, kept), (found, of_norms, kept_of_norms) = plain_gradients("none"), plain_gradients("norms")
+    _, of_full, kept_of_full = plain_gradients("full")
+    assert of_norms == products < of_full
+    assert kept_of_full < kept_of_norms < 0.7 * kept
+    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        if "key" in (name := jax.tree_util.keystr(path)) and "bias" in name:
+            continue  # zero in exact arithmetic
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) > 0, name
+
+
+def test_nor_are_collectives_without_fp8():
+    """In a step with sequence parallelism; nothing of its arithmetic changes."""
+    programs, losses = [], []
+    for remat in ("none", "norms", "full"):
+        model, tx = gpt(None, dtype=np.float32).clone(remat=remat), fp8.fused_adamw(1e-3)
+        options = {"mesh": make_mesh(tensor=2), "sequence_parallel": True}
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, None, **options)
+        state = step.init_state(model.init, jax.random.key(0), tokens()[:, :-1])
+        text = str(step.trace(state, tokens()).jaxpr)
+        programs.append([text.count(f" {name}[") for name in ("all_gather", "reduce_scatter", "dot_general")])
+        for _ in range(2):
+            state, metrics = step(state, tokens())
+        losses.append(float(metrics["loss"]))
+    none, norms, full = programs
+    assert none == norms != full and none[2] > 0 and sum(none[:2]) > 0
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)

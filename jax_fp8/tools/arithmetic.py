@@ -200,7 +200,7 @@ def _kept_of_a_token(setting: Setting) -> float:
     shape, tensor = setting.shape, setting.tensor
     if setting.full:  # what enters the layer, and what attention returns, with their statistics
         return FULL * shape.width / (tensor if setting.sequence_parallel else 1)
-    if setting.pipe > 1 and not setting.fp8:  # from tick to tick goes all that jax keeps, also in float32
+    if setting.pipe > 1 and not (setting.fp8 or setting.recompute):  # from tick to tick: all, also in float32
         between = (24 + 6) * shape.width / (tensor if setting.sequence_parallel else 1)
         attention = 4 * shape.query_width + 4 * shape.kv_width
         return between + (attention + 18 * shape.mlp * (2 if shape.is_gated else 1)) / tensor
@@ -208,12 +208,10 @@ def _kept_of_a_token(setting: Setting) -> float:
     attention = shape.query_width / tensor + shape.kv_width / min(tensor, shape.kv_heads)
     attention *= 2 * _width_in_attention(setting)
     mlp = 2 * shape.mlp * (2 if shape.is_gated else 1) / tensor
-    if setting.fp8:
-        inputs = 0 if setting.recompute else shape.width * 2 + shape.query_width / tensor
-        inputs *= 1 + SCALES if setting.by_tile else 1
-    else:
-        inputs = 2 * shape.mlp / tensor + (0 if setting.recompute else 4 * shape.width)
-    return norms + attention + mlp + inputs
+    if setting.recompute:
+        return norms + attention + mlp
+    inputs = shape.width * 2 + shape.query_width / tensor if setting.fp8 else 4 * shape.width + 2 * shape.mlp / tensor
+    return norms + attention + mlp + inputs * (1 + SCALES if setting.by_tile else 1)
 
 
 def _bytes_of_operands(setting: Setting) -> float:
@@ -259,7 +257,8 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     products = operations_of(setting) / devices - 6 * of_attention
     if setting.full:  # one forward more
         products += 2 * layers * setting.tokens * shape.of_layers / shape.layers / tensor
-    touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(replace(setting, full=False, recompute=False))
+    kept = replace(setting, full=False, recompute=False, pipe=1 if setting.recompute else setting.pipe)
+    touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(kept)
     touched += AGAIN * setting.recompute * layers * setting.tokens * shape.width / tensor
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
     if setting.by_tile:  # weights are cast anew

@@ -84,6 +84,16 @@ def test_bfloat16_keeps_more_and_takes_longer():
     assert bytes_of_a_token(bf16) > bytes_of_a_token(BASE) and seconds_of(bf16, RATES) > seconds_of(BASE, RATES)
 
 
+def test_recompute_keeps_the_same_of_both():
+    """In bfloat16 most of what goes from tick to tick, also what is in float32."""
+    for pipe in (1, 2):
+        bf16, in_fp8 = replace(BASE, pipe=pipe, fp8=False), replace(BASE, pipe=pipe)
+        kept = [bytes_of_a_token(replace(of, recompute=True)) for of in (bf16, in_fp8)]
+        assert kept[0] == kept[1] < bytes_of_a_token(in_fp8)
+    assert bytes_of_a_token(bf16) > 3 * kept[0]
+    assert seconds_of(replace(bf16, recompute=True), RATES) < seconds_of(bf16, RATES)
+
+
 def test_operations():
     assert operations_of(BASE) == 6 * 64 * 1024 * (GPT.of_layers + GPT.of_tables + 4 * 1024 * 1024)
     llama = operations_of(replace(BASE, shape=LLAMA))  # a token reads one row of the embedding

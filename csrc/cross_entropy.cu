@@ -112,6 +112,7 @@ cudaError_t launch_any(const cross_entropy::Rows<T>& rows, int64_t count, cudaSt
 }
 
 }  // namespace
+
 cudaError_t launch_cross_entropy(const CrossEntropyArguments& arguments, cudaStream_t stream) {
   if (arguments.rows == 0) return cudaSuccess;
   const uintptr_t distance =

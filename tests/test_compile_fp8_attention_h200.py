@@ -94,7 +94,7 @@ def test_one_graph_and_what_is_around_the_calls():
 
 
 def test_long_sequences_have_a_backward_each(monkeypatch):
-    """In one graph still; and of each array that is taken apart or put together again, one pass."""
+    """In one graph still, and the forward is one call for all of them."""
     together = compile_step(h200.mesh(data=1))
     monkeypatch.setattr(kernels.fp8_attention, "SEQUENCES_APART", SEQ)
     jax.clear_caches()

@@ -114,15 +114,18 @@ def plain_gradients(remat, **config):
     def of_params(params):
         return loss({**variables, "params": params})
 
-    products = str(jax.make_jaxpr(jax.grad(of_params))(variables["params"])).count(" dot_general[")
+    program = str(jax.make_jaxpr(jax.grad(of_params))(variables["params"]))
+    products = program.count(" dot_general[") + program.count(" ragged_dot_general[")
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(of_params, variables["params"])[1]))
     return jax.jit(jax.grad(of_params))(variables["params"]), products, kept
 
 
-def test_without_fp8_norms_and_activations_are_made_again():
+@pytest.mark.parametrize("config", [{}, {"num_experts": 4, "experts_per_token": 2}], ids=["dense", "experts"])
+def test_without_fp8_norms_and_activations_are_made_again(config):
     """No product is, unless all is."""
-    (expected, products, kept), (found, of_norms, kept_of_norms) = plain_gradients("none"), plain_gradients("norms")
-    _, of_full, kept_of_full = plain_gradients("full")
+    (expected, products, kept), (found, of_norms, kept_of_norms), (_, of_full, kept_of_full) = (
+        plain_gradients(remat, **config) for remat in ("none", "norms", "full")
+    )
     assert of_norms == products < of_full
     assert kept_of_full < kept_of_norms < 0.7 * kept
     for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):

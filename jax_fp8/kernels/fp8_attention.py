@@ -202,9 +202,9 @@ BY_TOKENS = (0, 2, 1, 3)  # in memory a token's heads are beside each other
 BACKWARD_SCALES = ("query", "key", "value", "weights", "output", "doutput", "dscores")
 BACKWARD_MULTIPLIERS = ("weights", "dscores", "dquery", "dkey", "dvalue")
 
-# Tokens from which on the backward is a call for each sequence: on an H200 it takes 2.5 ms, casts included, for one of
-# 8,192 tokens, 32 heads and 8 of keys, and 7.6 ms for two at a time.
-SEQUENCES_APART = 8192
+# Tokens from which on the backward is a call for each sequence. cuDNN's takes longer for several at a time: on an H200,
+# with 32 heads and 8 of keys, both passes take 5.4 ms for four of 4,096 tokens, and 3.9 ms where it is called for each.
+SEQUENCES_APART = 2048
 
 
 def _forward_kernel(causal, query, key, value, *scales, split: Split):

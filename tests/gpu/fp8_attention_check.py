@@ -161,6 +161,31 @@ def check_order(report: Report):
     jax.clear_caches()
 
 
+def check_apart(report: Report):
+    """The backward gives each sequence its own gradients, and the largest of all amaxes, whether they are one call or a
+    call each.
+    """
+    *arrays, doutput = operands(HEADS // 2, seq(), batch=3)
+    sizes = jnp.array([1.0, 0.5, 0.25])[:, None, None, None]  # the largest amax is one sequence's
+    arrays.append(Fp8Array((doutput.values.astype(jnp.float32) * sizes).astype(E4M3), doutput.scale))
+    scales = known_scales(arrays, True, by_reference=True)
+    _, _, wanted, amaxes = jax.jit(partial(passes, causal=True, by_reference=True))(arrays, scales)
+    for apart in (0, seq() + 1):
+        jax.clear_caches()
+        with mock.patch.object(kernel, "SEQUENCES_APART", apart):
+            found = jax.jit(lambda arrays, scales: passes(arrays, scales, True))(arrays, scales)
+        for name, got, expected in zip(GRADIENTS[1:], found[2], wanted, strict=True):
+            one, other = got.dequantize(), expected.dequantize()
+            error = reference.relative_error(one, other)
+            report.expect("sequences apart", error <= LIKE_REFERENCE, f"from {apart}: {name} is off by {error:.1e}")
+            error = reference.relative_error(jnp.roll(one, 1, axis=0), other)
+            report.expect("controls", error > WRONG, f"from {apart}: {name} of another sequence is off by {error:.1e}")
+        for name, got, expected in zip(GRADIENTS, found[3], amaxes, strict=True):
+            error = abs(float(got) / float(expected) - 1)
+            report.expect("amaxes", error < 0.05, f"from {apart}: that of {name} is {got} instead of {expected}")
+    jax.clear_caches()
+
+
 def check_weights(report: Report):
     """Why a constant scale serves them: cuDNN's own amax says that none is above 1. The output stays in its range."""
     query, key, value, _ = operands(HEADS, seq())
@@ -266,7 +291,7 @@ def time_16384(report: Report):
     time_attention(report, 1, 16_384)
 
 
-CHECKS = [check_passes, check_controls, check_order, check_weights, check_the_operation]
+CHECKS = [check_passes, check_controls, check_order, check_apart, check_weights, check_the_operation]
 
 
 def main(arguments: list[str] | None = None) -> int:

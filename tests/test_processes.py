@@ -5,13 +5,7 @@ processes go through gloo, and may be added up in another order than within one.
 """
 
 import json
-import os
-import re
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,6 +15,7 @@ import pytest
 from hybrid import with_scales
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from several_processes import cpus, free_port, run_processes
 
 import jax_fp8 as fp8
 
@@ -29,7 +24,6 @@ PROCESSES, BATCH, SEQ = 2, 16, 16
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8
 SUMS_IN_ANOTHER_ORDER = 1e-6  # seen: 0 here, and 9e-8 (the last bit of float32) with two microbatches
-LIMIT = 120  # seconds, so that nothing hangs for ever
 
 
 def global_batch(step: int) -> np.ndarray:
@@ -106,42 +100,10 @@ def main(port: str, process: str, file: str, others: str = "") -> None:
     Path(file).write_text(json.dumps([losses, with_the_rows_of_another]))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def run_processes(
-    *commands: list, devices: int, stop: Callable[[], bool] | None = None
-) -> list[subprocess.CompletedProcess]:
-    """Run one Python script per process at the same time, each with so many CPU devices. The last one is told to end as
-    soon as `stop` says so.
-    """
-    flags = re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    started = [subprocess.Popen([sys.executable, *map(str, command)], **pipes) for command in commands]
-    try:
-        while stop is not None and started[-1].poll() is None:
-            if stop():
-                started[-1].terminate()
-                break
-            time.sleep(0.05)
-        outputs = [process.communicate(timeout=LIMIT) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *output)
-        for process, output in zip(started, outputs, strict=True)
-    ]
-
-
 def test_two_processes_train_like_one(tmp_path):
     files, port = [tmp_path / f"{process}.json" for process in range(PROCESSES)], free_port()
     commands = [[__file__, port, process, file] for process, file in enumerate(files)]
-    for finished in run_processes(*commands, devices=DEVICES // PROCESSES):
+    for finished in run_processes(*commands, environments=cpus(DEVICES // PROCESSES, PROCESSES)):
         assert finished.returncode == 0, finished.stderr
     first, second = (json.loads(file.read_text()) for file in files)
     assert first == second  # a loss is that of all, in every process
@@ -159,7 +121,7 @@ def test_two_processes_train_like_one(tmp_path):
 def test_two_processes_drive_microbatches_and_loops_like_one(tmp_path):
     files, port = [tmp_path / f"{process}.json" for process in range(PROCESSES)], free_port()
     commands = [[__file__, port, process, file, "others"] for process, file in enumerate(files)]
-    for finished in run_processes(*commands, devices=DEVICES // PROCESSES):
+    for finished in run_processes(*commands, environments=cpus(DEVICES // PROCESSES, PROCESSES)):
         assert finished.returncode == 0, finished.stderr
     first, second = (json.loads(file.read_text()) for file in files)
     assert first == second
@@ -196,7 +158,7 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
     ]
     together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", PROCESSES, "--process-id"]
     commands = [[EXAMPLE, *arguments, "--name", "two", *together, process] for process in range(PROCESSES)]
-    first, second = run_processes(*commands, devices=1)
+    first, second = run_processes(*commands, environments=cpus(1, PROCESSES))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "validation loss" in first.stdout and "loss " in first.stderr
     own = [line for line in second.stdout.splitlines() if "[Gloo]" not in line]
@@ -231,7 +193,7 @@ def test_the_example_in_two_processes_ends_after_one_step_and_goes_on(book, tmp_
         return [[EXAMPLE, *own, process] for process in range(PROCESSES)]
 
     def both(name):
-        for finished in run_processes(*commands(name), devices=1):
+        for finished in run_processes(*commands(name), environments=cpus(1, PROCESSES)):
             assert finished.returncode == 0, finished.stderr
 
     def notes(name):
@@ -244,7 +206,7 @@ def test_the_example_in_two_processes_ends_after_one_step_and_goes_on(book, tmp_
 
     both("whole")
     log = tmp_path / "mine/metrics.jsonl"
-    for finished in run_processes(*commands("mine"), devices=1, stop=lambda: log.exists()):
+    for finished in run_processes(*commands("mine"), environments=cpus(1, PROCESSES), stop=lambda: log.exists()):
         assert finished.returncode in (130, 143), finished.stderr
     assert 0 < notes("mine")["step"] < 300
     both("mine")

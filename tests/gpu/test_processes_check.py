@@ -1,0 +1,17 @@
+"""Several processes on GPUs against one; `processes_check.py --self-test` needs no GPU."""
+
+import pytest
+from gpu import processes_check, report
+
+
+@pytest.mark.gpu
+def test_processes():
+    found = report.Report()
+    processes_check.check_processes(found)
+    assert found.passed
+    assert not found.failures
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_a_cpu():
+    assert processes_check.main(["--self-test"]) == 0

@@ -31,7 +31,8 @@ def gpus(each: int, processes: int) -> list[dict[str, str]]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(each * processes)]
     own = [",".join(names[first : first + each]) for first in range(0, each * processes, each)]
-    return [{"CUDA_VISIBLE_DEVICES": of, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} for of in own]
+    common = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return [common | {"CUDA_VISIBLE_DEVICES": of} for of in own]
 
 
 def run_processes(

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from attention_apart import attention_apart
 from hybrid import SHOWING, assert_close, errors, gpt, make_mesh, tokens, train, with_scales
 from pipelines import CURRENT, DELAYED, assert_is_same_step, dense, layers, loss_of, rows, variables_of
 
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.parallel import runner
+from jax_fp8.parallel.schedules import SCHEDULES
 from jax_fp8.train.stage_work import Totals
 
 SEQ, PAD = 16, 7
@@ -141,6 +143,28 @@ SLOW = {"fsdp 2, pipe 2, interleaved", "data 2, fsdp 2, pipe 2, 1f1b"}
 def test_a_step_is_that_without_pipe(name):
     way = WAYS[name]
     assert_is_same_step(*step_of(way), *without_pipe(way.without_pipe))
+
+
+AXES = {
+    "pipe 2": (2, {}, {}),
+    "pipe 4": (4, {}, {}),
+    "tensor 2, pipe 2": (2, {"tensor": 2}, {}),
+    "tensor 2, pipe 2, sequence": (2, {"tensor": 2}, SEQUENCE),
+    "data 2, tensor 2, pipe 2": (2, {"data": 2, "tensor": 2}, {}),
+    "data 2, tensor 2, pipe 2, sequence": (2, {"data": 2, "tensor": 2}, SEQUENCE),
+}
+
+
+FAST = "tensor 2, pipe 2, sequence"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in AXES])
+def test_every_schedule_on_every_mesh(name, schedule, monkeypatch, traced_anew):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention_apart)
+    pipe, axes, options = AXES[name]
+    way = of_gpt(own(pipe, schedule, 4, layers=pipe * (2 if schedule == "interleaved" else 1), **axes), options=options)
+    assert_is_same_step(*step_of(way), *step_of(way.without_pipe))
 
 
 def test_a_warm_start_finds_the_same_scales():

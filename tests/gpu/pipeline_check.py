@@ -7,8 +7,7 @@ Every schedule: losses of three steps, the FP8 state after the first of them to 
 the first schedule all bits of the losses and of the FP8 state. With four GPUs also pipe=4, and pipe=2 beside tensor=2,
 against tensor=2. Negative control: one microbatch is another. Ends with exit code 1 when anything is wrong.
 
-XLA adds up a softmax in one order where the backward computes it again, and in another where it is kept from tick to
-tick. So attention is apart from what is around it here, and the same in all programs.
+Attention is apart from what is around it (tests/attention_apart.py), and so the same in all programs.
 """
 
 import functools
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import hybrid
+from attention_apart import attention_apart
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
 
 import jax_fp8 as fp8
@@ -60,26 +59,6 @@ def another_microbatch() -> np.ndarray:
     other = batch()
     other[1::MICROBATCHES] = np.random.default_rng(1).integers(0, sizes()["vocab_size"], other[1::MICROBATCHES].shape)
     return other
-
-
-XLAS_ATTENTION = jax.nn.dot_product_attention
-
-
-def attention_apart(*operands: jax.Array, **options) -> jax.Array:
-    """`jax.nn.dot_product_attention`, computed again in the backward, and fused with nothing around it."""
-    attend = functools.partial(XLAS_ATTENTION, **options)
-
-    @jax.custom_vjp
-    def run(*operands):
-        return lax.optimization_barrier(attend(*lax.optimization_barrier(operands)))
-
-    def backward(operands, gradient):
-        operands, gradient = lax.optimization_barrier((operands, gradient))
-        _, pull = jax.vjp(attend, *operands)
-        return lax.optimization_barrier(pull(gradient))
-
-    run.defvjp(lambda *operands: (run(*operands), operands), backward)
-    return run(*operands)
 
 
 @mock.patch.object(jax.nn, "dot_product_attention", attention_apart)

@@ -1,7 +1,7 @@
 """Pipelines on two GPUs, or on as many as there are, against the same step on one.
 
     python tests/gpu/pipeline_check.py --output pipeline_check.json
-    python tests/gpu/pipeline_check.py --self-test                   # on the CPU's devices: some minutes
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python tests/gpu/pipeline_check.py --self-test    # some minutes
 
 Every schedule: losses of three steps, the FP8 state after the first of them to the bit, and all gradients; and beside
 the first schedule all bits of the losses and of the FP8 state. With four GPUs also pipe=4, and pipe=2 beside tensor=2,
@@ -96,6 +96,8 @@ def differences(got, expected) -> dict[str, float]:
 
 
 def check_pipelines(report: Report):
+    if jax.device_count() < 2:
+        raise ValueError("a pipeline needs two devices, got one; with --self-test set XLA_FLAGS as this file says")
     limits = {"loss": LOSS, "fp8 bytes": 0.0, "gradient": GRADIENT}
     for axes, options in MESHES:
         if np.prod(list(axes.values())) > jax.device_count():

@@ -109,13 +109,8 @@ def run(devices: int, processes: int) -> list[dict]:
         return [json.loads(file.read_text()) for file in files]
 
 
-def count_gpus() -> int:
-    """Of this process, in which the CPU may come first."""
-    return len(jax.devices("cuda"))
-
-
 def check_processes(report: Report):
-    devices = count_gpus() if on_gpu() else 2
+    devices = jax.device_count() if on_gpu() else 2
     if devices not in (2, 4, 8):
         raise ValueError(f"processes must share 2, 4 or 8 GPUs, got {devices}; choose them by CUDA_VISIBLE_DEVICES")
     (wanted,) = run(devices, 1)

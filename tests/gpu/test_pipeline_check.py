@@ -1,12 +1,9 @@
 """Pipelines on two GPUs or more against one; `pipeline_check.py --self-test` needs no GPU."""
 
 import pytest
-from gpu import pipeline_check, report
+from gpu import pipeline_check, several_gpus
 
 
 @pytest.mark.gpu
 def test_pipelines():
-    found = report.Report()
-    pipeline_check.check_pipelines(found)
-    assert found.passed
-    assert not found.failures
+    several_gpus.assert_passes(pipeline_check)

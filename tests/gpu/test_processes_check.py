@@ -1,17 +1,12 @@
 """Several processes on GPUs against one; `processes_check.py --self-test` needs no GPU."""
 
 import pytest
-from gpu import processes_check, report
+from gpu import processes_check, several_gpus
 
 
 @pytest.mark.gpu
 def test_processes():
-    if processes_check.count_gpus() < 2:
-        pytest.skip("needs two GPUs")
-    found = report.Report()
-    processes_check.check_processes(found)
-    assert found.passed
-    assert not found.failures
+    several_gpus.assert_passes(processes_check)
 
 
 @pytest.mark.slow

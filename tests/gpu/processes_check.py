@@ -31,7 +31,8 @@ from several_processes import cpus, free_port, gpus, run_processes
 import jax_fp8 as fp8
 
 STEPS, ROWS, MICROBATCHES = 3, 32, 8
-SUMS_IN_ANOTHER_ORDER = 1e-6  # relative; and the control is a thousand times as far
+SUMS_IN_ANOTHER_ORDER = 1e-6  # relative; and the control is at least ten times as far
+NOT_TIMED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # each program would have the products that won that time
 LIMIT = 400  # seconds for the processes of one run
 
 
@@ -100,6 +101,8 @@ def work(port: str, processes: str, process: str, result: str) -> None:
 def run(devices: int, processes: int) -> list[dict]:
     """What each of so many processes finds."""
     environments, port = (gpus if on_gpu() else cpus)(devices // processes, processes), free_port()
+    if on_gpu():
+        environments = [environment | NOT_TIMED for environment in environments]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{process}.json") for process in range(processes)]
         commands = [[__file__, port, processes, process, file] for process, file in enumerate(files)]
@@ -128,7 +131,7 @@ def check_processes(report: Report):
             if "data" in mesh or "fsdp" in mesh:  # elsewhere all processes have all rows
                 off = abs(got["control"] / expected["control"] - 1)
                 report.worst[f"control: other rows, {where}"] = off
-                report.expect("controls", off > 1e3 * SUMS_IN_ANOTHER_ORDER, f"{where}: other rows by {off:.1e}")
+                report.expect("controls", off > 10 * SUMS_IN_ANOTHER_ORDER, f"{where}: other rows by {off:.1e}")
 
 
 CHECKS = [check_processes]

@@ -115,7 +115,7 @@ def _compiled_anew(request):
 def _old_objects_left_alone(request):
     """What collects garbage itself (the example, long runs) looks through what its test has made, and not through what
     all tests before it left: that took seconds each time."""
-    if request.module.__name__.rpartition(".")[2].startswith(("test_example", "test_benchmark", "test_microbatches")):
+    if request.path.parent.name in ("examples", "benchmarks") or request.path.name == "test_microbatches.py":
         gc.freeze()
         yield
         gc.unfreeze()

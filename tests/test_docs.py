@@ -28,8 +28,8 @@ README_LINES = 130
 
 # Page: why its code may warn.
 WARNS: dict[str, str] = {}
-# The block whose steps begin with a warm start, as a user's do. On meshes and stages test_hybrid_step.py and
-# test_pipeline.py have one.
+# The block whose steps begin with a warm start, as a user's do. On meshes and stages meshes/test_step.py and
+# meshes/test_pipeline.py have one.
 WARM = ("README.md-1",)
 # What other tests run as well: names of params, rows of processes, loops of one's own, a model by its layers.
 SLOW = ("docs/meshes.md-3", "docs/meshes.md-5", "docs/meshes.md-6", "docs/pipelines.md-2")

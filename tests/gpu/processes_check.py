@@ -31,7 +31,8 @@ from several_processes import cpus, free_port, gpus, run_processes
 import jax_fp8 as fp8
 
 STEPS, ROWS, MICROBATCHES = 3, 32, 8
-SUMS_IN_ANOTHER_ORDER = 1e-6  # relative; and the control is at least ten times as far
+ONE_ORDER_OF_SUMS = 1e-6  # relative, of losses on two devices: a sum of two has one order
+OTHER_ORDERS = 1e-4  # and on more, where a value in FP8 may be the next one: seen 8e-6; controls are ten times as far
 NOT_TIMED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # each program would have the products that won that time
 LIMIT = 400  # seconds for the processes of one run
 
@@ -47,12 +48,14 @@ def sizes() -> dict:
     layers = {"num_layers": max(2, jax.device_count()), "num_heads": 8}
     if on_gpu():
         return layers | {"vocab_size": 8192, "hidden_size": 1024, "max_seq_len": 256}
-    return layers | {"vocab_size": 128, "hidden_size": 64, "max_seq_len": 32}
+    return layers | {"vocab_size": 128, "hidden_size": 128, "max_seq_len": 32}
 
 
 def batch(number: int) -> np.ndarray:
-    shape = ROWS, sizes()["max_seq_len"] + 1
-    return np.random.default_rng(number).integers(0, sizes()["vocab_size"], shape).astype(np.int32)
+    """Each row has tokens of its own, so that other rows have another loss."""
+    of_a_row = sizes()["vocab_size"] // ROWS
+    tokens = np.random.default_rng(number).integers(0, of_a_row, (ROWS, sizes()["max_seq_len"] + 1))
+    return (tokens + of_a_row * np.arange(ROWS)[:, None]).astype(np.int32)
 
 
 def own_rows(mesh: Mesh) -> np.ndarray:
@@ -63,8 +66,8 @@ def own_rows(mesh: Mesh) -> np.ndarray:
 
 
 def train(axes: dict[str, int]) -> dict:
-    """The losses, the FP8 state after them as bytes, and the loss of one more step in which the first process has other
-    rows than its own; of which there are none where it has them all.
+    """The losses, the FP8 state after them as bytes, and the loss of one more step in which those who have the first
+    rows take others; of which there are none where they have them all.
     """
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
     model = fp8.GPT(fp8.GPTConfig(**sizes()), attention_implementation="xla")  # cuDNN's backward repeats no bits
@@ -86,8 +89,9 @@ def train(axes: dict[str, int]) -> dict:
         losses.append(float(metrics["loss"]))
     whole = multihost_utils.process_allgather(state.fp8, tiled=True)
     found = {"losses": losses, "fp8": b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(whole)).hex()}
-    others = (rows + len(rows)) % ROWS if jax.process_index() == 0 else rows
-    return found | {"control": float(step(state, batch(STEPS)[others])[1]["loss"])}
+    others = (rows + len(rows)) % ROWS if rows[0] == 0 else rows
+    loss = float(step(state, batch(STEPS)[others])[1]["loss"])
+    return found | {"control": loss, "has all rows": len(rows) == ROWS}
 
 
 def work(port: str, processes: str, process: str, result: str) -> None:
@@ -116,6 +120,7 @@ def check_processes(report: Report):
     devices = jax.device_count() if on_gpu() else 2
     if devices not in (2, 4, 8):
         raise ValueError(f"processes must share 2, 4 or 8 GPUs, got {devices}; choose them by CUDA_VISIBLE_DEVICES")
+    limit = ONE_ORDER_OF_SUMS if devices == 2 else OTHER_ORDERS
     (wanted,) = run(devices, 1)
     for processes in sorted({2, devices}):
         first, *others = run(devices, processes)
@@ -125,13 +130,13 @@ def check_processes(report: Report):
             report.expect("all processes have the same losses", same, where)
             error = float(np.max(np.abs(np.divide(got["losses"], expected["losses"]) - 1)))
             report.worst[f"loss, {where}"] = error
-            report.expect("losses of one process", error <= SUMS_IN_ANOTHER_ORDER, f"{where}: off by {error:.1e}")
+            report.expect("losses of one process", error <= limit, f"{where}: off by {error:.1e}")
             ours, theirs = (np.frombuffer(bytes.fromhex(of["fp8"]), np.uint8) for of in (got, expected))
             report.worst[f"bytes of the FP8 state, {where}"] = float(np.sum(ours != theirs))
-            if "data" in mesh or "fsdp" in mesh:  # elsewhere all processes have all rows
+            if not got["has all rows"]:
                 off = abs(got["control"] / expected["control"] - 1)
                 report.worst[f"control: other rows, {where}"] = off
-                report.expect("controls", off > 10 * SUMS_IN_ANOTHER_ORDER, f"{where}: other rows by {off:.1e}")
+                report.expect("controls", off > 10 * limit, f"{where}: other rows by {off:.1e}")
 
 
 CHECKS = [check_processes]

@@ -1,5 +1,5 @@
 """A training loop of one's own on a mesh has the bits of the step that `make_train_step` makes there: inside, both are
-one program. How close that is to one device is asked in tests/test_hybrid_step.py.
+one program. How close that is to one device is asked in tests/meshes/test_step.py.
 """
 
 import functools

@@ -2,7 +2,7 @@
 layers.
 
 Where nothing is split over `tensor`, the first gradients are those of one device but for sums in another order. With
-`tensor` they differ by the noise of FP8 where a rounding falls on the other side; test_hybrid_step.py measures that it
+`tensor` they differ by the noise of FP8 where a rounding falls on the other side; test_step.py measures that it
 is no more of it. Here a gradient must point where one device's does: of leaves that matter it is within `NOISE` of it,
 and what was doubled, halved, permuted or left out is farther off.
 """

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TX = fp8.fused_adamw(1e-3)
 NOTES = {"rows": {"delayed": 3}, "losses": [1.0, 0.1]}
 

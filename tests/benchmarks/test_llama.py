@@ -1,27 +1,11 @@
 """The Llama-like baseline of the benchmarks computes what `GPT` does, from the same params, and as many FLOPs."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_params import as_plain
 
 import jax_fp8 as fp8
-
-
-def as_plain(params):
-    """Our params under the names of the baseline."""
-    plain = {name: params[name] for name in ("embedding", "head", "final_norm") if name in params}
-    for number in range(sum(name.startswith("layer_") for name in params)):
-        attention, mlp = params[f"layer_{number}"]["attention"], params[f"layer_{number}"]["mlp"]
-        plain[f"block_{number}"] = {
-            "attention_norm": attention["norm"],
-            "attention_out": attention["out"],
-            "qkv": {"kernel": jnp.hstack([attention[name]["kernel"] for name in ("query", "key", "value")])},
-            "mlp_norm": mlp["norm"],
-            "gate_up": {"kernel": jnp.hstack([mlp[name]["kernel"] for name in ("gate", "up")])},
-            "down": mlp["down"],
-        }
-    return plain
 
 
 @pytest.mark.parametrize("tied", [True, False])

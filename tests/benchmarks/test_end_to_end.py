@@ -266,7 +266,7 @@ def test_convergence_runs_whole(tmp_path):
     In a process of its own: hundreds of steps take half the time when they are compiled with optimizations,
     unlike other tests.
     """
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     flags = (
         "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1 "

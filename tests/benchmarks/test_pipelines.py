@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs/pipelines.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/pipelines.md"
 
 
 def test_the_page_shows_what_is_computed(benchmark, capsys):

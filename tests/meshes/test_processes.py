@@ -1,7 +1,7 @@
 """Several processes: a step on a mesh of all their devices is that of one process which has the same devices.
 
-This file is also the script that each of them runs: `python tests/test_processes.py PORT PROCESS FILE`. Sums between
-processes go through gloo, and may be added up in another order than within one.
+This file is also the script that each of them runs: `python tests/meshes/test_processes.py PORT PROCESS FILE`. Sums
+between processes go through gloo, and may be added up in another order than within one.
 """
 
 import json
@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hybrid import with_scales
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from hybrid import with_scales
 from several_processes import cpus, free_port, run_processes
 
 import jax_fp8 as fp8
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROCESSES, BATCH, SEQ = 2, 16, 16
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 DEVICES = 8

@@ -1,7 +1,7 @@
 """The end of a step's FP8 state, compiled for H200s with no GPU:
 a few kernels for any number of GEMMs, and no history copied.
 
-A step of a whole model is compiled in `test_compile_h200.py`; here it is its last part alone, for more GEMMs. Every
+A step of a whole model is compiled in `test_step.py`; here it is its last part alone, for more GEMMs. Every
 check is also made on a program that must fail it.
 """
 

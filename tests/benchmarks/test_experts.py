@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_benchmark_llama import as_plain
+from plain_params import as_plain
 
 import jax_fp8 as fp8
 

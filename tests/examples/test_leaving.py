@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAM = """
 import hashlib, signal, sys
 sys.path.insert(0, sys.argv[1])

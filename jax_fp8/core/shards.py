@@ -192,3 +192,16 @@ def largest_amax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if not axes:
         return x
     return lax.bitcast_convert_type(lax.pmax(lax.bitcast_convert_type(x, jnp.uint32), axes), jnp.float32)
+
+
+def scattered_sum(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+    """The sum over the devices of these axes, of which each keeps its own part along `dim`.
+
+    Processes that `jax.distributed` has joined, of CPUs, add up everything, and each device takes its part: jax's
+    reduce-scatter gives the first of them wrong values there now and then, from 64 KiB on
+    (https://github.com/jax-ml/jax/issues/40830).
+    """
+    if not jax.distributed.is_initialized() or jax.default_backend() != "cpu":
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    total, size = lax.psum(x, axes), x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(total, lax.axis_index(axes) * size, size, dim)

@@ -22,7 +22,7 @@ import jax
 from jax import lax
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.shards import TensorParallel, scattered_sum
 from jax_fp8.kernels.transpose import transpose
 
 
@@ -38,7 +38,7 @@ def reduce_rows(partial_sums: jax.Array, tensor: TensorParallel | None) -> jax.A
     if tensor is None:
         return partial_sums
     if tensor.sequence:
-        return lax.psum_scatter(partial_sums, tensor.axis, scatter_dimension=0, tiled=True)
+        return scattered_sum(partial_sums, tensor.axis, 0)
     return lax.psum(partial_sums, tensor.axis)
 
 

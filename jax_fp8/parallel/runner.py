@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.shards import scattered_sum
 from jax_fp8.parallel.mesh import PIPE
 from jax_fp8.parallel.schedule import BACKWARD, FORWARD, INPUT_GRADIENT
 from jax_fp8.parallel.ticks import Branch, Ticks
@@ -146,7 +147,7 @@ def run_schedule(
     def losses(edge, of_loss, group):
         first = group * stages
         of_group = lax.dynamic_slice_in_dim(edge, first, stages)
-        own = lax.psum_scatter(jnp.where(is_last, of_group, 0), PIPE, scatter_dimension=0, tiled=True)
+        own = scattered_sum(jnp.where(is_last, of_group, 0), PIPE, 0)
         dy, of_loss = loss(first + stage, own[0], of_loss)
         gradients = jnp.where(is_last, lax.all_gather(dy, PIPE), of_group)
         return lax.dynamic_update_slice_in_dim(edge, gradients, first, 0), of_loss

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.core.shards import largest_amax
+from jax_fp8.core.shards import largest_amax, scattered_sum
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, Parallelism
 from jax_fp8.parallel.placement import Place
@@ -104,7 +104,7 @@ def gradients_of_layers(how: Parallelism, gradient: jax.Array, place: Place) -> 
     else:
         if FSDP in place.storage:
             dim = gradient.ndim + place.fsdp_dim
-            gradient = lax.psum_scatter(gradient, FSDP, scatter_dimension=dim, tiled=True)
+            gradient = scattered_sum(gradient, FSDP, dim)
         of_all = _split(gradient, how.stages, place.fsdp_dim)
         of_all = lax.all_to_all(of_all, PIPE, split_axis=0, concat_axis=0)
         axes = tuple(axis for axis in axes if axis not in place.storage)

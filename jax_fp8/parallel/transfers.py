@@ -17,7 +17,7 @@ from jax import lax
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.paths import LayerPath, map_with_names
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.shards import largest_amax
+from jax_fp8.core.shards import largest_amax, scattered_sum
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
 from jax_fp8.parallel.placement import Place, Placement
@@ -114,7 +114,7 @@ def sum_of(how: Parallelism, gradient: jax.Array, place: Place) -> jax.Array:
     axes = summed_axes(how)
     if place.fsdp_dim is not None:
         dim = gradient.ndim + place.fsdp_dim
-        gradient = lax.psum_scatter(gradient, place.storage, scatter_dimension=dim, tiled=True)
+        gradient = scattered_sum(gradient, place.storage, dim)
         axes = tuple(axis for axis in axes if axis not in place.storage)
     return sum_over(how, gradient, place, axes)
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.shards import scattered_sum
 from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.room import room
 from jax_fp8.ops.weights import cast_gemms
@@ -115,7 +116,7 @@ class OnStages:
         def pull_back(dx):
             behind = len(dx) - self.microbatches  # where the last group is not whole: there is still what entered
             dx = jnp.pad(dx[: self.microbatches], [(0, behind), *[(0, 0)] * (dx.ndim - 1)]) if behind else dx
-            own_dx = lax.psum_scatter(dx, PIPE, scatter_dimension=0, tiled=True)
+            own_dx = scattered_sum(dx, PIPE, 0)
             return lax.scan(add, _zeros(of_all["params"]), (own, own_dx))[0]
 
         x = lax.map(partial(first, of_all["params"]), own)

@@ -4,9 +4,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hybrid import on_devices
+from jax import lax
 from jax.sharding import PartitionSpec as P
+from reference import assert_same_bits
 
 from jax_fp8.core import shards
 from jax_fp8.core.shards import Shards, TensorDim, TensorParallel
@@ -83,3 +86,22 @@ def test_a_sum_over_the_parts_of_the_batch():
     with VIEW.active():
         found = over_data(lambda x: shards.sum_over_batch(x), jnp.arange(4.0))
     assert found.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("axes", ["data", "fsdp", ("data", "fsdp"), ("fsdp", "data")])
+def test_a_sum_is_scattered_alike_without_a_reduce_scatter(axes, monkeypatch):
+    """As it is between processes of CPUs: over two axes, too, each device has the part that it would have."""
+    x, of_each = jax.random.normal(jax.random.key(0), (4, 3, 8)), P(("data", "fsdp"))
+
+    def scattered():
+        own = partial(shards.scattered_sum, axes=axes, dim=2)
+        return np.asarray(on_devices(own, x, data=2, fsdp=2, in_specs=of_each, out_specs=of_each))
+
+    wanted = scattered()
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(lax, "psum_scatter", None)
+    assert_same_bits(scattered(), wanted)
+    assert not np.array_equal(np.roll(wanted, 1, axis=2), wanted)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(TypeError, match="not callable"):
+        scattered()

@@ -1,6 +1,7 @@
 """What a layer finds out while it is traced for one device of several, and what it says before that."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,12 @@ def test_a_sum_over_the_parts_of_the_batch():
     assert found.tolist() == [6.0] * 4
 
 
+def test_sums_are_scattered_in_one_place():
+    package = Path(shards.__file__).parents[1]
+    calling = [path for path in package.rglob("*.py") if "lax.psum_scatter(" in path.read_text()]
+    assert calling == [Path(shards.__file__)]
+
+
 @pytest.mark.parametrize("axes", ["data", "fsdp", ("data", "fsdp"), ("fsdp", "data")])
 def test_a_sum_is_scattered_alike_without_a_reduce_scatter(axes, monkeypatch):
     """As it is between processes of CPUs: over two axes, too, each device has the part that it would have."""
@@ -101,7 +108,7 @@ def test_a_sum_is_scattered_alike_without_a_reduce_scatter(axes, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(lax, "psum_scatter", None)
     assert_same_bits(scattered(), wanted)
-    assert not np.array_equal(np.roll(wanted, 1, axis=2), wanted)
+    assert not np.array_equal(np.roll(wanted, 1, axis=0), wanted)  # another device's part is noticed
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(TypeError, match="not callable"):
         scattered()

@@ -30,6 +30,7 @@ from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
 from jax_fp8.optim.hyperparameters import check_hyperparameters, check_scalars, check_update
+from jax_fp8.optim.skipping import note_applied
 from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
@@ -110,6 +111,8 @@ def fused_adam(
         applied = _all_finite(gradients, norm) if skip_nonfinite else None
         if in_place is not None and in_place.apply is not None:
             applied = in_place.apply if applied is None else in_place.apply & applied
+        if applied is not None:
+            note_applied(applied)
         count = jnp.asarray(optax.safe_increment(state.count))
         steps = count.astype(jnp.float32)
         numbers = {

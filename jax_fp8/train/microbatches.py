@@ -116,6 +116,11 @@ def begin_if_needed(
     return PendingStep(state.step, count, loss, sums, amaxes, cache)
 
 
+def of_no_state(state: TrainState) -> jax.Array:
+    """The step count of a `PendingStep` whose sums belong to no state."""
+    return jnp.full_like(state.step, -1)
+
+
 def is_complete(state: TrainState, pending: PendingStep, microbatches: int) -> jax.Array:
     """Whether these are all microbatches of this state, bool[]."""
     return (pending.count == microbatches) & (pending.step == state.step)

@@ -23,8 +23,8 @@ from jax_fp8.core.shards import offers
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
 from jax_fp8.ops.weights import ready_for_loop
-from jax_fp8.optim.skipping import kept_unless
-from jax_fp8.optim.updates import InPlace, apply_updates, was_applied
+from jax_fp8.optim.skipping import choose, kept_unless, skips, was_taken, wrote_only_if
+from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
 from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_on_mesh, check_opt_state, check_state
@@ -46,6 +46,7 @@ from jax_fp8.train.microbatches import (
     begin_if_needed,
     check_pending,
     is_complete,
+    of_no_state,
     split,
 )
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
@@ -172,7 +173,7 @@ class Programs:
         self.how.check_has_no_stages("start")
         self._check(state)
         check_on_mesh(state, self.how.mesh)
-        return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=state.step - 1)
+        return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=of_no_state(state))
 
     def with_weights(self, state, pending, microbatch) -> PendingStep:
         """What `start_on_mesh` made, with room for the weights that microbatches like this one share."""
@@ -223,7 +224,7 @@ class Programs:
         new_state, metrics = lax.cond(complete, update, keep, constrain(state))
         new_state = constrain(new_state)
         metrics["microbatches"] = pending.count
-        return new_state, dataclasses.replace(pending, step=state.step - 1, count=jnp.int32(0)), metrics
+        return new_state, dataclasses.replace(pending, step=of_no_state(state), count=jnp.int32(0)), metrics
 
     def _constrain(self, state) -> Callable:
         """Puts a state where it belongs."""
@@ -296,19 +297,22 @@ class Programs:
         with jax.named_scope("optimizer"):
             casts = cast_requests(state.cache, state.params, fp8)
             request = {"in_place": InPlace(casts, apply)} if self.in_place else {}
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
+            with skips() as found:
+                updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
             params = apply_updates(state.params, updates)
-            if apply is not None:
+            taken = was_taken(apply, updates, found, gradients)
+            if taken is not None:
                 before = state.params, state.opt_state
-                params, opt_state = kept_unless(apply, updates, (params, opt_state), before)
-        applied, metrics = was_applied(updates), _metrics(loss, counts)
+                params, opt_state = kept_unless(taken, updates, (params, opt_state), before)
+        metrics = _metrics(loss, counts)
         if apply is not None:
-            taken = apply if applied is None else apply & applied
             metrics |= {"skipped": 1 - taken.astype(jnp.int32), "skip_above": jnp.float32(0)}
-        if applied is not None and applied is not apply:
-            fp8 = jax.tree.map(lambda new, old: jnp.where(applied, new, old), fp8, state.fp8)
+        if taken is not None and taken is not apply:
+            fp8 = choose(taken, fp8, state.fp8)
         cache = refresh(state.cache, params, fp8, updates)
-        return TrainState(state.step + 1, params, fp8, opt_state, cache), metrics
+        if cache and taken is not None and not wrote_only_if(taken, updates):
+            cache = choose(taken, cache, state.cache)
+        return TrainState(optax.safe_increment(state.step), params, fp8, opt_state, cache), metrics
 
 
 def _paths(params) -> dict[LayerPath, Any]:

@@ -1,13 +1,15 @@
 """Everything a training step reads and writes, as one pytree."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+from jax.extend.core import Literal
 
 from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.parallel.names import without_names
@@ -31,7 +33,8 @@ class TrainState:
 
     @classmethod
     def create(cls, *, variables: Mapping, tx: optax.GradientTransformation) -> "TrainState":
-        """The state before the first step, of copies: a step may donate its state, and `variables` stay as they are.
+        """The state before the first step, of copies: a step may donate its state, and `variables` stay as they are, and so does
+        what `tx` was made with, such as a random key.
 
         Args:
           variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from
@@ -53,7 +56,8 @@ class TrainState:
         variables = without_names(variables)
         params, fp8, cache = jax.tree.map(jnp.copy, [variables[name] if name in variables else {} for name in names])
         with inside_mesh_of(params):
-            return cls(jnp.zeros((), jnp.int32), params, dict(fp8), tx.init(params), dict(cache))
+            opt_state = _of_own_arrays(tx.init, params)
+            return cls(jnp.zeros((), jnp.int32), params, dict(fp8), opt_state, dict(cache))
 
     @property
     def variables(self) -> dict:
@@ -69,6 +73,24 @@ class TrainState:
         if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):
             return new
         return dataclasses.replace(new, cache=refresh(new.cache, new.params, new.fp8))
+
+
+def _of_own_arrays(init: Callable, params: Any) -> Any:
+    """`init(params)` without arrays that somebody else has too: those of `params`, those that `init` was made with,
+    such as a random key, and those that stand twice in it, are copied. Large moments that it makes are not.
+    """
+    made = init(params)
+    leaves, tree = jax.tree.flatten(made)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, leaves))):
+        return made
+    traced = jax.make_jaxpr(init)(params).jaxpr
+    fresh = {var for equation in traced.eqns for var in equation.outvars}
+    owned = []
+    for leaf, var in zip(leaves, traced.outvars, strict=True):
+        is_own = not isinstance(var, Literal) and var in fresh
+        owned.append(leaf if is_own or not isinstance(leaf, jax.Array) else jnp.copy(leaf))
+        fresh -= {var} if is_own else set()
+    return tree.unflatten(owned)
 
 
 register_serialization(TrainState, [field.name for field in dataclasses.fields(TrainState)])

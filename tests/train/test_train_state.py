@@ -35,6 +35,48 @@ def test_a_step_that_donates_its_state_leaves_the_callers_arrays_alone():
     jax.tree.map(lambda kept, leaf: jnp.array_equal(kept, leaf) or pytest.fail("changed"), before, given)
 
 
+KEY = jax.random.key(3)
+START = jnp.float32([1, 2])
+SHARED = optax.GradientTransformation(
+    lambda params: {"given": START, "twice": [made := jnp.zeros(2), made], "params": params, "step": 0.5},
+    lambda updates, state, params=None: (updates, state),
+)
+
+
+@pytest.mark.parametrize("by_init_state", [False, True])
+@pytest.mark.parametrize("name", ["noise", "shared"])
+def test_a_step_leaves_what_the_optimizer_was_made_with_alone(name, by_init_state):
+    """A random key, or anything else that `tx.init` hands out and did not make; so a second run has the same `tx`."""
+    tx = optax.chain({"noise": optax.add_noise(0.1, 0.5, KEY), "shared": SHARED}[name], fp8.fused_adamw(1e-3))
+    layer, x = fp8.Dense(16, recipe=None), jnp.ones((16, 16))
+    step, losses = fp8.make_train_step(lambda v, x: jnp.sum(layer.apply(v, x) ** 2), tx, None), []
+    given = layer.init(jax.random.key(0), x)
+    for _ in range(2):
+        made = step.init_state(layer.init, jax.random.key(0), x)
+        state = made if by_init_state else fp8.TrainState.create(variables=given, tx=tx)
+        for _ in range(2):
+            before = state
+            state, metrics = step(state, x)
+        assert any(leaf.is_deleted() for leaf in jax.tree.leaves(before.opt_state[0]))  # the control: it does donate
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]
+    assert not START.is_deleted() and not KEY.is_deleted()
+
+
+def test_what_the_optimizer_made_is_not_copied():
+    """Moments of a large model would not fit twice."""
+    made = []
+
+    def init(params):
+        made.append(optax.adam(1e-3).init(params))
+        return made[-1]
+
+    state = fp8.TrainState.create(
+        variables=variables(None), tx=optax.GradientTransformation(init, optax.sgd(0.1).update)
+    )
+    assert state.opt_state[0].mu["kernel"] is made[0][0].mu["kernel"]
+
+
 def test_replace_leaves_the_given_state_alone():
     state = fp8.TrainState.create(variables=variables(None), tx=optax.sgd(1e-3))
     assert int(state.replace(step=jnp.int32(7)).step) == 7

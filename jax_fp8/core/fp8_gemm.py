@@ -17,6 +17,8 @@ from jax_fp8.core.deferral import OperandSearch, OperandStores
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.health import measure
+from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.reach import note_rows
 from jax_fp8.core.recipe import Recipe, accumulation
 from jax_fp8.core.shards import largest_amax
 
@@ -75,6 +77,7 @@ class Record:
       deferral: takes the operands of the kernel's gradient instead of a GEMM, else None.
       health_ref: of f32[..., 2, STATISTICS], collects by maximum how input and output gradient were cast; of a router,
         f32[experts]; None where nobody asks.
+      path: of the GEMM in the state, where somebody asks which rows a pass stages; static.
     """
 
     amax_ref: jax.Ref | None = None
@@ -83,6 +86,7 @@ class Record:
     cotangent: AmaxCotangent | None = None
     deferral: OperandSearch | OperandStores | None = None
     health_ref: jax.Ref | None = None
+    path: LayerPath | None = field(default=None, metadata={"static": True})
 
     def amaxes(self, amaxes: jax.Array) -> None:
         """Raise the first recorded amaxes to f32[rows]; without a Ref, nothing. Recording twice is recording once."""
@@ -121,6 +125,7 @@ class Fp8Gemm:
       weight: the kernel where it has been cast already, else None.
       is_recorded: whether the backward's amax reaches the state; static.
       amax_axes: mesh axes over which tensors are in parts, so that an amax is a maximum over them; static.
+      unused: rows of its state that no tensor has; static.
     """
 
     recipe: Recipe = field(metadata={"static": True})
@@ -130,6 +135,7 @@ class Fp8Gemm:
     weight: Fp8Pair | None = None
     is_recorded: bool = field(default=True, metadata={"static": True})
     amax_axes: tuple[str, ...] = field(default=(), metadata={"static": True})
+    unused: tuple[int, ...] = field(default=(), metadata={"static": True})
 
     def cast(self, tensor: int, measure: Callable[[], jax.Array]) -> Cast:
         """How INPUT, KERNEL or OUTPUT_GRADIENT is cast;
@@ -166,6 +172,7 @@ class Fp8Gemm:
         scan relies on it, and so does one in a branch or under `jax.vmap`, where no Ref is.
         """
         if self.record.slot is None:
+            self._note_rows(amaxes.shape[0])
             self.record.amaxes(lax.stop_gradient(amaxes))
 
     def record_backward(self, amaxes: jax.Array) -> "Fp8Gemm | None":
@@ -174,11 +181,18 @@ class Fp8Gemm:
         Returns:
           The cotangent of this value, as the backward of a `custom_vjp` returns it.
         """
+        self._note_rows(amaxes.shape[0])
         if self.record.cotangent is None:
             self.record.amaxes(amaxes)
             return None
-        left = Record(cotangent=self.record.cotangent.of(amaxes, self.record.slot))
+        cotangent = self.record.cotangent.of(amaxes, self.record.slot)
+        left = Record(cotangent=cotangent, path=self.record.path)
         return replace(self, scales=None, record=left, weight=None)
+
+    def _note_rows(self, count: int) -> None:
+        """Say that the first rows are staged, to whoever asks."""
+        if self.record.amax_ref is not None or self.record.cotangent is not None:
+            note_rows(self.record.path, [row for row in range(count) if row not in self.unused])
 
     @property
     def name(self) -> str:

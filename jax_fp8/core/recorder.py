@@ -86,6 +86,7 @@ class Recorder:
       first_row: of this GEMM in `cotangents`.
       deferral: of the operands of its kernels' gradients, if these are for later.
       health: the Ref of how its tensors were cast, if anybody asks.
+      path: of the GEMM in the state, if anybody asks which rows are staged.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class Recorder:
         first_row: int = 0,
         deferral: ByIdentity | None = None,
         health: ByIdentity | None = None,
+        path: LayerPath | None = None,
     ):
-        self._static = amax, sums, weight, from_current, cotangents, first_row, deferral, health
-        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static[:-2]
-        self._deferral, self._health = deferral, health
+        self._static = amax, sums, weight, from_current, cotangents, first_row, deferral, health, path
+        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static[:-3]
+        self._deferral, self._health, self._path = deferral, health, path
         self.slot = slot
 
     @property
@@ -116,13 +118,14 @@ class Recorder:
             if self._amax is None:
                 return Record()
             self._cotangents.is_used = True
-            return Record(slot=self.slot, cotangent=AmaxCotangent(self._cotangents.vector, self._first_row))
+            cotangent = AmaxCotangent(self._cotangents.vector, self._first_row)
+            return Record(slot=self.slot, cotangent=cotangent, path=self._path)
         gradient = GradientSum(tuple(total.ref for total in self._sums), self._weight) if self._sums else None
         deferral = None if self._deferral is None else self._deferral.ref
         if self._amax is None and self.slot is not None and self.slot.ndim:  # nobody has handed each layer its own
             return Record()
         health = None if self._health is None else self._health.ref
-        return Record(self.amax_ref, self.slot, gradient, deferral=deferral, health_ref=health)
+        return Record(self.amax_ref, self.slot, gradient, deferral=deferral, health_ref=health, path=self._path)
 
     def named(self, kernels: Any) -> Any:
         """The kernels of the GEMM, under their names while operands are searched for."""

@@ -10,6 +10,7 @@ the rows of all GEMMs, in the order of `gemm_states`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.scale import scale_from_amax
 
 JOINED = 24  # GEMMs
+LEAVES = "scale", "amax_history"
 
 
 def initial_state(recipe: DelayedScaling, kernel_amax: jax.Array) -> dict[str, jax.Array]:
@@ -99,6 +101,23 @@ def map_gemms_with_path(fn: Callable, fp8_state: Mapping, *others: Mapping, path
     }
 
 
+def check_dtypes(fp8_state: Mapping) -> None:
+    """Raise unless all of a collection is float32, as when the whole of a model was cast to another dtype."""
+    map_gemms_with_path(
+        lambda path, gemm: check_dtype("/".join(path), **{name: gemm.get(name) for name in LEAVES}), fp8_state
+    )
+
+
+def check_dtype(layer: str, **leaves: Any) -> None:
+    """Raise unless these leaves of a GEMM's state are float32; what is None is not there."""
+    for name, leaf in leaves.items():
+        if leaf is not None and leaf.dtype != jnp.float32:
+            raise ValueError(
+                f"the FP8 state must be float32, got {name} of {layer or 'the layer'} as {describe(leaf)}; "
+                'leave out the collection "fp8" when variables are cast to another dtype'
+            )
+
+
 def gemm_states(fp8_state: Mapping) -> list[Mapping]:
     """The `{"scale", "amax_history"}` of every GEMM of a collection, in order."""
     found = []
@@ -106,16 +125,36 @@ def gemm_states(fp8_state: Mapping) -> list[Mapping]:
     return found
 
 
-def keep_known_rows(before: Mapping, after: Mapping) -> dict:
-    """Rows of `before` that have any history, rows of `after` where there was none:
-    a warm start changes nothing it need not.
+def known_rows(gemm: Mapping) -> Any:
+    """Which rows of a GEMM have a scale that some step or calibration found, bool[..., 3]; of NumPy's arrays or jax's.
+
+    A history says so. One of a single slot is empty after each step, as that slot is where amaxes are staged: there a
+    scale other than the 1 it began with says so, and of a kernel, which began with its own, that of another row.
     """
+    scale, history = gemm["scale"], gemm["amax_history"]
+    has_history = (history != 0).any(-1)
+    if history.shape[-1] > 1:
+        return has_history
+    moved, is_kernel = scale != 1, np.arange(3) == KERNEL
+    has_run = (moved & ~is_kernel).any(-1, keepdims=True)
+    return has_history | (moved & ~is_kernel) | (has_run & is_kernel)
+
+
+def keep_known_rows(before: Mapping, after: Mapping) -> dict:
+    """Rows of `before` that are known, rows of `after` elsewhere: a warm start changes nothing it need not."""
 
     def merge(old, new):
-        known = jnp.any(old["amax_history"] != 0, axis=-1)
+        known = known_rows(old)
         return {
             "scale": jnp.where(known, old["scale"], new["scale"]),
             "amax_history": jnp.where(known[..., None], old["amax_history"], new["amax_history"]),
         }
 
     return map_gemms(merge, before, after)
+
+
+def cold_rows(fp8_state: Mapping) -> Any:
+    """Of each row of a collection, as amaxes are joined, whether it is not known yet, bool[rows]."""
+    rows = [~known_rows(gemm).reshape(-1) for gemm in gemm_states(fp8_state)]
+    are_arrays = any(isinstance(of_gemm, jax.Array) for of_gemm in rows)
+    return jnp.concatenate(rows) if are_arrays else np.concatenate([np.zeros(0, bool), *rows])

@@ -24,7 +24,7 @@ import numpy as np
 from jax_fp8.core.formats import OUTPUT_GRADIENT, fp8_max, smallest_normal
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms, stage
+from jax_fp8.core.state import check_dtypes, gemm_states, join_amaxes, map_gemms, stage
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered
 
 TARGET = "jax_fp8_update_state"
@@ -117,6 +117,7 @@ def as_metrics(counts: jax.Array) -> dict[str, jax.Array]:
 def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
     """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_rows`, int32[2]."""
     check_recipe(recipe)
+    check_dtypes(fp8_state)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return {}, jnp.zeros(2, jnp.int32)

@@ -3,10 +3,12 @@
 fp8/<layer>/{~scores, ~values, ~gradients}/{scale, amax_history}      see ops/fp8_attention.py
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
+from jax_fp8.core.formats import INPUT
 from jax_fp8.core.paths import kernelless_name
 from jax_fp8.kernels.fp8_attention import check_head_dim, check_tokens
 from jax_fp8.nn.checks import layer_name
@@ -47,8 +49,9 @@ def attend_in_fp8(
         by = implementation if jax.default_backend() == "gpu" else "xla"
         return attention(query, key, value, causal=causal, implementation=by)
     check_tokens(layer, query.shape[-3], key.shape[-3])
-    scores, values, _ = declared
-    of_states: Any = [of.fp8 for of in declared]
+    scores, values, gradients = declared
+    values = replace(values, fp8=replace(values.fp8, unused=(INPUT,)))  # what it multiplies by values has no row
+    of_states: Any = scores.fp8, values.fp8, gradients.fp8
     attended, (of_scores, of_values) = fp8_attention(
         query, key, value, AttentionGemms(*of_states), causal=causal, implementation=implementation
     )

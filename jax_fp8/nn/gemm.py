@@ -32,7 +32,7 @@ from jax_fp8.core.shards import (
     parts_of,
     side_of,
 )
-from jax_fp8.core.state import stage
+from jax_fp8.core.state import check_dtype, stage
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_are_split_alike, layer_name
 from jax_fp8.nn.names import named
@@ -264,6 +264,7 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
     initial = first_state(recipe, parameters.kernel) if module.is_initializing() else {}
     scale = module.variable("fp8", "scale", lambda: initial["scale"])
     history = module.variable("fp8", "amax_history", lambda: initial["amax_history"])
+    check_dtype(layer, scale=scale.value, amax_history=history.value)
     if history.value.shape[-1] != recipe.amax_history_len:
         raise ValueError(
             f"{layer}: the recipe's amax_history_len is {recipe.amax_history_len}, but these variables hold a history "

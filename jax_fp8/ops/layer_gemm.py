@@ -14,7 +14,7 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import DelayedScaling, Recipe
 from jax_fp8.core.recorder import Recorder
 from jax_fp8.core.shards import TensorParallel, current_amax_axes
-from jax_fp8.core.state import initial_state
+from jax_fp8.core.state import check_dtype, initial_state
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.quantize import Matrices, as_tuple
 from jax_fp8.ops.parameters import LinearParameters
@@ -36,6 +36,7 @@ def layer_gemm(
       recorder: what whoever differentiates has put beside the state, if anybody does.
       weight: the kernel where it has been cast already.
     """
+    check_dtype(layer, scale=scales)
     record = Record()
     if recorder is not None:
         record = recorder.record

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.state import gemm_states
+from jax_fp8.core.state import check_dtypes, gemm_states
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -62,12 +63,24 @@ def check_is(name: str, value: Any, cls: type, remedy: str) -> None:
         raise ValueError(f"{name} must be a {cls.__name__}, got {describe(value)}; {remedy}")
 
 
-def check_not_donated(state: Any) -> None:
-    """Raise where a state was given to a step before: its arrays are gone."""
-    if getattr(state.step, "is_deleted", bool)():
+def check_not_donated(state: Any, pending: Any = None) -> None:
+    """Raise where a state, or what microbatches add to, was given away before: some of its arrays are gone."""
+    if _is_gone(state):
         raise ValueError(
             "state must be the one that the last step returned, got one that a step has taken; use the new one"
         )
+    if _is_gone(pending):
+        raise ValueError(
+            "pending must be what the last start, accumulate_step or apply_step returned, got one that another call "
+            "has taken; use the new one"
+        )
+
+
+def _is_gone(tree: Any) -> bool:
+    return any(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def check_on_mesh(state: Any, mesh: Mesh) -> None:
@@ -118,7 +131,8 @@ def check_loss(loss: Any, has_aux: bool) -> None:
 
 
 def check_state(state: Any, recipe: Recipe | None) -> None:
-    """Raise unless the amax histories of a state are those of this recipe."""
+    """Raise unless the amax histories of a state are those of this recipe, in their dtype."""
+    check_dtypes(state.fp8)
     has_state, keeps_state = bool(gemm_states(state.fp8)), recipe is not None and recipe.has_state
     if has_state and not keeps_state:
         raise ValueError(

@@ -22,6 +22,7 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names,
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
 from jax_fp8.core.state import (
+    check_dtypes,
     join_amaxes,
     keep_known_rows,
     map_gemms,
@@ -164,6 +165,7 @@ def record_in(
       stateless: GEMMs without state, whose kernels may be among `sums`.
       observed, health: GEMMs that are measured, and where they leave what they find.
     """
+    check_dtypes(fp8_state_of(variables))
     first_row = 0
     of_health = {path: ByIdentity(ref) for path, ref in health.items()}
 
@@ -174,7 +176,7 @@ def record_in(
         slot = jnp.arange(layers, dtype=jnp.int32).reshape(stacked) if stacked else None
         own = _sums_of(path, sums)
         deferral = ByIdentity(deferrals[path]) if path in deferrals else None
-        others = cotangents, first_row, deferral, of_health.get(path)
+        others = cotangents, first_row, deferral, of_health.get(path), path if from_current else None
         first_row += 3 * layers
         return {**gemm, RECORDER: Recorder(ByIdentity(ref), own, weight, from_current, slot, *others)}
 

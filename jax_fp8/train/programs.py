@@ -18,9 +18,9 @@ import optax
 from jax import lax
 
 from jax_fp8.core.paths import LayerPath, is_of_experts, names_of
+from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
-from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
 from jax_fp8.ops.weights import ready_for_loop
 from jax_fp8.optim.skipping import choose, kept_unless, skips, was_taken, wrote_only_if
@@ -37,7 +37,7 @@ from jax_fp8.train.diagnostics import (
     split_from_amaxes,
 )
 from jax_fp8.train.draws import drawn, drawn_next
-from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes, with_first_scales
+from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes
 from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import (
     PendingStep,
@@ -52,6 +52,7 @@ from jax_fp8.train.microbatches import (
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.warming import amaxes_from_current, first_scales, of_all_stages
 from jax_fp8.train.weight_cache import cached_gemms, cast_listed, cast_requests, refresh, renewed
 
 LARGEST_LOSS = np.finfo(np.float32).max
@@ -141,14 +142,19 @@ class Programs:
         return state, (loss, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):
+        """The state with first scales where it has none yet, and what the pass says of it (train/warming.py)."""
         batch = drawn(self.loss_fn, state, batch)
         self._check(state, batch, self.microbatches)
-        if self.how is None:
-            amaxes = self._first_amaxes(self.loss_fn, lambda: state, batch, [])
-        else:
-            mesh = self.on_mesh(state, batch, self.microbatches)
-            amaxes = mesh.first_amaxes(self._first_amaxes, state, batch)
-        return state.replace(fp8=with_first_scales(state.fp8, amaxes, self.recipe))
+        find = amaxes_from_current(self.microbatches)
+        with reached_rows() as reached:
+            if self.how is None:
+                amaxes = find(self.loss_fn, lambda: state, batch, [])
+            else:
+                amaxes = self.on_mesh(state, batch, self.microbatches).first_amaxes(find, state, batch)
+        if self.how is not None and self.how.stages > 1:
+            reached = of_all_stages(reached, self.loss_fn.layers)
+        fp8, warmed = first_scales(state.fp8, amaxes, self.recipe, reached)
+        return state.replace(fp8=fp8), warmed
 
     def on_mesh(self, state, batch, microbatches) -> OnMesh:
         """How this state lies on the mesh, and a batch of so many microbatches."""
@@ -263,18 +269,6 @@ class Programs:
             start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
         pending, _ = lax.scan(body, start, split(batch, self.microbatches))
         return pending.loss, pending.gradients, pending.amaxes
-
-    def _first_amaxes(self, loss_fn, state_of, batch, _):
-        """The amaxes of a pass in which every tensor is scaled by its own."""
-        record = value_grads_and_amaxes(loss_fn, from_current=True)
-        if self.microbatches == 1:
-            return record(state_of().variables, batch)[2]
-
-        def largest(amaxes, microbatch):
-            return jnp.maximum(amaxes, record(state_of().variables, microbatch)[2]), None
-
-        start = no_amaxes(state_of().fp8)
-        return lax.scan(largest, start, split(batch, self.microbatches))[0]
 
     def _gemms(self, state, batch) -> list:
         """The layers in FP8 where the state does not say, and microbatches share their weights."""

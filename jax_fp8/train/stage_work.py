@@ -157,7 +157,7 @@ class ChunkWork:
             others = refs.cotangents, 0, deferral, health
             return {RECORDER: Recorder(None, sums, self.weight, True, slot if health else None, *others)}
         amaxes, first_row = ByIdentity(refs.amaxes[gemm]), 3 * self._with_state.index(gemm)
-        others = refs.cotangents, first_row, deferral, health
+        others = refs.cotangents, first_row, deferral, health, gemm if self.from_current else None
         return {RECORDER: Recorder(amaxes, sums, self.weight, self.from_current, slot, *others)}
 
     def _differentiate(self, variables, x, kept, dy, totals, refs) -> tuple[jax.Array, Totals]:

@@ -10,7 +10,6 @@ recorded once; nothing waits for the host.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,16 +26,18 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
+from jax_fp8.train.arrival import Arrivals
 from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
 from jax_fp8.train.initialize import make_by_array
 from jax_fp8.train.lowering import Lowering
-from jax_fp8.train.microbatches import PendingStep
+from jax_fp8.train.microbatches import PendingStep, warn_of_copies
 from jax_fp8.train.pipeline_checks import check_pipeline
 from jax_fp8.train.programs import STATE_REMEDY, Programs
 from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.warming import WarmUp
 from jax_fp8.train.weight_cache import check_flag
 
 
@@ -80,9 +81,20 @@ class TrainStep:
         self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
         self._diagnose, self._no_diagnostics = jit(programs.diagnose, ()), None
         self._warm = jit(programs.warm, 0) if programs.recipe is not None and programs.recipe.has_state else None
-        self._warms_up = warm_start
-        self._donate, self._last_step_count, self._room = donate, None, None
-        self._programs = programs
+        self._warm_up = WarmUp(self._warm) if warm_start and self._warm is not None else None
+        self._arrivals = Arrivals(None if programs.how is None else programs.how.mesh)
+        self._donate, self._room, self._programs = donate, None, programs
+
+    def __reduce__(self):
+        raise ValueError(
+            "a step cannot be pickled, for it is made of functions; pickle its state, and call make_train_step again"
+        )
+
+    def __copy__(self):
+        return self  # like a function
+
+    def __deepcopy__(self, memo):
+        return self
 
     def init_state(self, init_fn: Callable, *args: Any) -> TrainState:
         """The state before the first step, of the variables that `init_fn(*args)` returns; on a mesh made in shards, so
@@ -103,6 +115,8 @@ class TrainStep:
 
     def place(self, state: TrainState, batch: Any) -> TrainState:
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
+        check_is("state", state, TrainState, STATE_REMEDY)
+        check_not_donated(state)
         if self._programs.how is None:
             return state
         batch = drawn(self._programs.loss_fn, state, batch)
@@ -120,16 +134,13 @@ class TrainStep:
         check_not_donated(state)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
-        if state.step is not self._last_step_count:  # a state that this object did not return itself
-            if self._programs.how is not None:
-                check_on_mesh(state, self._programs.how.mesh)
-            # Asking the step count waits for the device.
-            if self._warms_up and self._warm is not None and int(state.step) == 0:
-                state = self._warm(state, batch)
+        is_own = self._arrivals.check(state)
+        if self._warm_up is not None:
+            state = self._warm_up.before_step(state, batch, is_own)
         state, metrics = self._step(state, batch, zeros)
         if self._room is None:
             self._room = make_room(state.step)
-        self._last_step_count = state.step
+        self._arrivals.returned(state)
         return state, metrics
 
     def diagnose(self, state: TrainState, batch: Any) -> Diagnostics:
@@ -137,11 +148,8 @@ class TrainStep:
         and not changed.
         """
         check_is("state", state, TrainState, STATE_REMEDY)
-        if not isinstance(state.step, Tracer):
-            check_not_donated(state)
-            if self._programs.how is not None:
-                batch = self._programs.how.place_batch(batch, self._programs.microbatches)
-                check_on_mesh(state, self._programs.how.mesh)
+        check_not_donated(state)
+        batch = self._placed(state, batch)
         return self._diagnose(state, batch)
 
     def _zeros(self, state, batch, diagnose, skip_above) -> dict[str, Any]:
@@ -153,20 +161,24 @@ class TrainStep:
         return zero_metrics(skip_above, self._no_diagnostics if diagnose else None)
 
     def warm_start(self, state: TrainState, batch: Any) -> TrainState:
-        """A state with scales from this batch, as a step makes them by itself before step 0: for params that come from
-        elsewhere, or were trained without scales. The argument `state` is donated.
+        """A state with scales from this batch, as a step makes them by itself where there are none: for a loop of
+        `accumulate_step`, or a step with `warm_start=False`. The argument `state` is donated.
 
-        Rows of the FP8 state that have a history already are left as they are. Without a recipe that has state there is
-        nothing to do.
+        Rows of the FP8 state that have a scale already are left as they are, and so are all of them if an amax of this
+        batch is not finite. Without a recipe that has state there is nothing to do.
         """
         check_is("state", state, TrainState, STATE_REMEDY)
         if self._warm is None:
             return state
         check_not_donated(state)
-        if self._programs.how is not None:
-            batch = self._programs.how.place_batch(batch, self._programs.microbatches)
-            check_on_mesh(state, self._programs.how.mesh)
-        return self._warm(state, batch)
+        return self._warm(state, self._placed(state, batch))[0]
+
+    def _placed(self, state, batch) -> Any:
+        """The batch where a step wants it; the state must be there."""
+        if self._programs.how is None or isinstance(state.step, Tracer):
+            return batch
+        check_on_mesh(state, self._programs.how.mesh)
+        return self._programs.how.place_batch(batch, self._programs.microbatches)
 
     def start(self, state: TrainState) -> PendingStep:
         """What `accumulate_step` adds to: sums at zero and, for delayed scaling or a state that carries them, the
@@ -179,6 +191,8 @@ class TrainStep:
         with either recipe: each device keeps what it computes with, gathered over `fsdp`. With `cache_weights=False`
         nothing is kept, and every microbatch gathers.
         """
+        check_is("state", state, TrainState, STATE_REMEDY)
+        check_not_donated(state)
         if self._programs.how is not None:
             return self._programs.start_on_mesh(state)
         return self._start(state)
@@ -189,8 +203,8 @@ class TrainStep:
         """Add the gradients of a microbatch; on a mesh, their sum over the devices.
 
         The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to
-        another state than this one: after an optimizer step, or when params were overwritten. There is no warm start:
-        the first step finds scales of 1 unless they were calibrated.
+        another state than this one: after an optimizer step, or when params were overwritten. There is no warm start, at
+        no step: rows without history have scales of 1 until `step.warm_start` or a calibration gives them others.
 
         Args:
           state: not donated, and not changed.
@@ -199,13 +213,9 @@ class TrainStep:
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
         check_flag(is_first_microbatch)
+        check_not_donated(state, pending)
         if not self._donate:
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
-            warnings.warn(
-                f"accumulate_step copies what it adds to, {size / 2**20:,.1f} MiB a microbatch, "
-                "because the step was made with donate=False; leave donate=True",
-                stacklevel=2,
-            )
+            warn_of_copies(pending)
         how, is_first = self._programs.how, jnp.asarray(is_first_microbatch)
         if how is not None and not isinstance(state.step, Tracer):
             microbatch, is_first = how.place_batch(microbatch, 1), how.place_batch(is_first, 1)
@@ -225,6 +235,7 @@ class TrainStep:
           The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
           how many there were).
         """
+        check_not_donated(state, pending)
         return self._apply(state, pending)
 
     def lower(
@@ -271,8 +282,9 @@ def make_train_step(
         mean, amaxes their maximum, and the FP8 state moves once.
       cache_weights: cast the weights once for all microbatches; False casts them in every one, for the same numbers
         more slowly. A state that carries them is read in any case.
-      warm_start: before step 0, run the loss once with current scaling,
-        so that the first step finds scales instead of ones.
+      warm_start: before a step, while rows of the FP8 state have no history, run the loss once with current scaling,
+        so that the step finds scales instead of ones: before step 0, after a first step that was skipped, and before a
+        layer runs for the first time.
       donate: update the state in place.
       in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the
         last transform that touches the updates; pass False for a `tx` that computes with what it returns

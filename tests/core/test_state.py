@@ -11,10 +11,12 @@ from jax_fp8.core.formats import E4M3, OUTPUT_GRADIENT
 from jax_fp8.core.recipe import DelayedScaling
 from jax_fp8.core.state import (
     JOINED,
+    cold_rows,
     gemm_states,
     initial_state,
     join_amaxes,
     keep_known_rows,
+    known_rows,
     map_gemms,
     no_amaxes,
     stage,
@@ -97,6 +99,31 @@ def test_keep_known_rows():
     kept = keep_known_rows(before, after)["dense"]
     assert_same_bits(kept["scale"], np.float32([5, 6, 4]))
     assert_same_bits(kept["amax_history"], np.float32([[0, 1, 8], [0, 1, 8], [0, 0, 9]]))
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize("layers", [(), (2,)])
+@pytest.mark.parametrize(
+    ("length", "scale", "history", "known"),
+    [
+        (3, [1, 0.2, 1], [0, 0, 0], [False, False, False]),  # as it began
+        (3, [5, 0.2, 7], [0, 0, 0], [False, False, False]),  # scales that nothing followed from
+        (3, [5, 0.2, 1], [8, 4, 0], [True, True, False]),  # whose backward has not run
+        (1, [1, 0.2, 1], [0, 0, 0], [False, False, False]),
+        (1, [5, 0.2, 7], [0, 0, 0], [True, True, True]),  # after a step
+        (1, [5, 0.2, 1], [0, 0, 0], [True, True, False]),
+        (1, [1, 3.0, 7], [0, 0, 0], [False, True, True]),  # of attention, where the first row may be unused
+        (1, [1, 0.2, 1], [8, 0, 0], [True, False, False]),  # staged, and not finished
+    ],
+)
+def test_which_rows_are_known(xp, layers, length, scale, history, known):
+    scale = np.tile(np.float32(scale), (*layers, 1))
+    history = np.concatenate([np.zeros((3, length - 1)), np.float32(history)[:, None]], 1).astype(np.float32)
+    gemm = {"scale": xp.asarray(scale), "amax_history": xp.asarray(np.tile(history, (*layers, 1, 1)))}
+    np.testing.assert_array_equal(known_rows(gemm), np.tile(known, (*layers, 1)))
+    cold = cold_rows({"b": gemm, "a": {"c": gemm}})
+    assert isinstance(cold, np.ndarray if xp is np else jax.Array)
+    np.testing.assert_array_equal(cold, np.tile(~np.asarray(known), 2 * max(1, *layers, 1)))
 
 
 def test_map_gemms_pairs_the_same_gemm_of_every_collection():

@@ -164,7 +164,7 @@ def test_warm_start_saves_gradients_that_a_scale_of_1_would_flush():
     assert error(state.fp8) > 0.9
 
 
-def test_warm_start_happens_once_and_only_at_step_0():
+def test_warm_start_happens_once_and_not_in_a_run_that_goes_on():
     tx = optax.sgd(0.0)
     module, state = start(tx)
     step = fp8.make_train_step(loss_of(module), tx, RECIPE)
@@ -189,7 +189,8 @@ def test_warm_start_keeps_calibrated_history():
 
 
 def test_warm_start_makes_scales_for_params_that_come_without():
-    """As before step 0, at any step; there is nothing to make for a recipe without state."""
+    """As before step 0, at any step, whether a step is asked or does it by itself; there is nothing to make for a recipe
+    without state."""
     tx, batch = optax.sgd(0.0), batch_of()
     module, state = start(tx)
     step = fp8.make_train_step(loss_of(module), tx, RECIPE)
@@ -198,7 +199,9 @@ def test_warm_start_makes_scales_for_params_that_come_without():
     warmed, _ = step(step.warm_start(copy(late), batch), batch)
     assert int(warmed.step) == 8
     jax.tree.map(np.testing.assert_array_equal, warmed.fp8, expected)
-    cold, _ = step(late, batch)  # negative control: at step 7 no step does it by itself
+    by_itself, _ = step(copy(late), batch)
+    jax.tree.map(np.testing.assert_array_equal, by_itself.fp8, expected)
+    cold, _ = fp8.make_train_step(loss_of(module), tx, RECIPE, warm_start=False)(late, batch)  # the control
     assert (cold.fp8["once"]["amax_history"][:, -2] == 0).all()
     module, state = start(tx, fp8.CurrentScaling())
     assert fp8.make_train_step(loss_of(module), tx, fp8.CurrentScaling()).warm_start(state, batch) is state

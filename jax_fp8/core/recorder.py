@@ -38,6 +38,7 @@ class ListedGemm:
 
 
 _LISTING: ContextVar[dict[LayerPath, ListedGemm] | None] = ContextVar("listing", default=None)
+_RECIPES: ContextVar[dict[str, Recipe] | None] = ContextVar("recipes", default=None)
 
 
 class ByIdentity:
@@ -167,6 +168,24 @@ def listing() -> Iterator[dict[LayerPath, ListedGemm]]:
         yield found
     finally:
         _LISTING.reset(token)
+
+
+@contextmanager
+def recipes_met() -> Iterator[dict[str, Recipe]]:
+    """Collect the recipes of all FP8 GEMMs that are traced in this context, by what messages call them."""
+    found: dict[str, Recipe] = {}
+    token = _RECIPES.set(found)
+    try:
+        yield found
+    finally:
+        _RECIPES.reset(token)
+
+
+def note_recipe(layer: str, recipe: Recipe) -> None:
+    """A GEMM, with a kernel or without, says by which recipe it is, to whoever collects them."""
+    found = _RECIPES.get()
+    if found is not None:
+        found[layer] = recipe
 
 
 def register_gemm(path: LayerPath, recipe: Recipe, is_cached: bool) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import DelayedScaling, Recipe
-from jax_fp8.core.recorder import Recorder
+from jax_fp8.core.recorder import Recorder, note_recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes
 from jax_fp8.core.state import check_dtype, initial_state
 from jax_fp8.kernels.amax import amax_reference
@@ -37,6 +37,7 @@ def layer_gemm(
       weight: the kernel where it has been cast already.
     """
     check_dtype(layer, scale=scales)
+    note_recipe(layer, recipe)
     record = Record()
     if recorder is not None:
         record = recorder.record

@@ -101,15 +101,16 @@ def accumulate_grads(
     return run
 
 
-def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any) -> list[LayerPath]:
-    """The layers whose GEMMs run in FP8, by path, found by tracing the loss:
-    recipes without state leave no other trace of them in the variables.
+def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any, recipe: Recipe | None = None) -> list[LayerPath]:
+    """The layers whose GEMMs run in FP8, by path, found by tracing the loss: recipes without state leave no other trace
+    of them in the variables. Those of one recipe, or with None of all.
 
     A loss may apply a model to a part of the variables: then its layers know other paths, and are not listed.
     """
     with listing() as found:
         jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
-    return with_kernels(found, variables["params"])
+    paths = [path for path, gemm in found.items() if recipe in (None, gemm.recipe)]
+    return with_kernels(paths, variables["params"])
 
 
 def with_kernels(gemms: Iterable[LayerPath], params: Mapping) -> list[LayerPath]:

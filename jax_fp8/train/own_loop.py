@@ -21,7 +21,7 @@ from jax_fp8.core.state import stage_joined
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import place_params
-from jax_fp8.train.checks import check_batch, check_loss_fn
+from jax_fp8.train.checks import check_batch, check_loss_fn, same_recipe
 from jax_fp8.train.delayed import delayed_gradients
 from jax_fp8.train.gradients import fp8_state_of, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.on_mesh import OnMesh
@@ -111,7 +111,8 @@ def warm_start(
     record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
 
     def run(variables, *args, **kwargs):
-        _, _, amaxes = record(variables, *args, **kwargs)
+        with same_recipe(recipe, "warm_start"):
+            _, _, amaxes = record(variables, *args, **kwargs)
         return with_first_scales(fp8_state_of(variables), amaxes, recipe)
 
     return run
@@ -155,7 +156,9 @@ def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | No
         return value_grads_and_amaxes(share, from_current=True)(state_of().variables, batch)[2]
 
     def run(on_mesh, state, batch):
-        return with_first_scales(state.fp8, on_mesh.first_amaxes(local, state, batch), recipe)
+        with same_recipe(recipe, "warm_start"):
+            amaxes = on_mesh.first_amaxes(local, state, batch)
+        return with_first_scales(state.fp8, amaxes, recipe)
 
     return _with_state_on_mesh(how, loss_fn, has_aux, run)
 

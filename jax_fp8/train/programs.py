@@ -275,7 +275,7 @@ class Programs:
         if self.microbatches == 1 or self.recipe is None or self.recipe.has_state:
             return []
         part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
-        return list_gemms(self.loss_fn, state.variables, part)
+        return list_gemms(self.loss_fn, state.variables, part, recipe=self.recipe)
 
     def _update(self, state, loss, gradients, amaxes, skip_above=None):
         """The end of a step: scales from the amaxes, params and the rest of the state from the gradients. A loss that

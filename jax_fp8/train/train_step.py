@@ -27,7 +27,7 @@ from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.arrival import Arrivals
-from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
+from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer, same_recipe
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
@@ -77,10 +77,13 @@ class TrainStep:
                 inside_its_mesh(function), donate_argnums=donated if donate else (), compiler_options=compiler_options
             )
 
-        self._step, self._start = jit(programs.step, (0, 2)), jax.jit(programs.start)
-        self._accumulate, self._apply = jit(programs.accumulate, 1), jit(programs.apply, (0, 1))
-        self._diagnose, self._no_diagnostics = jit(programs.diagnose, ()), None
-        self._warm = jit(programs.warm, 0) if programs.recipe is not None and programs.recipe.has_state else None
+        checked = same_recipe(programs.recipe)  # where a loss is traced
+        self._step, self._start = jit(checked(programs.step), (0, 2)), jax.jit(programs.start)
+        self._accumulate, self._apply = jit(checked(programs.accumulate), 1), jit(programs.apply, (0, 1))
+        self._diagnose, self._no_diagnostics = jit(checked(programs.diagnose), ()), None
+        self._warm = (
+            jit(checked(programs.warm), 0) if programs.recipe is not None and programs.recipe.has_state else None
+        )
         self._warm_up = WarmUp(self._warm) if warm_start and self._warm is not None else None
         self._arrivals = Arrivals(None if programs.how is None else programs.how.mesh)
         self._donate, self._room, self._programs = donate, None, programs
@@ -90,11 +93,10 @@ class TrainStep:
             "a step cannot be pickled, for it is made of functions; pickle its state, and call make_train_step again"
         )
 
-    def __copy__(self):
+    def __copy__(self, memo=None):
         return self  # like a function
 
-    def __deepcopy__(self, memo):
-        return self
+    __deepcopy__ = __copy__
 
     def init_state(self, init_fn: Callable, *args: Any) -> TrainState:
         """The state before the first step, of the variables that `init_fn(*args)` returns; on a mesh made in shards, so
@@ -120,9 +122,8 @@ class TrainStep:
         if self._programs.how is None:
             return state
         batch = drawn(self._programs.loss_fn, state, batch)
-        return jax.device_put(
-            state, self._programs.on_mesh(state, batch, self._programs.microbatches).placement.shardings(state)
-        )
+        mesh = self._programs.on_mesh(state, batch, self._programs.microbatches)
+        return jax.device_put(state, mesh.placement.shardings(state))
 
     def __call__(
         self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
@@ -149,8 +150,7 @@ class TrainStep:
         """
         check_is("state", state, TrainState, STATE_REMEDY)
         check_not_donated(state)
-        batch = self._placed(state, batch)
-        return self._diagnose(state, batch)
+        return self._diagnose(state, self._placed(state, batch))
 
     def _zeros(self, state, batch, diagnose, skip_above) -> dict[str, Any]:
         check_flags(diagnose=diagnose)

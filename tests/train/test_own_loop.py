@@ -119,7 +119,8 @@ def test_a_warm_start_of_ones_own_is_that_of_the_step():
     mesh = make_mesh(**MIXED)
     warm = jax.jit(fp8.warm_start(LOSS, RECIPE, mesh=mesh, **SEQUENCE))(place(mesh), BATCH)
     step = fp8.make_train_step(LOSS, TX, RECIPE, mesh=mesh, **SEQUENCE)
-    expected = step._warm(step.place(fp8.TrainState.create(variables=first_variables(), tx=TX), BATCH), BATCH)
+    placed = step.place(fp8.TrainState.create(variables=first_variables(), tx=TX), BATCH)
+    expected = step.warm_start(placed, BATCH)
     jax.tree.map(assert_same_bits, warm, expected.fp8)
     with pytest.raises(AssertionError, match="elements differ"):  # negative control: before it
         jax.tree.map(assert_same_bits, warm, first_variables()["fp8"])

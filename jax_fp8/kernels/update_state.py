@@ -104,7 +104,7 @@ def count_amaxes(fp8_state: Mapping, recipe: Recipe | None) -> dict[str, jax.Arr
 def count_joined(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | None) -> jax.Array:
     """`count_rows` of a collection and of the amaxes f32[rows] of a step, int32[2]."""
     gemms = gemm_states(fp8_state)
-    _check(gemms, recipe)
+    _check(fp8_state, gemms, recipe)
     scale = join_amaxes([gemm["scale"] for gemm in gemms])
     return count_rows(amaxes, scale, recipe)  # type: ignore[arg-type] - _check knows that it has state
 
@@ -117,11 +117,10 @@ def as_metrics(counts: jax.Array) -> dict[str, jax.Array]:
 def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | None) -> tuple[dict, jax.Array]:
     """`update_state` of a state in which these amaxes f32[rows] are yet to be staged, and `count_rows`, int32[2]."""
     check_recipe(recipe)
-    check_dtypes(fp8_state)
     gemms = gemm_states(fp8_state)
     if not gemms:
         return {}, jnp.zeros(2, jnp.int32)
-    _check(gemms, recipe)
+    _check(fp8_state, gemms, recipe)
     recorded = np.zeros(sum(gemm["scale"].size for gemm in gemms), np.float32) if amaxes is None else amaxes
     counts, *updated = _update(recorded, *_leaves(gemms), recipe=recipe)
     remaining = iter(updated)
@@ -129,7 +128,8 @@ def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | N
     return state, counts
 
 
-def _check(gemms, recipe):
+def _check(fp8_state, gemms, recipe):
+    check_dtypes(fp8_state)
     if recipe is None or not recipe.has_state:
         raise ValueError(
             f"a collection with amax histories needs the DelayedScaling recipe it was made for, got recipe={recipe!r}"

@@ -21,10 +21,11 @@ from jax_fp8.core.state import stage_joined
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import place_params
-from jax_fp8.train.checks import check_batch, check_loss_fn, same_recipe
+from jax_fp8.train.checks import check_batch, check_loss_fn
 from jax_fp8.train.delayed import delayed_gradients
 from jax_fp8.train.gradients import fp8_state_of, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.on_mesh import OnMesh
+from jax_fp8.train.recipes import same_recipe
 from jax_fp8.train.train_state import TrainState
 
 

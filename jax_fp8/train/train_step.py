@@ -27,7 +27,7 @@ from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.arrival import Arrivals
-from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer, same_recipe
+from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
@@ -36,6 +36,7 @@ from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep, warn_of_copies
 from jax_fp8.train.pipeline_checks import check_pipeline
 from jax_fp8.train.programs import STATE_REMEDY, Programs
+from jax_fp8.train.recipes import same_recipe
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.warming import WarmUp
 from jax_fp8.train.weight_cache import check_flag
@@ -282,9 +283,8 @@ def make_train_step(
         mean, amaxes their maximum, and the FP8 state moves once.
       cache_weights: cast the weights once for all microbatches; False casts them in every one, for the same numbers
         more slowly. A state that carries them is read in any case.
-      warm_start: before a step, while rows of the FP8 state have no history, run the loss once with current scaling,
-        so that the step finds scales instead of ones: before step 0, after a first step that was skipped, and before a
-        layer runs for the first time.
+      warm_start: before a step that would meet rows of the FP8 state without history, run the loss once with current
+        scaling: before step 0, after a first step that was skipped, and when a layer runs for the first time.
       donate: update the state in place.
       in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the
         last transform that touches the updates; pass False for a `tx` that computes with what it returns

@@ -82,11 +82,38 @@ def test_compiler_options_are_named():
         make(compiler_options="fast")
 
 
-def test_a_state_that_a_step_has_taken():
-    step, old = make(warm_start=False), state()
-    step(old, X)
-    with pytest.raises(ValueError, match="got one that a step has taken; use the new one"):
-        step(old, X)
+ENTRIES = {
+    "a step": lambda step, state, pending: step(state, X),
+    "diagnose": lambda step, state, pending: step.diagnose(state, X),
+    "warm_start": lambda step, state, pending: step.warm_start(state, X),
+    "place": lambda step, state, pending: step.place(state, X),
+    "start": lambda step, state, pending: step.start(state),
+    "accumulate_step": lambda step, state, pending: step.accumulate_step(state, pending, X, True),
+    "apply_step": lambda step, state, pending: step.apply_step(state, pending),
+}
+
+
+@pytest.mark.parametrize("enter", ENTRIES.values(), ids=ENTRIES)
+def test_a_state_that_a_step_has_taken(enter):
+    """Whichever of its arrays are gone: the step count is no more than one of them."""
+    step, given = make(), state()
+    step.warm_start(given, X)
+    partly = state(step=given.step).replace(params=given.params)
+    pending = step.start(other := state())
+    for taken in (given, partly):
+        with pytest.raises(ValueError, match="got one that a step has taken; use the new one"):
+            enter(step, taken, pending)
+    enter(step, other, pending)
+
+
+def test_sums_that_a_microbatch_has_taken():
+    step, given = make(), state()
+    first = step.start(given)
+    second = step.accumulate_step(given, first, X, True)
+    for enter in (ENTRIES["accumulate_step"], ENTRIES["apply_step"]):
+        with pytest.raises(ValueError, match=r"pending must be what the last .* got one that another call has taken"):
+            enter(step, given, first)
+    step.apply_step(given, second)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""The training step: microbatches, warm start, donation, and what reaches the optimizer.
+"""The training step: microbatches, warm start, donation, copies, and what reaches the optimizer.
 
 The FP8 state is compared bit for bit.
 """
 
+import copy as copies
 import functools
+import pickle
 
 import flax.linen as nn
 import jax
@@ -297,3 +299,17 @@ def test_misuse():
     module, state = start(tx, None)
     with pytest.raises(ValueError, match="give the model the same recipe"):
         fp8.make_train_step(loss_of(module), tx, RECIPE)(state, batch_of())
+
+
+def test_a_step_is_not_pickled_and_its_state_is():
+    tx = fp8.fused_adamw(1e-2)
+    module, state = start(tx)
+    step = fp8.make_train_step(loss_of(module), tx, RECIPE)
+    with pytest.raises(ValueError, match=r"a step cannot be pickled, .*; pickle its state, and call make_train_step"):
+        pickle.dumps(step)
+    assert copies.copy(step) is step and copies.deepcopy({"step": step})["step"] is step
+    state, _ = step(state, batch_of())
+    shallow, deep, again = copies.copy(state), copies.deepcopy(state), pickle.loads(pickle.dumps(state))
+    expected, _ = step(shallow, batch_of())  # the same arrays
+    for other in (deep, again):
+        jax.tree.map(np.testing.assert_array_equal, step(other, batch_of())[0], expected)

@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from jax_fp8.core.formats import E4M3, fp8_max
-from jax_fp8.kernels.casting import with_one_nan
+from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.kernels.casting import quantize_reference, with_one_nan
 
 REMAINDER = np.dtype("uint16")
 
@@ -42,6 +43,22 @@ def master_of(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """
     high = lax.bitcast_convert_type(param, jnp.uint16) - (remainder > 0x8000).astype(jnp.uint16)
     return lax.bitcast_convert_type((high.astype(jnp.uint32) << 16) | remainder.astype(jnp.uint32), jnp.float32)
+
+
+def rounds_to(master: jax.Array, param: jax.Array | Fp8Array) -> jax.Array:
+    """Where a master, or a remainder, rounds to its param: bool of the param's shape. One zero is as good as the other,
+    and so is one NaN.
+    """
+    if isinstance(param, Fp8Array):
+        rounded, param = quantize_reference(master, param.dtype, param.scale), param.values
+    elif master.dtype == REMAINDER:
+        rounded = master_of(param, master).astype(param.dtype)
+    else:
+        rounded = master.astype(jnp.float32).astype(param.dtype)
+    word = np.dtype(f"uint{8 * param.dtype.itemsize}")
+    ours, theirs = (lax.bitcast_convert_type(x, word) for x in (rounded, param))
+    both_zero = ((ours | theirs) << 1) == 0
+    return (ours == theirs) | both_zero | (jnp.isnan(rounded) & jnp.isnan(param))
 
 
 def round_second_moment(v: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -15,10 +15,11 @@ from jax_fp8.core.fp8_array import Fp8Array, is_fp8
 from jax_fp8.core.scale import SMALLEST_SCALE
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.explicit import zeros_like
-from jax_fp8.kernels.storage import REMAINDER, off_the_tie, remainder_of
+from jax_fp8.kernels.storage import REMAINDER, off_the_tie, remainder_of, rounds_to
 
 FP8_DTYPES = (np.dtype(E4M3), np.dtype(E5M2))
 MOMENT_DTYPES = (*map(np.dtype, ("float32", "bfloat16", "float16")), *FP8_DTYPES)
+MOST = np.iinfo(np.int32).max
 MASTER_DTYPES = tuple(map(np.dtype, ("float32", "float16")))
 
 
@@ -50,6 +51,33 @@ class FusedAdamState(NamedTuple):
         return flatten_like(
             f"state.{name}", tree, getattr(self, name), "pass the state that init made for these params"
         )
+
+
+def masters_apart(opt_state: Any, params: Any) -> jax.Array | None:
+    """How many elements of masters do not round to their params, int32[]; None where there are no masters.
+
+    A step takes such a param for the new master. After a restore many of them mean that params and masters are not of
+    one run, or that the masters were saved in another dtype.
+
+    Args:
+      opt_state: of any optimizer that has `fused_adam` in it.
+      params: all that it trains.
+    """
+    by_path = dict(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8))
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_adam)
+    masters = [leaf for node in nodes if _is_adam(node) for leaf in jax.tree_util.tree_leaves_with_path(node.master)]
+    pairs = [(master, by_path[path]) for path, master in masters if path in by_path]
+    if not pairs:
+        return None
+    apart = [~rounds_to(master, param) for master, param in pairs]
+    if sum(found.size for found in apart) <= MOST:
+        return sum((jnp.sum(found, dtype=jnp.int32) for found in apart), jnp.int32(0))
+    total = sum((jnp.sum(found, dtype=jnp.float32) for found in apart), jnp.float32(0))
+    return jnp.minimum(total, np.float32(MOST - 127)).astype(jnp.int32)  # about, and at most what int32 holds
+
+
+def _is_adam(node) -> bool:
+    return isinstance(node, FusedAdamState)
 
 
 # What the state keeps of one param: all of its fields but the count.

@@ -5,11 +5,13 @@ and that what it does not keep is not made up.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
 
 import jax_fp8 as fp8
 from jax_fp8.kernels.storage import master_of
+from jax_fp8.optim.adam_state import masters_apart
 
 pytestmark = pytest.mark.versions
 
@@ -102,3 +104,55 @@ def test_a_saved_state_in_other_dtypes(tmp_path, made, used, message):
     restored = saved_and_restored(tmp_path, fp8.fused_adam(1e-3, **made).init(params))
     with pytest.raises(ValueError, match=message):
         fp8.fused_adam(1e-3, **used).update(params, restored, params)
+
+
+# ---- masters that are not those of the params ------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "alone": fp8.fused_adam(1e-3),
+    "chained": optax.chain(optax.trace(0.9), fp8.fused_adamw(1e-3, master_dtype=jnp.float16)),
+    "injected": optax.inject_hyperparams(fp8.fused_adamw)(1e-3),
+    "masked": optax.masked(fp8.fused_adam(1e-3), {"float32": True, "bfloat16": True, "float16": False, "fp8": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_apart(name):
+    """None of a state that was made for these params; each element that was edited, and no other."""
+    trained = params()
+    if name == "injected":
+        trained = {key: trained[key] for key in ("float32", "bfloat16")}  # Optax takes no mixture there
+    edited = trained | {"bfloat16": trained["bfloat16"].at[3, 4].add(1).at[0, 0].set(jnp.nan)}
+    if name != "injected":
+        edited["float16"] = trained["float16"].at[5, 5].multiply(2)
+        edited["fp8"] = fp8.Fp8Array(trained["fp8"].values.at[1, 1].set(7), trained["fp8"].scale)
+    state, count = OPTIMIZERS[name].init(trained), jax.jit(masters_apart)
+    before = int(count(state, trained))
+    assert before == 0 or (name == "chained" and before < 3)  # a float16 master of a tiny bfloat16 param is not exact
+    assert int(count(state, edited)) - before == {"injected": 2, "masked": 3}.get(name, 4)
+
+
+def test_zeros_and_nans_of_masters_are_not_apart():
+    special = jnp.array([0.0, -0.0, jnp.nan, 1.0], jnp.bfloat16)
+    state = fp8.fused_adam(1e-3).init({"w": special})
+    assert int(masters_apart(state, {"w": jnp.array([-0.0, 0.0, -jnp.nan, 1.0], jnp.bfloat16)})) == 0
+    assert int(masters_apart(state, {"w": jnp.array([1.0, jnp.nan, 0.0, jnp.nan], jnp.bfloat16)})) == 4
+
+
+def test_no_masters_are_not_apart():
+    assert masters_apart(fp8.fused_adam(1e-3).init({"w": jnp.ones(3)}), {"w": jnp.zeros(3)}) is None
+    assert masters_apart(optax.adam(1e-3).init({"w": jnp.ones(3, jnp.bfloat16)}), {"w": jnp.ones(3)}) is None
+
+
+def test_remainders_restored_as_masters(tmp_path):
+    """Orbax restores 16 bits into shapes of float32: no dtype tells, and every master is apart."""
+    trained = {"w": jax.random.normal(jax.random.key(0), SHAPE).astype(jnp.bfloat16)}
+    saved = fp8.fused_adam(1e-3, master_dtype="remainder", master={"w": jax.random.normal(jax.random.key(0), SHAPE)})
+    state = saved.init(trained)
+    assert int(masters_apart(state, trained)) == 0
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "step", jax.eval_shape(fp8.fused_adam(1e-3).init, trained))
+    assert int(masters_apart(restored, trained)) == trained["w"].size

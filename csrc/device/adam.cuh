@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../adam.h"
+#include "draws.cuh"
 #include "fp8.cuh"
 #include "reduce.cuh"
 #include "words.cuh"
@@ -18,19 +19,17 @@ struct Step {
   float scalars[kAdamScalars];
   float scales[kAdamScales];
   float cast_multiplier, mu_multiplier, nu_multiplier;
-  uint32_t seed;
-  uint32_t number;
+  Drawing drawing;
   bool couples_decay;  // the decay is a part of the gradient, not of the update
 };
 
 // The row of `scales` is that of the leaf.
-__device__ inline Step step_of(const float* scalars, const float* scales, const uint32_t* seed) {
+__device__ inline Step step_of(const float* scalars, const float* scales) {
   Step step;
 #pragma unroll
   for (int i = 0; i < kAdamScalars; ++i) step.scalars[i] = __ldg(scalars + i);
 #pragma unroll
   for (int i = 0; i < kAdamScales; ++i) step.scales[i] = __ldg(scales + i);
-  step.seed = __ldg(seed);
   step.cast_multiplier = multiplier_of(step.scales[kCastScale]);
   step.mu_multiplier = multiplier_of(step.scales[kMuScaleAfter]);
   step.nu_multiplier = multiplier_of(step.scales[kNuScaleAfter]);
@@ -139,55 +138,82 @@ __device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_a
 // ---- the moments as they are kept -----------------------------------------------------------------------------------
 
 template <Fp8Type kFormat, int kCount>
-__device__ inline uint32_t quantize_root(const Step& step, uint32_t index, const float (&v)[kCount]) {
+__device__ inline uint32_t quantize_root(const float (&v)[kCount], float multiplier, const uint32_t (&draws)[kCount]) {
   float rounded[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) rounded[i] = v[i];
   take_roots(rounded);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float x = __fmul_rn(rounded[i], step.nu_multiplier);
-    rounded[i] = round_at_random<kFormat>(x, uniform_of(step.seed, step.number, index + i));
+    const float x = __fmul_rn(rounded[i], multiplier);
+    rounded[i] = round_at_random<kFormat>(x, draws[i]);
+    if (rounded[i] == 0.0f && x > 0.0f) rounded[i] = kSmallestFp8<kFormat>;  // a divisor of zero would follow
   }
   return pack_fp8<kFormat>(rounded);
 }
 
+template <Fp8Type kFormat, int kCount>
+__device__ inline uint32_t quantize_at_random(const float (&m)[kCount], float multiplier,
+                                              const uint32_t (&draws)[kCount]) {
+  float rounded[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float x = __fmul_rn(m[i], multiplier);
+    rounded[i] = copysignf(round_at_random<kFormat>(fabsf(x), draws[i]), x);
+  }
+  return pack_fp8<kFormat>(rounded);
+}
+
+// Rounds at random by the second draw of each element.
 template <int kCount>
-__device__ inline void pack_mu(const Step& step, Storage storage, const float (&m)[kCount], uint32_t* words) {
-  if (is_fp8(storage)) {
-    words[0] = quantize(storage, m, step.mu_multiplier);
+__device__ inline void pack_mu(const Step& step, Storage storage, const float (&m)[kCount],
+                               const uint32_t (&draws)[kCount], uint32_t* words) {
+  if (storage == Storage::kFloat32) return pack_floats(storage, m, words);
+  uint32_t second[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) second[i] = second_draw(draws[i]);
+  if (storage == Storage::kE4M3) {
+    words[0] = quantize_at_random<Fp8Type::kE4M3>(m, step.mu_multiplier, second);
+  } else if (storage == Storage::kE5M2) {
+    words[0] = quantize_at_random<Fp8Type::kE5M2>(m, step.mu_multiplier, second);
   } else {
-    pack_floats(storage, m, words);
+    pack_at_random<false>(m, second, words);
   }
 }
 
-// What is positive stays positive in 16 bits too: at least the smallest of their numbers.
+// What is positive stays positive.
 template <int kCount>
-__device__ inline void pack_nu(const Step& step, Storage storage, uint32_t index, const float (&v)[kCount],
-                               uint32_t* words) {
+__device__ inline void pack_nu(const Step& step, Storage storage, const float (&v)[kCount],
+                               const uint32_t (&draws)[kCount], uint32_t* words) {
   if (storage == Storage::kE4M3) {
-    words[0] = quantize_root<Fp8Type::kE4M3>(step, index, v);
+    words[0] = quantize_root<Fp8Type::kE4M3>(v, step.nu_multiplier, draws);
   } else if (storage == Storage::kE5M2) {
-    words[0] = quantize_root<Fp8Type::kE5M2>(step, index, v);
+    words[0] = quantize_root<Fp8Type::kE5M2>(v, step.nu_multiplier, draws);
   } else if (storage == Storage::kFloat32) {
     pack_floats(storage, v, words);
   } else {
-    const float smallest = storage == Storage::kBFloat16 ? 0x1p-133f : 0x1p-24f;
-    float kept[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) kept[i] = v[i] > 0.0f ? fmaxf(v[i], smallest) : v[i];
-    pack_floats(storage, kept, words);
+    pack_at_random<true>(v, draws, words);
   }
 }
 
 // ---- one vector -----------------------------------------------------------------------------------------------------
 
-// kCount neighbours as loaded. `weight` is the master; beside a remainder, the param and from kLow on the remainder.
+// kCount neighbours as loaded. `weight` is the master, and `param` stands beside it; or `weight` is the param, and from
+// kLow on its remainder.
 template <int kCount>
 struct Words {
   static constexpr int kLow = (kCount + 1) / 2;
-  uint32_t g[kCount], mu[kCount], nu[kCount], weight[2 * kLow];
+  uint32_t g[kCount], mu[kCount], nu[kCount], weight[2 * kLow], param[kLow];
 };
+
+__device__ constexpr bool is_half(Storage storage) {
+  return storage == Storage::kBFloat16 || storage == Storage::kFloat16;
+}
+
+// A master that must round to the param beside it.
+__device__ inline bool has_both(const AdamLeaf& leaf) {
+  return is_half(leaf.param_storage) && leaf.master_storage != Storage::kRemainder;
+}
 
 template <int kCount>
 __device__ inline void load(const AdamLeaf& leaf, int64_t index, Words<kCount>& words) {
@@ -205,16 +231,39 @@ __device__ inline void load(const AdamLeaf& leaf, int64_t index, Words<kCount>& 
   } else {
     load_array(leaf.master == nullptr ? leaf.param : leaf.master, Storage::kFloat32, words.weight);
   }
+  if (has_both(leaf)) load_array(leaf.param, leaf.param_storage, words.param);
+}
+
+// Masters p beside params that are not p, rounded: somebody has changed these params, so they are the masters. One zero
+// is as good as the other, and so is one NaN.
+template <int kCount>
+__device__ inline void take_params(Storage storage, const uint32_t* rounded, const uint32_t* params,
+                                   float (&p)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t ours = half_of(rounded, i), theirs = half_of(params, i);
+    const float param = from_half(storage, static_cast<uint16_t>(theirs));
+    const bool zeros = ((ours | theirs) & 0x7FFFu) == 0, no_numbers = (p[i] != p[i]) & (param != param);
+    if (ours != theirs && !zeros && !no_numbers) p[i] = param;
+  }
 }
 
 template <int kCount>
-__device__ inline void unpack_weight(Storage master, const uint32_t* words, float (&p)[kCount]) {
-  if (master == Storage::kRemainder) {
+__device__ inline void unpack_weight(const AdamLeaf& leaf, const Words<kCount>& words, float (&p)[kCount]) {
+  if (leaf.master_storage == Storage::kRemainder) {
+    const uint32_t* low = words.weight + Words<kCount>::kLow;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) p[i] = join_remainder(half_of(words, i), half_of(words + Words<kCount>::kLow, i));
-  } else {
-    unpack_words(master == Storage::kFloat16 ? master : Storage::kFloat32, words, p);
+    for (int i = 0; i < kCount; ++i) p[i] = join_remainder(half_of(words.weight, i), half_of(low, i));
+    return;
   }
+  unpack_words(leaf.master_storage == Storage::kFloat16 ? Storage::kFloat16 : Storage::kFloat32, words.weight, p);
+  if (!has_both(leaf)) return;
+  uint32_t rounded[Words<kCount>::kLow];
+  pack_floats(leaf.param_storage, p, rounded);
+  bool same = true;
+#pragma unroll
+  for (int i = 0; i < Words<kCount>::kLow; ++i) same = same & (rounded[i] == words.param[i]);
+  if (!likely(same)) take_params(leaf.param_storage, rounded, words.param, p);
 }
 
 // Stores the master and the param; p becomes the weight that the model sees: the param,
@@ -256,7 +305,7 @@ __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t ind
   unpack_words(leaf.g_storage, words.g, g);
   unpack_words(leaf.mu_storage, words.mu, m);
   unpack_words(leaf.nu_storage, words.nu, v);
-  unpack_weight(leaf.master_storage, words.weight, p);
+  unpack_weight(leaf, words, p);
   const bool scaled_mu = is_fp8(leaf.mu_storage), scaled_root = is_fp8(leaf.nu_storage);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -265,8 +314,10 @@ __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t ind
     if (scaled_root) v[i] = __fmul_rn(v[i], v[i]);
   }
   update(step, leaf.decays, g, m, v, p);
-  pack_mu(step, leaf.mu_storage, m, words.mu);
-  pack_nu(step, leaf.nu_storage, static_cast<uint32_t>(index), v, words.nu);
+  uint32_t draws[kCount];
+  if (leaf.mu_storage != Storage::kFloat32 || leaf.nu_storage != Storage::kFloat32) draw(step.drawing, index, draws);
+  pack_mu(step, leaf.mu_storage, m, draws, words.mu);
+  pack_nu(step, leaf.nu_storage, v, draws, words.nu);
   store_words(leaf.mu, index * bytes_of(leaf.mu_storage), kCount * bytes_of(leaf.mu_storage), words.mu);
   store_words(leaf.nu, index * bytes_of(leaf.nu_storage), kCount * bytes_of(leaf.nu_storage), words.nu);
   store_weight(leaf, index, p);

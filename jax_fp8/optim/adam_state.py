@@ -18,7 +18,7 @@ from jax_fp8.kernels.explicit import zeros_like
 from jax_fp8.kernels.storage import REMAINDER, off_the_tie, remainder_of, rounds_to
 
 FP8_DTYPES = (np.dtype(E4M3), np.dtype(E5M2))
-MOMENT_DTYPES = (*map(np.dtype, ("float32", "bfloat16", "float16")), *FP8_DTYPES)
+MOMENT_DTYPES = (*map(np.dtype, ("float32", "bfloat16")), *FP8_DTYPES)
 MOST = np.iinfo(np.int32).max
 MASTER_DTYPES = tuple(map(np.dtype, ("float32", "float16")))
 
@@ -115,7 +115,7 @@ class Storage:
             )
         if master is None:
             master = param.dequantize() if is_fp8(param) else param
-        master = master.astype(jnp.float32)
+        master = jnp.array(master, jnp.float32, copy=True)  # the caller's: the state is donated
         if param.dtype == jnp.bfloat16 and self.master_dtype != jnp.float16:
             master = off_the_tie(master)
         if self.master_dtype == REMAINDER:
@@ -203,6 +203,11 @@ def _dtype(name, dtype, allowed) -> np.dtype:
         found = np.dtype(dtype)
     except TypeError:
         found = dtype
+    if found == np.float16 and allowed is MOMENT_DTYPES:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(str, allowed))}, got float16, whose smallest number is 6e-8, more "
+            "than the squares of most gradients; use bfloat16, which has as many bytes"
+        )
     if found not in allowed:
         names = [*map(str, allowed), *(['"remainder"'] if allowed is MASTER_DTYPES else [])]
         raise ValueError(f"{name} must be one of {', '.join(names)}, got {found}")

@@ -50,7 +50,8 @@ F32, BF16, F16, U16 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16
 FP8 = (np.dtype(E4M3), np.dtype(E5M2))
 FP8_MAX = {FP8[0]: 448.0, FP8[1]: 57344.0}
 GRID = {FP8[0]: (3, -6), FP8[1]: (2, -14)}  # mantissa bits, smallest normal exponent
-MOMENTS = tuple(itertools.product((F32, BF16, F16, E4M3, E5M2), repeat=2))
+EDITED = 5  # every so many params were changed beside their masters
+MOMENTS = tuple(itertools.product((F32, BF16, E4M3, E5M2), repeat=2))
 WEIGHTS = (  # param, master, values
     (F32, None, None),
     (F32, None, E4M3),
@@ -78,7 +79,7 @@ SIX_MODES = (
     Mode(F32, (F32, F32), (F32, None, None)),
     Mode(BF16, (F32, F32), (F32, None, E4M3)),
     Mode(BF16, (BF16, BF16), (BF16, U16, E4M3)),
-    Mode(F16, (F16, F16), (F16, F16, E4M3), decays=False),
+    Mode(F16, (BF16, E5M2), (F16, F16, E4M3), decays=False),
     Mode(BF16, (E4M3, E4M3), (BF16, F32, E4M3)),
     Mode(F32, (E5M2, E5M2), (None, F16, E5M2)),
 )
@@ -90,7 +91,7 @@ SHARED_MODES = (
     Mode(F32, (F32, F32), (F32, None, None)),
     Mode(BF16, (F32, F32), (BF16, U16, None)),
     Mode(BF16, (E4M3, E4M3), (BF16, F32, None)),
-    Mode(F16, (F16, BF16), (F16, F16, None), decays=False),
+    Mode(F16, (F32, BF16), (F16, F16, None), decays=False),
 )
 
 # The same with a scale for each square of 128 x 128: whole ones, cut ones, and several leaves in one row of them.
@@ -109,8 +110,10 @@ TINY = (1e-45, -1e-40, 1.1754942e-38, 2**-126, -1e-30, 1e-20, 2**-24, 2**-25, 3 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool) -> Leaf:
-    """The updated leaf, its arrays flat, in NumPy's float32, which rounds after every operation."""
+def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool, index=None) -> Leaf:
+    """The updated leaf, its arrays flat, in NumPy's float32, which rounds after every operation. `index` is that of
+    every element in the whole leaf, where this is a shard.
+    """
     if c.apply == 0:
         return leaf
     g, p = wide(leaf.gradient) * c.grad_scale, oracle_master(leaf)
@@ -123,7 +126,10 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     if leaf.decays and adam_w_mode:
         u = u + p * c.weight_decay
     p = p - c.rate * u
-    updated = replace(leaf, **oracle_weight(leaf, p), mu=oracle_mu(leaf, m), nu=oracle_nu(leaf, v, seed, number))
+    index = np.arange(p.size, dtype=np.uint64) if index is None else index.reshape(-1)
+    draws = reference.draws_at(index, seed, number)
+    moments = {"mu": oracle_mu(leaf, m, draws.mu), "nu": oracle_nu(leaf, v, draws.nu)}
+    updated = replace(leaf, **oracle_weight(leaf, p), **moments)
     if leaf.cast is None:
         return updated
     weight = wide(updated.master if updated.param is None else updated.param)
@@ -158,8 +164,14 @@ def wide(array) -> np.ndarray:
 
 
 def oracle_master(leaf) -> np.ndarray:
-    if leaf.master is None or leaf.master.dtype != U16:
-        return wide(leaf.param if leaf.master is None else leaf.master)
+    if leaf.master is None:
+        return wide(leaf.param)
+    if leaf.master.dtype != U16:
+        master = wide(leaf.master)
+        if leaf.param is None:
+            return master
+        ours, theirs = wide(master.astype(leaf.param.dtype)), wide(leaf.param)
+        return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), master, theirs)
     high, low = (leaf_bits.reshape(-1).view(np.uint16).astype(np.uint32) for leaf_bits in (leaf.param, leaf.master))
     return ((high - (low > 0x8000)) % 2**16 * 2**16 + low).astype(np.uint32).view(np.float32)
 
@@ -181,41 +193,49 @@ def oracle_weight(leaf, p) -> dict:
     return {"param": None if leaf.param is None else master.astype(leaf.param.dtype), "master": master}
 
 
-def oracle_mu(leaf, m):
+def oracle_mu(leaf, m, draw):
     if isinstance(leaf.mu, Fp8Array):
-        return Fp8Array(reference.quantize(m, leaf.mu.dtype.type, leaf.mu_scale)[0], leaf.mu_scale)
-    return m.astype(leaf.mu.dtype)
+        scaled = m * (np.float32(1) / leaf.mu_scale)
+        rounded = np.copysign(in_steps(np.abs(scaled), leaf.mu.dtype, draw), scaled)
+        return Fp8Array(as_fp8(rounded, scaled, leaf.mu.dtype), leaf.mu_scale)
+    return m if leaf.mu.dtype == F32 else cut_at_random(m, draw)
 
 
-def oracle_nu(leaf, v, seed, number):
+def oracle_nu(leaf, v, draw):
     if isinstance(leaf.nu, Fp8Array):
-        return Fp8Array(oracle_root(v, leaf.nu.dtype, leaf.nu_scale, seed, number), leaf.nu_scale)
-    rounded = v.astype(leaf.nu.dtype)
+        scaled = np.sqrt(v) * (np.float32(1) / leaf.nu_scale)
+        mantissa_bits, smallest_exponent = GRID[leaf.nu.dtype]
+        rounded = in_steps(scaled, leaf.nu.dtype, draw)
+        rounded = np.where((rounded == 0) & (scaled > 0), 2.0 ** (smallest_exponent - mantissa_bits), rounded)
+        return Fp8Array(as_fp8(rounded, scaled, leaf.nu.dtype), leaf.nu_scale)
     if leaf.nu.dtype == F32:
-        return rounded
-    return np.where((rounded == 0) & (v > 0), np.uint16(1).view(leaf.nu.dtype), rounded)
+        return v
+    kept = cut_at_random(v, draw)
+    return np.where((kept == 0) & (v > 0), np.uint16(1).view(BF16), kept)
 
 
-def oracle_root(v, dtype, scale, seed, number) -> np.ndarray:
-    """sqrt(v) in FP8: in steps of the format, plus a number below one, rounded down."""
-    mantissa_bits, smallest_exponent = GRID[dtype]
-    scaled = np.sqrt(v) * (np.float32(1) / scale)
-    x = np.minimum(np.where(np.isnan(scaled), 0, scaled), np.float32(FP8_MAX[dtype]))
-    step = np.ldexp(np.float32(1), np.maximum(np.frexp(x)[1] - 1, smallest_exponent) - mantissa_bits)
-    fraction = (oracle_hash(v.size, seed, number) // 2**12).astype(np.float32) / np.float32(2**20)
-    rounded = np.minimum(np.floor(x / step + fraction) * step, np.float32(FP8_MAX[dtype]))
-    rounded = np.where((rounded == 0) & (x > 0), np.float32(2.0 ** (smallest_exponent - mantissa_bits)), rounded)
+def as_fp8(rounded, scaled, dtype) -> np.ndarray:
     values = rounded.astype(dtype)
     values.view(np.uint8)[np.isnan(scaled)] = 0x7F
     return values
 
 
-def oracle_hash(size, seed, number) -> np.ndarray:
-    start = (seed * 0x85EBCA77 + number * 0xC2B2AE3D) % 2**32
-    h = np.arange(size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(start)
-    h = (h ^ h >> 16) * np.uint32(0x7FEB352D)
-    h = (h ^ h >> 15) * np.uint32(0x846CA68B)
-    return h ^ h >> 16
+def in_steps(x, dtype, draw) -> np.ndarray:
+    """In steps of the format, plus a number below one, rounded down."""
+    mantissa_bits, smallest_exponent = GRID[np.dtype(dtype)]
+    largest = np.float32(FP8_MAX[np.dtype(dtype)])
+    x = np.minimum(np.where(np.isnan(x), 0, x), largest)
+    step = np.ldexp(np.float32(1), np.maximum(np.frexp(x)[1] - 1, smallest_exponent) - mantissa_bits)
+    fraction = (draw // 2**12).astype(np.float32) / np.float32(2**20)
+    return np.minimum(np.floor(x / step + fraction) * step, largest)
+
+
+def cut_at_random(x, draw) -> np.ndarray:
+    """bfloat16: random bits below those that are kept, added to the magnitude, and cut off."""
+    magnitude = np.minimum(np.abs(x), np.uint32(0x7F7F0000).view(np.float32)).view(np.uint32)
+    kept = (magnitude + np.where(magnitude < 0x7F7F0000, draw // 2**16, 0).astype(np.uint32)) // 2**16
+    kept = np.where(np.isinf(x), 0x7F80, np.where(np.isnan(x), 0x7FC0, kept)).astype(np.uint16)
+    return (kept + np.uint16(2**15) * np.signbit(x)).astype(np.uint16).view(BF16)
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------
@@ -242,6 +262,10 @@ class Draw:
             kept = self.random.integers(0, 2**16, shape, dtype=np.uint16)
         else:
             kept = None if master is None else self.normal(shape, master)
+        weight = None if param is None else self.normal(shape, param)
+        if param is not None and kept is not None and master != U16:
+            edited = np.arange(weight.size).reshape(shape) % EDITED == EDITED - 1
+            weight = np.where(edited, weight, rounded(kept, param))
         cast = None
         if values is not None:
             transposable = len(shape) == 2 and not any(size % 16 for size in shape)
@@ -251,7 +275,7 @@ class Draw:
             gradient=None,
             mu=self.scaled(mu),
             nu=self.scaled(np.abs(nu)),
-            param=None if param is None else self.normal(shape, param),
+            param=weight,
             master=kept,
             cast=cast,
             decays=mode.decays,
@@ -290,6 +314,12 @@ class Draw:
         """What is new at every step: the gradient, and the scales to write with."""
         scales = {name: self.scale() for name in ("scale", "mu_scale", "nu_scale")}
         return {"gradient": self.normal(leaf.mu.shape, gradient_dtype), **scales}
+
+
+def rounded(master: np.ndarray, dtype) -> np.ndarray:
+    """The params of masters."""
+    with np.errstate(all="ignore"):
+        return master.astype(np.float32).astype(dtype)
 
 
 def assembled(leaf: Leaf, inputs: dict) -> Leaf:
@@ -520,9 +550,15 @@ def check_special_values(report: Report):
         if weight[1] == U16:
             high, low = np.divmod(master.view(np.uint32), 2**16)
             return replace(leaf, **changes, param=high.astype(np.uint16).view(BF16), master=low.astype(np.uint16))
-        return replace(leaf, **changes, **{"master" if weight[1] else "param": master.astype(weight[1] or weight[0])})
+        if not weight[1]:
+            return replace(leaf, **changes, param=master.astype(weight[0]))
+        changes["master"] = master.astype(weight[1])
+        if weight[0]:
+            edited = np.arange(master.size) % EDITED == EDITED - 1
+            changes["param"] = np.where(edited, gradient.astype(weight[0]), rounded(changes["master"], weight[0]))
+        return replace(leaf, **changes)
 
-    for dtype in (F32, BF16, F16, E4M3, E5M2):
+    for dtype in (F32, BF16, E4M3, E5M2):
         with np.errstate(all="ignore"):
             leaves = [leaf((dtype, dtype), weight) for weight in (WEIGHTS if on_gpu() else WEIGHTS[1:9:3])]
         inputs = [draw.inputs(leaf, F32) | {"gradient": gradient} for leaf in leaves]
@@ -543,7 +579,7 @@ def check_all_16_bit_patterns(report: Report):
         return np.where(np.abs(values.astype(np.float32)) < 1e-6, np.ones((), dtype), values)
 
     for dtype in (BF16, F16):
-        for moment in (dtype, E4M3, E5M2):
+        for moment in (BF16, E4M3, E5M2):
             leaf = draw.leaf((2**16,), Mode(dtype, (moment, moment), (BF16, U16, E4M3)))
             changes = {"mu": draw.scaled(patterns(moment)), "nu": draw.scaled(patterns(moment))}
             leaf = replace(leaf, **changes, param=patterns(BF16), master=patterns(U16))

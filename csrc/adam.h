@@ -36,9 +36,9 @@ enum AdamScalar {
 // Positions in a row of `scales`.
 enum AdamScale { kCastScale, kMuScaleBefore, kMuScaleAfter, kNuScaleBefore, kNuScaleAfter, kAdamScales };
 
-// Where the elements of a leaf that are here lie in the whole leaf, in words of 32 bits, low ones first: the index of the
-// first; and for each dim but the first that a mesh splits, the multiplier and the shift that divide by the length of a
-// block here, and the gap after a block. All zero where the leaf is here as a whole.
+// Where the elements of a leaf that are here lie in the whole leaf, in words of 32 bits, low ones first: the index of
+// the first; and for each dim but the first that a mesh splits, the multiplier and the shift that divide by the length
+// of a block here, and the gap after a block. All zero where the leaf is here as a whole.
 constexpr int kGaps = 2;
 constexpr int kPlaceWords = 2 + 4 * kGaps;
 

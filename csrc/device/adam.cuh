@@ -6,7 +6,7 @@
 
 #include "../adam.h"
 #include "draws.cuh"
-#include "fp8.cuh"
+#include "moments.cuh"
 #include "reduce.cuh"
 #include "words.cuh"
 
@@ -34,66 +34,6 @@ __device__ inline Step step_of(const float* scalars, const float* scales) {
   step.mu_multiplier = multiplier_of(step.scales[kMuScaleAfter]);
   step.nu_multiplier = multiplier_of(step.scales[kNuScaleAfter]);
   return step;
-}
-
-// IEEE's square root and quotient cost a branch an element each, to code for rare operands, and at each the elements
-// wait for one another. Here all neighbours take the common way together, the compiler's own from the hardware's
-// approximation to the rounded result; if an operand of one of them is uncommon, all take the compiler's. Common are
-// zero, for a param without gradients, and numbers between which neither a result nor the rest that corrects it leaves
-// the normal numbers.
-__device__ inline bool is_common_square(float x) { return (x == 0.0f) | ((x >= 0x1p-100f) & (x <= 0x1p38f)); }
-
-__device__ inline bool is_common_dividend(float x) {
-  return (x == 0.0f) | ((fabsf(x) >= 0x1p-100f) & (fabsf(x) <= 0x1p60f));
-}
-
-__device__ inline bool is_common_divisor(float x) { return (x >= 0x1p-60f) & (x <= 0x1p19f); }
-
-__device__ inline float common_root(float x) {
-  float inverse;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  const float root = __fmul_rn(x, inverse);
-  return x == 0.0f ? x : __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root);
-}
-
-__device__ inline float common_quotient(float x, float y) {
-  float approximation;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximation) : "f"(y));
-  const float inverse = __fmaf_rn(approximation, __fmaf_rn(-y, approximation, 1.0f), approximation);
-  const float quotient = __fmul_rn(x, inverse);
-  return x == 0.0f ? x : __fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient);
-}
-
-__device__ inline bool likely(bool condition) { return __builtin_expect(condition, true); }
-
-// x = sqrt(x)
-template <int kCount>
-__device__ inline void take_roots(float (&x)[kCount]) {
-  bool common = true;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) common = common & is_common_square(x[i]);
-  if (likely(common)) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = common_root(x[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = __fsqrt_rn(x[i]);
-  }
-}
-
-// x = x / (sqrt(squares) + eps). The root of a common square keeps a common eps a common divisor.
-template <int kCount>
-__device__ inline void divide_by_roots(float (&x)[kCount], const float (&squares)[kCount], float eps) {
-  bool common = is_common_divisor(eps);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) common = common & is_common_square(squares[i]) & is_common_dividend(x[i]);
-  if (likely(common)) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = common_quotient(x[i], __fadd_rn(common_root(squares[i]), eps));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = __fdiv_rn(x[i], __fadd_rn(__fsqrt_rn(squares[i]), eps));
-  }
 }
 
 // Every operation is rounded by itself: a fused multiply-add would differ from the reference in the last bit.
@@ -134,67 +74,6 @@ __device__ inline float join_remainder(uint32_t param, uint32_t low) {
 
 // What a bfloat16 param lacks of its master in the low 16 bits; what stands above them does not count.
 __device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }
-
-// ---- the moments as they are kept -----------------------------------------------------------------------------------
-
-template <Fp8Type kFormat, int kCount>
-__device__ inline uint32_t quantize_root(const float (&v)[kCount], float multiplier, const uint32_t (&draws)[kCount]) {
-  float rounded[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) rounded[i] = v[i];
-  take_roots(rounded);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float x = __fmul_rn(rounded[i], multiplier);
-    rounded[i] = round_at_random<kFormat>(x, draws[i]);
-    if (rounded[i] == 0.0f && x > 0.0f) rounded[i] = kSmallestFp8<kFormat>;  // a divisor of zero would follow
-  }
-  return pack_fp8<kFormat>(rounded);
-}
-
-template <Fp8Type kFormat, int kCount>
-__device__ inline uint32_t quantize_at_random(const float (&m)[kCount], float multiplier,
-                                              const uint32_t (&draws)[kCount]) {
-  float rounded[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float x = __fmul_rn(m[i], multiplier);
-    rounded[i] = copysignf(round_at_random<kFormat>(fabsf(x), draws[i]), x);
-  }
-  return pack_fp8<kFormat>(rounded);
-}
-
-// Rounds at random by the second draw of each element.
-template <int kCount>
-__device__ inline void pack_mu(const Step& step, Storage storage, const float (&m)[kCount],
-                               const uint32_t (&draws)[kCount], uint32_t* words) {
-  if (storage == Storage::kFloat32) return pack_floats(storage, m, words);
-  uint32_t second[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) second[i] = second_draw(draws[i]);
-  if (storage == Storage::kE4M3) {
-    words[0] = quantize_at_random<Fp8Type::kE4M3>(m, step.mu_multiplier, second);
-  } else if (storage == Storage::kE5M2) {
-    words[0] = quantize_at_random<Fp8Type::kE5M2>(m, step.mu_multiplier, second);
-  } else {
-    pack_at_random<false>(m, second, words);
-  }
-}
-
-// What is positive stays positive.
-template <int kCount>
-__device__ inline void pack_nu(const Step& step, Storage storage, const float (&v)[kCount],
-                               const uint32_t (&draws)[kCount], uint32_t* words) {
-  if (storage == Storage::kE4M3) {
-    words[0] = quantize_root<Fp8Type::kE4M3>(v, step.nu_multiplier, draws);
-  } else if (storage == Storage::kE5M2) {
-    words[0] = quantize_root<Fp8Type::kE5M2>(v, step.nu_multiplier, draws);
-  } else if (storage == Storage::kFloat32) {
-    pack_floats(storage, v, words);
-  } else {
-    pack_at_random<true>(v, draws, words);
-  }
-}
 
 // ---- one vector -----------------------------------------------------------------------------------------------------
 
@@ -316,8 +195,8 @@ __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t ind
   update(step, leaf.decays, g, m, v, p);
   uint32_t draws[kCount];
   if (leaf.mu_storage != Storage::kFloat32 || leaf.nu_storage != Storage::kFloat32) draw(step.drawing, index, draws);
-  pack_mu(step, leaf.mu_storage, m, draws, words.mu);
-  pack_nu(step, leaf.nu_storage, v, draws, words.nu);
+  pack_mu(step.mu_multiplier, leaf.mu_storage, m, draws, words.mu);
+  pack_nu(step.nu_multiplier, leaf.nu_storage, v, draws, words.nu);
   store_words(leaf.mu, index * bytes_of(leaf.mu_storage), kCount * bytes_of(leaf.mu_storage), words.mu);
   store_words(leaf.nu, index * bytes_of(leaf.nu_storage), kCount * bytes_of(leaf.nu_storage), words.nu);
   store_weight(leaf, index, p);

@@ -1,13 +1,6 @@
 """Adam over a whole tree of parameters, each array read and written once, with the weights cast to FP8 on the way.
 
-    g = grad_scale g            (L2 mode: g = g + weight_decay p)
-    m = b1 m + (1 - b1) g       v = b2 v + (1 - b2) g²
-    u = (m correction1) / (sqrt(v correction2) + eps)      (AdamW mode: u = u + weight_decay p)
-    p = p - rate u
-
-All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), `p` being the master, and every
-operation rounded by itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU
-compiler flushes them to zero.
+The equations are those of kernels/adam_leaf.py, and kernel and reference agree bit for bit.
 
 One launch serves many leaves, in place: XLA copies an array first only where it is still needed. A large tree takes
 several, so that on a mesh some params are updated while gradients of others are still being summed. A leaf with a
@@ -27,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.cast import CastRule
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.kernels.adam_arrays import (
     SCALARS,
     Coefficients,
@@ -40,10 +33,10 @@ from jax_fp8.kernels.adam_arrays import (
     names_in,
     values_and_scale,
 )
-from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import formula_attributes, quantize_reference
+from jax_fp8.kernels.adam_leaf import adam_leaf, rounds_at_random
+from jax_fp8.kernels.casting import formula_attributes
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
-from jax_fp8.kernels.draws import Place, check_dims, draws_of, index_of, place_words
+from jax_fp8.kernels.draws import Place, check_dims, place_words
 from jax_fp8.kernels.shared_cast import (
     Members,
     SharedCast,
@@ -56,16 +49,6 @@ from jax_fp8.kernels.shared_cast import (
     shared_cast_reference,
     shared_dims,
     with_all_columns,
-)
-from jax_fp8.kernels.storage import (
-    REMAINDER,
-    master_of,
-    off_the_tie,
-    quantize_at_random,
-    quantize_root,
-    remainder_of,
-    round_at_random,
-    rounds_to,
 )
 
 TARGET = "jax_fp8_adam"
@@ -94,7 +77,7 @@ def adam(
     """
     check_shared_casts(shared, leaves)
     for leaf in leaves:
-        if _rounds_at_random(leaf.mu, leaf.nu):
+        if rounds_at_random(leaf.mu, leaf.nu):
             check_dims(leaf.gradient.shape)
     updated: list[Leaf] = []
     pairs: dict[int, Fp8Pair] = {}
@@ -136,99 +119,6 @@ def _launch(leaves, coefficients, seed, adam_w_mode, shared, first_leaf) -> tupl
     pairs = [cast.pair_of(results) for cast in shared]
     updated = ({name: next(results) for name in arrays_of(leaf) if name != "g"} for leaf in leaves)
     return [replace(leaf, **fields_of(arrays)) for leaf, arrays in zip(leaves, updated, strict=True)], pairs
-
-
-def adam_leaf(
-    leaf: Leaf,
-    coefficients: Coefficients,
-    seed: jax.Array,
-    number: int,
-    adam_w_mode: bool,
-    whereabouts: Place | None = None,
-) -> tuple[Leaf, jax.Array]:
-    """The reference: the updated leaf (`number` in the tree), and the update of a float32 param, `-rate u`.
-    Of a shard, `whereabouts` says where in the leaf it lies.
-    """
-    c = coefficients
-    g = _rounded(leaf.gradient.astype(jnp.float32) * c.grad_scale)
-    p = _master(leaf)
-    if leaf.decays and not adam_w_mode:
-        g = g + _rounded(p * c.weight_decay)
-    m = _rounded(c.b1 * _first_moment(leaf.mu)) + _rounded(c.one_minus_b1 * g)
-    v = _rounded(c.b2 * _second_moment(leaf.nu)) + _rounded(c.one_minus_b2 * (g * g))
-    u = (m * c.correction1) / (jnp.sqrt(v * c.correction2) + c.eps)
-    if leaf.decays and adam_w_mode:
-        u = u + _rounded(p * c.weight_decay)
-    update = -_rounded(c.rate * u)
-    p = p + update
-    draws = None, None
-    if _rounds_at_random(leaf.mu, leaf.nu):
-        draws = draws_of(index_of(leaf.gradient, whereabouts), seed, number)
-    updated = _store(leaf, m, v, p, *draws)
-    if leaf.cast is not None:
-        weight = updated.master if updated.param is None else updated.param
-        old, old_t, _, _ = leaf.cast.arrays
-        values = quantize_reference(weight, old.dtype, leaf.scale)
-        values_t = None if old_t is None else values.T
-        updated = replace(updated, cast=Fp8Pair.of(values, values_t, leaf.scale, amax_reference(weight)))
-    unchanged = c.apply == 0
-    updated = jax.tree.map(lambda old, new: jnp.where(unchanged, old, new), leaf, updated)
-    return updated, jnp.where(unchanged, -jnp.float32(0), update)
-
-
-def _store(leaf: Leaf, m, v, p, nu_draw, mu_draw) -> Leaf:
-    """Everything but the cast, rounded to what it is kept in."""
-    kept = None if leaf.master is None else leaf.master.dtype
-    if leaf.param is not None and leaf.param.dtype == jnp.bfloat16 and kept != jnp.float16:
-        p = off_the_tie(p)
-    if kept is None:
-        param, master = p, None
-    elif kept == REMAINDER:
-        param, master = p.astype(jnp.bfloat16), remainder_of(p)
-    else:
-        master = p.astype(kept)
-        param = None if leaf.param is None else master.astype(leaf.param.dtype)
-    if isinstance(leaf.mu, Fp8Array):
-        mu = Fp8Array(quantize_at_random(m, leaf.mu.dtype, leaf.mu_scale, mu_draw), leaf.mu_scale)
-    else:
-        mu = m if leaf.mu.dtype == jnp.float32 else round_at_random(m, mu_draw)
-    if isinstance(leaf.nu, Fp8Array):
-        nu = Fp8Array(quantize_root(v, leaf.nu.dtype, leaf.nu_scale, nu_draw), leaf.nu_scale)
-    else:
-        nu = v if leaf.nu.dtype == jnp.float32 else round_at_random(v, nu_draw, never_zero=True)
-    return replace(leaf, mu=mu, nu=nu, param=param, master=master)
-
-
-def _rounds_at_random(*moments) -> bool:
-    """Whether a moment has fewer bits than the float32 that it is computed in."""
-    return any(moment.dtype != jnp.float32 for moment in moments)
-
-
-def _master(leaf):
-    """The number that the step starts from. Where a master does not round to its param, somebody has changed the param,
-    which is the master then."""
-    if leaf.master is None:
-        return leaf.param
-    if leaf.master.dtype == REMAINDER:
-        return master_of(leaf.param, leaf.master)
-    master = leaf.master.astype(jnp.float32)
-    if leaf.param is None:
-        return master
-    return jnp.where(rounds_to(leaf.master, leaf.param), master, leaf.param.astype(jnp.float32))
-
-
-def _first_moment(mu):
-    return mu.dequantize() if isinstance(mu, Fp8Array) else mu.astype(jnp.float32)
-
-
-def _second_moment(nu):
-    return jnp.square(nu.dequantize()) if isinstance(nu, Fp8Array) else nu.astype(jnp.float32)
-
-
-def _rounded(product):
-    """A product as float32 has it. Compilers fuse a product into the sum it enters and round once;
-    a selection keeps them apart."""
-    return jnp.where(product == product, product, np.float32(np.nan))
 
 
 # ---- the custom call: the arrays of every shared cast, then those of every leaf --------------------------------------
@@ -281,7 +171,7 @@ def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared
     settings = {"rule": rule, "first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
     dims = leaf_dims([len(shape) for shape in shapes], shared)
     whereabouts = [
-        Place.on_shard(shape, names, split if _rounds_at_random(of_leaf["mu"], of_leaf["nu"]) else {})
+        Place.on_shard(shape, names, split if rounds_at_random(of_leaf["mu"], of_leaf["nu"]) else {})
         for of_leaf, shape, names in zip(each_leaf, shapes, dims, strict=True)
     ]
     leaf_places = places(shared, shapes), whereabouts

@@ -1,4 +1,4 @@
-"""The index of an element in the whole leaf, on every shard of it; and random numbers that look as if nobody made them."""
+"""The index of an element in the whole leaf, on every shard of it; and numbers made of it that look random."""
 
 from math import prod
 

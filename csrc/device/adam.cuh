@@ -67,9 +67,13 @@ __device__ inline float off_the_tie(float p) {
   return __uint_as_float((bits & 0x1FFFFu) == 0x18000u ? bits + 1 : bits);
 }
 
-// Above 0x8000 the param had been rounded up.
+// Above 0x8000 the param had been rounded up. The param itself where the two do not belong together, since somebody has
+// changed the param: no master rounds up to 0, or has more bits than infinity.
 __device__ inline float join_remainder(uint32_t param, uint32_t low) {
-  return __uint_as_float((param << 16) + low - (low > 0x8000u ? 0x10000u : 0u));
+  const uint32_t bits = (param << 16) + low - (low > 0x8000u ? 0x10000u : 0u);
+  const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  const bool belongs = (rounded == param) & ((bits & 0x7FFFFFFFu) <= 0x7F800000u);
+  return __uint_as_float(belongs ? bits : param << 16);
 }
 
 // What a bfloat16 param lacks of its master in the low 16 bits; what stands above them does not count.

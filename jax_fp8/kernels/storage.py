@@ -42,27 +42,35 @@ def remainder_of(master: jax.Array) -> jax.Array:
 
 
 def master_of(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """The float32 master of a bfloat16 param and its remainder:
-    a low half beyond the middle has rounded the param up by one.
+    """The float32 master of a bfloat16 param and its remainder: a low half beyond the middle has rounded the param up by
+    one. The param itself where the two do not belong together: no master rounds up to 0, or has more bits than infinity.
     """
-    high = lax.bitcast_convert_type(param, jnp.uint16) - (remainder > 0x8000).astype(jnp.uint16)
-    return lax.bitcast_convert_type((high.astype(jnp.uint32) << 16) | remainder.astype(jnp.uint32), jnp.float32)
+    param = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
+    low = remainder.astype(jnp.uint32)
+    bits = (param << 16) + low - jnp.where(low > 0x8000, np.uint32(0x10000), np.uint32(0))
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    belongs = (rounded == param) & ((bits & 0x7FFFFFFF) <= 0x7F800000)
+    return lax.bitcast_convert_type(jnp.where(belongs, bits, param << 16), jnp.float32)
 
 
 def rounds_to(master: jax.Array, param: jax.Array | Fp8Array) -> jax.Array:
-    """Where a master, or a remainder, rounds to its param: bool of the param's shape. One zero is as good as the other,
-    and so is one NaN.
-    """
+    """Where a master, or a remainder, rounds to its param: bool of the param's shape."""
     if isinstance(param, Fp8Array):
         rounded, param = quantize_reference(master, param.dtype, param.scale), param.values
     elif master.dtype == REMAINDER:
         rounded = master_of(param, master).astype(param.dtype)
     else:
         rounded = master.astype(jnp.float32).astype(param.dtype)
-    word = np.dtype(f"uint{8 * param.dtype.itemsize}")
-    ours, theirs = (lax.bitcast_convert_type(x, word) for x in (rounded, param))
-    both_zero = ((ours | theirs) << 1) == 0
-    return (ours == theirs) | both_zero | (jnp.isnan(rounded) & jnp.isnan(param))
+    return same_numbers(rounded, param)
+
+
+def same_numbers(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Where two arrays of one dtype are equal, subnormal numbers too, which a comparison of floats may flush to zero. One
+    zero is as good as the other, and so is one NaN.
+    """
+    word = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    ours, theirs = (lax.bitcast_convert_type(of, word) for of in (x, y))
+    return (ours == theirs) | (((ours | theirs) << 1) == 0) | (jnp.isnan(x) & jnp.isnan(y))
 
 
 def round_at_random(x: jax.Array, draw: jax.Array, never_zero: bool = False) -> jax.Array:

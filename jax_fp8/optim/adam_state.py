@@ -76,6 +76,20 @@ def masters_apart(opt_state: Any, params: Any) -> jax.Array | None:
     return jnp.minimum(total, np.float32(MOST - 127)).astype(jnp.int32)  # about, and at most what int32 holds
 
 
+def with_own_master(param: Any, kept: "Kept") -> "Kept":
+    """What is kept of a param in FP8, where changed values are the master; all other params as they were, for the step
+    itself looks at them.
+
+    The next scale follows from the weights that the param has, since those from before may be smaller.
+    """
+    if not is_fp8(param):
+        return kept
+    same = rounds_to(kept.master, param)
+    master = jnp.where(same, kept.master, param.dequantize(kept.master.dtype))
+    largest = jnp.where(jnp.all(same), kept.fp8["amax"], amax(master))
+    return kept._replace(master=master, fp8=kept.fp8 | {"amax": largest})
+
+
 def _is_adam(node) -> bool:
     return isinstance(node, FusedAdamState)
 

@@ -262,16 +262,18 @@ ONE_KERNEL = (
     ("adam.cu", "constexpr Kernel kKernels[] = {", "constexpr Kernel kKernels[] = {\n#if 0"),
     ("adam.cu", "    kernel<Unknown>(),", "#endif\n    kernel<Unknown>(),"),
 )
-ADAM, TABLE = "device/adam.cuh", "device/adam_table.cuh"
+ADAM, ROOTS, TABLE = "device/adam.cuh", "device/roots.cuh", "device/adam_table.cuh"
 ROOT = "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)"
 QUOTIENT = "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)"
 STEP = "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))"
 MISTAKES = {
     "no barrier": (("adam.cu", "__syncthreads();", ""), "order of threads"),
     "the swizzle is written only": (("device/tile.cuh", " ^ (group >> kWithin)]", "]"), "order of threads"),
-    "roots as they are approximated": ((ADAM, ROOT, "root"), None),
-    "quotients as they are approximated": ((ADAM, QUOTIENT, "quotient"), None),
+    "roots as they are approximated": ((ROOTS, ROOT, "root"), None),
+    "quotients as they are approximated": ((ROOTS, QUOTIENT, "quotient"), None),
     "one rounding less": ((ADAM, STEP, "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
+    "one draw for both moments": (("device/moments.cuh", "second_draw(draws[i])", "draws[i]"), None),
+    "a param that was changed is not looked at": ((ADAM, "if (!likely(same))", "if (false)"), None),
     "the number of a leaf within its launch": (("adam.cu", "table.number[slot]", "slot"), None),
 }  # fmt: skip
 STRIDE = "(row + i) * leaf.values_stride"

@@ -173,7 +173,10 @@ def oracle_master(leaf) -> np.ndarray:
         ours, theirs = wide(master.astype(leaf.param.dtype)), wide(leaf.param)
         return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), master, theirs)
     high, low = (leaf_bits.reshape(-1).view(np.uint16).astype(np.uint32) for leaf_bits in (leaf.param, leaf.master))
-    return ((high - (low > 0x8000)) % 2**16 * 2**16 + low).astype(np.uint32).view(np.float32)
+    joined = ((high - (low > 0x8000)) % 2**16 * 2**16 + low).astype(np.uint32).view(np.float32)
+    param = wide(leaf.param)
+    with np.errstate(all="ignore"):
+        return np.where(wide(joined.astype(BF16)) == param, joined, param)
 
 
 def oracle_weight(leaf, p) -> dict:

@@ -216,6 +216,21 @@ def test_rounding_is_decided_by_seed_and_leaf():
     assert min(different) > 0.2  # of the elements; a third, for independent roundings
 
 
+def test_a_remainder_beside_another_param():
+    """A param that was changed keeps its number, but for bits that round away; no zero and no infinity becomes NaN."""
+    param = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    wide = param.astype(np.float32)
+    for remainder in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        master = np.asarray(master_of(param, np.full(2**16, remainder, np.uint16)))
+        assert_same_bits(np.isnan(master), np.isnan(wide))
+        kept = (np.abs(wide) > 1e-37) | (wide == 0)  # a NaN is neither
+        assert_same_bits(master[kept].astype(ml_dtypes.bfloat16), param[kept])
+    joined = (
+        np.uint32(0) - np.uint32(0x10000) + np.uint32(0x8001)
+    )  # the control: zero, and a remainder of another param
+    assert np.isnan(joined.view(np.float32))
+
+
 @EAGER_AND_JITTED
 @pytest.mark.parametrize("master_dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])

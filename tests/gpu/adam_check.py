@@ -31,6 +31,7 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, tiles_of
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.adam import TARGET, adam, launches
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
+from jax_fp8.kernels.draws import PLACE_WORDS, Place
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
@@ -83,6 +84,20 @@ SIX_MODES = (
     Mode(BF16, (E4M3, E4M3), (BF16, F32, E4M3)),
     Mode(F32, (E5M2, E5M2), (None, F16, E5M2)),
 )
+
+# A shard's shape, the whole leaf's, and the coordinates of the shard's first element.
+SHARDS = {
+    "rows": ((48, 32), (192, 32), (96, 0)),
+    "columns": ((48, 32), (48, 96), (0, 64)),
+    "rows and columns": ((144, 80), (288, 160), (144, 80)),
+    "columns that vectors cross": ((33, 5), (66, 15), (33, 10)),
+    "single columns": ((33, 1), (33, 4), (0, 3)),
+    "the middle": ((3, 5, 7), (3, 10, 7), (0, 5, 0)),
+    "all three": ((3, 5, 7), (6, 10, 28), (3, 5, 14)),
+    "beyond 2**32": ((48, 32), (2**25, 256), (2**25 - 48, 224)),
+    "around 2**32": ((4, 6), (2**31, 6), (715827880, 0)),
+    "a long one": ((1001,), (2**32 - 1,), (2**32 - 1002,)),
+}
 
 # Leaves side by side in one cast: their rows, and the columns of each.
 SHARED_SHAPES = ((144, (96, 32, 16)), (16, (128, 144)), (272, (16, 16, 16)), (128, (128, 256)))
@@ -239,6 +254,15 @@ def cut_at_random(x, draw) -> np.ndarray:
     kept = (magnitude + np.where(magnitude < 0x7F7F0000, draw // 2**16, 0).astype(np.uint32)) // 2**16
     kept = np.where(np.isinf(x), 0x7F80, np.where(np.isnan(x), 0x7FC0, kept)).astype(np.uint16)
     return (kept + np.uint16(2**15) * np.signbit(x)).astype(np.uint16).view(BF16)
+
+
+def whole_index(shape, place) -> np.ndarray:
+    """Of every element of a shard, in NumPy's integers of 64 bits."""
+    index = np.zeros(shape, np.uint64)
+    for dim, (first, size) in enumerate(zip(place.first, place.whole, strict=True)):
+        coordinate = np.arange(shape[dim], dtype=np.uint64) + np.uint64(first)
+        index = index * np.uint64(size) + np.expand_dims(coordinate, [*range(1, len(shape) - dim)])
+    return index
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------
@@ -621,6 +645,31 @@ def check_what_is_written(report: Report):
         report.expect("a skipped step writes nothing", all(same) if apply == 0 else not any(same), f"{apply=}: {same}")
 
 
+def check_shards(report: Report):
+    """Leaves of which a device would have a shard: each element is rounded by its index in the whole leaf."""
+    draw = Draw(13)
+    modes = [SIX_MODES[2 + number % 4] for number in range(2 * len(SHARDS))]
+    places = [(shape, Place(tuple(map(np.uint32, first)), whole)) for shape, whole, first in SHARDS.values()] * 2
+    leaves = [draw.leaf(shape, mode) for (shape, _), mode in zip(places, modes, strict=True)]
+    inputs = [draw.inputs(leaf, mode.gradient) for leaf, mode in zip(leaves, modes, strict=True)]
+    args = inputs, numbers_of_step(1), np.uint32(11), True
+    remaining = iter(place for _ in range(10) for _, place in places)
+    with mock.patch("jax_fp8.kernels.adam.Place.on_shard", side_effect=lambda *_: next(remaining)):
+        got = apart(leaves, *args)
+    with np.errstate(all="ignore"):
+        wanted = [
+            bare(oracle(assembled(leaf, row), args[1], 11, number, True, whole_index(*place)))
+            for number, (leaf, row, place) in enumerate(zip(leaves, inputs, places, strict=True))
+        ]
+    compare(report, "shards", got, wanted, "by the index in the whole leaf")
+    bits = (
+        [as_bytes(leaf.nu.values if isinstance(leaf.nu, Fp8Array) else leaf.nu) for leaf in some]
+        for some in (wanted, by_oracle(leaves, *args))
+    )
+    noticed = sum(not np.array_equal(*pair) for pair in zip(*bits, strict=True))
+    report.expect("controls: a wrong number is noticed", noticed > len(leaves) // 2, "an index counted from zero")
+
+
 def check_controls(report: Report):
     """What must be noticed: each of the numbers a step depends on, off by the least that it can be."""
     draw = Draw(7)
@@ -651,7 +700,9 @@ def check_controls(report: Report):
 
 
 def check_over_2_to_31_elements(report: Report):
-    """The rows of a periodic leaf come out equal, the last as NumPy has it, and the transpose is one; 26 GB."""
+    """The rows of a periodic leaf come out equal but for their moments, some rows as NumPy has them, and the transpose is
+    one; 26 GB.
+    """
     draw = Draw(8)
     rows, cols = OVER_2_TO_31 if on_gpu() else (32, 64)
     row = draw.leaf((cols,), SIX_MODES[2])
@@ -669,26 +720,28 @@ def check_over_2_to_31_elements(report: Report):
         ), repeat(gradient)
 
     def arrays_of(leaf):
-        return [leaf.mu, leaf.nu, leaf.param, leaf.master, *leaf.cast.arrays[:2]]
+        return [leaf.param, leaf.master, *leaf.cast.arrays[:2]]
 
     @jax.jit
     def consistent(leaf):
         arrays = arrays_of(leaf)
         bits = [x if x.dtype == U16 else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in arrays]
-        return [jnp.all(x == x[0]) for x in bits[:5]] + [jnp.all(bits[5] == bits[4].T)]
+        return [jnp.all(x == x[0]) for x in bits[:3]] + [jnp.all(bits[3] == bits[2].T)]
 
     leaf, gradient = repeated(row, inputs["gradient"])
     (updated,) = in_place([leaf], [inputs | {"gradient": gradient}], *args)
-    names = ("mu", "nu", "param", "master", "values", "values_t")
-    for name, same in zip(names, consistent(updated), strict=True):
+    for name, same in zip(("param", "master", "values", "values_t"), consistent(updated), strict=True):
         report.expect("over 2**31 elements", bool(same), f"the periods of {name} differ")
     spoiled = replace(
-        updated, mu=jax.lax.dynamic_update_slice(updated.mu, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
+        updated, param=jax.lax.dynamic_update_slice(updated.param, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
     )
     report.expect("over 2**31 elements", not consistent(spoiled)[0], "one wrong element is not noticed")
-    last = jax.tree.map(lambda x: x[-1] if x.ndim else x, updated)
-    last = replace(last, cast=replace(last.cast, columnwise=None))
-    compare(report, "over 2**31 elements", [last], by_oracle([row], [inputs], *args), "last row")
+    for at in (0, rows // 2, rows - 1):  # moments are rounded by their index
+        one = jax.tree.map(lambda x, at=at: x[at] if x.ndim else x, updated)
+        one = replace(one, cast=replace(one.cast, columnwise=None))
+        index = np.uint64(at * cols) + np.arange(cols, dtype=np.uint64)
+        wanted = bare(oracle(assembled(row, inputs), args[0], int(args[1]), 0, True, index))
+        compare(report, "over 2**31 elements", [one], [wanted], f"row {at}")
 
 
 def check_graphs(report: Report):
@@ -719,10 +772,11 @@ def check_refusals(report: Report):
     scalars = one_scale, one_scale  # of values: their scale and amax
     brain, weight, integer = x.astype(BF16), x.astype(E4M3), x.astype(jnp.int32)
 
-    def raw(layout, *arrays, shared=one, seed=None, aliased=True, place=(-1, 0), casts=(), by_tile=False):
-        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *casts, *arrays]
+    def raw(layout, *arrays, shared=one, seed=None, places=None, aliased=True, place=(-1, 0), casts=(), by_tile=False):
+        words = jnp.zeros((len(layout), PLACE_WORDS) if places is None else places, jnp.uint32)
+        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, words, *casts, *arrays]
         shared_casts = len(casts) // (5 if by_tile else 4)
-        updated = [*range(3, 3 + len(casts)), *range(4 + len(casts), len(operands))]
+        updated = [*range(4, 4 + len(casts)), *range(5 + len(casts), len(operands))]
         results = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in updated]
         aliases = {operand: result for result, operand in enumerate(updated)} if aliased else None
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
@@ -737,12 +791,14 @@ def check_refusals(report: Report):
         (raw([1], x, x, x, x, shared=[10, (1, 5)]), "scalars must have shape [11]"),
         (raw([1], x, x, x, x, shared=[11, (2, 5)]), "scales must have shape [1, 5]"),
         (raw([1], x, x, x, x, seed=jnp.int32(0)), "seed must be uint32"),
+        (raw([1], x, x, x, x, places=(1, 9)), "places must have shape [1, 10]"),
         (raw([5], x, x, x, x, weight, brain[0, 0], one_scale), "scale of leaf 0 must be a float32 scalar"),
         (raw([5], x, x, x, x, weight, one_scale, x), "amax of leaf 0 must be a float32 scalar"),
         (raw([1], x, weight, x, x), "mu of leaf 0 must come with a scale"),
         (raw([33], x, x, x, x, one_scale), "nu of leaf 0 must come with a scale if it is FP8, and only then"),
         (raw([1], integer, x, x, x), "g of leaf 0 must be float32, bfloat16 or float16"),
         (raw([1], x, integer, x, x), "mu of leaf 0 must be"),
+        (raw([1], x, x, x.astype(F16), x), "nu of leaf 0 must be float32, bfloat16, float8_e4m3fn or float8_e5m2"),
         (raw([1], x, x, integer, x), "nu of leaf 0 must be"),
         (raw([1], x, x[:16], x, x), "mu of leaf 0 must have the shape of g"),
         (raw([1], x, x, x, x, aliased=False), "must be updated in place"),
@@ -819,7 +875,7 @@ def check_refusals(report: Report):
 
 
 CHECKS = [check_controls, check_what_is_written, check_shapes, check_modes, check_many_leaves, check_special_values]
-CHECKS += [check_shared_casts, check_casts_by_tile, check_launches]
+CHECKS += [check_shared_casts, check_casts_by_tile, check_launches, check_shards]
 CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_elements, check_graphs, check_refusals]
 
 

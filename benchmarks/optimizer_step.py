@@ -125,12 +125,10 @@ def many_steps(variant: Variant, steps: int):
 def bytes_moved(variant: Variant, state, gradients) -> int:
     """What a step must read and write."""
     params, opt_state, casts = state
-    read = variant.gradient_passes * _bytes(gradients) + _bytes(opt_state)
+    read = variant.gradient_passes * _bytes(gradients) + _bytes(opt_state) + _bytes(params)
     written = sum(_bytes((copies.rowwise.values, copies.columnwise.values)) for copies in casts.values()) + _bytes(
         opt_state
     )
-    if variant.param_dtype == jnp.float32 or "master_dtype" in variant.settings:  # else they follow from their masters
-        read += _bytes(params)
     if not variant.casts_in_place:
         read += _bytes(gemm_kernels(params))
     return read + written + _bytes(params)

@@ -11,7 +11,7 @@ namespace jax_fp8 {
 namespace {
 
 constexpr char kOperation[] = "jax_fp8_adam";
-constexpr size_t kSharedOperands = 3;  // scalars, scales, seed
+constexpr size_t kSharedOperands = 4;  // scalars, scales, seed, places
 
 // Bits of a leaf's `layout`: what follows g, mu and nu among its operands, and whether weight decay applies.
 enum Layout : int32_t {
@@ -214,8 +214,8 @@ class LeafReader {
   }
 
   void check_moment(const Part& moment, const float* scale) {
-    require(is_float(moment.storage) || is_fp8(moment.storage), moment,
-            "be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
+    require((is_float(moment.storage) && moment.storage != Storage::kFloat16) || is_fp8(moment.storage), moment,
+            "be float32, bfloat16, float8_e4m3fn or float8_e5m2");
     require(is_fp8(moment.storage) == (scale != nullptr), moment, "come with a scale if it is FP8, and only then");
   }
 
@@ -307,10 +307,10 @@ ffi::Error check_lengths(ffi::Span<const int32_t> layout, size_t shared_arrays, 
 }
 
 ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scales, ffi::AnyBuffer seed,
-                ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int32_t> layout,
-                int32_t shared_casts, ffi::Span<const int32_t> shared_cast, ffi::Span<const int32_t> first_column,
-                int32_t first_leaf, bool adam_w_mode, bool by_tile, int32_t margin, float amax_epsilon,
-                bool power_2_scale) {
+                ffi::AnyBuffer places, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                ffi::Span<const int32_t> layout, int32_t shared_casts, ffi::Span<const int32_t> shared_cast,
+                ffi::Span<const int32_t> first_column, int32_t first_leaf, bool adam_w_mode, bool by_tile,
+                int32_t margin, float amax_epsilon, bool power_2_scale) {
   const size_t shared_arrays = shared_cast_arrays(by_tile) * shared_casts;
   if (ffi::Error wrong = check_lengths(layout, shared_arrays, operands, results); wrong.failure()) return wrong;
   if (shared_cast.size() != layout.size() || first_column.size() != layout.size()) {
@@ -324,7 +324,9 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
       .dtype("scales", scales, {ffi::F32})
       .shape("scales", scales, {leaf_count, kAdamScales})
       .dtype("seed", seed, {ffi::U32})
-      .shape("seed", seed, {});
+      .shape("seed", seed, {})
+      .dtype("places", places, {ffi::U32})
+      .shape("places", places, {leaf_count, kPlaceWords});
   if (!checks.passed()) return checks.error();
 
   LeafReader reader(operands, results, by_tile);
@@ -341,6 +343,7 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
       .scalars = scalars.typed_data<float>(),
       .scales = scales.typed_data<float>(),
       .seed = seed.typed_data<uint32_t>(),
+      .places = places.typed_data<uint32_t>(),
       .entries = entries.data(),
       .leaf_count = static_cast<int>(leaf_count),
       .first_leaf = first_leaf,
@@ -363,6 +366,7 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Arg<ffi::AnyBuffer>()  // scalars
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // seed
+                           .Arg<ffi::AnyBuffer>()  // places
                            .RemainingArgs()  // of each shared cast; for each leaf: g, mu, nu and what its layout has
                            .RemainingRets()  // of each shared cast; for each leaf: the same without g
                            .Attr<ffi::Span<const int32_t>>("layout")

@@ -181,6 +181,7 @@ class Launcher {
     leaves.scalars = arguments.scalars;
     leaves.scales = arguments.scales;
     leaves.seed = arguments.seed;
+    leaves.places = arguments.places;
   }
 
   Table& table() { return table_; }

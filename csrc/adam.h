@@ -36,6 +36,12 @@ enum AdamScalar {
 // Positions in a row of `scales`.
 enum AdamScale { kCastScale, kMuScaleBefore, kMuScaleAfter, kNuScaleBefore, kNuScaleAfter, kAdamScales };
 
+// Where the elements of a leaf that are here lie in the whole leaf, in words of 32 bits, low ones first: the index of
+// the first; and for each dim but the first that a mesh splits, the multiplier and the shift that divide by the length
+// of a block here, and the gap after a block. All zero where the leaf is here as a whole.
+constexpr int kGaps = 2;
+constexpr int kPlaceWords = 2 + 4 * kGaps;
+
 // The scalars that a step renews beside a leaf's arrays; null where there is none.
 struct AdamRenewed {
   float* scale;  // of values; of a shared cast, its first leaf renews it
@@ -47,7 +53,7 @@ struct AdamRenewed {
 struct AdamLeaf {
   const void* g;
   void* mu;
-  void* nu;  // in FP8: the square root of nu
+  void* nu;  // float32, bfloat16 or FP8, like mu; in FP8 the square root of nu
   void* param;
   void* master;
   uint8_t* values;        // [rows, cols]; in a cast that leaves side by side share:
@@ -84,6 +90,7 @@ struct AdamArguments {
   const float* scalars;  // [kAdamScalars]
   const float* scales;   // [leaf_count, kAdamScales]
   const uint32_t* seed;
+  const uint32_t* places;  // [leaf_count, kPlaceWords]
   const AdamEntry* entries;  // on the host
   int leaf_count;
   int first_leaf;  // the number of the first one within the tree, of which these may be a part

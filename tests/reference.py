@@ -5,6 +5,8 @@ Quantizing, amaxes and scales are exact: compare bits, with `assert_same_bits`. 
 result of zeros is off by 1 and no tolerance here lets it pass.
 """
 
+from typing import NamedTuple
+
 import ml_dtypes
 import numpy as np
 
@@ -187,39 +189,75 @@ def remainder(master) -> np.ndarray:
     return (_words(master) % 2**16).astype(np.uint16).reshape(np.shape(master))
 
 
-def round_second_moment(v, dtype) -> np.ndarray:
-    """`v` to nearest even, but what is positive stays positive."""
-    rounded = np.asarray(v).astype(dtype)
-    if np.dtype(dtype) == np.float32:
-        return rounded
-    return np.where((rounded == 0) & (v > 0), np.uint16(1).view(dtype), rounded)
+def round_at_random(x, draw, never_zero=False) -> np.ndarray:
+    """bfloat16 of float32: between two neighbours in the order of magnitudes, by the upper 16 bits of the draw."""
+    x = np.asarray(x, np.float32)
+    magnitude = np.abs(x).view(np.uint32).astype(np.uint64)
+    below, lost = magnitude >> np.uint64(16), magnitude % 2**16
+    up = lost + (draw >> np.uint32(16)) >= 2**16
+    chosen = np.where(up & (below < 0x7F7F), below + np.uint64(1), below)
+    if never_zero:
+        chosen = np.where((chosen == 0) & (x > 0), 1, chosen)
+    chosen = np.where(np.isnan(x), 0x7FC0, chosen).astype(np.uint16)
+    return (chosen | (np.signbit(x).astype(np.uint16) << np.uint16(15))).view(ml_dtypes.bfloat16)
 
 
-def quantize_root(v, dtype, scale, seed, leaf) -> np.ndarray:
-    """FP8 values of `sqrt(v) / scale`, between two neighbours in the table of all values chosen by the hash of
-    (index, seed, leaf).
+def quantize_at_random(x, dtype, scale, draw) -> np.ndarray:
+    """FP8 values of `x / scale`, between two neighbours in the table of all magnitudes, by the upper 20 bits of the
+    draw.
     """
-    v, dtype = np.asarray(v, np.float32), np.dtype(dtype)
-    table = np.arange(0x7F, dtype=np.uint8).view(dtype).astype(np.float32)
-    table = table[np.isfinite(table)]
-    scaled = np.sqrt(v) * (np.float32(1) / np.float32(scale))
-    x = np.where(np.isnan(scaled), np.float32(0), np.minimum(scaled, table[-1]))
-    above = np.clip(np.searchsorted(table, x, side="right"), 1, table.size - 1)
-    step = table[above] - table[above - 1]
-    fraction = (hash_elements(v.shape, seed, leaf) // 2**12).astype(np.float32) / np.float32(2**20)
-    rounded = np.minimum(np.floor(x / step + fraction) * step, table[-1])
-    rounded = np.where((rounded == 0) & (x > 0), table[1], rounded).astype(dtype)
+    scaled = np.asarray(x, np.float32) * (np.float32(1) / np.float32(scale))
+    rounded = np.copysign(_in_steps(np.abs(scaled), dtype, draw), scaled).astype(dtype)
     return np.where(np.isnan(scaled), np.uint8(NAN_BYTE).view(dtype), rounded)
 
 
-def hash_elements(shape, seed, leaf) -> np.ndarray:
-    """uint32 per element of (index, seed, leaf); in uint64 modulo 2**32."""
-    index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape)
+def quantize_root(v, dtype, scale, draw) -> np.ndarray:
+    """The same of `sqrt(v) / scale`, and never zero where `v` is positive."""
+    scaled = np.sqrt(np.asarray(v, np.float32)) * (np.float32(1) / np.float32(scale))
+    rounded = _in_steps(scaled, dtype, draw)
+    rounded = np.where((rounded == 0) & (scaled > 0), _magnitudes(dtype)[1], rounded).astype(dtype)
+    return np.where(np.isnan(scaled), np.uint8(NAN_BYTE).view(dtype), rounded)
+
+
+def _in_steps(x, dtype, draw):
+    table = _magnitudes(dtype)
+    x = np.where(np.isnan(x), np.float32(0), np.minimum(x, table[-1]))
+    above = np.clip(np.searchsorted(table, x, side="right"), 1, table.size - 1)
+    step = table[above] - table[above - 1]
+    fraction = (np.asarray(draw) // 2**12).astype(np.float32) / np.float32(2**20)
+    return np.minimum(np.floor(x / step + fraction) * step, table[-1])
+
+
+def _magnitudes(dtype) -> np.ndarray:
+    table = np.arange(0x7F, dtype=np.uint8).view(np.dtype(dtype)).astype(np.float32)
+    return table[np.isfinite(table)]
+
+
+class Draws(NamedTuple):
+    """Random numbers of the two moments."""
+
+    nu: np.ndarray
+    mu: np.ndarray
+
+
+def draws(shape, seed, leaf, first=0) -> Draws:
+    """uint32 for every element of an array, by its index, of which `first` is that of the first element;
+    in uint64 modulo 2**32.
+    """
+    index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape) + np.uint64(first)
+    return draws_at(index, seed, leaf)
+
+
+def draws_at(index, seed, leaf) -> Draws:
+    """The same of given indices, uint64."""
     modulus = np.uint64(2**32)
-    h = (index * np.uint64(0x9E3779B1) + np.uint64((int(seed) * 0x85EBCA77 + leaf * 0xC2B2AE3D) % 2**32)) % modulus
+    h = (index % modulus) * np.uint64(0x9E3779B1) % modulus + (index // modulus) * np.uint64(0x27D4EB2F) % modulus
+    h = (h + np.uint64((int(seed) * 0x85EBCA77 + leaf * 0xC2B2AE3D) % 2**32)) % modulus
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor) % modulus
-    return (h ^ (h >> np.uint64(16))).astype(np.uint32)
+    h = h ^ (h >> np.uint64(16))
+    second = (h ^ (h >> np.uint64(15))) * np.uint64(0x2C1B3C6D) % modulus
+    return Draws(h.astype(np.uint32), second.astype(np.uint32))
 
 
 def relative_error(actual, expected) -> float:

@@ -5,7 +5,8 @@
 #include <cstdint>
 
 #include "../adam.h"
-#include "fp8.cuh"
+#include "draws.cuh"
+#include "moments.cuh"
 #include "reduce.cuh"
 #include "words.cuh"
 
@@ -18,83 +19,21 @@ struct Step {
   float scalars[kAdamScalars];
   float scales[kAdamScales];
   float cast_multiplier, mu_multiplier, nu_multiplier;
-  uint32_t seed;
-  uint32_t number;
+  Drawing drawing;
   bool couples_decay;  // the decay is a part of the gradient, not of the update
 };
 
 // The row of `scales` is that of the leaf.
-__device__ inline Step step_of(const float* scalars, const float* scales, const uint32_t* seed) {
+__device__ inline Step step_of(const float* scalars, const float* scales) {
   Step step;
 #pragma unroll
   for (int i = 0; i < kAdamScalars; ++i) step.scalars[i] = __ldg(scalars + i);
 #pragma unroll
   for (int i = 0; i < kAdamScales; ++i) step.scales[i] = __ldg(scales + i);
-  step.seed = __ldg(seed);
   step.cast_multiplier = multiplier_of(step.scales[kCastScale]);
   step.mu_multiplier = multiplier_of(step.scales[kMuScaleAfter]);
   step.nu_multiplier = multiplier_of(step.scales[kNuScaleAfter]);
   return step;
-}
-
-// IEEE's square root and quotient cost a branch an element each, to code for rare operands, and at each the elements
-// wait for one another. Here all neighbours take the common way together, the compiler's own from the hardware's
-// approximation to the rounded result; if an operand of one of them is uncommon, all take the compiler's. Common are
-// zero, for a param without gradients, and numbers between which neither a result nor the rest that corrects it leaves
-// the normal numbers.
-__device__ inline bool is_common_square(float x) { return (x == 0.0f) | ((x >= 0x1p-100f) & (x <= 0x1p38f)); }
-
-__device__ inline bool is_common_dividend(float x) {
-  return (x == 0.0f) | ((fabsf(x) >= 0x1p-100f) & (fabsf(x) <= 0x1p60f));
-}
-
-__device__ inline bool is_common_divisor(float x) { return (x >= 0x1p-60f) & (x <= 0x1p19f); }
-
-__device__ inline float common_root(float x) {
-  float inverse;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  const float root = __fmul_rn(x, inverse);
-  return x == 0.0f ? x : __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root);
-}
-
-__device__ inline float common_quotient(float x, float y) {
-  float approximation;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximation) : "f"(y));
-  const float inverse = __fmaf_rn(approximation, __fmaf_rn(-y, approximation, 1.0f), approximation);
-  const float quotient = __fmul_rn(x, inverse);
-  return x == 0.0f ? x : __fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient);
-}
-
-__device__ inline bool likely(bool condition) { return __builtin_expect(condition, true); }
-
-// x = sqrt(x)
-template <int kCount>
-__device__ inline void take_roots(float (&x)[kCount]) {
-  bool common = true;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) common = common & is_common_square(x[i]);
-  if (likely(common)) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = common_root(x[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = __fsqrt_rn(x[i]);
-  }
-}
-
-// x = x / (sqrt(squares) + eps). The root of a common square keeps a common eps a common divisor.
-template <int kCount>
-__device__ inline void divide_by_roots(float (&x)[kCount], const float (&squares)[kCount], float eps) {
-  bool common = is_common_divisor(eps);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) common = common & is_common_square(squares[i]) & is_common_dividend(x[i]);
-  if (likely(common)) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = common_quotient(x[i], __fadd_rn(common_root(squares[i]), eps));
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = __fdiv_rn(x[i], __fadd_rn(__fsqrt_rn(squares[i]), eps));
-  }
 }
 
 // Every operation is rounded by itself: a fused multiply-add would differ from the reference in the last bit.
@@ -128,66 +67,36 @@ __device__ inline float off_the_tie(float p) {
   return __uint_as_float((bits & 0x1FFFFu) == 0x18000u ? bits + 1 : bits);
 }
 
-// Above 0x8000 the param had been rounded up.
+// Above 0x8000 the param had been rounded up. The param itself where the two do not belong together, since somebody has
+// changed the param: no master rounds up to 0, or has more bits than infinity.
 __device__ inline float join_remainder(uint32_t param, uint32_t low) {
-  return __uint_as_float((param << 16) + low - (low > 0x8000u ? 0x10000u : 0u));
+  const uint32_t bits = (param << 16) + low - (low > 0x8000u ? 0x10000u : 0u);
+  const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  const bool belongs = (rounded == param) & ((bits & 0x7FFFFFFFu) <= 0x7F800000u);
+  return __uint_as_float(belongs ? bits : param << 16);
 }
 
 // What a bfloat16 param lacks of its master in the low 16 bits; what stands above them does not count.
 __device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }
 
-// ---- the moments as they are kept -----------------------------------------------------------------------------------
-
-template <Fp8Type kFormat, int kCount>
-__device__ inline uint32_t quantize_root(const Step& step, uint32_t index, const float (&v)[kCount]) {
-  float rounded[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) rounded[i] = v[i];
-  take_roots(rounded);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float x = __fmul_rn(rounded[i], step.nu_multiplier);
-    rounded[i] = round_at_random<kFormat>(x, uniform_of(step.seed, step.number, index + i));
-  }
-  return pack_fp8<kFormat>(rounded);
-}
-
-template <int kCount>
-__device__ inline void pack_mu(const Step& step, Storage storage, const float (&m)[kCount], uint32_t* words) {
-  if (is_fp8(storage)) {
-    words[0] = quantize(storage, m, step.mu_multiplier);
-  } else {
-    pack_floats(storage, m, words);
-  }
-}
-
-// What is positive stays positive in 16 bits too: at least the smallest of their numbers.
-template <int kCount>
-__device__ inline void pack_nu(const Step& step, Storage storage, uint32_t index, const float (&v)[kCount],
-                               uint32_t* words) {
-  if (storage == Storage::kE4M3) {
-    words[0] = quantize_root<Fp8Type::kE4M3>(step, index, v);
-  } else if (storage == Storage::kE5M2) {
-    words[0] = quantize_root<Fp8Type::kE5M2>(step, index, v);
-  } else if (storage == Storage::kFloat32) {
-    pack_floats(storage, v, words);
-  } else {
-    const float smallest = storage == Storage::kBFloat16 ? 0x1p-133f : 0x1p-24f;
-    float kept[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) kept[i] = v[i] > 0.0f ? fmaxf(v[i], smallest) : v[i];
-    pack_floats(storage, kept, words);
-  }
-}
-
 // ---- one vector -----------------------------------------------------------------------------------------------------
 
-// kCount neighbours as loaded. `weight` is the master; beside a remainder, the param and from kLow on the remainder.
+// kCount neighbours as loaded. `weight` is the master, and `param` stands beside it; or `weight` is the param, and from
+// kLow on its remainder.
 template <int kCount>
 struct Words {
   static constexpr int kLow = (kCount + 1) / 2;
-  uint32_t g[kCount], mu[kCount], nu[kCount], weight[2 * kLow];
+  uint32_t g[kCount], mu[kCount], nu[kCount], weight[2 * kLow], param[kLow];
 };
+
+__device__ constexpr bool is_half(Storage storage) {
+  return storage == Storage::kBFloat16 || storage == Storage::kFloat16;
+}
+
+// A master that must round to the param beside it.
+__device__ inline bool has_both(const AdamLeaf& leaf) {
+  return is_half(leaf.param_storage) && leaf.master_storage != Storage::kRemainder;
+}
 
 template <int kCount>
 __device__ inline void load(const AdamLeaf& leaf, int64_t index, Words<kCount>& words) {
@@ -205,16 +114,39 @@ __device__ inline void load(const AdamLeaf& leaf, int64_t index, Words<kCount>& 
   } else {
     load_array(leaf.master == nullptr ? leaf.param : leaf.master, Storage::kFloat32, words.weight);
   }
+  if (has_both(leaf)) load_array(leaf.param, leaf.param_storage, words.param);
+}
+
+// Masters p beside params that are not p, rounded: somebody has changed these params, so they are the masters. One zero
+// is as good as the other, and so is one NaN.
+template <int kCount>
+__device__ inline void take_params(Storage storage, const uint32_t* rounded, const uint32_t* params,
+                                   float (&p)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const uint32_t ours = half_of(rounded, i), theirs = half_of(params, i);
+    const float param = from_half(storage, static_cast<uint16_t>(theirs));
+    const bool zeros = ((ours | theirs) & 0x7FFFu) == 0, no_numbers = (p[i] != p[i]) & (param != param);
+    if (ours != theirs && !zeros && !no_numbers) p[i] = param;
+  }
 }
 
 template <int kCount>
-__device__ inline void unpack_weight(Storage master, const uint32_t* words, float (&p)[kCount]) {
-  if (master == Storage::kRemainder) {
+__device__ inline void unpack_weight(const AdamLeaf& leaf, const Words<kCount>& words, float (&p)[kCount]) {
+  if (leaf.master_storage == Storage::kRemainder) {
+    const uint32_t* low = words.weight + Words<kCount>::kLow;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) p[i] = join_remainder(half_of(words, i), half_of(words + Words<kCount>::kLow, i));
-  } else {
-    unpack_words(master == Storage::kFloat16 ? master : Storage::kFloat32, words, p);
+    for (int i = 0; i < kCount; ++i) p[i] = join_remainder(half_of(words.weight, i), half_of(low, i));
+    return;
   }
+  unpack_words(leaf.master_storage == Storage::kFloat16 ? Storage::kFloat16 : Storage::kFloat32, words.weight, p);
+  if (!has_both(leaf)) return;
+  uint32_t rounded[Words<kCount>::kLow];
+  pack_floats(leaf.param_storage, p, rounded);
+  bool same = true;
+#pragma unroll
+  for (int i = 0; i < Words<kCount>::kLow; ++i) same = same & (rounded[i] == words.param[i]);
+  if (!likely(same)) take_params(leaf.param_storage, rounded, words.param, p);
 }
 
 // Stores the master and the param; p becomes the weight that the model sees: the param,
@@ -256,7 +188,7 @@ __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t ind
   unpack_words(leaf.g_storage, words.g, g);
   unpack_words(leaf.mu_storage, words.mu, m);
   unpack_words(leaf.nu_storage, words.nu, v);
-  unpack_weight(leaf.master_storage, words.weight, p);
+  unpack_weight(leaf, words, p);
   const bool scaled_mu = is_fp8(leaf.mu_storage), scaled_root = is_fp8(leaf.nu_storage);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -265,8 +197,10 @@ __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t ind
     if (scaled_root) v[i] = __fmul_rn(v[i], v[i]);
   }
   update(step, leaf.decays, g, m, v, p);
-  pack_mu(step, leaf.mu_storage, m, words.mu);
-  pack_nu(step, leaf.nu_storage, static_cast<uint32_t>(index), v, words.nu);
+  uint32_t draws[kCount];
+  if (leaf.mu_storage != Storage::kFloat32 || leaf.nu_storage != Storage::kFloat32) draw(step.drawing, index, draws);
+  pack_mu(step.mu_multiplier, leaf.mu_storage, m, draws, words.mu);
+  pack_nu(step.nu_multiplier, leaf.nu_storage, v, draws, words.nu);
   store_words(leaf.mu, index * bytes_of(leaf.mu_storage), kCount * bytes_of(leaf.mu_storage), words.mu);
   store_words(leaf.nu, index * bytes_of(leaf.nu_storage), kCount * bytes_of(leaf.nu_storage), words.nu);
   store_weight(leaf, index, p);

@@ -40,6 +40,7 @@ struct LeafTable {
   const float* scalars;
   const float* scales;
   const uint32_t* seed;
+  const uint32_t* places;
 };
 
 template <int kLeaves>
@@ -55,8 +56,8 @@ __device__ inline int slot_of(const LeafTable<kLeaves>& table, uint32_t block) {
 template <int kLeaves>
 __device__ inline Step step_of(const LeafTable<kLeaves>& table, int slot) {
   const int number = table.number[slot];
-  Step step = step_of(table.scalars, table.scales + number * kAdamScales, table.seed);
-  step.number = table.first_leaf + number;
+  Step step = step_of(table.scalars, table.scales + number * kAdamScales);
+  step.drawing = drawing_of(table.places, number, __ldg(table.seed), table.first_leaf + number);
   step.couples_decay = !table.adam_w_mode;
   return step;
 }

@@ -75,31 +75,21 @@ __device__ inline float power_of_two(int exponent) {
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// A mixture of seed, leaf and element that looks random (the multipliers are those of xxHash and of the "lowbias32"
-// finalizer), as 20 bits in [0, 1). It needs no state, so every tile computes its own.
-__device__ inline float uniform_of(uint32_t seed, uint32_t leaf, uint32_t element) {
-  uint32_t hash = element * 0x9E3779B1u + seed * 0x85EBCA77u + leaf * 0xC2B2AE3Du;
-  hash ^= hash >> 16;
-  hash *= 0x7FEB352Du;
-  hash ^= hash >> 15;
-  hash *= 0x846CA68Bu;
-  hash ^= hash >> 16;
-  return __fmul_rn(static_cast<float>(hash >> 12), 0x1p-20f);
-}
-
 // One of the FP8 values around x >= 0, the nearer the likelier, so that a running mean does not stall at increments
-// below half a step. What is positive stays positive, for a divisor of zero would follow. `uniform` is in [0, 1).
+// below half a step. The upper 20 bits of `draw` decide.
 template <Fp8Type kFormat>
-__device__ inline float round_at_random(float x, float uniform) {
+__device__ inline float round_at_random(float x, uint32_t draw) {
   constexpr int kMantissa = kFp8MantissaBits<kFormat>;
-  constexpr int kMinExponent = kFp8MinExponent<kFormat>;
   const float bounded = fminf(x, kFp8Max<kFormat>);
-  const int exponent = max(static_cast<int>(__float_as_uint(bounded) >> 23) - 127, kMinExponent);
+  const int exponent = max(static_cast<int>(__float_as_uint(bounded) >> 23) - 127, kFp8MinExponent<kFormat>);
+  const float uniform = __fmul_rn(static_cast<float>(draw >> 12), 0x1p-20f);
   const float steps = floorf(__fadd_rn(__fmul_rn(bounded, power_of_two(kMantissa - exponent)), uniform));
-  float rounded = fminf(__fmul_rn(steps, power_of_two(exponent - kMantissa)), kFp8Max<kFormat>);
-  if (rounded == 0.0f && bounded > 0.0f) rounded = power_of_two(kMinExponent - kMantissa);
+  const float rounded = fminf(__fmul_rn(steps, power_of_two(exponent - kMantissa)), kFp8Max<kFormat>);
   return x != x ? x : rounded;
 }
+
+template <Fp8Type kFormat>
+constexpr float kSmallestFp8 = kFormat == Fp8Type::kE4M3 ? 0x1p-9f : 0x1p-16f;
 
 // ---- from an amax to a scale: jax_fp8/core/scale.py, bit for bit ----------------------------------------------------
 

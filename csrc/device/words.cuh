@@ -82,6 +82,31 @@ __device__ inline void pack_halves(const float (&x)[kCount], uint32_t* words) {
   }
 }
 
+// bfloat16, rounded up in magnitude with a probability equal to what cutting off the low half would lose: the upper 16
+// bits of a draw are added below. Infinities stay, and what is too large becomes the largest number. With kNeverZero,
+// what is positive stays positive.
+template <bool kNeverZero, int kCount>
+__device__ inline void pack_at_random(const float (&x)[kCount], const uint32_t (&draws)[kCount], uint32_t* words) {
+  uint32_t bits[kCount];
+  bool numbers = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    bits[i] = __float_as_uint(x[i]);
+    const bool stays = (bits[i] & 0x7FFFFFFFu) >= 0x7F7F0000u, is_zero = bits[i] == 0;
+    bits[i] += stays ? 0 : draws[i] >> 16;
+    if (kNeverZero && !is_zero) bits[i] = max(bits[i], 0x10000u);
+    numbers = numbers & (x[i] == x[i]);
+  }
+  const auto at = [&](const auto& values, int i) { return i < kCount ? values[i] : 0; };
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    words[i / 2] = __byte_perm(bits[i], at(bits, i + 1), 0x7632);
+  }
+  if (__builtin_expect(numbers, true)) return;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) words[i / 2] = nan_pair(words[i / 2], x[i], at(x, i + 1));
+}
+
 __device__ inline float from_half(Storage storage, uint16_t bits) {
   return storage == Storage::kBFloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
 }

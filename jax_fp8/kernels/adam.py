@@ -1,13 +1,6 @@
 """Adam over a whole tree of parameters, each array read and written once, with the weights cast to FP8 on the way.
 
-    g = grad_scale g            (L2 mode: g = g + weight_decay p)
-    m = b1 m + (1 - b1) g       v = b2 v + (1 - b2) g²
-    u = (m correction1) / (sqrt(v correction2) + eps)      (AdamW mode: u = u + weight_decay p)
-    p = p - rate u
-
-All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), `p` being the master, and every
-operation rounded by itself: kernel and reference agree bit for bit. Subnormal numbers count on the GPU; XLA's CPU
-compiler flushes them to zero.
+The equations are those of kernels/adam_leaf.py, and kernel and reference agree bit for bit.
 
 One launch serves many leaves, in place: XLA copies an array first only where it is still needed. A large tree takes
 several, so that on a mesh some params are updated while gradients of others are still being summed. A leaf with a
@@ -20,7 +13,6 @@ would take a small kernel each.
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -28,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.cast import CastRule
-from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.kernels.adam_arrays import (
     SCALARS,
     Coefficients,
@@ -41,9 +33,10 @@ from jax_fp8.kernels.adam_arrays import (
     names_in,
     values_and_scale,
 )
-from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import formula_attributes, quantize_reference
+from jax_fp8.kernels.adam_leaf import adam_leaf, rounds_at_random
+from jax_fp8.kernels.casting import formula_attributes
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
+from jax_fp8.kernels.draws import Place, check_dims, place_words
 from jax_fp8.kernels.shared_cast import (
     Members,
     SharedCast,
@@ -57,7 +50,6 @@ from jax_fp8.kernels.shared_cast import (
     shared_dims,
     with_all_columns,
 )
-from jax_fp8.kernels.storage import REMAINDER, master_of, off_the_tie, quantize_root, remainder_of, round_second_moment
 
 TARGET = "jax_fp8_adam"
 LAUNCH_ELEMENTS = 2**27  # about 1 ms
@@ -75,7 +67,7 @@ def adam(
     Args:
       leaves: what to update.
       coefficients: the numbers of this step.
-      seed: uint32 scalar, different at every step: for the rounding of second moments in FP8.
+      seed: uint32 scalar, different at every step: for the rounding of moments in few bits.
       adam_w_mode: decoupled weight decay, else an L2 term.
       shared: casts of leaves side by side, to be written anew.
 
@@ -84,6 +76,9 @@ def adam(
       `apply` is 0.
     """
     check_shared_casts(shared, leaves)
+    for leaf in leaves:
+        if rounds_at_random(leaf.mu, leaf.nu):
+            check_dims(leaf.gradient.shape)
     updated: list[Leaf] = []
     pairs: dict[int, Fp8Pair] = {}
     for first, stop in launches([leaf.gradient.size for leaf in leaves], [cast.leaves for cast in shared]):
@@ -126,77 +121,6 @@ def _launch(leaves, coefficients, seed, adam_w_mode, shared, first_leaf) -> tupl
     return [replace(leaf, **fields_of(arrays)) for leaf, arrays in zip(leaves, updated, strict=True)], pairs
 
 
-def adam_leaf(
-    leaf: Leaf, coefficients: Coefficients, seed: jax.Array, number: int, adam_w_mode: bool
-) -> tuple[Leaf, jax.Array]:
-    """The reference: the updated leaf (`number` in the tree), and the update of a float32 param, `-rate u`."""
-    c = coefficients
-    g = _rounded(leaf.gradient.astype(jnp.float32) * c.grad_scale)
-    p = _master(leaf)
-    if leaf.decays and not adam_w_mode:
-        g = g + _rounded(p * c.weight_decay)
-    m = _rounded(c.b1 * _first_moment(leaf.mu)) + _rounded(c.one_minus_b1 * g)
-    v = _rounded(c.b2 * _second_moment(leaf.nu)) + _rounded(c.one_minus_b2 * (g * g))
-    u = (m * c.correction1) / (jnp.sqrt(v * c.correction2) + c.eps)
-    if leaf.decays and adam_w_mode:
-        u = u + _rounded(p * c.weight_decay)
-    update = -_rounded(c.rate * u)
-    p = p + update
-    updated = _store(leaf, m, v, p, seed, number)
-    if leaf.cast is not None:
-        weight = updated.master if updated.param is None else updated.param
-        old, old_t, _, _ = leaf.cast.arrays
-        values = quantize_reference(weight, old.dtype, leaf.scale)
-        values_t = None if old_t is None else values.T
-        updated = replace(updated, cast=Fp8Pair.of(values, values_t, leaf.scale, amax_reference(weight)))
-    unchanged = c.apply == 0
-    updated = jax.tree.map(lambda old, new: jnp.where(unchanged, old, new), leaf, updated)
-    return updated, jnp.where(unchanged, -jnp.float32(0), update)
-
-
-def _store(leaf: Leaf, m, v, p, seed, number) -> Leaf:
-    """Everything but the cast, rounded to what it is kept in."""
-    kept = None if leaf.master is None else leaf.master.dtype
-    if leaf.param is not None and leaf.param.dtype == jnp.bfloat16 and kept != jnp.float16:
-        p = off_the_tie(p)
-    if kept is None:
-        param, master = p, None
-    elif kept == REMAINDER:
-        param, master = p.astype(jnp.bfloat16), remainder_of(p)
-    else:
-        master = p.astype(kept)
-        param = None if leaf.param is None else master.astype(leaf.param.dtype)
-    if isinstance(leaf.mu, Fp8Array):
-        mu = Fp8Array(quantize_reference(m, leaf.mu.dtype, leaf.mu_scale), leaf.mu_scale)
-    else:
-        mu = m.astype(leaf.mu.dtype)
-    if isinstance(leaf.nu, Fp8Array):
-        nu = Fp8Array(quantize_root(v, leaf.nu.dtype, leaf.nu_scale, seed, number), leaf.nu_scale)
-    else:
-        nu = round_second_moment(v, leaf.nu.dtype)
-    return replace(leaf, mu=mu, nu=nu, param=param, master=master)
-
-
-def _master(leaf):
-    if leaf.master is None:
-        return leaf.param
-    return master_of(leaf.param, leaf.master) if leaf.master.dtype == REMAINDER else leaf.master.astype(jnp.float32)
-
-
-def _first_moment(mu):
-    return mu.dequantize() if isinstance(mu, Fp8Array) else mu.astype(jnp.float32)
-
-
-def _second_moment(nu):
-    return jnp.square(nu.dequantize()) if isinstance(nu, Fp8Array) else nu.astype(jnp.float32)
-
-
-def _rounded(product):
-    """A product as float32 has it. Compilers fuse a product into the sum it enters and round once;
-    a selection keeps them apart."""
-    return jnp.where(product == product, product, np.float32(np.nan))
-
-
 # ---- the custom call: the arrays of every shared cast, then those of every leaf --------------------------------------
 
 
@@ -216,10 +140,7 @@ def _scales(leaves: Sequence[Leaf], shared: Sequence[SharedCast]) -> jax.Array:
 def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...], rule: CastRule | None) -> str:
     operands, results = shared_dims(shared, "in", rule), shared_dims(shared, "out", rule)
     operands = ["coefficients", "leaves scales", "", *operands]
-    rows_of = {number: row_dim(cast) for cast, members in enumerate(shared) for number in members}
-    for number, leaf in enumerate(leaves):
-        dims = [f"x{number}d{dim}" for dim in range(leaf.gradient.ndim)]
-        dims[:1] = [rows_of.get(number, name) for name in dims[:1]]
+    for leaf, dims in zip(leaves, leaf_dims([leaf.gradient.ndim for leaf in leaves], shared), strict=True):
         special = {"values_t": " ".join(reversed(dims)), **dict.fromkeys(SCALARS, "")}
         per_array = [special.get(name, " ".join(dims)) for name in arrays_of(leaf)]
         operands += per_array
@@ -227,12 +148,19 @@ def _rule(leaves: Sequence[Leaf], shared: tuple[Members, ...], rule: CastRule | 
     return f"{','.join(operands)}->{','.join(results)}"
 
 
+def leaf_dims(ranks: Sequence[int], shared: Sequence[Members]) -> list[list[str]]:
+    """The names of the dims of every leaf."""
+    rows_of = {number: row_dim(cast) for cast, members in enumerate(shared) for number in members}
+    names = [[f"x{number}d{dim}" for dim in range(rank)] for number, rank in enumerate(ranks)]
+    return [[rows_of.get(number, name) for name in dims[:1]] + dims[1:] for number, dims in enumerate(names)]
+
+
 def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, rule, first_leaf, adam_w_mode):
     """One of the two forms below on the arrays of this shard."""
     each = len(arrays_by(rule))
     casts, arrays = arrays[: each * len(shared)], arrays[each * len(shared) :]
-    starts = accumulate((len(names_in(layout)) for layout in layouts), initial=0)
-    shapes = [arrays[start].shape for start, _ in zip(starts, layouts, strict=False)]
+    each_leaf = _by_leaf(arrays, layouts)
+    shapes = [of_leaf["g"].shape for of_leaf in each_leaf]
     check_shards(shared, shapes, split, rule)
     widths = [[shapes[number][1] for number in members] for members in shared]
     old, room = [], []
@@ -241,7 +169,13 @@ def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared
         was, to_write = on_this_shard(cast, members, here, sum(widths[cast]), rule, split)
         old, room = [*old, was], [*room, *to_write]
     settings = {"rule": rule, "first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
-    written, updated = form(vector, scales, seed, room, arrays, layouts, shared, places(shared, shapes), **settings)
+    dims = leaf_dims([len(shape) for shape in shapes], shared)
+    whereabouts = [
+        Place.on_shard(shape, names, split if rounds_at_random(of_leaf["mu"], of_leaf["nu"]) else {})
+        for of_leaf, shape, names in zip(each_leaf, shapes, dims, strict=True)
+    ]
+    leaf_places = places(shared, shapes), whereabouts
+    written, updated = form(vector, scales, seed, room, arrays, layouts, shared, *leaf_places, **settings)
     unchanged = vector[-1] == 0  # `apply`
     rows = zip(shared, widths, written, old, strict=True)
     whole = [array for row in rows for array in with_all_columns(*row, rule, split, unchanged)]
@@ -249,11 +183,14 @@ def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared
     return _whole_amaxes([*whole, *updated], names, split)
 
 
-def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, rule, first_leaf, adam_w_mode):
+def _kernel(
+    vector, scales, seed, casts, arrays, layouts, shared, leaf_places, whereabouts, rule, first_leaf, adam_w_mode
+):
     """The new arrays of each shared cast, and of all leaves."""
-    operands = [vector, scales, seed, *casts, *arrays]
-    updated = list(range(3, 3 + len(casts)))
-    position = 3 + len(casts)
+    shapes = [of_leaf["g"].shape for of_leaf in _by_leaf(arrays, layouts)]
+    operands = [vector, scales, seed, place_words(shapes, whereabouts), *casts, *arrays]
+    position = len(operands) - len(arrays)
+    updated = list(range(position - len(casts), position))
     for layout in layouts:
         updated += range(position + 1, position + len(names_in(layout)))
         position += len(names_in(layout))
@@ -269,12 +206,12 @@ def _kernel(vector, scales, seed, casts, arrays, layouts, shared, leaf_places, r
     return [new[each * cast : each * (cast + 1)] for cast in range(len(shared))], new[len(casts) :]
 
 
-def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, rule, first_leaf, adam_w_mode):
-    remaining, leaves, each = iter(arrays), [], len(arrays_by(rule))
-    for number, (layout, row) in enumerate(zip(layouts, scales, strict=True)):
-        of_leaf = {name: next(remaining) for name in names_in(layout)}
-        leaf_number = np.uint32(first_leaf + number)
-        leaves.append(_reference_of_leaf(vector, row, seed, leaf_number, of_leaf, layout, adam_w_mode))
+def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, whereabouts, rule, first_leaf, adam_w_mode):
+    leaves, each = [], len(arrays_by(rule))
+    rows = zip(_by_leaf(arrays, layouts), layouts, scales, whereabouts, strict=True)
+    for number, (of_leaf, layout, row, where) in enumerate(rows, start=first_leaf):
+        numbers = row, seed, np.uint32(number)
+        leaves.append(_reference_of_leaf(vector, *numbers, of_leaf, where, layout, adam_w_mode))
     written = [
         shared_cast_reference(
             [leaves[number].param for number in members],
@@ -289,8 +226,15 @@ def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, rule, fi
 
 
 @partial(jax.jit, static_argnames=("layout", "adam_w_mode"))  # which is traced once for all leaves alike
-def _reference_of_leaf(vector, row, seed, number, arrays, layout, adam_w_mode) -> Leaf:
-    return adam_leaf(leaf_of(layout, Scales(*row), arrays), Coefficients(*vector), seed, number, adam_w_mode)[0]
+def _reference_of_leaf(vector, row, seed, number, arrays, whereabouts, layout, adam_w_mode) -> Leaf:
+    leaf = leaf_of(layout, Scales(*row), arrays)
+    return adam_leaf(leaf, Coefficients(*vector), seed, number, adam_w_mode, whereabouts)[0]
+
+
+def _by_leaf(arrays, layouts) -> list[dict[str, jax.Array]]:
+    """The arrays of every leaf, by name."""
+    remaining = iter(arrays)
+    return [{name: next(remaining) for name in names_in(layout)} for layout in layouts]
 
 
 def _whole_amaxes(results: list[jax.Array], names: Sequence[str], split: Split) -> tuple[jax.Array, ...]:

@@ -18,7 +18,7 @@ from jax_fp8.kernels.explicit import zeros_like
 from jax_fp8.kernels.storage import REMAINDER, off_the_tie, remainder_of, rounds_to
 
 FP8_DTYPES = (np.dtype(E4M3), np.dtype(E5M2))
-MOMENT_DTYPES = (*map(np.dtype, ("float32", "bfloat16", "float16")), *FP8_DTYPES)
+MOMENT_DTYPES = (*map(np.dtype, ("float32", "bfloat16")), *FP8_DTYPES)
 MOST = np.iinfo(np.int32).max
 MASTER_DTYPES = tuple(map(np.dtype, ("float32", "float16")))
 
@@ -76,6 +76,20 @@ def masters_apart(opt_state: Any, params: Any) -> jax.Array | None:
     return jnp.minimum(total, np.float32(MOST - 127)).astype(jnp.int32)  # about, and at most what int32 holds
 
 
+def with_own_master(param: Any, kept: "Kept") -> "Kept":
+    """What is kept of a param in FP8, where changed values are the master; all other params as they were, for the step
+    itself looks at them.
+
+    The next scale follows from the weights that the param has, since those from before may be smaller.
+    """
+    if not is_fp8(param):
+        return kept
+    same = rounds_to(kept.master, param)
+    master = jnp.where(same, kept.master, param.dequantize(kept.master.dtype))
+    largest = jnp.where(jnp.all(same), kept.fp8["amax"], amax(master))
+    return kept._replace(master=master, fp8=kept.fp8 | {"amax": largest})
+
+
 def _is_adam(node) -> bool:
     return isinstance(node, FusedAdamState)
 
@@ -115,7 +129,7 @@ class Storage:
             )
         if master is None:
             master = param.dequantize() if is_fp8(param) else param
-        master = master.astype(jnp.float32)
+        master = jnp.array(master, jnp.float32, copy=True)  # the caller's: the state is donated
         if param.dtype == jnp.bfloat16 and self.master_dtype != jnp.float16:
             master = off_the_tie(master)
         if self.master_dtype == REMAINDER:
@@ -203,6 +217,11 @@ def _dtype(name, dtype, allowed) -> np.dtype:
         found = np.dtype(dtype)
     except TypeError:
         found = dtype
+    if found == np.float16 and allowed is MOMENT_DTYPES:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(str, allowed))}, got float16, whose smallest number is 6e-8, more "
+            "than the squares of most gradients; use bfloat16, which has as many bytes"
+        )
     if found not in allowed:
         names = [*map(str, allowed), *(['"remainder"'] if allowed is MASTER_DTYPES else [])]
         raise ValueError(f"{name} must be one of {', '.join(names)}, got {found}")

@@ -1,8 +1,9 @@
 """Adam and AdamW with master weights, as an Optax transform.
 
 Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has
-a master in the optimizer state, and the param is the master rounded to nearest even after every step. Moments may be
-kept in 16 or 8 bits, and params in FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the
+a master in the optimizer state, and the param is the master rounded to nearest even after every step. Where a param
+arrives that is not its rounded master, because it was loaded, replaced or edited, the param becomes the master. Moments
+may be kept in 16 or 8 bits, and params in FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the
 whole tree when it works in place, as `make_train_step` has it.
 """
 
@@ -22,18 +23,20 @@ from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.kernels.adam import adam, adam_leaf
+from jax_fp8.kernels.adam import adam
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
+from jax_fp8.kernels.adam_leaf import adam_leaf
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.shared_cast import SharedCast
-from jax_fp8.kernels.storage import REMAINDER
-from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters
+from jax_fp8.kernels.storage import REMAINDER, same_numbers
+from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters, with_own_master
 from jax_fp8.optim.hyperparameters import check_hyperparameters, check_scalars, check_update
 from jax_fp8.optim.skipping import note_applied
 from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
+MORE_THAN_ROUNDING = np.float32(1 + 2.0**-7)  # bfloat16 changes a number by less
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]  # optax.Schedule, among others
 Wrapper = TypeVar("Wrapper", bound=Callable)
@@ -69,15 +72,17 @@ def fused_adam(
       bias_correction: divide the moments by `1 - b**count`.
       master_dtype: float32; float16; or "remainder", 16 bits beside each bfloat16 param, which give the same params as
         float32 masters.
-      mu_dtype, nu_dtype: float32, bfloat16, float16, E4M3 or E5M2 storage of the moments; FP8 has one scale per array,
-        found from the largest gradient, and rounds second moments stochastically.
+      mu_dtype, nu_dtype: float32, bfloat16, E4M3 or E5M2 storage of the moments. In fewer than 32 bits they are rounded
+        stochastically, by the step count, so that small increments count; FP8 has one scale per array, found from the
+        largest gradient. float16 is refused: the squares of small gradients are below its smallest number.
       mask: a tree of bools like the params, or a function of the params that returns one: which leaves decay.
       skip_nonfinite: a step with an infinite or NaN gradient (with `max_grad_norm`: norm of the gradients) changes
         nothing, `count` included.
       max_grad_norm: above 0: scale the gradients down to this global norm; unlike `optax.clip_by_global_norm` it costs
         no pass that writes them.
-      master: masters to start from, a tree like the params, instead of the params themselves; they must round to the
-        params. A float32 param is its own master and ignores it.
+      master: masters to start from, a tree like the params, instead of the params themselves; `init` copies them. They
+        must round to the params: a param that its master does not round to is the master. A float32 param is its own
+        master and ignores it.
 
     Returns:
       A transform whose `update(grads, state, params)` returns float32 deltas: `optax.apply_updates` lands on the
@@ -105,6 +110,7 @@ def fused_adam(
         kept = state.kept(tree)
         for param, row in zip(params_, kept, strict=True):
             storage.check(param, row)
+        kept = [with_own_master(*row) for row in zip(params_, kept, strict=True)]
 
         scale = 1 if grad_scale is None else grad_scale
         norm = None if max_grad_norm is None else _global_norm(gradients, scale)
@@ -197,13 +203,23 @@ def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
         return leaf
     largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
     if decays and l2:
-        weight = kept.master if param.dtype != jnp.float32 else param
-        largest = largest + jnp.abs(coefficients.weight_decay) * amax(weight)
+        largest = largest + jnp.abs(coefficients.weight_decay) * _largest_weight(param, kept.master)
     if is_fp8(kept.mu):
         leaf = replace(leaf, mu_scale=_first_moment_scale(kept.mu, largest, coefficients))
     if is_fp8(kept.nu):
         leaf = replace(leaf, nu_scale=_second_moment_scale(kept.nu, largest, coefficients))
     return leaf
+
+
+def _largest_weight(param, master):
+    """What no master exceeds, of which some may be params that somebody has changed."""
+    if master is None or is_fp8(param):
+        return amax(param if master is None else master)
+    of_params = amax(param) * MORE_THAN_ROUNDING
+    if master.dtype == REMAINDER:
+        return of_params
+    of_masters = amax(master)
+    return jnp.where(of_params > of_masters * MORE_THAN_ROUNDING**2, of_params, of_masters)
 
 
 def _first_moment_scale(mu, largest, c):
@@ -228,13 +244,14 @@ def _delta(param, leaf, update):
 
 
 def _landed(param, delta, leaf) -> Leaf:
-    """A remainder is worth nothing beside another param. No float32 delta leads from a bfloat16 param to one that is
-    2**16 times smaller: there the param that adding the delta gives becomes the master.
+    """No float32 delta leads from a bfloat16 param to one that is 2**16 times smaller: there the param that adding the
+    delta gives becomes the master.
     """
-    if leaf.master is None or leaf.master.dtype != REMAINDER:
+    if leaf.master is None or is_fp8(param):
         return leaf
     landed = (param.astype(jnp.float32) + delta).astype(param.dtype)
-    return replace(leaf, master=jnp.where(landed == leaf.param, leaf.master, jnp.zeros((), REMAINDER)))
+    own = jnp.zeros((), REMAINDER) if leaf.master.dtype == REMAINDER else landed.astype(leaf.master.dtype)
+    return replace(leaf, master=jnp.where(same_numbers(landed, leaf.param), leaf.master, own))
 
 
 def _new_param(param, leaf, shared_pair, applied) -> NewParam:

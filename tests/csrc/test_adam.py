@@ -17,12 +17,14 @@ from gpu.adam_check import (
     assembled,
     bare,
     numbers_of_step,
+    rounded,
     shared_by_oracle,
 )
 from gpu.kernel_check import Report
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.scale import ScaleFormula
+from jax_fp8.kernels.draws import Place, place_words
 from jax_fp8.kernels.shared_cast import places
 
 ENTRY = """
@@ -30,9 +32,10 @@ ENTRY = """
 
 // Per leaf: pointers to g, mu, nu, param, master, values, values_t, amax, scale, mu_scale, nu_scale; and the numbers
 // behind them. Per shared cast: pointers to values, values_t, amax, scale and, by tile, scale_t, else null.
-extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, int64_t adam_w_mode,
-                    int64_t first_leaf, int64_t leaf_count, void* const* arrays, const int64_t* numbers,
-                    void* const* casts, int64_t margin, double amax_epsilon, int64_t power_2_scale) {
+extern "C" int adam(const float* scalars, const float* scales, const uint32_t* seed, const uint32_t* places,
+                    int64_t adam_w_mode, int64_t first_leaf, int64_t leaf_count, void* const* arrays,
+                    const int64_t* numbers, void* const* casts, int64_t margin, double amax_epsilon,
+                    int64_t power_2_scale) {
   using namespace jax_fp8;
   std::vector<AdamEntry> entries;
   for (int i = 0; i < leaf_count; ++i, arrays += 11, numbers += 12) {
@@ -62,7 +65,7 @@ extern "C" int adam(const float* scalars, const float* scales, const uint32_t* s
   }
   const auto count = static_cast<int>(leaf_count), first = static_cast<int>(first_leaf);
   const TileRule rule{true, true, static_cast<int32_t>(margin), static_cast<float>(amax_epsilon), power_2_scale != 0};
-  return launch_adam({scalars, scales, seed, entries.data(), count, first, adam_w_mode != 0, rule}, nullptr);
+  return launch_adam({scalars, scales, seed, places, entries.data(), count, first, adam_w_mode != 0, rule}, nullptr);
 }
 """
 # In the order of Storage; uint16 is a remainder.
@@ -77,8 +80,10 @@ def values_and_scale(array):
     return (array.values, array.scale) if isinstance(array, Fp8Array) else (array, None)
 
 
-def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=(), first_leaf=0):
+def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=(), first_leaf=0, whereabouts=None):
     """What `adam_check.update_shared` does, in the emulation."""
+    shapes = [row["gradient"].shape for row in inputs]
+    whole = list(map(Place.of_all, shapes)) if whereabouts is None else whereabouts
     arrays, numbers, scales = [], [], []
     of_leaves = places([cast.leaves for cast in shared], [row["gradient"].shape for row in inputs])
     for leaf, place in zip(map(assembled, leaves, inputs), of_leaves, strict=True):
@@ -123,7 +128,14 @@ def update(leaves, shared, inputs, coefficients, seed, adam_w_mode, changes=(), 
     formula = shared[0].rule.formula if shared and shared[0].rule else ScaleFormula()
     results = iter(
         compile_for_cpu("adam.cu", ENTRY, changes).call(
-            *("adam", scalars, np.array(scales, np.float32), np.array(seed, np.uint32), adam_w_mode, first_leaf),
+            *(
+                "adam",
+                scalars,
+                np.array(scales, np.float32),
+                np.array(seed, np.uint32),
+                np.array(place_words(shapes, whole)),
+            ),
+            *(adam_w_mode, first_leaf),
             *(len(leaves), arrays, np.array(numbers, np.int64), casts),
             *(formula.margin, float(formula.amax_epsilon), formula.power_2_scale),
         )
@@ -221,6 +233,9 @@ def test_special_values(number):
     else:
         with np.errstate(all="ignore"):
             leaf = replace(leaf, **{"master" if weight[1] else "param": master.astype(weight[1] or weight[0])})
+        if weight[0] and weight[1]:
+            edited = np.arange(master.size) % 2 == 1
+            leaf = replace(leaf, param=np.where(edited, rounded(gradient, weight[0]), rounded(leaf.master, weight[0])))
     for rate, grad_scale in ((0, 1), (1e-3, 0.37)):
         check([leaf], inputs, numbers_of_step(0, rate=rate, grad_scale=grad_scale))
 
@@ -247,16 +262,18 @@ ONE_KERNEL = (
     ("adam.cu", "constexpr Kernel kKernels[] = {", "constexpr Kernel kKernels[] = {\n#if 0"),
     ("adam.cu", "    kernel<Unknown>(),", "#endif\n    kernel<Unknown>(),"),
 )
-ADAM, TABLE = "device/adam.cuh", "device/adam_table.cuh"
+ADAM, ROOTS, TABLE = "device/adam.cuh", "device/roots.cuh", "device/adam_table.cuh"
 ROOT = "__fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root)"
 QUOTIENT = "__fmaf_rn(inverse, __fmaf_rn(-y, quotient, x), quotient)"
 STEP = "__fsub_rn(p[i], __fmul_rn(s[kRate], u[i]))"
 MISTAKES = {
     "no barrier": (("adam.cu", "__syncthreads();", ""), "order of threads"),
     "the swizzle is written only": (("device/tile.cuh", " ^ (group >> kWithin)]", "]"), "order of threads"),
-    "roots as they are approximated": ((ADAM, ROOT, "root"), None),
-    "quotients as they are approximated": ((ADAM, QUOTIENT, "quotient"), None),
+    "roots as they are approximated": ((ROOTS, ROOT, "root"), None),
+    "quotients as they are approximated": ((ROOTS, QUOTIENT, "quotient"), None),
     "one rounding less": ((ADAM, STEP, "__fmaf_rn(-s[kRate], u[i], p[i])"), None),
+    "one draw for both moments": (("device/moments.cuh", "second_draw(draws[i])", "draws[i]"), None),
+    "a param that was changed is not looked at": ((ADAM, "if (!likely(same))", "if (false)"), None),
     "the number of a leaf within its launch": (("adam.cu", "table.number[slot]", "slot"), None),
 }  # fmt: skip
 STRIDE = "(row + i) * leaf.values_stride"

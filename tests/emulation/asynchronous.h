@@ -131,7 +131,8 @@ inline void cp_async_bulk_wait_group(int left, Place place = Place::current()) {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-inline void none(float&) {}  // an asm without an instruction
+template <typename T>
+inline void none(T&) {}  // an asm without an instruction
 inline void wgmma_fence_sync_aligned() { begin_products(); }
 inline void wgmma_commit_group_sync_aligned() { commit_products(); }
 inline void wgmma_wait_group_sync_aligned(int left, Place place = Place::current()) { wait_for_products(left, place); }

@@ -31,6 +31,7 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, tiles_of
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.adam import TARGET, adam, launches
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
+from jax_fp8.kernels.draws import PLACE_WORDS, Place
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
@@ -50,7 +51,8 @@ F32, BF16, F16, U16 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16
 FP8 = (np.dtype(E4M3), np.dtype(E5M2))
 FP8_MAX = {FP8[0]: 448.0, FP8[1]: 57344.0}
 GRID = {FP8[0]: (3, -6), FP8[1]: (2, -14)}  # mantissa bits, smallest normal exponent
-MOMENTS = tuple(itertools.product((F32, BF16, F16, E4M3, E5M2), repeat=2))
+EDITED = 5  # every so many params were changed beside their masters
+MOMENTS = tuple(itertools.product((F32, BF16, E4M3, E5M2), repeat=2))
 WEIGHTS = (  # param, master, values
     (F32, None, None),
     (F32, None, E4M3),
@@ -78,10 +80,24 @@ SIX_MODES = (
     Mode(F32, (F32, F32), (F32, None, None)),
     Mode(BF16, (F32, F32), (F32, None, E4M3)),
     Mode(BF16, (BF16, BF16), (BF16, U16, E4M3)),
-    Mode(F16, (F16, F16), (F16, F16, E4M3), decays=False),
+    Mode(F16, (BF16, E5M2), (F16, F16, E4M3), decays=False),
     Mode(BF16, (E4M3, E4M3), (BF16, F32, E4M3)),
     Mode(F32, (E5M2, E5M2), (None, F16, E5M2)),
 )
+
+# A shard's shape, the whole leaf's, and the coordinates of the shard's first element.
+SHARDS = {
+    "rows": ((48, 32), (192, 32), (96, 0)),
+    "columns": ((48, 32), (48, 96), (0, 64)),
+    "rows and columns": ((144, 80), (288, 160), (144, 80)),
+    "columns that vectors cross": ((33, 5), (66, 15), (33, 10)),
+    "single columns": ((33, 1), (33, 4), (0, 3)),
+    "the middle": ((3, 5, 7), (3, 10, 7), (0, 5, 0)),
+    "all three": ((3, 5, 7), (6, 10, 28), (3, 5, 14)),
+    "beyond 2**32": ((48, 32), (2**25, 256), (2**25 - 48, 224)),
+    "around 2**32": ((4, 6), (2**31, 6), (715827880, 0)),
+    "a long one": ((1001,), (2**32 - 1,), (2**32 - 1002,)),
+}
 
 # Leaves side by side in one cast: their rows, and the columns of each.
 SHARED_SHAPES = ((144, (96, 32, 16)), (16, (128, 144)), (272, (16, 16, 16)), (128, (128, 256)))
@@ -90,7 +106,7 @@ SHARED_MODES = (
     Mode(F32, (F32, F32), (F32, None, None)),
     Mode(BF16, (F32, F32), (BF16, U16, None)),
     Mode(BF16, (E4M3, E4M3), (BF16, F32, None)),
-    Mode(F16, (F16, BF16), (F16, F16, None), decays=False),
+    Mode(F16, (F32, BF16), (F16, F16, None), decays=False),
 )
 
 # The same with a scale for each square of 128 x 128: whole ones, cut ones, and several leaves in one row of them.
@@ -109,8 +125,10 @@ TINY = (1e-45, -1e-40, 1.1754942e-38, 2**-126, -1e-30, 1e-20, 2**-24, 2**-25, 3 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool) -> Leaf:
-    """The updated leaf, its arrays flat, in NumPy's float32, which rounds after every operation."""
+def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: bool, index=None) -> Leaf:
+    """The updated leaf, its arrays flat, in NumPy's float32, which rounds after every operation. `index` is that of
+    every element in the whole leaf, where this is a shard.
+    """
     if c.apply == 0:
         return leaf
     g, p = wide(leaf.gradient) * c.grad_scale, oracle_master(leaf)
@@ -123,7 +141,10 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     if leaf.decays and adam_w_mode:
         u = u + p * c.weight_decay
     p = p - c.rate * u
-    updated = replace(leaf, **oracle_weight(leaf, p), mu=oracle_mu(leaf, m), nu=oracle_nu(leaf, v, seed, number))
+    index = np.arange(p.size, dtype=np.uint64) if index is None else index.reshape(-1)
+    draws = reference.draws_at(index, seed, number)
+    moments = {"mu": oracle_mu(leaf, m, draws.mu), "nu": oracle_nu(leaf, v, draws.nu)}
+    updated = replace(leaf, **oracle_weight(leaf, p), **moments)
     if leaf.cast is None:
         return updated
     weight = wide(updated.master if updated.param is None else updated.param)
@@ -158,10 +179,19 @@ def wide(array) -> np.ndarray:
 
 
 def oracle_master(leaf) -> np.ndarray:
-    if leaf.master is None or leaf.master.dtype != U16:
-        return wide(leaf.param if leaf.master is None else leaf.master)
+    if leaf.master is None:
+        return wide(leaf.param)
+    if leaf.master.dtype != U16:
+        master = wide(leaf.master)
+        if leaf.param is None:
+            return master
+        ours, theirs = wide(master.astype(leaf.param.dtype)), wide(leaf.param)
+        return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), master, theirs)
     high, low = (leaf_bits.reshape(-1).view(np.uint16).astype(np.uint32) for leaf_bits in (leaf.param, leaf.master))
-    return ((high - (low > 0x8000)) % 2**16 * 2**16 + low).astype(np.uint32).view(np.float32)
+    joined = ((high - (low > 0x8000)) % 2**16 * 2**16 + low).astype(np.uint32).view(np.float32)
+    param = wide(leaf.param)
+    with np.errstate(all="ignore"):
+        return np.where(wide(joined.astype(BF16)) == param, joined, param)
 
 
 def oracle_weight(leaf, p) -> dict:
@@ -181,41 +211,58 @@ def oracle_weight(leaf, p) -> dict:
     return {"param": None if leaf.param is None else master.astype(leaf.param.dtype), "master": master}
 
 
-def oracle_mu(leaf, m):
+def oracle_mu(leaf, m, draw):
     if isinstance(leaf.mu, Fp8Array):
-        return Fp8Array(reference.quantize(m, leaf.mu.dtype.type, leaf.mu_scale)[0], leaf.mu_scale)
-    return m.astype(leaf.mu.dtype)
+        scaled = m * (np.float32(1) / leaf.mu_scale)
+        rounded = np.copysign(in_steps(np.abs(scaled), leaf.mu.dtype, draw), scaled)
+        return Fp8Array(as_fp8(rounded, scaled, leaf.mu.dtype), leaf.mu_scale)
+    return m if leaf.mu.dtype == F32 else cut_at_random(m, draw)
 
 
-def oracle_nu(leaf, v, seed, number):
+def oracle_nu(leaf, v, draw):
     if isinstance(leaf.nu, Fp8Array):
-        return Fp8Array(oracle_root(v, leaf.nu.dtype, leaf.nu_scale, seed, number), leaf.nu_scale)
-    rounded = v.astype(leaf.nu.dtype)
+        scaled = np.sqrt(v) * (np.float32(1) / leaf.nu_scale)
+        mantissa_bits, smallest_exponent = GRID[leaf.nu.dtype]
+        rounded = in_steps(scaled, leaf.nu.dtype, draw)
+        rounded = np.where((rounded == 0) & (scaled > 0), 2.0 ** (smallest_exponent - mantissa_bits), rounded)
+        return Fp8Array(as_fp8(rounded, scaled, leaf.nu.dtype), leaf.nu_scale)
     if leaf.nu.dtype == F32:
-        return rounded
-    return np.where((rounded == 0) & (v > 0), np.uint16(1).view(leaf.nu.dtype), rounded)
+        return v
+    kept = cut_at_random(v, draw)
+    return np.where((kept == 0) & (v > 0), np.uint16(1).view(BF16), kept)
 
 
-def oracle_root(v, dtype, scale, seed, number) -> np.ndarray:
-    """sqrt(v) in FP8: in steps of the format, plus a number below one, rounded down."""
-    mantissa_bits, smallest_exponent = GRID[dtype]
-    scaled = np.sqrt(v) * (np.float32(1) / scale)
-    x = np.minimum(np.where(np.isnan(scaled), 0, scaled), np.float32(FP8_MAX[dtype]))
-    step = np.ldexp(np.float32(1), np.maximum(np.frexp(x)[1] - 1, smallest_exponent) - mantissa_bits)
-    fraction = (oracle_hash(v.size, seed, number) // 2**12).astype(np.float32) / np.float32(2**20)
-    rounded = np.minimum(np.floor(x / step + fraction) * step, np.float32(FP8_MAX[dtype]))
-    rounded = np.where((rounded == 0) & (x > 0), np.float32(2.0 ** (smallest_exponent - mantissa_bits)), rounded)
+def as_fp8(rounded, scaled, dtype) -> np.ndarray:
     values = rounded.astype(dtype)
     values.view(np.uint8)[np.isnan(scaled)] = 0x7F
     return values
 
 
-def oracle_hash(size, seed, number) -> np.ndarray:
-    start = (seed * 0x85EBCA77 + number * 0xC2B2AE3D) % 2**32
-    h = np.arange(size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(start)
-    h = (h ^ h >> 16) * np.uint32(0x7FEB352D)
-    h = (h ^ h >> 15) * np.uint32(0x846CA68B)
-    return h ^ h >> 16
+def in_steps(x, dtype, draw) -> np.ndarray:
+    """In steps of the format, plus a number below one, rounded down."""
+    mantissa_bits, smallest_exponent = GRID[np.dtype(dtype)]
+    largest = np.float32(FP8_MAX[np.dtype(dtype)])
+    x = np.minimum(np.where(np.isnan(x), 0, x), largest)
+    step = np.ldexp(np.float32(1), np.maximum(np.frexp(x)[1] - 1, smallest_exponent) - mantissa_bits)
+    fraction = (draw // 2**12).astype(np.float32) / np.float32(2**20)
+    return np.minimum(np.floor(x / step + fraction) * step, largest)
+
+
+def cut_at_random(x, draw) -> np.ndarray:
+    """bfloat16: random bits below those that are kept, added to the magnitude, and cut off."""
+    magnitude = np.minimum(np.abs(x), np.uint32(0x7F7F0000).view(np.float32)).view(np.uint32)
+    kept = (magnitude + np.where(magnitude < 0x7F7F0000, draw // 2**16, 0).astype(np.uint32)) // 2**16
+    kept = np.where(np.isinf(x), 0x7F80, np.where(np.isnan(x), 0x7FC0, kept)).astype(np.uint16)
+    return (kept + np.uint16(2**15) * np.signbit(x)).astype(np.uint16).view(BF16)
+
+
+def whole_index(shape, place) -> np.ndarray:
+    """Of every element of a shard, in NumPy's integers of 64 bits."""
+    index = np.zeros(shape, np.uint64)
+    for dim, (first, size) in enumerate(zip(place.first, place.whole, strict=True)):
+        coordinate = np.arange(shape[dim], dtype=np.uint64) + np.uint64(first)
+        index = index * np.uint64(size) + np.expand_dims(coordinate, [*range(1, len(shape) - dim)])
+    return index
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------
@@ -242,6 +289,10 @@ class Draw:
             kept = self.random.integers(0, 2**16, shape, dtype=np.uint16)
         else:
             kept = None if master is None else self.normal(shape, master)
+        weight = None if param is None else self.normal(shape, param)
+        if param is not None and kept is not None and master != U16:
+            edited = np.arange(weight.size).reshape(shape) % EDITED == EDITED - 1
+            weight = np.where(edited, weight, rounded(kept, param))
         cast = None
         if values is not None:
             transposable = len(shape) == 2 and not any(size % 16 for size in shape)
@@ -251,7 +302,7 @@ class Draw:
             gradient=None,
             mu=self.scaled(mu),
             nu=self.scaled(np.abs(nu)),
-            param=None if param is None else self.normal(shape, param),
+            param=weight,
             master=kept,
             cast=cast,
             decays=mode.decays,
@@ -290,6 +341,12 @@ class Draw:
         """What is new at every step: the gradient, and the scales to write with."""
         scales = {name: self.scale() for name in ("scale", "mu_scale", "nu_scale")}
         return {"gradient": self.normal(leaf.mu.shape, gradient_dtype), **scales}
+
+
+def rounded(master: np.ndarray, dtype) -> np.ndarray:
+    """The params of masters."""
+    with np.errstate(all="ignore"):
+        return master.astype(np.float32).astype(dtype)
 
 
 def assembled(leaf: Leaf, inputs: dict) -> Leaf:
@@ -520,9 +577,15 @@ def check_special_values(report: Report):
         if weight[1] == U16:
             high, low = np.divmod(master.view(np.uint32), 2**16)
             return replace(leaf, **changes, param=high.astype(np.uint16).view(BF16), master=low.astype(np.uint16))
-        return replace(leaf, **changes, **{"master" if weight[1] else "param": master.astype(weight[1] or weight[0])})
+        if not weight[1]:
+            return replace(leaf, **changes, param=master.astype(weight[0]))
+        changes["master"] = master.astype(weight[1])
+        if weight[0]:
+            edited = np.arange(master.size) % EDITED == EDITED - 1
+            changes["param"] = np.where(edited, gradient.astype(weight[0]), rounded(changes["master"], weight[0]))
+        return replace(leaf, **changes)
 
-    for dtype in (F32, BF16, F16, E4M3, E5M2):
+    for dtype in (F32, BF16, E4M3, E5M2):
         with np.errstate(all="ignore"):
             leaves = [leaf((dtype, dtype), weight) for weight in (WEIGHTS if on_gpu() else WEIGHTS[1:9:3])]
         inputs = [draw.inputs(leaf, F32) | {"gradient": gradient} for leaf in leaves]
@@ -543,7 +606,7 @@ def check_all_16_bit_patterns(report: Report):
         return np.where(np.abs(values.astype(np.float32)) < 1e-6, np.ones((), dtype), values)
 
     for dtype in (BF16, F16):
-        for moment in (dtype, E4M3, E5M2):
+        for moment in (BF16, E4M3, E5M2):
             leaf = draw.leaf((2**16,), Mode(dtype, (moment, moment), (BF16, U16, E4M3)))
             changes = {"mu": draw.scaled(patterns(moment)), "nu": draw.scaled(patterns(moment))}
             leaf = replace(leaf, **changes, param=patterns(BF16), master=patterns(U16))
@@ -582,6 +645,31 @@ def check_what_is_written(report: Report):
         report.expect("a skipped step writes nothing", all(same) if apply == 0 else not any(same), f"{apply=}: {same}")
 
 
+def check_shards(report: Report):
+    """Leaves of which a device would have a shard: each element is rounded by its index in the whole leaf."""
+    draw = Draw(13)
+    modes = [SIX_MODES[2 + number % 4] for number in range(2 * len(SHARDS))]
+    places = [(shape, Place(tuple(map(np.uint32, first)), whole)) for shape, whole, first in SHARDS.values()] * 2
+    leaves = [draw.leaf(shape, mode) for (shape, _), mode in zip(places, modes, strict=True)]
+    inputs = [draw.inputs(leaf, mode.gradient) for leaf, mode in zip(leaves, modes, strict=True)]
+    args = inputs, numbers_of_step(1), np.uint32(11), True
+    remaining = iter(place for _ in range(10) for _, place in places)
+    with mock.patch("jax_fp8.kernels.adam.Place.on_shard", side_effect=lambda *_: next(remaining)):
+        got = apart(leaves, *args)
+    with np.errstate(all="ignore"):
+        wanted = [
+            bare(oracle(assembled(leaf, row), args[1], 11, number, True, whole_index(*place)))
+            for number, (leaf, row, place) in enumerate(zip(leaves, inputs, places, strict=True))
+        ]
+    compare(report, "shards", got, wanted, "by the index in the whole leaf")
+    bits = (
+        [as_bytes(leaf.nu.values if isinstance(leaf.nu, Fp8Array) else leaf.nu) for leaf in some]
+        for some in (wanted, by_oracle(leaves, *args))
+    )
+    noticed = sum(not np.array_equal(*pair) for pair in zip(*bits, strict=True))
+    report.expect("controls: a wrong number is noticed", noticed > len(leaves) // 2, "an index counted from zero")
+
+
 def check_controls(report: Report):
     """What must be noticed: each of the numbers a step depends on, off by the least that it can be."""
     draw = Draw(7)
@@ -612,7 +700,9 @@ def check_controls(report: Report):
 
 
 def check_over_2_to_31_elements(report: Report):
-    """The rows of a periodic leaf come out equal, the last as NumPy has it, and the transpose is one; 26 GB."""
+    """The rows of a periodic leaf come out equal but for their moments, some rows as NumPy has them, and the transpose is
+    one; 26 GB.
+    """
     draw = Draw(8)
     rows, cols = OVER_2_TO_31 if on_gpu() else (32, 64)
     row = draw.leaf((cols,), SIX_MODES[2])
@@ -630,26 +720,28 @@ def check_over_2_to_31_elements(report: Report):
         ), repeat(gradient)
 
     def arrays_of(leaf):
-        return [leaf.mu, leaf.nu, leaf.param, leaf.master, *leaf.cast.arrays[:2]]
+        return [leaf.param, leaf.master, *leaf.cast.arrays[:2]]
 
     @jax.jit
     def consistent(leaf):
         arrays = arrays_of(leaf)
         bits = [x if x.dtype == U16 else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in arrays]
-        return [jnp.all(x == x[0]) for x in bits[:5]] + [jnp.all(bits[5] == bits[4].T)]
+        return [jnp.all(x == x[0]) for x in bits[:3]] + [jnp.all(bits[3] == bits[2].T)]
 
     leaf, gradient = repeated(row, inputs["gradient"])
     (updated,) = in_place([leaf], [inputs | {"gradient": gradient}], *args)
-    names = ("mu", "nu", "param", "master", "values", "values_t")
-    for name, same in zip(names, consistent(updated), strict=True):
+    for name, same in zip(("param", "master", "values", "values_t"), consistent(updated), strict=True):
         report.expect("over 2**31 elements", bool(same), f"the periods of {name} differ")
     spoiled = replace(
-        updated, mu=jax.lax.dynamic_update_slice(updated.mu, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
+        updated, param=jax.lax.dynamic_update_slice(updated.param, jnp.full((1, 1), 99, BF16), (rows - 1, cols - 1))
     )
     report.expect("over 2**31 elements", not consistent(spoiled)[0], "one wrong element is not noticed")
-    last = jax.tree.map(lambda x: x[-1] if x.ndim else x, updated)
-    last = replace(last, cast=replace(last.cast, columnwise=None))
-    compare(report, "over 2**31 elements", [last], by_oracle([row], [inputs], *args), "last row")
+    for at in (0, rows // 2, rows - 1):  # moments are rounded by their index
+        one = jax.tree.map(lambda x, at=at: x[at] if x.ndim else x, updated)
+        one = replace(one, cast=replace(one.cast, columnwise=None))
+        index = np.uint64(at * cols) + np.arange(cols, dtype=np.uint64)
+        wanted = bare(oracle(assembled(row, inputs), args[0], int(args[1]), 0, True, index))
+        compare(report, "over 2**31 elements", [one], [wanted], f"row {at}")
 
 
 def check_graphs(report: Report):
@@ -680,10 +772,11 @@ def check_refusals(report: Report):
     scalars = one_scale, one_scale  # of values: their scale and amax
     brain, weight, integer = x.astype(BF16), x.astype(E4M3), x.astype(jnp.int32)
 
-    def raw(layout, *arrays, shared=one, seed=None, aliased=True, place=(-1, 0), casts=(), by_tile=False):
-        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, *casts, *arrays]
+    def raw(layout, *arrays, shared=one, seed=None, places=None, aliased=True, place=(-1, 0), casts=(), by_tile=False):
+        words = jnp.zeros((len(layout), PLACE_WORDS) if places is None else places, jnp.uint32)
+        operands = [*map(jnp.ones, shared), jnp.uint32(0) if seed is None else seed, words, *casts, *arrays]
         shared_casts = len(casts) // (5 if by_tile else 4)
-        updated = [*range(3, 3 + len(casts)), *range(4 + len(casts), len(operands))]
+        updated = [*range(4, 4 + len(casts)), *range(5 + len(casts), len(operands))]
         results = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in updated]
         aliases = {operand: result for result, operand in enumerate(updated)} if aliased else None
         call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
@@ -698,12 +791,14 @@ def check_refusals(report: Report):
         (raw([1], x, x, x, x, shared=[10, (1, 5)]), "scalars must have shape [11]"),
         (raw([1], x, x, x, x, shared=[11, (2, 5)]), "scales must have shape [1, 5]"),
         (raw([1], x, x, x, x, seed=jnp.int32(0)), "seed must be uint32"),
+        (raw([1], x, x, x, x, places=(1, 9)), "places must have shape [1, 10]"),
         (raw([5], x, x, x, x, weight, brain[0, 0], one_scale), "scale of leaf 0 must be a float32 scalar"),
         (raw([5], x, x, x, x, weight, one_scale, x), "amax of leaf 0 must be a float32 scalar"),
         (raw([1], x, weight, x, x), "mu of leaf 0 must come with a scale"),
         (raw([33], x, x, x, x, one_scale), "nu of leaf 0 must come with a scale if it is FP8, and only then"),
         (raw([1], integer, x, x, x), "g of leaf 0 must be float32, bfloat16 or float16"),
         (raw([1], x, integer, x, x), "mu of leaf 0 must be"),
+        (raw([1], x, x, x.astype(F16), x), "nu of leaf 0 must be float32, bfloat16, float8_e4m3fn or float8_e5m2"),
         (raw([1], x, x, integer, x), "nu of leaf 0 must be"),
         (raw([1], x, x[:16], x, x), "mu of leaf 0 must have the shape of g"),
         (raw([1], x, x, x, x, aliased=False), "must be updated in place"),
@@ -780,7 +875,7 @@ def check_refusals(report: Report):
 
 
 CHECKS = [check_controls, check_what_is_written, check_shapes, check_modes, check_many_leaves, check_special_values]
-CHECKS += [check_shared_casts, check_casts_by_tile, check_launches]
+CHECKS += [check_shared_casts, check_casts_by_tile, check_launches, check_shards]
 CHECKS += [check_all_16_bit_patterns, check_largest_shape, check_over_2_to_31_elements, check_graphs, check_refusals]
 
 

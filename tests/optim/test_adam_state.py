@@ -56,6 +56,52 @@ def test_a_given_master_is_kept_to_the_last_bit():
         assert state.master["own"] is None
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8"])
+@pytest.mark.parametrize("master_dtype", [jnp.float32, jnp.float16])
+def test_a_state_has_copies_of_what_it_is_made_of(name, master_dtype):
+    """It is donated, and with it all that would be the caller's."""
+    param = params()[name]
+    master = (param.dequantize() if name == "fp8" else param).astype(master_dtype)
+    state = fp8.fused_adam(1e-3, master={"w": master}, master_dtype=master_dtype).init({"w": param})
+    ours = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state)}
+    theirs = {array.unsafe_buffer_pointer() for array in jax.tree.leaves((param, master))}
+    assert len(ours) == len(jax.tree.leaves(state)) and not ours & theirs
+    assert master.astype(jnp.float32).unsafe_buffer_pointer() in theirs or master_dtype != jnp.float32  # the control
+
+
+def test_a_second_run_with_the_same_masters():
+    exact = {"kernel": jax.random.normal(jax.random.key(1), (16, 16)), "bias": jnp.zeros(16)}
+    tx = fp8.fused_adamw(1e-2, master=exact)
+    layer = fp8.Dense(16, recipe=None, param_dtype=jnp.float16)
+    step = fp8.make_train_step(lambda v, x: jnp.mean(layer.apply(v, x) ** 2), tx, None)
+    losses = []
+    for _ in range(2):
+        state = fp8.TrainState.create(variables={"params": jax.tree.map(lambda x: x.astype("float16"), exact)}, tx=tx)
+        losses.append(float(step(state, jnp.ones((4, 16)))[1]["loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_moments_in_float16_are_refused():
+    for name in ("mu_dtype", "nu_dtype"):
+        with pytest.raises(ValueError, match=f"{name} must be one of float32, bfloat16.*got float16.*use bfloat16"):
+            fp8.fused_adam(1e-3, **{name: jnp.float16})
+
+
+def test_a_resumed_run_rounds_as_the_first_one(tmp_path):
+    """Roundings follow from the step count, so nothing but the state is saved."""
+    tx, w = (
+        fp8.fused_adamw(1e-2, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16),
+        jax.random.normal(jax.random.key(0), SHAPE),
+    )
+    grads, trained = {"w": jnp.sin(w)}, {"w": w}
+    update = jax.jit(lambda params, state: tx.update(grads, state, params)[1])
+    state = update(trained, tx.init(trained))
+    restored = saved_and_restored(tmp_path, state)
+    jax.tree.map(reference.assert_same_bits, update(trained, restored), update(trained, state))
+    other = update(trained, state._replace(count=state.count + 1))
+    assert (np.asarray(other.nu["w"]) != np.asarray(update(trained, state).nu["w"])).any()  # the control
+
+
 @pytest.mark.parametrize("name", ["float16", "fp8"])
 def test_a_remainder_needs_bfloat16(name):
     with pytest.raises(ValueError, match='"remainder" needs bfloat16 or float32 params, got float'):

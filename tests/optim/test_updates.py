@@ -71,7 +71,7 @@ def adamw(**settings):
         (adamw(), True),
         (fp8.fused_adam(1e-2, weight_decay=0.1, adam_w_mode=False, mask=only_matrices), True),
         (adamw(mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2, skip_nonfinite=True, max_grad_norm=5.0), True),
-        (adamw(master_dtype=jnp.float16, mu_dtype=jnp.bfloat16, nu_dtype=jnp.float16), True),
+        (adamw(master_dtype=jnp.float16, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16), True),
         (optax.chain(optax.clip_by_global_norm(0.5), adamw()), True),
         (optax.with_extra_args_support(optax.masked(adamw(), only_matrices)), False),
         # Optax looks for a dtype that all params can be promoted to, and FP8 has none.

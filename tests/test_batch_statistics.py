@@ -1,0 +1,143 @@
+"""A model with batch statistics and dropout beside FP8 layers, trained in a step, against a loop that is written out:
+the same losses, statistics and params for one pass, microbatches, and devices that split the batch.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jax_fp8 as fp8
+
+RECIPE = fp8.DelayedScaling(amax_history_len=2)
+ROWS, STEPS, SEED = 64, 2, jax.random.key(3)
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(ROWS, 16)).astype(np.float32), "y": RNG.normal(size=(ROWS, 16)).astype(np.float32)}
+BATCH["x"] *= np.linspace(0.5, 2, ROWS, dtype=np.float32)[:, None]  # parts of it have other statistics
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.8, name="norm")(nn.Dense(32)(x))
+        x = nn.Dropout(0.25, deterministic=not train)(x)
+        return fp8.Dense(16, recipe=RECIPE)(nn.gelu(x))
+
+
+MODEL, TX = Model(), optax.sgd(0.05)
+
+
+def loss_fn(variables, batch, rngs):
+    y, updates = MODEL.apply(variables, batch["x"], rngs=rngs, mutable=["batch_stats"])
+    squares = jnp.mean(jnp.square(y.astype(jnp.float32) - batch["y"]))
+    return squares, {**updates, "largest": jnp.max(batch["x"]), "positive": jnp.sum(batch["y"] > 0)}
+
+
+def first_variables():
+    """With scales of a part of this batch, so that no gradient vanishes in FP8, and none is cut off."""
+    rngs = {"dropout": SEED}
+    variables = MODEL.init({"params": jax.random.key(0), **rngs}, BATCH["x"])
+    warm = fp8.warm_start(lambda variables, batch: loss_fn(variables, batch, rngs), RECIPE, has_aux=True)
+    return {**variables, "fp8": jax.jit(warm)(variables, {name: x[:16] for name, x in BATCH.items()})}
+
+
+VARIABLES = first_variables()
+
+
+def written_out(parts, first_rows, devices=1, average=True):
+    """Losses and the last variables of a loop over parts of the batch, which all start from the same statistics. Each
+    of the devices has a share of the loss, so that scales of output gradients are those of the mean.
+    """
+
+    @jax.jit
+    def pass_of(variables, part, step, row):
+        key = jax.random.fold_in(jax.random.fold_in(SEED, step), row)
+
+        def share(variables, part):
+            loss, aux = loss_fn(variables, part, {"dropout": key})
+            return loss / devices, aux
+
+        (loss, aux), grads, fp8_state = fp8.value_and_grad(share, has_aux=True)(variables, part)
+        return loss * devices, jax.tree.map(lambda gradient: gradient * devices, grads), aux["batch_stats"], fp8_state
+
+    variables, losses, opt_state = VARIABLES, [], TX.init(VARIABLES["params"])
+    for step in range(STEPS):
+        found, staged = [], variables
+        for rows, row in zip(parts, first_rows, strict=True):
+            *of_part, fp8_state = pass_of(staged, {name: x[rows] for name, x in BATCH.items()}, step, row)
+            staged = {**staged, "fp8": fp8_state}
+            found.append(of_part)
+        loss, grads, stats = jax.tree.map(lambda *of_parts: sum(of_parts) / len(of_parts), *found)
+        updates, opt_state = TX.update(grads, opt_state, variables["params"])
+        variables = {
+            "params": optax.apply_updates(variables["params"], updates),
+            "fp8": fp8.update_state(staged["fp8"], RECIPE),
+            "batch_stats": stats if average else found[-1][2],
+        }
+        losses.append(float(loss))
+    return losses, variables
+
+
+def trained(**options):
+    step = fp8.make_train_step(loss_fn, TX, RECIPE, has_aux=True, rngs={"dropout": SEED}, warm_start=False, **options)
+    state, losses = fp8.TrainState.create(variables=VARIABLES, tx=TX), []
+    state = step.place(state, BATCH)
+    for _ in range(STEPS):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses, state, metrics["aux"]
+
+
+def mesh(axis_type=AxisType.Auto, **axes):
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes), devices=devices)
+
+
+WHOLE = [slice(None)]
+STRIDED = [slice(part, None, 4) for part in range(4)]
+BLOCKS = [slice(16 * part, 16 * part + 16) for part in range(4)]
+WAYS = {
+    "whole": ({}, WHOLE, [0]),
+    "tensor": ({"mesh": {"tensor": 2}}, WHOLE, [0]),
+    "microbatches": ({"microbatches": 4}, STRIDED, range(4)),
+    "data": ({"mesh": {"data": 4}}, BLOCKS, [0, 16, 32, 48]),
+    "fsdp": ({"mesh": {"data": 2, "fsdp": 2}}, BLOCKS, [0, 16, 32, 48]),
+    "explicit": ({"mesh": {"data": 4, "axis_type": AxisType.Explicit}}, BLOCKS, [0, 16, 32, 48]),
+    "mesh and microbatches": (
+        {"mesh": {"data": 2}, "microbatches": 2},
+        [slice(32 * device + part, 32 * device + 32, 2) for device in range(2) for part in range(2)],
+        [0, 1, 32, 33],
+    ),
+}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_has_the_numbers_of_a_loop(way):
+    options, parts, first_rows = WAYS[way]
+    options = options | ({"mesh": mesh(**options["mesh"])} if "mesh" in options else {})
+    losses, state, aux = trained(**options)
+    expected_losses, expected = written_out(parts, first_rows, len(parts) // options.get("microbatches", 1))
+    np.testing.assert_allclose(losses, expected_losses, 1e-5)
+    stats = state.collections["batch_stats"]
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-6, 1e-6), stats, expected["batch_stats"]
+    )
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-3, 1e-4), state.params, expected["params"]
+    )
+    largest = np.mean([BATCH["x"][rows].max() for rows in parts])
+    np.testing.assert_allclose(aux["largest"], largest, 1e-6)
+    assert int(aux["positive"]) == (BATCH["y"] > 0).sum() and set(aux) == {"largest", "positive"}
+
+
+def test_without_the_mean_statistics_are_others():
+    """Negative control: those of the last part alone, and those of before."""
+    _, expected = written_out(STRIDED, range(4))
+    _, last = written_out(STRIDED, range(4), average=False)
+    wanted = expected["batch_stats"]["norm"]["var"]
+    for other in (last, VARIABLES):
+        assert np.abs(wanted - other["batch_stats"]["norm"]["var"]).max() > 1e-3

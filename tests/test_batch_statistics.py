@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 
@@ -20,10 +21,12 @@ BATCH["x"] *= np.linspace(0.5, 2, ROWS, dtype=np.float32)[:, None]  # parts of i
 
 
 class Model(nn.Module):
+    rate: float = 0.25
+
     @nn.compact
     def __call__(self, x, train=True):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.8, name="norm")(nn.Dense(32)(x))
-        x = nn.Dropout(0.25, deterministic=not train)(x)
+        x = nn.Dropout(self.rate, deterministic=not train)(x)
         return fp8.Dense(16, recipe=RECIPE)(nn.gelu(x))
 
 
@@ -141,3 +144,33 @@ def test_without_the_mean_statistics_are_others():
     wanted = expected["batch_stats"]["norm"]["var"]
     for other in (last, VARIABLES):
         assert np.abs(wanted - other["batch_stats"]["norm"]["var"]).max() > 1e-3
+
+
+def by_hand(axis_type, loss_fn=loss_fn, **options):
+    """A step without `mesh`, whose batch and state somebody has placed."""
+    on = mesh(axis_type, data=4)
+    batch = jax.device_put(BATCH, NamedSharding(on, P("data")))
+    state = jax.device_put(fp8.TrainState.create(variables=VARIABLES, tx=TX), NamedSharding(on, P()))
+    step = fp8.make_train_step(loss_fn, TX, RECIPE, has_aux=True, warm_start=False, **options)
+    return step(state, batch)[0].collections["batch_stats"]
+
+
+def without_dropout(variables, batch):
+    y, updates = MODEL.clone(rate=0.0).apply(variables, batch["x"], mutable=["batch_stats"])
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - batch["y"])), updates
+
+
+@pytest.mark.versions
+def test_by_placement_alone_statistics_are_those_of_all_rows():
+    """With Auto axes; Flax's dropout cannot be where a mesh of Explicit axes is set, with layers of jax_fp8 or without,
+    and a step sets it. All else can.
+    """
+    expected = jax.jit(lambda: loss_fn(VARIABLES, BATCH, {"dropout": SEED}))()[1]["batch_stats"]
+    for stats in (by_hand(AxisType.Auto, rngs={"dropout": SEED}), by_hand(AxisType.Explicit, without_dropout)):
+        jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-6, 1e-6), stats, expected)
+    with pytest.raises(Exception, match="select `which` must be scalar or have the same sharding"):
+        by_hand(AxisType.Explicit, rngs={"dropout": SEED})
+    on = mesh(AxisType.Explicit, data=4)
+    x, dropout = jax.device_put(BATCH["x"], NamedSharding(on, P("data"))), nn.Dropout(0.25, deterministic=False)
+    with jax.set_mesh(on), pytest.raises(Exception, match="select `which` must be scalar or have the same sharding"):
+        jax.jit(lambda x: dropout.apply({}, x, rngs={"dropout": SEED}))(x)

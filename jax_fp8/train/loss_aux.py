@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core import unfreeze
 from jax import lax
 
 from jax_fp8.core.checks import describe, first_difference
@@ -55,7 +54,7 @@ class AuxLoss:
 
 def others_of(variables: Mapping) -> dict[str, Any]:
     """The collections that a loss may change, as plain dicts."""
-    return {name: unfreeze(tree) for name, tree in variables.items() if name not in OWN_COLLECTIONS}
+    return {name: _plain(tree) for name, tree in variables.items() if name not in OWN_COLLECTIONS}
 
 
 def joined_microbatches(stacked: Aux) -> Aux:
@@ -125,7 +124,7 @@ def _joined(aux: Aux, mean: Callable, total: Callable, largest: Callable) -> Aux
 
 
 def _as_aux(aux, collections) -> Aux:
-    aux = unfreeze(aux) if isinstance(aux, Mapping) else aux
+    aux = _plain(aux)
     if not isinstance(aux, dict):
         _check_has_none_inside(aux, collections)
         return Aux({}, _as_numbers(aux))
@@ -161,7 +160,7 @@ def _check_has_none_inside(rest, collections):
         if not isinstance(node, Mapping):
             return False
         named = collections.keys() & node.keys() or isinstance(node.get("fp8"), Mapping)
-        return bool(named) or jax.tree.structure(unfreeze(node)) in structures
+        return bool(named) or jax.tree.structure(_plain(node)) in structures
 
     for path, node in jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_one):
         if is_one(node):
@@ -170,6 +169,11 @@ def _check_has_none_inside(rest, collections):
                 f"{describe(node)} at {_place(path)}; return (loss, {{**updates, ...}}) with the updates that "
                 "model.apply returned"
             )
+
+
+def _plain(tree) -> Any:
+    """Dicts where there are others, such as Flax's frozen ones."""
+    return {name: _plain(child) for name, child in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _as_numbers(rest) -> Any:

@@ -7,7 +7,7 @@ arrays; on a mesh the compiler splits it, for it computes element by element, an
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -276,7 +276,7 @@ class Programs:
         part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
         return list_gemms(self.loss_fn, state.variables, part)
 
-    def _update(self, state, loss, gradients, amaxes, skip_above=None, changed=MappingProxyType({})):
+    def _update(self, state, loss, gradients, amaxes, skip_above=None, changed: Mapping = MappingProxyType({})):
         """The end of a step: scales from the amaxes, params and the rest of the state from the gradients, and the
         collections that the loss has `changed`. A loss that is not finite and at most `skip_above` changes nothing.
         """

@@ -174,3 +174,29 @@ def test_by_placement_alone_statistics_are_those_of_all_rows():
     x, dropout = jax.device_put(BATCH["x"], NamedSharding(on, P("data"))), nn.Dropout(0.25, deterministic=False)
     with jax.set_mesh(on), pytest.raises(Exception, match="select `which` must be scalar or have the same sharding"):
         jax.jit(lambda x: dropout.apply({}, x, rngs={"dropout": SEED}))(x)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_collections_are_whole_on_every_device(axis_type):
+    """Also where they have the names and shapes of params that are split, as their average does."""
+
+    def init_fn(key, x):
+        params = {"dense": {"kernel": jnp.full((16, 16), 2.0)}}
+        return {"params": params, "average": jax.tree.map(jnp.zeros_like, params)}
+
+    def averaging(variables, x):
+        average = jax.tree.map(lambda old, new: 0.5 * (old + new), variables["average"], variables["params"])
+        return jnp.mean(x @ variables["params"]["dense"]["kernel"]), {"average": average}
+
+    on = mesh(axis_type, data=2, fsdp=2)
+    step = fp8.make_train_step(averaging, TX, None, has_aux=True, mesh=on)
+    state = step.init_state(init_fn, jax.random.key(0), BATCH["x"])
+    assert jax.tree.map(
+        lambda x: x.sharding, step.state_shapes(init_fn, jax.random.key(0), BATCH["x"])
+    ) == jax.tree.map(lambda x: x.sharding, state)
+    for expected in (1.0, 1.5):
+        assert not state.params["dense"]["kernel"].is_fully_replicated
+        state, _ = step(state, np.zeros((64, 16), np.float32))
+        kernel = state.collections["average"]["dense"]["kernel"]
+        assert kernel.is_fully_replicated
+        np.testing.assert_array_equal(kernel, np.full((16, 16), expected))

@@ -154,13 +154,13 @@ def _check_is_alike(name, before, after):
 
 def _check_has_none_inside(rest, collections):
     """Raise where a collection is not at the top of aux: it would be taken for a metric, and stay as it was."""
-    structures = [jax.tree.structure(tree) for tree in collections.values() if jax.tree.leaves(tree)]
+    trees = [tree for tree in collections.values() if any(map(jnp.ndim, jax.tree.leaves(tree)))]
 
     def is_one(node):
         if not isinstance(node, Mapping):
             return False
         named = collections.keys() & node.keys() or isinstance(node.get("fp8"), Mapping)
-        return bool(named) or jax.tree.structure(_plain(node)) in structures
+        return bool(named) or any(first_difference(tree, _plain(node)) is None for tree in trees)
 
     for path, node in jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_one):
         if is_one(node):

@@ -187,6 +187,13 @@ def test_rows_are_no_matter_where_there_is_one_part():
     np.testing.assert_array_equal(metrics["aux"]["y"], X)
 
 
+def test_metrics_with_the_names_of_variables_are_metrics():
+    """Where the shapes are others, or where there are numbers alone, as of no layer's statistics."""
+    aux = {"at": {"mean": 1.0, "calls": 2, "is_set": True}, "fp8": 1.0, "params": 2.0, "mean": 3.0}
+    found = run(returning(lambda v, x: aux))[1]["aux"]
+    assert jax.tree.map(lambda x: np.asarray(x).item(), found) == aux
+
+
 def test_microbatches_in_pieces_have_no_aux():
     step = fp8.make_train_step(loss_fn, TX, None, microbatches=2, has_aux=True)
     state = fp8.TrainState.create(variables=VARIABLES, tx=TX)

@@ -8,6 +8,9 @@ The name of a GEMM of experts begins with "+": `mlp/+gate+up` has the kernels `m
 each (experts, k, n). A name that begins with "~" leads to no kernel: the GEMM multiplies by what some layer has handed
 it, or is one of attention. Whoever goes from a GEMM to its kernels (a weight cache, sums of gradients that GEMMs add
 up) leaves it out.
+
+So a layer that has a kernel of its own may not be called like this, and no module with FP8 layers like what stands
+beside names in the collections "fp8" and "fp8_cache".
 """
 
 from collections.abc import Callable, Mapping
@@ -41,6 +44,27 @@ def kernelless_name(name: str) -> str:
 
 
 UNNAMED = kernelless_name("product")
+AMAX_HISTORY = "amax_history"  # which says in the FP8 state that a node is one of a GEMM
+OF_CACHE = VERSION, CAST_BY = "params_version", "cast_by"  # beside the names of layers in a weight cache
+
+
+def check_layer_name(path: LayerPath) -> None:
+    """Raise where the name of a layer, the last of its path, would be read as that of a GEMM by other kernels."""
+    if path and (BESIDE in path[-1] or path[-1].startswith(WITHOUT_KERNEL)):
+        raise ValueError(
+            f'the name of an FP8 layer must not hold "{BESIDE}", which joins names of kernels in the FP8 state, nor '
+            f'begin with "{WITHOUT_KERNEL}", got {"/".join(path)}; give the layer another name'
+        )
+
+
+def check_gemm_path(path: LayerPath) -> None:
+    """Raise where a module around a GEMM is called like what is no module in the collections of FP8."""
+    reserved = [name for name in path if name == AMAX_HISTORY] + [name for name in path[:1] if name in OF_CACHE]
+    if reserved:
+        raise ValueError(
+            f'a module with FP8 layers must not be called "{reserved[0]}", which is an array in their collections, got '
+            f"{'/'.join(path)}; give the module another name"
+        )
 
 
 def shown(gemm: LayerPath) -> LayerPath:

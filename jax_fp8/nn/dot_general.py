@@ -21,7 +21,7 @@ from flax.core import meta
 from jax import lax
 
 from jax_fp8.core.checks import check_bool
-from jax_fp8.core.paths import UNNAMED
+from jax_fp8.core.paths import UNNAMED, check_layer_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.nn.checks import check_dtype
 from jax_fp8.nn.gemm import DeclaredGemm, GemmState, declare_state
@@ -78,6 +78,7 @@ class DotGeneral(nn.Module):
         if own is not None and own.shape == kernel.shape:
             kernel = own
             if kernel.ndim == 2 and contracted == [0]:
+                check_layer_name(self.path[:-1])
                 parameters = LinearParameters(kernel, None)
                 return declare_state(self.parent, parameters, self.recipe, None)  # type: ignore[arg-type]
         k = math.prod(kernel.shape[dim] for dim in contracted)

@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.paths import joined_name
+from jax_fp8.core.paths import check_gemm_path, check_layer_name, joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
 from jax_fp8.core.shards import (
@@ -190,6 +190,8 @@ class GemmState(nn.Module):
 
 def declare_gemm(module: Any, in_features: int, features: int, split: TensorSplit) -> DeclaredGemm:
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
+    if module.recipe is not None:
+        check_layer_name(module.path)
     parameters = declare_linear(module, in_features, features, split)
     return declare_state(module, parameters, module.recipe, side_of((*module.path, "kernel")))
 
@@ -233,6 +235,7 @@ def declare_state(
     check_recipe(recipe)
     if recipe is None:
         return _on_shards(DeclaredGemm(parameters), side)
+    check_gemm_path(module.path)
     layer = layer or layer_name(module)
     kernels = as_tuple(parameters.kernel)
     if kernels:

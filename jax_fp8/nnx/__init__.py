@@ -8,7 +8,7 @@ call the same operations.
 """
 
 from jax_fp8.nnx.convert import Conversion, convert
-from jax_fp8.nnx.functional import split
+from jax_fp8.nnx.functional import batch_stats, split
 from jax_fp8.nnx.gradients import value_and_grad, warm_start
 from jax_fp8.nnx.layers import LayerNormLinear, LayerNormMLP, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
@@ -21,6 +21,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "LinearGeneral",
+    "batch_stats",
     "convert",
     "fp8_state",
     "split",

@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.paths import LayerPath, at_path, put_at_path
+from jax_fp8.core.paths import LayerPath, at_path, check_gemm_path, check_layer_name, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
 from jax_fp8.core.state import stage
@@ -95,7 +95,11 @@ def gemms_of(node: Any) -> dict[LayerPath, GemmState]:
     for path, module in nnx.iter_modules(node):
         if isinstance(module, GemmState):
             last = max(place for place, name in enumerate(path) if name == OWN_NAME)
-            found[names_of((*path[:last], *path[last + 1 :]))] = module
+            names = names_of((*path[:last], *path[last + 1 :]))
+            check_gemm_path(names)
+            if last == len(path) - 1:  # the layer has one GEMM, which has its name
+                check_layer_name(names)
+            found[names] = module
     return found
 
 

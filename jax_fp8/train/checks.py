@@ -4,6 +4,7 @@ The arguments of `make_train_step` are functions of functions: swapped or not ye
 they were given.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jax_fp8.core.checks import describe, first_difference
+from jax_fp8.core.checks import NUMBERS, describe, first_difference
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import check_dtypes, gemm_states
 
@@ -29,6 +30,23 @@ def check_loss_fn(loss_fn: Any) -> None:
         )
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function of (variables, batch) that returns a scalar, got {arrived}")
+
+
+def check_step_loss(loss_fn: Any, draws: bool) -> None:
+    """Raise unless this can be the loss of a step, which calls it with variables and a batch, and rngs if it draws."""
+    check_loss_fn(loss_fn)
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # as of some callables that are not written in Python
+        return
+    try:
+        signature.bind(None, None, **({"rngs": None} if draws else {}))
+    except TypeError:
+        wanted = "(variables, batch, rngs)" if draws else "(variables, batch)"
+        raise ValueError(
+            f"loss_fn must take {wanted}, got one that takes {signature}; bind what else it needs with "
+            "functools.partial, and pass rngs to make_train_step where it draws"
+        ) from None
 
 
 def check_optimizer(tx: Any) -> None:
@@ -116,15 +134,20 @@ def check_kept_types(before: Any, after: Any) -> None:
         )
 
 
-def check_loss(loss: Any, has_aux: bool) -> None:
-    """Raise unless a loss function returned a scalar, or with `has_aux` a pair."""
+NO_NUMBERS = tuple("OSUMm")  # kinds of NumPy's dtypes: objects, text, dates
+ALONE, ALONE_OR_PAIR = "return the loss alone", "return the loss alone, or pass has_aux=True"
+
+
+def check_loss(loss: Any, has_aux: bool, remedy: str = ALONE_OR_PAIR) -> None:
+    """Raise unless a loss function returned a scalar, or with `has_aux` a pair; `remedy`: what to do about a pair."""
     if has_aux and not (isinstance(loss, tuple) and len(loss) == 2):
         raise ValueError(f"loss_fn must return (loss, aux) with has_aux=True, got {describe(loss)}; return a pair")
     value = loss[0] if has_aux else loss
     if isinstance(value, tuple):
-        raise ValueError("loss_fn must return a scalar, got a tuple; return the loss alone, or pass has_aux=True")
+        raise ValueError(f"loss_fn must return a scalar, got a tuple; {remedy}")
     dtype = getattr(value, "dtype", jnp.float32 if isinstance(value, float) else None)
-    if dtype is None or jnp.shape(value) != () or not jnp.issubdtype(dtype, jnp.floating):
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+    if not is_float or jnp.shape(value) != ():
         raise ValueError(
             f"loss_fn must return a floating point scalar, got {describe(value)}; return its mean, as float32"
         )
@@ -143,6 +166,22 @@ def check_state(state: Any, recipe: Recipe | None) -> None:
             'recipe=DelayedScaling needs the collection "fp8" in the state, which is empty; '
             "give the model the same recipe"
         )
+
+
+def check_holds_arrays(batch: Any) -> None:
+    """Raise where a leaf of a batch is neither an array of numbers nor a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        dtype = getattr(leaf, "dtype", None)
+        is_number = (
+            isinstance(leaf, bool | NUMBERS | complex)
+            if dtype is None
+            else getattr(dtype, "kind", None) not in NO_NUMBERS
+        )
+        if not is_number:
+            raise ValueError(
+                f"a batch must hold arrays of numbers, got {describe(leaf)} at batch{jax.tree_util.keystr(path)}; "
+                "leave it out, or make numbers of it"
+            )
 
 
 def check_batch(batch: Any, microbatches: int) -> None:

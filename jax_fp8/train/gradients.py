@@ -34,7 +34,7 @@ from jax_fp8.kernels.update_state import finish_step
 from jax_fp8.kernels.varying import vary, varying_axes
 from jax_fp8.ops.passes import share_wgrad
 from jax_fp8.train.by_layer import ByLayer
-from jax_fp8.train.checks import check_loss
+from jax_fp8.train.checks import ALONE, ALONE_OR_PAIR, check_loss
 from jax_fp8.train.diagnostics import Observed, beside_amaxes, new_refs
 
 Sums = Mapping[LayerPath, jax.Ref]  # of gradients, by the path of the kernel
@@ -68,7 +68,11 @@ def with_first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | No
 
 
 def accumulate_grads(
-    loss_fn: Callable, weight: float, gemms: Collection[LayerPath] = (), observed: Observed = ()
+    loss_fn: Callable,
+    weight: float,
+    gemms: Collection[LayerPath] = (),
+    observed: Observed = (),
+    has_aux: bool = False,
 ) -> Callable:
     """`value_grads_and_amaxes` that adds the gradients to sums: `sums + weight * grads`.
 
@@ -76,7 +80,7 @@ def accumulate_grads(
     up by the GEMMs that compute their gradients, in place, unless the layer is stacked by `nn.scan`.
 
     Returns:
-      A function of `(variables, sums, *args)` that returns `(loss, sums, amaxes)`. `sums` matches
+      A function of `(variables, sums, *args)` that returns loss (and aux), `sums` and `amaxes`. `sums` matches
       `variables["params"]`, float32; `amaxes`: f32[rows].
     """
 
@@ -88,7 +92,7 @@ def accumulate_grads(
         cotangents, axes = Cotangents(), varying_axes(variables, args, kwargs)
         health, options = new_refs(observed, axes), {"stateless": gemms, "observed": observed}
         recorded = record_in(variables, cotangents, axes, False, added, weight, health=health, **options)
-        value, grads, amaxes = differentiate(loss_fn, False, variables, recorded, cotangents, args, kwargs, added)
+        value, grads, amaxes = differentiate(loss_fn, has_aux, variables, recorded, cotangents, args, kwargs, added)
 
         # What a GEMM has added up is read from where it left it. Its own gradient is zeros then: adding these brings
         # what reached the kernel on another way, as a rule nothing.
@@ -225,7 +229,7 @@ def _by_layer(loss, variables, recorded, cotangents, args, kwargs, sums) -> Call
     def value_and_grads(params, rows):
         replaced = {**variables, "params": params, **({"fp8": recorded} if recorded else {})}
         value, grads = ByLayer(loss, replaced, read_rows, sums).value_and_grads(rows, *args, **kwargs)
-        check_loss(value, has_aux=False)
+        check_loss(value, has_aux=False, remedy=ALONE)
         return value, grads
 
     return value_and_grads
@@ -238,8 +242,8 @@ def loss_of_params(loss_fn, has_aux, variables, recorded, cotangents, args, kwar
         cotangents.vector = sums_are_maxima(rows)
         replaced = {**variables, "params": params}
         out = loss_fn({**replaced, "fp8": recorded} if recorded else replaced, *args, **kwargs)
-        check_loss(out, has_aux)
-        return (out[0], _without_recorders(out[1])) if has_aux else out
+        check_loss(out, has_aux, ALONE if isinstance(loss_fn, LayeredLoss) else ALONE_OR_PAIR)
+        return (jnp.asarray(out[0]), _without_recorders(out[1])) if has_aux else jnp.asarray(out)
 
     return of_params
 

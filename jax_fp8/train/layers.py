@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
@@ -23,7 +24,7 @@ from jax_fp8.parallel.agreement import which_differ
 from jax_fp8.parallel.mesh import TENSOR, describe_mesh
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.transfers import can_be_gathered_in_fp8, cuts_squares
-from jax_fp8.train.checks import check_loss
+from jax_fp8.train.checks import ALONE, ALONE_OR_PAIR, check_loss
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ def check_rows_are_split(layers, placement):
         )
 
 
-def check_loss_is_whole(placement: Placement, loss_fn: Callable, variables: Mapping, batch: Any) -> None:
-    """Raise unless all devices of `tensor` have one loss; it is traced as each of them computes it."""
+def check_loss_is_whole(
+    placement: Placement, loss_fn: Callable, variables: Mapping, batch: Any, has_aux: bool = False
+) -> None:
+    """Raise unless all devices of `tensor` have one loss, and one aux; it is traced as each of them computes it."""
     how = placement.how
     if how.tensor is None:
         return
@@ -87,7 +90,7 @@ def check_loss_is_whole(placement: Placement, loss_fn: Callable, variables: Mapp
     def local_loss(variables, batch):
         with placement.shards.active():
             loss = loss_fn(variables, batch)
-        check_loss(loss, has_aux=False)
+        check_loss(loss, has_aux, ALONE if isinstance(loss_fn, LayeredLoss) else ALONE_OR_PAIR)
         return loss
 
     def own_rows(x):
@@ -109,7 +112,8 @@ def check_loss_is_whole(placement: Placement, loss_fn: Callable, variables: Mapp
     traced = jax.make_jaxpr(on_device)(*own)
     if any(which_differ(traced.jaxpr, TENSOR, operands)):
         raise ValueError(
-            f"the loss must be the same on all devices of {TENSOR}={how.size(TENSOR)}, got one of what is split over "
+            f"the loss{' and its aux' if has_aux else ''} must be the same on all devices of "
+            f"{TENSOR}={how.size(TENSOR)}, got one of what is split over "
             'them; after a layer with tensor_split="columns" put one with "rows", and let nothing but its layer read a '
             "param that is split"
         )

@@ -69,16 +69,18 @@ def add_microbatch(
     microbatch: Any,
     gemms: Collection[LayerPath] = (),
     observed: Observed = (),
-) -> PendingStep:
+    has_aux: bool = False,
+) -> tuple[PendingStep, Any]:
     """Run the loss of a microbatch forward and backward, and add its share; `gemms` and `observed` as in
-    `accumulate_grads`.
+    `accumulate_grads`. Beside it what a loss with `has_aux` returned, or None.
     """
     variables = state.variables | ({"fp8_cache": pending.cache} if pending.cache else {})
-    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms, observed)
-    loss, gradients, amaxes = gradient_fn(variables, pending.gradients, microbatch)
+    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms, observed, has_aux)
+    value, gradients, amaxes = gradient_fn(variables, pending.gradients, microbatch)
+    loss, aux = value if has_aux else (value, None)
     total = pending.loss + loss.astype(jnp.float32) / microbatches
     amaxes = jnp.maximum(pending.amaxes, amaxes)
-    return PendingStep(pending.step, pending.count + 1, total, gradients, amaxes, pending.cache)
+    return PendingStep(pending.step, pending.count + 1, total, gradients, amaxes, pending.cache), aux
 
 
 def begin_if_needed(

@@ -32,18 +32,21 @@ from jax_fp8.parallel.transfers import (
     gather_weight,
     on_any_device,
     reduce_gradients,
+    summed_axes,
     whole_amaxes,
     whole_loss,
 )
+from jax_fp8.train.checks import ALONE, ALONE_OR_PAIR, check_loss
 from jax_fp8.train.diagnostics import Observed
 from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
+from jax_fp8.train.loss_aux import joined_devices
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.on_stages import OnStages
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pieces import Pieces
-from jax_fp8.train.pipeline_checks import check_first, check_layers, check_states
-from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.pipeline_checks import check_first, check_has_no_collections, check_layers, check_states
+from jax_fp8.train.train_state import TrainState, placed_state
 from jax_fp8.train.weight_cache import with_version
 
 WHOLE = PartitionSpec()
@@ -59,6 +62,7 @@ class OnMesh:
       in_fp8: those whose weights are cast where they lie and gathered in FP8.
       once: weights are gathered once a step, and not once a microbatch.
       on_stages: the pass over the stages of a pipeline, if there are any.
+      has_aux: the loss returns `(loss, Aux)`, and `gradients` this in place of the loss.
     """
 
     placement: Placement
@@ -68,6 +72,7 @@ class OnMesh:
     in_fp8: dict[LayerPath, Recipe]
     once: bool
     on_stages: OnStages | None = None
+    has_aux: bool = False
 
     @classmethod
     def of(
@@ -79,17 +84,20 @@ class OnMesh:
         state: TrainState,
         batch: Any,
         microbatches: int = 1,
+        has_aux: bool = False,
     ) -> "OnMesh":
         if how.stages > 1:
+            check_has_no_collections(state)
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
             return cls._with_stages(
-                how, loss_fn, recipe, once, state, _shapes_of_one(batch, microbatches), microbatches
+                how, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
             )
         layers = Layers.of(loss_fn, state.variables, batch)
         placement = _place(how, state, layers)
-        check_loss_is_whole(placement, loss_fn, state.variables, batch)
+        check_loss_is_whole(placement, loss_fn, state.variables, batch, has_aux)
         in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
-        return cls(placement, loss_fn, recipe, layers.gemms_of(placement.by_path, state.fp8), in_fp8, once)
+        gemms = layers.gemms_of(placement.by_path, state.fp8)
+        return cls(placement, loss_fn, recipe, gemms, in_fp8, once, has_aux=has_aux)
 
     @classmethod
     def _with_stages(cls, how, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
@@ -109,19 +117,19 @@ class OnMesh:
 
     def gradients(
         self, local: Callable, state: TrainState, batch: Any, observed: Observed
-    ) -> tuple[jax.Array, Any, jax.Array]:
-        """Loss, gradients and amaxes of all devices, where each has `local(loss_fn, state_of, batch, gemms, observed)`;
-        behind the amaxes, how the tensors of `observed` were cast.
+    ) -> tuple[Any, Any, jax.Array]:
+        """Loss (and aux), gradients and amaxes of all devices, where each has
+        `local(loss_fn, state_of, batch, gemms, observed)`; behind the amaxes, how the tensors of `observed` were cast.
         """
         how = self.placement.how
 
         def on_device(shards, batch):
             if self.on_stages is not None:
-                loss, gradients, amaxes = self.on_stages.gradients(shards, batch, False, observed)
+                value, gradients, amaxes = self.on_stages.gradients(shards, batch, False, observed)
             else:
-                loss, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless, observed)
+                value, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless, observed)
                 gradients = reduce_gradients(self.placement, gradients, shards.params)
-            return whole_loss(how, loss), gradients, whole_amaxes(how, amaxes)
+            return self._whole(value), gradients, whole_amaxes(how, amaxes)
 
         return self._run(on_device, (), (WHOLE, self.placement.specs, WHOLE), state, batch)
 
@@ -195,16 +203,16 @@ class OnMesh:
         """`on_device(shards, batch, *others)` on every device; `specs` are those of the others."""
         how = self.placement.how
 
-        def run(step, params, fp8, cache, batch, *others):
+        def run(step, params, fp8, cache, collections, batch, *others):
             with self.placement.shards.active():
-                return on_device(TrainState(step, params, fp8, None, cache), batch, *others)
+                return on_device(TrainState(step, params, fp8, None, cache, collections), batch, *others)
 
         batch_specs = jax.tree.map(lambda x: how.batch_spec if jnp.ndim(x) else WHOLE, batch)
-        in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, batch_specs, *specs
+        in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, WHOLE, batch_specs, *specs
         on_all = jax.shard_map(run, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
         state = self.constrain(replace(state, opt_state=None))
-        return on_all(state.step, state.params, state.fp8, state.cache, batch, *others)
+        return on_all(state.step, state.params, state.fp8, state.cache, state.collections, batch, *others)
 
     @property
     def _each(self) -> PartitionSpec:
@@ -213,7 +221,15 @@ class OnMesh:
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state where it belongs."""
-        return put(state, self.placement.shardings(state))
+        return put(state, placed_state(self.placement, state))
+
+    def _whole(self, value) -> Any:
+        """The loss of all devices, and their aux, from each one's."""
+        how = self.placement.how
+        if not self.has_aux:
+            return whole_loss(how, value)
+        loss, aux = value
+        return whole_loss(how, loss), joined_devices(aux, summed_axes(how))
 
     @property
     def _stateless(self) -> list[LayerPath]:
@@ -227,12 +243,17 @@ class OnMesh:
         if parts == 1:
             return loss_fn
 
-        def share(function):
-            return lambda *args: function(*args) / parts
+        def share(function, remedy):
+            def run(*args):
+                out = function(*args)
+                check_loss(out, self.has_aux, remedy)
+                return (out[0] / parts, out[1]) if self.has_aux else out / parts
+
+            return run
 
         if isinstance(loss_fn, LayeredLoss):
-            return replace(loss_fn, last=share(loss_fn.last), whole=share(loss_fn))
-        return share(loss_fn)
+            return replace(loss_fn, last=share(loss_fn.last, ALONE), whole=share(loss_fn, ALONE))
+        return share(loss_fn, ALONE_OR_PAIR)
 
     def _state_of(self, shards: TrainState, from_current: bool = False) -> Callable[[], TrainState]:
         """What a device computes with, made once or whenever it is asked for."""
@@ -276,12 +297,12 @@ def _place(how: Parallelism, state: TrainState, layers: Layers) -> Placement:
     return placement
 
 
-def _shapes_of_one(batch: Any, microbatches: int) -> Any:
-    """Of a microbatch."""
+def shapes_of_part(batch: Any, parts: int) -> Any:
+    """Of one of so many equal parts of a batch, such as a microbatch."""
 
     def of_one(leaf):
         rows, others = jnp.shape(leaf)[:1], jnp.shape(leaf)[1:]
-        return jax.ShapeDtypeStruct((*(count // microbatches for count in rows), *others), jnp.result_type(leaf))
+        return jax.ShapeDtypeStruct((*(count // parts for count in rows), *others), jnp.result_type(leaf))
 
     return jax.tree.map(of_one, batch)
 

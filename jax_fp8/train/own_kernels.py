@@ -20,15 +20,15 @@ from jax_fp8.train.wgrad_calls import UNCHANGED, Origin, origins
 AS_IT_IS = (*UNCHANGED, "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
 
-def check_kernels_are_params(loss_fn: Callable, variables: Mapping, *args: Any) -> None:
+def check_kernels_are_params(loss_fn: Callable, variables: Mapping, *args: Any, has_aux: bool = False) -> None:
     """Raise if the loss changes a kernel before an FP8 layer reads it; the loss is traced, as on one device."""
     known = {name: tree for name, tree in variables.items() if name != "fp8_cache"}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (known, args))
-    jax.eval_shape(lambda variables, args: _check_traced(loss_fn, variables, args), *shapes)
+    jax.eval_shape(lambda variables, args: _check_traced(loss_fn, has_aux, variables, args), *shapes)
 
 
-def _check_traced(loss_fn, variables, args):
-    a_pass, loss = TracedPass.of(loss_fn, False, variables, args, {}).trace_loss(Notes())
+def _check_traced(loss_fn, has_aux, variables, args):
+    a_pass, loss = TracedPass.of(loss_fn, has_aux, variables, args, {}).trace_loss(Notes())
     params = [Origin(number) for number in range(len(jax.tree.leaves(variables["params"])))]
     found = origins(loss, params, AS_IT_IS)
     for number, gemm in enumerate(a_pass.gemms):

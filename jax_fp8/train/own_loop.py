@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jax_fp8.core.checks import check_bool, describe
+from jax_fp8.core.checks import check_bool, check_flags, describe
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import stage_joined
@@ -24,7 +24,8 @@ from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_loss_fn
 from jax_fp8.train.delayed import delayed_gradients
 from jax_fp8.train.gradients import fp8_state_of, value_grads_and_amaxes, with_first_scales
-from jax_fp8.train.on_mesh import OnMesh
+from jax_fp8.train.loss_aux import AuxLoss, check_shapes_of_parts, others_of
+from jax_fp8.train.on_mesh import OnMesh, shapes_of_part
 from jax_fp8.train.recipes import same_recipe
 from jax_fp8.train.train_state import TrainState
 
@@ -45,7 +46,7 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
         `variables` is a Flax variable dict.
-      has_aux: as in `jax.value_and_grad`; not with a mesh.
+      has_aux: as in `jax.value_and_grad`. On a mesh, aux is that of all parts of the batch, as in `make_train_step`.
       mesh, rules, sequence_parallel, gradient_dtype: as in `make_train_step`. Call it under `jax.jit` then. Every array
         of `args` is split by its first dim over `data` and `fsdp`, and the loss is the mean over its parts.
       delay_wgrad_compute: leave the GEMMs of weight gradients for later, to `backward_dw`; not with a mesh. What needs
@@ -61,7 +62,7 @@ def value_and_grad(
       pytree. `grads` has zeros in place of what they will make.
     """
     check_loss_fn(loss_fn)
-    check_bool("delay_wgrad_compute", delay_wgrad_compute)
+    check_flags(has_aux=has_aux, delay_wgrad_compute=delay_wgrad_compute)
     how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
     if how is not None and delay_wgrad_compute:
         raise ValueError(
@@ -105,6 +106,7 @@ def warm_start(
     """
     check_loss_fn(loss_fn)
     check_recipe(recipe)
+    check_bool("has_aux", has_aux)
     how = Parallelism.of(mesh, rules, sequence_parallel)
     if how is not None:
         how.check_has_no_stages("warm_start")
@@ -143,18 +145,21 @@ def shardings(init_fn: Callable, *args: Any, mesh: Mesh, rules: Rules = ()) -> A
 
 def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
     def local(share, state_of, batch, *_):
-        return value_grads_and_amaxes(share)(state_of().variables, batch)
+        return value_grads_and_amaxes(share, has_aux)(state_of().variables, batch)
 
     def run(on_mesh, state, batch):
-        loss, grads, amaxes = on_mesh.gradients(local, state, batch, ())
-        return loss, grads, stage_joined(state.fp8, amaxes)
+        value, grads, amaxes = on_mesh.gradients(local, state, batch, ())
+        if has_aux:
+            loss, aux = value
+            value = loss, {**aux.rest, **aux.collections} if isinstance(aux.rest, dict) else aux.rest
+        return value, grads, stage_joined(state.fp8, amaxes)
 
     return _with_state_on_mesh(how, loss_fn, has_aux, run)
 
 
 def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
     def local(share, state_of, batch, *_):
-        return value_grads_and_amaxes(share, from_current=True)(state_of().variables, batch)[2]
+        return value_grads_and_amaxes(share, has_aux, from_current=True)(state_of().variables, batch)[2]
 
     def run(on_mesh, state, batch):
         with same_recipe(recipe, "warm_start"):
@@ -167,10 +172,7 @@ def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | No
 def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run: Callable) -> Callable:
     """`run(on_mesh, state, batch)` as a function of `(variables, *batch)`, wherever these lie."""
     if has_aux:
-        raise ValueError(
-            "has_aux must be False on a mesh, where each device would have an aux of its own part of the batch, "
-            "got True; return the loss alone"
-        )
+        loss_fn = AuxLoss(loss_fn)
 
     def of_batch(variables, batch):
         return loss_fn(variables, *batch)
@@ -187,7 +189,9 @@ def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run:
             raise ValueError("gradients on a mesh must be taken under jax.jit, got arrays; call jax.jit(function)")
         state = _as_state(variables)
         how.check_rows(batch, 1)
-        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch)
+        if has_aux and how.batch_parts > 1:
+            check_shapes_of_parts(of_batch, state.variables, shapes_of_part(batch, how.batch_parts), batch)
+        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch, has_aux=has_aux)
         return run(on_mesh, on_mesh.constrain(state), batch)
 
     return run_on_mesh
@@ -195,10 +199,6 @@ def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run:
 
 def _as_state(variables) -> TrainState:
     """Variables as a step has them."""
-    fp8_state, others = fp8_state_of(variables), set(variables) - {"params", "fp8", "fp8_cache"}
-    if others:
-        raise ValueError(
-            f'variables on a mesh may hold "params", "fp8" and "fp8_cache", got also {sorted(others)}; '
-            "bind them to the loss, or leave out mesh"
-        )
-    return TrainState(jnp.zeros((), jnp.int32), variables["params"], fp8_state, None, variables.get("fp8_cache", {}))
+    fp8_state, others = fp8_state_of(variables), others_of(variables)
+    own = variables["params"], fp8_state, None, variables.get("fp8_cache", {})
+    return TrainState(jnp.zeros((), jnp.int32), *own, others)

@@ -20,8 +20,15 @@ from jax_fp8.parallel.stages import Stages
 from jax_fp8.train.layers import Layers
 
 
-def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool) -> None:
+def check_pipeline(
+    how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool, has_aux: bool = False
+) -> None:
     """Raise unless there is a pipeline for this loss."""
+    if has_aux:
+        raise ValueError(
+            "a pipeline computes its loss in pieces, which return no aux, got has_aux=True with a mesh that has the "
+            "axis pipe; leave out one of them"
+        )
     if not isinstance(loss_fn, LayeredLoss):
         raise ValueError(
             "a pipeline needs the layers of a loss, a LayeredLoss as next_token_loss(GPT(...)) returns it, "
@@ -38,6 +45,15 @@ def check_pipeline(how: Parallelism, loss_fn: Any, microbatches: int, cache_weig
     if not cache_weights:
         raise ValueError(
             "a pipeline casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe"
+        )
+
+
+def check_has_no_collections(state: Any) -> None:
+    """Raise where a model has variables that stages would not hand on."""
+    if state.collections:
+        raise ValueError(
+            "a pipeline carries the params and the FP8 state of a model, got a state with the collections "
+            f"{sorted(state.collections)}; normalize without batch statistics, or leave out the axis pipe"
         )
 
 

@@ -7,8 +7,9 @@ arrays; on a mesh the compiler splits it, for it computes element by element, an
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,28 +18,35 @@ import numpy as np
 import optax
 from jax import lax
 
-from jax_fp8.core.paths import LayerPath, is_of_experts, names_of
+from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
-from jax_fp8.ops.weights import ready_for_loop
 from jax_fp8.optim.skipping import choose, kept_unless, skips, was_taken, wrote_only_if
 from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
-from jax_fp8.train.checks import check_batch, check_is, check_kept_types, check_on_mesh, check_opt_state, check_state
+from jax_fp8.train.checks import (
+    check_batch,
+    check_is,
+    check_kept_types,
+    check_on_mesh,
+    check_opt_state,
+    check_state,
+)
 from jax_fp8.train.diagnostics import (
     Diagnostics,
     Layout,
     Observed,
-    nothing_beside,
     observe,
     split_from_amaxes,
 )
 from jax_fp8.train.draws import drawn, drawn_next
-from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes
+from jax_fp8.train.gradients import added_by_gemms, list_gemms
 from jax_fp8.train.layers import Layers
+from jax_fp8.train.local_pass import LocalPass
+from jax_fp8.train.loss_aux import Aux, check_has_no_aux, check_shapes_of_parts
 from jax_fp8.train.microbatches import (
     PendingStep,
     add_microbatch,
@@ -49,14 +57,14 @@ from jax_fp8.train.microbatches import (
     of_no_state,
     split,
 )
-from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
+from jax_fp8.train.on_mesh import OnMesh, shapes_of_part, shapes_of_pending
 from jax_fp8.train.own_kernels import check_kernels_are_params
-from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.warming import amaxes_from_current, first_scales, of_all_stages
+from jax_fp8.train.pipeline_checks import check_has_no_collections
+from jax_fp8.train.train_state import STATE_REMEDY, TrainState, placed_state
+from jax_fp8.train.warming import first_scales, of_all_stages
 from jax_fp8.train.weight_cache import cached_gemms, cast_listed, cast_requests, refresh, renewed
 
 LARGEST_LOSS = np.finfo(np.float32).max
-STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +80,7 @@ class Programs:
     cache_weights: bool
     in_place: bool
     how: Parallelism | None = None
+    has_aux: bool = False
     meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
     placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
 
@@ -90,16 +99,20 @@ class Programs:
         state: Any = shapes
         placement = place_params(self.how, state.params, found)
         self.placements[_key(state.params)] = placement
-        return program, shapes, placement.shardings(shapes)
+        if self.how.stages > 1:
+            check_has_no_collections(state)
+        return program, shapes, placed_state(placement, state)
 
     def step(self, state, batch, zeros):
         """A step; `zeros` are what its metrics are added to, and say which there are (train/cuda_graph.py)."""
         batch = drawn(self.loss_fn, state, batch)
-        state, (loss, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
-        new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"))
+        state, (value, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
+        loss, aux = value if self.has_aux else (value, Aux({}, None))
+        new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"), aux.collections)
         if self.how is not None:
             new = self.on_mesh(state, batch, self.microbatches).constrain(new)
-        return new, jax.tree.map(jnp.add, metrics | found, zeros)
+        metrics = jax.tree.map(jnp.add, metrics | found, zeros)
+        return new, metrics | ({"aux": aux.rest} if self.has_aux else {})
 
     def diagnose(self, state, batch):
         """What a step would say of its numbers."""
@@ -121,31 +134,36 @@ class Programs:
         return observe(gemms, state.params)
 
     def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, tuple[Any, Any, Any], dict[str, Any]]:
-        """The state as it computes, with its own weight cache; loss, gradients and amaxes; and diagnostics, if any."""
+        """The state as it computes, with its own weight cache; loss (and aux), gradients and amaxes; and diagnostics,
+        if any.
+        """
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
         has_stages = self.how is not None and self.how.stages > 1  # of which `on_mesh` checks it
         if not has_stages and (self.microbatches > 1 or state.cache):
             part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
-            check_kernels_are_params(self.loss_fn, state.variables, part)
+            check_kernels_are_params(self.loss_fn, state.variables, part, has_aux=self.has_aux)
+        parts = self.microbatches * (1 if self.how is None else self.how.batch_parts)
+        if self.has_aux and parts > 1:
+            check_shapes_of_parts(self.loss_fn, state.variables, shapes_of_part(batch, parts), batch)
         observed = self.observed(state, batch) if diagnoses else ()
         if self.how is None:
-            results = self._gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), observed)
+            results = self._local.gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), observed)
         else:
             mesh = self.on_mesh(state, batch, self.microbatches)
-            results = mesh.gradients(self._gradients, state, batch, observed)
+            results = mesh.gradients(self._local.gradients, state, batch, observed)
         if not diagnoses:
             return state, results, {}
-        loss, gradients, joined = results
+        value, gradients, joined = results
         amaxes, measured = split_from_amaxes(joined, observed)
         found = Diagnostics.of(observed, measured, state.params, state.fp8, gradients)
-        return state, (loss, gradients, amaxes), {"diagnostics": found}
+        return state, (value, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):
         """The state with first scales where it has none yet, and what the pass says of it (train/warming.py)."""
         batch = drawn(self.loss_fn, state, batch)
         self._check(state, batch, self.microbatches)
-        find = amaxes_from_current(self.microbatches)
+        find = self._local.first_amaxes
         with reached_rows() as reached:
             if self.how is None:
                 amaxes = find(self.loss_fn, lambda: state, batch, [])
@@ -163,11 +181,13 @@ class Programs:
         key = _key((state.variables, batch))
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
-            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, microbatches)
+            options = microbatches, self.has_aux
+            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, *options)
             self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
 
     def start(self, state):
+        check_has_no_aux(self.has_aux)
         self._check(state)
         return begin(state, self.recipe, self.cache_weights)
 
@@ -177,6 +197,7 @@ class Programs:
         """
         assert self.how is not None, "there is a mesh"
         self.how.check_has_no_stages("start")
+        check_has_no_aux(self.has_aux)
         self._check(state)
         check_on_mesh(state, self.how.mesh)
         return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=of_no_state(state))
@@ -193,6 +214,7 @@ class Programs:
         return dataclasses.replace(pending, cache=zeros_like(mesh.shapes_of_weights(without_cache, microbatch)))
 
     def accumulate(self, state, pending, microbatch, is_first_microbatch):
+        check_has_no_aux(self.has_aux)
         self._check(state, microbatch)
         check_pending(pending, state)
         microbatch = drawn_next(self.loss_fn, state, pending, microbatch, is_first_microbatch)
@@ -209,7 +231,7 @@ class Programs:
         pending = begin_if_needed(
             state, pending, is_first_microbatch, lambda: cast_listed(state.variables, recipe, gemms), by_gemm
         )
-        return add_microbatch(self.loss_fn, self.microbatches, without_cache, pending, microbatch, gemms)
+        return add_microbatch(self.loss_fn, self.microbatches, without_cache, pending, microbatch, gemms)[0]
 
     def apply(self, state, pending):
         self._check(state)
@@ -242,7 +264,7 @@ class Programs:
                 "apply_step on a mesh must know where params lie, got a state that this step has neither made, "
                 "placed, nor accumulated for; call accumulate_step first"
             )
-        return lambda state: put(state, placement.shardings(state))
+        return lambda state: put(state, placed_state(placement, state))
 
     def _check(self, state, batch=None, microbatches=1):
         """Raise unless all of this belongs together."""
@@ -251,24 +273,9 @@ class Programs:
         check_state(state, self.recipe)
         check_opt_state(state.opt_state, self.optimizer, state.params)
 
-    def _gradients(self, loss_fn, state_of, batch, gemms, observed: Observed):
-        """Loss, gradients and amaxes of a batch, and behind these how the tensors of `observed` were cast. The state of
-        `state_of()` may be made anew for every microbatch.
-        """
-        if self.microbatches == 1:
-            return value_grads_and_amaxes(loss_fn, observed=observed)(state_of().variables, batch)
-
-        def body(pending, microbatch):
-            state = state_of()
-            return add_microbatch(loss_fn, self.microbatches, state, pending, microbatch, gemms, observed), None
-
-        state = state_of()
-        start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
-        start = dataclasses.replace(start, amaxes=nothing_beside(start.amaxes, observed))
-        if any(map(is_of_experts, cached_gemms(start.cache or state.cache))):
-            start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
-        pending, _ = lax.scan(body, start, split(batch, self.microbatches))
-        return pending.loss, pending.gradients, pending.amaxes
+    @property
+    def _local(self) -> LocalPass:
+        return LocalPass(self.recipe, self.microbatches, self.cache_weights, self.has_aux)
 
     def _gemms(self, state, batch) -> list:
         """The layers in FP8 where the state does not say, and microbatches share their weights."""
@@ -277,9 +284,9 @@ class Programs:
         part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
         return list_gemms(self.loss_fn, state.variables, part, recipe=self.recipe)
 
-    def _update(self, state, loss, gradients, amaxes, skip_above=None):
-        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients. A loss that
-        is not finite and at most `skip_above` changes nothing.
+    def _update(self, state, loss, gradients, amaxes, skip_above=None, changed: Mapping = MappingProxyType({})):
+        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients, and the
+        collections that the loss has `changed`. A loss that is not finite and at most `skip_above` changes nothing.
         """
         apply = None if skip_above is None else loss.astype(jnp.float32) <= jnp.minimum(skip_above, LARGEST_LOSS)
         with jax.named_scope("fp8_state"):
@@ -306,7 +313,10 @@ class Programs:
         cache = refresh(state.cache, params, fp8, updates)
         if cache and taken is not None and not wrote_only_if(taken, updates):
             cache = choose(taken, cache, state.cache)
-        return TrainState(optax.safe_increment(state.step), params, fp8, opt_state, cache), metrics
+        collections = {**state.collections, **changed}
+        if taken is not None:
+            collections = choose(taken, collections, state.collections)
+        return TrainState(optax.safe_increment(state.step), params, fp8, opt_state, cache, collections), metrics
 
 
 def _paths(params) -> dict[LayerPath, Any]:

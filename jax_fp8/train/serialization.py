@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from flax import serialization
@@ -10,16 +11,21 @@ from flax import serialization
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 
 
-def register_serialization(cls: type, names: list[str]) -> None:
-    """A dataclass is a state dict of these attributes; what is static of it comes from the target."""
+def register_serialization(cls: type, names: Sequence[str], may_be_empty: Sequence[str] = ()) -> None:
+    """A dataclass is a state dict of these attributes; what is static of it comes from the target. Those of
+    `may_be_empty` are left out where they are.
+    """
+
+    def saved(value) -> list[str]:
+        return [name for name in names if name not in may_be_empty or getattr(value, name)]
 
     def to_state_dict(value) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(getattr(value, name)) for name in names}
+        return {name: serialization.to_state_dict(getattr(value, name)) for name in saved(value)}
 
     def from_state_dict(target, state):
-        _check(cls, names, state)
+        _check(cls, saved(target), state)
         restored = {
-            name: serialization.from_state_dict(getattr(target, name), state[name], name=name) for name in names
+            name: serialization.from_state_dict(getattr(target, name), state[name], name=name) for name in state
         }
         return dataclasses.replace(target, **restored)
 

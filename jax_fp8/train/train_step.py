@@ -27,17 +27,18 @@ from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.arrival import Arrivals
-from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
+from jax_fp8.train.checks import check_is, check_not_donated, check_on_mesh, check_optimizer, check_step_loss
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
 from jax_fp8.train.initialize import make_by_array
+from jax_fp8.train.loss_aux import AuxLoss
 from jax_fp8.train.lowering import Lowering
 from jax_fp8.train.microbatches import PendingStep, warn_of_copies
 from jax_fp8.train.pipeline_checks import check_pipeline
-from jax_fp8.train.programs import STATE_REMEDY, Programs
+from jax_fp8.train.programs import Programs
 from jax_fp8.train.recipes import same_recipe
-from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.train_state import STATE_REMEDY, TrainState, check_given, placed_state
 from jax_fp8.train.warming import WarmUp
 from jax_fp8.train.weight_cache import check_flag
 
@@ -48,7 +49,8 @@ class TrainStep:
     The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over
     microbatches); "nonfinite_amaxes" (int32, tensors with an infinity or a NaN, whose scale was therefore left alone);
     "underflowing_amaxes" (int32, tensors so small at their scale that little more than zeros was left of them: more
-    than 0 for many steps says that an outlier has blown up scales; see `DelayedScaling(forget_outliers=True)`).
+    than 0 for many steps says that an outlier has blown up scales; see `DelayedScaling(forget_outliers=True)`); with
+    `has_aux`, "aux", what the loss returned beside its number.
 
     Two options of a call, each a program of its own, compiled when it is first asked for:
 
@@ -118,18 +120,18 @@ class TrainStep:
 
     def place(self, state: TrainState, batch: Any) -> TrainState:
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
-        check_is("state", state, TrainState, STATE_REMEDY)
+        check_given(state, batch)
         check_not_donated(state)
         if self._programs.how is None:
             return state
         batch = drawn(self._programs.loss_fn, state, batch)
-        mesh = self._programs.on_mesh(state, batch, self._programs.microbatches)
-        return jax.device_put(state, mesh.placement.shardings(state))
+        placement = self._programs.on_mesh(state, batch, self._programs.microbatches).placement
+        return jax.device_put(state, placed_state(placement, state))
 
     def __call__(
         self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        check_is("state", state, TrainState, STATE_REMEDY)
+        check_given(state, batch)
         zeros = self._zeros(state, batch, diagnose, skip_above)
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, zeros)
@@ -149,7 +151,7 @@ class TrainStep:
         """How the tensors of a step from this state would be cast, and its gradients by layer. The state is not donated
         and not changed.
         """
-        check_is("state", state, TrainState, STATE_REMEDY)
+        check_given(state, batch)
         check_not_donated(state)
         return self._diagnose(state, self._placed(state, batch))
 
@@ -168,7 +170,7 @@ class TrainStep:
         Rows of the FP8 state that have a scale already are left as they are, and so are all of them if an amax of this
         batch is not finite. Without a recipe that has state there is nothing to do.
         """
-        check_is("state", state, TrainState, STATE_REMEDY)
+        check_given(state, batch)
         if self._warm is None:
             return state
         check_not_donated(state)
@@ -254,7 +256,7 @@ class TrainStep:
 
 
 def make_train_step(
-    loss_fn: Callable[[dict, Any], jax.Array],
+    loss_fn: Callable[[dict, Any], Any],
     tx: optax.GradientTransformation,
     recipe: Recipe | None,
     microbatches: int = 1,
@@ -271,6 +273,7 @@ def make_train_step(
     schedule: str | None = None,
     chunks: int | None = None,
     rngs: Mapping[str, jax.Array] | None = None,
+    has_aux: bool = False,
 ) -> TrainStep:
     """Make the training step of a loss.
 
@@ -306,12 +309,16 @@ def make_train_step(
       chunks: groups of layers on each stage; None is 2 for "interleaved" and 1 for the others.
       rngs: keys for a loss that draws, such as {"dropout": jax.random.key(0)}. The loss is handed others, made of these
         and of the step count: of its own for each microbatch and each device's part of the batch. Not with `pipe`.
+      has_aux: the loss returns `(loss, aux)`. Entries of a dict `aux` that are named like `state.collections`, such as
+        "batch_stats", become those of the state; `metrics["aux"]` is the rest. Over microbatches and devices that split
+        the batch, floats are means. Of the rest, integers are sums and flags are true where any is; of collections,
+        integers and flags are maxima. Not with `pipe`, a `LayeredLoss`, or `accumulate_step`.
     """
-    check_loss_fn(loss_fn)
+    check_step_loss(loss_fn, rngs is not None)
     check_optimizer(tx)
     check_recipe(recipe)
     check_integer("microbatches", microbatches)
-    check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, in_place=in_place)
+    check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, in_place=in_place, has_aux=has_aux)
     if not isinstance(compiler_options, dict | None):
         raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")
     if compiler_options is None:
@@ -322,9 +329,11 @@ def make_train_step(
     if how is not None and how.sequence:
         check_sequence([recipe])
     if how is not None and how.stages > 1:
-        check_pipeline(how, loss_fn, microbatches, cache_weights)
+        check_pipeline(how, loss_fn, microbatches, cache_weights, has_aux)
+    if has_aux:
+        loss_fn = AuxLoss(loss_fn)
     if rngs is not None:
         check_rngs(rngs, loss_fn, how)
         loss_fn = DrawingLoss(loss_fn, rngs)
-    programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how)
+    programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how, has_aux)
     return TrainStep(programs, donate, compiler_options, warm_start)

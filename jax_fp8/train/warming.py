@@ -16,15 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_fp8.core.paths import shown
 from jax_fp8.core.reach import Reached, reached_in
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.state import cold_rows, map_gemms_with_path, no_amaxes
+from jax_fp8.core.state import cold_rows, map_gemms_with_path
 from jax_fp8.train.arrival import on_host
-from jax_fp8.train.gradients import value_grads_and_amaxes, with_first_scales
-from jax_fp8.train.microbatches import split
+from jax_fp8.train.gradients import with_first_scales
 
 PATIENCE = 10  # warm passes in a row that leave a row cold: behind zeros, or before a layer runs, a few are right
 TENSORS = "input", "kernel", "output gradient"
@@ -42,24 +40,6 @@ class Warmed:
     cold: jax.Array
     is_finite: jax.Array
     reached: tuple[bool, ...] = field(metadata={"static": True})
-
-
-def amaxes_from_current(microbatches: int) -> Callable:
-    """The amaxes of a pass over so many microbatches in which every tensor is scaled by its own, as
-    `OnMesh.first_amaxes` takes it.
-    """
-
-    def find(loss_fn, state_of, batch, _):
-        record = value_grads_and_amaxes(loss_fn, from_current=True)
-        if microbatches == 1:
-            return record(state_of().variables, batch)[2]
-
-        def largest(amaxes, microbatch):
-            return jnp.maximum(amaxes, record(state_of().variables, microbatch)[2]), None
-
-        return lax.scan(largest, no_amaxes(state_of().fp8), split(batch, microbatches))[0]
-
-    return find
 
 
 def first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe, reached: Reached) -> tuple[dict, Warmed]:

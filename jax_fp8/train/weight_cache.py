@@ -27,7 +27,7 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
-from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, names_of, put_at_path
+from jax_fp8.core.paths import CAST_BY, VERSION, LayerPath, at_path, kernel_paths, names_of, put_at_path
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
@@ -39,9 +39,6 @@ from jax_fp8.parallel.names import without_names
 from jax_fp8.train.checks import check_variables
 from jax_fp8.train.gradients import with_kernels
 from jax_fp8.train.serialization import register_serialization
-
-VERSION = "params_version"
-CAST_BY = "cast_by"
 
 
 @jax.tree_util.register_dataclass

@@ -106,3 +106,46 @@ def test_products_are_explained_by_the_paths_of_their_layers():
     variables, merge = fp8.nnx.split(make())
     found = fp8.explain(lambda v, x: loss(merge(v), x), variables, X)
     assert [gemm.layer for gemm in found if gemm.is_fp8] == ["first/fprop", "second/fprop"]
+
+
+class WithStatistics(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.dense = fp8.nnx.Linear(FEATURES, FEATURES, recipe=RECIPE, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(FEATURES, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.dense(x)))
+
+
+def test_batch_statistics_and_dropout_in_a_step():
+    """Those of a loop of one's own; and other masks in each step."""
+    seeds, masks = {"dropout": jax.random.key(3)}, []
+
+    def loss_fn(variables, x, rngs):
+        model = merge(variables)
+        nnx.reseed(model, **rngs)
+        y = model(x)
+        aux = {"batch_stats": fp8.nnx.batch_stats(model), "kept": y[0] != 0}
+        return jnp.mean(jnp.square(y.astype(jnp.float32) - x)), aux
+
+    model = WithStatistics()
+    variables, merge = fp8.nnx.split(model)
+    assert sorted(variables) == ["batch_stats", "fp8", "params"] and sorted(variables["batch_stats"]["norm"]) == [
+        "mean",
+        "var",
+    ]
+    state = fp8.TrainState.create(variables=variables, tx=TX)
+    step = fp8.make_train_step(loss_fn, TX, RECIPE, has_aux=True, rngs=seeds)
+    state, metrics = step(state, X)
+    assert not np.any(model.norm.mean[...])  # the model that was split is left alone
+    model(X)
+    stats = jax.tree.map(np.array, state.collections["batch_stats"]["norm"])
+    np.testing.assert_allclose(stats["mean"], model.norm.mean[...], 0.05, 1e-3)  # but for the scales of the first step
+    masks.append(metrics["aux"]["kept"])
+    state, metrics = step(state, X)
+    assert np.any(metrics["aux"]["kept"] != masks[0])
+    assert np.sum(np.abs(state.collections["batch_stats"]["norm"]["mean"])) > 1.5 * np.sum(np.abs(stats["mean"]))
+    assert_same(fp8.nnx.batch_stats(merge(state.variables)), state.collections["batch_stats"])
+    without = {name: tree for name, tree in state.variables.items() if name != "batch_stats"}
+    assert_same(fp8.nnx.batch_stats(merge(without)), variables["batch_stats"])

@@ -179,10 +179,11 @@ def gradient(**options):
 
 SHAPES = jax.eval_shape(MODEL.init, KEY, INPUTS)
 REFUSED = {
-    "aux": (lambda: gradient(has_aux=True), "has_aux must be False on a mesh, .* got True; return the loss alone"),
+    "aux of a loss by its layers": (lambda: gradient(has_aux=True), "needs a loss in one that .* got a LayeredLoss"),
     "aux of a warm start": (
-        lambda: fp8.warm_start(LOSS, RECIPE, True, mesh=make_mesh(data=2)), "has_aux must be False on a mesh",
+        lambda: fp8.warm_start(LOSS, RECIPE, True, mesh=make_mesh(data=2)), "needs a loss in one that .*LayeredLoss",
     ),
+    "another has_aux": (lambda: fp8.value_and_grad(LOSS, 1), "has_aux must be True or False, got 1"),
     "options without a mesh": (lambda: gradient(mesh=None, rules=[("up", P())]), "are about a mesh, got none; pass"),
     "no mesh": (lambda: gradient(mesh=(2, 2)), r"mesh must be a jax.sharding.Mesh, got .*; make one with jax.make_me"),
     "arrays": (lambda: gradient()(first_variables(), BATCH), "must be taken under jax.jit, got arrays; call jax.jit"),
@@ -192,10 +193,6 @@ REFUSED = {
     ),
     "rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:3]), r"2 parts of a .* got 3 rows of batch\[0\]; pass"),
     "no rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:0]), "a batch must have at least one row, got batch"),
-    "other collections": (
-        lambda: jax.eval_shape(gradient(), {**SHAPES, "batch_stats": {}}, BATCH),
-        r"may hold \"params\", \"fp8\" and \"fp8_cache\", got also \['batch_stats'\]; bind them to the loss, or leave",
-    ),
     "no params": (lambda: jax.eval_shape(gradient(), {"fp8": {}}, BATCH), 'variable dict with "params" first, got'),
     "shardings of something else": (
         lambda: fp8.shardings(lambda x: x, jnp.ones(3), mesh=make_mesh(data=2)),
@@ -228,3 +225,25 @@ def test_several_arguments_are_all_split():
     np.testing.assert_allclose(loss, expected, 1e-6)
     np.testing.assert_allclose(grads["kernel"], expected_grads["params"]["kernel"], 1e-5, 1e-5)
     assert fp8_state == {}
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}, {"tensor": 2}], ids=str)
+def test_aux_and_collections_of_all_devices(axes):
+    """Floats are means, counts are sums, statistics begin alike on all; each as `make_train_step` has it."""
+
+    def loss_fn(variables, x):
+        mean = 0.5 * variables["batch_stats"]["mean"] + 0.5 * jnp.mean(x)
+        aux = {"batch_stats": {"mean": mean}, "rows": x.shape[0], "largest": jnp.max(x)}
+        return jnp.mean(x) * jnp.sum(variables["params"]["kernel"]), aux
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    variables = {"params": {"kernel": jnp.ones((8, 8))}, "batch_stats": {"mean": jnp.float32(1)}}
+    gradient = fp8.value_and_grad(loss_fn, has_aux=True, mesh=make_mesh(**axes))
+    (loss, aux), grads, _ = jax.jit(gradient)(variables, x)
+    parts = 1 if "tensor" in axes else 4
+    assert float(loss) == 64 * 31.5 and set(aux) == {"batch_stats", "rows", "largest"} and int(aux["rows"]) == 8
+    assert float(aux["batch_stats"]["mean"]) == 0.5 + 0.5 * 31.5
+    assert float(aux["largest"]) == np.mean([part.max() for part in np.split(x, parts)])
+    np.testing.assert_array_equal(grads["kernel"], np.full((8, 8), 31.5))
+    with pytest.raises(ValueError, match="aux must have shapes that do not depend on the number of rows"):
+        jax.eval_shape(fp8.value_and_grad(lambda v, x: (x[0, 0], x), True, mesh=make_mesh(data=2)), variables, x)

@@ -1,5 +1,6 @@
 """What a pipeline refuses, each in one sentence."""
 
+import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -29,6 +30,10 @@ def trace(parts=PARTS, state=None, **options):
     return make(parts, **options).trace(state_of(parts) if state is None else state, BATCH)
 
 
+def with_collections() -> fp8.TrainState:
+    return state_of(PARTS).replace(collections={"batch_stats": {"mean": jnp.zeros(2)}})
+
+
 def with_cache() -> fp8.TrainState:
     variables = variables_of(PARTS)
     return fp8.TrainState.create(variables=variables | {"fp8_cache": fp8.cast_weights(variables, DELAYED)}, tx=TX)
@@ -41,6 +46,11 @@ def unlike(**fields):
 def of_other_names() -> fp8.LayeredLoss:
     loss = loss_of(PARTS)
     return fp8.LayeredLoss(("layer_0", "layer_2"), loss.first, loss.layer, loss.last, lambda *given: loss(*given))
+
+
+def returning_a_pair(parts) -> fp8.LayeredLoss:
+    loss = loss_of(parts)
+    return dataclasses.replace(loss, last=lambda *given: (loss.last(*given), {}))
 
 
 def by_number(parts, number_of) -> fp8.LayeredLoss:
@@ -119,6 +129,15 @@ REFUSED = {
     "weights cast in every microbatch": (
         lambda: make(cache_weights=False),
         "casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe",
+    ),
+    "aux": (lambda: make(has_aux=True), "in pieces, which return no aux, got has_aux=True .*; leave out one of them"),
+    "other collections": (
+        lambda: trace(state=with_collections()),
+        r"got a state with the collections \['batch_stats'\]; normalize without batch statistics, or leave out the ax",
+    ),
+    "a pair where the last piece returns a number": (
+        lambda: trace(loss=returning_a_pair(PARTS)),
+        "loss_fn must return a scalar, got a tuple; return the loss alone\n",
     ),
     "one layer without FP8": (
         lambda: trace(unlike(recipe=None)),

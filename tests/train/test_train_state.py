@@ -1,9 +1,12 @@
 """TrainState: what it takes, what it gives back, what it refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.core import freeze
 
 import jax_fp8 as fp8
 
@@ -89,9 +92,36 @@ def test_without_fp8_state():
     assert set(state.variables) == {"params"}
 
 
+def test_other_collections_are_copied_and_handed_on():
+    stats = freeze({"norm": {"mean": jnp.ones(3)}})
+    given = {**variables(None), "batch_stats": stats, "empty": {}}
+    state = fp8.TrainState.create(variables=given, tx=optax.sgd(1e-3))
+    assert set(state.variables) == {"params", "batch_stats", "empty"} and set(state.collections) == {
+        "batch_stats",
+        "empty",
+    }
+    mean = state.collections["batch_stats"]["norm"]["mean"]
+    assert mean is not stats["norm"]["mean"] and jnp.array_equal(mean, jnp.ones(3))
+    assert type(state.collections["batch_stats"]) is dict  # as a loss returns them
+    new = state.replace(collections={})
+    assert set(new.variables) == {"params"} and new.params is state.params
+
+
+def test_without_collections_a_state_has_the_leaves_that_it_had_before_there_were_any():
+    state = fp8.TrainState.create(variables=variables(None), tx=optax.sgd(1e-3))
+    paths = [
+        path[0].name
+        for path, _ in jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, opt_state=1, fp8=2, cache=3))
+    ]
+    assert [*dict.fromkeys(paths)] == ["step", "params", "fp8", "opt_state", "cache"]
+    doubled = jax.tree.map(lambda x: 2 * x, state.replace(collections={"c": {"x": jnp.ones(2)}}))
+    assert doubled.collections["c"]["x"].tolist() == [2, 2]
+    assert jax.tree.structure(doubled) != jax.tree.structure(state)
+
+
 def test_refuses_what_it_would_lose():
-    with pytest.raises(ValueError, match="batch_stats"):
-        fp8.TrainState.create(variables={**variables(None), "batch_stats": {}}, tx=optax.sgd(1e-3))
+    with pytest.raises(ValueError, match='"_overwrite_with_gradient" holds what gradients replace'):
+        fp8.TrainState.create(variables={**variables(None), "_overwrite_with_gradient": {}}, tx=optax.sgd(1e-3))
     with pytest.raises(ValueError, match='must hold "params"'):
         fp8.TrainState.create(variables={"fp8": {}}, tx=optax.sgd(1e-3))
 

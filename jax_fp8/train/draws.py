@@ -43,6 +43,7 @@ class DrawingLoss:
 
     def __init__(self, loss_fn: Callable, rngs: Mapping[str, jax.Array]):
         self._loss_fn = loss_fn
+        self.whole_batch = getattr(loss_fn, "whole_batch", None)
         # As numbers of the program: an array would lie on one device.
         self._seeds = {name: (np.asarray(jax.random.key_data(key)), _impl(key)) for name, key in rngs.items()}
 

@@ -27,7 +27,14 @@ from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
-from jax_fp8.train.checks import check_is, check_loss_fn, check_not_donated, check_on_mesh, check_optimizer
+from jax_fp8.train.checks import (
+    check_integers_are_kept,
+    check_is,
+    check_loss_fn,
+    check_not_donated,
+    check_on_mesh,
+    check_optimizer,
+)
 from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
@@ -118,6 +125,7 @@ class TrainStep:
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, zeros)
         check_not_donated(state)
+        check_integers_are_kept(batch)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
         if state.step is not self._last_step_count:  # a state that this object did not return itself
@@ -139,6 +147,7 @@ class TrainStep:
         check_is("state", state, TrainState, STATE_REMEDY)
         if not isinstance(state.step, Tracer):
             check_not_donated(state)
+            check_integers_are_kept(batch)
             if self._programs.how is not None:
                 batch = self._programs.how.place_batch(batch, self._programs.microbatches)
                 check_on_mesh(state, self._programs.how.mesh)
@@ -163,6 +172,7 @@ class TrainStep:
         if self._warm is None:
             return state
         check_not_donated(state)
+        check_integers_are_kept(batch)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
             check_on_mesh(state, self._programs.how.mesh)
@@ -199,6 +209,7 @@ class TrainStep:
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
         check_flag(is_first_microbatch)
+        check_integers_are_kept(microbatch)
         if not self._donate:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(pending))
             warnings.warn(

@@ -69,6 +69,17 @@ def drawn(loss_fn: Callable, state: TrainState, batch: Any, microbatch: int | ja
     return DrawnBatch(batch, jnp.stack([steps, numbers], axis=1))
 
 
+def drawn_whole(loss_fn: Callable, state: TrainState, batch: Any, microbatches: int) -> Any:
+    """The same of a whole batch that is split afterwards: a loss that asks for it sees it before (see
+    `WholeBatchLoss`).
+    """
+    prepare = getattr(loss_fn, "whole_batch", None)
+    if microbatches > 1 and prepare is not None:
+        check_batch(batch, microbatches)
+        batch = prepare(batch)
+    return drawn(loss_fn, state, batch)
+
+
 def drawn_next(
     loss_fn: Callable, state: TrainState, pending: PendingStep, microbatch: Any, is_first: bool | jax.Array
 ) -> Any:

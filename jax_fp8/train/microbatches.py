@@ -20,7 +20,7 @@ from jax_fp8.core.checks import first_difference
 from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.kernels.explicit import shards_of
-from jax_fp8.train.checks import check_batch, check_is
+from jax_fp8.train.checks import check_is
 from jax_fp8.train.diagnostics import Observed
 from jax_fp8.train.gradients import accumulate_grads
 from jax_fp8.train.train_state import TrainState
@@ -130,15 +130,6 @@ def check_pending(pending: Any, state: TrainState) -> None:
         raise ValueError(
             f"pending must be of this state, but of its gradients {difference}; pass what start(state) returned"
         )
-
-
-def whole_batch(loss_fn: Callable, batch: Any, microbatches: int) -> Any:
-    """A batch before it is split into microbatches, as a loss wants it that asks for that (core/layered_loss.py)."""
-    prepare = getattr(loss_fn, "whole_batch", None)
-    if microbatches == 1 or prepare is None:
-        return batch
-    check_batch(batch, microbatches)
-    return prepare(batch)
 
 
 def split(batch: Any, microbatches: int) -> Any:

@@ -36,7 +36,7 @@ from jax_fp8.train.diagnostics import (
     observe,
     split_from_amaxes,
 )
-from jax_fp8.train.draws import drawn, drawn_next
+from jax_fp8.train.draws import drawn, drawn_next, drawn_whole
 from jax_fp8.train.gradients import added_by_gemms, list_gemms, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.layers import Layers
 from jax_fp8.train.microbatches import (
@@ -47,7 +47,6 @@ from jax_fp8.train.microbatches import (
     check_pending,
     is_complete,
     split,
-    whole_batch,
 )
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.own_kernels import check_kernels_are_params
@@ -93,7 +92,7 @@ class Programs:
 
     def step(self, state, batch, zeros):
         """A step; `zeros` are what its metrics are added to, and say which there are (train/cuda_graph.py)."""
-        batch = self._whole(state, batch)
+        batch = drawn_whole(self.loss_fn, state, batch, self.microbatches)
         state, (loss, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
         new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"))
         if self.how is not None:
@@ -102,7 +101,7 @@ class Programs:
 
     def diagnose(self, state, batch):
         """What a step would say of its numbers."""
-        return self._pass(state, self._whole(state, batch), True)[2]["diagnostics"]
+        return self._pass(state, drawn_whole(self.loss_fn, state, batch, self.microbatches), True)[2]["diagnostics"]
 
     def no_diagnostics(self, state, batch) -> Diagnostics:
         """Zeros, on the host."""
@@ -118,10 +117,6 @@ class Programs:
             part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
             gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
         return observe(gemms, state.params)
-
-    def _whole(self, state, batch) -> Any:
-        """All microbatches of this step, as the loss takes them."""
-        return drawn(self.loss_fn, state, whole_batch(self.loss_fn, batch, self.microbatches))
 
     def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, tuple[Any, Any, Any], dict[str, Any]]:
         """The state as it computes, with its own weight cache; loss, gradients and amaxes; and diagnostics, if any."""
@@ -145,7 +140,7 @@ class Programs:
         return state, (loss, gradients, amaxes), {"diagnostics": found}
 
     def warm(self, state, batch):
-        batch = self._whole(state, batch)
+        batch = drawn_whole(self.loss_fn, state, batch, self.microbatches)
         self._check(state, batch, self.microbatches)
         if self.how is None:
             amaxes = self._first_amaxes(self.loss_fn, lambda: state, batch, [])

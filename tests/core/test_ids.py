@@ -46,6 +46,6 @@ def test_a_vocabulary_that_the_dtype_does_not_hold():
     "ids", [np.ones(3), np.ones(3, bool), jnp.ones(3, jnp.float8_e4m3fn), [1, 2], None, 3], ids=str
 )
 def test_what_is_no_integer_is_refused(ids):
-    with pytest.raises(ValueError, match="labels must be integers, got .*; pass token numbers"):
+    with pytest.raises(ValueError, match=r"labels must be integers, got .*; pass token numbers"):
         check_ids("labels", ids)
     check_ids("labels", np.ones(3, np.uint8))

@@ -307,7 +307,7 @@ def test_a_step_does_not_cut_integers():
         lambda: step.accumulate_step(state(), step.start(state()), wide, True),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="integers of at most 32 bits, .* those of int64, got 1099511627776"):
+        with pytest.raises(ValueError, match=r"integers of at most 32 bits, .* those of int64, got 1099511627776"):
             call()
     largest = {"a": np.array([2**31 - 1, -(2**31)]), "b": np.array([2**32 - 1], np.uint64), "c": np.zeros((0,), int)}
     check_integers_are_kept(largest | {"d": jnp.ones(3), "e": 2**40, "f": np.ones(2)})

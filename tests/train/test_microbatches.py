@@ -14,11 +14,8 @@ import pytest
 import reference
 
 import jax_fp8 as fp8
-from jax_fp8.core.layered_loss import WholeBatchLoss
 from jax_fp8.train import programs
-from jax_fp8.train.draws import DrawingLoss
 from jax_fp8.train.gradients import list_gemms
-from jax_fp8.train.microbatches import whole_batch
 
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 BATCH = jax.random.normal(jax.random.key(2), (128, 32), jnp.bfloat16)
@@ -330,16 +327,3 @@ def test_a_long_run_compiles_nothing_and_keeps_its_memory():
         programs = (step._step, step._warm, step._start, step._accumulate, step._apply)
         assert [program._cache_size() for program in programs] == ([1, 1, 0, 0, 0] if run is scan else [0, 0, 1, 1, 1])
         assert live[-1] <= live[0], live
-
-
-def test_a_loss_sees_the_whole_batch_once_before_it_is_split():
-    loss = WholeBatchLoss(lambda _, batch: jnp.mean(batch["x"]), Mock(side_effect=lambda batch: {"x": 2 * batch}))
-    for of in (loss, DrawingLoss(loss, {"dropout": jax.random.key(0)})):
-        assert whole_batch(of, BATCH, 2)["x"].shape == BATCH.shape
-    assert loss.whole_batch.call_count == 2
-    assert whole_batch(loss, BATCH, 1) is BATCH and whole_batch(loss_fn, BATCH, 2) is BATCH
-    with pytest.raises(
-        ValueError, match="microbatches must divide the batch size, got microbatches=3 and a batch of 128"
-    ):
-        whole_batch(loss, BATCH, 3)
-    assert loss.whole_batch.call_count == 2

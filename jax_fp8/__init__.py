@@ -13,8 +13,9 @@ from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.generate import generate
-from jax_fp8.models.gpt import GPT, next_token_loss
+from jax_fp8.models.gpt import GPT
 from jax_fp8.models.huggingface.weights import load_huggingface, save_huggingface
+from jax_fp8.models.loss import next_token_loss
 from jax_fp8.models.params_file import load_config, load_params, save_params
 from jax_fp8.nn.attention import SelfAttention
 from jax_fp8.nn.block import TransformerBlock

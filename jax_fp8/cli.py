@@ -25,7 +25,8 @@ from jax_fp8.core.recipe import CurrentScaling
 from jax_fp8.gpt_plans import RECIPES, head_in, layers_in, plan_preset
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.config import PRESETS, GPTConfig
-from jax_fp8.models.gpt import GPT, next_token_loss
+from jax_fp8.models.gpt import GPT
+from jax_fp8.models.loss import next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.schedules import SCHEDULES

@@ -18,7 +18,8 @@ from jax_fp8.kernels import extension
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.fp8_attention import check_head_dim
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.models.gpt import GPT, next_token_loss
+from jax_fp8.models.gpt import GPT
+from jax_fp8.models.loss import next_token_loss
 from jax_fp8.models.remat import Remat
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes

@@ -143,7 +143,11 @@ def test_what_is_refused():
     variables, loss_fn = jax.eval_shape(model.init, jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
     segment_ids = jnp.ones_like(BATCH["tokens"])
     for wrong, message in (
-        (BATCH | {"segment_ids": segment_ids}, 'or of "tokens" and "lengths", got one of .*; pass these two'),
+        (BATCH | {"segment_ids": segment_ids}, "a batch: padding is told by segment_ids or by lengths, got both; give"),
+        (
+            BATCH | {"mask": segment_ids},
+            'or of "tokens" and "lengths", and with .* "loss_mask" or "labels", .*\'mask\'',
+        ),
         (BATCH | {"lengths": BATCH["lengths"][:2]}, r"a batch: lengths must be an integer array \(3,\), for each seq"),
         (BATCH | {"lengths": BATCH["lengths"] * 1.0}, r"lengths must be an integer array \(3,\), .*got float32\[3\]"),
     ):

@@ -26,6 +26,7 @@ class LayeredLoss:
         pieces.
       on_host: the layers that keep something in the host's memory (core/kept.py): their gradients are computed layer by
         layer, so that copies there and back have their place in the order.
+      whole_batch: as of a `WholeBatchLoss`, or None.
     """
 
     layers: tuple[str, ...]
@@ -34,6 +35,7 @@ class LayeredLoss:
     last: Callable[[Mapping, Any, Any], Any]
     whole: Callable[[Mapping, Any], Any] | None = None
     on_host: tuple[str, ...] = ()
+    whole_batch: Callable[[Any], Any] | None = None
 
     def __call__(self, variables: Mapping, batch: Any, **options: Any) -> Any:
         if self.whole is not None:
@@ -46,6 +48,24 @@ class LayeredLoss:
         for name in self.layers:
             x = self.layer(of_layer(variables, name), x, name)
         return self.last(variables, x, batch)
+
+
+@dataclass(frozen=True)
+class WholeBatchLoss:
+    """`loss_fn(variables, batch)` that must know of the whole batch what a part of it does not show, such as how many
+    of its tokens are learned.
+
+    Args:
+      loss_fn: the loss; it takes what `whole_batch` returns, parts of it, and batches that were never split.
+      whole_batch: `whole_batch(batch) -> batch`, which a step calls once, before it splits the batch into microbatches.
+        Each array that it returns has the rows of the batch.
+    """
+
+    loss_fn: Callable
+    whole_batch: Callable[[Any], Any]
+
+    def __call__(self, variables: Mapping, batch: Any, **options: Any) -> Any:
+        return self.loss_fn(variables, batch, **options)
 
 
 def of_layer(variables: Mapping, name: str) -> dict:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fp8.core.ids import as_ids, is_token
 from jax_fp8.kernels.dispatch import Split, dispatch, split_axes
 
 TARGET = "jax_fp8_cross_entropy"
@@ -28,7 +29,7 @@ def cross_entropy_gradient(
 
     Args:
       logits: (batch, seq, vocab) in float32, bfloat16 or float16.
-      labels: int (batch, seq). One that is not in [0, vocab) makes its own row NaN.
+      labels: int (batch, seq), of any integer dtype. One that is not in [0, vocab) makes its own row NaN.
       shares: f32 (batch, seq): what a token's loss is multiplied by.
       z_loss: as in `linear_cross_entropy`.
       vocab_axes: Manual mesh axes that split the vocabulary; labels are those of the whole. This runs without a kernel
@@ -38,11 +39,12 @@ def cross_entropy_gradient(
       The gradient, like the logits; `shares (lse - logits[label] + z_loss lse²)` and `lse`, both f32 (batch, seq).
     """
     _check_logits(logits, labels, shares)
+    labels = as_ids(labels)
     if vocab_axes:
         return _reference(z_loss, logits, labels, shares, {"v": vocab_axes})
     kernel, reference = partial(_kernel, z_loss), partial(_reference, z_loss)
     rule = "b s v, b s, b s -> b s v, b s, b s"
-    gradient, loss, lse = dispatch(rule, kernel, reference, logits, labels.astype(jnp.int32), shares)
+    gradient, loss, lse = dispatch(rule, kernel, reference, logits, labels, shares)
     return gradient, loss, lse
 
 
@@ -78,8 +80,7 @@ def _reference(z_loss, logits, labels, shares, split: Split):
     axes = split_axes(split, "v")  # of a split vocabulary, this shard has the tokens from `first` on
     first = lax.axis_index(axes) * logits.shape[-1] if axes else 0
     vocab = logits.shape[-1] * (lax.axis_size(axes) if axes else 1)
-    is_token = (labels >= 0) & (labels < vocab)
-    shares = nan_unless(is_token, shares)[..., None]
+    shares = nan_unless(is_token(labels, vocab), shares)[..., None]
     dtype, logits = logits.dtype, logits.astype(jnp.float32)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     largest = lax.pmax(largest, axes) if axes else largest

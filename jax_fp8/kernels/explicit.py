@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Split = dict[str, tuple[str, ...]]
 Dims = Sequence[Sequence[str]]
+OR_NAN: Any = {"mode": "fill", "fill_value": np.nan, "wrap_negative_indices": False}  # of an index that is not there
 
 
 def parse_rule(rule: str) -> tuple[list[list[str]], list[list[str]]]:
@@ -183,19 +184,19 @@ def like_columns(row: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]` for a table (v, h) and integers (...): split as the integers are,
-    and the last dim as the table's where that is another axis.
+    """`table[indices]` for a table (v, h) and integers (...), NaN for one that is not from 0 to v - 1: split as the
+    integers are, and the last dim as the table's where that is another axis.
     """
     mesh = explicit_mesh(indices, table)
     if mesh is None:
-        return table[indices]
+        return table.at[indices].get(**OR_NAN)
     dims = [f"i{dim}" for dim in range(indices.ndim)]
     split = collect([dims, ["v", "h"]], [[*dims, "h"]], [explicit_spec(indices), explicit_spec(table)])
     used = {axis for dim in [*dims, "h"] for axis in split.get(dim, ())}
     if used & set(split.get("v", ())):
         split.pop("v")
     table, indices = place(mesh, table, spec_of(["v", "h"], split)), place(mesh, indices, spec_of(dims, split))
-    return table.at[indices].get(out_sharding=NamedSharding(mesh, spec_of([*dims, "h"], split)))
+    return table.at[indices].get(**OR_NAN, out_sharding=NamedSharding(mesh, spec_of([*dims, "h"], split)))
 
 
 def _axes_beside(dim, arrays, split) -> set[str]:

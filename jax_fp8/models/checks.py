@@ -17,6 +17,7 @@ from jax_fp8.nn.checks import check_dtype, check_told
 from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
+TOLD_OF_TOKENS = ("segment_ids", "lengths", "loss_mask", "labels")
 DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate")
 
 
@@ -101,7 +102,7 @@ def check_loss_settings(model: Any, ignore_label: Any, z_loss: Any) -> None:
         arrived = f"the class {model.__name__}" if isinstance(model, type) else describe(model)
         raise ValueError(f"next_token_loss needs a model, got {arrived}; pass GPT(config)")
     if ignore_label is not None:
-        check_integer("ignore_label", ignore_label, least=-(2**31))
+        check_integer("ignore_label", ignore_label, least=-(2**31), most=2**31 - 1)
     _check_z_loss(z_loss)
 
 
@@ -116,22 +117,49 @@ def check_tokens(tokens: Any, shape: str, least: int) -> None:
         )
 
 
-def check_batch(batch: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Tokens, the numbers of their documents, or None, and their lengths, or None; or raise unless they are a batch to
-    train on.
-    """
+def check_batch(batch: Any) -> dict[str, Any]:
+    """What a batch to train on says, by name; or raise unless it is one."""
     if not isinstance(batch, Mapping):
         check_tokens(batch, "(batch, seq + 1)", least=2)
-        return batch, None, None
-    if set(batch) not in ({"tokens", "segment_ids"}, {"tokens", "lengths"}):
+        return {"tokens": batch}
+    if "tokens" not in batch or len(batch) < 2 or not set(batch) <= {"tokens", *TOLD_OF_TOKENS}:
         raise ValueError(
-            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or of "tokens" and "lengths", got '
-            f"one of {', '.join(map(repr, batch)) or 'nothing'}; pass these two"
+            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or of "tokens" and "lengths", and '
+            'with either or alone of "loss_mask" or "labels", which say what is learned, got one of '
+            f"{', '.join(map(repr, batch)) or 'nothing'}; name its arrays so, and leave out the others"
         )
-    tokens, segment_ids, lengths = batch["tokens"], batch.get("segment_ids"), batch.get("lengths")
+    tokens, mask, labels = batch["tokens"], batch.get("loss_mask"), batch.get("labels")
     check_tokens(tokens, "(batch, seq + 1)", least=2)
-    check_told("a batch", segment_ids, lengths, tokens.shape)
-    return tokens, segment_ids, lengths
+    check_told("a batch", batch.get("segment_ids"), batch.get("lengths"), tokens.shape)
+    if mask is not None and labels is not None:
+        raise ValueError(
+            "a batch: what is learned is told by loss_mask or by labels, got both; pass labels that are ignore_label "
+            "where the mask is 0"
+        )
+    if mask is not None:
+        _check_beside_tokens("loss_mask", mask, tokens.shape, "a bool or real", (jnp.bool_, jnp.integer, jnp.floating))
+    if labels is not None:
+        _check_beside_tokens("labels", labels, tokens.shape, "an integer", (jnp.integer,))
+    return {name: array for name, array in batch.items() if array is not None}
+
+
+def check_is_read_as_tokens(reading: Any) -> None:
+    """Raise where a batch says which of its tokens belong together to a model that is handed tokens alone."""
+    for name in ("segment_ids", "lengths"):
+        if getattr(reading, name) is not None:
+            raise ValueError(
+                f"the {name} of a batch are for a GPT, and the model of this loss is another one, which takes tokens "
+                "alone; leave them out, or write a loss of your own that hands them to it"
+            )
+
+
+def _check_beside_tokens(name, array, shape, wanted, kinds):
+    is_of_kind = is_array(array) and any(jnp.issubdtype(array.dtype, kind) for kind in kinds)
+    if not is_of_kind or array.shape != shape:
+        raise ValueError(
+            f"a batch: {name} must be {wanted} array {shape}, one number for each of the tokens, got "
+            f"{describe(array)}; cast or reshape it"
+        )
 
 
 def check_is_read_alone(segment_ids: Any, lengths: Any, dropped: str) -> None:

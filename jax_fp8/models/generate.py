@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_fp8.core.ids import as_ids
 from jax_fp8.models.checks import check_choice, check_prompts, check_stops, check_written_by
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.reader import Reader
@@ -49,7 +50,8 @@ def generate(
 
     Args:
       variables: "params", and "fp8" where the recipe has state, as of `TrainState.variables`; may lie on a mesh.
-      prompt: integers (batch, seq), at least one token each. With `lengths`, rows end in padding of any value.
+      prompt: integers (batch, seq), at least one token each. With `lengths`, rows end in padding of any value. While a
+        program is traced, what is no token is not refused, but makes logits NaN.
       lengths: integers (batch,), how many tokens of each row are its prompt; None is all.
       max_new_tokens: the model reads all but the last of them after the longest prompt, within its `max_seq_len`;
         rotary positions, too, end there.
@@ -76,7 +78,7 @@ def generate(
         int(top_k) if is_drawn and top_k is not None else None,
         nn.unbox({name: variables[name] for name in ("params", "fp8") if name in variables}),
         _padded(prompt, slots),
-        lengths.astype(jnp.int32),
+        as_ids(lengths),
         _row_keys(key, batch) if is_drawn else None,
         np.float32(temperature),
         np.float32(top_p) if is_drawn and top_p is not None else None,
@@ -87,7 +89,7 @@ def generate(
 def _padded(prompt, slots):
     """Tokens i32[batch, slots]; a prompt of NumPy's stays there, for devices of several processes to take it whole."""
     pad = jnp.pad if isinstance(prompt, jax.Array) else np.pad
-    return pad(prompt, ((0, 0), (0, slots - prompt.shape[1]))).astype(jnp.int32)
+    return pad(as_ids(prompt), ((0, 0), (0, slots - prompt.shape[1])))
 
 
 def _row_keys(key, batch) -> jax.Array:

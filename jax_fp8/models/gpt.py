@@ -7,7 +7,7 @@ The head stays out of FP8 by default: it is where the noise costs most and, but 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -16,25 +16,16 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
-from jax_fp8.core.checks import check_flags
+from jax_fp8.core.ids import as_ids
 from jax_fp8.core.kept import offload_policy
-from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.models.batch import Reading
-from jax_fp8.models.checks import (
-    check_call,
-    check_has_no_experts,
-    check_is_read_alone,
-    check_loss_settings,
-    check_streams,
-    check_tokens,
-    what_drops,
-)
+from jax_fp8.models.batch import without_padding
+from jax_fp8.models.checks import check_call
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
@@ -42,10 +33,9 @@ from jax_fp8.nn.block import TransformerBlock
 from jax_fp8.nn.checks import check_is_split
 from jax_fp8.nn.dropout import drop
 from jax_fp8.nn.gemm import shared_fields
-from jax_fp8.nn.moe import apply_with_losses
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import positions_in
-from jax_fp8.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from jax_fp8.ops.cross_entropy import linear_cross_entropy
 from jax_fp8.ops.embedding import embed, position_rows
 from jax_fp8.ops.head import compute_logits
 
@@ -71,8 +61,8 @@ class _RMSNorm(_WholeParams, nn.RMSNorm):
 
 
 class GPT(nn.Module):
-    """Map tokens int32 (batch, seq) to logits (batch, seq, vocab_size) in `dtype`, or with labels to their loss,
-    without the logits of a whole batch.
+    """Map tokens (batch, seq), integers of any dtype, to logits (batch, seq, vocab_size) in `dtype`, or with labels to
+    their loss, without the logits of a whole batch. The logits after what is no token of the vocabulary are NaN.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
     under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe`,
@@ -102,19 +92,22 @@ class GPT(nn.Module):
         labels: jax.Array | None = None,
         *,
         mask: jax.Array | None = None,
+        mask_total: jax.Array | None = None,
         z_loss: float = 0.0,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
         check_call(self, tokens, labels, mask, z_loss, segment_ids, lengths)
+        tokens, lengths = as_ids(tokens), None if lengths is None else as_ids(lengths)
+        tokens = without_padding(tokens, self.config.vocab_size, segment_ids, lengths)
         embedding = self._table("embedding")
         x = self._embed(embedding, tokens, None if segment_ids is None else positions_in(segment_ids))
         if self.config.dropout_rate and not deterministic:
             x = drop(self, x, self.config.dropout_rate)
         for index in range(self.config.num_layers):
             x = self._layer(index, deterministic=deterministic)(x, segment_ids, lengths)
-        return self._head(embedding, x, labels, mask, z_loss)
+        return self._head(embedding, x, labels, mask=mask, mask_total=mask_total, z_loss=z_loss)
 
     def _embed(self, embedding, tokens, numbers=None):
         """Rows of tokens, which are in the positions `numbers` (batch, seq), or None: 0, 1, ..."""
@@ -129,13 +122,13 @@ class GPT(nn.Module):
             x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows.astype(jnp.float32), x.ndim)
         return x.astype(self.dtype)
 
-    def _head(self, embedding, x, labels, mask, z_loss):
+    def _head(self, embedding, x, labels, **options):
         """Logits, or with labels their loss; `embedding` counts where it is tied."""
         x, tensor = self._normalize(x), current_tensor()
         table = embedding if self.config.tie_embeddings else self._table("head")
         if labels is None:
             return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
-        return linear_cross_entropy(x, table, labels, mask=mask, z_loss=z_loss, recipe=self.head_recipe, tensor=tensor)
+        return linear_cross_entropy(x, table, labels, recipe=self.head_recipe, tensor=tensor, **options)
 
     def _normalize(self, x):
         norm = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm
@@ -180,103 +173,6 @@ class GPT(nn.Module):
             residual_init=nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5),  # GPT-2's
             name=f"layer_{index}",
         )
-
-
-class _Embedding(GPT):
-    """What comes before the layers."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self._embed(self._table("embedding"), tokens)
-
-
-class _Layer(GPT):
-    """One layer, under its name."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, index: int) -> jax.Array:
-        return self._layer(index, alone=True)(x)
-
-
-class _Head(GPT):
-    """What comes after the layers: the loss."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, labels: jax.Array, mask: jax.Array | None, z_loss: float) -> jax.Array:
-        embedding = self._table("embedding") if self.config.tie_embeddings else None
-        return self._head(embedding, x, labels, mask, z_loss)
-
-
-def _layered(
-    model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn: Callable, deterministic: bool
-) -> LayeredLoss:
-    """The loss of a GPT by its layers."""
-    first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
-    names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
-    remat = Remat.parse(model.remat, model.config.num_layers)
-    on_host = tuple(name for index, name in enumerate(names) if remat.of_layer(index) == "offload")
-
-    def embed_of(variables, batch):
-        reading = read(batch)
-        check_is_read_alone(reading.segment_ids, reading.lengths, "" if deterministic else what_drops(model.config))
-        check_has_no_experts(model.config)
-        return first.apply(variables, reading.tokens)
-
-    def loss_of(variables, x, batch):
-        reading = read(batch)
-        return last.apply(variables, x, reading.labels, reading.mask, z_loss)
-
-    return LayeredLoss(
-        names,
-        embed_of,
-        lambda variables, x, name: layer.apply(variables, x, names.index(name)),
-        loss_of,
-        loss_fn,
-        on_host,
-    )
-
-
-def next_token_loss(
-    model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0, deterministic: bool = False
-) -> Callable[..., jax.Array]:
-    """`loss_fn(variables, batch)` for tokens int32 (batch, seq + 1):
-    the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
-
-    A batch is its tokens, or for a `GPT` `{"tokens": ..., "segment_ids": ...}`, both (batch, seq + 1): documents that
-    are packed into sequences, each with its number. None sees another, nor is its first token anybody's next. 0 is the
-    number of padding, which does not count. Or it is `{"tokens": ..., "lengths": ...}`, lengths int (batch,): how many
-    tokens of each row come before its padding.
-
-    With experts, what their routers add is part of the loss: whatever the model has sown into the collection "losses".
-
-    Args:
-      model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
-      ignore_label: a next token that does not count, such as padding.
-      z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
-      deterministic: True drops nothing, whatever the config of a `GPT` says, as for evaluation. With a `dropout_rate`
-        the loss is `loss_fn(variables, batch, rngs={"dropout": key})` otherwise: see `make_train_step`.
-    """
-    check_loss_settings(model, ignore_label, z_loss)
-    check_flags(deterministic=deterministic)
-
-    def read(batch):
-        return Reading.of(batch, ignore_label)
-
-    def loss_of_gpt(variables, batch, rngs=None):
-        check_streams(model, rngs, deterministic)
-        of = read(batch)
-        options: Any = {"mask": of.mask, "z_loss": z_loss, "segment_ids": of.segment_ids, "lengths": of.lengths}
-        options |= {"deterministic": deterministic, "rngs": rngs}
-        loss, added = apply_with_losses(model, variables, of.tokens, of.labels, **options)
-        return jnp.asarray(loss) + added
-
-    def loss_of_logits(variables, tokens, rngs=None):
-        check_tokens(tokens, "(batch, seq + 1)", least=2)
-        of = read(tokens)
-        logits, added = apply_with_losses(model, variables, of.tokens, rngs=rngs)
-        return cross_entropy(jnp.asarray(logits), of.labels, mask=of.mask, z_loss=z_loss) + added
-
-    return _layered(model, read, z_loss, loss_of_gpt, deterministic) if isinstance(model, GPT) else loss_of_logits
 
 
 def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:

@@ -5,7 +5,12 @@ logits / temperature → the top_k most likely → of these the fewest that have
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+# Below it, logits are so many times as large that float32 ends: they are made smaller first.
+COLD = np.float32(1e-20)
+SMALLEST = np.finfo(np.float32).tiny  # smaller numbers are zero to XLA
 
 
 def choose_tokens(
@@ -20,14 +25,16 @@ def choose_tokens(
     Args:
       keys: random keys (batch,), so that a row's draw does not depend on the rows beside it; None takes the most likely
         token.
-      temperature: f32[], positive; below 1 prefers likely tokens.
+      temperature: f32[], positive; below 1 prefers likely tokens. The smallest draw the most likely token, or one of
+        those that are as likely.
       top_k: how many tokens may be drawn, and no more where several are as likely; None is all.
       top_p: f32[], above 0: a token may be drawn if those before it, in the order of their probabilities, have less
         than this together; None is every token that `top_k` leaves, whose probabilities are what is counted.
     """
     if keys is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / temperature
+    shift = jnp.where(temperature < COLD, jnp.max(logits, axis=-1, keepdims=True), 0)
+    logits = (logits - shift) / jnp.maximum(temperature, SMALLEST)
     draw = jax.vmap(jax.random.categorical)
     if top_k is None and top_p is None:
         return draw(keys, logits).astype(jnp.int32)
@@ -35,6 +42,6 @@ def choose_tokens(
     if top_p is not None:
         probabilities = jax.nn.softmax(likely, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        likely = jnp.where(before < top_p, likely, -jnp.inf)
+        likely = jnp.where(before < jnp.maximum(top_p, SMALLEST), likely, -jnp.inf)
     drawn = draw(keys, likely)[:, None]
     return jnp.take_along_axis(tokens, drawn, axis=-1)[:, 0].astype(jnp.int32)

@@ -20,9 +20,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from jax_fp8.core.ids import as_ids, check_ids, is_token
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes, parts_of_batch, sum_over_batch
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
@@ -41,6 +41,7 @@ def linear_cross_entropy(
     labels: jax.Array,
     *,
     mask: jax.Array | None = None,
+    mask_total: jax.Array | None = None,
     z_loss: float = 0.0,
     chunks: int | None = None,
     recipe: Recipe | None = None,
@@ -51,10 +52,13 @@ def linear_cross_entropy(
     Args:
       x: (batch, seq, hidden); its dtype is that of the products and of the logits, all else is float32.
       weight: (vocab, hidden), in the params' dtype; its gradient is added up in float32.
-      labels: int (batch, seq). One that counts and is not in [0, vocab) makes the loss NaN:
+      labels: int (batch, seq), of any integer dtype. One that counts and is not in [0, vocab) makes the loss NaN:
         it would be another token's otherwise.
       mask: (batch, seq), bool or weights that are not negative: which tokens count, and how much; None is all alike.
-        Where it is 0 everywhere, the loss is 0.
+        Where it is 0 everywhere, the loss is 0. A negative weight makes the loss NaN.
+      mask_total: f32 (batch,), what the weighted sum of all tokens is divided by, the same number beside each row;
+        None: the sum of the mask. For a part of a batch whose parts are averaged afterwards, it is the sum over the
+        whole batch, divided by the number of parts.
       z_loss: keeps the normalizer of the softmax near 1.
       chunks: parts of the sequence, a divisor of it; None picks parts of about 4,096 tokens, at most 16 of them.
       recipe: CurrentScaling() or BlockScaling() computes the head in FP8; None in the dtype of `x`.
@@ -70,8 +74,7 @@ def linear_cross_entropy(
             "linear_cross_entropy needs x (batch, seq, hidden), weight (vocab, hidden) and labels (batch, seq), "
             f"got {x.shape}, {weight.shape} and {labels.shape}; reshape them"
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"labels must be integers, got {labels.dtype}; pass token numbers")
+    check_ids("labels", labels)
     if mask is not None and mask.shape != labels.shape:
         raise ValueError(f"mask must have the shape of labels {labels.shape}, got {mask.shape}")
     if tensor is not None and tensor.sequence:  # own rows beside the labels of all: blocks of flattened tokens
@@ -82,19 +85,26 @@ def linear_cross_entropy(
         raise ValueError(f"chunks must divide the sequence, got {chunks=} and a sequence of {seq}")
     check_head(labels.size // chunks, weight.shape[0], weight.shape[1], recipe)
     with jax.named_scope("cross_entropy"):
-        of_tokens = _labels_and_shares(labels, mask, vocab)
+        of_tokens = _labels_and_shares(labels, mask, vocab, mask_total)
         static = _Static(chunks, z_loss, recipe, tensor, current_amax_axes())
         return _loss(static, *alike(x, weight, *of_tokens))
 
 
 def cross_entropy(
-    logits: jax.Array, labels: jax.Array, *, mask: jax.Array | None = None, z_loss: float = 0.0
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    mask_total: jax.Array | None = None,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """The same loss of logits (batch, seq, vocab) that are there already."""
-    return _loss_of(logits.astype(jnp.float32), *_labels_and_shares(labels, mask, logits.shape[-1]), z_loss)[0]
+    check_ids("labels", labels)
+    of_tokens = _labels_and_shares(labels, mask, logits.shape[-1], mask_total)
+    return _loss_of(logits.astype(jnp.float32), *of_tokens, z_loss)[0]
 
 
-def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
+def _labels_and_shares(labels, mask, vocab, mask_total=None) -> tuple[jax.Array, jax.Array]:
     """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq);
     NaN where one that counts is no token.
 
@@ -102,10 +112,11 @@ def _labels_and_shares(labels, mask, vocab) -> tuple[jax.Array, jax.Array]:
     alike, the share of each is that in a mean over all, times the number of parts.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    total = sum_over_batch(jnp.sum(weights)) / parts_of_batch()
-    shares = weights / jnp.maximum(total, np.float32(1e-30))
-    is_token = (labels >= 0) & (labels < vocab)
-    return jnp.where(is_token, labels, 0), nan_unless(is_token | (weights == 0), shares)
+    total = sum_over_batch(jnp.sum(weights)) / parts_of_batch() if mask_total is None else mask_total[:, None]
+    shares = weights / jnp.where(total > 0, total, 1)
+    labels = as_ids(labels)
+    known = is_token(labels, vocab)
+    return jnp.where(known, labels, 0), nan_unless((known & (weights > 0)) | (weights == 0), shares)
 
 
 @dataclass(frozen=True)

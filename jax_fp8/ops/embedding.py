@@ -2,6 +2,9 @@
 
 Each device looks up the tokens that it has, and zeros for others; the sum over the devices has every token's row, and
 no addition rounds. Gradients of a token are added up in float32, on the device that has its row.
+
+A number outside of the vocabulary has no row: what is looked up for it is NaN. So a wrong number makes the loss NaN,
+where the row of another token would make it a little worse.
 """
 
 from functools import partial
@@ -11,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.ids import as_ids, check_ids, is_token
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.kernels.cross_entropy import nan_unless
 from jax_fp8.kernels.explicit import lookup
 from jax_fp8.ops.collectives import gather_rows, reduce_rows
 
 
 def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The rows of `table` (vocab, hidden) of tokens int (batch, seq).
+    """The rows of `table` (vocab, hidden) of tokens int (batch, seq), of any integer dtype; NaN of what is no token.
 
     Args:
       tensor: in a step on shards, the axis that splits the vocabulary, or None.
@@ -27,6 +32,8 @@ def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dt
       (batch, seq, hidden): float32, or in `dtype` with `tensor`; with sequence parallelism this device's part of the
       rows, (batch, seq / size, hidden).
     """
+    check_ids("tokens", tokens)
+    tokens = as_ids(tokens)
     if tensor is None:
         return lookup(table.astype(jnp.float32), tokens)
     if tensor.sequence and tokens.shape[-1] % tensor.size:
@@ -43,23 +50,24 @@ def position_rows(
 ) -> jax.Array:
     """What to add to the rows that `embed` returns for tokens of this shape (batch, seq), which are in the positions
     `numbers`, int (batch, seq), or None: 0, 1, ... Rows (seq, hidden) or (batch, seq, hidden) of `positions`, or with
-    sequence parallelism those of this device's rows.
+    sequence parallelism those of this device's rows. NaN of a position that is not there.
     """
     batch, seq = tokens
     if tensor is None or not tensor.sequence:
-        return positions[:seq] if numbers is None else positions[numbers]
+        return positions[:seq] if numbers is None else lookup(positions, numbers)
     own = batch * seq // tensor.size
     own_rows = lax.axis_index(tensor.axis) * own + jnp.arange(own)
     of_rows = own_rows % seq if numbers is None else numbers.reshape(-1)[own_rows]
-    return positions[of_rows].reshape(*tensor.own_rows(tokens), -1)
+    return lookup(positions, of_rows).reshape(*tensor.own_rows(tokens), -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _embed(static, table, tokens):
     tensor, dtype = static
     own, is_own = _own_tokens(tensor, table, tokens)
-    rows = jnp.where(is_own[:, None], table[jnp.where(is_own, own, 0)], 0).astype(dtype)
-    return reduce_rows(rows, tensor)
+    missing = nan_unless(is_token(tokens, tensor.size * table.shape[0]), jnp.zeros(tokens.shape, jnp.float32))
+    rows = jnp.where(is_own[:, None], table[jnp.where(is_own, own, 0)], missing[:, None].astype(table.dtype))
+    return reduce_rows(rows.astype(dtype), tensor)
 
 
 def _forward(static, table, tokens):

@@ -43,6 +43,7 @@ class DrawingLoss:
 
     def __init__(self, loss_fn: Callable, rngs: Mapping[str, jax.Array]):
         self._loss_fn = loss_fn
+        self.whole_batch = getattr(loss_fn, "whole_batch", None)
         # As numbers of the program: an array would lie on one device.
         self._seeds = {name: (np.asarray(jax.random.key_data(key)), _impl(key)) for name, key in rngs.items()}
 
@@ -66,6 +67,17 @@ def drawn(loss_fn: Callable, state: TrainState, batch: Any, microbatch: int | ja
     numbers = jnp.asarray(microbatch, jnp.uint32) * rows + jnp.arange(rows, dtype=jnp.uint32)
     steps = jnp.broadcast_to(state.step.astype(jnp.uint32), numbers.shape)
     return DrawnBatch(batch, jnp.stack([steps, numbers], axis=1))
+
+
+def drawn_whole(loss_fn: Callable, state: TrainState, batch: Any, microbatches: int) -> Any:
+    """The same of a whole batch that is split afterwards: a loss that asks for it sees it before (see
+    `WholeBatchLoss`).
+    """
+    prepare = getattr(loss_fn, "whole_batch", None)
+    if microbatches > 1 and prepare is not None:
+        check_batch(batch, microbatches)
+        batch = prepare(batch)
+    return drawn(loss_fn, state, batch)
 
 
 def drawn_next(

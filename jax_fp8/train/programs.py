@@ -42,7 +42,7 @@ from jax_fp8.train.diagnostics import (
     observe,
     split_from_amaxes,
 )
-from jax_fp8.train.draws import drawn, drawn_next
+from jax_fp8.train.draws import drawn, drawn_next, drawn_whole
 from jax_fp8.train.gradients import added_by_gemms, list_gemms
 from jax_fp8.train.layers import Layers
 from jax_fp8.train.local_pass import LocalPass
@@ -105,7 +105,7 @@ class Programs:
 
     def step(self, state, batch, zeros):
         """A step; `zeros` are what its metrics are added to, and say which there are (train/cuda_graph.py)."""
-        batch = drawn(self.loss_fn, state, batch)
+        batch = drawn_whole(self.loss_fn, state, batch, self.microbatches)
         state, (value, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
         loss, aux = value if self.has_aux else (value, Aux({}, None))
         new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"), aux.collections)
@@ -116,7 +116,7 @@ class Programs:
 
     def diagnose(self, state, batch):
         """What a step would say of its numbers."""
-        return self._pass(state, drawn(self.loss_fn, state, batch), True)[2]["diagnostics"]
+        return self._pass(state, drawn_whole(self.loss_fn, state, batch, self.microbatches), True)[2]["diagnostics"]
 
     def no_diagnostics(self, state, batch) -> Diagnostics:
         """Zeros, on the host."""
@@ -161,7 +161,7 @@ class Programs:
 
     def warm(self, state, batch):
         """The state with first scales where it has none yet, and what the pass says of it (train/warming.py)."""
-        batch = drawn(self.loss_fn, state, batch)
+        batch = drawn_whole(self.loss_fn, state, batch, self.microbatches)
         self._check(state, batch, self.microbatches)
         find = self._local.first_amaxes
         with reached_rows() as reached:

@@ -15,7 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.parallel.names import without_names
 from jax_fp8.parallel.placement import Placement
-from jax_fp8.train.checks import check_holds_arrays, check_is, check_optimizer, check_variables
+from jax_fp8.train.checks import (
+    check_holds_arrays,
+    check_integers_are_kept,
+    check_is,
+    check_optimizer,
+    check_variables,
+)
 from jax_fp8.train.loss_aux import OWN_COLLECTIONS, others_of
 from jax_fp8.train.serialization import register_serialization
 from jax_fp8.train.weight_cache import refresh
@@ -114,6 +120,7 @@ def check_given(state: Any, batch: Any) -> None:
     """Raise unless these can be what a step takes."""
     check_is("state", state, TrainState, STATE_REMEDY)
     check_holds_arrays(batch)
+    check_integers_are_kept(batch)
 
 
 def placed_state(placement: Placement, state: TrainState) -> TrainState:

@@ -215,6 +215,7 @@ class TrainStep:
           microbatch: as the loss takes it.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
+        check_given(state, microbatch)
         check_flag(is_first_microbatch)
         check_not_donated(state, pending)
         if not self._donate:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fp8.core.layered_loss import LayeredLoss, of_layer
+from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss, of_layer
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 VARIABLES = {
@@ -64,3 +64,9 @@ def test_variables_of_one_layer():
     assert of_layer(VARIABLES, "layer_1") == {"params": {"layer_1": 3}, "fp8": {"layer_1": 11}}
     assert of_layer(VARIABLES, "layer_2") == {"params": {"layer_2": 4}}
     assert of_layer(VARIABLES, "layer_3") == {}
+
+
+def test_a_loss_of_whole_batches_is_a_function_that_says_so():
+    loss = WholeBatchLoss(lambda variables, batch, scale=1: scale * (variables + batch), lambda batch: 10 * batch)
+    assert loss(1, 2) == 3 and loss(1, 2, scale=4) == 12 and loss.whole_batch(2) == 20
+    assert LayeredLoss((), abs, abs, abs).whole_batch is None

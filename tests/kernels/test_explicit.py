@@ -93,6 +93,17 @@ def test_lookup(table_spec):
     assert gradient.sharding.is_equivalent_to(placed[0].sharding, 2)
 
 
+@pytest.mark.versions
+@pytest.mark.parametrize("table_spec", [None, (), ("tensor",), (None, "tensor")], ids=str)
+def test_lookup_of_what_is_not_there(table_spec):
+    table, indices = integers(0, 16, 8), np.int32([[0, 15, 16, -1], [-16, 2**31 - 1, -(2**31), 3]] * 4)
+    placed = (table, indices) if table_spec is None else (put(table, *table_spec), put(indices, "data"))
+    got = np.asarray(jax.jit(explicit.lookup)(*placed))
+    is_there = (indices >= 0) & (indices < 16)
+    np.testing.assert_array_equal(got, np.where(is_there[..., None], table[indices % 16], np.nan))
+    assert is_there.any() and not is_there.all()
+
+
 @pytest.mark.parametrize("table_spec", [(), ("data",), (None, "data"), ("data", "tensor")], ids=str)
 def test_whole(table_spec):
     table = integers(0, 16, 8)

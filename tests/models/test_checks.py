@@ -98,6 +98,20 @@ def test_tokens_of_a_model(tokens, message):
             'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or .* got one of \'tokens\'',
         ),
         (None, r"tokens must be an integer array \(batch, seq \+ 1\), got None"),
+        ({"labels": TOKENS, "lengths": TOKENS[:, 0]}, "got one of 'labels', 'lengths'; name its arrays so, and leave"),
+        (
+            {"tokens": TOKENS, "attention_mask": TOKENS},
+            '"lengths", and with either or alone of "loss_mask" or "labels", .*, got one of .*\'attention_mask\'',
+        ),
+        ({"tokens": TOKENS, "loss_mask": TOKENS, "labels": TOKENS}, "told by loss_mask or by labels, got both; pass"),
+        (
+            {"tokens": TOKENS, "loss_mask": TOKENS[:, 1:]},
+            r"loss_mask must be a bool or real array \(2, 17\), one .*, got int32\[2, 16\]; cast or reshape it",
+        ),
+        ({"tokens": TOKENS, "loss_mask": TOKENS * 1j}, r"loss_mask must be a bool or real .*, got complex64\[2, 17\]"),
+        ({"tokens": TOKENS, "loss_mask": [[1]]}, "loss_mask must be a bool or real .*, got a list"),
+        ({"tokens": TOKENS, "labels": TOKENS * 1.0}, r"labels must be an integer array \(2, 17\), .*got float32"),
+        ({"tokens": TOKENS, "labels": TOKENS == 0}, r"labels must be an integer array \(2, 17\), .*got bool"),
     ],
 )
 def test_tokens_of_a_loss(tokens, message):
@@ -116,6 +130,12 @@ def test_tokens_of_a_loss(tokens, message):
             "z_loss must be a finite number that is not negative, got -1",
         ),
         (lambda: fp8.next_token_loss(MODEL, ignore_label=0.5), "ignore_label must be an integer .*, got 0.5"),
+        (
+            lambda: fp8.next_token_loss(MODEL, ignore_label=2**31),
+            "ignore_label must be an integer from .*, got 2147483",
+        ),
+        (lambda: call(TOKENS, TOKENS * 1.0), r"labels must be integers, got float32\[2, 17\]; pass token numbers"),
+        (lambda: call(TOKENS, TOKENS > 0), r"labels must be integers, got bool\[2, 17\]; pass token numbers"),
         (
             lambda: call(TOKENS, config="gpt2-124m"),
             r"config must be a GPTConfig, got 'gpt2-124m'; pass GPTConfig.preset",

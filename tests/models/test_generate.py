@@ -188,10 +188,25 @@ def test_on_a_mesh_with_explicit_axes():
     np.testing.assert_array_equal(on_mesh, write(model, variables))
 
 
+@pytest.mark.versions
+def test_prompts_of_every_dtype():
+    model = MODELS["learned"]
+    variables = made(model)
+    expected = write(model, variables)
+    for dtype in (np.int8, np.uint8, np.uint16, np.int64):
+        np.testing.assert_array_equal(write(model, variables, PROMPT.astype(dtype), LENGTHS.astype(dtype)), expected)
+    assert (write(model, variables, (PROMPT + 1) % VOCAB) != expected).any()  # negative control
+
+
 REFUSED = {
     "too long": ({"max_new_tokens": 18}, "reads so many tokens, .* got a prompt of 16 and max_new_tokens=18; cut the"),
     "nothing to write": ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
     "no prompts": ({"prompt": PROMPT[0]}, r"tokens must be an integer array \(batch, seq\), got int32\[16\]"),
+    "no token of 8 bits": (
+        {"prompt": np.uint8(PROMPT) - np.uint8(100)},
+        "prompt must be tokens of the vocabulary, from 0 to 63, got 1",
+    ),
+    "no token of 64 bits": ({"prompt": PROMPT + np.int64(2**32)}, "prompt must be tokens .* got 42949"),
     "no token": ({"prompt": PROMPT + 60}, "prompt must be tokens of the vocabulary, from 0 to 63, got "),
     "lengths of others": ({"lengths": [3, 4]}, "lengths must be integers, one for each of the 3 prompts, got int64"),
     "an empty prompt": ({"lengths": [0, 4, 4]}, "lengths must be from 1 to 16, the tokens of a row, got 0; leave"),

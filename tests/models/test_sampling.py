@@ -61,3 +61,29 @@ def test_of_equal_tokens_no_more_than_top_k_are_drawn():
 def test_the_most_likely_token():
     chosen = choose_tokens(jnp.stack([LOGITS, -LOGITS]), None, jnp.float32(0), None, None)
     assert chosen.dtype == jnp.int32 and chosen.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("options", [(None, None), (5, None), (None, 0.9), (4, 1e-45)], ids=str)
+@pytest.mark.parametrize("temperature", [1e-7, 1e-20, 1e-36, 1.2e-38, 1e-38, 1e-42, 1e-45, 0.0])
+def test_the_smallest_temperatures_draw_the_most_likely_token(temperature, options):
+    """Numbers below 1.2e-38 are zero to the compiler, and logits over small numbers are infinite."""
+    logits = jnp.stack([LOGITS, -LOGITS, 1e4 * LOGITS, LOGITS - 50])
+    top_k, top_p = options[0], None if options[1] is None else jnp.float32(options[1])
+    choose = jax.jit(choose_tokens, static_argnums=3)
+    for seed in range(4):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        assert choose(logits, keys, np.float32(temperature), top_k, top_p).tolist() == [5, 6, 5, 5]
+    warm = [choose(logits, jax.random.split(jax.random.key(seed), 4), 2.0, None, None).tolist() for seed in range(4)]
+    assert any(found[0] != 5 for found in warm)  # negative control
+
+
+def test_the_smallest_temperatures_draw_any_of_the_most_likely_tokens():
+    keys = jax.random.split(jax.random.key(0), 200)
+    logits = jnp.broadcast_to(jnp.float32([0, 3, 1, 3]), (200, 4))
+    assert set(np.asarray(choose_tokens(logits, keys, jnp.float32(1e-40), None, None))) == {1, 3}
+
+
+def test_the_largest_temperatures_draw_anything():
+    keys = jax.random.split(jax.random.key(0), 400)
+    logits = jnp.broadcast_to(LOGITS, (400, 8))
+    assert set(np.asarray(choose_tokens(logits, keys, jnp.float32(3e38), None, None))) == set(range(8))

@@ -134,6 +134,48 @@ def test_nothing_to_count():
     assert not np.any(dweight)
 
 
+@pytest.mark.parametrize("weight", [1e-36, 1e-30, 1e30])
+def test_weights_of_any_size_are_relative(weight):
+    x, head, labels = inputs()
+    mask = np.ones((BATCH, SEQ), np.float32)
+    expected = compute(x, head, labels, mask=mask)[0]
+    assert float(compute(x, head, labels, mask=weight * mask)[0]) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, -np.inf])
+def test_a_weight_that_is_none(weight):
+    x, head, labels = inputs()
+    mask = jnp.ones((BATCH, SEQ)).at[1, 5].set(weight)
+    logits = jnp.einsum("bsh,vh->bsv", x, head)
+    assert np.isnan(compute(x, head, labels, mask=mask)[0]) and np.isnan(cross_entropy(logits, labels, mask=mask))
+
+
+def test_the_total_of_a_whole_batch():
+    """The mean of the losses of two parts is that of the whole, with its gradients."""
+    x, weight, labels = inputs()
+    mask = jnp.asarray(MASKS["weights"]) * jnp.array([[1.0], [0.0], [0.1], [0.0]])
+    expected = compute(x, weight, labels, mask=mask)
+    total = jnp.full(BATCH // 2, jnp.sum(mask) / 2)
+    halves = [
+        compute(x[part], weight, labels[part], mask=mask[part], mask_total=total) for part in (np.s_[::2], np.s_[1::2])
+    ]
+    assert sum(float(half[0]) for half in halves) / 2 == pytest.approx(float(expected[0]), rel=1e-6)
+    reference.assert_close((halves[0][2] + halves[1][2]) / 2, expected[2], "float32")
+    own = [compute(x[part], weight, labels[part], mask=mask[part])[0] for part in (np.s_[::2], np.s_[1::2])]
+    assert abs(np.mean(own) - float(expected[0])) > 1e-2  # negative control
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_labels_of_any_dtype(dtype):
+    x, _, labels = inputs()
+    weight = jax.random.normal(jax.random.key(4), (300, HIDDEN))  # a vocabulary that 8 bits do not hold
+    logits = jnp.einsum("bsh,vh->bsv", x, weight)
+    for of in (lambda labels: linear_cross_entropy(x, weight, labels), lambda labels: cross_entropy(logits, labels)):
+        assert float(of(labels.astype(dtype))) == pytest.approx(float(of(labels)), rel=1e-6)
+    grads = [jax.grad(linear_cross_entropy)(x, weight, kind) for kind in (labels, labels.astype(dtype))]
+    np.testing.assert_array_equal(*grads)
+
+
 def test_a_masked_token_has_no_influence():
     x, weight, labels = inputs()
     mask = jnp.ones((BATCH, SEQ), bool).at[1, 5].set(False)
@@ -187,6 +229,8 @@ def test_errors():
         linear_cross_entropy(x, weight, labels[:, :-1])
     with pytest.raises(ValueError, match="labels must be integers, got float32"):
         linear_cross_entropy(x, weight, labels.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"labels must be integers, got bool\[4, 24\]"):
+        cross_entropy(jnp.zeros((BATCH, SEQ, VOCAB)), labels > 0)
     with pytest.raises(ValueError, match=r"mask must have the shape of labels \(4, 24\), got \(4,\)"):
         linear_cross_entropy(x, weight, labels, mask=jnp.ones(4))
     with pytest.raises(ValueError, match=r"the head needs CurrentScaling\(\), BlockScaling\(\) or None, got Delayed"):

@@ -80,3 +80,57 @@ def test_a_sequence_that_cannot_be_split_is_refused():
         ValueError, match=r"tensor=4 needs sequences that it divides, got tokens \(2, 10\); pad the seq"
     ):
         embed(TABLE, TOKENS[:, :10], SEQUENCE, jnp.float32)
+
+
+@pytest.mark.parametrize("tensor", [None, WHOLE, SEQUENCE], ids=["one", "tensor", "sequence"])
+def test_what_is_no_token_has_no_row(tensor):
+    """And adds no gradient: those of tokens keep their bits."""
+    wrong = TOKENS.at[0, 3].set(-1).at[1, 7].set(VOCAB).at[1, 8].set(2**31 - 1)
+    weights = jax.random.normal(jax.random.key(2), (*SHAPE, HIDDEN))
+
+    def look_up(table, tokens):
+        return flat(embed(table, tokens, tensor, jnp.float32))
+
+    def pull_back(table, tokens, weights):
+        rows, pull = jax.vjp(lambda table: look_up(table, tokens), table)
+        return pull(weights[: rows.size].reshape(rows.shape) if tensor is None else weights)[0]
+
+    if tensor is None:
+        rows, gradient = look_up(TABLE, wrong), pull_back(TABLE, wrong, weights.reshape(-1, HIDDEN))
+    else:
+        split = P("tensor") if tensor.sequence else P()
+        rows = over_tensor(look_up, TABLE, wrong, in_specs=(P("tensor"), P()), out_specs=split)
+        specs = P("tensor"), P(), split
+        gradient = over_tensor(
+            pull_back, TABLE, wrong, weights.reshape(-1, HIDDEN), in_specs=specs, out_specs=P("tensor")
+        )
+    is_wrong = np.zeros(SHAPE, bool)
+    is_wrong[[0, 1, 1], [3, 7, 8]] = True
+    np.testing.assert_array_equal(rows, np.where(is_wrong[..., None], np.nan, TABLE[TOKENS]).reshape(-1, HIDDEN))
+    counted = jnp.where(is_wrong[..., None], 0, weights)
+    expected = jax.grad(lambda table: jnp.sum(table[TOKENS] * counted))(TABLE)
+    np.testing.assert_allclose(gradient, expected, 1e-6, 1e-6)
+
+
+def test_a_table_of_one_device_keeps_the_bits_of_a_plain_look_up():
+    weights = jax.random.normal(jax.random.key(2), (*SHAPE, HIDDEN))
+    table = TABLE.astype(jnp.bfloat16)
+
+    def value_and_grad(look_up):
+        return jax.jit(jax.value_and_grad(lambda table: jnp.sum(look_up(table) * weights)))(table)
+
+    ours = value_and_grad(lambda table: embed(table, TOKENS.astype(jnp.uint8), None, jnp.float32))
+    plain = value_and_grad(lambda table: table.astype(jnp.float32)[TOKENS])
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
+def test_a_position_that_is_not_there_has_no_row():
+    table = jnp.arange(16.0)[:, None] * jnp.ones(HIDDEN)
+    rows = position_rows(table, (1, 4), None, jnp.int32([[0, 15, 16, -1]]))
+    np.testing.assert_array_equal(rows[0, :, 0], [0, 15, np.nan, np.nan])
+
+
+@pytest.mark.parametrize("tokens", [TOKENS * 1.0, TOKENS > 0], ids=["float32", "bool"])
+def test_tokens_are_integers(tokens):
+    with pytest.raises(ValueError, match=r"tokens must be integers, got .*\[2, 12\]; pass token numbers"):
+        embed(TABLE, tokens, None, jnp.float32)

@@ -1,5 +1,7 @@
 """Which keys a loss draws from: of their own for each step, microbatch and device, and the same when a run goes on."""
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import optax
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.train.draws import DrawingLoss, DrawnBatch, drawn
+from jax_fp8.core.layered_loss import WholeBatchLoss
+from jax_fp8.train.draws import DrawingLoss, DrawnBatch, drawn, drawn_whole
 
 SEEDS = {"dropout": jax.random.key(5), "noise": jax.random.key(6)}
 BATCH, ROWS = {"x": jnp.ones((8, 4)), "scalar": jnp.float32(1)}, 8
@@ -120,3 +123,18 @@ def test_what_is_refused(rngs, message):
         fp8.make_train_step(loss_fn, optax.sgd(0.0), None, rngs=rngs)
     with pytest.raises(ValueError, match="with rngs a batch must have rows"):
         losses(1, batch={"scalar": jnp.float32(1)})
+
+
+def test_a_loss_sees_the_whole_batch_before_it_is_split():
+    loss = WholeBatchLoss(lambda _, batch: jnp.mean(batch), Mock(side_effect=lambda batch: 2 * batch))
+    x = BATCH["x"]
+    assert jnp.array_equal(drawn_whole(loss, STATE, x, 2), 2 * x)
+    with_rows = drawn_whole(DrawingLoss(loss, SEEDS), STATE, x, 2)
+    assert jnp.array_equal(with_rows.batch, 2 * x) and with_rows.rows.shape == (ROWS, 2)
+    assert loss.whole_batch.call_count == 2
+    assert drawn_whole(loss, STATE, x, 1) is x and drawn_whole(loss_fn, STATE, x, 2) is x
+    with pytest.raises(
+        ValueError, match="microbatches must divide the batch size, got microbatches=3 and a batch of 8"
+    ):
+        drawn_whole(loss, STATE, x, 3)
+    assert loss.whole_batch.call_count == 2

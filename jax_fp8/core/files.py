@@ -174,9 +174,9 @@ def is_plain_name(name: Any) -> bool:
     return len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, most: int = SHOWN) -> str:
     """A value that a file has, for a message: on one line, and not longer than a message may be."""
-    return shortened(repr(value[:SHOWN] if isinstance(value, str | bytes | list) else value))
+    return shortened(repr(value[:most] if isinstance(value, str | bytes | list) else value), most)
 
 
 def shortened(text: str, most: int = SHOWN) -> str:

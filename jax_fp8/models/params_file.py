@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from jax_fp8.core.checks import describe
-from jax_fp8.core.files import MOST_DEPTH, Unreadable, parse_json, shown
+from jax_fp8.core.files import MOST_DEPTH, Unreadable, parse_json, shortened, shown
 from jax_fp8.core.paths import put_at_path
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.limits import config_of
@@ -121,7 +120,7 @@ def named_leaves(params) -> dict[str, Any]:
 
 
 def _check_is_file(path) -> None:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"params must be read from a file, but there is none at {path}; save one by save_params")
 
 
@@ -135,7 +134,8 @@ def _check_is_tree(path, names) -> None:
             parent = ".".join(parts[:number])
             if parent in names:
                 raise ValueError(
-                    f"{path} must have names that are paths to one array each, got {parent} and {name}; rename one"
+                    f"{path} must have names that are paths to one array each, got {shortened(parent)} and "
+                    f"{shortened(name)}; rename one"
                 )
 
 
@@ -143,7 +143,8 @@ def _check_names(path, names, wanted) -> None:
     for name in sorted(names ^ wanted):
         here, there = ("the file", "the model") if name in names else ("the model", "the file")
         raise ValueError(
-            f"{path} must have the params of the model, but {name} is in {here} and not in {there}; rename it"
+            f"{path} must have the params of the model, but {shortened(name)} is in {here} and not in {there}; "
+            "rename it"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.files import Unreadable, parse_json, reading, replacing, shown
+from jax_fp8.core.files import Unreadable, parse_json, reading, replacing, shortened, shown
 
 DTYPES = {
     "F32": "float32",
@@ -66,8 +66,8 @@ def map_arrays(path: str | os.PathLike) -> dict[str, np.ndarray]:
     for name, entry in described.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(
-                f"{path} must have dtypes of {', '.join(DTYPES)}, got {shown(entry['dtype'])[1:-1]} for {name}; "
-                "convert it first"
+                f"{path} must have dtypes of {', '.join(DTYPES)}, got {shown(entry['dtype'])[1:-1]} for "
+                f"{shortened(name)}; convert it first"
             )
         (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
         dtype = jnp.dtype(DTYPES[entry["dtype"]])

@@ -23,6 +23,8 @@ MOST = {
     "num_experts": 2**14,
     "experts_per_token": 2**14,
 }
+FLOATS = ("rotary_base", "norm_epsilon", "router_aux_loss", "router_z_loss", "dropout_rate", "attention_dropout_rate")
+MOST_LENGTH = 2**31 - 1  # tokens of the texts before rotary positions were scaled
 MOST_TENSORS = 2**21  # of all layers with all experts
 
 
@@ -55,6 +57,23 @@ def config_of(described: Any, where: str) -> GPTConfig:
         raise ValueError(f"{where} must describe a model by the fields of a GPTConfig, got {shown(described)}")
     check_limits(described, where)
     try:
-        return GPTConfig.from_dict(described)
+        return GPTConfig.from_dict(_with_floats(described))
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{where} must describe a model: {shortened(str(error), 300)}") from None
+
+
+def _with_floats(described: Mapping[str, Any]) -> dict[str, Any]:
+    """With floats where JSON has whole numbers, which may be larger than an array can take."""
+    floats = {name: _as_float(described[name]) for name in FLOATS if name in described}
+    scaling = described.get("rotary_scaling")
+    if isinstance(scaling, Mapping):
+        length = scaling.get("original_length", 1)
+        if isinstance(length, int) and length > MOST_LENGTH:
+            raise ValueError(f"original_length of a RotaryScaling must be at most {MOST_LENGTH:,}, got {shown(length)}")
+        others = {name: _as_float(value) for name, value in scaling.items() if name != "original_length"}
+        floats["rotary_scaling"] = {**scaling, **others}
+    return {**described, **floats}
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

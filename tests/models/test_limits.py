@@ -36,6 +36,12 @@ def test_presets_are_within_the_limits(name):
         ({"activation": {}}, "here must describe a model: "),
         ({"rotary_scaling": {"fact": 1}}, "here must describe a model: "),
         ({"rotary_scaling": 5}, "here must describe a model: "),
+        ({"rotary_scaling": {"factor": 10**400}}, "here must describe a model: int too large to convert to float"),
+        (
+            {"positions": "rotary", "rotary_scaling": {"factor": 8, "original_length": 2**63}},
+            "here must describe a model: original_length of a RotaryScaling must be at most 2,147,483,647, got 9223",
+        ),
+        ({"norm_epsilon": 10**400}, "here must describe a model: int too large to convert to float"),
         ({"unknown": 5}, "here must describe a model: a GPTConfig is made of its fields"),
     ],
     ids=str,
@@ -47,6 +53,14 @@ def test_shapes_of_no_model(changes, sentence):
         config_of(TINY | changes, "here")
     assert time.monotonic() - began < 1
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_whole_numbers_become_floats():
+    """Or jax would take them for int32, in which 2**63 has no room."""
+    changes = {"positions": "rotary", "rotary_base": 2**63, "rotary_scaling": {"factor": 2**63}}
+    found = config_of(TINY | changes, "here")
+    assert isinstance(found.rotary_base, float) and isinstance(found.rotary_scaling.factor, float)
+    assert (found.rotary_base, found.rotary_scaling.factor) == (2.0**63, 2.0**63)
 
 
 def test_what_describes_nothing():

@@ -167,8 +167,7 @@ def _read_rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
             "remove one"
         )
     found = fields.part("rope_parameters") or fields.part("rope_scaling")
-    base = Fields({"rope_theta": found["rope_theta"]}, fields.where, fields.family) if "rope_theta" in found else fields
-    base = base.number("rope_theta")
+    base = (Fields(found, fields.where, fields.family) if "rope_theta" in found else fields).number("rope_theta")
     kind = found.get("rope_type", found.get("type"))
     plain = {"rope_theta": found.get("rope_theta"), "rope_type": kind, "type": kind, "partial_rotary_factor": 1.0}
     others = {name: value for name, value in found.items() if name not in plain or plain[name] != value}
@@ -177,8 +176,10 @@ def _read_rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
     if kind != "llama3" or set(others) != set(SCALING.values()) or not all(map(is_number, others.values())):
         wanted = f"default, or llama3 with {', '.join(SCALING.values())}"
         raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {shown(found, 300)}")
+    length = Fields(found, fields.where, fields.family).integer(SCALING["original_length"])
+    numbers = {name: float(found[theirs]) for name, theirs in SCALING.items()}
     try:
-        return base, RotaryScaling(**{name: found[theirs] for name, theirs in SCALING.items()})
+        return base, RotaryScaling(**(numbers | {"original_length": length}))
     except ValueError as error:
         raise ValueError(f"{fields.where} must describe a model: {shortened(str(error), 300)}") from error
 

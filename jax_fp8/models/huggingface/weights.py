@@ -128,9 +128,9 @@ def _files_of(path: Path) -> list[Path]:
     where = _read_json(path / INDEX, "it names the parts").get("weight_map")
     if not isinstance(where, dict):
         raise ValueError(f"{path / INDEX} must have an object weight_map, got {shown(where)}; copy it again")
-    wrong = next((name for name in where.values() if not is_plain_name(name)), None)
-    if wrong is not None:
-        raise ValueError(f"{path / INDEX} must name files of its own folder, got {shown(wrong)}; copy it again")
+    wrong = [name for name in where.values() if not is_plain_name(name)]
+    if wrong:
+        raise ValueError(f"{path / INDEX} must name files of its own folder, got {shown(wrong[0])}; copy it again")
     files = [path / name for name in sorted(set(where.values()))]
     missing = [file.name for file in files if not os.path.isfile(file)]
     if missing or not files:

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,19 +139,21 @@ def read_text(path: str | os.PathLike, most: int | None = MOST_BYTES) -> str:
         raise Unreadable(f"bytes that are not UTF-8, the first at {error.start:,}") from None
 
 
-def read_json(path: str | os.PathLike, most: int = MOST_BYTES, constants: bool = False) -> dict[str, Any]:
-    """The JSON object that a file is; `Unreadable` where it is none. `constants` as in `parse_json`."""
-    return parse_json(read_text(path, most), constants)
+def read_json(
+    path: str | os.PathLike, most: int = MOST_BYTES, constant: Callable[[str], Any] | None = None
+) -> dict[str, Any]:
+    """The JSON object that a file is; `Unreadable` where it is none. `constant` as in `parse_json`."""
+    return parse_json(read_text(path, most), constant)
 
 
-def parse_json(text: str | bytes, constants: bool = False) -> dict[str, Any]:
+def parse_json(text: str | bytes, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
     """The JSON object that a text is; `Unreadable` where it is none.
 
     Args:
-      constants: whether NaN and Infinity may stand for numbers, as Python writes them.
+      constant: what NaN and Infinity stand for, which Python writes and JSON does not have; None refuses them.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_without_twins, parse_constant=float if constants else _no_constant)
+        found = json.loads(text, object_pairs_hook=_without_twins, parse_constant=constant or _no_constant)
     except Unreadable:
         raise
     except RecursionError:

@@ -206,7 +206,7 @@ def test_json_that_is_read(tmp_path):
         content = {"deeper": content}
     (tmp_path / "file").write_text(json.dumps(content))
     assert read_json(tmp_path / "file") == content
-    assert parse_json('{"a": Infinity}', constants=True) == {"a": float("inf")}
+    assert parse_json('{"a": Infinity}', float) == {"a": float("inf")}
 
 
 def test_names_that_stay_in_their_folder():

@@ -218,8 +218,8 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def read_last(folder: Path, needed: tuple[str, ...] = ()) -> dict[str, Any] | None:
-    """The notes of the last checkpoint in a folder, which must have these entries. No more than a file is read: with Orbax, all processes would have
-    to come.
+    """The notes of the last checkpoint in a folder, which must have these entries. No more than a file is read: with
+    Orbax, all processes would have to come.
     """
     steps = steps_in(folder)
     if not steps:

@@ -20,6 +20,7 @@ from text import PairEncoder
 
 import jax_fp8 as fp8
 from jax_fp8.core.files import Unreadable, read_text, write_text
+from jax_fp8.streams import one_line, surviving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +63,15 @@ def check_is_alone(beside: Path, tokenizer: str | None) -> None:
 
 
 def main(argv: list[str]) -> int:
+    with surviving() as streams:
+        return streams.status(_main(argv))
+
+
+def _main(argv: list[str]) -> int:
     try:
         print(export(command_line.read(Export, argv, "Write the params of a run to a file.")))
     except (ValueError, OSError) as error:
-        print(f"export.py: {error}", file=sys.stderr)
+        print(f"export.py: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

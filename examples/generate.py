@@ -30,6 +30,7 @@ from text import ByteEncoder, Encoder, PairEncoder
 import jax_fp8 as fp8
 from jax_fp8.core.files import Unreadable, read_json
 from jax_fp8.models.limits import config_of
+from jax_fp8.streams import one_line, surviving
 
 PARAMS = ".safetensors"
 
@@ -175,6 +176,11 @@ def go_on(trained: Trained, wish: Wish) -> str:
 
 
 def main(argv: list[str]) -> int:
+    with surviving() as streams:
+        return streams.status(_main(argv))
+
+
+def _main(argv: list[str]) -> int:
     try:
         wish = read_wish(argv)
         check(wish)
@@ -182,7 +188,7 @@ def main(argv: list[str]) -> int:
         print(trained.origin, file=sys.stderr)
         print(go_on(trained, wish))
     except (ValueError, OSError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        print(f"generate.py: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,7 +1,9 @@
 """What a run leaves: its folder `runs/<name>/`, with config.json, the logs of logs.py, the picture loss.png, and
 the tokenizer."""
 
+import contextlib
 import errno
+import fcntl
 import importlib.metadata
 import io
 import json
@@ -10,12 +12,14 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 from logs import LOGS, METRICS, Log
 from matplotlib.figure import Figure
+from notes import CannotResume
 
 from jax_fp8.core.files import write_bytes, write_text
 
@@ -78,6 +82,28 @@ class Folder:
                 f"a run writes up to {math.ceil(size / 2**20):,} MiB, got {error.strerror} in {self.path.parent}; "
                 "free some space, or choose another folder by --output"
             ) from None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from going on with the run meanwhile: rows and checkpoints of both would mix. The system
+        takes the lock away when the process ends, however it does.
+        """
+        if not self.is_written:
+            yield
+            return
+        number = os.open(self.path, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # of a file system without locks
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise CannotResume(
+                        f"a run must be alone in its folder, but another process is writing to {self.path}; wait until "
+                        "it has ended, or choose another --name"
+                    ) from None
+            yield
+        finally:
+            os.close(number)
 
     def like_that_of_the_first(self, path: Path, goes_on: bool) -> "Folder":
         """Of a process that writes no log: where the first one writes, and all of them their parts of checkpoints."""

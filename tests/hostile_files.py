@@ -9,7 +9,8 @@ import random as randomness
 from typing import Any
 
 VALUES = (
-    None, True, False, 0, -1, 1, 2.5, 10**9, 2**63, 10**400, 1e300, "", "a", "../x", "/etc/hostname", "a\0b", "x" * 5000,
+    None, True, False, 0, -1, 1, 2.5, 10**9, 2**63, 10**400, 1e300, "", "a", "../x", "/etc/hostname", "a\0b",
+    "x" * 5000,
     [], {}, [[]], [1, "a"], {"a": 1}, "\ud800", "1", [None],
 )  # fmt: skip
 TEXTS = ("", "null", "[]", "3", '"a"', "{", "{}}", "\x00\x01", "[" * 5000, '{"a":' * 5000, "NaN", "{'a': 1}")

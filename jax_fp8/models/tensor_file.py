@@ -115,8 +115,8 @@ def _check_can_be_written(name: str, tensor: Tensor) -> None:
         raise ValueError(f"the name of an array in a file must be plain text other than {METADATA}, got {shown(name)}")
     if jnp.dtype(tensor.dtype) not in NAMES:
         raise ValueError(
-            f"arrays in a safetensors file must be of {', '.join(DTYPES.values())}, got {jnp.dtype(tensor.dtype).name} for {name}; "
-            "pass dtype, or cast it first"
+            f"arrays in a safetensors file must be of {', '.join(DTYPES.values())}, got "
+            f"{jnp.dtype(tensor.dtype).name} for {name}; pass dtype, or cast it first"
         )
 
 

@@ -57,7 +57,9 @@ OTHERS = {
     "a list of rates": lambda content: content | {"rates": [content["rates"]]},
     "a gpu that is a list": lambda content: content | {"gpu": ["h200"]},
     "a rate that is a number": lambda content: content | {"rates": content["rates"] | {"wire": 1e9}},
-    "a source that is a number": lambda content: content | {"rates": content["rates"] | {"wire": {"value": 1, "from": 3}}},
+    "a source that is a number": lambda content: content | {
+        "rates": content["rates"] | {"wire": {"value": 1, "from": 3}}
+    },
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8.models.huggingface import layouts, weights
 
+pytestmark = pytest.mark.versions
 pytest.importorskip("safetensors.numpy")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jax_fp8.streams import Stream, Streams, one_line, surviving
 
+pytestmark = pytest.mark.versions
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import importlib.util, os, sys

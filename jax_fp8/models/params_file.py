@@ -53,7 +53,7 @@ def save_params(
                 f"params to save must lie on devices of this process, but {name} does not; gather them first, as "
                 "jax.experimental.multihost_utils.process_allgather(params, tiled=True) does"
             )
-        if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.extended):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"params to save must be plain arrays, got {describe(leaf)} for {name}; take jax.random.key_data(key)"
             )

@@ -170,10 +170,10 @@ def _describe(problem: GemmProblem) -> str:
 def _parse(path: Path) -> GemmTable:
     try:
         content = read_json(path)
-        entries, made_on = content.get("gemms"), [content.get("device"), content.get("cublaslt")]
-        if not isinstance(entries, list) or not all(isinstance(name, str) for name in made_on):
+        entries, device, cublaslt = (content.get(name) for name in ("gemms", "device", "cublaslt"))
+        if not isinstance(entries, list) or not isinstance(device, str) or not isinstance(cublaslt, str):
             raise Unreadable("no device, cublaslt and list of gemms")
-        return GemmTable(*made_on, tuple(map(_read, entries)))
+        return GemmTable(device, cublaslt, tuple(map(_read, entries)))
     except Unreadable as error:
         raise ValueError(
             f"a table of tuned GEMMs must be a file that jax_fp8 wrote, got {path} ({error}); move it away and tune "

@@ -12,6 +12,8 @@ import pytest
 from jax_fp8.core import files
 from jax_fp8.core.files import Unreadable, is_plain_name, parse_json, read_bytes, read_json, read_text, replacing
 
+pytestmark = pytest.mark.versions
+
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 

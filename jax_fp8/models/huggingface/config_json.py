@@ -177,9 +177,9 @@ def _read_rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
         wanted = f"default, or llama3 with {', '.join(SCALING.values())}"
         raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {shown(found, 300)}")
     length = Fields(found, fields.where, fields.family).integer(SCALING["original_length"])
-    numbers = {name: float(found[theirs]) for name, theirs in SCALING.items()}
+    numbers = {name: float(found[theirs]) for name, theirs in SCALING.items() if name != "original_length"}
     try:
-        return base, RotaryScaling(**(numbers | {"original_length": length}))
+        return base, RotaryScaling(**numbers, original_length=length)
     except ValueError as error:
         raise ValueError(f"{fields.where} must describe a model: {shortened(str(error), 300)}") from error
 

@@ -15,7 +15,6 @@ Every complaint is a ValueError of one sentence: what must hold, what arrived, w
 import contextlib
 import errno
 import gc
-import json
 import math
 import os
 import shutil
@@ -30,6 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from notes import CannotResume, read_notes
 from orbax_errors import quietly, reason
 
 import jax_fp8 as fp8
@@ -38,10 +38,6 @@ MAIN, BASELINE = "checkpoints", "checkpoints-baseline"  # folders of the two run
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
 SETTLED = 0.5  # seconds after which what was written beside an array that failed has failed too
 UNFINISHED = "*.orbax-checkpoint-tmp*"
-
-
-class CannotResume(ValueError):
-    """A run cannot go on from this checkpoint."""
 
 
 class CannotSave(OSError):
@@ -217,18 +213,19 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
 
 def steps_in(folder: Path) -> list[int]:
     """Of which steps there are checkpoints, in order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+    found = (path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+    return sorted(int(path.name) for path in found if path.name == str(int(path.name)))  # and not 007
 
 
-def read_last(folder: Path) -> dict[str, Any] | None:
-    """The notes of the last checkpoint in a folder. No more than a file is read: with Orbax, all processes would have
-    to come.
+def read_last(folder: Path, needed: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    """The notes of the last checkpoint in a folder, which must have these entries. No more than a file is read: with
+    Orbax, all processes would have to come.
     """
     steps = steps_in(folder)
     if not steps:
         return None
     with _reading(folder, steps[-1]):
-        return json.loads((folder / str(steps[-1]) / "notes/metadata").read_text())
+        return read_notes(folder / str(steps[-1]) / "notes/metadata", steps[-1], needed)
 
 
 def describe(tree: Any) -> dict[str, list]:

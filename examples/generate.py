@@ -11,7 +11,6 @@ It reads, and writes nothing: the run may go on meanwhile. The model must fit on
 """
 
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -21,13 +20,17 @@ import command_line
 import jax
 import numpy as np
 import tyro
-from checkpoints import MAIN, Checkpoints
+from checkpoints import MAIN, Checkpoints, read_last
 from job import make_model
+from notes import OF_A_MODEL
 from record import TOKENIZER
 from settings import Settings
 from text import ByteEncoder, Encoder, PairEncoder
 
 import jax_fp8 as fp8
+from jax_fp8.core.files import Unreadable, read_json
+from jax_fp8.models.limits import config_of
+from jax_fp8.streams import one_line, surviving
 
 PARAMS = ".safetensors"
 
@@ -110,30 +113,30 @@ def load_converted(path: Path) -> Trained:
     if not beside.is_file():
         raise ValueError(f"{beside} must have the tokenizer of the model, got no such file; copy it there")
     model = fp8.GPT(config, recipe=None)
-    return Trained(model, {"params": jax.device_put(params)}, PairEncoder.load(beside), f"{path}, bf16")
+    return Trained(
+        model, {"params": jax.device_put(params)}, PairEncoder.load(beside, "copy it again"), f"{path}, bf16"
+    )
 
 
 def _is_of_huggingface(folder: Path) -> bool:
     """Runs have a config.json, too."""
-    config = folder / "config.json"
     try:
-        return config.is_file() and "model_type" in json.loads(config.read_text())
-    except ValueError:
+        return "model_type" in read_json(folder / "config.json", constant=float)
+    except Unreadable:  # of a run that does not need it
         return False
 
 
 def load_run(run: Path) -> Trained:
     """The model of a run as its last checkpoint has it."""
-    kept = Checkpoints(run / MAIN, every=0, keep=1, resume=True)
-    notes = kept.last
+    notes = read_last(run / MAIN, OF_A_MODEL)
     if notes is None:
         raise ValueError(f"{run} must have a checkpoint, got none; train with --checkpoint-every")
     fields = {field.name for field in dataclasses.fields(Settings)} & set(notes["settings"])
     settings = Settings(**{name: notes["settings"][name] for name in fields})
     encoder = ByteEncoder() if settings.tokenizer == "bytes" else _pairs(run, notes["tokenizer"])
-    model = make_model(settings, fp8.GPTConfig.from_dict(notes["model"]), settings.recipe)
+    model = make_model(settings, config_of(notes["model"], str(run)), settings.recipe)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
-    with kept:
+    with Checkpoints(run / MAIN, every=0, keep=1, resume=True) as kept:
         variables = kept.restore_variables(shapes)
     return Trained(model, variables, encoder, f"{run} after step {notes['step']}, {settings.recipe}")
 
@@ -142,7 +145,7 @@ def _pairs(run: Path, identity: str) -> PairEncoder:
     path = run / TOKENIZER
     if not path.is_file():
         raise ValueError(f"{path} must have the tokenizer of the run, got no such file; go on with the run to write it")
-    encoder = PairEncoder.load(path)
+    encoder = PairEncoder.load(path, "remove it, and go on with the run to write it again")
     if encoder.identity != identity:
         raise ValueError(f"{path} must be the tokenizer of the checkpoint, got another one; put back that of the run")
     return encoder
@@ -173,6 +176,11 @@ def go_on(trained: Trained, wish: Wish) -> str:
 
 
 def main(argv: list[str]) -> int:
+    with surviving() as streams:
+        return streams.status(_main(argv))
+
+
+def _main(argv: list[str]) -> int:
     try:
         wish = read_wish(argv)
         check(wish)
@@ -180,7 +188,7 @@ def main(argv: list[str]) -> int:
         print(trained.origin, file=sys.stderr)
         print(go_on(trained, wish))
     except (ValueError, OSError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        print(f"generate.py: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

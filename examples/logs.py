@@ -9,8 +9,20 @@ import collections
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+from notes import CannotResume, is_count, is_known
+
+from jax_fp8.core.files import Unreadable, parse_json, read_bytes, shown, write_bytes
 
 METRICS, DIAGNOSTICS, EVENTS = LOGS = ("metrics", "diagnostics", "events")
+# What a row is asked for when a run goes on: the losses of metrics.jsonl are drawn again.
+OF_ALL = {"run": lambda value: isinstance(value, str), "step": is_count}
+NEEDED = {
+    METRICS: {**OF_ALL, "loss": is_known, "val_loss": is_known},
+    DIAGNOSTICS: OF_ALL,
+    EVENTS: OF_ALL,
+}
 
 
 class Log:
@@ -38,13 +50,13 @@ class Log:
         """Keep so many rows of each run, those from before a checkpoint, and return them: what came later will come
         again.
         """
-        left = dict(counts)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        left, content = dict(counts), self._content()
         kept, rows = [], []
-        for line in lines:
-            if not line.endswith("\n"):  # the process was killed, or the disk was full, in the middle of it
+        for number, line in enumerate(content.splitlines(keepends=True), 1):
+            # The process was killed, or the disk was full, in the middle of a line.
+            if not line.endswith(b"\n") or not any(left.values()):
                 break
-            row = json.loads(line)
+            row = self._row(line, number)
             if left.get(row["run"], 0):
                 left[row["run"]] -= 1
                 rows.append(row)
@@ -52,17 +64,32 @@ class Log:
         if any(left.values()):
             lost = sum(left.values())
             print(f"{self.path} has lost {lost} rows from before the checkpoint; the run goes on without them")
-        if kept != lines:
-            replace(self.path, "".join(kept))
+        if b"".join(kept) != content:
+            write_bytes(self.path, b"".join(kept))
         self._counts = collections.Counter(row["run"] for row in rows)
         return rows
 
+    def _content(self) -> bytes:
+        if not os.path.lexists(self.path):
+            return b""
+        try:
+            return read_bytes(self.path, most=None)
+        except Unreadable as error:
+            raise self._cannot_take_up(error) from None
 
-def replace(path: Path, text: str) -> None:
-    """Write a file that is there as it was or as it is now, whenever the process is killed."""
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file)
-    unfinished.replace(path)
+    def _row(self, line: bytes, number: int) -> dict[str, Any]:
+        """A line as JSON, with what whoever takes rows up asks them for."""
+        try:
+            row = parse_json(line, constant=float)
+            wrong = next((name for name, holds in NEEDED[self.path.stem].items() if not holds(row.get(name))), None)
+            if wrong is not None:
+                raise Unreadable(f"a row whose {wrong} is {shown(row.get(wrong))}")
+        except Unreadable as error:
+            raise self._cannot_take_up(f"{error} in line {number}") from None
+        return row
+
+    def _cannot_take_up(self, arrived) -> CannotResume:
+        return CannotResume(
+            f"{self.path} must have the rows that a run wrote, one JSON object a line, got {arrived}; move it away, "
+            "and the run goes on without them"
+        )

@@ -1,19 +1,27 @@
 """What a run leaves: its folder `runs/<name>/`, with config.json, the logs of logs.py, the picture loss.png, and
 the tokenizer."""
 
+import contextlib
 import errno
+import fcntl
 import importlib.metadata
+import io
 import json
 import math
 import os
 import platform
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
-from logs import LOGS, METRICS, Log, replace
+from logs import LOGS, METRICS, Log
 from matplotlib.figure import Figure
+from notes import CannotResume
+
+from jax_fp8.core.files import write_bytes, write_text
 
 TOKENIZER = "tokenizer.json"  # of a run that has learnt one
 PICTURE_BYTES = 2**20  # and configuration, at most
@@ -63,19 +71,39 @@ class Folder:
 
     def _try_to_write(self, size: int) -> None:
         """Write as much as a run will, and remove it: a full disk shows now, and not after training."""
-        trial = self.path / "trial"
         try:
-            trial.write_bytes(bytes(min(size, TRIAL_BYTES)))
+            with tempfile.TemporaryFile(dir=self.path) as trial:
+                trial.write(bytes(min(size, TRIAL_BYTES)))
             if size > shutil.disk_usage(self.path).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            trial.unlink(missing_ok=True)
             self.remove()
             raise ValueError(
                 f"a run writes up to {math.ceil(size / 2**20):,} MiB, got {error.strerror} in {self.path.parent}; "
                 "free some space, or choose another folder by --output"
             ) from None
-        trial.unlink()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from going on with the run meanwhile: rows and checkpoints of both would mix. The system
+        takes the lock away when the process ends, however it does.
+        """
+        if not self.is_written:
+            yield
+            return
+        number = os.open(self.path, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # of a file system without locks
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise CannotResume(
+                        f"a run must be alone in its folder, but another process is writing to {self.path}; wait until "
+                        "it has ended, or choose another --name"
+                    ) from None
+            yield
+        finally:
+            os.close(number)
 
     def like_that_of_the_first(self, path: Path, goes_on: bool) -> "Folder":
         """Of a process that writes no log: where the first one writes, and all of them their parts of checkpoints."""
@@ -89,13 +117,13 @@ class Folder:
 
     def write_config(self, config: dict) -> None:
         if self.is_written:
-            replace(self.path / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+            write_text(self.path / "config.json", json.dumps(config, indent=2, default=str) + "\n")
 
     def write_tokenizer(self, text: str) -> None:
         """Once, for programs that read checkpoints."""
         path = self.path / TOKENIZER
         if self.is_written and not path.exists():
-            replace(path, text)
+            write_text(path, text)
 
     def take_up(self) -> None:
         """Keep of the log what was there when the checkpoint was saved, and read it: what came later will come again.
@@ -134,7 +162,9 @@ class Folder:
         runs = dict.fromkeys(row["run"] for row in self.rows)
         for color, width, run in zip(("tab:green", "silver"), (1.2, 5), runs, strict=False):
             for key, style, label in (("loss", "-", "training"), ("val_loss", "o--", "validation")):
-                points = [(row["step"], row[key]) for row in self.rows if row["run"] == run and row[key] is not None]
+                points = [
+                    (row["step"], row[key]) for row in self.rows if row["run"] == run and row.get(key) is not None
+                ]
                 alpha = 0.5 if key == "loss" else 1.0
                 steps, losses = zip(*points, strict=True) if points else ((), ())
                 look = {"color": color, "alpha": alpha, "linewidth": width, "markersize": 4 + width, "zorder": -width}
@@ -142,7 +172,9 @@ class Folder:
         axes.set(title=title, xlabel="step", ylabel="cross entropy, nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(self.path / "loss.png", dpi=130)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=130)
+        write_bytes(self.path / "loss.png", picture.getvalue())
 
 
 def versions(mesh: Mesh) -> dict[str, Any]:

@@ -11,12 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from checkpoints import BASELINE, MAIN, CannotResume, read_last, steps_in
+from checkpoints import BASELINE, MAIN, read_last, steps_in
 from logs import METRICS
+from notes import OF_A_RUN, CannotResume, is_count
 from record import Existing
 from settings import Settings
 
-import jax_fp8 as fp8
+from jax_fp8.core.files import Unreadable, read_json, shown
+from jax_fp8.models.limits import config_of
 
 # Settings that do not change what is computed.
 ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "compare", "sample_tokens", "profile"}
@@ -42,7 +44,7 @@ def find_run(settings: Settings, name: str, run: dict[str, Any]) -> Existing | N
         return None
     rows: dict[str, dict[str, int]] = {}
     for folder in (MAIN, BASELINE):
-        notes = read_last(path / folder)
+        notes = read_last(path / folder, OF_A_RUN)
         if notes is None:
             continue
         check_same(notes, run)
@@ -78,8 +80,12 @@ def _may_go_on(run: Path) -> bool:
     if not config.exists():
         return run.is_dir() and not (run / "metrics.jsonl").exists()
     try:
-        return json.loads(config.read_text()).get("settings", {}).get("checkpoint_every", 0) > 0
-    except ValueError as error:
+        settings = read_json(config, constant=float).get("settings", {})
+        every = settings.get("checkpoint_every", 0) if isinstance(settings, dict) else None
+        if not is_count(every):
+            raise Unreadable(f"settings that are {shown(settings)}")
+        return every > 0
+    except Unreadable as error:
         raise CannotResume(
             f"{config} must be as it was written, got {error}; remove {run}, or leave out --resume"
         ) from None
@@ -104,10 +110,10 @@ def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
     if now["tokenizer"] == "bpe":
         pairs.append(("--vocab-size", then["vocab_size"], now["vocab_size"]))
         pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))
-    for field, flag in FLAGS.items():
-        pairs.append((flag, saved["model"][field], run["model"][field]))
     any_dropout = {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}  # no part of what is trained
-    before, after = (dataclasses.asdict(fp8.GPTConfig.from_dict(of["model"] | any_dropout)) for of in (saved, run))
+    before, after = (dataclasses.asdict(config_of(of["model"] | any_dropout, "the notes")) for of in (saved, run))
+    for field, flag in FLAGS.items():
+        pairs.append((flag, before[field], after[field]))
     if before != after:  # older checkpoints have fewer fields
         pairs.append(("--preset", then["preset"], now["preset"]))
         pairs += [(f"{field} of the model", before[field], after[field]) for field in before]

@@ -9,13 +9,15 @@ That is what makes two loss curves comparable.
 
 import hashlib
 import os
-import platform
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jax_fp8.core.files import Unreadable, parse_json, read_bytes, read_text, shortened, write_text
 
 HELD_OUT_EVERY = 20  # every 20th file, or the last 20th of a few files, is kept for validation
 CHUNK = 1 << 16  # characters handed to the tokenizer library at once
@@ -41,17 +43,38 @@ def python_sources(root: Path, excluded: set[str] = frozenset()) -> list[Path]:
 
 def user_files(path: Path) -> list[Path]:
     """The file at `path`, or the files below it in a fixed order (hidden ones left out)."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise ValueError(f"--data must name a file or a folder, but {path} does not exist")
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ValueError(f"--data must name a file or a folder, but {path} is something else; name a text file")
-    below = (file for file in sorted(path.rglob("*")) if file.is_file())
-    files = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = sorted(files_below(path))
     if not files:
         raise ValueError(f"--data must hold text, but the folder {path} has no files; name a folder with text files")
     return files
+
+
+def files_below(root: Path) -> Iterator[Path]:
+    """Regular files below a folder, without hidden ones. What else is there is named; ValueError for a folder whose
+    files cannot be listed, for a part of the text would be missing without a word.
+    """
+
+    def refuse(error: OSError):
+        raise ValueError(
+            f"--data must hold folders that can be read, got {error.strerror} for {error.filename}; name other files, "
+            "or change its rights"
+        ) from None
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in [name for name in folders if os.path.islink(os.path.join(folder, name))]:
+            print(f"left out {Path(folder, name)}: it is a link to a folder, name that as well")
+        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if os.path.isfile(file):
+                yield file
+            else:
+                print(f"left out {file}: it is no file that can be read")
 
 
 def read_corpus(files: list[Path], max_bytes: int | None = None) -> Corpus:
@@ -64,10 +87,10 @@ def read_corpus(files: list[Path], max_bytes: int | None = None) -> Corpus:
     documents, size, left_out = [], 0, 0
     for file in files:
         try:
-            content = file.read_bytes()
-        except OSError as error:
+            content = read_bytes(file, most=None)
+        except Unreadable as error:
             raise ValueError(
-                f"--data must hold files that can be read, got {error.strerror} for {file}; name other files"
+                f"--data must hold files that can be read, got {error} for {file}; name other files"
             ) from error
         if not is_text(content):
             left_out += 1
@@ -144,7 +167,7 @@ class PairEncoder:
         if vocab_size <= 256:
             raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {vocab_size}")
         path = cache / f"bpe-{vocab_size}-{hashlib.sha256(text).hexdigest()[:16]}.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             try:
                 cache.mkdir(parents=True, exist_ok=True)
                 _train(text, vocab_size, path)
@@ -152,11 +175,25 @@ class PairEncoder:
                 raise ValueError(
                     f"--cache must be a folder that can be written to, got {error.strerror} for {cache}; choose another"
                 ) from error
-        return cls.load(path)
+        encoder = cls.load(path, "remove it, and it is learnt again")
+        if encoder.vocab_size > vocab_size or max(encoder.tokenizer.get_vocab().values()) >= encoder.vocab_size:
+            raise ValueError(
+                f"{path} must have at most {vocab_size} tokens, numbered from 0, got {encoder.vocab_size}; remove it, "
+                "and it is learnt again"
+            )
+        return encoder
 
     @classmethod
-    def load(cls, path: Path) -> "PairEncoder":
-        return cls(Tokenizer.from_file(str(path)))
+    def load(cls, path: Path, remedy: str) -> "PairEncoder":
+        """Of a tokenizer.json, or a ValueError of one sentence, which ends with the remedy. One that cuts or pads
+        texts, as some are saved, does neither here.
+        """
+        try:
+            text = read_text(path)
+            parse_json(text)
+            return cls(_tokenizer_of(text))
+        except Unreadable as error:
+            raise ValueError(f"{path} must be a tokenizer, got {error}; {remedy}") from None
 
     def text(self) -> str:
         """For a file that `load` reads."""
@@ -178,9 +215,21 @@ def _train(text: bytes, vocab_size: int, path: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(chunks(text), trainer)
-    unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}")
-    unfinished.write_text(tokenizer.to_str())
-    unfinished.replace(path)
+    write_text(path, tokenizer.to_str())
+
+
+def _tokenizer_of(text: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_batch_fast(["a text"])  # which some of them cannot, though they load
+        return tokenizer
+    except Exception as error:
+        # The library raises Exception itself where a text is no tokenizer.
+        if type(error) is not Exception:
+            raise
+        raise Unreadable(f"none that the library tokenizers knows ({shortened(str(error))})") from None
 
 
 def chunks(text: bytes) -> list[str]:

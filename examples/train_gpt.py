@@ -48,6 +48,7 @@ from text import PairEncoder, training_batch, validation_batches
 from watch import Watch
 
 import jax_fp8 as fp8
+from jax_fp8.streams import one_line, surviving
 
 VALIDATION_BATCHES = 8  # at least
 VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
@@ -165,11 +166,16 @@ def sample(job: Job, trained: Trained) -> tuple[str, str]:
 
 def complain(sentence: str, status: int) -> int:
     several = jax.distributed.is_initialized() and jax.process_count() > 1
-    print(f"train_gpt.py{f', process {jax.process_index()}' if several else ''}: {sentence}", file=sys.stderr)
+    print(f"train_gpt.py{f', process {jax.process_index()}' if several else ''}: {one_line(sentence)}", file=sys.stderr)
     return status
 
 
 def main(argv: list[str]) -> int:
+    with surviving() as streams:  # a run that nobody reads trains on
+        return streams.status(begin_and_run(argv))
+
+
+def begin_and_run(argv: list[str]) -> int:
     with contextlib.ExitStack() as stack:
         try:
             settings = read_settings(argv)
@@ -188,7 +194,8 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
     """The run, and one sentence where it ends early."""
     with Leaving(all_end if jax.process_count() > 1 else None) as leaving:
         try:
-            return run(job, folder, leaving)
+            with folder.alone():
+                return run(job, folder, leaving)
         except KeyboardInterrupt:
             if not folder.is_written:  # what there is to say, the first process says
                 return leaving.status

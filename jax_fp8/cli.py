@@ -30,6 +30,7 @@ from jax_fp8.models.loss import next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.schedules import SCHEDULES
+from jax_fp8.streams import one_line, surviving
 from jax_fp8.tools.described import GPUS
 from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tools.rates import RateTable
@@ -217,6 +218,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str]) -> int:
+    """The exit status of a command line."""
+    with surviving() as streams:
+        return streams.status(_main(argv))
+
+
+def _main(argv: list[str]) -> int:
     parser = _Parser(prog="python -m jax_fp8", description="FP8 training of Transformers in JAX.")
     parser.add_argument("--version", action="version", version=f"jax_fp8 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -295,6 +302,6 @@ def main(argv: list[str]) -> int:
         run, options = tune_rates, {"path": rates}
     try:
         return run(**options)
-    except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"{prog}: {one_line(error)}", file=sys.stderr)
         return 1

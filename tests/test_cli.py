@@ -286,3 +286,17 @@ def test_plans_that_are_refused(case, monkeypatch, capsys):
     assert cli.main(["plan", "--preset", "tiny", *arguments]) == 1
     said = capsys.readouterr().err
     assert said.startswith("python -m jax_fp8 plan: ") and message in said and said.count("\n") == 1
+
+
+def test_a_message_is_one_line_whatever_a_path_has(capsys, tmp_path):
+    assert cli.main(["report", str(tmp_path / "no\nwhere")]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert cli.main(["convert", "--from", "huggingface", "n" * 5000, "--to", str(tmp_path / "file")]) == 1
+    assert cli.main(["report", "n" * 5000]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_help_for_a_reader_that_goes(tmp_path):
+    command = f"set -o pipefail; {sys.executable} -m jax_fp8 plan --help | head -1"
+    finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "") and finished.stdout.startswith("usage: ")

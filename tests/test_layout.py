@@ -53,6 +53,31 @@ LONG_FILES: dict[str, str] = {
     "tests/gpu/norm_check.py": "a script for a device, with its oracle beside its checks",
 }
 
+# File: why it opens, reads or writes files by itself, and not by jax_fp8/core/files.py.
+OWN_FILES: dict[str, str] = {
+    "jax_fp8/core/files.py": "the place where it is done",
+    "jax_fp8/kernels/extension.py": "sources that come with the package",
+    "jax_fp8/streams.py": "os.devnull, in place of a stream",
+    "jax_fp8/tools/described.py": "a description that comes with the package",
+    "jax_fp8/train/lowering.py": "a listing that the compiler has written to a folder of ours",
+    "examples/logs.py": "rows are appended to a log",
+    "examples/record.py": "a folder is opened, to be locked",
+}
+# Functions that touch files: methods of a path, and functions of modules.
+OF_PATHS = (
+    "open",
+    "read_text",
+    "read_bytes",
+    "write_text",
+    "write_bytes",
+    "rename",
+    "symlink_to",
+    "hardlink_to",
+    "touch",
+)
+OF_MODULES = r"(open|io\.open|os\.(open|fdopen|replace|rename|link|symlink)|json\.(load|dump)|pickle\.(load|dump)"
+OF_MODULES += r"|shutil\.(copy\w*|move)|tempfile\.(mkstemp|NamedTemporaryFile)|(np|jnp|numpy)\.(load|save\w*|fromfile))"
+
 # File: why its lines may end beyond MAX_COLUMNS. It goes as soon as they no longer do.
 LONG_LINES: dict[str, str] = {}
 
@@ -254,6 +279,29 @@ def decisions_by_recipe(root: pathlib.Path) -> list[str]:
     return broken
 
 
+def files_by_themselves(root: pathlib.Path) -> list[str]:
+    """Code that opens, reads or writes files by itself: what it writes another may mix with or lead elsewhere by a
+    link, what it reads may have no end. And excuses that excuse nothing.
+    """
+    found: dict[str, list[str]] = {}
+    for path, tree in python_files(root, "jax_fp8", "examples"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                is_method = isinstance(node.func, ast.Attribute) and node.func.attr in OF_PATHS
+                if (is_method and not re.fullmatch(r"self\.\w+", name)) or re.fullmatch(OF_MODULES, name):
+                    found.setdefault(str(path), []).append(f"{path}:{node.lineno}: {name}")
+    broken = [
+        f"{where} must be done by jax_fp8/core/files.py, or have a reason in OWN_FILES"
+        for path, places in found.items()
+        for where in places
+        if path not in OWN_FILES
+    ]
+    if root == ROOT:
+        broken += [f"{path}: is in OWN_FILES and touches no file" for path in OWN_FILES if path not in found]
+    return broken
+
+
 def long_lines(root: pathlib.Path) -> list[str]:
     """Files with lines that end beyond the last column, and excuses that excuse nothing."""
     broken = []
@@ -272,6 +320,7 @@ RULES = (
     mirror_gaps,
     operation_names,
     decisions_by_recipe,
+    files_by_themselves,
     long_files,
     long_lines,
     kernels_without_mistakes,
@@ -342,6 +391,28 @@ PLANTED = [
         {"jax_fp8/train/a.py": "def f(recipe):\n    return type(recipe) is DelayedScaling"},
         "got type(recipe) is DelayedScaling",
     ),
+    (
+        files_by_themselves,
+        {"jax_fp8/core/a.py": "open('a', 'w')"},
+        "a.py:1: open must be done by jax_fp8/core/files.py",
+    ),
+    (
+        files_by_themselves,
+        {"examples/a.py": "class A:\n    def f(self):\n        self.path.open('a')"},
+        "self.path.open must be done",
+    ),
+    (
+        files_by_themselves,
+        {"jax_fp8/tools/a.py": "def f(path):\n    path.write_text('')"},
+        "a.py:2: path.write_text must be",
+    ),
+    (files_by_themselves, {"examples/a.py": "import os\nos.replace('a', 'b')"}, "a.py:2: os.replace must be done by"),
+    (
+        files_by_themselves,
+        {"examples/a.py": "from pathlib import Path\nPath('a').read_text()"},
+        "Path('a').read_text must",
+    ),
+    (files_by_themselves, {"jax_fp8/ops/a.py": "import json\njson.load(open('a'))"}, "a.py:2: json.load must be done"),
     (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),
     (long_lines, {"csrc/a.cu": "\n" + "/" * (MAX_COLUMNS + 1)}, "longer: [2]"),
     (kernels_without_mistakes, {"csrc/a.cu": "", "tests/csrc/test_a.py": ""}, "must plant mistakes"),

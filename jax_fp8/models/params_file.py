@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +18,10 @@ import numpy as np
 from flax.typing import Dtype
 
 from jax_fp8.core.checks import describe
+from jax_fp8.core.files import MOST_DEPTH, Unreadable, parse_json, shortened, shown
 from jax_fp8.core.paths import put_at_path
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.limits import config_of
 from jax_fp8.models.tensor_file import Tensor, map_arrays, read_metadata, write_arrays
 
 CONFIG = "jax_fp8.GPTConfig"  # the name of the JSON in the file's metadata
@@ -51,6 +52,10 @@ def save_params(
             raise ValueError(
                 f"params to save must lie on devices of this process, but {name} does not; gather them first, as "
                 "jax.experimental.multihost_utils.process_allgather(params, tiled=True) does"
+            )
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"params to save must be plain arrays, got {describe(leaf)} for {name}; take jax.random.key_data(key)"
             )
         tensors[name] = Tensor.of(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), dtype)
     metadata = None if config is None else {CONFIG: json.dumps(dataclasses.asdict(config))}
@@ -84,14 +89,19 @@ def load_config(path: str | os.PathLike) -> GPTConfig:
             f"{path} must have the shape of its model, but has params alone; save them by "
             "save_params(path, params, config)"
         )
-    return GPTConfig.from_dict(json.loads(described))
+    try:
+        return config_of(parse_json(described), str(path))
+    except Unreadable as error:
+        raise ValueError(f"{path} must describe its model in JSON, got {error}; save it again") from None
 
 
 def map_params(path: str | os.PathLike) -> dict:
     """Nested dicts of what is in a file: NumPy's arrays, of which nothing is read yet."""
     _check_is_file(path)
+    arrays = map_arrays(path)
+    _check_is_tree(path, arrays)
     found: dict = {}
-    for name, array in map_arrays(path).items():
+    for name, array in arrays.items():
         *parents, last = name.split(".")
         put_at_path(found, tuple(parents), {last: array})
     return found
@@ -110,15 +120,31 @@ def named_leaves(params) -> dict[str, Any]:
 
 
 def _check_is_file(path) -> None:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"params must be read from a file, but there is none at {path}; save one by save_params")
+
+
+def _check_is_tree(path, names) -> None:
+    """Raise where a name leads to an array and to others behind it, or does not end."""
+    for name in names:
+        parts = name.split(".", MOST_DEPTH)
+        if len(parts) > MOST_DEPTH:
+            raise ValueError(f"{path} must have names of at most {MOST_DEPTH} parts, got {shown(name)}; rename it")
+        for number in range(1, len(parts)):
+            parent = ".".join(parts[:number])
+            if parent in names:
+                raise ValueError(
+                    f"{path} must have names that are paths to one array each, got {shortened(parent)} and "
+                    f"{shortened(name)}; rename one"
+                )
 
 
 def _check_names(path, names, wanted) -> None:
     for name in sorted(names ^ wanted):
         here, there = ("the file", "the model") if name in names else ("the model", "the file")
         raise ValueError(
-            f"{path} must have the params of the model, but {name} is in {here} and not in {there}; rename it"
+            f"{path} must have the params of the model, but {shortened(name)} is in {here} and not in {there}; "
+            "rename it"
         )
 
 

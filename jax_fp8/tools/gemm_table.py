@@ -10,15 +10,16 @@ One table, one result; without a table, the heuristic's. What a candidate is: `j
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jax_fp8.core.files import Unreadable, read_json, shown, write_text
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.tuned_gemms import MAX_CANDIDATES, GemmProblem, Ranks, using_ranks
 
@@ -50,7 +51,7 @@ class GemmTable:
     def load(cls, path: str | Path | None = None) -> "GemmTable":
         """Read a table; None is this machine's own, in the user's cache folder. Needs a GPU only for that."""
         path = Path(path) if path is not None else default_path(*this_gpu())
-        if not path.is_file():
+        if not os.path.exists(path):
             raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
         return _parse(path)
 
@@ -60,13 +61,16 @@ class GemmTable:
         Another process sees the old file or the new one, never a part.
         """
         path = Path(path) if path is not None else default_path(self.device, self.cublaslt)
-        merged = _parse(path).updated(self) if path.exists() else self
-        path.parent.mkdir(parents=True, exist_ok=True)
+        merged = _parse(path).updated(self) if os.path.exists(path) else self
         gemms = [{**asdict(problem), **asdict(choice)} for problem, choice in sorted(merged._by_problem.items())]
         text = json.dumps({"device": self.device, "cublaslt": self.cublaslt, "gemms": gemms}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(text + "\n")
-        os.replace(file.name, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text + "\n")
+        except OSError as error:
+            raise ValueError(
+                f"a table of tuned GEMMs must find room in {path}, got {error.strerror}; choose another path"
+            ) from error
         return path
 
     def updated(self, other: "GemmTable") -> "GemmTable":
@@ -165,23 +169,43 @@ def _describe(problem: GemmProblem) -> str:
 
 def _parse(path: Path) -> GemmTable:
     try:
-        content = json.loads(path.read_text())
-        choices = tuple(_read(entry) for entry in content["gemms"])
-        return GemmTable(str(content["device"]), str(content["cublaslt"]), choices)
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        content = read_json(path)
+        entries, device, cublaslt = (content.get(name) for name in ("gemms", "device", "cublaslt"))
+        if not isinstance(entries, list) or not isinstance(device, str) or not isinstance(cublaslt, str):
+            raise Unreadable("no device, cublaslt and list of gemms")
+        return GemmTable(device, cublaslt, tuple(map(_read, entries)))
+    except Unreadable as error:
         raise ValueError(
-            f"a table of tuned GEMMs must be a file that jax_fp8 wrote, got {path} ({reason}); "
-            "move it away and tune again"
+            f"a table of tuned GEMMs must be a file that jax_fp8 wrote, got {path} ({error}); move it away and tune "
+            "again"
         ) from None
 
 
-def _read(entry: dict) -> tuple[GemmProblem, Choice]:
+def _read(entry: Any) -> tuple[GemmProblem, Choice]:
+    """What an entry says, once each field has the type and the range that it was written with."""
+    holds = {
+        **dict.fromkeys("mnk", lambda size: _is_integer(size) and 0 < size < 2**31),
+        **dict.fromkeys(("a", "b", "dtype", "accumulation"), lambda name: isinstance(name, str)),
+        **dict.fromkeys(("has_bias", "has_c"), lambda flag: isinstance(flag, bool)),
+        "candidate": lambda rank: _is_integer(rank) and 0 <= rank < MAX_CANDIDATES,
+        **dict.fromkeys(("first_us", "best_us"), _is_time),
+        "skipped": lambda words: isinstance(words, list) and all(isinstance(word, str) for word in words),
+    }
+    if not isinstance(entry, dict) or not set(holds) <= set(entry):
+        raise Unreadable(f"no fields {', '.join(holds)} in {shown(entry)}")
+    for name, is_good in holds.items():
+        if not is_good(entry[name]):
+            raise Unreadable(f"no {name} of a GEMM but {shown(entry[name])}")
+    if entry["best_us"] > entry["first_us"]:
+        raise Unreadable(f"a best time above the first, {entry['best_us']} and {entry['first_us']}")
     problem = GemmProblem(**{field.name: entry[field.name] for field in fields(GemmProblem)})
-    choice = Choice(entry["candidate"], entry["first_us"], entry["best_us"], tuple(entry["skipped"]))
-    sizes = (problem.m, problem.n, problem.k, choice.candidate)
-    if not all(isinstance(size, int) for size in sizes) or not 0 <= choice.candidate < MAX_CANDIDATES:
-        raise ValueError(f"sizes must be integers and a candidate from 0 to {MAX_CANDIDATES - 1}, got {entry}")
-    if not 0 < choice.best_us <= choice.first_us:
-        raise ValueError(f"times must be positive and the best not above the first, got {entry}")
-    return problem, choice
+    return problem, Choice(entry["candidate"], entry["first_us"], entry["best_us"], tuple(entry["skipped"]))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_time(value: Any) -> bool:
+    """In microseconds, of which none is a year."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 < value < 1e13

@@ -13,8 +13,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from jax_fp8.core.files import read_json, shortened, shown, write_text
 from jax_fp8.tools.described import FOLDER, GPUS
 
+LARGEST = 1e30  # of a rate or a size: what is beyond was not measured
 Curve = tuple[tuple[float, float], ...]  # sizes of a call, rising, and operations a second at each
 
 
@@ -70,25 +72,29 @@ class RateTable:
     @classmethod
     def load(cls, path: str | Path) -> "RateTable":
         try:
-            content = json.loads(Path(path).read_text())
-            entries = content["rates"]
-            values = {field.name: entries[field.name]["value"] for field in fields(Rates)}
-            values |= {name: tuple(map(tuple, value)) for name, value in values.items() if isinstance(value, list)}
-            sources = {field.name: str(entries[field.name]["from"]) for field in fields(Rates)}
-            return cls(str(content["gpu"]), Rates(**values), sources)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            content = read_json(path)
+            gpu, entries = content.get("gpu"), content.get("rates")
+            if not isinstance(gpu, str) or not isinstance(entries, dict):
+                raise ValueError("no gpu and rates")
+            for field in fields(Rates):
+                _check_entry(field.name, entries.get(field.name))
+            values = {field.name: _frozen(entries[field.name]["value"]) for field in fields(Rates)}
+            return cls(gpu, Rates(**values), {field.name: entries[field.name]["from"] for field in fields(Rates)})
+        except ValueError as error:
             raise ValueError(
-                f"rates must be a file that `python -m jax_fp8 tune --rates` wrote, got {path} ({reason}); "
-                "write it again"
+                f"rates must be a file that `python -m jax_fp8 tune --rates` wrote, got {path} "
+                f"({shortened(str(error), 300)}); write it again"
             ) from None
 
     def save(self, path: str | Path) -> None:
         names = [field.name for field in fields(Rates)]
         entries = {name: {"value": getattr(self.rates, name), "from": self.sources[name]} for name in names}
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"gpu": self.gpu, "rates": entries}, indent=1) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({"gpu": self.gpu, "rates": entries}, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"rates must find room in {path}, got {error.strerror}; choose another path") from error
 
     def renewed(self, gpu: str, source: str, **measured: Any) -> "RateTable":
         """With what was measured on a GPU; what was not, stays, with the source that it has."""
@@ -123,19 +129,34 @@ def fp8_rate(rates: Rates, accumulation: str, operations: float) -> float:
     return rate_at(curve, operations) * BY_TILE.get(accumulation, 1.0)
 
 
+def _check_entry(name: str, entry: Any) -> None:
+    if not isinstance(entry, dict) or "value" not in entry or not isinstance(entry.get("from"), str):
+        raise ValueError(f"no value of {name} and where it is from, but {shown(entry)}")
+
+
+def _frozen(value: Any) -> Any:
+    """Pairs in tuples, as a curve has them; whatever else is there, as it is."""
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(point) if isinstance(point, list) else point for point in value)
+
+
 def _check_rate(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"a rate must be a number that is not negative, got {name}={value!r}; measure it again")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+        raise ValueError(
+            f"a rate must be a number from 0 to {LARGEST:.0e}, got {name}={shown(value)}; measure it again"
+        )
     if value == 0 and name not in ("collective", "launch", "beside"):
         raise ValueError(f"a rate must be above 0, got {name}={value!r}; measure it again")
 
 
 def _check_curve(name: str, curve: Any) -> None:
     pairs = isinstance(curve, tuple) and all(isinstance(point, tuple) and len(point) == 2 for point in curve)
-    if not curve or not pairs or [size for size, _ in curve] != sorted({size for size, _ in curve}):
+    if pairs:
+        for value in itertools.chain(*curve):
+            _check_rate(name, value)
+    if not curve or not pairs or any(size >= larger for (size, _), (larger, _) in itertools.pairwise(curve)):
         raise ValueError(
-            f"rates by size must be pairs of a size and a rate, of rising sizes, got {name}={curve!r}; "
+            f"rates by size must be pairs of a size and a rate, of rising sizes, got {name}={shown(curve)}; "
             "measure them again"
         )
-    for value in itertools.chain(*curve):
-        _check_rate(name, value)

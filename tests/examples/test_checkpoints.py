@@ -52,7 +52,7 @@ def checkpoints():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         yield importlib.import_module("checkpoints")
-    for name in ("checkpoints", "orbax_errors"):
+    for name in ("checkpoints", "orbax_errors", "notes", "settings", "command_line", "scalars"):
         sys.modules.pop(name, None)
 
 

@@ -44,6 +44,15 @@ def test_a_run_becomes_a_file_and_a_model_of_hugging_face(run, tmp_path, capsys)
     assert json.loads((tmp_path / "theirs/config.json").read_text())["model_type"] == "gpt2"
 
 
+def test_a_folder_with_the_tokenizer_of_another_model(run, tmp_path):
+    """Which its model would then be read with, or which would be lost."""
+    (tmp_path / "tokenizer.json").write_text("another")
+    status, said, error = run("mine", "--to", "mine.safetensors")
+    assert (status, said) == (2, "") and len(error.splitlines()) == 1
+    assert "--to must be in a folder without another model's tokenizer.json, got tokenizer.json; choose" in error
+    assert not (tmp_path / "mine.safetensors").exists() and (tmp_path / "tokenizer.json").read_text() == "another"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

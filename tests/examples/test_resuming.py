@@ -278,7 +278,19 @@ def test_auto_finds_the_last_run_of_a_name_that_can_go_on(example, tmp_path):
 def test_a_configuration_that_is_cut_short_is_one_sentence(example, tmp_path):
     make_run(tmp_path / "mine", every=4)
     (tmp_path / "mine/config.json").write_text("{")
-    with pytest.raises(example("checkpoints").CannotResume, match=r"config.json must be as it was written, got Expect"):
+    with pytest.raises(
+        example("checkpoints").CannotResume, match=r"config.json must be as it was written, got no JSON \("
+    ):
+        example("resuming")._last_run(tmp_path, "mine")
+
+
+@pytest.mark.parametrize("settings", [[], 5, {"checkpoint_every": "4"}, {"checkpoint_every": -1}])
+def test_a_configuration_of_other_types_is_one_sentence(settings, example, tmp_path):
+    make_run(tmp_path / "mine", every=4)
+    (tmp_path / "mine/config.json").write_text(json.dumps({"settings": settings}))
+    with pytest.raises(
+        example("checkpoints").CannotResume, match=r"config.json must be as it was written, got settings"
+    ):
         example("resuming")._last_run(tmp_path, "mine")
 
 
@@ -304,27 +316,3 @@ def test_options_that_cannot_be(options, sentence, runs, capsys):
     said = capsys.readouterr().err
     assert sentence in said and len(said.splitlines()) == 1
     assert not runs.output.exists()
-
-
-def test_logs_go_on_from_a_checkpoint(example, tmp_path, capsys):
-    """Each by itself; what it has lost is said, and what came later goes."""
-    record, logs = example("record"), example("logs")
-    rows = [{"run": run, "step": step} for run in ("delayed", "bf16") for step in (0, 7)]
-    for name in logs.LOGS:
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    counts = {"metrics": {"delayed": 1, "bf16": 3}, "diagnostics": {"delayed": 2}}
-    folder = record.Folder(tmp_path, "x", 4, existing=record.Existing(tmp_path, counts))
-    folder.take_up()
-    kept = [rows[0], rows[2], rows[3]]
-
-    def read(name):
-        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-
-    assert folder.rows == kept == read("metrics")
-    assert (read("diagnostics"), read("events")) == (rows[:2], [])
-    said = capsys.readouterr().out
-    assert said.count("rows from before the checkpoint") == 1
-    assert f"{tmp_path / 'metrics.jsonl'} has lost 1 rows from before the checkpoint" in said
-    assert folder.counts() == {"metrics": {"delayed": 1, "bf16": 2}, "diagnostics": {"delayed": 2}, "events": {}}
-    folder.take_up()  # once
-    assert folder.rows == kept

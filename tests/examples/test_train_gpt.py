@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -203,3 +204,41 @@ def test_an_environment_that_names_no_processes(monkeypatch):
     assert finished.stderr.startswith("train_gpt.py: --distributed needs Slurm, Open MPI or Kubernetes")
     assert finished.stderr.endswith("give --coordinator, --num-processes and --process-id\n")
     assert len(finished.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("shell", ["{} 2>&1 | head -1", "{} >&- 2>&-"], ids=["a reader that goes", "no streams"])
+def test_a_run_that_nobody_reads_saves_its_checkpoint(shell, book, tmp_path):
+    arguments = [*SMALL[:-4], "--sample-tokens", "0", "--steps", "2", "--checkpoint-every", "2", "--recipe", "bf16"]
+    arguments += ["--data", str(book), "--output", str(tmp_path), "--name", "mine"]
+    command = shlex.join([sys.executable, str(EXAMPLES / "train_gpt.py"), *arguments])
+    script = f"set -o pipefail; {shell.format(command)}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    finished = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "") and len(finished.stdout.splitlines()) <= 1
+    assert json.loads((tmp_path / "mine/checkpoints/2/notes/metadata").read_text())["step"] == 2
+    assert (tmp_path / "mine/loss.png").exists()
+
+
+def test_a_run_is_alone_in_its_folder(example, tmp_path):
+    """Of two processes that go on with one, as a cluster may start them, the second is refused."""
+    record, path = example("record"), tmp_path / "mine"
+    path.mkdir()
+    first, second = (record.Folder(tmp_path, "mine", 4, existing=record.Existing(path, {})) for _ in range(2))
+    with first.alone():
+        with pytest.raises(example("notes").CannotResume) as raised, second.alone():
+            pass
+    assert str(raised.value) == (
+        f"a run must be alone in its folder, but another process is writing to {path}; wait until it has ended, or "
+        "choose another --name"
+    )
+    with second.alone():  # the first has ended
+        pass
+
+
+def test_the_trial_of_a_folder_follows_no_link(example, tmp_path):
+    record, path, precious = example("record"), tmp_path / "mine", tmp_path / "precious"
+    path.mkdir()
+    precious.write_text("precious")
+    (path / "trial").symlink_to(precious)
+    record.Folder(tmp_path, "mine", 4, existing=record.Existing(path, {}))
+    assert precious.read_text() == "precious" and [each.name for each in path.iterdir()] == ["trial"]

@@ -144,3 +144,38 @@ def test_a_file_has_the_shape_of_its_model(tmp_path):
         fp8.load_config(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="config must be a GPTConfig or None, got a str; pass that of the model"):
         fp8.save_params(tmp_path / "file", make_params(), "llama3.2-1b")
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["a", "a.b"], "must have names that are paths to one array each, got a and a.b; rename one"),
+        (["a.b", "a.b.c.d"], r"got a\.b and a\.b\.c\.d; rename one"),
+        ([".".join("a" * 100)], "must have names of at most 64 parts, got 'a.a.a"),
+    ],
+)
+def test_names_that_are_no_tree(names, sentence, tmp_path):
+    safetensors.numpy.save_file({name: np.ones(2, np.float32) for name in ["ab", *names]}, tmp_path / "file")
+    with pytest.raises(ValueError, match=sentence):
+        fp8.load_params(tmp_path / "file")
+
+
+def test_random_keys_are_no_params(tmp_path):
+    with pytest.raises(ValueError, match=r"must be plain arrays, got key<.*>\[\] for key; take jax.random.key_data"):
+        fp8.save_params(tmp_path / "file", {"key": jax.random.key(0)})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[]", "file must describe its model in JSON, got a list in place of a JSON object; save it again"),
+        ("{", r"file must describe its model in JSON, got no JSON"),
+        ('{"num_layers": 1000000000}', "num_layers in .*file must be at most 4,096, got 1000000000"),
+        ("{}", "file must describe a model: "),
+    ],
+)
+def test_the_shape_of_a_strangers_model(text, sentence, tmp_path):
+    safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, tmp_path / "file", {"jax_fp8.GPTConfig": text})
+    with pytest.raises(ValueError, match=sentence) as raised:
+        fp8.load_config(tmp_path / "file")
+    assert "\n" not in str(raised.value)

@@ -1,5 +1,7 @@
 """A safetensors file as we write it: the bytes of the library, made one array at a time, and all or nothing."""
 
+import json
+import os
 import sys
 
 import jax.numpy as jnp
@@ -71,3 +73,99 @@ def test_the_library_may_be_missing(tmp_path, monkeypatch):
     write_arrays(tmp_path / "file", {"a": Tensor.of(np.ones(2, np.float32))})
     with pytest.raises(ValueError, match="which is not installed; pip install safetensors"):
         map_arrays(tmp_path / "file")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def file_of(header, content=b"", size=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if size is None else size).to_bytes(8, "little") + text + content
+
+
+def entry(begin=0, end=4, dtype="F32", shape=(1,)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+GOOD = file_of({"a": entry(), "b": entry(4, 8)}, bytes(8))
+DAMAGED = {
+    "empty": b"",
+    "seven bytes": bytes(7),
+    "cut in the header": GOOD[:40],
+    "cut in an array": GOOD[:-1],
+    "one byte more": GOOD + b"\0",
+    "a header that is longer than the file": file_of({"a": entry()}, bytes(4), size=10**6),
+    "a header of 2**63 bytes": file_of({"a": entry()}, bytes(4), size=2**63),
+    "no JSON": file_of(b"\xff\xfe not JSON"),
+    "a list": file_of([]),
+    "a name twice": file_of(b'{"a": 1, "a": 2}'),
+    "nested": file_of(b'{"a": ' + b"[" * 100_000),
+    "an entry that is a list": file_of({"a": []}),
+    "an entry without a dtype": file_of({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
+    "an unknown dtype": file_of({"a": entry(dtype="Q9")}, bytes(4)),
+    "a dtype that is a list": file_of({"a": entry(dtype=["F32"])}, bytes(4)),
+    "a shape that is negative": file_of({"a": entry(shape=[-1, -1])}, bytes(4)),
+    "a shape of halves": file_of({"a": entry(shape=[1.0])}, bytes(4)),
+    "a shape of 2**62": file_of({"a": entry(shape=[2**62, 4])}, bytes(4)),
+    "a shape of a hundred dims": file_of({"a": entry(shape=[1] * 100)}, bytes(4)),
+    "negative offsets": file_of({"a": entry(-4, 0)}, bytes(4)),
+    "offsets beyond the file": file_of({"a": entry(0, 2**40, shape=[2**38])}, bytes(4)),
+    "offsets in the wrong order": file_of({"a": entry(4, 0)}, bytes(4)),
+    "one offset": file_of({"a": entry() | {"data_offsets": [0]}}, bytes(4)),
+    "arrays that overlap": file_of({"a": entry(), "b": entry(0, 4)}, bytes(4)),
+    "a gap between arrays": file_of({"a": entry(), "b": entry(8, 12)}, bytes(12)),
+    "metadata of numbers": file_of({"__metadata__": {"a": 1}, "a": entry()}, bytes(4)),
+    "metadata that is a list": file_of({"__metadata__": [], "a": entry()}, bytes(4)),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_one_sentence(case, tmp_path):
+    (tmp_path / "good").write_bytes(GOOD)
+    assert sorted(map_arrays(tmp_path / "good")) == ["a", "b"]
+    (tmp_path / "file").write_bytes(DAMAGED[case])
+    for read in (map_arrays, read_metadata):
+        with pytest.raises(ValueError, match=r"must be a whole safetensors file, got .*; copy it again") as raised:
+            read(tmp_path / "file")
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, arrived in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder"), ("/dev/zero", "a device")):
+        with pytest.raises(ValueError, match=f"must be a whole safetensors file, got {arrived}; copy it again"):
+            map_arrays(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"a": np.ones(3)}, "arrays in a safetensors file must be of float32, .*, got float64 for a; pass dtype"),
+        ({"a": np.ones(3, np.int64)}, "got int64 for a; pass dtype, or cast it first"),
+        ({"__metadata__": np.ones(3, np.float32)}, "must be plain text other than __metadata__, got '__metadata__'"),
+        ({"a\ud800": np.ones(3, np.float32)}, "the name of an array in a file must be plain text"),
+    ],
+    ids=["float64", "int64", "metadata", "half a character"],
+)
+def test_arrays_that_would_not_come_back(tensors, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        write_arrays(tmp_path / "file", {name: Tensor.of(array) for name, array in tensors.items()})
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_writers_and_a_link_in_the_way(tmp_path):
+    """Each writes its own file: one of them stands in the end, whole, and nothing else is touched."""
+    path, precious = tmp_path / "file", tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "file.part").symlink_to(precious)
+
+    def while_another_writes():
+        write_arrays(path, {name: Tensor.of(np.full(4, 9, np.float32)) for name in "ab"})
+        return np.full(4, 7, np.float32)
+
+    first = Tensor.of(np.full(4, 7, np.float32))
+    write_arrays(path, {"a": first, "b": Tensor((4,), np.float32, while_another_writes)})
+    found = map_arrays(path)
+    assert {float(value) for name in "ab" for value in found[name]} == {7.0}
+    assert precious.read_text() == "precious"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "file.part", "precious"]

@@ -1,6 +1,7 @@
 """Tables of tuned GEMMs: on disk, as a value, printed, and handed to the GEMMs of the machine they belong to."""
 
 import json
+import os
 import pathlib
 
 import jax
@@ -63,23 +64,59 @@ def test_tables_of_two_machines_do_not_mix(tmp_path):
         lambda text: text.replace('"candidate": 3', '"candidate": "3"'),
         lambda text: text.replace('"best_us": 19.0', '"best_us": 21.0'),
         lambda text: text.replace('"m": 32', '"m": 32.5'),
+        lambda text: text.replace('"m": 32', '"m": -5'),
+        lambda text: text.replace('"m": 32', '"m": 0'),
+        lambda text: text.replace('"m": 32', '"m": true'),
+        lambda text: text.replace('"m": 32', f'"m": {10**400}'),
+        lambda text: text.replace('"has_bias": false', '"has_bias": "no"'),
+        lambda text: text.replace('"has_bias": false', '"has_bias": 0'),
+        lambda text: text.replace('"first_us": 20.0', '"first_us": Infinity'),
+        lambda text: text.replace('"first_us": 20.0', '"first_us": 1e999'),
+        lambda text: text.replace('"first_us": 20.0', '"first_us": "20"'),
+        lambda text: text.replace('"best_us": 19.0', '"best_us": NaN'),
+        lambda text: text.replace('"best_us": 19.0', '"best_us": -1'),
+        lambda text: text.replace('"a": "float8_e4m3fn"', '"a": [1]'),
+        lambda text: text.replace('"accumulation": "fast"', '"accumulation": null'),
+        lambda text: text.replace('"skipped": []', '"skipped": "rank 5"'),
+        lambda text: text.replace('"device": "NVIDIA H200"', '"device": ["NVIDIA H200"]'),
+        lambda text: text.replace('"gemms": [', '"gemms": [5, '),
+        lambda text: text.replace('"gemms": [', '"gemms": [], "gemms": ['),
+        lambda text: "[" * 100_000,
+        lambda text: "\udcff" + text,
     ],
-    ids=["half", "empty", "list", "no_k", "rank_16", "rank_text", "best_above_first", "fraction"],
-)
+    ids=[
+        "half", "empty", "list", "no_k", "rank_16", "rank_text", "best_above_first", "fraction", "negative", "zero",
+        "true", "huge", "bias_text", "bias_number", "infinite", "beyond_floats", "time_text", "nan", "negative_time",
+        "dtype_list", "no_accumulation", "skipped_text", "device_list", "entry_number", "twice", "nested", "binary",
+    ],
+)  # fmt: skip
 def test_a_damaged_file_is_one_sentence_and_stays(tmp_path, damage):
     path = table({problem(): 3}).save(tmp_path / "table.json")
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
-    path.write_text(damaged)
+    path.write_bytes(damaged.encode(errors="surrogateescape"))
     for touch in (lambda: GemmTable.load(path), lambda: table({problem(16): 1}).save(path)):
-        with pytest.raises(ValueError, match=r"must be a file that jax_fp8 wrote, got .*; move it away and tune again"):
+        with pytest.raises(
+            ValueError, match=r"must be a file that jax_fp8 wrote, got .*; move it away and tune again"
+        ) as raised:
             touch()
-    assert path.read_text() == damaged
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+    assert path.read_bytes() == damaged.encode(errors="surrogateescape")
 
 
 def test_no_file(tmp_path):
     with pytest.raises(ValueError, match=r"no table of tuned GEMMs is at .*; make it with"):
         GemmTable.load(tmp_path / "table.json")
+
+
+def test_what_is_no_place_for_a_table(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"must find room in .*, got (Not a directory|File exists); choose another"):
+        table({problem(): 3}).save(tmp_path / "file/table.json")
+    os.mkfifo(tmp_path / "pipe")
+    for touch in (lambda: GemmTable.load(tmp_path / "pipe"), lambda: table({problem(): 3}).save(tmp_path / "pipe")):
+        with pytest.raises(ValueError, match=r"must be a file that jax_fp8 wrote, got .*pipe \(a pipe\); move it away"):
+            touch()
 
 
 def test_the_default_path_names_the_machine(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -42,10 +43,27 @@ WRONG = {
     "empty": {"bf16": []},
     "falling sizes": {"fp8": [[1e12, 1e15], [1e11, 1e15]]},
     "a rate of zero": {"fp8_split": [[1e12, 0]]},
+    "more than a float holds": {"wire": 10**400},
+    "true": {"memory": True},
+    "infinite": {"memory": float("inf")},
+    "a size that is a text": {"fp8": [["1e12", 1e15], [1e13, 1e15]]},
+    "sizes that are lists": {"fp8": [[[1], 1e15], [[2], 1e15]]},
+    "three of a pair": {"fp8": [[1e12, 1e15, 1]]},
+    "an object": {"fp8": {"1e12": 1e15}},
 }
 
 
-@pytest.mark.parametrize("case", [*WRONG, "a missing one", "no JSON", "no file"])
+OTHERS = {
+    "a list of rates": lambda content: content | {"rates": [content["rates"]]},
+    "a gpu that is a list": lambda content: content | {"gpu": ["h200"]},
+    "a rate that is a number": lambda content: content | {"rates": content["rates"] | {"wire": 1e9}},
+    "a source that is a number": lambda content: content | {
+        "rates": content["rates"] | {"wire": {"value": 1, "from": 3}}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*WRONG, *OTHERS, "a missing one", "no JSON", "a list", "no file", "a pipe"])
 def test_what_is_no_file_of_rates_is_one_sentence(case, tmp_path):
     RateTable.of("h200").save(path := tmp_path / "rates.json")
     content = json.loads(path.read_text())
@@ -53,12 +71,21 @@ def test_what_is_no_file_of_rates_is_one_sentence(case, tmp_path):
         content["rates"][name]["value"] = value
     if case == "a missing one":
         del content["rates"]["attention"]
-    path.write_text("{" if case == "no JSON" else json.dumps(content))
-    if case == "no file":
+    content = OTHERS.get(case, lambda content: content)(content)
+    path.write_text({"no JSON": "{", "a list": "[]"}.get(case, json.dumps(content)))
+    if case in ("no file", "a pipe"):
         path.unlink()
+    if case == "a pipe":
+        os.mkfifo(path)
     with pytest.raises(ValueError, match="rates must be a file that `python -m jax_fp8 tune --rates` wrote") as error:
         RateTable.load(path)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_what_is_no_place_for_rates(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"rates must find room in .*folder, got Is a directory; choose another path"):
+        RateTable.of("h200").save(tmp_path / "folder")
 
 
 def test_an_unknown_gpu_is_refused():

@@ -10,15 +10,19 @@ layer has its own, of shares that add up to 1, so that it counts `experts_per_to
 from collections.abc import Mapping
 from typing import Any
 
+from jax_fp8.core.files import shortened, shown
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
+from jax_fp8.models.huggingface.fields import Fields, is_number
+from jax_fp8.models.limits import check_limits
+from jax_fp8.ops.rotary import RotaryScaling
 
 LLAMA_LIKE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 WITH_EXPERTS = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 ARCHITECTURES = {**LLAMA_LIKE, **WITH_EXPERTS, "gpt2": "GPT2LMHeadModel"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
-# Fields of the families: what they are where they are not there, and what they must be.
+# Fields that are the same in all models that a GPT can be: what they are where they are not there, and what they must
+# be.
 FIXED = {
     "llama": {"hidden_act": ("silu", ["silu"])},
     "qwen2": {"hidden_act": ("silu", ["silu"]), "use_sliding_window": (False, [False])},
@@ -52,101 +56,147 @@ SCALING = {
 }
 
 
+# What a size of a GPTConfig is called.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "hidden_size": "hidden_size",
+    "mlp_hidden_size": "intermediate_size",
+    "head_dim": "head_dim",
+    "max_seq_len": "max_position_embeddings",
+    "num_experts": "the number of experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+SIZES_OF_GPT2 = {
+    "vocab_size": "vocab_size",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "hidden_size": "n_embd",
+    "mlp_hidden_size": "n_inner",
+    "max_seq_len": "n_positions",
+}
+
+
 def read_config(described: Mapping[str, Any], where: str) -> GPTConfig:
     """The GPTConfig of a config.json, which is in `where`."""
     family = described.get("model_type")
-    if family not in ARCHITECTURES:
-        raise ValueError(f"model_type in {where} must be one of {', '.join(ARCHITECTURES)}, got {family!r}")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise ValueError(f"model_type in {where} must be one of {', '.join(ARCHITECTURES)}, got {shown(family)}")
     for name, (default, allowed) in (FIXED[family] | OF_ALL).items():
         if described.get(name, default) not in allowed:
             wanted = " or ".join(map(repr, allowed))
-            raise ValueError(f"{name} in {where} must be {wanted}, got {described[name]!r}; no other can be converted")
-    others = {kind for kind in described.get("layer_types") or () if kind != "full_attention"}
-    if others:
-        raise ValueError(f"layer_types in {where} must be full_attention, got {', '.join(sorted(others))}")
+            arrived = shown(described[name])
+            raise ValueError(f"{name} in {where} must be {wanted}, got {arrived}; no other can be converted")
+    fields = Fields(described, where, family)
+    made = _of_gpt2(fields) if family == "gpt2" else _of_llama(fields)
+    check_limits(made, where, SIZES_OF_GPT2 if family == "gpt2" else SIZES)
+    _check_layer_types(fields, made["num_layers"])
     try:
-        return _read_gpt2(described) if family == "gpt2" else _read_llama(family, described)
-    except KeyError as missing:
-        raise ValueError(f"{where} must have the field {missing}, which a {family} needs, but has it not") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where} must describe a model: {error}") from error
+        return GPTConfig(**made)
+    except ValueError as error:
+        raise ValueError(f"{where} must describe a model: {shortened(str(error), 300)}") from error
 
 
-def _read_llama(family, described) -> GPTConfig:
-    heads, width = described["num_attention_heads"], described["hidden_size"]
-    kv_heads, head_dim = described.get("num_key_value_heads"), described.get("head_dim")
-    in_attention, in_mlp = (family == "llama" and described.get(f"{part}_bias", False) for part in ("attention", "mlp"))
+def _check_layer_types(fields: Fields, layers: int) -> None:
+    kinds = fields.names("layer_types")
+    others = sorted(set(kinds) - {"full_attention"})
+    if others:
+        arrived = shortened(", ".join(others))
+        raise ValueError(f"layer_types in {fields.where} must be full_attention, got {arrived}")
+    if kinds and len(kinds) != layers:
+        raise ValueError(f"layer_types in {fields.where} must be one for each of {layers} layers, got {len(kinds)}")
+
+
+def _of_llama(fields: Fields) -> dict[str, Any]:
+    """The fields of a GPTConfig."""
+    family, heads, width = fields.family, fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    kv_heads, head_dim = fields.optional_integer("num_key_value_heads"), fields.optional_integer("head_dim")
+    in_attention, in_mlp = (family == "llama" and fields.flag(f"{part}_bias") for part in ("attention", "mlp"))
     if in_attention != in_mlp:
         raise ValueError(
             f"attention_bias and mlp_bias must be alike, got {in_attention} and {in_mlp}; a GPT has biases in both, or "
             "of queries, keys and values alone"
         )
-    base, scaling = _read_rotary(described)
-    return GPTConfig(
-        vocab_size=described["vocab_size"],
-        num_layers=described["num_hidden_layers"],
-        num_heads=heads,
-        hidden_size=width,
-        max_seq_len=described["max_position_embeddings"],
-        num_kv_heads=None if kv_heads == heads else kv_heads,
-        mlp_hidden_size=described["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rotary",
-        use_bias=in_mlp,
-        tie_embeddings=described.get("tie_word_embeddings", False),
-        rotary_base=base,
-        rotary_scaling=scaling,
-        norm_epsilon=described.get("rms_norm_eps", 1e-6),
-        head_dim=None if head_dim is None or head_dim * heads == width else head_dim,
-        use_qkv_bias=True if family == "qwen2" else None,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        **(_read_experts(family, described) if family in WITH_EXPERTS else {}),
-    )
-
-
-def _read_experts(family, described) -> dict[str, Any]:
-    experts = described.get("num_experts", described.get("num_local_experts"))
-    if experts is None:
-        raise KeyError("num_local_experts" if family == "mixtral" else "num_experts")
-    choices, layers = described["num_experts_per_tok"], described["num_hidden_layers"]
-    coefficient = described.get("router_aux_loss_coef", 0.001)
+    base, scaling = _read_rotary(fields)
     return {
-        "num_experts": experts,
-        "experts_per_token": choices,
-        "normalize_router_weights": family == "mixtral" or described.get("norm_topk_prob", False),
-        "router_aux_loss": coefficient * choices / max(layers, 1),
+        "vocab_size": fields.integer("vocab_size"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "num_heads": heads,
+        "hidden_size": width,
+        "max_seq_len": fields.integer("max_position_embeddings"),
+        "num_kv_heads": None if kv_heads == heads else kv_heads,
+        "mlp_hidden_size": fields.integer("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rotary",
+        "use_bias": in_mlp,
+        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "norm_epsilon": fields.number("rms_norm_eps"),
+        "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
+        "use_qkv_bias": True if family == "qwen2" else None,
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        **(_of_experts(fields) if family in WITH_EXPERTS else {}),
     }
 
 
-def _read_rotary(described) -> tuple[float, RotaryScaling | None]:
+def _of_experts(fields: Fields) -> dict[str, Any]:
+    own, other = ("num_experts", "num_local_experts")[:: -1 if fields.family == "mixtral" else 1]
+    experts = fields.integer(own if own in fields.described or other not in fields.described else other)
+    if fields.has(own) and fields.has(other) and fields.integer(other) != experts:
+        raise ValueError(
+            f"{own} and {other} in {fields.where} must be alike, got {experts} and {fields.integer(other)}; remove one"
+        )
+    choices, layers = fields.integer("num_experts_per_tok"), fields.integer("num_hidden_layers")
+    return {
+        "num_experts": experts,
+        "experts_per_token": choices,
+        "normalize_router_weights": fields.family == "mixtral" or fields.flag("norm_topk_prob"),
+        "router_aux_loss": fields.number("router_aux_loss_coef") * choices / max(layers, 1),
+    }
+
+
+def _read_rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
     """Base and scaling: fields of their own, or in transformers 5 together."""
-    found = {**(described.get("rope_parameters") or {}), **(described.get("rope_scaling") or {})}
-    base = float(found.get("rope_theta", described.get("rope_theta", ROTARY_BASE)))
+    if fields.part("rope_parameters") and fields.part("rope_scaling"):
+        raise ValueError(
+            f"{fields.where} must say once how rotary positions are scaled, got rope_parameters and rope_scaling; "
+            "remove one"
+        )
+    found = fields.part("rope_parameters") or fields.part("rope_scaling")
+    base = (Fields(found, fields.where, fields.family) if "rope_theta" in found else fields).number("rope_theta")
     kind = found.get("rope_type", found.get("type"))
-    plain = {"rope_theta": base, "rope_type": kind, "type": kind, "partial_rotary_factor": 1.0}
-    others = {name: value for name, value in found.items() if plain.get(name) != value}
+    plain = {"rope_theta": found.get("rope_theta"), "rope_type": kind, "type": kind, "partial_rotary_factor": 1.0}
+    others = {name: value for name, value in found.items() if name not in plain or plain[name] != value}
     if kind in (None, "default") and not others:
         return base, None
-    if kind != "llama3" or set(others) != set(SCALING.values()):
+    if kind != "llama3" or set(others) != set(SCALING.values()) or not all(map(is_number, others.values())):
         wanted = f"default, or llama3 with {', '.join(SCALING.values())}"
-        raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {found}")
-    return base, RotaryScaling(**{name: found[theirs] for name, theirs in SCALING.items()})
+        raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {shown(found, 300)}")
+    length = Fields(found, fields.where, fields.family).integer(SCALING["original_length"])
+    numbers = {name: float(found[theirs]) for name, theirs in SCALING.items() if name != "original_length"}
+    try:
+        return base, RotaryScaling(**numbers, original_length=length)
+    except ValueError as error:
+        raise ValueError(f"{fields.where} must describe a model: {shortened(str(error), 300)}") from error
 
 
-def _read_gpt2(described) -> GPTConfig:
-    activation = described.get("activation_function", "gelu_new")
-    return GPTConfig(
-        vocab_size=described["vocab_size"],
-        num_layers=described["n_layer"],
-        num_heads=described["n_head"],
-        hidden_size=described["n_embd"],
-        max_seq_len=described["n_positions"],
-        mlp_hidden_size=described.get("n_inner"),
-        activation=GPT2_ACTIVATIONS[activation],
-        tie_embeddings=described.get("tie_word_embeddings", True),
-        norm_epsilon=described.get("layer_norm_epsilon", 1e-5),
-    )
+def _of_gpt2(fields: Fields) -> dict[str, Any]:
+    """The fields of a GPTConfig."""
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "num_layers": fields.integer("n_layer"),
+        "num_heads": fields.integer("n_head"),
+        "hidden_size": fields.integer("n_embd"),
+        "max_seq_len": fields.integer("n_positions"),
+        "mlp_hidden_size": fields.optional_integer("n_inner"),
+        "activation": GPT2_ACTIVATIONS[fields.get("activation_function")],
+        "tie_embeddings": fields.flag("tie_word_embeddings"),
+        "norm_epsilon": fields.number("layer_norm_epsilon"),
+    }
 
 
 def family_of(config: GPTConfig) -> str:

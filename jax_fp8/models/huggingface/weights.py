@@ -19,6 +19,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from jax_fp8.core.checks import check_integer, describe
+from jax_fp8.core.files import MOST_BYTES, Unreadable, is_plain_name, read_json, shortened, shown, write_text
 from jax_fp8.core.paths import LayerPath, put_at_path
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.config_json import read_config, write_config
@@ -33,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What follows from other tensors, and which some files have: frequencies of rotary positions, masks of GPT-2.
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 LARGEST_PART = 5 * 10**9  # bytes
+MOST_SETTINGS = 2**20  # bytes of a config.json
 
 
 def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict]:
@@ -52,9 +54,11 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
     if dtype is not None:
         check_dtype("dtype", dtype)
     files = _files_of(Path(path))
-    settings = (files[0].parent if Path(path).is_file() else Path(path)) / SETTINGS
-    config = read_config(_read_json(settings, "a model of Hugging Face has its shape there"), str(settings))
+    settings = (files[0].parent if os.path.isfile(path) else Path(path)) / SETTINGS
+    described = _read_json(settings, "a model of Hugging Face has its shape there", MOST_SETTINGS)
+    config = read_config(described, str(settings))
     tensors = _named_as_whole_models(_map_all(files), config)
+    _check_has_layers(path, tensors, config)
     entries = entries_of(config)
     _check_tensors(path, tensors, entries)
     params: dict = {}
@@ -109,23 +113,29 @@ def save_huggingface(
 
 
 def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ValueError(f"a model of Hugging Face must be a folder, or a file in it, but there is none at {path}")
-    if (path / WHOLE).is_file():
+    if os.path.isfile(path / WHOLE):
         return [path / WHOLE]
-    if not (path / INDEX).is_file():
+    if not os.path.exists(path / INDEX):
         others = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pth", ".gguf")))
         arrived = others or "no such file"
         raise ValueError(
             f"{path} must have {WHOLE}, or its parts with {INDEX}, got {arrived}; save it as safetensors first"
         )
-    where = _read_json(path / INDEX, "it names the parts").get("weight_map", {})
+    where = _read_json(path / INDEX, "it names the parts").get("weight_map")
+    if not isinstance(where, dict):
+        raise ValueError(f"{path / INDEX} must have an object weight_map, got {shown(where)}; copy it again")
+    wrong = [name for name in where.values() if not is_plain_name(name)]
+    if wrong:
+        raise ValueError(f"{path / INDEX} must name files of its own folder, got {shown(wrong[0])}; copy it again")
     files = [path / name for name in sorted(set(where.values()))]
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing or not files:
-        raise ValueError(f"{path / INDEX} must name files that are there, but lacks {missing or 'all'}; copy it again")
+        lacks = shown(missing) if missing else "all"
+        raise ValueError(f"{path / INDEX} must name files that are there, but lacks {lacks}; copy it again")
     return files
 
 
@@ -135,7 +145,9 @@ def _map_all(files: Iterable[Path]) -> dict[str, np.ndarray]:
         arrays = map_arrays(file)
         twice = sorted(set(arrays) & set(found))
         if twice:
-            raise ValueError(f"each tensor must be in one file, but {twice[0]} is also in {file}; copy the model again")
+            raise ValueError(
+                f"each tensor must be in one file, but {shortened(twice[0])} is also in {file}; copy the model again"
+            )
         found |= arrays
     return found
 
@@ -152,6 +164,16 @@ def _named_as_whole_models(tensors, config) -> dict[str, np.ndarray]:
     return found
 
 
+def _check_has_layers(path, tensors, config: GPTConfig) -> None:
+    """Raise before all names of a model are made, where there are fewer tensors than layers and experts."""
+    least = config.num_layers * max(config.num_experts, 1)
+    if len(tensors) < least:
+        raise ValueError(
+            f"{path} must have all tensors of its config.json, at least {least:,} for {config.num_layers:,} layers, "
+            f"got {len(tensors):,}; copy it again"
+        )
+
+
 def _check_tensors(path, tensors, entries: list[Entry]) -> None:
     wanted = {entry.name: entry for entry in entries}
     missing = [name for name in wanted if name not in tensors]
@@ -160,7 +182,9 @@ def _check_tensors(path, tensors, entries: list[Entry]) -> None:
     extra = sorted(set(tensors) - set(wanted))
     if extra:
         why = "other than the embedding that it is tied to" if extra == ["lm_head.weight"] else "of another model"
-        raise ValueError(f"{path} must have the tensors of its config.json alone, got also {extra[0]}, {why}")
+        raise ValueError(
+            f"{path} must have the tensors of its config.json alone, got also {shortened(extra[0])}, {why}"
+        )
     for name, entry in wanted.items():
         tensor = tensors[name]
         if tensor.dtype.name not in DTYPES:
@@ -188,16 +212,13 @@ def _whole_params(entries: list[Entry], tensors) -> Iterator[tuple[LayerPath, np
         yield path, np.stack(params)
 
 
-def _read_json(path: Path, why: str) -> dict[str, Any]:
-    if not path.is_file():
+def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, Any]:
+    if not os.path.exists(path):
         raise ValueError(f"{path} must be there: {why}; copy it too")
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got {error}; copy it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a JSON object, got a {type(found).__name__}; copy it again")
-    return found
+        return read_json(path, most)
+    except Unreadable as error:
+        raise ValueError(f"{path} must be a file with one JSON object, got {error}; copy it again") from None
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -262,4 +283,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_json(path: Path, described: Any) -> None:
-    path.write_text(json.dumps(described, indent=2) + "\n")
+    try:
+        write_text(path, json.dumps(described, indent=2) + "\n")
+    except OSError as error:
+        raise ValueError(f"a model must find room in a folder, got {error}; choose another one") from error

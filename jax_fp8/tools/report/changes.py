@@ -44,13 +44,13 @@ def changes(sample: Sample, diagnosed: Diagnosed, column: int) -> list[Change]:
 
 
 def _of_tensors(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Change]:
-    rows = {place: row for row, place in enumerate(before.places)}
+    rows, broken = {place: row for row, place in enumerate(before.places)}, now.broken_tensors[:, 0]
     for row in as_computed(now, np.arange(len(now.places))):
         place = now.places[row]
         if place not in rows:
             continue
         old, new = before.values[:, rows[place], column], now.values[:, row, 0]
-        if now.broken_tensors[row, 0]:
+        if broken[row]:
             index = QUANTITIES.index("nonfinite")
             yield Change(f"{tensor_name(place)}: not finite", percent(old[index]), percent(new[index]), "", math.inf)
         else:
@@ -69,12 +69,12 @@ def _of_quantities(tensor: str, old: np.ndarray, new: np.ndarray) -> Iterator[Ch
 
 
 def _of_gradients(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Change]:
-    rows = {layer: row for row, layer in enumerate(before.layers)}
+    rows, broken = {layer: row for row, layer in enumerate(before.layers)}, now.broken_gradients[:, 0]
     for row, layer in enumerate(now.layers):
         if layer not in rows:
             continue
         old, new = float(before.norms[rows[layer], column]), float(now.norms[row, 0])
-        if now.broken_gradients[row, 0]:
+        if broken[row]:
             name = f"gradient of {layer}: elements not finite"
             count = number(before.nonfinite_gradients[rows[layer], column])
             yield Change(name, count, number(now.nonfinite_gradients[row, 0]), "", math.inf)

@@ -11,6 +11,7 @@ import numpy as np
 
 QUANTITIES = ("amax", "scale", "headroom", "saturated", "underflowed", "nonfinite", "error")
 OUTPUT_GRADIENT = "output_gradient"
+MOST_CELLS = 2**27  # tensors or layers in steps: each of them has a number for every quantity
 
 Place = tuple[str, str]  # a layer, and its "input", "kernel" or "output_gradient"
 
@@ -93,6 +94,11 @@ def gather(samples: Iterable[Sample]) -> Diagnosed:
     ordered = sorted({sample.step: sample for sample in samples}.values(), key=lambda sample: sample.step)
     places = tuple(dict.fromkeys(place for names in dict.fromkeys(s.places for s in ordered) for place in names))
     layers = tuple(dict.fromkeys(layer for names in dict.fromkeys(s.layers for s in ordered) for layer in names))
+    if len(ordered) * max(len(places), len(layers)) > MOST_CELLS:
+        raise ValueError(
+            f"a report has room for {MOST_CELLS:,} tensors in steps, got {len(places):,} tensors and {len(layers):,} "
+            f"layers in {len(ordered):,} steps; leave rows out of diagnostics.jsonl"
+        )
     values = np.full((len(QUANTITIES), len(places), len(ordered)), np.nan, np.float32)
     gradients = np.full((2, len(layers), len(ordered)), np.nan, np.float32)
     for column, sample in enumerate(ordered):

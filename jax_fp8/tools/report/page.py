@@ -3,6 +3,7 @@
 from html import escape
 from pathlib import Path
 
+from jax_fp8.core.files import read_text, write_bytes
 from jax_fp8.tools.report.findings import find
 from jax_fp8.tools.report.heading import heading, tiles
 from jax_fp8.tools.report.maps import gradient_map, tensor_map
@@ -30,11 +31,13 @@ ABOUT_GRADIENTS = "The norm of each layer's gradient, and how many times the med
 
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of a run's folder, by default to its report.html; returns where."""
+    """Write the report of a run's folder, by default to its report.html; returns where. A link there is replaced, and
+    what it leads to stays as it is.
+    """
     run = read_run(folder)
     path = run.path / NAME if output is None else Path(output)
     try:
-        path.write_bytes(make_page(run).encode("utf-8", "replace"))  # JSON may hold halves of a character
+        write_bytes(path, make_page(run).encode("utf-8", "replace"))  # JSON may hold halves of a character
     except OSError as error:
         raise ValueError(
             f"a report must be written to a file, got {error.strerror} for {path}; choose another by --output"
@@ -44,7 +47,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
 
 def make_page(folder: RunFolder) -> str:
     """The whole page, as text."""
-    style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    style, script = (read_text(Path(__file__).with_name(f"page.{kind}")) for kind in ("css", "js"))
     name = escape(folder.path.resolve().name)
     body = [
         heading(folder),

@@ -6,14 +6,15 @@ is half-written, and one that went on from a checkpoint may have taken steps aga
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jax_fp8.core.files import Unreadable, parse_json, read_bytes, reading
 from jax_fp8.tools.report.diagnosed import Diagnosed, Sample, gather, number_of, sample_of
 
 CONFIG, METRICS, DIAGNOSTICS, EVENTS = FILES = ("config.json", "metrics.jsonl", "diagnostics.jsonl", "events.jsonl")
@@ -27,6 +28,8 @@ MEASURED = (
     "peak_memory_gib",
 )
 NO_ROW = (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError)
+MOST_CONFIG, MOST_LINE, MOST_LOG = 2**24, 2**26, 2**33  # bytes of config.json, of a row, and of a log
+LAST_TIME = 253_402_300_799.0  # the last second of the year 9999
 LARGEST = 1e30  # of what a log measures: beyond it there is nothing to draw
 LAST_STEP = 2**53  # which a page can still count to
 
@@ -90,9 +93,13 @@ def read_run(folder: str | Path) -> RunFolder:
     try:
         return _read_run(path)
     except OSError as error:
-        raise ValueError(
-            f"a report needs to read the files of a run, got {error.strerror} for {error.filename}; change its rights"
-        ) from None
+        raise _cannot_read(error.filename, error.strerror) from None
+
+
+def _cannot_read(path, arrived) -> ValueError:
+    return ValueError(
+        f"a report needs to read the files of a run, got {arrived} for {path}; change its rights, or move it"
+    )
 
 
 def _read_run(path: Path) -> RunFolder:
@@ -108,7 +115,8 @@ def _read_run(path: Path) -> RunFolder:
     diagnosed = _by_run(_read_rows(path / DIAGNOSTICS, sample_of, remarks))
     events = _read_rows(path / EVENTS, _event_of, remarks)
     remarks += _missing(path, config, metrics, diagnosed)
-    times = [datetime.fromtimestamp(file.stat().st_mtime, UTC) for file in found]
+    seconds = [min(max(file.stat().st_mtime, 0.0), LAST_TIME) for file in found]
+    times = [datetime.fromtimestamp(second, UTC) for second in seconds]
     return RunFolder(
         path,
         config,
@@ -125,18 +133,18 @@ def _read_config(path: Path, remarks: list[str]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        config = _loads(path.read_text(encoding="utf-8", errors="replace"))
-    except NO_ROW:
-        config = None
-    if isinstance(config, dict):
-        return config
-    remarks.append(f"{path.name} is not a JSON object, and was left out.")
-    return {}
+        content = read_bytes(path, MOST_CONFIG).decode(errors="replace")
+    except Unreadable as error:
+        raise _cannot_read(path, error) from None
+    try:
+        return parse_json(content, _unknown)
+    except Unreadable as error:
+        remarks.append(f"{path.name} is not a JSON object, and was left out: it has {error}.")
+        return {}
 
 
-def _loads(text: str) -> Any:
-    """JSON, in which what is not a finite number is null, however it was written."""
-    return json.loads(text, parse_constant=lambda _: None)
+def _unknown(_: str) -> None:
+    """What is not a finite number is null, however it was written."""
 
 
 def _read_rows(path: Path, convert: Callable[[dict], Row], remarks: list[str]) -> list[tuple[str, Row]]:
@@ -145,20 +153,39 @@ def _read_rows(path: Path, convert: Callable[[dict], Row], remarks: list[str]) -
     if not path.exists():
         return rows
     broken = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = _loads(line)
-                rows.append((_checked_run(row), convert(row)))
-            except NO_ROW:
-                if line.endswith("\n") and line.strip():
-                    broken.append(number)
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            row = json.loads(line, parse_constant=_unknown)
+            rows.append((_checked_run(row), convert(row)))
+        except NO_ROW:
+            if line.endswith("\n") and line.strip():
+                broken.append(number)
     if broken:
         count = "1 line" if len(broken) == 1 else f"{len(broken):,} lines"
         remarks.append(
             f"{count} of {path.name} could not be read, the first is line {broken[0]:,}; here it is without."
         )
     return rows
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines of a log; of one that is longer than a row can be, its beginning."""
+    try:
+        with reading(path, MOST_LOG) as file:
+            while line := file.readline(MOST_LINE):
+                yield _ended(line, file).decode(errors="replace")
+    except Unreadable as error:
+        raise _cannot_read(path, error) from None
+
+
+def _ended(line: bytes, file: IO[bytes]) -> bytes:
+    """The line, after whose end the file stands then."""
+    rest = line
+    while not rest.endswith(b"\n"):
+        rest = file.readline(MOST_LINE)
+        if not rest:
+            return line
+    return line if rest is line else line[:80] + b"\n"
 
 
 def _checked_run(row: Any) -> str:

@@ -139,10 +139,10 @@ def outliers(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:
     """Tensors whose scale fits the largest element, and is too large for many others; a note where their amax is
     ordinary.
     """
-    headrooms, underflowed = diagnosed.of("headroom"), diagnosed.of("underflowed")
+    headrooms, underflowed, medians = diagnosed.of("headroom"), diagnosed.of("underflowed"), Medians(diagnosed)
     for row, columns in _rows_above(np.where(headrooms < WIDE_HEADROOM, underflowed, 0), UNDERFLOWED, LASTING):
         worst = columns[np.argmax(underflowed[row, columns])]
-        times = _over_others(diagnosed, row, worst)
+        times = medians.over(row, int(worst))
         has = "has outliers" if times > OUTLYING else "may have outliers"
         sentence = (
             f"The {tensor_name(diagnosed.places[row])} {has}: {percent(underflowed[row, worst])} of its "
@@ -154,12 +154,27 @@ def outliers(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:
         yield row, Finding(level, OUTLIERS, sentence, REMEDIES[OUTLIERS], weight, diagnosed.places[row])
 
 
-def _over_others(diagnosed: Diagnosed, row: int, column: int) -> float:
-    """The amax of a tensor over the median of those of all layers, of inputs if it is one."""
-    alike = [place[1] == diagnosed.places[row][1] for place in diagnosed.places]
-    amaxes = diagnosed.of("amax")[:, column].astype(float)
-    others = amaxes[np.flatnonzero(alike & np.isfinite(amaxes) & (amaxes > 0))]
-    return float(amaxes[row] / np.median(others)) if len(others) else float("nan")
+class Medians:
+    """Of the amaxes of all layers, by tensor and step: of inputs, of kernels, of output gradients. Each is computed
+    once, so that a finding costs the same in a model of ten layers and of a thousand.
+    """
+
+    def __init__(self, diagnosed: Diagnosed):
+        self._diagnosed, self._amaxes = diagnosed, diagnosed.of("amax")
+        rows: dict[str, list[int]] = {}
+        for row, (_, tensor) in enumerate(diagnosed.places):
+            rows.setdefault(tensor, []).append(row)
+        self._rows = {tensor: np.array(found) for tensor, found in rows.items()}
+        self._known: dict[tuple[str, int], float] = {}
+
+    def over(self, row: int, column: int) -> float:
+        """The amax of a tensor over the median of those of all layers, of inputs if it is one."""
+        key = self._diagnosed.places[row][1], column
+        if key not in self._known:
+            amaxes = self._amaxes[self._rows[key[0]], column].astype(float)
+            others = amaxes[np.isfinite(amaxes) & (amaxes > 0)]
+            self._known[key] = float(np.median(others)) if len(others) else float("nan")
+        return float(self._amaxes[row, column]) / self._known[key]
 
 
 def large_errors(diagnosed: Diagnosed) -> Iterator[tuple[int, Finding]]:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 from run_logs import healthy
 
+from jax_fp8.tools.report import diagnosed, run_folder
 from jax_fp8.tools.report.run_folder import FILES, read_run
 
 
@@ -121,10 +123,63 @@ def test_a_model_without_fp8_says_so(tmp_path):
     assert "names no FP8 tensors" in remark
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_not_read(name, tmp_path):
+    """A pipe would be waited for, and a device read until memory ends."""
+    path = healthy(layers=1, count=4).write(tmp_path / "run")
+    for make, arrived in ((os.mkfifo, "a pipe"), (lambda path: path.symlink_to("/dev/zero"), "a device")):
+        (path / name).unlink(missing_ok=True)
+        make(path / name)
+        with pytest.raises(ValueError, match=f"needs to read the files of a run, got {arrived} for .*{name}; change"):
+            read_run(path)
+    (path / name).unlink()
+    with (path / name).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=f"got 1,099,511,627,776 bytes, of which at most .* are read for .*{name}"):
+        read_run(path)
+
+
+def test_a_row_that_is_longer_than_rows_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "MOST_LINE", 100)
+    good = '{"run": "a", "step": 1, "loss": 2.0}'
+    (tmp_path / "metrics.jsonl").write_text(f'{good}\n{{"run": "{"a" * 1000}", "step": 2}}\n{good}\n')
+    folder = read_run(tmp_path)
+    assert folder.runs == ["a"] and len(folder.metrics["a"].steps) == 1
+    assert folder.remarks[0].startswith("1 line of metrics.jsonl could not be read, the first is line 2")
+
+
+@pytest.mark.parametrize("text", ['{"a": ' * 900 + "1" + "}" * 900, '{"a": 1, "a": 2}', "[]", "\x00"])
+def test_a_configuration_that_is_none_is_left_out(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    folder = read_run(tmp_path)
+    assert folder.config == {} and folder.remarks[0].startswith("config.json is not a JSON object, and was left out: ")
+
+
+def test_a_time_that_no_calendar_has(tmp_path):
+    path = healthy(layers=1, count=2).write(tmp_path / "run")
+    try:
+        os.utime(path / "config.json", (2**40, 2**40))
+    except (OSError, OverflowError):
+        pytest.skip("no such time on this file system")
+    assert read_run(path).ended.year in (2446, 9999)
+
+
+def test_more_names_than_memory_has_room_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosed, "MOST_CELLS", 100)
+    rows = [{"run": "a", "step": step, "gradients": [{"layer": f"{step}"}]} for step in range(11)]
+    (tmp_path / "diagnostics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+    assert len(read_run(tmp_path).diagnosed["a"].layers) == 10
+    (tmp_path / "diagnostics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(
+        ValueError, match="room for 100 tensors in steps, got 0 tensors and 11 layers in 11 steps; leave"
+    ):
+        read_run(tmp_path)
+
+
 def test_a_folder_that_is_no_run(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=r"at least one of config\.json, .*, got .* without; name a folder"):
             read_run(path)
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"needs to read .* run, got Is a directory for .*metrics\.jsonl"):
+    with pytest.raises(ValueError, match=r"needs to read .* run, got a folder for .*metrics\.jsonl"):
         read_run(tmp_path)

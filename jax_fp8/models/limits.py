@@ -1,0 +1,79 @@
+"""What a model may be at most whose shape comes from a file: a few words of a stranger's file must not fill a host.
+
+Nothing is made of a shape before it has passed here. The limits are far above every model that there is, and below what
+takes minutes or overflows an int32 only to be looked at.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_fp8.core.files import shortened, shown
+from jax_fp8.models.config import GPTConfig
+
+MOST = {
+    "vocab_size": 2**24,
+    "num_layers": 2**12,
+    "num_heads": 2**14,
+    "num_kv_heads": 2**14,
+    "hidden_size": 2**20,
+    "mlp_hidden_size": 2**24,
+    "head_dim": 2**16,
+    "max_seq_len": 2**30,
+    "sliding_window": 2**30,
+    "num_experts": 2**14,
+    "experts_per_token": 2**14,
+}
+FLOATS = ("rotary_base", "norm_epsilon", "router_aux_loss", "router_z_loss", "dropout_rate", "attention_dropout_rate")
+MOST_LENGTH = 2**31 - 1  # tokens of the texts before rotary positions were scaled
+MOST_TENSORS = 2**21  # of all layers with all experts
+
+
+def check_limits(described: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None) -> None:
+    """Raise unless the sizes of a shape, by the names of a `GPTConfig`, are within the limits; other types are left to
+    whoever makes one.
+
+    Args:
+      where: the file, for messages.
+      names: what the file calls a size.
+    """
+    sizes = {name: described[name] for name in MOST if isinstance(described.get(name), int | float)}
+    for name, value in sizes.items():
+        if not value <= MOST[name]:
+            raise ValueError(
+                f"{(names or {}).get(name, name)} in {where} must be at most {MOST[name]:,}, got {shown(value)}; "
+                "no model is that large"
+            )
+    tensors = sizes.get("num_layers", 0) * max(sizes.get("num_experts", 0), 1)
+    if tensors > MOST_TENSORS:
+        raise ValueError(
+            f"{where} must have layers and experts for at most {MOST_TENSORS:,} tensors of a kind, got {tensors:,}; no "
+            "model is that large"
+        )
+
+
+def config_of(described: Any, where: str) -> GPTConfig:
+    """A GPTConfig of what a file says of its fields; ValueError of one sentence where it cannot be one."""
+    if not isinstance(described, Mapping):
+        raise ValueError(f"{where} must describe a model by the fields of a GPTConfig, got {shown(described)}")
+    check_limits(described, where)
+    try:
+        return GPTConfig.from_dict(_with_floats(described))
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{where} must describe a model: {shortened(str(error), 300)}") from None
+
+
+def _with_floats(described: Mapping[str, Any]) -> dict[str, Any]:
+    """With floats where JSON has whole numbers, which may be larger than an array can take."""
+    floats = {name: _as_float(described[name]) for name in FLOATS if name in described}
+    scaling = described.get("rotary_scaling")
+    if isinstance(scaling, Mapping):
+        length = scaling.get("original_length", 1)
+        if isinstance(length, int) and length > MOST_LENGTH:
+            raise ValueError(f"original_length of a RotaryScaling must be at most {MOST_LENGTH:,}, got {shown(length)}")
+        others = {name: _as_float(value) for name, value in scaling.items() if name != "original_length"}
+        floats["rotary_scaling"] = {**scaling, **others}
+    return {**described, **floats}
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -299,14 +299,14 @@ class Programs:
                 before = state.params, state.opt_state
                 params, opt_state = kept_unless(taken, updates, (params, opt_state), before)
         metrics = _metrics(loss, counts)
-        if apply is not None:
+        if apply is not None and taken is not None:
             metrics |= {"skipped": 1 - taken.astype(jnp.int32), "skip_above": jnp.float32(0)}
         if taken is not None and taken is not apply:
             fp8 = choose(taken, fp8, state.fp8)
         cache = refresh(state.cache, params, fp8, updates)
         if cache and taken is not None and not wrote_only_if(taken, updates):
             cache = choose(taken, cache, state.cache)
-        return TrainState(optax.safe_increment(state.step), params, fp8, opt_state, cache), metrics
+        return TrainState(jnp.asarray(optax.safe_increment(state.step)), params, fp8, opt_state, cache), metrics
 
 
 def _paths(params) -> dict[LayerPath, Any]:

@@ -50,7 +50,8 @@ def attend_in_fp8(
         return attention(query, key, value, causal=causal, implementation=by)
     check_tokens(layer, query.shape[-3], key.shape[-3])
     scores, values, gradients = declared
-    values = replace(values, fp8=replace(values.fp8, unused=(INPUT,)))  # what it multiplies by values has no row
+    of_product: Any = values.fp8
+    values = replace(values, fp8=replace(of_product, unused=(INPUT,)))  # what it multiplies by values has no row
     of_states: Any = scores.fp8, values.fp8, gradients.fp8
     attended, (of_scores, of_values) = fp8_attention(
         query, key, value, AttentionGemms(*of_states), causal=causal, implementation=implementation

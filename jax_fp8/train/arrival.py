@@ -63,9 +63,10 @@ class Arrivals:
 def on_host(fp8_state: Mapping) -> dict:
     """A copy of the state in NumPy's arrays."""
 
-    def whole(leaf):
+    def whole(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+            sharding: Any = leaf.sharding
+            return jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
         return leaf
 
     return jax.tree.map(np.asarray, jax.device_get(jax.tree.map(whole, dict(fp8_state))))

@@ -306,7 +306,7 @@ class Programs:
                 before = state.params, state.opt_state
                 params, opt_state = kept_unless(taken, updates, (params, opt_state), before)
         metrics = _metrics(loss, counts)
-        if apply is not None:
+        if apply is not None and taken is not None:
             metrics |= {"skipped": 1 - taken.astype(jnp.int32), "skip_above": jnp.float32(0)}
         if taken is not None and taken is not apply:
             fp8 = choose(taken, fp8, state.fp8)
@@ -316,7 +316,8 @@ class Programs:
         collections = {**state.collections, **changed}
         if taken is not None:
             collections = choose(taken, collections, state.collections)
-        return TrainState(optax.safe_increment(state.step), params, fp8, opt_state, cache, collections), metrics
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return TrainState(step, params, fp8, opt_state, cache, collections), metrics
 
 
 def _paths(params) -> dict[LayerPath, Any]:

@@ -1,6 +1,7 @@
-"""The recipe of a model and that of a step are two copies of one truth, compared where they meet: when a pass is traced.
+"""The recipe of a model and that of a step are two copies of one truth, compared where they meet: while a pass is
+traced.
 
-The layers make casts by theirs. A step makes scales from amaxes by its own, and casts weights for several microbatches.
+The layers cast by theirs. A step makes scales from amaxes by its own, and casts weights for several microbatches.
 """
 
 import dataclasses

@@ -56,8 +56,8 @@ class TrainState:
 
     @classmethod
     def create(cls, *, variables: Mapping, tx: optax.GradientTransformation) -> "TrainState":
-        """The state before the first step, of copies: a step may donate its state, and `variables` stay as they are, and so does
-        what `tx` was made with, such as a random key.
+        """The state before the first step, of copies: a step may donate its state. `variables` stay as they are, and so
+        does what `tx` was made with, such as a random key.
 
         Args:
           variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from

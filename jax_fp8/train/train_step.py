@@ -206,8 +206,8 @@ class TrainStep:
         """Add the gradients of a microbatch; on a mesh, their sum over the devices.
 
         The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to
-        another state than this one: after an optimizer step, or when params were overwritten. There is no warm start, at
-        no step: rows without history have scales of 1 until `step.warm_start` or a calibration gives them others.
+        another state than this one: after an optimizer step, or when params were overwritten. There is no warm start:
+        rows without history have scales of 1 until `step.warm_start` or a calibration gives them others.
 
         Args:
           state: not donated, and not changed.

@@ -42,7 +42,7 @@ class Warmed:
     reached: tuple[bool, ...] = field(metadata={"static": True})
 
 
-def first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe, reached: Reached) -> tuple[dict, Warmed]:
+def first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | None, reached: Reached) -> tuple[dict, Warmed]:
     """The state after a warm pass that found the amaxes f32[rows], and what there is to say of it."""
     is_finite, rows = jnp.all(jnp.isfinite(amaxes)), reached_in(fp8_state, reached)
     new = with_first_scales(fp8_state, jnp.where(is_finite, amaxes, 0), recipe)

@@ -1,4 +1,4 @@
-"""A state from somewhere else is looked at once: numbers that no step leaves, another dtype, masters of other params."""
+"""A state from somewhere else is looked at once: numbers that no step leaves, another dtype, masters apart."""
 
 import warnings
 

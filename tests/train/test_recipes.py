@@ -74,12 +74,12 @@ class Mixed(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        for name, recipe in (("a", CURRENT(power_2_scale=True)), ("b", BLOCK()), ("c", None)):
+        for name, recipe in (("a", CURRENT(power_2_scale=True)), ("b", BLOCK(power_2_scale=False)), ("c", None)):
             x = fp8.Dense(128, recipe=recipe, name=name)(x)
         return x
 
 
-@pytest.mark.parametrize("recipe", [CURRENT(power_2_scale=True), BLOCK(), None], ids=str)
+@pytest.mark.parametrize("recipe", [CURRENT(power_2_scale=True), BLOCK(power_2_scale=False), None], ids=str)
 def test_a_model_of_several_recipes_without_state_computes_by_each(recipe):
     """Also where the step casts the weights of its own recipe for all microbatches."""
     x = jax.random.normal(jax.random.key(0), (256, 128))

@@ -191,8 +191,7 @@ def test_warm_start_keeps_calibrated_history():
 
 
 def test_warm_start_makes_scales_for_params_that_come_without():
-    """As before step 0, at any step, whether a step is asked or does it by itself; there is nothing to make for a recipe
-    without state."""
+    """As before step 0, at any step, by itself too; there is nothing to make for a recipe without state."""
     tx, batch = optax.sgd(0.0), batch_of()
     module, state = start(tx)
     step = fp8.make_train_step(loss_of(module), tx, RECIPE)

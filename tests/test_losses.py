@@ -114,6 +114,8 @@ def test_losses_that_are_no_plain_functions(loss):
 def test_a_batch_of_no_numbers(leaf):
     step, batch = make(lambda v, batch: loss_fn(v, batch["x"])), {"x": X, "y": [None, leaf]}
     for call in (step, step.diagnose, step.warm_start, step.place):
-        with pytest.raises(ValueError, match=r"arrays of numbers, got .* at batch\['y'\]\[1\]; leave it out"):
+        with pytest.raises(
+            ValueError, match=r"batch must hold arrays of numbers, got .* at batch\['y'\]\[1\]; leave it out"
+        ):
             call(state(), batch)
     assert jnp.isfinite(step(state(), {"x": X, "y": [None, 1.0, True, np.int8(1), jax.random.key(0)]})[1]["loss"])

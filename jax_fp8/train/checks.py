@@ -169,9 +169,9 @@ def check_state(state: Any, recipe: Recipe | None) -> None:
         )
 
 
-def check_holds_arrays(batch: Any) -> None:
-    """Raise where a leaf of a batch is neither an array of numbers nor a number."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+def check_holds_arrays(name: str, tree: Any) -> None:
+    """Raise where a leaf of a tree is neither an array of numbers or random keys nor a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
         is_number = (
             isinstance(leaf, bool | NUMBERS | complex)
@@ -180,7 +180,7 @@ def check_holds_arrays(batch: Any) -> None:
         )
         if not is_number:
             raise ValueError(
-                f"a batch must hold arrays of numbers, got {describe(leaf)} at batch{jax.tree_util.keystr(path)}; "
+                f"{name} must hold arrays of numbers, got {describe(leaf)} at {name}{jax.tree_util.keystr(path)}; "
                 "leave it out, or make numbers of it"
             )
 

@@ -103,6 +103,11 @@ def check_has_no_aux(has_aux: bool) -> None:
 
 def _joined(aux: Aux, mean: Callable, total: Callable, largest: Callable) -> Aux:
     def of_collection(x):
+        if not _is_of_numbers(x.dtype):
+            raise ValueError(
+                "a collection that parts of a batch change must hold numbers, whose mean or maximum is the next, got "
+                f"{x.dtype}; take random keys from the rngs of the step"
+            )
         return mean(x) if _is_float(x) else largest(x)
 
     def of_rest(x):

@@ -70,7 +70,9 @@ class TrainState:
         check_optimizer(tx)
         if "params" not in variables:
             raise ValueError(f'variables must hold "params", got {sorted(variables)}; pass what model.init returned')
-        variables = jax.tree.map(jnp.copy, without_names(variables))
+        variables = without_names(variables)
+        check_holds_arrays("variables", variables)
+        variables = jax.tree.map(jnp.copy, variables)
         params, fp8, cache = (variables.get(name, {}) for name in OWN_COLLECTIONS)
         others = others_of(variables)
         if GRADIENTS in others:
@@ -119,7 +121,7 @@ def _of_own_arrays(init: Callable, params: Any) -> Any:
 def check_given(state: Any, batch: Any) -> None:
     """Raise unless these can be what a step takes."""
     check_is("state", state, TrainState, STATE_REMEDY)
-    check_holds_arrays(batch)
+    check_holds_arrays("batch", batch)
     check_integers_are_kept(batch)
 
 

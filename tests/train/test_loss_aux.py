@@ -180,6 +180,21 @@ def test_rows_are_no_matter_where_there_is_one_part():
     np.testing.assert_array_equal(metrics["aux"]["y"], X)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_random_keys_in_a_collection(microbatches):
+    """There is no mean of two keys; with one part there is none to be made."""
+    variables = {"params": VARIABLES["params"], "keys": {"own": jax.random.key(0)}}
+    loss = returning(lambda v, x: {"keys": {"own": jax.random.split(v["keys"]["own"])[0]}})
+    if microbatches == 1:
+        new = run(loss, variables=variables)[0].collections["keys"]["own"]
+        assert not jnp.array_equal(jax.random.key_data(new), jax.random.key_data(variables["keys"]["own"]))
+    else:
+        with pytest.raises(
+            ValueError, match=r"parts of a batch change must hold numbers, .* got key<fry>; take random"
+        ):
+            run(loss, variables=variables, microbatches=microbatches)
+
+
 def test_metrics_with_the_names_of_variables_are_metrics():
     """Where the shapes are others, or where there are numbers alone, as of no layer's statistics."""
     aux = {"at": {"mean": 1.0, "calls": 2, "is_set": True}, "fp8": 1.0, "params": 2.0, "mean": 3.0}

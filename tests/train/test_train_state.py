@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.core import freeze
@@ -122,6 +123,11 @@ def test_without_collections_a_state_has_the_leaves_that_it_had_before_there_wer
 def test_refuses_what_it_would_lose():
     with pytest.raises(ValueError, match='"_overwrite_with_gradient" holds what gradients replace'):
         fp8.TrainState.create(variables={**variables(None), "_overwrite_with_gradient": {}}, tx=optax.sgd(1e-3))
+    for leaf in ("text", np.array(["text"]), object()):
+        with pytest.raises(
+            ValueError, match=r"variables must hold arrays of numbers, got .* at variables\['c'\]\['x'\]; le"
+        ):
+            fp8.TrainState.create(variables={**variables(None), "c": {"x": leaf}}, tx=optax.sgd(1e-3))
     with pytest.raises(ValueError, match='must hold "params"'):
         fp8.TrainState.create(variables={"fp8": {}}, tx=optax.sgd(1e-3))
 

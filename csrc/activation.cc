@@ -63,7 +63,7 @@ Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuf
   const Named* found = nullptr;
   for (const Named& named : kActivations) found = named.name == name ? &named : found;
   inputs.checks.require(found, "x", x, "go with a known activation, not \"" + std::string(name) + "\"")
-      .rank("x", x, 2)
+      .matrix("x", x)
       .dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
   if (!inputs.checks.passed()) return inputs;
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], parts = found->gated ? 2 : 1;
@@ -97,7 +97,7 @@ Checks& check(Checks& checks, const Results& results, int64_t rows, int64_t cols
 
 ActivationArguments arguments_of(const ActivationInputs& inputs, const Results& results, const ScaleRule& rule) {
   const auto bytes_of = [](const ffi::AnyBuffer& buffer) {
-    return buffer.element_count() ? static_cast<uint8_t*>(buffer.untyped_data()) : nullptr;
+    return is_empty(buffer) ? nullptr : static_cast<uint8_t*>(buffer.untyped_data());
   };
   return {
       .inputs = inputs,

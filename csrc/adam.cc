@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 
 #include "ffi.h"
 #include "launch.h"
@@ -24,6 +23,8 @@ enum Layout : int32_t {
   kHasAll = 63,
   kDecays = 64
 };
+
+constexpr int32_t kLayoutBits = kHasAll | kDecays;
 
 // g, mu, nu and what the layout has; all but g are results too.
 size_t operands_of(int32_t layout) {
@@ -58,6 +59,21 @@ struct Part {
   Storage storage = Storage::kNone;
 };
 
+struct Columns {
+  int64_t first, count;
+};
+
+// Whether each of `all` columns is in one of these, and in one only.
+bool are_all(std::vector<Columns> taken, int64_t all) {
+  std::sort(taken.begin(), taken.end(), [](const Columns& a, const Columns& b) { return a.first < b.first; });
+  int64_t next = 0;
+  for (const Columns& columns : taken) {
+    if (columns.first != next) return false;
+    next += columns.count;
+  }
+  return next == all;
+}
+
 // A cast that leaves side by side write, each its own columns; by tile also that of one leaf. Its arrays are operands
 // once, in this order.
 struct SharedCast {
@@ -68,6 +84,7 @@ struct SharedCast {
   float* scale_t;  // by tile only
   Storage storage;
   int64_t rows, cols;
+  std::vector<Columns> taken;  // by the leaves so far
 };
 constexpr int32_t kUnshared = -1;
 
@@ -120,7 +137,7 @@ class LeafReader {
         .values = static_cast<uint8_t*>(values.data),
         .values_t = static_cast<uint8_t*>(values_t.data),
         .amax = amax,
-        .cols = transposing ? dimensions_[1] : static_cast<int64_t>(g.buffer->element_count()),
+        .cols = transposing ? dimensions_[1] : count_of(*g.buffer),
         .rows = transposing ? static_cast<int32_t>(dimensions_[0]) : 1,
         .values_stride = 0,
         .g_storage = g.storage,
@@ -131,6 +148,8 @@ class LeafReader {
         .values_storage = values.storage,
         .decays = (layout & kDecays) != 0,
     };
+    elements_ = sum_of(elements_, count_of(*g.buffer));
+    require(elements_ <= kMostElements, g, "have, with all leaves before it, at most 2**42 elements");
     AdamEntry entry{leaf, {.scale = scale, .mu_scale = mu_scale, .nu_scale = nu_scale}, {}};
     if (place.shared_cast != kUnshared) share(place, g, values, entry);
     return entry;
@@ -157,15 +176,36 @@ class LeafReader {
         .storage = values.storage,
         .rows = dimensions_[0],
         .cols = dimensions_[1],
+        .taken = {},
     });
   }
   void start_leaves() { number_ = -1; }
+
+  // Once all leaves are read: a column that none writes keeps values of another step.
+  ffi::Error check_columns() const {
+    for (size_t i = 0; i < shared_casts_.size(); ++i) {
+      if (are_all(shared_casts_[i].taken, shared_casts_[i].cols)) continue;
+      return ffi::Error::InvalidArgument(std::string(kOperation) + ": the leaves of shared cast " + std::to_string(i) +
+                                         " must have all of its " + std::to_string(shared_casts_[i].cols) +
+                                         " columns, and each column one leaf");
+    }
+    return ffi::Error::Success();
+  }
 
   bool passed() const { return checks_.passed(); }
   ffi::Error error() const { return checks_.error(); }
 
  private:
   enum class Shape { kSame, kTransposed, kScalar, kTiles, kTransposedTiles };
+
+  // Before anything is computed of its dims, or read where it lies.
+  void check_sound(const Part& part) {
+    if (!part.buffer) return;
+    require(extent_of(*part.buffer) <= kMostElements, part, "have dims from 0 on, and at most 2**42 elements");
+    require(part.data != nullptr || is_empty(*part.buffer), part, "have an address");
+    const size_t bytes = ffi::ByteWidth(part.buffer->element_type());
+    require(is_aligned(part.data, std::max<size_t>(bytes, 1)), part, "start at an address divisible by its dtype's size");
+  }
 
   void require(bool holds, const Part& part, const char* rule) {
     if (holds || !part.buffer || !checks_.passed()) return;
@@ -176,7 +216,9 @@ class LeafReader {
   Part operand(const char* name) {
     const auto found = operands_.get<ffi::AnyBuffer>(next_operand_++);
     if (!found.has_value()) return {name};  // the number of operands was checked
-    return {name, *found, found->untyped_data(), storage_of(found->element_type())};
+    const Part part{name, *found, found->untyped_data(), storage_of(found->element_type())};
+    check_sound(part);
+    return part;
   }
 
   // An operand that is also a result.
@@ -202,8 +244,10 @@ class LeafReader {
               part, "have rank 2 and the transposed shape of g");
     }
     const ffi::AnyBuffer kept = **result;
-    require(kept.element_type() == part.buffer->element_type() && kept.untyped_data() == part.data, part,
-            "be updated in place; alias its result with it");
+    const auto left = kept.dimensions();
+    require(kept.element_type() == part.buffer->element_type() && kept.untyped_data() == part.data &&
+                std::equal(left.begin(), left.end(), arrived.begin(), arrived.end()),
+            part, "be updated in place; alias its result with it");
     return part;
   }
 
@@ -240,22 +284,23 @@ class LeafReader {
     if (!values_t.buffer || dimensions_.size() != 2) return;
     require(dimensions_[0] % 16 == 0 && dimensions_[1] % 16 == 0, values_t,
             "have rows and columns divisible by 16; transpose other shapes after the step");
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    require(dimensions_[0] <= kMost && dimensions_[1] <= kMost, values_t, "have fewer than 2**31 rows and columns");
+    require(dimensions_[0] <= kMostIndexed && dimensions_[1] <= kMostIndexed, values_t,
+            "have at most 2147479552 rows and columns");
   }
 
   // Gives a leaf its columns of a shared cast.
   void share(Place place, const Part& g, const Part& values, AdamEntry& entry) {
     const bool known = place.shared_cast >= 0 && place.shared_cast < static_cast<int32_t>(shared_casts_.size());
     if (!known) return require(false, g, "have a place in a shared cast of the call");
-    const SharedCast& cast = shared_casts_[place.shared_cast];
+    SharedCast& cast = shared_casts_[place.shared_cast];
     require(!values.buffer, values, "be absent where the leaf has a place in a shared cast");
     require(dimensions_.size() == 2 && dimensions_[0] == cast.rows && dimensions_[1] % 16 == 0, g,
             "be a matrix with the rows of its shared cast and columns divisible by 16");
     if (!checks_.passed()) return;
     const int64_t first = place.first_column;
-    require(first >= 0 && first % 16 == 0 && first + dimensions_[1] <= cast.cols, g,
+    require(first % 16 == 0 && lies_within(first, dimensions_[1], cast.cols), g,
             "lie within its shared cast, from a column divisible by 16 on");
+    cast.taken.push_back({first, dimensions_[1]});
     AdamLeaf& leaf = entry.leaf;
     leaf.values = cast.values + first;
     leaf.values_t = cast.values_t + first * cast.rows;
@@ -289,7 +334,49 @@ class LeafReader {
   const char* owner_ = "";
   int number_ = -1;
   size_t next_operand_ = 0, next_result_ = 0;
+  int64_t elements_ = 0;  // of the leaves so far
 };
+
+ffi::Error wrong_attribute(const std::string& rule) {
+  return ffi::Error::InvalidArgument(std::string(kOperation) + ": " + rule);
+}
+
+// What the numbers of a call must be before anything is counted by them.
+ffi::Error check_numbers(ffi::Span<const int32_t> layout, int32_t shared_casts, int32_t first_leaf) {
+  if (shared_casts < 0) return wrong_attribute("shared_casts must be 0 or more, got " + std::to_string(shared_casts));
+  if (first_leaf < 0 || !lies_within(first_leaf, static_cast<int64_t>(layout.size()), kMostInt32)) {
+    return wrong_attribute("first_leaf must be from 0 on and leave room for " + std::to_string(layout.size()) +
+                           " leaves below 2**31, got " + std::to_string(first_leaf));
+  }
+  for (int32_t leaf : layout) {
+    if ((leaf & ~kLayoutBits) != 0) {
+      return wrong_attribute("layout must be made of the bits 1 to " + std::to_string(kDecays) + ", got " +
+                             std::to_string(leaf));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// A leaf has its own cast, or columns of one of the shared casts.
+ffi::Error check_places(size_t leaves, int32_t shared_casts, ffi::Span<const int32_t> shared_cast,
+                        ffi::Span<const int32_t> first_column) {
+  if (shared_cast.size() != leaves || first_column.size() != leaves) {
+    return wrong_attribute("shared_cast and first_column must have a number per leaf, " + std::to_string(leaves) +
+                           ", got " + std::to_string(shared_cast.size()) + " and " +
+                           std::to_string(first_column.size()));
+  }
+  for (size_t i = 0; i < leaves; ++i) {
+    if (shared_cast[i] < kUnshared || shared_cast[i] >= shared_casts) {
+      return wrong_attribute("shared_cast must be -1 or the number of one of the call's " +
+                             std::to_string(shared_casts) + " shared casts, got " + std::to_string(shared_cast[i]));
+    }
+    if (shared_cast[i] == kUnshared && first_column[i] != 0) {
+      return wrong_attribute("first_column must be 0 for a leaf without a shared cast, got " +
+                             std::to_string(first_column[i]));
+    }
+  }
+  return ffi::Error::Success();
+}
 
 // The lists must have the lengths that `layout` and the number of shared casts say,
 // before anything in them has a meaning.
@@ -311,15 +398,15 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
                 ffi::Span<const int32_t> layout, int32_t shared_casts, ffi::Span<const int32_t> shared_cast,
                 ffi::Span<const int32_t> first_column, int32_t first_leaf, bool adam_w_mode, bool by_tile,
                 int32_t margin, float amax_epsilon, bool power_2_scale) {
-  const size_t shared_arrays = shared_cast_arrays(by_tile) * shared_casts;
+  if (ffi::Error wrong = check_numbers(layout, shared_casts, first_leaf); wrong.failure()) return wrong;
+  const size_t shared_arrays = shared_cast_arrays(by_tile) * static_cast<size_t>(shared_casts);
   if (ffi::Error wrong = check_lengths(layout, shared_arrays, operands, results); wrong.failure()) return wrong;
-  if (shared_cast.size() != layout.size() || first_column.size() != layout.size()) {
-    return ffi::Error::InvalidArgument(std::string(kOperation) +
-                                       ": shared_cast and first_column must have a number per leaf");
+  if (ffi::Error wrong = check_places(layout.size(), shared_casts, shared_cast, first_column); wrong.failure()) {
+    return wrong;
   }
   const auto leaf_count = static_cast<int64_t>(layout.size());
   Checks checks(kOperation);
-  checks.dtype("scalars", scalars, {ffi::F32})
+  checks.margin(margin).not_negative("amax_epsilon", amax_epsilon).dtype("scalars", scalars, {ffi::F32})
       .shape("scalars", scalars, {kAdamScalars})
       .dtype("scales", scales, {ffi::F32})
       .shape("scales", scales, {leaf_count, kAdamScales})
@@ -339,6 +426,7 @@ ffi::Error adam(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer scal
     entries.push_back(reader.read(layout[i], {shared_cast[i], first_column[i]}));
   }
   if (!reader.passed()) return reader.error();
+  if (ffi::Error wrong = reader.check_columns(); wrong.failure()) return wrong;
   const AdamArguments arguments{
       .scalars = scalars.typed_data<float>(),
       .scales = scales.typed_data<float>(),

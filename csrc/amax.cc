@@ -11,7 +11,7 @@ AmaxArguments arguments_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& amax, 
   return {
       .x = x.untyped_data(),
       .source = *source_type(x.element_type()),
-      .count = static_cast<int64_t>(x.element_count()),
+      .count = count_of(x),
       .amax = amax.typed_data<float>(),
       .further = further,
   };

@@ -34,6 +34,7 @@ inline Checks& check_tiled(Checks& checks, const char* name, const ffi::AnyBuffe
 // `rows` and `cols`: of what is cast.
 inline Checks& check_by_tile(Checks& checks, const TileBuffers& buffers, int64_t rows, int64_t cols,
                              const TileRule& rule) {
+  checks.margin(rule.margin).not_negative("amax_epsilon", rule.amax_epsilon);
   check_tiled(checks, "the result values", buffers.values, "the result scales", buffers.scales, rows, cols,
               rule.square);
   check_tiled(checks, "the result values_t", buffers.values_t, "the result scales_t", buffers.scales_t, cols, rows,
@@ -44,7 +45,7 @@ inline Checks& check_by_tile(Checks& checks, const TileBuffers& buffers, int64_t
 // What has no elements is not wanted.
 template <typename T>
 T* pointer_or_null(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() ? static_cast<T*>(buffer.untyped_data()) : nullptr;
+  return is_empty(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());
 }
 
 inline TileCast cast_of(const TileBuffers& buffers, const TileRule& rule) {

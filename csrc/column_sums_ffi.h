@@ -11,7 +11,7 @@ inline Checks& check_sums(Checks& checks, const ffi::AnyBuffer& sums, const ffi:
   return checks.dtype("the result sums", sums, {ffi::F32})
       .shape("the result sums", sums, {cols})
       .dtype("the result partial_sums", partial_sums, {ffi::F32})
-      .shape("the result partial_sums", partial_sums, {(rows + kRowsPerPartialSum - 1) / kRowsPerPartialSum, cols});
+      .shape("the result partial_sums", partial_sums, {divide_up(rows, kRowsPerPartialSum), cols});
 }
 
 }  // namespace jax_fp8

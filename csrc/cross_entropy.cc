@@ -11,11 +11,11 @@ ffi::Error cross_entropy(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuf
                          ffi::Result<ffi::AnyBuffer> gradient, ffi::Result<ffi::AnyBuffer> loss,
                          ffi::Result<ffi::AnyBuffer> lse, float z_loss) {
   Checks checks(kOperation);
-  checks.rank("logits", logits, 2).dtype("logits", logits, {ffi::F32, ffi::BF16, ffi::F16});
+  checks.matrix("logits", logits).dtype("logits", logits, {ffi::F32, ffi::BF16, ffi::F16});
   if (!checks.passed()) return checks.error();
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
   checks.require(vocab > 0, "logits", logits, "have at least one column")
-      .require(rows <= INT32_MAX, "logits", logits, "have fewer than 2**31 rows")
+      .finite("z_loss", z_loss)
       .dtype("labels", labels, {ffi::S32})
       .shape("labels", labels, {rows})
       .dtype("shares", shares, {ffi::F32})

@@ -11,6 +11,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -19,6 +22,7 @@
 
 #include "dtypes.h"
 #include "launch.h"
+#include "sizes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp8 {
@@ -48,6 +52,20 @@ inline std::string name_of(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
+// As if no dim were zero: what is empty must not have dims that no kernel can count either.
+inline int64_t extent_of(const ffi::AnyBuffer& buffer) {
+  int64_t extent = 1;
+  for (int64_t dim : buffer.dimensions()) extent = dim < 0 ? kMostInt64 : product_of(extent, dim == 0 ? 1 : dim);
+  return extent;
+}
+
+inline bool is_empty(const ffi::AnyBuffer& buffer) {
+  const auto dims = buffer.dimensions();
+  return std::find(dims.begin(), dims.end(), 0) != dims.end();
+}
+
+inline int64_t count_of(const ffi::AnyBuffer& buffer) { return is_empty(buffer) ? 0 : extent_of(buffer); }
+
 inline std::vector<int64_t> shape_of(const ffi::AnyBuffer& buffer) {
   return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
@@ -69,9 +87,13 @@ inline std::optional<Fp8Type> fp8_type(ffi::DataType dtype) {
   }
 }
 
+// Before the first launch XLA may have no addresses to give.
+enum class Addresses { kKnown, kUnknown };
+
 class Checks {
  public:
-  explicit Checks(const char* operation) : operation_(operation) {}
+  explicit Checks(const char* operation, Addresses addresses = Addresses::kKnown)
+      : operation_(operation), addresses_(addresses) {}
 
   // The general rule; the others are phrased in terms of it. `rule` completes "<operation>: <argument> must ...".
   Checks& require(bool holds, const char* argument, const ffi::AnyBuffer& buffer, const std::string& rule) {
@@ -82,7 +104,42 @@ class Checks {
     return *this;
   }
 
+  // The same of an attribute. `value` is what arrived.
+  template <typename Value>
+  Checks& attribute(bool holds, const char* name, Value value, const std::string& rule) {
+    if (!holds && message_.empty()) {
+      message_ = operation_ + ": " + name + " must " + rule + ", got " + std::to_string(value);
+    }
+    return *this;
+  }
+
+  // Powers of two: 2**margin and 2**-margin are normal float32 numbers.
+  Checks& margin(int32_t margin) {
+    constexpr int32_t kMost = 126;
+    return attribute(margin >= -kMost && margin <= kMost, "margin", margin, "be from -126 to 126");
+  }
+
+  Checks& not_negative(const char* name, float value) {
+    return attribute(std::isfinite(value) && value >= 0.0f, name, value, "be a finite number that is not negative");
+  }
+
+  Checks& finite(const char* name, float value) {
+    return attribute(std::isfinite(value), name, value, "be a finite number");
+  }
+
+  // Of every buffer, before anything is computed of its dims.
+  Checks& sound(const char* argument, const ffi::AnyBuffer& buffer) {
+    if (extent_of(buffer) > kMostElements) {
+      return require(false, argument, buffer, "have dims from 0 on, and at most 2**42 elements");
+    }
+    const bool placed = addresses_ == Addresses::kUnknown || is_empty(buffer) || buffer.untyped_data() != nullptr;
+    if (!placed) return require(false, argument, buffer, "have an address");
+    const size_t bytes = ffi::ByteWidth(buffer.element_type());
+    return is_aligned(buffer.untyped_data(), std::max<size_t>(bytes, 1)) ? *this : aligned(argument, buffer, bytes);
+  }
+
   Checks& dtype(const char* argument, const ffi::AnyBuffer& buffer, std::initializer_list<ffi::DataType> allowed) {
+    sound(argument, buffer);
     bool found = false;
     std::string names;
     for (ffi::DataType candidate : allowed) {
@@ -94,6 +151,14 @@ class Checks {
 
   Checks& rank(const char* argument, const ffi::AnyBuffer& buffer, size_t rank) {
     return require(buffer.dimensions().size() == rank, argument, buffer, "have rank " + std::to_string(rank));
+  }
+
+  // Of rank 2, for kernels whose blocks are counted by rows and columns.
+  Checks& matrix(const char* argument, const ffi::AnyBuffer& buffer) {
+    rank(argument, buffer, 2);
+    const auto dims = buffer.dimensions();
+    if (dims.size() != 2 || (dims[0] <= kMostIndexed && dims[1] <= kMostIndexed)) return *this;
+    return require(false, argument, buffer, "have at most " + std::to_string(kMostIndexed) + " rows and columns");
   }
 
   Checks& shape(const char* argument, const ffi::AnyBuffer& buffer, const std::vector<int64_t>& shape) {
@@ -115,6 +180,7 @@ class Checks {
 
  private:
   std::string operation_;
+  Addresses addresses_;
   std::string message_;
 };
 

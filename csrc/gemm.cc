@@ -48,11 +48,9 @@ constexpr Scaling kScalings[] = {
     {"1d1d", cublaslt::kScalesOfLines, cublaslt::kScalesOfLines},
 };
 
-constexpr int64_t tiles_of(int64_t size) { return (size + kScaleTile - 1) / kScaleTile; }
+constexpr int64_t tiles_of(int64_t size) { return divide_up(size, kScaleTile); }
 
-constexpr int64_t filled_up(int64_t scales) {
-  return (scales + kScalesAlignment - 1) / kScalesAlignment * kScalesAlignment;
-}
+constexpr int64_t filled_up(int64_t scales) { return round_up(scales, kScalesAlignment); }
 
 void check_scales(Checks& checks, const char* name, const ffi::AnyBuffer& scales, cublaslt::ScaleMode mode,
                   int64_t rows, int64_t k) {
@@ -78,15 +76,15 @@ cudaDataType_t cuda_type(ffi::DataType dtype) {
 // cuBLASLt adds a bfloat16 bias to a float32 product; otherwise the bias has the dtype of the result.
 ffi::DataType bias_dtype(ffi::DataType d_dtype) { return d_dtype == ffi::F32 ? ffi::BF16 : d_dtype; }
 
-ffi::Error check_shapes(const GemmBuffers& buffers) {
-  Checks checks(kOperation);
+ffi::Error check_shapes(const GemmBuffers& buffers, Addresses addresses) {
+  Checks checks(kOperation, addresses);
   checks.rank("a", buffers.a, 2)
       .dtype("a", buffers.a, {ffi::F8E4M3FN, ffi::F8E5M2})
       .rank("b", buffers.b, 2)
       .dtype("b", buffers.b, {ffi::F8E4M3FN, ffi::F8E5M2});
   if (!checks.passed()) return checks.error();
   const int64_t m = buffers.a.dimensions()[0], k = buffers.a.dimensions()[1];
-  checks.rank("the result d", buffers.d, 2);
+  checks.rank("the result d", buffers.d, 2).dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32});
   if (!checks.passed()) return checks.error();
   const int64_t n = buffers.d.dimensions()[1], all = buffers.b.dimensions()[0];
   const ffi::DataType d_dtype = buffers.d.element_type();
@@ -96,11 +94,9 @@ ffi::Error check_shapes(const GemmBuffers& buffers) {
       .require(k > 0 && k % 16 == 0, "a", buffers.a, "have a contracting (last) dim that is a positive multiple of 16")
       .shape("b", buffers.b, {all, k})
       .require(n % 16 == 0, "the result d", buffers.d, "have a last dim that is a multiple of 16")
-      .require(buffers.first_column >= 0 && buffers.first_column % 16 == 0 && buffers.first_column + n <= all, "b",
-               buffers.b,
+      .require(buffers.first_column % 16 == 0 && lies_within(buffers.first_column, n, all), "b", buffers.b,
                "have rows for the columns of d, " + std::to_string(n) + " from a multiple of 16 on, here " +
                    std::to_string(buffers.first_column))
-      .dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32})
       .shape("the result d", buffers.d, {m, n})
       .dtype("the result workspace", buffers.workspace, {ffi::U8})
       .shape("the result workspace", buffers.workspace, {kWorkspaceBytes});
@@ -211,6 +207,7 @@ ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, 
                                                ", got " + std::to_string(candidate),
                                      .off_the_list = true}));
   }
+  if (!std::isfinite(alpha)) return ffi::Unexpected(Checks(kOperation).finite("alpha", alpha).error());
   auto state = std::make_unique<GemmState>();
   state->has_bias = has_bias;
   state->has_c = has_c;
@@ -230,8 +227,8 @@ ffi::Error initialize(GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
   if (state->plans.prepared()) return ffi::Error::Success();
   if (ffi::Error error = check_count(*state, addends.size()); error.failure()) return error;
   const GemmBuffers buffers = gather(*state, a, b, a_scale, b_scale, addends, *d, *workspace);
-  if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
-  if (d->element_count() == 0) return ffi::Error::Success();
+  if (ffi::Error error = check_shapes(buffers, Addresses::kUnknown); error.failure()) return error;
+  if (is_empty(*d)) return ffi::Error::Success();
   GemmProblem problem = problem_of(*state, buffers);
   if (own_problem(problem)) {
     if (problem.candidate == 0) return ffi::Error::Success();
@@ -245,8 +242,8 @@ ffi::Error execute(cudaStream_t stream, GemmState* state, ffi::AnyBuffer a, ffi:
                    ffi::Result<ffi::AnyBuffer> workspace) {
   if (ffi::Error error = check_count(*state, addends.size()); error.failure()) return error;
   const GemmBuffers buffers = gather(*state, a, b, a_scale, b_scale, addends, *d, *workspace);
-  if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
-  if (d->element_count() == 0) return ffi::Error::Success();
+  if (ffi::Error error = check_shapes(buffers, Addresses::kKnown); error.failure()) return error;
+  if (is_empty(*d)) return ffi::Error::Success();
   if (ffi::Error error = check_addresses(buffers); error.failure()) return error;
   GemmProblem problem = problem_of(*state, buffers);
   if (const auto own = own_problem(problem)) {

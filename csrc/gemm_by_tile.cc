@@ -1,7 +1,6 @@
 #include "gemm_by_tile.h"
 
 #include <cstdint>
-#include <limits>
 
 #include "launch.h"
 
@@ -13,8 +12,7 @@ std::optional<grouped_gemm::Problem> own_problem(const GemmProblem& problem) {
                            problem.b_scaling == cublaslt::kScalesOfSquares && problem.a_type == CUDA_R_8F_E4M3 &&
                            problem.b_type == CUDA_R_8F_E4M3;
   const bool is_large = divide_up(problem.m, kScaleTile) * divide_up(problem.n, kScaleTile) >= 2 * kLeastTiles;
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  const bool fits = problem.m <= kMost && problem.n <= kMost && problem.k <= kMost;
+  const bool fits = problem.m <= kMostIndexed && problem.n <= kMostIndexed && problem.k <= kMostIndexed;
   if (!is_its_kind || !is_large || !fits || !grouped_gemm::is_available()) return std::nullopt;
   return grouped_gemm::Problem{
       .kind = Groups::kNone,

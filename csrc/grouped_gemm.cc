@@ -1,6 +1,5 @@
 #include "grouped_gemm.h"
 
-#include <limits>
 #include <string>
 #include <string_view>
 
@@ -18,11 +17,11 @@ struct GroupedBuffers {
   std::string_view scaling;
 };
 
-constexpr int64_t tiles_of(int64_t size) { return (size + 127) / 128; }
+constexpr int64_t tiles_of(int64_t size) { return divide_up(size, 128); }
 
-constexpr int64_t filled_up(int64_t scales) { return (scales + 3) / 4 * 4; }
+constexpr int64_t filled_up(int64_t scales) { return round_up(scales, 4); }
 
-bool fits(int64_t size) { return size <= std::numeric_limits<int32_t>::max(); }
+bool fits(int64_t size) { return size <= kMostIndexed; }
 
 // Of whichever kind, once the shapes of a and b are right.
 void check_rest(Checks& checks, const GroupedBuffers& buffers, int64_t groups, const std::vector<int64_t>& d,
@@ -39,10 +38,10 @@ void check_rest(Checks& checks, const GroupedBuffers& buffers, int64_t groups, c
       .shape("a_scale", buffers.a_scale, by_tile ? lines : std::vector<int64_t>{})
       .dtype("b_scale", buffers.b_scale, {ffi::F32})
       .shape("b_scale", buffers.b_scale, by_tile ? squares : std::vector<int64_t>{})
-      .dtype("starts", buffers.starts, {ffi::S32})
-      .shape("starts", buffers.starts, {groups + 1})
       .require(groups >= 1 && groups <= kMaxGroups, "starts", buffers.starts,
-               "be those of 1 to " + std::to_string(kMaxGroups) + " groups")
+               "be those of 1 to " + std::to_string(kMaxGroups) + " groups, not " + std::to_string(groups))
+      .dtype("starts", buffers.starts, {ffi::S32})
+      .shape("starts", buffers.starts, {sum_of(groups, 1)})
       .dtype("the result d", buffers.d, {ffi::BF16, ffi::F16, ffi::F32})
       .shape("the result d", buffers.d, d)
       .aligned("a", buffers.a, kAlignment)
@@ -61,7 +60,7 @@ Checks check_operands(const char* operation, const GroupedBuffers& buffers, size
 
 ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffers& buffers, Groups kind,
                   ProductShape shape) {
-  if (buffers.d.element_count() == 0) return ffi::Error::Success();
+  if (is_empty(buffers.d)) return ffi::Error::Success();
   const grouped_gemm::Problem problem{
       .kind = kind,
       .shape = shape,

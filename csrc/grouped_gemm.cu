@@ -1,5 +1,6 @@
 #include "grouped_gemm.h"
 
+#include <atomic>
 #include <utility>
 
 #include "device/grouped_gemm.cuh"
@@ -11,14 +12,19 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// From the driver that is running: linking it would make a library that a machine without a GPU cannot open.
+// From the driver that is running: linking it would make a library that a machine without a GPU cannot open. What was
+// found is kept; a search that failed is repeated, for what was in its way may pass. Threads that search find the same.
 Encode find_encode() {
+  static std::atomic<Encode> kept{nullptr};
+  if (const Encode encode = kept.load()) return encode;
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   constexpr unsigned kSinceCuda12 = 12000;
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kSinceCuda12, cudaEnableDefault, &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  kept.store(reinterpret_cast<Encode>(found));
+  return reinterpret_cast<Encode>(found);
 }
 
 std::pair<CUtensorMapDataType, int> type_of(SourceType type) {
@@ -36,7 +42,7 @@ struct Extent {
 // Row-major matrices one after the other, copied in boxes whose rows have 128 bytes.
 std::string describe(CUtensorMap* map, const void* data, CUtensorMapDataType type, int bytes, Extent extent,
                      int box_rows) {
-  static const Encode encode = find_encode();
+  const Encode encode = find_encode();
   if (encode == nullptr) return "the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12 or newer";
   const cuuint64_t dims[] = {cuuint64_t(extent.columns), cuuint64_t(extent.rows), cuuint64_t(extent.matrices)};
   const cuuint64_t strides[] = {cuuint64_t(extent.columns * bytes), cuuint64_t(extent.columns * extent.rows * bytes)};
@@ -47,7 +53,7 @@ std::string describe(CUtensorMap* map, const void* data, CUtensorMapDataType typ
   return result == CUDA_SUCCESS ? "" : "cuTensorMapEncodeTiled failed with " + std::to_string(result);
 }
 
-int64_t filled_up(int64_t scales) { return (scales + 3) / 4 * 4; }
+int64_t filled_up(int64_t scales) { return round_up(scales, 4); }
 
 template <Groups kGroups>
 std::string describe_all(const Problem& problem, const Operands& operands, Arguments* arguments) {

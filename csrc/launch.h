@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-namespace jax_fp8 {
+#include "sizes.h"
 
-inline int64_t divide_up(int64_t size, int64_t part) { return (size + part - 1) / part; }
+namespace jax_fp8 {
 
 inline bool is_aligned(const void* pointer, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;

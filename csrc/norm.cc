@@ -55,15 +55,15 @@ Checks& check_optional(Checks& checks, const char* name, const ffi::AnyBuffer& b
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-bool is_layernorm(const ffi::AnyBuffer& norm_bias) { return norm_bias.element_count() != 0; }
+bool is_layernorm(const ffi::AnyBuffer& norm_bias) { return !is_empty(norm_bias); }
 
 Checks check_norm(const char* operation, const ffi::AnyBuffer& x, const ffi::AnyBuffer& norm_scale,
-                  const ffi::AnyBuffer& norm_bias) {
+                  const ffi::AnyBuffer& norm_bias, float epsilon) {
   Checks checks(operation);
-  checks.rank("x", x, 2).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
+  checks.matrix("x", x).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
   if (!checks.passed()) return checks;
   const int64_t cols = x.dimensions()[1];
-  checks.require(cols > 0, "x", x, "have at least one column");
+  checks.require(cols > 0, "x", x, "have at least one column").not_negative("epsilon", epsilon);
   check_present(checks, "norm_scale", norm_scale, ffi::F32, {cols});
   check_present(checks, "norm_bias", norm_bias, ffi::F32, {is_layernorm(norm_bias) ? cols : 0});
   return checks;
@@ -88,7 +88,7 @@ ffi::Error norm_quantize(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer s
                          ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> mean,
                          ffi::Result<ffi::AnyBuffer> rstd, NormAttributes attributes) {
   const auto& [epsilon, rule] = attributes;
-  Checks checks = check_norm(kQuantize, x, norm_scale, norm_bias);
+  Checks checks = check_norm(kQuantize, x, norm_scale, norm_bias, epsilon);
   if (!checks.passed()) return checks.error();
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
   check_source(checks, source, rule).dtype("the result values", *values, {ffi::F8E4M3FN, ffi::F8E5M2});
@@ -119,7 +119,7 @@ ffi::Error norm_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
                                  ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> rstd,
                                  NormTileAttributes attributes) {
   const auto& [epsilon, rule] = attributes;
-  Checks checks = check_norm(kQuantizeByTile, x, norm_scale, norm_bias);
+  Checks checks = check_norm(kQuantizeByTile, x, norm_scale, norm_bias, epsilon);
   if (!checks.passed()) return checks.error();
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
   const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
@@ -139,7 +139,7 @@ ffi::Error norm_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
 
 ffi::Error norm_amax(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer norm_scale, ffi::AnyBuffer norm_bias,
                      ffi::Result<ffi::AnyBuffer> amax, float epsilon) {
-  Checks checks = check_norm(kAmax, x, norm_scale, norm_bias);
+  Checks checks = check_norm(kAmax, x, norm_scale, norm_bias, epsilon);
   checks.float32_scalar("the result", *amax);
   if (!checks.passed()) return checks.error();
   const NormArguments arguments = norm_arguments(x, norm_scale, norm_bias, epsilon);
@@ -154,7 +154,7 @@ ffi::Error norm_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer 
                          ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> dscale_partials,
                          ffi::Result<ffi::AnyBuffer> dbias_partials) {
   Checks checks(kBackward);
-  checks.rank("x", x, 2).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
+  checks.matrix("x", x).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
   checks.rank("the result dscale_partials", *dscale_partials, 2);
   if (!checks.passed()) return checks.error();
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1], partials = dscale_partials->dimensions()[0];

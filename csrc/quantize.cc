@@ -34,7 +34,7 @@ Checks check_matrices(const char* operation, const std::vector<ffi::AnyBuffer>& 
   for (const ffi::AnyBuffer& x : matrices) {
     checks.rank("x", x, 2).dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
     if (!checks.passed()) return checks;
-    cols += x.dimensions()[1];
+    cols = sum_of(cols, x.dimensions()[1]);
     checks.dtype("x", x, {matrices[0].element_type()}).shape("x", x, {matrices[0].dimensions()[0], x.dimensions()[1]});
   }
   return checks;
@@ -93,7 +93,7 @@ Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::An
                   const ScaleRule& rule) {
   Checks checks = check(operation, buffers, rule);
   if (checks.passed()) {
-    checks.dtype("the result values_t", values_t, {buffers.values.element_type()})
+    checks.matrix("the result values", buffers.values).dtype("the result values_t", values_t, {buffers.values.element_type()})
         .shape("the result values_t", values_t, {buffers.values.dimensions()[1], buffers.values.dimensions()[0]});
   }
   return checks;
@@ -134,6 +134,8 @@ ffi::Error quantize_by_tile(const char* operation, cudaStream_t stream, const st
   Checks checks = check_matrices(operation, x, cols);
   if (!checks.passed()) return checks.error();
   const int64_t rows = x[0].dimensions()[0];
+  checks.require(rows <= kMostIndexed && cols <= kMostIndexed, "x", x[0],
+                 "have at most " + std::to_string(kMostIndexed) + " rows and columns together");
   check_by_tile(checks, buffers, rows, cols, rule);
   if (sums) check_sums(checks, *sums, *partial_sums, rows, cols);
   if (!checks.passed()) return checks.error();

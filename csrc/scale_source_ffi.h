@@ -18,8 +18,10 @@ namespace jax_fp8 {
 inline Checks& check_source(Checks& checks, const ffi::AnyBuffer& source, const ScaleRule& rule) {
   return checks.dtype("source", source, {ffi::F32})
       .require(source.dimensions().size() <= 1, "source", source, "have rank 0 or 1")
-      .require(rule.row >= 0 && rule.row < static_cast<int64_t>(source.element_count()), "source", source,
-               "have an element " + std::to_string(rule.row));
+      .require(rule.row >= 0 && rule.row < count_of(source), "source", source,
+               "have an element " + std::to_string(rule.row))
+      .margin(rule.margin)
+      .not_negative("amax_epsilon", rule.amax_epsilon);
 }
 
 }  // namespace jax_fp8

@@ -9,7 +9,7 @@ constexpr char kOperation[] = "jax_fp8_transpose";
 
 ffi::Error transpose(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> transpose) {
   Checks checks(kOperation);
-  checks.rank("x", x, 2).dtype("x", x, {ffi::F8E4M3FN, ffi::F8E5M2});
+  checks.matrix("x", x).dtype("x", x, {ffi::F8E4M3FN, ffi::F8E5M2});
   if (!checks.passed()) return checks.error();
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
   checks.dtype("the result", *transpose, {x.element_type()}).shape("the result", *transpose, {cols, rows});

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string_view>
 
 #include "ffi.h"
@@ -55,7 +54,7 @@ class LeafReader {
     return {
         .scale = scale->typed_data<float>(),
         .history = history->typed_data<float>(),
-        .rows = static_cast<int64_t>(scale->element_count()),
+        .rows = count_of(*scale),
         .length = history_shape.back(),
     };
   }
@@ -94,13 +93,13 @@ ffi::Error update_state(cudaStream_t stream, ffi::AnyBuffer recorded, ffi::Remai
   int64_t rows = 0;
   for (StateLeaf& leaf : leaves) {
     leaf = reader.read();
-    rows += leaf.rows;
+    rows = sum_of(rows, leaf.rows);
   }
   if (!reader.passed()) return reader.error();
   Checks checks(kOperation);
-  checks.dtype("recorded", recorded, {ffi::F32})
+  checks.margin(margin).dtype("recorded", recorded, {ffi::F32})
       .shape("recorded", recorded, {rows})
-      .require(rows <= std::numeric_limits<int32_t>::max(), "recorded", recorded, "have fewer than 2**31 rows")
+      .require(rows <= kMostInt32, "recorded", recorded, "have fewer than 2**31 rows")
       .dtype("the result counts", *counts, {ffi::S32})
       .shape("the result counts", *counts, {sizeof(StateCounts) / sizeof(uint32_t)});
   if (!checks.passed()) return checks.error();

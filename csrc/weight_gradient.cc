@@ -32,8 +32,14 @@ WeightGradientBuffers gather(ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::Remaining
   return buffers;
 }
 
-ffi::Error check_shapes(const WeightGradientBuffers& buffers) {
-  Checks checks(kOperation);
+ffi::Error check_count(size_t totals) {
+  if (totals <= 1) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with dy, x and at most one total, got " +
+                                     std::to_string(2 + totals) + " arguments");
+}
+
+ffi::Error check_shapes(const WeightGradientBuffers& buffers, Addresses addresses) {
+  Checks checks(kOperation, addresses);
   checks.rank("dy", buffers.dy, 2).dtype("dy", buffers.dy, {ffi::BF16, ffi::F16}).rank("x", buffers.x, 2);
   if (!checks.passed()) return checks.error();
   const int64_t k = buffers.dy.dimensions()[0], m = buffers.dy.dimensions()[1], n = buffers.x.dimensions()[1];
@@ -103,17 +109,19 @@ ffi::ErrorOr<std::unique_ptr<WeightGradientState>> instantiate() {
 ffi::Error initialize(WeightGradientState* state, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs total,
                       ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   if (state->plans.prepared()) return ffi::Error::Success();
+  if (ffi::Error error = check_count(total.size()); error.failure()) return error;
   const WeightGradientBuffers buffers = gather(dy, x, total, *d, *workspace);
-  if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
-  if (d->element_count() == 0) return ffi::Error::Success();
+  if (ffi::Error error = check_shapes(buffers, Addresses::kUnknown); error.failure()) return error;
+  if (is_empty(*d)) return ffi::Error::Success();
   return error_of(state->plans.prepare(problem_of(buffers), operands_of(buffers)));
 }
 
 ffi::Error execute(cudaStream_t stream, WeightGradientState* state, ffi::AnyBuffer dy, ffi::AnyBuffer x,
                    ffi::RemainingArgs total, ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
+  if (ffi::Error error = check_count(total.size()); error.failure()) return error;
   const WeightGradientBuffers buffers = gather(dy, x, total, *d, *workspace);
-  if (ffi::Error error = check_shapes(buffers); error.failure()) return error;
-  if (d->element_count() == 0) return ffi::Error::Success();
+  if (ffi::Error error = check_shapes(buffers, Addresses::kKnown); error.failure()) return error;
+  if (is_empty(*d)) return ffi::Error::Success();
   if (ffi::Error error = check_addresses(buffers); error.failure()) return error;
   return error_of(state->plans.enqueue(problem_of(buffers), operands_of(buffers), stream));
 }

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 
 from emulation.rewrite import rewrite
 
@@ -49,7 +50,7 @@ def build(source: str, entries: str, changes: tuple[tuple[str, str, str], ...]) 
     texts = _texts(source, entries, changes)
     level = "-O0" if changes else "-O1"  # a mistake runs once or twice, and most of its time is the compiler's
     library = KEPT / f"{_key(sorted(texts.items()), CHECKS, level)}.so"
-    with _only_here(library.name[:2]):
+    with only_here(library.name[:2]):
         if library.exists():
             os.utime(library)
         else:
@@ -87,10 +88,10 @@ def _compile(texts, level, library):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         checked = [*CHECKS, level, "-include", "cuda_runtime_api.h", f"-I{HERE}", "-I."]
-        _run([*FLAGS, *checked, "-c", "entries.cc"], folder)
+        run_compiler([*FLAGS, *checked, "-c", "entries.cc"], folder)
         # The compiler's checks call what checks.h defines, and not its own library: so nothing of the kind is linked.
-        _run(["-shared", "-Wl,-Bsymbolic", "entries.o", str(_scheduler()), "-o", "kernels.so"], folder)
-        _keep(pathlib.Path(folder, "kernels.so"), library)
+        run_compiler(["-shared", "-Wl,-Bsymbolic", "entries.o", str(_scheduler()), "-o", "kernels.so"], folder)
+        keep(pathlib.Path(folder, "kernels.so"), library)
 
 
 @functools.cache
@@ -98,34 +99,35 @@ def _scheduler():
     """The object of what every library is linked with."""
     sources = sorted(HERE.glob("*.cc"))
     kept = KEPT / f"{_key()}.o"
-    with _only_here("scheduler"):
+    with only_here("scheduler"):
         if not kept.exists():
             with tempfile.TemporaryDirectory(prefix="jax_fp8_emulation_") as folder:
-                _run([*FLAGS, "-O2", "-c", *map(str, sources)], folder)
-                _run(["-r", "-nostdlib", *(f"{path.stem}.o" for path in sources), "-o", "all.o"], folder)
-                _keep(pathlib.Path(folder, "all.o"), kept)
+                run_compiler([*FLAGS, "-O2", "-c", *map(str, sources)], folder)
+                run_compiler(["-r", "-nostdlib", *(f"{path.stem}.o" for path in sources), "-o", "all.o"], folder)
+                keep(pathlib.Path(folder, "all.o"), kept)
     return kept
 
 
-def _run(arguments, folder):
+def run_compiler(arguments: list[str], folder: str | pathlib.Path) -> None:
+    """Runs GCC in a folder; raises what it says."""
     command = [*shlex.split(gcc()[0]), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
         raise CompilerError(f"{shlex.join(command)}\n{done.stderr[:6000]}")
 
 
-def _keep(made, wanted):
+def keep(made: pathlib.Path, wanted: pathlib.Path) -> None:
     """Moves a file to its place, where it appears as a whole; and removes what was not used for long."""
     on_the_same_disk = wanted.with_suffix(f".{os.getpid()}")
     shutil.copy(made, on_the_same_disk)
     on_the_same_disk.replace(wanted)
-    for old in KEPT.glob("*.so"):
+    for old in wanted.parent.glob(f"*{wanted.suffix}"):
         if old.stat().st_mtime < time.time() - KEPT_DAYS * 24 * 3600:
             old.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _only_here(name):
+def only_here(name: str) -> Iterator[None]:
     """One process at a time for one name, so that the processes of a test run do not compile the same thing."""
     KEPT.mkdir(parents=True, exist_ok=True)
     with (KEPT / f"{name}.lock").open("w") as file:

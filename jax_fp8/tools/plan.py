@@ -23,8 +23,9 @@ from jax_fp8.tools.hlo import Instruction, read_hlo
 from jax_fp8.tools.pipeline_time import PipelineTime, pipeline_time
 from jax_fp8.tools.rates import Rates
 from jax_fp8.tools.step_time import StepTime, estimate, longest
+from jax_fp8.train.cuda_graph import default_options
 from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.train_step import TrainStep, default_options
+from jax_fp8.train.train_step import TrainStep
 
 GIB = 2**30
 USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, cuBLAS's and NCCL's

@@ -4,6 +4,7 @@ What only the numbers of a state tell is read here, by the host, which waits for
 returned itself is known by its arrays, and is not read.
 """
 
+import dataclasses
 import operator
 import warnings
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from jax_fp8.core.state import check_dtypes, map_gemms_with_path
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.optim.adam_state import masters_apart
 from jax_fp8.train.checks import check_on_mesh
+from jax_fp8.train.weight_cache import outdated
 
 
 class Arrivals:
@@ -27,18 +29,18 @@ class Arrivals:
     """
 
     def __init__(self, mesh: Mesh | None):
-        self._mesh, self._returned, self._has_warned = mesh, (), False
+        self._mesh, self._returned, self._weights, self._has_warned = mesh, (), (), False
         self._masters_apart = jax.jit(inside_its_mesh(masters_apart))
 
     def returned(self, state: Any) -> None:
         self._returned = tuple(jax.tree.leaves((state.step, state.fp8)))
+        self._weights = tuple(jax.tree.leaves((state.params, state.cache)))
 
     def check(self, state: Any) -> bool:
         """Whether step count and FP8 state are the arrays that the step returned, and not equal ones. Else raise unless
         the state is one to go on from.
         """
-        leaves = jax.tree.leaves((state.step, state.fp8))
-        if len(leaves) == len(self._returned) and all(map(operator.is_, leaves, self._returned)):
+        if _are_same(self._returned, (state.step, state.fp8)):
             return True
         if self._mesh is not None:
             check_on_mesh(state, self._mesh)
@@ -47,9 +49,19 @@ class Arrivals:
         self._warn_of_masters(state)
         return False
 
+    def with_own_cache(self, state: Any) -> Any:
+        """The state, whose weights in FP8 are cast again unless they and the params are the arrays that the step
+        returned: the version of a cache is a hash of samples, and may miss a param of which a few elements are new.
+        """
+        if not state.cache or _are_same(self._weights, (state.params, state.cache)):
+            return state
+        return dataclasses.replace(state, cache=outdated(state.cache))
+
     def _warn_of_masters(self, state) -> None:
-        apart = None if self._has_warned else self._masters_apart(state.opt_state, state.params)
-        if apart is None or not int(apart) or not int(state.step):
+        if self._has_warned or not int(state.step):
+            return
+        apart = self._masters_apart(state.opt_state, state.params)
+        if apart is None or not int(apart):
             return
         self._has_warned = True
         warnings.warn(
@@ -58,6 +70,11 @@ class Arrivals:
             "changed on purpose",
             stacklevel=4,
         )
+
+
+def _are_same(arrays: tuple, tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return len(leaves) == len(arrays) and all(map(operator.is_, leaves, arrays))
 
 
 def on_host(fp8_state: Mapping) -> dict:

@@ -35,6 +35,15 @@ def default_options(on_mesh: bool, offloads: bool = False) -> dict[str, str | bo
     return CUDA_GRAPH_OPTIONS | (OVERLAP_OPTIONS if on_mesh else {}) | (OFFLOAD_OPTIONS if offloads else {})
 
 
+def options_of_step(given: dict[str, Any] | None, on_mesh: bool, offloads: bool) -> dict[str, Any]:
+    """The options that a step is compiled with: those that its caller has `given`, or the default ones."""
+    if not isinstance(given, dict | None):
+        raise ValueError(f"compiler_options must be a dict or None, got {given!r}; name XLA's options")
+    if given is not None:
+        return given
+    return default_options(on_mesh, offloads) if jax.default_backend() == "gpu" else {}
+
+
 ROOM_BYTES = 16 * 2**20  # 64,000 scalars
 
 

@@ -7,9 +7,8 @@ arrays; on a mesh the compiler splits it, for it computes element by element, an
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,9 +21,6 @@ from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
-from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
-from jax_fp8.optim.skipping import choose, kept_unless, skips, was_taken, wrote_only_if
-from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
 from jax_fp8.train.checks import (
@@ -58,13 +54,12 @@ from jax_fp8.train.microbatches import (
     split,
 )
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_part, shapes_of_pending
+from jax_fp8.train.optimizer_step import OptimizerStep, metrics_of
 from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pipeline_checks import check_has_no_collections
 from jax_fp8.train.train_state import STATE_REMEDY, TrainState, placed_state
 from jax_fp8.train.warming import first_scales, of_all_stages
-from jax_fp8.train.weight_cache import cached_gemms, cast_listed, cast_requests, refresh, renewed
-
-LARGEST_LOSS = np.finfo(np.float32).max
+from jax_fp8.train.weight_cache import cached_gemms, cast_listed, renewed
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,7 +241,7 @@ class Programs:
             return constrain(updated), metrics
 
         def keep(state):
-            return state, _metrics(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
+            return state, metrics_of(jnp.float32(jnp.nan), jnp.zeros(2, jnp.int32))
 
         # What a conditional takes and returns is whole on every device of an Auto mesh, unless it is said outside.
         new_state, metrics = lax.cond(complete, update, keep, constrain(state))
@@ -284,40 +279,9 @@ class Programs:
         part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
         return list_gemms(self.loss_fn, state.variables, part, recipe=self.recipe)
 
-    def _update(self, state, loss, gradients, amaxes, skip_above=None, changed: Mapping = MappingProxyType({})):
-        """The end of a step: scales from the amaxes, params and the rest of the state from the gradients, and the
-        collections that the loss has `changed`. A loss that is not finite and at most `skip_above` changes nothing.
-        """
-        apply = None if skip_above is None else loss.astype(jnp.float32) <= jnp.minimum(skip_above, LARGEST_LOSS)
-        with jax.named_scope("fp8_state"):
-            # Rows of which nothing was staged stay as they are: no choice between two states, a kernel for each GEMM.
-            staged = amaxes if apply is None else jnp.where(apply, amaxes, 0)
-            fp8, counts = finish_step(state.fp8, staged, self.recipe)
-            if apply is not None and state.fp8:
-                counts = count_joined(state.fp8, amaxes, self.recipe)
-        with jax.named_scope("optimizer"):
-            casts = cast_requests(state.cache, state.params, fp8)
-            request = {"in_place": InPlace(casts, apply)} if self.in_place else {}
-            with skips() as found:
-                updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
-            params = apply_updates(state.params, updates)
-            taken = was_taken(apply, updates, found, gradients)
-            if taken is not None:
-                before = state.params, state.opt_state
-                params, opt_state = kept_unless(taken, updates, (params, opt_state), before)
-        metrics = _metrics(loss, counts)
-        if apply is not None and taken is not None:
-            metrics |= {"skipped": 1 - taken.astype(jnp.int32), "skip_above": jnp.float32(0)}
-        if taken is not None and taken is not apply:
-            fp8 = choose(taken, fp8, state.fp8)
-        cache = refresh(state.cache, params, fp8, updates)
-        if cache and taken is not None and not wrote_only_if(taken, updates):
-            cache = choose(taken, cache, state.cache)
-        collections = {**state.collections, **changed}
-        if taken is not None:
-            collections = choose(taken, collections, state.collections)
-        step = jnp.asarray(optax.safe_increment(state.step))
-        return TrainState(step, params, fp8, opt_state, cache, collections), metrics
+    @property
+    def _update(self) -> OptimizerStep:
+        return OptimizerStep(self.optimizer, self.recipe, self.in_place)
 
 
 def _paths(params) -> dict[LayerPath, Any]:
@@ -328,10 +292,6 @@ def _key(tree) -> str:
     """Structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return str((structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]))
-
-
-def _metrics(loss, counts) -> dict[str, jax.Array]:
-    return {"loss": loss, **as_metrics(counts)}
 
 
 def _with_its_cache(state, recipe):

@@ -22,13 +22,14 @@ from jax.sharding import Mesh
 from jax_fp8.core.checks import check_flags, check_integer, check_number
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.unpicklable import Unpicklable
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.arrival import Arrivals
 from jax_fp8.train.checks import check_is, check_not_donated, check_on_mesh, check_optimizer, check_step_loss
-from jax_fp8.train.cuda_graph import default_options, make_room, zero_metrics
+from jax_fp8.train.cuda_graph import make_room, options_of_step, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
 from jax_fp8.train.initialize import make_by_array
@@ -43,7 +44,7 @@ from jax_fp8.train.warming import WarmUp
 from jax_fp8.train.weight_cache import check_flag
 
 
-class TrainStep:
+class TrainStep(Unpicklable):
     """`state, metrics = step(state, batch)`; made by `make_train_step`.
 
     The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over
@@ -74,6 +75,10 @@ class TrainStep:
     arrays is split over the devices: with several processes, each passes its own part.
     """
 
+    _cannot_be_pickled = (
+        "a step cannot be pickled, for it is made of functions; pickle its state, and call make_train_step again"
+    )
+
     def __init__(self, programs: Programs, donate: bool, compiler_options: dict, warm_start: bool):
         def jit(function, donated):
             return jax.jit(
@@ -84,22 +89,11 @@ class TrainStep:
         self._step, self._start = jit(checked(programs.step), (0, 2)), jax.jit(programs.start)
         self._accumulate, self._apply = jit(checked(programs.accumulate), 1), jit(programs.apply, (0, 1))
         self._diagnose, self._no_diagnostics = jit(checked(programs.diagnose), ()), None
-        self._warm = (
-            jit(checked(programs.warm), 0) if programs.recipe is not None and programs.recipe.has_state else None
-        )
+        has_state = programs.recipe is not None and programs.recipe.has_state
+        self._warm = jit(checked(programs.warm), 0) if has_state else None
         self._warm_up = WarmUp(self._warm) if warm_start and self._warm is not None else None
         self._arrivals = Arrivals(None if programs.how is None else programs.how.mesh)
         self._donate, self._room, self._programs = donate, None, programs
-
-    def __reduce__(self):
-        raise ValueError(
-            "a step cannot be pickled, for it is made of functions; pickle its state, and call make_train_step again"
-        )
-
-    def __copy__(self, memo=None):
-        return self  # like a function
-
-    __deepcopy__ = __copy__
 
     def init_state(self, init_fn: Callable, *args: Any) -> TrainState:
         """The state before the first step, of the variables that `init_fn(*args)` returns; on a mesh made in shards, so
@@ -138,7 +132,7 @@ class TrainStep:
         check_not_donated(state)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
-        is_own = self._arrivals.check(state)
+        is_own, state = self._arrivals.check(state), self._arrivals.with_own_cache(state)
         if self._warm_up is not None:
             state = self._warm_up.before_step(state, batch, is_own)
         state, metrics = self._step(state, batch, zeros)
@@ -320,19 +314,15 @@ def make_train_step(
     check_recipe(recipe)
     check_integer("microbatches", microbatches)
     check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, in_place=in_place, has_aux=has_aux)
-    if not isinstance(compiler_options, dict | None):
-        raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")
-    if compiler_options is None:
-        offloads = isinstance(loss_fn, LayeredLoss) and bool(loss_fn.on_host)
-        compiler_options = default_options(mesh is not None, offloads) if jax.default_backend() == "gpu" else {}
+    offloads = isinstance(loss_fn, LayeredLoss) and bool(loss_fn.on_host)
+    compiler_options = options_of_step(compiler_options, mesh is not None, offloads)
     optimizer = optax.with_extra_args_support(tx)
     how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype, schedule, chunks)
     if how is not None and how.sequence:
         check_sequence([recipe])
     if how is not None and how.stages > 1:
         check_pipeline(how, loss_fn, microbatches, cache_weights, has_aux)
-    if has_aux:
-        loss_fn = AuxLoss(loss_fn)
+    loss_fn = AuxLoss(loss_fn) if has_aux else loss_fn
     if rngs is not None:
         check_rngs(rngs, loss_fn, how)
         loss_fn = DrawingLoss(loss_fn, rngs)

@@ -100,6 +100,11 @@ def is_stale(cache: Mapping, variables: Mapping) -> jax.Array:
     return cache[VERSION] != _version(variables["params"], cache)
 
 
+def outdated(cache: Mapping) -> dict:
+    """A cache that whoever reads it casts again: its version is that of no params."""
+    return {**cache, VERSION: ~cache[VERSION]}
+
+
 def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
     """A cache that belongs to these variables: this one, as a rule."""
     return cast_weights(variables, recipe, cache) if cache else {}

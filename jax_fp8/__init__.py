@@ -6,7 +6,7 @@ the optimizer, the step.
 
 from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.core.layered_loss import LayeredLoss
+from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
@@ -66,6 +66,7 @@ __all__ = [
     "SelfAttention",
     "TrainState",
     "TransformerBlock",
+    "WholeBatchLoss",
     "apply_updates",
     "backward_dw",
     "capture_report",

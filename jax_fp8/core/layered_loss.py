@@ -58,11 +58,11 @@ class WholeBatchLoss:
     Args:
       loss_fn: the loss; it takes what `whole_batch` returns, parts of it, and batches that were never split.
       whole_batch: `whole_batch(batch) -> batch`, which a step calls once, before it splits the batch into microbatches.
-        Each array that it returns has the rows of the batch.
+        Each array that it returns has the rows of the batch. None leaves the batch as it is.
     """
 
     loss_fn: Callable
-    whole_batch: Callable[[Any], Any]
+    whole_batch: Callable[[Any], Any] | None
 
     def __call__(self, variables: Mapping, batch: Any, **options: Any) -> Any:
         return self.loss_fn(variables, batch, **options)

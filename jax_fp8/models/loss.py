@@ -85,7 +85,7 @@ def _layered(
 
 def next_token_loss(
     model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0, deterministic: bool = False
-) -> Callable[..., jax.Array]:
+) -> LayeredLoss | WholeBatchLoss:
     """`loss_fn(variables, batch)` for tokens (batch, seq + 1), integers of any dtype:
     the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
 
@@ -98,7 +98,7 @@ def next_token_loss(
     where a token is read and not learned, else its weight; or `"labels"`, the token, or `ignore_label` where it is not
     learned. Neither is shifted: what stands at a token is about that token. The mean is over the learned tokens of the
     whole batch, also where a step splits it into microbatches or over devices; `accumulate_step` knows no more than its
-    microbatch.
+    microbatch, and a function around this loss must hand on its `whole_batch`: see `WholeBatchLoss`.
 
     What is read and is no token of the vocabulary makes the loss NaN, as do labels that are none. Behind the last
     learned token of a row or document nothing is read, and anything may stand there.

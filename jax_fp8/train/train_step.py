@@ -206,7 +206,8 @@ class TrainStep(Unpicklable):
         Args:
           state: not donated, and not changed.
           pending: from `start`, `accumulate_step` or `apply_step`; donated.
-          microbatch: as the loss takes it.
+          microbatch: as the loss takes it, which knows no other: a loss with a mask is the mean over this one's own
+            learned tokens.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
         check_given(state, microbatch)

@@ -1,6 +1,8 @@
 """The loss by chunks compiled for H200s with no GPU: what it holds at a time, and what it reduces over devices."""
 
+import re
 from functools import partial
+from typing import Any
 
 import h200
 import jax
@@ -11,6 +13,7 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
 from jax_fp8.ops.cross_entropy import linear_cross_entropy
+from jax_fp8.ops.embedding import embed
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or extension.missing_reason()
@@ -83,3 +86,19 @@ def test_a_split_vocabulary_is_not_gathered():
     assert "jax_fp8_cross_entropy" not in program.custom_calls
     assert not [i for i in program.all_gathers if i.results[0].bytes >= 2 * 2048 * 50304]
     assert program.collectives
+
+
+def test_a_row_of_what_is_no_token_costs_no_pass():
+    """NaN is chosen where rows are gathered and cast; beside it zeros for the gradient, and what is added to them."""
+
+    def rows_and_gradient(table, tokens, dx):
+        rows, pull = jax.vjp(lambda table: embed(table, tokens, None, jnp.bfloat16).astype(jnp.bfloat16), table)
+        return rows, pull(dx)
+
+    shapes = ((50304, 768), jnp.float32), ((8, 1024), jnp.int32), ((8, 1024, 768), jnp.bfloat16)
+    arguments = [jax.ShapeDtypeStruct(*of, sharding=h200.on_one_device()) for of in shapes]
+    compiled = jax.jit(rows_and_gradient).lower(*arguments).compile()
+    program: Any = compiled.as_text()
+    assert len(re.findall(r" fusion\(", program.split("ENTRY")[1])) == 3
+    analysis: Any = compiled.memory_analysis()
+    assert analysis.temp_size_in_bytes == 0

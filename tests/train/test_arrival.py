@@ -28,7 +28,7 @@ STEP = fp8.make_train_step(loss, TX, RECIPE)
 
 def state(fp8_state=None, step=0):
     made = fp8.TrainState.create(variables=VARIABLES, tx=TX)
-    return made.replace(step=jnp.int32(step), fp8=made.fp8 if fp8_state is None else fp8_state)
+    return made.replace(step=jnp.int32(step), fp8=jax.tree.map(jnp.copy, made.fp8 if fp8_state is None else fp8_state))
 
 
 def with_number(name, index, number):

@@ -111,6 +111,9 @@ def write_results(output: pathlib.Path, runs: list[Run], settings: Settings, des
             "-" if base is None or base is run else f"{100 * (run.validation_loss / base.validation_loss - 1):+.2f} %"
         )
 
+    def size_and_time(run):
+        return f"{run.optimizer_bytes / 1e9:.3f}", f"{run.seconds:.0f}"
+
     headings = [
         "bfloat16 moments / b2",
         "validation loss",
@@ -120,8 +123,7 @@ def write_results(output: pathlib.Path, runs: list[Run], settings: Settings, des
     ]
     headings += ["seconds with compilation"]
     rows = [
-        [run.variant, f"{run.validation_loss:.4f}", beside_float32(run), f"{run.last_loss:.4f}"]
-        + [f"{run.optimizer_bytes / 1e9:.3f}", f"{run.seconds:.0f}"]
+        [run.variant, f"{run.validation_loss:.4f}", beside_float32(run), f"{run.last_loss:.4f}", *size_and_time(run)]
         for run in runs
     ]
     sections = [

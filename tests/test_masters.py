@@ -123,14 +123,3 @@ def test_loaded_params_stay_in_make_train_step(in_place, master_dtype):
     for _ in range(3):
         state, metrics = step(state, x)
         assert metrics["loss"] < 1e-4
-
-
-def test_moments_of_edited_params_do_not_saturate():
-    """In L2 mode the scale of a moment in FP8 follows from the largest weight, the edited one too."""
-    for master_dtype in (jnp.float32, "remainder"):
-        tx = fp8.fused_adam(1e-3, weight_decay=1.0, adam_w_mode=False, mu_dtype=fp8.E4M3, master_dtype=master_dtype)
-        params = {"w": normal().astype(jnp.bfloat16)}
-        state, edited = tx.init(params), {"w": params["w"].at[0, 0].set(1000)}
-        mu = make_step(tx, InPlace())(edited, state, {"w": jnp.zeros(SHAPE)})[1].mu["w"]
-        np.testing.assert_allclose(in_float32(mu)[0, 0], 100, rtol=0.07)
-        assert 0.4 < np.abs(np.asarray(mu.values, np.float32)).max() / 448 <= 1

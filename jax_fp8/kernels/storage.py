@@ -42,8 +42,9 @@ def remainder_of(master: jax.Array) -> jax.Array:
 
 
 def master_of(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """The float32 master of a bfloat16 param and its remainder: a low half beyond the middle has rounded the param up by
-    one. The param itself where the two do not belong together: no master rounds up to 0, or has more bits than infinity.
+    """The float32 master of a bfloat16 param and its remainder: a low half beyond the middle has rounded the param up
+    by one. The param itself where the two do not belong together: no master rounds up to 0, or has more bits than
+    infinity.
     """
     param = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
     low = remainder.astype(jnp.uint32)
@@ -65,8 +66,8 @@ def rounds_to(master: jax.Array, param: jax.Array | Fp8Array) -> jax.Array:
 
 
 def same_numbers(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Where two arrays of one dtype are equal, subnormal numbers too, which a comparison of floats may flush to zero. One
-    zero is as good as the other, and so is one NaN.
+    """Where two arrays of one dtype are equal, subnormal numbers too, which a comparison of floats may flush to zero.
+    One zero is as good as the other, and so is one NaN.
     """
     word = np.dtype(f"uint{8 * x.dtype.itemsize}")
     ours, theirs = (lax.bitcast_convert_type(of, word) for of in (x, y))

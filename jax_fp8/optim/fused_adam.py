@@ -2,9 +2,9 @@
 
 Optax keeps no master weights: with bfloat16 params a small update rounds away. Here every param that is not float32 has
 a master in the optimizer state, and the param is the master rounded to nearest even after every step. Where a param
-arrives that is not its rounded master, because it was loaded, replaced or edited, the param becomes the master. Moments
-may be kept in 16 or 8 bits, and params in FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel launch for the
-whole tree when it works in place, as `make_train_step` has it.
+arrives that is not its rounded master, because it was loaded, replaced or edited, the param becomes the master.
+Moments may be kept in 16 or 8 bits, and params in FP8. The arithmetic is that of `jax_fp8.kernels.adam`, one kernel
+launch for the whole tree when it works in place, as `make_train_step` has it.
 """
 
 import inspect
@@ -19,24 +19,22 @@ import optax
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import check_flags, describe, flatten_like, structure_error
-from jax_fp8.core.formats import fp8_max
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.kernels.adam import adam
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.adam_leaf import adam_leaf
-from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.shared_cast import SharedCast
 from jax_fp8.kernels.storage import REMAINDER, same_numbers
 from jax_fp8.optim.adam_state import FusedAdamState, Kept, Storage, given_masters, with_own_master
 from jax_fp8.optim.hyperparameters import check_hyperparameters, check_scalars, check_update
+from jax_fp8.optim.moment_scales import with_moment_scales
 from jax_fp8.optim.skipping import note_applied
 from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
-MORE_THAN_ROUNDING = np.float32(1 + 2.0**-7)  # bfloat16 changes a number by less
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]  # optax.Schedule, among others
 Wrapper = TypeVar("Wrapper", bound=Callable)
@@ -199,38 +197,7 @@ def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
         leaf = replace(leaf, cast=values, scale=scale_from_amax(kept.fp8["amax"], param.dtype))
     elif cast is not None:
         leaf = replace(leaf, cast=cast[0], scale=cast[1].known_scale)
-    if not (is_fp8(kept.mu) or is_fp8(kept.nu)):
-        return leaf
-    largest = amax(gradient) * jnp.abs(coefficients.grad_scale)
-    if decays and l2:
-        largest = largest + jnp.abs(coefficients.weight_decay) * _largest_weight(param, kept.master)
-    if is_fp8(kept.mu):
-        leaf = replace(leaf, mu_scale=_first_moment_scale(kept.mu, largest, coefficients))
-    if is_fp8(kept.nu):
-        leaf = replace(leaf, nu_scale=_second_moment_scale(kept.nu, largest, coefficients))
-    return leaf
-
-
-def _largest_weight(param, master):
-    """What no master exceeds, of which some may be params that somebody has changed."""
-    if master is None or is_fp8(param):
-        return amax(param if master is None else master)
-    of_params = amax(param) * MORE_THAN_ROUNDING
-    if master.dtype == REMAINDER:
-        return of_params
-    of_masters = amax(master)
-    return jnp.where(of_params > of_masters * MORE_THAN_ROUNDING**2, of_params, of_masters)
-
-
-def _first_moment_scale(mu, largest, c):
-    """The scale that no element of b1 mu + (1 - b1) g can exceed."""
-    return scale_from_amax(c.b1 * (mu.scale * fp8_max(mu.dtype)) + c.one_minus_b1 * largest, mu.dtype)
-
-
-def _second_moment_scale(nu, largest, c):
-    """The same for the root of b2 nu + (1 - b2) g²."""
-    squared = c.b2 * jnp.square(nu.scale * fp8_max(nu.dtype)) + c.one_minus_b2 * jnp.square(largest)
-    return scale_from_amax(jnp.sqrt(squared), nu.dtype)
+    return with_moment_scales(leaf, param, coefficients, l2)
 
 
 def _delta(param, leaf, update):

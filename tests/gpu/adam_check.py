@@ -700,8 +700,8 @@ def check_controls(report: Report):
 
 
 def check_over_2_to_31_elements(report: Report):
-    """The rows of a periodic leaf come out equal but for their moments, some rows as NumPy has them, and the transpose is
-    one; 26 GB.
+    """The rows of a periodic leaf come out equal but for their moments, some rows as NumPy has them, and the transpose
+    is one; 26 GB.
     """
     draw = Draw(8)
     rows, cols = OVER_2_TO_31 if on_gpu() else (32, 64)

@@ -1,5 +1,5 @@
-// What the checks call that the compiler adds: for an address that is not aligned, an index beyond an array,
-// a shift by too much.
+// What the checks call that the compiler adds: for an address that is null or not aligned, or that arithmetic brings
+// past the end of memory, for an index beyond an array, a shift by too much, and for numbers that their type cannot hold.
 //
 // The names are those of GCC's and Clang's own library, which prints and ends the process.
 #pragma once
@@ -16,7 +16,7 @@ struct SourceLocation {
 };
 
 void __ubsan_handle_type_mismatch_v1_abort(SourceLocation* where, void* address) {
-  emulation::fail("%s:%u: the address %p is not aligned as its type needs", where->file, where->line, address);
+  emulation::fail("%s:%u: the address %p is null, or not aligned as its type needs", where->file, where->line, address);
 }
 
 void __ubsan_handle_out_of_bounds_abort(SourceLocation* where, void* index) {
@@ -26,5 +26,33 @@ void __ubsan_handle_out_of_bounds_abort(SourceLocation* where, void* index) {
 
 void __ubsan_handle_shift_out_of_bounds_abort(SourceLocation* where, void*, void* by) {
   emulation::fail("%s:%u: a shift by %zd", where->file, where->line, reinterpret_cast<ssize_t>(by));
+}
+
+void __ubsan_handle_pointer_overflow_abort(SourceLocation* where, void* base, void* result) {
+  emulation::fail("%s:%u: from the address %p to %p, which is in no array", where->file, where->line, base, result);
+}
+
+void __ubsan_handle_float_cast_overflow_abort(SourceLocation* where, void*) {
+  emulation::fail("%s:%u: a float that the integer cannot hold", where->file, where->line);
+}
+
+void __ubsan_handle_add_overflow_abort(SourceLocation* where, void*, void*) {
+  emulation::fail("%s:%u: a sum overflows", where->file, where->line);
+}
+
+void __ubsan_handle_sub_overflow_abort(SourceLocation* where, void*, void*) {
+  emulation::fail("%s:%u: a difference overflows", where->file, where->line);
+}
+
+void __ubsan_handle_mul_overflow_abort(SourceLocation* where, void*, void*) {
+  emulation::fail("%s:%u: a product overflows", where->file, where->line);
+}
+
+void __ubsan_handle_negate_overflow_abort(SourceLocation* where, void*) {
+  emulation::fail("%s:%u: a negation overflows", where->file, where->line);
+}
+
+void __ubsan_handle_divrem_overflow_abort(SourceLocation* where, void*, void*) {
+  emulation::fail("%s:%u: a quotient overflows", where->file, where->line);
 }
 }

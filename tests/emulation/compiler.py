@@ -25,7 +25,10 @@ KEPT = ROOT / ".pytest_cache/emulation"
 KEPT_DAYS = 7  # after the last use
 
 FLAGS = ["-std=c++20", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"]
-CHECKS = ["-fsanitize=alignment,bounds,shift", "-fno-sanitize-recover=all"]
+CHECKS = [
+    "-fsanitize=alignment,bounds,shift,null,pointer-overflow,signed-integer-overflow,float-cast-overflow",
+    "-fno-sanitize-recover=all",
+]
 
 
 class CompilerError(RuntimeError):

@@ -128,6 +128,21 @@ MISTAKES = {
         "not aligned",
     ),
     "a shift": ("y[t] = static_cast<float>(1u << t);", "a shift by 32|a shift by 63"),
+    "a sum": ("y[t] = x[t]; volatile int a = 2147483647 - 62; a = a + t;", "a sum:1: a sum overflows, in thread"),
+    "a difference": ("y[t] = x[t]; volatile int a = -2147483647 + 61; a = a - t;", "a difference overflows"),
+    "a product": ("y[t] = x[t]; volatile int a = t << 26; a = a * 2;", "a product overflows"),
+    "a float": (
+        "y[t] = x[t]; volatile float a = t < 63 ? 1.0f : 3e9f; volatile int b = static_cast<int>(a);",
+        "a float:1: a float that the integer cannot hold",
+    ),
+    "no address": (
+        "y[t] = x[t]; float* volatile p = t < 63 ? y : nullptr; if (t == 63) *p = 1;",
+        "no address:1: the address \\(nil\\) is null",
+    ),
+    "an address past the end of memory": (
+        "volatile int64_t far = t < 63 ? 0 : int64_t{1} << 60; y[t] = x[-far];",
+        "an address past the end of memory:1: from the address .* which is in no array",
+    ),
     "the stack": ("volatile char deep[1 << 20]; deep[t] = 1; y[t] = deep[t];", "touches memory that it must not"),
 }
 

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterable
 
 import jax
-
 from emulation.compiler import CSRC, KEPT, gcc, keep, only_here, run_compiler
 from emulation.compiler import HERE as EMULATION
 from emulation.rewrite import rewrite

@@ -87,8 +87,12 @@ def _attribute_words(value):
     return f"{'v' if array.ndim else 's'} {SCALARS[array.dtype]} {array.size} x{array.tobytes().hex()}"
 
 
-def run(program: pathlib.Path, calls: Iterable[Call]) -> list[str]:
-    """What came of each: "ok", "error <stage> <code> <message>", or a violation and what it was."""
+def run(program: pathlib.Path, calls: Iterable[Call], *, stops: bool = False) -> list[str]:
+    """What came of each: "ok", "error <stage> <code> <message>", or a violation and what it was.
+
+    Args:
+      stops: at the first call that ends the program; else another program goes on after it.
+    """
     calls, outcomes = list(calls), []
     while len(outcomes) < len(calls):
         words = "".join(call.words() for call in calls[len(outcomes) :])
@@ -109,6 +113,8 @@ def run(program: pathlib.Path, calls: Iterable[Call]) -> list[str]:
         outcomes += done.stdout.split("\n")[:-1]
         if len(outcomes) < len(calls):
             outcomes.append(f"crash {_report(done.stderr)}")
+            if stops:
+                break
     return outcomes
 
 

@@ -123,3 +123,16 @@ def test_loaded_params_stay_in_make_train_step(in_place, master_dtype):
     for _ in range(3):
         state, metrics = step(state, x)
         assert metrics["loss"] < 1e-4
+
+
+@MODES
+@ALL
+def test_a_step_that_is_skipped_leaves_the_masters_of_edited_params_alone(kind, in_place):
+    dtype, master_dtype = KINDS[kind]
+    tx = fp8.fused_adamw(1e-3, master_dtype=master_dtype, skip_nonfinite=True)
+    step, edited = make_step(tx, in_place), {"w": as_param(normal(1), dtype)}
+    before = tx.init({"w": as_param(normal(), dtype)})
+    params, skipped = step(edited, before, {"w": normal(2).at[3, 4].set(jnp.nan)})
+    jax.tree.map(assert_same_bits, (params, skipped), (edited, before))
+    _, taken = step(edited, before, {"w": normal(2)})
+    assert int(masters_apart(before, edited)) > 900 and int(taken.count) == 1  # the control: it would have changed them

@@ -10,6 +10,7 @@ launch for the whole tree when it works in place, as `make_train_step` has it.
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +23,7 @@ from jax_fp8.core.checks import check_flags, describe, flatten_like, structure_e
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.core.unpicklable import UnpicklableFunction
 from jax_fp8.kernels.adam import adam
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.adam_leaf import adam_leaf
@@ -36,6 +38,9 @@ from jax_fp8.optim.updates import InPlace, NewParam, NewValues
 
 FLOAT32 = np.dtype("float32")  # not jnp.float32: `optax.inject_hyperparams` takes anything callable for a schedule
 GRADIENT_DTYPES = tuple(map(np.dtype, ("float32", "bfloat16", "float16")))
+CANNOT_BE_PICKLED = (
+    "an optimizer cannot be pickled, for it is made of functions; pickle its state, and call fused_adam again"
+)
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]  # optax.Schedule, among others
 Wrapper = TypeVar("Wrapper", bound=Callable)
 
@@ -108,7 +113,7 @@ def fused_adam(
         kept = state.kept(tree)
         for param, row in zip(params_, kept, strict=True):
             storage.check(param, row)
-        kept = [with_own_master(*row) for row in zip(params_, kept, strict=True)]
+        before, kept = kept, [with_own_master(*row) for row in zip(params_, kept, strict=True)]
 
         scale = 1 if grad_scale is None else grad_scale
         norm = None if max_grad_norm is None else _global_norm(gradients, scale)
@@ -152,11 +157,12 @@ def fused_adam(
             pair_of = {cast.leaves[0]: pair for cast, pair in zip(shared, pairs, strict=True)}
             rows = zip(params_, leaves, strict=True)
             results = [_new_param(param, leaf, pair_of.get(i), applied) for i, (param, leaf) in enumerate(rows)]
-        kept = [_keep(param, leaf) for param, leaf in zip(params_, leaves, strict=True)]
+        kept = [_keep(*row, applied) for row in zip(params_, leaves, before, strict=True)]
         count = count if applied is None else jnp.where(applied, count, state.count)
         return tree.unflatten(results), FusedAdamState.of(count, tree, kept)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    functions = (UnpicklableFunction(function, CANNOT_BE_PICKLED) for function in (init, update))
+    return optax.GradientTransformationExtraArgs(*functions)
 
 
 def _with_keywords_of(function: Callable, *, without: str) -> Callable[[Wrapper], Wrapper]:
@@ -227,9 +233,15 @@ def _new_param(param, leaf, shared_pair, applied) -> NewParam:
     return NewParam(leaf.param, leaf.cast or shared_pair, applied)
 
 
-def _keep(param, leaf) -> Kept:
+def _keep(param, leaf, before, applied) -> Kept:
+    """What the state keeps; of a param in FP8, whose changed values have become the master already, as it was `before`
+    where the step is skipped.
+    """
     fp8 = {"amax": leaf.cast.amax, "transposed": leaf.cast.arrays[1]} if is_fp8(param) else None
-    return Kept(leaf.mu, leaf.nu, leaf.master, fp8)
+    kept = Kept(leaf.mu, leaf.nu, leaf.master, fp8)
+    if fp8 is None or applied is None:
+        return kept
+    return jax.tree.map(partial(jnp.where, applied), kept, before)
 
 
 def _global_norm(gradients, scale):

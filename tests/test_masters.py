@@ -134,5 +134,5 @@ def test_a_step_that_is_skipped_leaves_the_masters_of_edited_params_alone(kind, 
     before = tx.init({"w": as_param(normal(), dtype)})
     params, skipped = step(edited, before, {"w": normal(2).at[3, 4].set(jnp.nan)})
     jax.tree.map(assert_same_bits, (params, skipped), (edited, before))
-    _, taken = step(edited, before, {"w": normal(2)})
-    assert int(masters_apart(before, edited)) > 900 and int(taken.count) == 1  # the control: it would have changed them
+    _, taken = step(edited, before, {"w": normal(2)})  # the control: it would have changed them
+    assert int(taken.count) == 1 and np.mean(np.asarray(taken.master["w"]) != np.asarray(before.master["w"])) > 0.9

@@ -1,4 +1,4 @@
-"""What is made of functions, such as a step or an optimizer: Python cannot pickle it, and says so in words of its own."""
+"""What is made of functions, as a step or an optimizer, is not pickled, and says so in one sentence of its own."""
 
 from collections.abc import Callable
 from typing import Any

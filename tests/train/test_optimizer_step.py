@@ -1,0 +1,59 @@
+"""The end of a step: what it moves, and that a skipped one moves the step count alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import assert_same_bits
+
+import jax_fp8 as fp8
+from jax_fp8.core.state import no_amaxes
+from jax_fp8.train.optimizer_step import OptimizerStep
+
+RECIPE = fp8.DelayedScaling(amax_history_len=2)
+
+
+def parts(in_place):
+    tx = fp8.fused_adamw(1e-2, skip_nonfinite=True)
+    variables = dict(fp8.Dense(16, recipe=RECIPE).init(jax.random.key(0), jnp.ones((16, 16))))
+    variables |= {"fp8_cache": fp8.cast_weights(variables, RECIPE), "counts": {"rows": jnp.zeros(3)}}
+    state = fp8.TrainState.create(variables=variables, tx=tx)
+    grads, amaxes = jax.tree.map(jnp.ones_like, state.params), no_amaxes(state.fp8) + 7
+    return jax.jit(OptimizerStep(tx, RECIPE, in_place).__call__), state, grads, amaxes
+
+
+def end(loss=1.0, skip_above=None, bad=False, in_place=True):
+    run, state, grads, amaxes = parts(in_place)
+    if bad:
+        grads["kernel"] = grads["kernel"].at[2, 3].set(jnp.inf)
+    limit = None if skip_above is None else jnp.float32(skip_above)
+    return state, *run(state, jnp.float32(loss), grads, amaxes, limit, {"counts": {"rows": jnp.ones(3)}})
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_step_that_is_taken_moves_everything(in_place):
+    before, after, metrics = end(in_place=in_place)
+    assert set(metrics) == {"loss", "nonfinite_amaxes", "underflowing_amaxes"} and int(after.step) == 1
+    for name in ("params", "fp8", "opt_state", "cache", "collections"):
+        pairs = zip(jax.tree.leaves(getattr(before, name)), jax.tree.leaves(getattr(after, name)), strict=True)
+        assert any((np.asarray(old) != np.asarray(new)).any() for old, new in pairs), name
+    kernel = after.cache["kernel"].rowwise
+    assert_same_bits(kernel.scale, after.fp8["scale"][1])
+    assert_same_bits(fp8.quantize(after.params["kernel"], kernel.dtype, kernel.scale).values, kernel.values)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "how", [{"loss": 5.0, "skip_above": 4.0}, {"loss": np.nan, "skip_above": np.inf}, {"bad": True}], ids=str
+)
+def test_a_step_that_is_skipped_moves_the_step_count_alone(how, in_place):
+    before, after, metrics = end(**how, in_place=in_place)
+    jax.tree.map(assert_same_bits, dataclasses.replace(before, step=after.step), after)
+    assert int(after.step) == 1 and int(metrics.get("skipped", 1)) == 1
+
+
+def test_a_loss_at_the_limit_is_taken():
+    _, after, metrics = end(loss=4.0, skip_above=4.0)
+    assert int(metrics["skipped"]) == 0 and int(after.opt_state.count) == 1

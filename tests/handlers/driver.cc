@@ -11,8 +11,8 @@
 //     attribute   <name> <s: scalar, v: array, t: string> <dtype> <count> <bytes in hex, after an x>
 //
 // and writes a line for each: "ok", or "error <stage> <code> <message>"; or what no handler may do: "exception",
-// "kernel" for a kernel of tests/emulation that did what no kernel may, "changed" for an operand that was written. Memory ends
-// where a buffer does, so a sanitizer ends the process where a handler, a kernel or a product goes beyond.
+// "kernel" for a kernel of tests/emulation that did what no kernel may, "changed" for an operand that was written.
+// Memory ends where a buffer does, so a sanitizer ends the process where a handler, a kernel or a product goes beyond.
 #include <sanitizer/asan_interface.h>
 
 #include <cstdlib>

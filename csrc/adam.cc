@@ -204,7 +204,7 @@ class LeafReader {
     require(extent_of(*part.buffer) <= kMostElements, part, "have dims from 0 on, and at most 2**42 elements");
     require(part.data != nullptr || is_empty(*part.buffer), part, "have an address");
     const size_t bytes = ffi::ByteWidth(part.buffer->element_type());
-    require(is_aligned(part.data, std::max<size_t>(bytes, 1)), part, "start at an address divisible by its dtype's size");
+    require(is_aligned(part.data, std::max<size_t>(bytes, 1)), part, "start at a multiple of its dtype's size");
   }
 
   void require(bool holds, const Part& part, const char* rule) {

@@ -93,7 +93,8 @@ Checks check_both(const char* operation, const QuantizeBuffers& buffers, ffi::An
                   const ScaleRule& rule) {
   Checks checks = check(operation, buffers, rule);
   if (checks.passed()) {
-    checks.matrix("the result values", buffers.values).dtype("the result values_t", values_t, {buffers.values.element_type()})
+    checks.matrix("the result values", buffers.values)
+        .dtype("the result values_t", values_t, {buffers.values.element_type()})
         .shape("the result values_t", values_t, {buffers.values.dimensions()[1], buffers.values.dimensions()[0]});
   }
   return checks;

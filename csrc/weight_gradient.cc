@@ -34,7 +34,8 @@ WeightGradientBuffers gather(ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::Remaining
 
 ffi::Error check_count(size_t totals) {
   if (totals <= 1) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(std::string(kOperation) + ": must be called with dy, x and at most one total, got " +
+  return ffi::Error::InvalidArgument(std::string(kOperation) +
+                                     ": must be called with dy, x and at most one total, got " +
                                      std::to_string(2 + totals) + " arguments");
 }
 

@@ -40,3 +40,19 @@ def check_ids(name: str, ids: Any) -> None:
 def is_token(ids: jax.Array, vocab: int) -> jax.Array:
     """Which of these int32 numbers a vocabulary of this size has."""
     return (ids >= 0) & (ids < vocab)
+
+
+def check_integers_are_kept(batch: Any) -> None:
+    """Raise where jax would cut an integer of NumPy's 64 bits to its last 32, and so make another number of it."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or leaf.dtype.itemsize < 8 or not leaf.size:
+            continue
+        limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
+        wrong = next((int(x) for x in (leaf.min(), leaf.max()) if not limits.min <= x <= limits.max), None)
+        if wrong is not None:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} must hold integers of at most 32 bits, to which jax cuts those of "
+                f"{leaf.dtype.name}, got {wrong}; give it smaller numbers"
+            )

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -204,22 +203,6 @@ def check_batch(batch: Any, microbatches: int) -> None:
     if microbatches > 1 and len(sizes) > 1:
         found = " and ".join(f"{size} of {name}" for size, name in sizes.items())
         raise ValueError(f"the arrays of a batch must have one leading dim to be split, got {found}; pad or repeat one")
-
-
-def check_integers_are_kept(batch: Any) -> None:
-    """Raise where jax would cut an integer of NumPy's 64 bits to its last 32, and so make another number of it."""
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or leaf.dtype.itemsize < 8 or not leaf.size:
-            continue
-        limits = np.iinfo(np.int32 if leaf.dtype.kind == "i" else np.uint32)
-        wrong = next((int(x) for x in (leaf.min(), leaf.max()) if not limits.min <= x <= limits.max), None)
-        if wrong is not None:
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} must hold integers of at most 32 bits, to which jax cuts those of "
-                f"{leaf.dtype.name}, got {wrong}; give it smaller numbers"
-            )
 
 
 def _is_transform(tx) -> bool:

@@ -12,12 +12,12 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fp8.core.ids import check_integers_are_kept
 from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.parallel.names import without_names
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.train.checks import (
     check_holds_arrays,
-    check_integers_are_kept,
     check_is,
     check_optimizer,
     check_variables,

@@ -142,9 +142,7 @@ class TrainStep(Unpicklable):
         return state, metrics
 
     def diagnose(self, state: TrainState, batch: Any) -> Diagnostics:
-        """How the tensors of a step from this state would be cast, and its gradients by layer. The state is not donated
-        and not changed.
-        """
+        """How the tensors of a step from this state would be cast, and its gradients by layer; the state stays."""
         check_given(state, batch)
         check_not_donated(state)
         return self._diagnose(state, self._placed(state, batch))

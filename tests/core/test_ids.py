@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp8.core.ids import as_ids, check_ids, is_token
+from jax_fp8.core.ids import as_ids, check_ids, check_integers_are_kept, is_token
 
 pytestmark = pytest.mark.versions
 
@@ -49,3 +49,26 @@ def test_what_is_no_integer_is_refused(ids):
     with pytest.raises(ValueError, match=r"labels must be integers, got .*; pass token numbers"):
         check_ids("labels", ids)
     check_ids("labels", np.ones(3, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("array", "got"),
+    [
+        (np.array([[2**32 + 5, 1]]), 2**32 + 5),
+        (np.array([[1, -(2**31) - 1]]), -(2**31) - 1),
+        (np.array([[1, 2**32]], np.uint64), 2**32),
+    ],
+)
+def test_integers_that_jax_would_cut(array, got):
+    with pytest.raises(
+        ValueError, match=rf"batch\['tokens'\] must hold integers of at most 32 bits, .*, got {got}; gi"
+    ):
+        check_integers_are_kept({"x": jnp.ones(3), "tokens": array})
+    assert (
+        jnp.asarray(array.astype(np.int32))[0].tolist() != array[0].tolist()
+    )  # negative control: what jax makes of it
+
+
+def test_integers_that_jax_keeps():
+    largest = {"a": np.array([2**31 - 1, -(2**31)]), "b": np.array([2**32 - 1], np.uint64), "c": np.zeros((0,), int)}
+    check_integers_are_kept(largest | {"d": jnp.ones(3), "e": 2**40, "f": np.ones(2)})

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from emulation import EmulationError, Result, compile_for_cpu, planted
+from emulation import ORDERS, EmulationError, Result, compile_for_cpu, planted
 
 NONE, ROWS, DEPTH = range(3)  # in the order of Groups
 SOURCES = [np.float32, ml_dtypes.bfloat16, np.float16]  # in the order of SourceType
@@ -24,6 +24,10 @@ extern "C" int grouped_gemm(int64_t kind, int64_t m, int64_t n, int64_t k, int64
   const Operands operands = {a, b, a_scale, b_scale, bias, c, starts, d};
   const std::string error = enqueue(problem, operands, nullptr);
   return error.empty() ? 0 : 1;
+}
+extern "C" int fail_searches(int64_t times) {
+  emulation_failing_searches = static_cast<int>(times);
+  return 0;
 }
 """
 
@@ -51,13 +55,13 @@ class Product:
         if kind == ROWS:
             self.a.view(np.uint8)[self.starts[-1] :] = 0x7F  # NaN, which must not come through
 
-    def run(self, changes=()):
+    def run(self, changes=(), orders=tuple(ORDERS)):
         operands = [self.a, self.b, self.a_scale, self.b_scale, self.bias, self.c, self.starts]
         types = [FP8.index(self.a.dtype), FP8.index(self.b.dtype), self.by_tile, SOURCES.index(self.d), self.alpha]
         result = Result((self.groups if self.kind == DEPTH else 1, self.m, self.n), self.d)
         kernels = compile_for_cpu("grouped_gemm.cu", ENTRY, changes)
         shape = (self.kind, self.m, self.n, self.k, self.groups)
-        (d,) = kernels.call("grouped_gemm", *shape, *types, *operands, result)
+        (d,) = kernels.call("grouped_gemm", *shape, *types, *operands, result, orders=orders)
         return d
 
     def values(self):
@@ -206,3 +210,14 @@ def test_a_mistake_is_noticed(mistake):
     sentence = change[3] if len(change) > 3 else None
     with pytest.raises(EmulationError if sentence else (AssertionError, EmulationError), match=sentence):
         PRODUCTS[name].check((tuple(change[:3]),))
+
+
+def test_a_search_of_the_driver_that_failed_is_repeated():
+    """In a library of its own, where none was found before: the change is one of its text only."""
+    product = Product(ROWS, 128, 16, 128, by_tile=False, d=F32, sizes=[128])
+    anew = (("grouped_gemm.cu", "std::atomic<Encode> kept", "std::atomic<Encode>  kept"),)
+    kernels = compile_for_cpu("grouped_gemm.cu", ENTRY, anew)
+    kernels.call("fail_searches", 1, orders=["forward"])
+    with pytest.raises(EmulationError, match="the launch must succeed"):
+        product.run(anew, orders=["forward"])
+    product.run(anew, orders=["forward"])

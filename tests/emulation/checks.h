@@ -1,5 +1,6 @@
 // What the checks call that the compiler adds: for an address that is null or not aligned, or that arithmetic brings
-// past the end of memory, for an index beyond an array, a shift by too much, and for numbers that their type cannot hold.
+// past the end of memory, for an index beyond an array, a shift by too much, and for numbers that their type cannot
+// hold.
 //
 // The names are those of GCC's and Clang's own library, which prints and ends the process.
 #pragma once

@@ -141,9 +141,12 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 enum { cudaEnableDefault };
 
+inline int emulation_failing_searches = 0;  // for an entry point of the driver
+
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* result) {
-  const bool is_known = strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  const bool fails = emulation_failing_searches > 0 && emulation_failing_searches-- > 0;
+  const bool is_known = !fails && strcmp(name, "cuTensorMapEncodeTiled") == 0;
   *found = is_known ? reinterpret_cast<void*>(cuTensorMapEncodeTiled) : nullptr;
   *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;

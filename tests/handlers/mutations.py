@@ -38,7 +38,7 @@ TEXTS = ("", "1d2d", "float8_e4m3", "gelu ", "é", "x" * 300)
 
 MOST_ELEMENTS = 2**42  # of a buffer, as csrc/sizes.h has it
 # Targets with an operand whose shape may be any.
-ANY_SHAPE = ("jax_fp8_amax", "jax_fp8_update_state")
+ANY_SHAPE = ("jax_fp8_amax", "jax_fp8_update_state", "jax_fp8_gemm")
 
 # One call and what was changed.
 Mutation = tuple[str, Call]

@@ -123,7 +123,8 @@ REFUSALS += [
         dataclasses.replace(
             first("weight_gradient"), operands=(Buffer(16, (3, 2**62)), *first("weight_gradient").operands[1:])
         ),
-        "jax_fp8_weight_gradient: dy must have dims from 0 on, and at most 2**42 elements, got bfloat16[3, 4611686018427387904]",
+        "jax_fp8_weight_gradient: dy must have dims from 0 on, and at most 2**42 elements, got bfloat16[3, "
+        "4611686018427387904]",
     ),
     (
         dataclasses.replace(
@@ -174,7 +175,8 @@ REFUSALS += [
     ),
     (
         shared((0, 0), (0, 16), (0, 2**31 - 16)),
-        "jax_fp8_adam: g of leaf 2 must lie within its shared cast, from a column divisible by 16 on, got float32[16, 16]",
+        "jax_fp8_adam: g of leaf 2 must lie within its shared cast, from a column divisible by 16 on, got float32[16, "
+        "16]",
     ),
     *(
         (

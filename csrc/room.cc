@@ -5,9 +5,14 @@
 namespace jax_fp8 {
 namespace {
 
-ffi::Error room(ffi::RemainingRets) { return ffi::Error::Success(); }
+// XLA does not count operands that a handler has no word for.
+ffi::Error room(ffi::RemainingArgs operands, ffi::RemainingRets) {
+  if (operands.size() == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("jax_fp8_room: must be called without operands, got " +
+                                     std::to_string(operands.size()));
+}
 
-XLA_FFI_DEFINE_HANDLER(handler, room, ffi::Ffi::Bind().RemainingRets());
+XLA_FFI_DEFINE_HANDLER(handler, room, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 }  // namespace
 

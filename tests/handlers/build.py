@@ -50,11 +50,12 @@ Change = tuple[str, str, str]
 @functools.cache
 def has_sanitizers() -> bool:
     """Whether there is a GCC to compile with, and the libraries that its checks call."""
-    if gcc() is None:
+    compiler = gcc()
+    if compiler is None:
         return False
     found = [
         subprocess.run(
-            [*shlex.split(gcc()[0]), f"-print-file-name=lib{name}.so"], capture_output=True, text=True
+            [*shlex.split(compiler[0]), f"-print-file-name=lib{name}.so"], capture_output=True, text=True
         ).stdout
         for name in ("asan", "ubsan")
     ]

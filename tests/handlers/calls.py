@@ -4,7 +4,7 @@ import dataclasses
 import math
 import pathlib
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,7 +63,7 @@ class Call:
     target: str
     operands: tuple[Buffer, ...]
     results: tuple[Buffer, ...]
-    attributes: dict[str, Attribute] = field(default_factory=dict)
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
     def words(self) -> str:
         parts = [self.target]
@@ -77,7 +77,7 @@ class Call:
         return dataclasses.replace(self, operands=tuple(operands), results=tuple(results))
 
     def having(self, **attributes: Attribute) -> "Call":
-        return dataclasses.replace(self, attributes=self.attributes | attributes)
+        return dataclasses.replace(self, attributes={**self.attributes, **attributes})
 
 
 def _attribute_words(value):

@@ -9,7 +9,7 @@ from handlers.calls import BF16, E4M3, E5M2, F16, F32, S32, U8, U16, U32, Buffer
 
 WORKSPACE = Buffer(U8, (32 << 20,), -1)
 SCALAR = Buffer(F32, ())
-ONE = Buffer(F32, (), np.float32(1).reshape(()))
+ONE = Buffer(F32, (), np.array(1, np.float32))
 SOURCES = (F32, BF16, F16)
 SHAPES = ((16, 32), (5, 3), (128, 272), (0, 32), (16, 0))
 FP8 = (E4M3, E5M2)

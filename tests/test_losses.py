@@ -110,7 +110,11 @@ def test_losses_that_are_no_plain_functions(loss):
     assert make(loss).trace(state(), X)
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", np.array(["a"] * 16), np.array([None] * 16), object()], ids=str)
+@pytest.mark.parametrize(
+    "leaf",
+    ["text", b"bytes", np.array(["a"] * 16), np.array([None] * 16), object()],
+    ids="text bytes texts nothings object".split(),
+)
 def test_a_batch_of_no_numbers(leaf):
     step, batch = make(lambda v, batch: loss_fn(v, batch["x"])), {"x": X, "y": [None, leaf]}
     for call in (step, step.diagnose, step.warm_start, step.place):

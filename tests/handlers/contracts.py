@@ -197,11 +197,17 @@ def update_state() -> Iterator[Call]:
 PARAM, MASTER, VALUES, VALUES_T, MU_SCALE, NU_SCALE, DECAYS = (1 << bit for bit in range(7))
 
 
+def places(leaves: int) -> Buffer:
+    """Of leaves that are whole; words of others divide by multiplying and shifting, and no user hands them in."""
+    return Buffer(U32, (leaves, 10), np.zeros((leaves, 10), np.uint32), trusted=True)
+
+
 class AdamCall:
     """The arrays of one step, one after the other."""
 
     def __init__(self):
         self.operands = [Buffer(F32, (11,), np.full(11, 0.5, np.float32)), floats(0, 5), Buffer(U32, ())]
+        self.operands.append(places(0))
         self.results: list[Buffer] = []
         self.layout: list[int] = []
         self.place: list[tuple[int, int]] = []
@@ -241,7 +247,7 @@ class AdamCall:
         return self
 
     def call(self) -> Call:
-        self.operands[1] = floats(len(self.layout), 5)
+        self.operands[1], self.operands[3] = floats(len(self.layout), 5), places(len(self.layout))
         how = {"layout": np.array(self.layout, np.int32), "shared_casts": np.int32(self.casts)}
         how |= {"shared_cast": np.array([cast for cast, _ in self.place], np.int32)}
         how |= {"first_column": np.array([first for _, first in self.place], np.int32)}
@@ -255,7 +261,7 @@ def adam() -> Iterator[Call]:
     yield AdamCall().call()
     mixed = AdamCall().leaf((7,), PARAM).leaf((0, 4), PARAM).leaf((), PARAM)
     mixed.leaf((16, 32), PARAM | MASTER | VALUES | VALUES_T, g=BF16, mu=BF16, param=BF16)
-    mixed.leaf((16, 32), MASTER | VALUES, g=F16, mu=BF16, nu=F16)
+    mixed.leaf((16, 32), MASTER | VALUES, g=F16, mu=BF16, nu=BF16)
     mixed.leaf((33,), PARAM | MASTER | MU_SCALE | NU_SCALE, mu=E4M3, nu=E4M3, param=BF16, master=U16)
     yield mixed.call()
     shared = AdamCall().cast(16, 48).leaf((16, 16), PARAM, place=(0, 0)).leaf((16, 32), PARAM, place=(0, 16))

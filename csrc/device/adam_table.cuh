@@ -133,7 +133,10 @@ struct Known {
   // FP8 moments are mostly arithmetic, and want more warps. The others want long runs of loads between runs of stores,
   // for memory that turns around less often: measured, 9.3 instead of 9.5 ms for 1.3 billion params.
   static constexpr int kInFlight = is_fp8(kMoments) ? 2 : 4;
-  static constexpr int kBlocks = is_fp8(kMoments) ? 4 : 2;
+  // Nothing of these kernels may be spilled: ptxas of CUDA 13.0 was seen to take what a thread had put on its stack for
+  // a value that all threads of a warp share. So those with the most to keep have fewer blocks and more registers.
+  static constexpr bool kKeepsMuch = kG == Storage::kFloat32 && kParam != Storage::kNone && kMaster == Storage::kFloat32;
+  static constexpr int kBlocks = is_fp8(kMoments) ? (kKeepsMuch ? 3 : 4) : 2;
   static constexpr int kSquareBlocks = is_fp8(kMoments) ? 3 : 2;
 };
 
@@ -142,7 +145,7 @@ struct Unknown {
   static __device__ void tell(AdamLeaf&) {}
   static constexpr bool kMayHaveParam = true;
   static constexpr int kInFlight = 1;
-  static constexpr int kBlocks = 4;
+  static constexpr int kBlocks = 3;
   static constexpr int kSquareBlocks = 3;
 };
 

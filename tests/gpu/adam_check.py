@@ -823,8 +823,11 @@ def check_refusals(report: Report):
     pair = weight, weight.T, *scalars
     half, odd, short = [x[:, :32]] * 4, [x[:, :40]] * 4, [x[:16, :32]] * 4
     cases += [
-        (raw([1], *half, place=(0, 0)), "g of leaf 0 must have a place in a shared cast of the call"),
-        (raw([1], *half, place=(1, 0), casts=pair), "g of leaf 0 must have a place in a shared cast of the call"),
+        (
+            raw([1], *half, place=(0, 0)),
+            "shared_cast must be -1 or the number of one of the call's 0 shared casts, got 0",
+        ),
+        (raw([1], *half, place=(1, 0), casts=pair), "number of one of the call's 1 shared casts, got 1"),
         (raw([1], *half, place=(0, 48), casts=pair), "g of leaf 0 must lie within its shared cast"),
         (raw([1], *half, place=(0, 8), casts=pair), "g of leaf 0 must lie within its shared cast"),
         (raw([1], *half, place=(0, -16), casts=pair), "g of leaf 0 must lie within its shared cast"),

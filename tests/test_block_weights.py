@@ -171,7 +171,7 @@ def test_the_cache_is_read():
     model = Model(BLOCK)
     state, other = (start(model, FUSED, True, seed) for seed in (0, 1))
     step = make_step(model, FUSED, donate=False)
-    forged = {**other.cache, VERSION: state.cache[VERSION]}
+    forged = {**other.cache, VERSION: ~state.cache[VERSION]}  # of a state from elsewhere the step inverts it
     right, stale, wrong = (
         float(step(state.replace(cache=of), BATCH)[1]["loss"]) for of in (state.cache, other.cache, forged)
     )

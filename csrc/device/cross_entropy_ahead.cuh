@@ -122,8 +122,9 @@ struct Coming {
 
   // Whether this thread has the label's logit. The first one speaks for a label that is no token.
   __device__ bool tells(const Label& label, const Member& member) const {
-    const int thread = static_cast<int>(threadIdx.x), at = label.label - part.begin;
+    const int thread = static_cast<int>(threadIdx.x);
     if (!label.is_token) return member.block == 0 && thread == 0;
+    const int at = label.label - part.begin;
     return part.lone == label.label || (at >= 0 && at < size() && at % kStride / kVectorWidth == thread);
   }
 

@@ -189,7 +189,7 @@ def lookup(table: jax.Array, indices: jax.Array) -> jax.Array:
     """
     mesh = explicit_mesh(indices, table)
     if mesh is None:
-        return table.at[indices].get(**OR_NAN)
+        return jnp.asarray(table).at[indices].get(**OR_NAN)
     dims = [f"i{dim}" for dim in range(indices.ndim)]
     split = collect([dims, ["v", "h"]], [[*dims, "h"]], [explicit_spec(indices), explicit_spec(table)])
     used = {axis for dim in [*dims, "h"] for axis in split.get(dim, ())}

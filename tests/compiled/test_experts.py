@@ -16,7 +16,7 @@ from jax_fp8.ops.expert_rows import rows_needed
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.router import ROUTER_SCOPE
 from jax_fp8.tools.hlo import CALLS, by_computation, executed
-from jax_fp8.train import programs
+from jax_fp8.train import local_pass
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or extension.missing_reason()
@@ -136,7 +136,7 @@ def test_padding_is_left_out_in_the_same_graph(monkeypatch, with_kernels):
 
 def test_transposes_in_every_microbatch_are_found(monkeypatch, with_kernels):
     h200.use_cudnn(monkeypatch)
-    monkeypatch.setattr(programs, "ready_for_loop", lambda cache, _: cache)
+    monkeypatch.setattr(local_pass, "ready_for_loop", lambda cache, _: cache)
     assert transposed(compiled("delayed", microbatches=2)) == 2 * 2
 
 

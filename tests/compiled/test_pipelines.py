@@ -134,7 +134,7 @@ def test_nothing_is_copied(name):
 def test_copies_of_slots_are_seen():
     """Negative control: without looking at regions, XLA copies what goes through the branches."""
     report = compile_step(ZERO_BUBBLE, **{IN_PLACE: False}).report
-    assert len(report.weight_copies) > 10 and report.all_copies_bytes > 10 * 2**30
+    assert report.all_copies_bytes > 10 * 2**30
 
 
 @on_each

@@ -127,7 +127,7 @@ class Run:
         return before
 
     def skip(self):
-        """Twice: where a param was edited, the first casts it again, which every step does before it looks at a batch."""
+        """Twice: the first casts a param that was edited again, as each step does before it looks at its batch."""
         self.skip_once()
         before = self.bits()
         self.skip_once()

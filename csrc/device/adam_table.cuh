@@ -135,7 +135,8 @@ struct Known {
   static constexpr int kInFlight = is_fp8(kMoments) ? 2 : 4;
   // Nothing of these kernels may be spilled: ptxas of CUDA 13.0 was seen to take what a thread had put on its stack for
   // a value that all threads of a warp share. So those with the most to keep have fewer blocks and more registers.
-  static constexpr bool kKeepsMuch = kG == Storage::kFloat32 && kParam != Storage::kNone && kMaster == Storage::kFloat32;
+  static constexpr bool kHasBoth = kParam != Storage::kNone && kMaster == Storage::kFloat32;
+  static constexpr bool kKeepsMuch = kG == Storage::kFloat32 && kHasBoth;
   static constexpr int kBlocks = is_fp8(kMoments) ? (kKeepsMuch ? 3 : 4) : 2;
   static constexpr int kSquareBlocks = is_fp8(kMoments) ? 3 : 2;
 };

@@ -88,6 +88,10 @@ def on_one_device(state):
 def check_is_one_truth(state, model) -> None:
     for param, master in masters_of(state):
         np.testing.assert_array_equal(np.asarray(master.astype(param.dtype)), np.asarray(param))
+    check_cache(state, model)
+
+
+def check_cache(state, model) -> None:
     expected = cast(model, state.variables)
     jax.tree.map(lambda want, found: np.testing.assert_array_equal(*map(as_bits, (want, found))), expected, state.cache)
 
@@ -145,7 +149,7 @@ class Run:
 
     def replace(self):
         self.state = self.state.replace(params=jax.tree.map(lambda leaf: 0.25 - leaf / 2, self.state.params))
-        check_cache(self)
+        check_cache(self.state, self.model)
 
     def edit(self):
         """One element in the middle, past `TrainState.replace`."""
@@ -165,13 +169,6 @@ class Run:
             on_one_device(self.state), fp8=jax.tree.map(jnp.copy, variables.get("fp8", {})), cache={}
         )
         self.state = dataclasses.replace(state, cache=cast(self.model, state.variables))
-
-
-def check_cache(run) -> None:
-    expected = cast(run.model, run.state.variables)
-    jax.tree.map(
-        lambda want, found: np.testing.assert_array_equal(*map(as_bits, (want, found))), expected, run.state.cache
-    )
 
 
 CALLS = {

@@ -16,7 +16,7 @@ MAX_LINES = 330  # about 300: what is read in one sitting
 MAX_COLUMNS = 120
 
 # A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
-BELOW_TRAIN = {"core", "kernels", "ops", "optim", "parallel"}
+BELOW_TRAIN = {"core", "kernels", "ops", "optim", "parallel", "grads"}
 ROOMS = {
     "core": {"core"},
     "kernels": {"core", "kernels"},
@@ -25,6 +25,7 @@ ROOMS = {
     "models": {"core", "kernels", "ops", "nn", "models"},
     "parallel": {"core", "ops", "parallel"},
     "optim": {"core", "kernels", "optim"},
+    "grads": {"core", "kernels", "ops", "grads"},
     "train": BELOW_TRAIN | {"train"},
     "nnx": BELOW_TRAIN | {"nn", "train", "nnx"},
     "tools": BELOW_TRAIN | {"train", "tools"},

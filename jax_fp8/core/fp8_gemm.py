@@ -23,6 +23,7 @@ from jax_fp8.core.recipe import Recipe, accumulation
 from jax_fp8.core.shards import largest_amax
 
 OBSERVED = INPUT, OUTPUT_GRADIENT  # what is measured in a pass; a kernel is known outside of it
+CAST_STATISTICS = "cast_statistics"  # the measurement f32[2, STATISTICS] of how these were cast
 
 
 @jax.tree_util.register_dataclass
@@ -75,8 +76,8 @@ class Record:
       gradient: where to add the kernel's gradient instead of returning it, else None.
       cotangent: takes the amaxes of a backward instead of the Ref, else None.
       deferral: takes the operands of the kernel's gradient instead of a GEMM, else None.
-      health_ref: of f32[..., 2, STATISTICS], collects by maximum how input and output gradient were cast; of a router,
-        f32[experts]; None where nobody asks.
+      measured: by the names of measurements that somebody asks for, Refs of f32[..., *shape] that collect them by
+        maximum.
       path: of the GEMM in the state, where somebody asks which rows a pass stages; static.
     """
 
@@ -85,7 +86,7 @@ class Record:
     gradient: GradientSum | None = None
     cotangent: AmaxCotangent | None = None
     deferral: OperandSearch | OperandStores | None = None
-    health_ref: jax.Ref | None = None
+    measured: dict[str, jax.Ref] = field(default_factory=dict)
     path: LayerPath | None = field(default=None, metadata={"static": True})
 
     def amaxes(self, amaxes: jax.Array) -> None:
@@ -96,19 +97,12 @@ class Record:
         index = rows if self.slot is None else (self.slot, rows)
         self.amax_ref[index] = jnp.maximum(self.amax_ref[index], amaxes)
 
-    def fractions(self, found: jax.Array) -> None:
-        """Raise what is recorded of a router, where somebody asks, to the share of tokens that each expert gets."""
-        if self.health_ref is not None:
-            self.health_ref[...] = jnp.maximum(self.health_ref[...], lax.stop_gradient(found))
-
-    def health(self, tensor: int, found: jax.Array | None) -> None:
-        """Raise what is recorded of INPUT or OUTPUT_GRADIENT to f32[STATISTICS]; None is nothing."""
-        if found is None:
+    def measure(self, name: str, found: jax.Array | None, *row: int) -> None:
+        """Raise a measurement, or a row of it, to `found`, where somebody asks for it; None is nothing."""
+        if found is None or name not in self.measured:
             return
-        assert self.health_ref is not None, "only what is recorded is measured"
-        row = OBSERVED.index(tensor)
-        index = row if self.slot is None else (self.slot, row)
-        self.health_ref[index] = jnp.maximum(self.health_ref[index], found)
+        ref, index = self.measured[name], (*row,) if self.slot is None else (self.slot, *row)
+        ref[index or ...] = jnp.maximum(ref[index or ...], lax.stop_gradient(found))
 
 
 @jax.tree_util.register_dataclass
@@ -160,7 +154,7 @@ class Fp8Gemm:
         """How a tensor was cast, f32[STATISTICS], if anybody asks: `measure` of the same arguments, the worse of both
         orientations where these have other tiles.
         """
-        if self.record.health_ref is None:
+        if CAST_STATISTICS not in self.record.measured:
             return None
         found = measure(sources_of, tensors, pair.rowwise, pair.amax)
         if pair.columnwise is None or pair.columnwise.T.granularity == pair.rowwise.granularity:

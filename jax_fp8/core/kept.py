@@ -5,7 +5,7 @@
 The names change nothing by themselves. Under the policy, what has one of them leaves the device as soon as it is there,
 and comes back when the backward of its layer begins; dtype, layout and bits are the same. All else stays: scales, the
 statistics of norms, weights, what attention returns, and whatever has no name. Nothing is computed again. Who knows the
-layers of a loss can say when the copies run: train/by_layer.py.
+layers of a loss can say when the copies run: grads/by_layer.py.
 """
 
 from collections.abc import Collection

@@ -1,11 +1,11 @@
-"""The way out of a backward pass, and the only file that knows it: one `jax.Ref` per GEMM, beside the GEMM's state.
+"""The way out of a backward pass: `jax.Ref`s beside the state of each GEMM, which the layer finds there.
 
 Flax state leaves a module through its mutable collections, but a backward pass has no such door: elsewhere the amax of
 an output gradient travels as the cotangent of a parameter, and is summed under weight sharing, averaged over
-microbatches or clipped with the gradients. Here whoever differentiates puts a `Recorder` into the collection, beside
-the scale and the history of each GEMM. The layer and its `custom_vjp` backward write amaxes there by maximum. Gradients
-that add up over microbatches leave by the same door: the GEMM adds to the sum in place,
-and no pass over memory is spent on it. So do the operands of gradients that are for later (core/deferral.py).
+microbatches or clipped with the gradients. Here a `GradientTape` (grads/tape.py) puts a `Recorder` into the collection,
+beside the scale and the history of each GEMM. The layer and its `custom_vjp` backward write amaxes there by maximum.
+Gradients that add up over microbatches leave by the same door: the GEMM adds to the sum in place, and no pass over
+memory is spent on it. So do the operands of gradients that are for later (core/deferral.py), and measurements.
 
 Two places have no such door either. What a branch of `lax.cond` keeps for its backward is among the results of the
 branch, and a Ref is no result; under `jax.vmap` nobody writes to a Ref that the batch shares. There a layer hands its
@@ -16,13 +16,13 @@ kernel like everybody else.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.extend.core import take_current_trace
 
-from jax_fp8.core.fp8_gemm import AmaxCotangent, GradientSum, Record
+from jax_fp8.core.fp8_gemm import AmaxCotangent, Record
 from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.recipe import Recipe
 
@@ -39,17 +39,6 @@ class ListedGemm:
 
 _LISTING: ContextVar[dict[LayerPath, ListedGemm] | None] = ContextVar("listing", default=None)
 _RECIPES: ContextVar[dict[str, Recipe] | None] = ContextVar("recipes", default=None)
-
-
-class ByIdentity:
-    """Keeps a Ref, or what holds Refs, in the static part of a pytree:
-    two are equal only when they are the same one.
-    """
-
-    __slots__ = ("ref",)
-
-    def __init__(self, ref):
-        self.ref = ref
 
 
 class Cotangents:
@@ -69,76 +58,83 @@ class Cotangents:
         return branches > self.branches or batches > 0
 
 
+@dataclass(eq=False, kw_only=True)
+class Refs:
+    """What a recorder holds beside its slot: static data of a pytree, equal only to itself.
+
+    Args:
+      record: the Refs, as an op takes them; its slot is the recorder's.
+      from_current: the state's scales are not to be trusted yet: a warm start.
+      cotangents: the way out where Refs cannot be written to.
+      first_row: of this GEMM in `cotangents`.
+      needed: the names of measurements that must not be lost there.
+      is_met: whether a layer has asked for the record.
+    """
+
+    record: Record
+    from_current: bool = False
+    cotangents: Cotangents | None = None
+    first_row: int = 0
+    needed: tuple[str, ...] = ()
+    is_met: bool = False
+
+
 @jax.tree_util.register_pytree_node_class
 class Recorder:
-    """A GEMM's way out of a backward pass, beside its state in the collection while `value_and_grad` runs.
+    """A GEMM's way out of a backward pass, beside its state in the collection while gradients are taken.
 
     The Refs are static data of the pytree and are closed over wherever a transformation (`nn.scan`, `nn.remat`, `jit`)
     rebuilds the collection; only the slot is an array, one number per stacked layer, so that a scan over layers hands
-    each layer its own. `from_current` says that the state's scales are not to be trusted yet: a warm start.
+    each layer its own.
 
     Args:
-      amax: the Ref of amaxes; None for a GEMM without state.
-      sums: the Refs of its kernels' gradients, or ().
-      weight: of those.
-      from_current: bool.
+      refs: static.
       slot: i32[...] of stacked layers, else None.
-      cotangents: where Refs cannot be written to.
-      first_row: of this GEMM in `cotangents`.
-      deferral: of the operands of its kernels' gradients, if these are for later.
-      health: the Ref of how its tensors were cast, if anybody asks.
-      path: of the GEMM in the state, if anybody asks which rows are staged.
     """
 
-    def __init__(
-        self,
-        amax: ByIdentity | None,
-        sums: tuple[ByIdentity, ...],
-        weight: float,
-        from_current: bool,
-        slot,
-        cotangents: Cotangents | None = None,
-        first_row: int = 0,
-        deferral: ByIdentity | None = None,
-        health: ByIdentity | None = None,
-        path: LayerPath | None = None,
-    ):
-        self._static = amax, sums, weight, from_current, cotangents, first_row, deferral, health, path
-        self._amax, self._sums, self._weight, self.from_current, self._cotangents, self._first_row = self._static[:-3]
-        self._deferral, self._health, self._path = deferral, health, path
-        self.slot = slot
+    def __init__(self, refs: Refs, slot: jax.Array | None = None):
+        self.refs, self.slot = refs, slot
 
     @property
-    def amax_ref(self) -> jax.Ref | None:
-        return None if self._amax is None else self._amax.ref
+    def from_current(self) -> bool:
+        return self.refs.from_current
 
     @property
     def record(self) -> Record:
         """The same as an op takes it, with the Refs as arguments, or, where they cannot be written to, without any."""
-        if self._cotangents is not None and self._cotangents.are_needed():
-            if self._amax is None:
+        refs, record = self.refs, self.refs.record
+        refs.is_met = True
+        if refs.cotangents is not None and refs.cotangents.are_needed():
+            self._check_nothing_is_lost()
+            if record.amax_ref is None:
                 return Record()
-            self._cotangents.is_used = True
-            cotangent = AmaxCotangent(self._cotangents.vector, self._first_row)
-            return Record(slot=self.slot, cotangent=cotangent, path=self._path)
-        gradient = GradientSum(tuple(total.ref for total in self._sums), self._weight) if self._sums else None
-        deferral = None if self._deferral is None else self._deferral.ref
-        if self._amax is None and self.slot is not None and self.slot.ndim:  # nobody has handed each layer its own
+            refs.cotangents.is_used = True
+            cotangent = AmaxCotangent(refs.cotangents.vector, refs.first_row)
+            return Record(slot=self.slot, cotangent=cotangent, path=record.path)
+        if record.amax_ref is None and self.slot is not None and self.slot.ndim:  # nobody has handed each layer its own
+            self._check_nothing_is_lost()
             return Record()
-        health = None if self._health is None else self._health.ref
-        return Record(self.amax_ref, self.slot, gradient, deferral=deferral, health_ref=health, path=self._path)
+        return replace(record, slot=self.slot)
 
     def named(self, kernels: Any) -> Any:
         """The kernels of the GEMM, under their names while operands are searched for."""
-        return kernels if self._deferral is None else self._deferral.ref.named(kernels)
+        deferral = self.refs.record.deferral
+        return kernels if deferral is None else deferral.named(kernels)
 
-    def tree_flatten(self):
-        return (self.slot,), self._static
+    def _check_nothing_is_lost(self) -> None:
+        if self.refs.needed:
+            raise ValueError(
+                "what the backward of a layer measures must reach a Ref, which a branch of lax.cond and a jax.vmap do "
+                f"not let it do, got {', '.join(self.refs.needed)} of a layer in one; take the layer out of it, or do "
+                "not ask for this"
+            )
+
+    def tree_flatten(self) -> tuple[tuple, Refs]:
+        return (self.slot,), self.refs
 
     @classmethod
-    def tree_unflatten(cls, static, children):
-        amax, sums, weight, from_current, *others = static
-        return cls(amax, sums, weight, from_current, children[0], *others)
+    def tree_unflatten(cls, refs: Refs, children: Any) -> "Recorder":
+        return cls(refs, children[0])
 
 
 def _transformations() -> tuple[int, int]:

@@ -35,7 +35,7 @@ from jax_fp8.ops.expert_mlp import expert_mlp
 from jax_fp8.ops.expert_rows import combine_rows, sort_tokens
 from jax_fp8.ops.layer_gemm import check_multiples_of_16
 from jax_fp8.ops.parameters import LinearParameters, as_one_matrix
-from jax_fp8.ops.router import Routing, route
+from jax_fp8.ops.router import EXPERT_SHARES, Routing, route
 
 LOSSES = "losses"
 
@@ -102,7 +102,7 @@ class LayerNormMoE(Fp8Module):
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
         told = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
         routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, told)
-        record.fractions(routing.fractions)
+        record.measure(EXPERT_SHARES, routing.fractions)
         self._sow(routing)
         where = sort_tokens(routing.experts, self.num_experts)
         own = up.parameters, down.parameters

@@ -1,10 +1,10 @@
 """Gradients of NNX models, and beside them the amaxes of the backward pass, staged in the model.
 
-NNX differentiates, as `nnx.value_and_grad` does; train/gradients.py makes the recorders, which stand beside the state
-of each GEMM meanwhile, and reads them.
+NNX differentiates, as `nnx.value_and_grad` does; the recorders of a `GradientTape` stand beside the state of each GEMM
+meanwhile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -12,12 +12,12 @@ import jax
 from flax import nnx
 
 from jax_fp8.core.checks import check_bool
-from jax_fp8.core.recorder import Cotangents
+from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.state import keep_known_rows, stage_joined
+from jax_fp8.grads.tape import GradientTape, Observed, PassResult
 from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.kernels.varying import varying_axes
-from jax_fp8.nnx.state import attach, detach, finish_step, gemms_of, state_of, write
-from jax_fp8.train.gradients import record_in, recorded_pass, sums_are_maxima
+from jax_fp8.nnx.state import GemmState, attach, detach, finish_step, gemms_of, state_of, write
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -41,8 +41,8 @@ def value_and_grad(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = F
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
     """
 
-    def finish(gemms, amaxes):
-        write(gemms, stage_joined(state_of(gemms), amaxes))
+    def finish(gemms: Mapping[LayerPath, GemmState], found: PassResult) -> None:
+        write(gemms, stage_joined(state_of(gemms), found.amaxes))
 
     return _differentiated(loss_fn, argnums, has_aux, False, finish)
 
@@ -61,9 +61,9 @@ def warm_start(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False
       a history already are left as they are. What else the loss changes in the model is changed.
     """
 
-    def finish(gemms, amaxes):
+    def finish(gemms: Mapping[LayerPath, GemmState], found: PassResult) -> None:
         before = state_of(gemms)
-        write(gemms, stage_joined(before, amaxes))
+        write(gemms, stage_joined(before, found.amaxes))
         finish_step(gemms)
         write(gemms, keep_known_rows(before, state_of(gemms)))
 
@@ -76,12 +76,15 @@ def warm_start(loss_fn: Callable, *, argnums: Argnums = 0, has_aux: bool = False
     return run
 
 
-def _differentiated(loss_fn, argnums, has_aux, from_current, finish) -> Callable:
-    """`nnx.value_and_grad` with a recorder beside each GEMM; `finish(gemms, amaxes)` takes what they found."""
+def _differentiated(
+    loss_fn: Callable, argnums: Argnums, has_aux: bool, from_current: bool, finish: Callable, observe: Observed = ()
+) -> Callable:
+    """`nnx.value_and_grad` with a recorder beside each GEMM; `finish(gemms, result)` takes the pass."""
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function of a model, got {loss_fn!r}")
     check_bool("has_aux", has_aux)
-    several = not isinstance(argnums, int | nnx.DiffState)
+    is_one = isinstance(argnums, int | nnx.DiffState)
+    wanted = (argnums,) if isinstance(argnums, int | nnx.DiffState) else tuple(argnums)
 
     @wraps(loss_fn)
     def run(*args, **kwargs):
@@ -90,32 +93,28 @@ def _differentiated(loss_fn, argnums, has_aux, from_current, finish) -> Callable
         with inside_mesh_of(arrays):
             return differentiate(names, given, arrays)
 
-    def differentiate(names, given, arrays):
+    def differentiate(names: tuple[str, ...], given: tuple, arrays: list) -> tuple:
         gemms = gemms_of(given)
-        variables, cotangents = {"params": {}, "fp8": state_of(gemms)}, Cotangents()
+        variables = {"params": {}, "fp8": state_of(gemms)}
         axes = varying_axes(variables, arrays)
-        recorded = record_in(variables, cotangents, axes, from_current)
+        tape = GradientTape(variables, from_current=from_current, observe=observe, axes=axes)
 
-        def of_rows(*given_and_rows):
+        def of_rows(*given_and_rows: Any) -> Any:
             *given, rows = given_and_rows
-            cotangents.vector = sums_are_maxima(rows)
+            tape.receive(rows)
             positional = len(given) - len(names)
             return loss_fn(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
 
-        def value_and_grads(rows):
-            wanted = (*(argnums if several else (argnums,)), len(given))
-            value, (*grads, from_cotangents) = nnx.value_and_grad(of_rows, argnums=wanted, has_aux=has_aux)(
-                *given, rows
-            )
-            return value, (tuple(grads) if several else grads[0], from_cotangents)
-
-        attach(gemms, recorded)
+        attach(gemms, tape.variables["fp8"])
         try:
-            value, grads, amaxes = recorded_pass(value_and_grads, variables, recorded, cotangents, axes)
+            value_and_grads = nnx.value_and_grad(of_rows, argnums=(*wanted, len(given)), has_aux=has_aux)
+            value, (*grads, rows) = value_and_grads(*given, tape.rows)
         finally:
             detach(gemms)
-        finish(gemms, amaxes)
-        return value, grads
+        loss, aux = value if has_aux else (value, None)
+        found = tape.read(loss, grads[0] if is_one else tuple(grads), rows, aux)
+        finish(gemms, found)
+        return value, found.grads
 
     return run
 

@@ -16,7 +16,7 @@ import jax
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
-from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.quantize import (
@@ -61,7 +61,7 @@ def observe_gradient(
     sources_of: Callable[..., Sequence[jax.Array]], tensors: Sequence[jax.Array], pair: Fp8Pair, gemm: Fp8Gemm
 ) -> None:
     """Record how an output gradient was cast, if anybody asks; arguments as `measure` has them."""
-    gemm.record.health(OUTPUT_GRADIENT, gemm.observe(sources_of, tensors, pair))
+    gemm.record.measure(CAST_STATISTICS, gemm.observe(sources_of, tensors, pair), OBSERVED.index(OUTPUT_GRADIENT))
 
 
 def quantize_gradient(

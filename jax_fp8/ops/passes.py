@@ -31,7 +31,7 @@ from jax import lax
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import INPUT, KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
-from jax_fp8.core.fp8_gemm import Fp8Gemm
+from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
 from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import Side, TensorParallel
 from jax_fp8.kernels.amax import amax, as_matrix
@@ -70,7 +70,7 @@ class GemmResidual:
 
     def record(self, dy: Fp8Pair, gemm: Fp8Gemm) -> Fp8Gemm | None:
         """Record what this backward pass knows of the GEMM's tensors, at its end; returns the cotangent of `gemm`."""
-        gemm.record.health(INPUT, self.x_health)
+        gemm.record.measure(CAST_STATISTICS, self.x_health, OBSERVED.index(INPUT))
         return gemm.record_backward(jnp.append(self.amaxes, dy.amax))
 
     def with_input(

@@ -30,6 +30,7 @@ from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.parameters import Like
 
 ROUTER_SCOPE = "jax_fp8_router"
+EXPERT_SHARES = "expert_shares"  # the measurement f32[experts]: the share of all tokens that each expert gets
 
 
 @jax.tree_util.register_dataclass

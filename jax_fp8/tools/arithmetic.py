@@ -186,7 +186,7 @@ def host_bytes_of(setting: Setting) -> float:
 
 def host_seconds_of(setting: Setting, rates: Rates) -> float:
     """For which a step waits for the host: the copies of a layer have the time of the forward of as many layers as
-    stand between two that are offloaded, on the way there as on the way back (train/by_layer.py).
+    stand between two that are offloaded, on the way there as on the way back (grads/by_layer.py).
     """
     if not setting.offloaded:
         return 0

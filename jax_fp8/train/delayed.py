@@ -19,15 +19,16 @@ from jax import lax
 
 from jax_fp8.core.deferral import Notes, OperandSearch, OperandStore, OperandStores
 from jax_fp8.core.fp8_array import Fp8Array
-from jax_fp8.core.paths import LayerPath, at_path, put_at_path
-from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, listing
-from jax_fp8.core.state import map_gemms_with_path, no_amaxes
+from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.recorder import listing
+from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.grads.gradients import differentiate, loss_of, with_kernels
+from jax_fp8.grads.tape import GradientTape, Observed, PassResult, fp8_state_of
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.varying import vary, varying_axes, varying_in
 from jax_fp8.ops.parameters import Like
 from jax_fp8.ops.passes import kernel_gradients
 from jax_fp8.ops.weights import kernels_of
-from jax_fp8.train.gradients import differentiate, fp8_state_of, loss_of_params, record_in, with_kernels
 from jax_fp8.train.wgrad_calls import WeightProduct, weight_products
 
 
@@ -83,24 +84,21 @@ def backward_dw(deferred: DeferredGradients) -> Any:
     return deferred.structure.unflatten(leaves)
 
 
-def delayed_gradients(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """`value_grads_and_amaxes` without the GEMMs of weight gradients.
-
-    Returns:
-      A function of `(variables, *args, **kwargs)` that returns loss (and aux), gradients, amaxes f32[rows] and
-      `DeferredGradients`.
-    """
+def delayed_gradients(
+    loss_fn: Callable, has_aux: bool = False, observe: Observed = ()
+) -> Callable[..., tuple[PassResult, DeferredGradients]]:
+    """`take_gradients` without the GEMMs of weight gradients, and what these GEMMs take."""
 
     @inside_its_mesh
-    def run(variables, *args, **kwargs):
+    def run(variables: Mapping, *args: Any, **kwargs: Any) -> tuple[PassResult, DeferredGradients]:
         params, structure = jax.tree.flatten(variables["params"])
         a_pass, products = TracedPass.of(loss_fn, has_aux, variables, args, kwargs).search()
         stores = [_make_store(product) for product in products]
-        value, grads, amaxes = a_pass.differentiate(a_pass.by_gemm(products, stores), variables["params"])
+        result = a_pass.differentiate(a_pass.by_gemm(products, stores), variables["params"], observe)
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
         operands = tuple(_read(store) for _, store in called)
         likes = tuple((leaf.shape, Like.of(leaf)) for leaf in params)
-        return value, grads, amaxes, DeferredGradients(operands, tuple(made for made, _ in called), likes, structure)
+        return result, DeferredGradients(operands, tuple(made for made, _ in called), likes, structure)
 
     return run
 
@@ -136,8 +134,9 @@ class TracedPass:
         params, notes = self.variables["params"], Notes()
         a_pass, of_loss = self.trace_loss(notes)
 
-        def gradient(params):
-            return a_pass.differentiate(a_pass._searches(notes), params)[1:]
+        def gradient(params: Any) -> tuple[Any, jax.Array]:
+            result = a_pass.differentiate(a_pass._searches(notes), params)
+            return result.grads, result.amaxes
 
         of_gradient = jax.make_jaxpr(gradient)(params).jaxpr
         slots = [math.prod(stacked) if stacked else None for stacked in a_pass.gemms.values()]
@@ -147,9 +146,9 @@ class TracedPass:
         """The jaxpr of the loss as a function of the params, with a mark at each kernel; and this with all GEMMs."""
         params = self.variables["params"]
 
-        def loss(params):
-            of_params: Any = self._with(self._searches(notes), params, loss_of_params)
-            out = of_params(params, no_amaxes(fp8_state_of(self.variables)))
+        def loss(params: Any) -> jax.Array:
+            tape = self._tape(self._searches(notes), params)
+            out = loss_of(tape, self.loss_fn, self.has_aux, *self.args, **self.kwargs)(params, tape.rows)
             return out[0] if self.has_aux else out
 
         with listing() as found:
@@ -164,23 +163,14 @@ class TracedPass:
     def _searches(self, notes: Notes) -> dict[LayerPath, OperandSearch]:
         return {path: OperandSearch(jax.new_ref(jnp.int32(0)), i, notes) for i, path in enumerate(self.gemms)}
 
-    def differentiate(self, deferrals: Mapping[LayerPath, Any], params: Any) -> Any:
-        """Loss (and aux), gradients of the params, and amaxes f32[rows]."""
-        return self._with(deferrals, params, differentiate)
+    def differentiate(self, deferrals: Mapping[LayerPath, Any], params: Any, observe: Observed = ()) -> PassResult:
+        tape = self._tape(deferrals, params, observe)
+        return differentiate(tape, self.loss_fn, self.has_aux, *self.args, **self.kwargs)
 
-    def _with(self, deferrals, params, function: Callable) -> Any:
-        """Call a function of train/gradients.py with a recorder beside each GEMM."""
-        variables, cotangents = {**self.variables, "params": params}, Cotangents()
+    def _tape(self, deferrals: Mapping[LayerPath, Any], params: Any, observe: Observed = ()) -> GradientTape:
+        variables = {**self.variables, "params": params}
         axes = varying_axes(variables, self.args, self.kwargs)
-        recorded = record_in(variables, cotangents, axes, deferrals=deferrals)
-        for path, stacked in self.gemms.items():
-            if path not in deferrals or at_path(recorded, (*path, RECORDER)):
-                continue
-            slot = jnp.arange(math.prod(stacked), dtype=jnp.int32).reshape(stacked) if stacked else None
-            deferral = ByIdentity(deferrals[path])
-            recorder = Recorder(None, (), 1.0, False, slot, cotangents, deferral=deferral)
-            put_at_path(recorded, path, {RECORDER: recorder})
-        return function(self.loss_fn, self.has_aux, variables, recorded, cotangents, self.args, self.kwargs)
+        return GradientTape(variables, gemms=self.gemms, defer=deferrals, observe=observe, axes=axes)
 
 
 def _make_store(product: WeightProduct) -> OperandStore:

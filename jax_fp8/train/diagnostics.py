@@ -1,6 +1,6 @@
 """What a step can say about its numbers beside the loss: how each tensor was cast to FP8, and the gradients by layer.
 
-    passes ─by maximum, with the amaxes→ health of inputs and output gradients ┐
+    passes ─measured, by maximum→ health of inputs and output gradients ┐
     params, scales → health of kernels                                         ├→ one vector, `Diagnostics`
     gradients → norms, counts of what is not finite                            ┘
 
@@ -23,15 +23,15 @@ from jax import lax
 from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import INPUT, KERNEL, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import is_fp8
-from jax_fp8.core.fp8_gemm import OBSERVED
+from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED
 from jax_fp8.core.health import STATISTICS, measure
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, names_of, shown
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.state import join_amaxes
+from jax_fp8.grads.tape import Measurement
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference
 from jax_fp8.kernels.explicit import whole
-from jax_fp8.kernels.varying import vary
+from jax_fp8.ops.router import EXPERT_SHARES
 from jax_fp8.ops.weights import kernels_of
 
 TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
@@ -44,7 +44,7 @@ NOTABLE_SATURATION = 1e-3  # share of a tensor: a scale that is a step late cuts
 
 @dataclass(frozen=True)
 class ObservedGemm:
-    """A GEMM that is measured: its path, its recipe, and the dims along which `nn.scan` stacks it."""
+    """A GEMM whose casts are measured: its path, its recipe, and the dims along which `nn.scan` stacks it."""
 
     path: LayerPath
     recipe: Recipe
@@ -55,14 +55,9 @@ class ObservedGemm:
         return cls(path, recipe, kernels_of(path, params)[0].shape[:-2])
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what a pass records of it."""
+    def measured(self) -> Measurement:
         layers = (math.prod(self.stacked),) if self.stacked else ()
-        return (*layers, *HEALTH)
-
-    def slots(self) -> jax.Array | None:
-        """The number of each layer that is stacked here, int32."""
-        return jnp.arange(math.prod(self.stacked), dtype=jnp.int32).reshape(self.stacked) if self.stacked else None
+        return Measurement(self.path, CAST_STATISTICS, (*layers, *HEALTH), is_needed=False)
 
 
 @dataclass(frozen=True)
@@ -73,46 +68,20 @@ class ObservedRouter:
     experts: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.experts,)
-
-    def slots(self) -> None:
-        return None
+    def measured(self) -> Measurement:
+        return Measurement(self.path, EXPERT_SHARES, (self.experts,), is_needed=False)
 
 
-Observed = tuple[ObservedGemm | ObservedRouter, ...]  # GEMMs first
+Observations = tuple[ObservedGemm | ObservedRouter, ...]  # GEMMs first
 
 
-def observe(recipes: Mapping[LayerPath, Recipe], params: Mapping) -> Observed:
+def observe(recipes: Mapping[LayerPath, Recipe], params: Mapping) -> Observations:
     """These GEMMs, and the routers before those of experts that are not stacked."""
     gemms = [ObservedGemm.of(path, recipe, params) for path, recipe in recipes.items()]
     paths = dict.fromkeys((*path[:-1], ROUTER) for path in recipes if is_of_experts(path))
     kernels: dict[LayerPath, Any] = {path: at_path(params, (*path, "kernel")) for path in paths}
     routers = [ObservedRouter(path, kernel.shape[-1]) for path, kernel in kernels.items() if kernel.ndim == 2]
     return *gemms, *routers
-
-
-def new_refs(observed: Observed, axes: frozenset[str]) -> dict[LayerPath, jax.Ref]:
-    """Where layers leave how their tensors were cast; `axes` as `vary` takes them."""
-    return {gemm.path: jax.new_ref(vary(jnp.zeros(gemm.shape, jnp.float32), axes)) for gemm in observed}
-
-
-def beside_amaxes(amaxes: jax.Array, health: Sequence[jax.Array]) -> jax.Array:
-    """The amaxes f32[rows] of a pass, and behind them what it has recorded of each GEMM, f32[..., 2, STATISTICS]: from
-    here on all of it goes by maximum.
-    """
-    return jnp.concatenate([amaxes, join_amaxes(health)]) if health else amaxes
-
-
-def nothing_beside(amaxes: jax.Array, observed: Observed) -> jax.Array:
-    """The same, before anything was measured."""
-    return jnp.concatenate([amaxes, jnp.zeros(_size(observed), jnp.float32)]) if observed else amaxes
-
-
-def split_from_amaxes(joined: jax.Array, observed: Observed) -> tuple[jax.Array, jax.Array]:
-    """The amaxes f32[rows], and what stood behind them."""
-    rows = joined.shape[0] - _size(observed)
-    return joined[:rows], joined[rows:]
 
 
 def _routers(observed) -> list[ObservedRouter]:
@@ -124,7 +93,7 @@ def observed_gemms(observed) -> list[ObservedGemm]:
 
 
 def _size(observed) -> int:
-    return sum(math.prod(gemm.shape) for gemm in observed)
+    return sum(math.prod(of.measured.shape) for of in observed)
 
 
 @dataclass(frozen=True)
@@ -138,7 +107,7 @@ class Layout:
     routers: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, observed: Observed, params: Any) -> "Layout":
+    def of(cls, observed: Observations, params: Any) -> "Layout":
         gemms = tuple(name for gemm in observed_gemms(observed) for name in _numbered(shown(gemm.path), gemm.stacked))
         routers = tuple(("/".join(router.path[:-1]), router.experts) for router in _routers(observed))
         return cls(gemms, tuple(_gradients_by_layer(params, observed)), routers)
@@ -167,11 +136,11 @@ class Diagnostics:
     layout: Layout = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, observed: Observed, measured: jax.Array, params: Any, fp8_state: Mapping, gradients: Any):
+    def of(cls, observed: Observations, measured: jax.Array, params: Any, fp8_state: Mapping, gradients: Any):
         """What a step knows.
 
         Args:
-          measured: what stood behind the amaxes: of inputs and output gradients, and of routers.
+          measured: by the passes: of inputs and output gradients, and of routers.
           params, fp8_state: those with which it computed.
           gradients: like the params.
         """
@@ -285,7 +254,7 @@ def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
     return of_one(scales, *kernels)
 
 
-def _gradients_by_layer(tree: Any, observed: Observed) -> dict[str, list]:
+def _gradients_by_layer(tree: Any, observed: Observations) -> dict[str, list]:
     """The leaves of each layer, the module that owns them, in the order in which people count."""
     stacks = {gemm.path[0]: gemm.stacked for gemm in observed_gemms(observed) if gemm.path and gemm.stacked}
     found: dict[str, list] = {}

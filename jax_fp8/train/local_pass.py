@@ -1,22 +1,26 @@
 """A pass over a batch as one device makes it: over all of it, or inside the `shard_map` of a mesh over its part.
 
-state, batch ─once, or a scan over microbatches→ loss (and aux), gradients, amaxes
+state, batch ─once, or a scan over microbatches→ PassResult(loss, grads, amaxes, ...)
 """
 
 import dataclasses
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fp8.core.paths import is_of_experts
+from jax_fp8.core.paths import LayerPath, is_of_experts
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.grads.gradients import take_gradients
+from jax_fp8.grads.tape import Observed, PassResult, nothing_measured
 from jax_fp8.ops.weights import ready_for_loop
-from jax_fp8.train.diagnostics import Observed, nothing_beside
-from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.loss_aux import joined_microbatches
-from jax_fp8.train.microbatches import add_microbatch, begin, split
+from jax_fp8.train.microbatches import PendingStep, add_microbatch, begin, split
+from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cached_gemms
 
 
@@ -29,34 +33,43 @@ class LocalPass:
     cache_weights: bool
     has_aux: bool
 
-    def gradients(self, loss_fn, state_of, batch, gemms, observed: Observed = ()):
-        """Loss (and aux), gradients and amaxes of a batch, and behind these how the tensors of `observed` were cast.
-        The state of `state_of()` may be made anew for every microbatch.
-        """
+    def gradients(
+        self,
+        loss_fn: Callable,
+        state_of: Callable[[], TrainState],
+        batch: Any,
+        gemms: Collection[LayerPath],
+        observe: Observed = (),
+    ) -> PassResult:
+        """The pass over a batch. The state of `state_of()` may be made anew for every microbatch."""
         if self.microbatches == 1:
-            return value_grads_and_amaxes(loss_fn, self.has_aux, observed=observed)(state_of().variables, batch)
+            return take_gradients(loss_fn, self.has_aux, observe=observe)(state_of().variables, batch)
 
-        def body(pending, microbatch):
-            options = gemms, observed, self.has_aux
-            return add_microbatch(loss_fn, self.microbatches, state_of(), pending, microbatch, *options)
+        def body(carry: tuple[PendingStep, jax.Array], microbatch: Any) -> tuple[tuple[PendingStep, jax.Array], Any]:
+            pending, measured = carry
+            options = gemms, observe, self.has_aux
+            pending, found = add_microbatch(loss_fn, self.microbatches, state_of(), pending, microbatch, *options)
+            return (pending, jnp.maximum(measured, found.measured)), found.aux
 
         state = state_of()
         start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
-        start = dataclasses.replace(start, amaxes=nothing_beside(start.amaxes, observed))
         if any(map(is_of_experts, cached_gemms(start.cache or state.cache))):
             start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
-        pending, aux = lax.scan(body, start, split(batch, self.microbatches))
-        value = (pending.loss, joined_microbatches(aux)) if self.has_aux else pending.loss
-        return value, pending.gradients, pending.amaxes
+        start = start, nothing_measured(observe)
+        (pending, measured), aux = lax.scan(body, start, split(batch, self.microbatches))
+        aux = joined_microbatches(aux) if self.has_aux else None
+        return PassResult(pending.loss, pending.gradients, pending.amaxes, measured, aux)
 
-    def first_amaxes(self, loss_fn, state_of, batch, _):
+    def first_amaxes(
+        self, loss_fn: Callable, state_of: Callable[[], TrainState], batch: Any, _: Collection[LayerPath]
+    ) -> jax.Array:
         """The amaxes of a pass in which every tensor is scaled by its own."""
-        record = value_grads_and_amaxes(loss_fn, self.has_aux, from_current=True)
+        first_pass = take_gradients(loss_fn, self.has_aux, from_current=True)
         if self.microbatches == 1:
-            return record(state_of().variables, batch)[2]
+            return first_pass(state_of().variables, batch).amaxes
 
-        def largest(amaxes, microbatch):
-            return jnp.maximum(amaxes, record(state_of().variables, microbatch)[2]), None
+        def largest(amaxes: jax.Array, microbatch: Any) -> tuple[jax.Array, None]:
+            return jnp.maximum(amaxes, first_pass(state_of().variables, microbatch).amaxes), None
 
         start = no_amaxes(state_of().fp8)
         return lax.scan(largest, start, split(batch, self.microbatches))[0]

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.layered_loss import LayeredLoss
-from jax_fp8.train.checks import check_loss
+from jax_fp8.grads.checks import check_loss
 
 OWN_COLLECTIONS = ("params", "fp8", "fp8_cache")  # which a step moves by itself
 

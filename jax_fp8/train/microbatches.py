@@ -10,7 +10,7 @@ the caller: sums and weights belong to one state, and a microbatch of another st
 
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ from jax import lax
 from jax_fp8.core.checks import first_difference
 from jax_fp8.core.paths import LayerPath, at_path, map_with_names
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.grads.gradients import take_gradients
+from jax_fp8.grads.tape import Observed, PassResult
 from jax_fp8.kernels.explicit import shards_of
 from jax_fp8.train.checks import check_is
-from jax_fp8.train.diagnostics import Observed
-from jax_fp8.train.gradients import accumulate_grads
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cached_gemms, cast_listed, cast_weights, is_stale
 
@@ -68,19 +68,25 @@ def add_microbatch(
     pending: PendingStep,
     microbatch: Any,
     gemms: Collection[LayerPath] = (),
-    observed: Observed = (),
+    observe: Observed = (),
     has_aux: bool = False,
-) -> tuple[PendingStep, Any]:
-    """Run the loss of a microbatch forward and backward, and add its share; `gemms` and `observed` as in
-    `accumulate_grads`. Beside it what a loss with `has_aux` returned, or None.
+) -> tuple[PendingStep, PassResult]:
+    """Run the loss of a microbatch forward and backward, and add its share; `gemms` and `observe` as in
+    `take_gradients`. Beside it the microbatch's own pass.
     """
     variables = state.variables | ({"fp8_cache": pending.cache} if pending.cache else {})
-    gradient_fn = accumulate_grads(loss_fn, 1 / microbatches, gemms, observed, has_aux)
-    value, gradients, amaxes = gradient_fn(variables, pending.gradients, microbatch)
-    loss, aux = value if has_aux else (value, None)
-    total = pending.loss + loss.astype(jnp.float32) / microbatches
-    amaxes = jnp.maximum(pending.amaxes, amaxes)
-    return PendingStep(pending.step, pending.count + 1, total, gradients, amaxes, pending.cache), aux
+    add = take_gradients(
+        loss_fn, has_aux, observe=observe, gemms=gemms, sums=pending.gradients, weight=1 / microbatches
+    )
+    found = add(variables, microbatch)
+    added = replace(
+        pending,
+        count=pending.count + 1,
+        loss=pending.loss + found.loss.astype(jnp.float32) / microbatches,
+        gradients=found.grads,
+        amaxes=jnp.maximum(pending.amaxes, found.amaxes),
+    )
+    return added, found
 
 
 def begin_if_needed(

@@ -15,13 +15,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
+from jax_fp8.grads.checks import ALONE, ALONE_OR_PAIR, check_loss
+from jax_fp8.grads.gradients import take_gradients
+from jax_fp8.grads.tape import Observed, PassResult, add_share, share_of
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import Parallelism, describe_mesh
 from jax_fp8.parallel.placement import Placement, place_params, placed_shapes, put
@@ -36,9 +38,6 @@ from jax_fp8.parallel.transfers import (
     whole_amaxes,
     whole_loss,
 )
-from jax_fp8.train.checks import ALONE, ALONE_OR_PAIR, check_loss
-from jax_fp8.train.diagnostics import Observed
-from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.loss_aux import joined_devices
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
@@ -62,7 +61,7 @@ class OnMesh:
       in_fp8: those whose weights are cast where they lie and gathered in FP8.
       once: weights are gathered once a step, and not once a microbatch.
       on_stages: the pass over the stages of a pipeline, if there are any.
-      has_aux: the loss returns `(loss, Aux)`, and `gradients` this in place of the loss.
+      has_aux: the loss returns `(loss, Aux)`.
     """
 
     placement: Placement
@@ -116,29 +115,25 @@ class OnMesh:
         return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
 
     def gradients(
-        self, local: Callable, state: TrainState, batch: Any, observed: Observed
-    ) -> tuple[Any, Any, jax.Array]:
-        """Loss (and aux), gradients and amaxes of all devices, where each has
-        `local(loss_fn, state_of, batch, gemms, observed)`; behind the amaxes, how the tensors of `observed` were cast.
-        """
-        how = self.placement.how
+        self, local: Callable[..., PassResult], state: TrainState, batch: Any, observe: Observed
+    ) -> PassResult:
+        """The pass of all devices, where each has `local(loss_fn, state_of, batch, gemms, observe)`."""
 
-        def on_device(shards, batch):
+        def on_device(shards: TrainState, batch: Any) -> PassResult:
             if self.on_stages is not None:
-                value, gradients, amaxes = self.on_stages.gradients(shards, batch, False, observed)
-            else:
-                value, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless, observed)
-                gradients = reduce_gradients(self.placement, gradients, shards.params)
-            return self._whole(value), gradients, whole_amaxes(how, amaxes)
+                return self._whole(self.on_stages.gradients(shards, batch, False, observe))
+            found = local(self._share, self._state_of(shards), batch, self._stateless, observe)
+            return self._whole(replace(found, grads=reduce_gradients(self.placement, found.grads, shards.params)))
 
-        return self._run(on_device, (), (WHOLE, self.placement.specs, WHOLE), state, batch)
+        specs: Any = WHOLE, self.placement.specs, WHOLE, WHOLE, WHOLE
+        return self._run(on_device, (), PassResult(*specs), state, batch)
 
     def first_amaxes(self, local: Callable, state: TrainState, batch: Any) -> jax.Array:
         """The amaxes of all devices; every tensor is scaled by its own."""
 
         def on_device(shards, batch):
             if self.on_stages is not None:
-                _, _, amaxes = self.on_stages.gradients(shards, batch, from_current=True)
+                amaxes = self.on_stages.gradients(shards, batch, from_current=True).amaxes
             else:
                 amaxes = local(self._share, self._state_of(shards, from_current=True), batch, self._stateless)
             return whole_amaxes(self.placement.how, amaxes)
@@ -151,22 +146,22 @@ class OnMesh:
         """One of so many microbatches added to `pending`, whose sums are shards like the params. Weights that it has
         are kept until it begins anew.
         """
-        how, share = self.placement.how, np.float32(1 / microbatches)
+        how, share = self.placement.how, 1 / microbatches
 
         def on_device(shards, microbatch, pending, is_first):
             pending = replace(pending, cache=jax.tree.map(lambda x: x[0], pending.cache))
             cast, agree = partial(self._own_weights, shards), partial(on_any_device, how)
             pending = begin_if_needed(shards, pending, is_first, cast, (), agree)
             own = self._own_state(shards, pending.cache or None)
-            loss, gradients, amaxes = value_grads_and_amaxes(self._share)(own.variables, microbatch)
-            gradients = jax.tree.map(lambda gradient: share * gradient.astype(jnp.float32), gradients)
+            found = take_gradients(self._share)(own.variables, microbatch)
+            gradients = jax.tree.map(partial(share_of, share), found.grads)
             gradients = reduce_gradients(self.placement, gradients, pending.gradients)
             return replace(
                 pending,
                 count=pending.count + 1,
-                loss=pending.loss + share * whole_loss(how, loss),
+                loss=add_share(pending.loss, share, whole_loss(how, found.loss)),
                 gradients=jax.tree.map(jnp.add, pending.gradients, gradients),
-                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(how, amaxes)),
+                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(how, found.amaxes)),
                 cache=jax.tree.map(lambda x: x[None], pending.cache),
             )
 
@@ -223,13 +218,13 @@ class OnMesh:
         """The state where it belongs."""
         return put(state, placed_state(self.placement, state))
 
-    def _whole(self, value) -> Any:
-        """The loss of all devices, and their aux, from each one's."""
+    def _whole(self, own: PassResult) -> PassResult:
+        """The loss and aux of all devices, and their amaxes and measurements, from each one's."""
         how = self.placement.how
-        if not self.has_aux:
-            return whole_loss(how, value)
-        loss, aux = value
-        return whole_loss(how, loss), joined_devices(aux, summed_axes(how))
+        maxima = whole_amaxes(how, jnp.concatenate([own.amaxes, own.measured]))
+        amaxes, measured = jnp.split(maxima, [own.amaxes.size])
+        aux = joined_devices(own.aux, summed_axes(how)) if self.has_aux else None
+        return PassResult(whole_loss(how, own.loss), own.grads, amaxes, measured, aux)
 
     @property
     def _stateless(self) -> list[LayerPath]:

@@ -22,6 +22,8 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names,
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import scattered_sum
 from jax_fp8.core.state import gemm_states, join_amaxes, map_gemms_with_path, no_amaxes
+from jax_fp8.grads.gradients import take_gradients
+from jax_fp8.grads.tape import Measurement, Observed, PassResult, Totals, add_share, nothing_measured
 from jax_fp8.kernels.room import room
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import PIPE, TENSOR
@@ -31,10 +33,8 @@ from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_param, own_weights
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
-from jax_fp8.train.diagnostics import Observed, ObservedGemm, beside_amaxes, observed_gemms
-from jax_fp8.train.gradients import value_grads_and_amaxes
 from jax_fp8.train.microbatches import split
-from jax_fp8.train.stage_work import ChunkWork, Totals
+from jax_fp8.train.stage_work import ChunkWork
 from jax_fp8.train.train_state import TrainState
 
 ENTERING = "what enters"  # the last piece of a loss: among its params while it is differentiated
@@ -65,33 +65,32 @@ class OnStages:
         how = self.placement.how
         return make_ticks(make_schedule(how.schedule, how.stages, self.microbatches, how.chunks))
 
-    def gradients(
-        self, shards: TrainState, batch: Any, from_current: bool, observed: Observed = ()
-    ) -> tuple[jax.Array, Any, jax.Array]:
-        """On one device: its share of the loss, the gradients of its shards, and the amaxes f32[rows] that it found;
-        behind these, how the tensors of `observed` GEMMs were cast: those of layers, and zeros for others.
+    def gradients(self, shards: TrainState, batch: Any, from_current: bool, observe: Observed = ()) -> PassResult:
+        """On one device: its share of the loss, the gradients of its shards, and the amaxes that it found; what GEMMs
+        of its layers have measured, and zeros of others.
 
         With `from_current` every tensor is scaled by its own amax.
         """
+        self._check_are_carried(observe)
         outer = replace(self.placement, places=self._outer(self.placement.places))
         of_all = {"params": gather_params(outer, self._outer(shards.params), ()), "fp8": self._outer(shards.fp8)}
         batch = split(batch, self.microbatches)
         inputs, pull_first = self._first(of_all, batch)
         x = jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype)
-        chunks = self._chunks(shards, from_current, x, is_observed=bool(observed))
-        nothing = jnp.float32(0), _zeros(of_all["params"]), no_amaxes(of_all["fp8"])
-        dx, totals, (loss, sums, amaxes) = run_schedule(
+        chunks = self._chunks(shards, from_current, x, observe)
+        nothing = PassResult(jnp.float32(0), _zeros(of_all["params"]), no_amaxes(of_all["fp8"]), nothing_measured(()))
+        dx, totals, of_losses = run_schedule(
             self.ticks, chunks, partial(self._loss, of_all, batch, from_current), inputs, nothing, room
         )
-        share = np.float32(1 / self.microbatches)
-        sums = jax.tree.map(lambda total, of_first: total + share * of_first, sums, pull_first(dx))
+        sums = jax.tree.map(self._add, of_losses.grads, pull_first(dx))
         gradients = self._gradients_of_layers(shards.params, totals)
         gradients |= map_with_names(lambda names, total: self._wired(total, sum_of, names), sums)
         params, tree = jax.tree.flatten(shards.params)  # whose containers need not be dicts
         leaves = zip(jax.tree.leaves(gradients), params, strict=True)
         gradients = tree.unflatten([gradient.astype(param.dtype) for gradient, param in leaves])
-        amaxes = self._amaxes(shards.fp8, totals, of_all["fp8"], amaxes)
-        return loss, gradients, beside_amaxes(amaxes, [self._health(gemm, totals) for gemm in observed_gemms(observed)])
+        amaxes = self._amaxes(shards.fp8, totals, of_all["fp8"], of_losses.amaxes)
+        measured = join_amaxes([self._measured(of, totals) for of in observe])
+        return PassResult(of_losses.loss, gradients, amaxes, measured)
 
     def _outer(self, tree: Mapping) -> dict:
         """What belongs to no layer."""
@@ -122,10 +121,13 @@ class OnStages:
         x = lax.map(partial(first, of_all["params"]), own)
         return lax.all_gather(x, PIPE, axis=0, tiled=True), pull_back
 
-    def _loss(self, of_all, batch, from_current, number, y, totals) -> tuple[jax.Array, Any]:
+    def _add(self, total: jax.Array, of_one: jax.Array) -> jax.Array:
+        """A sum over microbatches, and one more."""
+        return add_share(total, 1 / self.microbatches, of_one)
+
+    def _loss(self, of_all, batch, from_current, number, y, totals: PassResult) -> tuple[jax.Array, PassResult]:
         """The loss of a microbatch, from what leaves the last layer: as the runner takes it."""
         parts, is_one = self.placement.how.batch_parts, number < self.microbatches
-        total, sums, amaxes = totals
 
         def last(variables, microbatch):
             params = dict(variables["params"])
@@ -135,14 +137,15 @@ class OnStages:
 
         variables = {**of_all, "params": {**of_all["params"], ENTERING: y}}
         microbatch = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, self.microbatches - 1)], batch)
-        loss, gradients, found = value_grads_and_amaxes(last, from_current=from_current)(variables, microbatch)
-        dy = gradients.pop(ENTERING)
+        found = take_gradients(last, from_current=from_current)(variables, microbatch)
+        dy = found.grads.pop(ENTERING)
 
-        def add(total, new):  # what no microbatch has left may be anything, also NaN
-            return jnp.where(is_one, total + np.float32(1 / self.microbatches) * new.astype(jnp.float32), total)
+        def add(total: jax.Array, new: jax.Array) -> jax.Array:  # what no microbatch has left may be anything, also NaN
+            return jnp.where(is_one, self._add(total, new), total)
 
-        amaxes = jnp.maximum(amaxes, jnp.where(is_one, found, 0))
-        return dy, (add(total, loss), jax.tree.map(add, sums, gradients), amaxes)
+        amaxes = jnp.maximum(totals.amaxes, jnp.where(is_one, found.amaxes, 0))
+        sums = jax.tree.map(add, totals.grads, found.grads)
+        return dy, replace(totals, loss=add(totals.loss, found.loss), grads=sums, amaxes=amaxes)
 
     def _positions(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Chunk, number in it, and the layer of each stage that has this number there."""
@@ -150,7 +153,7 @@ class OnStages:
             for number in range(self.stages.chunk_size):
                 yield chunk, self.stages.at(chunk, number)
 
-    def _chunks(self, shards: TrainState, from_current, x, is_observed) -> list[ChunkWork]:
+    def _chunks(self, shards: TrainState, from_current: bool, x: Any, observe: Observed) -> list[ChunkWork]:
         """The stage's own layers. They have the names of those of the first stage."""
         variables = [{"params": {}, "fp8": {}, "fp8_cache": {}} for _ in range(self.stages.chunks)]
         weights = self._weights(shards, from_current)
@@ -168,7 +171,7 @@ class OnStages:
         for own in variables:
             gemms = {gemm: recipe for gemm, recipe in self.gemms.items() if gemm[0] in own["params"]}
             collections = {collection: tree for collection, tree in own.items() if tree}
-            options = 1 / self.microbatches, from_current, x, [*gemms] if is_observed else ()
+            options = 1 / self.microbatches, from_current, x, [of for of in observe if of.path in gemms]
             found.append(ChunkWork(self.loss, tuple(own["params"]), collections, gemms, *options))
         return found
 
@@ -234,12 +237,23 @@ class OnStages:
         map_gemms_with_path(collect, fp8_state)
         return join_amaxes(found)
 
-    def _health(self, observed: ObservedGemm, totals: list[Totals]) -> jax.Array:
-        """What this device knows of a GEMM: f32[2, STATISTICS], zeros where another stage has it."""
-        if observed.path[0] not in self._home:
-            return jnp.zeros(observed.shape, jnp.float32)
-        chunk, stage, gemm = self._place_of(observed.path)
-        return jnp.where(lax.axis_index(PIPE) == stage, totals[chunk].health[gemm][0], 0)
+    def _measured(self, of: Measurement, totals: list[Totals]) -> jax.Array:
+        """What this device has measured of a GEMM; zeros where another stage has it, or none."""
+        if not self._is_carried(of):
+            return jnp.zeros(of.shape, jnp.float32)
+        chunk, stage, gemm = self._place_of(of.path)
+        return jnp.where(lax.axis_index(PIPE) == stage, totals[chunk].measured[gemm, of.name][0], 0)
+
+    def _is_carried(self, of: Measurement) -> bool:
+        return of.path in self.gemms and of.path[0] in self._home
+
+    def _check_are_carried(self, observe: Observed) -> None:
+        lost = [of for of in observe if of.is_needed and not self._is_carried(of)]
+        if lost:
+            raise ValueError(
+                "stages of a pipeline carry what is measured of the FP8 GEMMs in its layers, got "
+                f"{lost[0].name} of {'/'.join(lost[0].path)}; do not ask for it, or leave out the axis pipe"
+            )
 
     @cached_property
     def _home(self) -> dict[str, tuple[int, int, str]]:

@@ -18,12 +18,13 @@ from jax_fp8.core.checks import check_bool, check_flags, describe
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.shards import offers
 from jax_fp8.core.state import stage_joined
+from jax_fp8.grads.gradients import take_gradients, with_first_scales
+from jax_fp8.grads.tape import PassResult, fp8_state_of
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, Rules
 from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_loss_fn
 from jax_fp8.train.delayed import delayed_gradients
-from jax_fp8.train.gradients import fp8_state_of, value_grads_and_amaxes, with_first_scales
 from jax_fp8.train.loss_aux import AuxLoss, check_shapes_of_parts, others_of
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_part
 from jax_fp8.train.recipes import same_recipe
@@ -72,12 +73,17 @@ def value_and_grad(
     if how is not None:
         how.check_has_no_stages("value_and_grad")
         return _value_and_grad_on_mesh(how, loss_fn, has_aux)
-    record = (delayed_gradients if delay_wgrad_compute else value_grads_and_amaxes)(loss_fn, has_aux)
 
     @inside_its_mesh
-    def run(variables, *args, **kwargs):
-        value, grads, amaxes, *deferred = record(variables, *args, **kwargs)
-        return value, grads, stage_joined(fp8_state_of(variables), amaxes), *deferred
+    def run(variables: Mapping, *args: Any, **kwargs: Any) -> tuple:
+        if not delay_wgrad_compute:
+            return results(variables, take_gradients(loss_fn, has_aux)(variables, *args, **kwargs))
+        result, deferred = delayed_gradients(loss_fn, has_aux)(variables, *args, **kwargs)
+        return *results(variables, result), deferred
+
+    def results(variables: Mapping, found: PassResult) -> tuple:
+        value = (found.loss, found.aux) if has_aux else found.loss
+        return value, found.grads, stage_joined(fp8_state_of(variables), found.amaxes)
 
     return run
 
@@ -111,11 +117,11 @@ def warm_start(
     if how is not None:
         how.check_has_no_stages("warm_start")
         return _warm_start_on_mesh(how, loss_fn, recipe, has_aux)
-    record = value_grads_and_amaxes(loss_fn, has_aux, from_current=True)
+    first_pass = take_gradients(loss_fn, has_aux, from_current=True)
 
     def run(variables, *args, **kwargs):
         with same_recipe(recipe, "warm_start"):
-            _, _, amaxes = record(variables, *args, **kwargs)
+            amaxes = first_pass(variables, *args, **kwargs).amaxes
         return with_first_scales(fp8_state_of(variables), amaxes, recipe)
 
     return run
@@ -144,22 +150,23 @@ def shardings(init_fn: Callable, *args: Any, mesh: Mesh, rules: Rules = ()) -> A
 
 
 def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
-    def local(share, state_of, batch, *_):
-        return value_grads_and_amaxes(share, has_aux)(state_of().variables, batch)
+    def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> PassResult:
+        return take_gradients(share, has_aux)(state_of().variables, batch)
 
     def run(on_mesh, state, batch):
-        value, grads, amaxes = on_mesh.gradients(local, state, batch, ())
+        found = on_mesh.gradients(local, state, batch, ())
+        value = found.loss
         if has_aux:
-            loss, aux = value
-            value = loss, {**aux.rest, **aux.collections} if isinstance(aux.rest, dict) else aux.rest
-        return value, grads, stage_joined(state.fp8, amaxes)
+            aux = found.aux
+            value = value, {**aux.rest, **aux.collections} if isinstance(aux.rest, dict) else aux.rest
+        return value, found.grads, stage_joined(state.fp8, found.amaxes)
 
     return _with_state_on_mesh(how, loss_fn, has_aux, run)
 
 
 def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
-    def local(share, state_of, batch, *_):
-        return value_grads_and_amaxes(share, has_aux, from_current=True)(state_of().variables, batch)[2]
+    def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> jax.Array:
+        return take_gradients(share, has_aux, from_current=True)(state_of().variables, batch).amaxes
 
     def run(on_mesh, state, batch):
         with same_recipe(recipe, "warm_start"):

@@ -21,6 +21,8 @@ from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
+from jax_fp8.grads.gradients import list_gemms
+from jax_fp8.grads.tape import PassResult, added_by_gemms
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
 from jax_fp8.train.checks import (
@@ -31,15 +33,8 @@ from jax_fp8.train.checks import (
     check_opt_state,
     check_state,
 )
-from jax_fp8.train.diagnostics import (
-    Diagnostics,
-    Layout,
-    Observed,
-    observe,
-    split_from_amaxes,
-)
+from jax_fp8.train.diagnostics import Diagnostics, Layout, Observations, observe
 from jax_fp8.train.draws import drawn, drawn_next, drawn_whole
-from jax_fp8.train.gradients import added_by_gemms, list_gemms
 from jax_fp8.train.layers import Layers
 from jax_fp8.train.local_pass import LocalPass
 from jax_fp8.train.loss_aux import Aux, check_has_no_aux, check_shapes_of_parts
@@ -101,9 +96,10 @@ class Programs:
     def step(self, state, batch, zeros):
         """A step; `zeros` are what its metrics are added to, and say which there are (train/cuda_graph.py)."""
         batch = drawn_whole(self.loss_fn, state, batch, self.microbatches)
-        state, (value, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
-        loss, aux = value if self.has_aux else (value, Aux({}, None))
-        new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"), aux.collections)
+        state, result, found = self._pass(state, batch, "diagnostics" in zeros)
+        aux = result.aux if self.has_aux else Aux({}, None)
+        passed = result.loss, result.grads, result.amaxes
+        new, metrics = self._update(state, *passed, zeros.get("skip_above"), aux.collections)
         if self.how is not None:
             new = self.on_mesh(state, batch, self.microbatches).constrain(new)
         metrics = jax.tree.map(jnp.add, metrics | found, zeros)
@@ -119,7 +115,7 @@ class Programs:
         nothing: Any = np.zeros(layout.size, np.float32)
         return Diagnostics(nothing, layout)
 
-    def observed(self, state, batch) -> Observed:
+    def observed(self, state, batch) -> Observations:
         """The GEMMs whose tensors are measured, in program order."""
         if self.how is not None:
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
@@ -128,10 +124,8 @@ class Programs:
             gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
         return observe(gemms, state.params)
 
-    def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, tuple[Any, Any, Any], dict[str, Any]]:
-        """The state as it computes, with its own weight cache; loss (and aux), gradients and amaxes; and diagnostics,
-        if any.
-        """
+    def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, PassResult, dict[str, Any]]:
+        """The state as it computes, with its own weight cache; its pass; and diagnostics, if any."""
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
         has_stages = self.how is not None and self.how.stages > 1  # of which `on_mesh` checks it
@@ -142,17 +136,16 @@ class Programs:
         if self.has_aux and parts > 1:
             check_shapes_of_parts(self.loss_fn, state.variables, shapes_of_part(batch, parts), batch)
         observed = self.observed(state, batch) if diagnoses else ()
+        measured = [of.measured for of in observed]
         if self.how is None:
-            results = self._local.gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), observed)
+            result = self._local.gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), measured)
         else:
             mesh = self.on_mesh(state, batch, self.microbatches)
-            results = mesh.gradients(self._local.gradients, state, batch, observed)
+            result = mesh.gradients(self._local.gradients, state, batch, measured)
         if not diagnoses:
-            return state, results, {}
-        value, gradients, joined = results
-        amaxes, measured = split_from_amaxes(joined, observed)
-        found = Diagnostics.of(observed, measured, state.params, state.fp8, gradients)
-        return state, (value, gradients, amaxes), {"diagnostics": found}
+            return state, result, {}
+        found = Diagnostics.of(observed, result.measured, state.params, state.fp8, result.grads)
+        return state, result, {"diagnostics": found}
 
     def warm(self, state, batch):
         """The state with first scales where it has none yet, and what the pass says of it (train/warming.py)."""

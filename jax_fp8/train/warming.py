@@ -21,8 +21,8 @@ from jax_fp8.core.paths import shown
 from jax_fp8.core.reach import Reached, reached_in
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import cold_rows, map_gemms_with_path
+from jax_fp8.grads.gradients import with_first_scales
 from jax_fp8.train.arrival import on_host
-from jax_fp8.train.gradients import with_first_scales
 
 PATIENCE = 10  # warm passes in a row that leave a row cold: behind zeros, or before a layer runs, a few are right
 TENSORS = "input", "kernel", "output gradient"

@@ -31,13 +31,13 @@ from jax_fp8.core.paths import CAST_BY, VERSION, LayerPath, at_path, kernel_path
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.grads.gradients import with_kernels
 from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.kernels.shared_cast import can_be_written
 from jax_fp8.ops.weights import cast_gemms, kernels_of
 from jax_fp8.optim.updates import NewParam
 from jax_fp8.parallel.names import without_names
 from jax_fp8.train.checks import check_variables
-from jax_fp8.train.gradients import with_kernels
 from jax_fp8.train.serialization import register_serialization
 
 

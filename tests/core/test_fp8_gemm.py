@@ -11,7 +11,7 @@ import pytest
 from reference import assert_same_bits
 
 from jax_fp8.core.formats import E4M3, E5M2, INPUT, KERNEL, OUTPUT_GRADIENT
-from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
+from jax_fp8.core.fp8_gemm import CAST_STATISTICS, Fp8Gemm, Record
 from jax_fp8.core.health import STATISTICS
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
 from jax_fp8.kernels.quantize import quantize_transpose
@@ -102,7 +102,7 @@ def test_orientations_with_other_tiles_are_both_observed(wgrad):
     recipe = BlockScaling(wgrad=wgrad)
     dy = jax.random.normal(jax.random.key(0), (256, 256)).at[7].multiply(1e5)
     pair = quantize_transpose(dy, recipe.cast(OUTPUT_GRADIENT, None, lambda: jnp.float32(1)))
-    gemm = Fp8Gemm(recipe, "layer", record=Record(health_ref=jax.new_ref(jnp.zeros(len(STATISTICS)))))
+    gemm = Fp8Gemm(recipe, "layer", record=Record(measured={CAST_STATISTICS: jax.new_ref(jnp.zeros(len(STATISTICS)))}))
 
     def underflowed(pair) -> float:
         found = gemm.observe(lambda x: (x,), (dy,), pair)

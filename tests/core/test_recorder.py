@@ -1,37 +1,55 @@
 """What a layer meets of a recorder: Refs that are the same ones after any transformation,
 and a list of GEMMs where one is kept.
 
-What is recorded through a backward pass is tested in tests/train/test_gradients.py.
+What is recorded through a backward pass is tested in tests/grads/test_gradients.py.
 """
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
-from jax_fp8.core.fp8_gemm import Record
+from jax_fp8.core.fp8_gemm import GradientSum, Record
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.core.recorder import ByIdentity, ListedGemm, Recorder, listing, register_gemm
+from jax_fp8.core.recorder import Cotangents, ListedGemm, Recorder, Refs, listing, register_gemm
 
 pytestmark = pytest.mark.versions
 RECIPE = CurrentScaling()
 
 
+def recorder(**options) -> Recorder:
+    gradient = GradientSum((jax.new_ref(jnp.zeros((16, 16))),), 0.5)
+    record = Record(jax.new_ref(jnp.zeros((2, 3))), gradient=gradient)
+    return Recorder(Refs(record=record, from_current=True, **options), jnp.arange(2))
+
+
 def test_refs_are_static_and_the_slot_is_data():
-    amax, *sums = (ByIdentity(jax.new_ref(jnp.zeros(3))) for _ in range(3))
-    recorder = Recorder(amax, tuple(sums), 0.5, from_current=True, slot=jnp.arange(2))
-    assert jax.tree.leaves(recorder)[0] is recorder.slot and len(jax.tree.leaves(recorder)) == 1
-    again = jax.tree.map(lambda slot: slot[1], recorder)
-    record = again.record
-    assert record.amax_ref is amax.ref and again.from_current and int(record.slot) == 1
-    assert record.gradient.weight == 0.5
-    assert all(ref is total.ref for ref, total in zip(record.gradient.refs, sums, strict=True))
-    assert jax.tree.structure(recorder) == jax.tree.structure(again)
-    other = Recorder(ByIdentity(jax.new_ref(jnp.zeros(3))), tuple(sums), 0.5, from_current=True, slot=jnp.arange(2))
-    assert jax.tree.structure(recorder) != jax.tree.structure(other)
+    one = recorder()
+    assert jax.tree.leaves(one)[0] is one.slot and len(jax.tree.leaves(one)) == 1
+    again = jax.tree.map(lambda slot: slot[1], one)
+    record, given = again.record, one.refs.record
+    assert record.amax_ref is given.amax_ref and again.from_current and int(record.slot) == 1
+    assert record.gradient is given.gradient
+    assert jax.tree.structure(one) == jax.tree.structure(again) != jax.tree.structure(recorder())
 
 
-def test_without_sums_there_is_no_gradient_to_add():
-    assert Recorder(None, (), 1.0, False, None).record == Record()
+def test_without_refs_there_is_nothing_to_write_to():
+    assert Recorder(Refs(record=Record())).record == Record()
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, lambda fn: lambda x: lax.cond(x[0] > 0, fn, fn, x[0])])
+def test_where_no_ref_is_what_is_needed_is_refused(transform):
+    """Amaxes leave as a cotangent there, and what may be missing does not."""
+
+    def leaves(**options):
+        made = recorder(cotangents=Cotangents(), **options)
+        found = []
+        jax.make_jaxpr(transform(lambda x: (found.append(made.record), x)[1]))(jnp.ones(2))
+        return {record.cotangent is not None and record.amax_ref is None for record in found}
+
+    assert leaves() == {True}
+    with pytest.raises(ValueError, match=r"must reach a Ref, .* got dy_amax of a layer in one; take the layer out"):
+        leaves(needed=("dy_amax",))
 
 
 def test_gemms_are_listed_once_where_somebody_lists_them():

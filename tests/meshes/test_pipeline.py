@@ -22,9 +22,9 @@ from pipelines import CURRENT, DELAYED, assert_is_same_step, dense, layers, loss
 
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.grads.tape import Totals
 from jax_fp8.parallel import runner
 from jax_fp8.parallel.schedules import SCHEDULES
-from jax_fp8.train.stage_work import Totals
 
 SEQ, PAD = 16, 7
 AFTER_ONE, AFTER_TWO = 1e-6, 1e-5  # params that differ in their last bit are now and then other values in FP8

@@ -9,7 +9,8 @@ from nnx_layers import FEATURES, HIDDEN, RECIPE, X, assert_same, loss, make, sta
 
 import jax_fp8 as fp8
 import jax_fp8.nnx
-from jax_fp8.core.recorder import ByIdentity, Recorder, listing
+from jax_fp8.core.fp8_gemm import Record
+from jax_fp8.core.recorder import Recorder, Refs, listing
 from jax_fp8.nnx.state import GemmState, attach, detach, gemms_of, write
 
 pytestmark = pytest.mark.versions
@@ -91,12 +92,12 @@ def test_train_and_eval_say_whether_a_forward_stages():
 def test_what_is_attached_is_found_and_goes_again():
     model = make()
     gemms = gemms_of(model)
-    recorder = Recorder(ByIdentity(jax.new_ref(jnp.zeros(3))), (), 1.0, False, None)
+    recorder = Recorder(Refs(record=Record(jax.new_ref(jnp.zeros(3)))))
     attach({**gemms}, {"first": {"recorder": recorder}})
     with listing() as found:
         model(X)
     assert list(found) == [("first",), ("second",)]
-    assert recorder.amax_ref[0] > 0
+    assert recorder.record.amax_ref[0] > 0
     assert isinstance(model.first.fp8.recorder, fp8.nnx.Fp8State) and not hasattr(model.second.fp8, "recorder")
     detach(gemms)
     assert not hasattr(model.first.fp8, "recorder")

@@ -7,7 +7,7 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_gemm import Record
-from jax_fp8.core.recorder import ByIdentity, Recorder
+from jax_fp8.core.recorder import Recorder, Refs
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.ops.layer_gemm import check_multiples_of_16, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
@@ -20,7 +20,7 @@ SCALES = jnp.float32([1, 2, 3])
 
 
 def recorder(from_current=False):
-    return Recorder(ByIdentity(jax.new_ref(jnp.zeros(3))), (), 1.0, from_current, None)
+    return Recorder(Refs(record=Record(jax.new_ref(jnp.zeros(3))), from_current=from_current))
 
 
 def test_without_a_recorder_nothing_is_recorded():
@@ -36,7 +36,7 @@ def test_a_forward_is_recorded_by_maximum():
     assert gemm.is_recorded and gemm.scales is SCALES
     gemm.record_forward(jnp.float32([2, 1]))
     gemm.record_forward(jnp.float32([1, 3]))
-    np.testing.assert_array_equal(own.amax_ref[...], [2, 3, 0])
+    np.testing.assert_array_equal(own.record.amax_ref[...], [2, 3, 0])
 
 
 def test_a_warm_start_trusts_no_scales():

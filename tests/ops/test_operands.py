@@ -9,7 +9,7 @@ import pytest
 
 import jax_fp8 as fp8
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
-from jax_fp8.core.fp8_gemm import OBSERVED, Fp8Gemm, Record
+from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm, Record
 from jax_fp8.core.health import STATISTICS
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import LinearParameters
@@ -25,7 +25,7 @@ def observed(function, *args, gemm=GEMM) -> tuple:
 
     def run(*args):
         ref = jax.new_ref(jnp.zeros((len(OBSERVED), len(STATISTICS))))
-        out = function(*args, replace(gemm, record=Record(health_ref=ref)))
+        out = function(*args, replace(gemm, record=Record(measured={CAST_STATISTICS: ref})))
         return out, ref[...]
 
     return jax.jit(run)(*args)

@@ -14,8 +14,8 @@ import pytest
 import reference
 
 import jax_fp8 as fp8
+from jax_fp8.grads.gradients import list_gemms
 from jax_fp8.train import programs
-from jax_fp8.train.gradients import list_gemms
 
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 BATCH = jax.random.normal(jax.random.key(2), (128, 32), jnp.bfloat16)

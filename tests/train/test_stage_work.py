@@ -16,10 +16,11 @@ from jax_fp8.core.layered_loss import of_layer
 from jax_fp8.core.paths import LayerPath, kernel_paths, map_with_names
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.grads.gradients import take_gradients, with_first_scales
+from jax_fp8.grads.tape import Totals
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.train import stage_work
-from jax_fp8.train.gradients import value_grads_and_amaxes, with_first_scales
-from jax_fp8.train.stage_work import ChunkWork, Totals
+from jax_fp8.train.stage_work import ChunkWork
 
 ROWS, MICROBATCHES = 64, 2
 WEIGHT = 1 / 3
@@ -38,7 +39,7 @@ class Chunk:
             (name, gemm): recipe for name in parts for gemm in ("up", "down") if recipe is not None
         }
         if "fp8" in self.variables:
-            amaxes = value_grads_and_amaxes(self.weighted, from_current=True)(self.variables, X[0], DY[0])[2]
+            amaxes = take_gradients(self.weighted, from_current=True)(self.variables, X[0], DY[0]).amaxes
             self.variables["fp8"] = with_first_scales(self.variables["fp8"], amaxes, recipe)
 
     def weighted(self, variables, x, dy) -> jax.Array:
@@ -56,7 +57,8 @@ class Chunk:
                 return self.weighted({**given, "params": params}, params.pop("x"), dy)
 
             given = {**variables, "params": {**variables["params"], "x": x}}
-            return value_grads_and_amaxes(loss, from_current=self.from_current)(given)[1:]
+            found = take_gradients(loss, from_current=self.from_current)(given)
+            return found.grads, found.amaxes
 
         found = [of_one(x, dy) for x, dy in zip(X, DY, strict=True)]
         dx = [gradients.pop("x") for gradients, _ in found]

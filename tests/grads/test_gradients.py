@@ -16,10 +16,11 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm, Record
 from jax_fp8.core.recipe import CurrentScaling, DelayedScaling
 from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.state import initial_state
+from jax_fp8.grads.gradients import take_gradients
+from jax_fp8.grads.tape import added_by_gemms
 from jax_fp8.ops import passes
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
-from jax_fp8.train.gradients import accumulate_grads, added_by_gemms, value_grads_and_amaxes
 from jax_fp8.train.own_loop import value_and_grad
 
 pytestmark = pytest.mark.versions
@@ -230,16 +231,16 @@ def test_without_state_there_is_none_to_hand_back(recipe):
 def test_warm_start_scales_every_tensor_by_itself():
     variables, (x, dy) = make_variables("dense"), inputs(0, size=1e-5)
     variables["fp8"]["dense"]["scale"] = jnp.float32([1e6, 1e6, 1e6])  # everything would round to zero
-    loss, grads, amaxes = value_grads_and_amaxes(one_use, from_current=True)(variables, x, dy)
+    found = take_gradients(one_use, from_current=True)(variables, x, dy)
 
     def with_current_scaling(params):
         scaling = Fp8Gemm(CurrentScaling(), "dense")
         return weighted_sum(linear(x, LinearParameters(params["dense"]["kernel"], None), scaling)[0], dy)
 
     expected_loss, expected_grads = jax.value_and_grad(with_current_scaling)(variables["params"])
-    assert_same_bits(loss, expected_loss)
-    jax.tree.map(assert_same_bits, grads, expected_grads)
-    assert_same_bits(amaxes, amaxes_of(x, variables["params"]["dense"]["kernel"], dy))
+    assert_same_bits(found.loss, expected_loss)
+    jax.tree.map(assert_same_bits, found.grads, expected_grads)
+    assert_same_bits(found.amaxes, amaxes_of(x, variables["params"]["dense"]["kernel"], dy))
     assert not np.any(value_and_grad(one_use)(variables, x, dy)[1]["dense"]["kernel"])
 
 
@@ -276,28 +277,23 @@ def loss_of_two(variables, x, dy):
 def test_gradients_add_up_in_their_gemms():
     variables = make_variables("dense", "other")
     start = jax.tree.map(lambda p: jnp.full(p.shape, 3.0), variables["params"])
-    run = jax.jit(accumulate_grads(loss_of_two, 0.5))
+
+    @jax.jit
+    def run(sums, *batch):
+        return take_gradients(loss_of_two, sums=sums, weight=0.5)(variables, *batch)
+
     sums, expected = start, start
     for seed in (1, 2):
-        loss, sums, amaxes = run(variables, sums, *inputs(seed))
+        found = run(sums, *inputs(seed))
+        sums = found.grads
         wanted_loss, grads, wanted_state = jax.jit(value_and_grad(loss_of_two))(variables, *inputs(seed))
         expected = jax.tree.map(lambda total, g: total + 0.5 * g, expected, grads)
-        assert float(loss) == float(wanted_loss)
-        assert_same_bits(amaxes, np.concatenate([staged(wanted_state, "dense"), staged(wanted_state, "other")]))
+        assert float(found.loss) == float(wanted_loss)
+        assert_same_bits(found.amaxes, np.concatenate([staged(wanted_state, "dense"), staged(wanted_state, "other")]))
     jax.tree.map(lambda ours, theirs: reference.assert_close(ours, theirs, "float32"), sums, expected)
     for forgotten in (start, jax.tree.map(lambda total: 2 * total, expected)):
         with pytest.raises(AssertionError, match="relative error"):
             reference.assert_close(sums["dense"]["kernel"], forgotten["dense"]["kernel"], "float32")
-
-
-def test_which_gradients_add_up_in_their_gemms():
-    variables = make_variables("dense", "other")
-    params = variables["params"] | {"norm": {"scale": jnp.ones(3)}}
-    params["other"] = {"kernel": jnp.ones((2, 3, 3)), "bias": jnp.ones(3)}
-    stacked = {"scale": jnp.ones((2, 3)), "amax_history": jnp.zeros((2, 3, 4))}
-    fp8_state = {"dense": variables["fp8"]["dense"], "other": stacked}
-    assert added_by_gemms(fp8_state, params) == [("dense", "kernel")]
-    assert added_by_gemms({}, params, [("dense",), ("other",)]) == [("dense", "kernel")]
 
 
 @pytest.mark.parametrize("smallest_wgrad", [0, 2**30], ids=["wgrads", "one wgrad"])
@@ -318,11 +314,11 @@ def test_the_gradients_of_kernels_side_by_side_add_up(smallest_wgrad, monkeypatc
     by_gemm = [] if smallest_wgrad else [("a", "kernel"), ("b", "kernel")]
     assert added_by_gemms(variables["fp8"], params) == by_gemm
     start = jax.tree.map(lambda p: jnp.full(p.shape, 3.0), params)
-    _, sums, amaxes = jax.jit(accumulate_grads(loss_fn, 0.5))(variables, start, x, dy)
+    found = jax.jit(take_gradients(loss_fn, sums=start, weight=0.5))(variables, x, dy)
     _, grads, state = jax.jit(value_and_grad(loss_fn))(variables, x, dy)
-    assert_same_bits(amaxes, staged(state, "a+b"))
+    assert_same_bits(found.amaxes, staged(state, "a+b"))
     for name in "ab":
         assert float(jnp.linalg.norm(grads[name]["kernel"])) > 1
-        reference.assert_close(sums[name]["kernel"], 3 + 0.5 * grads[name]["kernel"], "float32")
+        reference.assert_close(found.grads[name]["kernel"], 3 + 0.5 * grads[name]["kernel"], "float32")
     with pytest.raises(AssertionError, match="relative error"):
-        reference.assert_close(sums["a"]["kernel"], 3 + 0.5 * grads["b"]["kernel"], "float32")
+        reference.assert_close(found.grads["a"]["kernel"], 3 + 0.5 * grads["b"]["kernel"], "float32")

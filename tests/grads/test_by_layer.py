@@ -13,8 +13,8 @@ from reference import assert_same_bits
 
 from jax_fp8.core.kept import keep, offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
-from jax_fp8.train.by_layer import ByLayer, comes_back_beside
-from jax_fp8.train.gradients import value_grads_and_amaxes
+from jax_fp8.grads.by_layer import ByLayer, comes_back_beside
+from jax_fp8.grads.gradients import take_gradients
 
 pytestmark = pytest.mark.versions
 
@@ -64,7 +64,8 @@ class Order:
 
     def __init__(self, on_host):
         def run(variables, batch):
-            return value_grads_and_amaxes(loss_of(on_host))(variables, batch)[:2]
+            found = take_gradients(loss_of(on_host))(variables, batch)
+            return found.loss, found.grads
 
         jaxpr = jax.make_jaxpr(run)(VARIABLES, X).jaxpr
         self.before = {}  # each variable: all variables that must be there first
@@ -85,10 +86,10 @@ class Order:
 
 def test_gradients_are_those_of_the_whole():
     """Also of a param that is read before the layers and after them."""
-    whole, by_layer = (jax.jit(value_grads_and_amaxes(loss_of(on_host))) for on_host in ((), ON_HOST))
+    whole, by_layer = (jax.jit(take_gradients(loss_of(on_host))) for on_host in ((), ON_HOST))
     expected, actual = (run(VARIABLES, X) for run in (whole, by_layer))
     jax.tree.map(assert_same_bits, actual, expected)
-    assert jnp.any(expected[1]["table"] != 0) and [*actual[1]] == [*expected[1]]
+    assert jnp.any(expected.grads["table"] != 0) and [*actual.grads] == [*expected.grads]
 
 
 def test_what_is_kept_has_left_before_the_next_layer_that_is_offloaded_begins():
@@ -129,7 +130,7 @@ def test_sums_that_gemms_add_to_are_waited_for_too():
 
     _, gradients, after = jax.jit(run)(sums)
     jax.tree.map(assert_same_bits, after, sums)
-    expected = value_grads_and_amaxes(loss_of(()))(VARIABLES, X)[1]
+    expected = take_gradients(loss_of(()))(VARIABLES, X).grads
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), gradients, expected)
     barriers = [equation for equation in jax.make_jaxpr(run)(sums).eqns if "barrier" in equation.primitive.name]
     # x and what is away; then dx, with the gradient of the layer above or what is away
@@ -153,4 +154,4 @@ def test_what_comes_back_has_half_of_the_layers_between(on_host, beside):
 def test_a_loss_that_is_no_scalar_is_refused(last):
     loss = dataclasses.replace(loss_of(ON_HOST), last=last)
     with pytest.raises(ValueError, match="loss_fn must return a floating point scalar"):
-        value_grads_and_amaxes(loss)(VARIABLES, X)
+        take_gradients(loss)(VARIABLES, X)

@@ -1,0 +1,302 @@
+"""What every pass that takes gradients is made of, whoever differentiates: jax, layer by layer, a pipeline, or NNX.
+
+    tape = GradientTape(variables)                               a recorder (core/recorder.py) beside each GEMM's state
+    loss_fn(tape.variables, ...), differentiated by params and rows   backwards write to Refs
+    tape.read(loss, grads, of_rows) → PassResult(loss, grads, amaxes, measured)
+
+`rows` f32[rows] is the vector whose cotangent takes amaxes where Refs cannot be written to. Each function that is
+differentiated takes it, and calls `tape.receive(rows)` before it is traced.
+
+What backwards of GEMMs hand over by maximum, beside amaxes, are measurements. A new one is a `Measurement` among
+`observe`, and one line in the backward: `gemm.record.measure(name, numbers)`.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.fp8_ops import fp32_max_grad
+from jax import lax
+
+from jax_fp8.core.fp8_gemm import GradientSum, Record
+from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, map_with_names, put_at_path
+from jax_fp8.core.recorder import RECORDER, Cotangents, Recorder, Refs
+from jax_fp8.core.state import check_dtypes, join_amaxes, map_gemms_with_path, no_amaxes
+from jax_fp8.kernels.varying import vary
+from jax_fp8.ops.passes import share_wgrad
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Numbers that backward passes of a layer leave by maximum: over uses, microbatches and devices.
+
+    Args:
+      path: of the GEMM, or of another module that finds a recorder in its collection.
+      name: under which the layer writes them: see `Record.measure`.
+      shape: of the numbers, float32; the first dim is that of layers, where `nn.scan` stacks them.
+      is_needed: a pass that cannot carry them fails; otherwise it leaves zeros.
+    """
+
+    path: LayerPath
+    name: str
+    shape: tuple[int, ...]
+    is_needed: bool = True
+
+
+Observed = Sequence[Measurement]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass returns, and several of them together.
+
+    Args:
+      loss: a scalar.
+      grads: like the params; where gradients add up, their sums, float32.
+      amaxes: f32[rows], as `join_amaxes` joins them: for `finish_step` or `stage_joined`.
+      measured: f32[size], what was observed, one after the other.
+      aux: what the loss returned beside its number.
+    """
+
+    loss: jax.Array
+    grads: Any
+    amaxes: jax.Array
+    measured: jax.Array
+    aux: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """What backwards have left, each GEMM's in an array of its own.
+
+    Args:
+      sums: of gradients, like the params, float32; None where none add up.
+      amaxes: f32[3] by GEMM, f32[layers, 3] of layers that are stacked. In a pipeline they have a first dim of 1.
+      measured: f32[*shape] by GEMM and name, likewise.
+    """
+
+    sums: Any
+    amaxes: dict[LayerPath, jax.Array]
+    measured: dict[tuple[LayerPath, str], jax.Array]
+
+    @classmethod
+    def none(
+        cls, variables: Mapping, observe: Observed = (), sums: Any = None, first: tuple[int, ...] = ()
+    ) -> "Totals":
+        """Before the first backward; `first`: dims before the others."""
+        amaxes = {path: (*_layers(stacked), 3) for path, stacked in _states(fp8_state_of(variables)).items()}
+        measured = {(of.path, of.name): jnp.zeros((*first, *of.shape)) for of in observe}
+        return cls(sums, {path: jnp.zeros((*first, *shape)) for path, shape in amaxes.items()}, measured)
+
+    @classmethod
+    def of_stage(cls, variables: Mapping, observe: Observed) -> "Totals":
+        """Before the first unit of work of a pipeline's stage."""
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), variables["params"])
+        return cls.none(variables, observe, sums, first=(1,))
+
+
+class GradientTape:
+    """Puts a recorder beside the state of each GEMM, and reads what a pass has left in it.
+
+    Args:
+      variables: with "params".
+      gemms: those without state, whose kernels may be among the sums, or whose operands are deferred.
+      sums: of gradients, float32, like the params: this pass adds its own to them. None: gradients are returned.
+      weight: of this pass's gradients in the sums.
+      observe: what backwards measure.
+      defer: by GEMM, where it leaves the operands of its kernels' gradients.
+      from_current: scale every tensor by its own amax.
+      axes: over which what the loss takes varies, in a `shard_map` that checks.
+      earlier: what earlier units of work of a pipeline's stage have left, in place of `sums`. Only backwards record
+        then: a forward of which no backward follows is none.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping,
+        *,
+        gemms: Collection[LayerPath] = (),
+        sums: Any = None,
+        weight: float = 1.0,
+        observe: Observed = (),
+        defer: Mapping[LayerPath, Any] = MappingProxyType({}),
+        from_current: bool = False,
+        axes: frozenset[str] = frozenset(),
+        earlier: Totals | None = None,
+    ):
+        self._given, self._state, self._axes = variables, fp8_state_of(variables), axes
+        check_dtypes(self._state)
+        self._weight, self._before = weight, earlier or Totals.none(variables, observe, sums)
+        added = () if self._before.sums is None else added_by_gemms(self._state, self._before.sums, gemms)
+        self.sums = {path: jax.new_ref(at_path(self._before.sums, path)) for path in added}
+        self._amaxes = {path: jax.new_ref(vary(start, axes)) for path, start in self._before.amaxes.items()}
+        self._measured = {of: jax.new_ref(vary(start, axes)) for of, start in self._before.measured.items()}
+        self._cotangents, self._recorders, first_row = Cotangents(), {}, 0
+        for path in dict.fromkeys([*self._amaxes, *gemms, *(of.path for of in observe)]):
+            has_state, stacked = path in self._amaxes, self._stacked(path)
+            record = self._record(path, defer.get(path), path if from_current and has_state else None)
+            slot = jnp.arange(math.prod(stacked), dtype=jnp.int32).reshape(stacked) if stacked else None
+            if earlier is not None and (has_state or record.measured):
+                slot = jnp.int32(0)  # with which the backward alone records: see `Fp8Gemm.record_forward`
+            if has_state or record.measured or record.gradient or record.deferral:
+                refs = Refs(
+                    record=record,
+                    from_current=from_current or not has_state,
+                    cotangents=self._cotangents,
+                    first_row=first_row,
+                    needed=tuple(of.name for of in observe if of.path == path and of.is_needed),
+                )
+                self._recorders[path] = Recorder(refs, slot)
+            first_row += 3 * math.prod(stacked) if has_state else 0
+
+    def _record(self, path: LayerPath, deferral: Any, staged: LayerPath | None) -> Record:
+        """The Refs of a GEMM; `staged`: its path, if anybody asks which rows are staged."""
+        measured = {name: ref for (gemm, name), ref in self._measured.items() if gemm == path}
+        sums = tuple(self.sums[kernel] for kernel in kernel_paths(path) if kernel in self.sums)
+        gradient = GradientSum(sums, self._weight) if sums else None
+        return Record(self._amaxes.get(path), gradient=gradient, deferral=deferral, measured=measured, path=staged)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the loss is called with."""
+        return self.recorded(self._given)
+
+    @property
+    def rows(self) -> jax.Array:
+        """f32[rows] of zeros."""
+        return vary(no_amaxes(self._state), self._axes)
+
+    def recorded(self, variables: Mapping) -> dict[str, Any]:
+        """Variables like those of the tape, with its recorders."""
+        state: dict = {}
+        for path, recorder in self._recorders.items():
+            own = at_path(variables["fp8"], path) if path in self._amaxes else {}
+            put_at_path(state, path, {**own, RECORDER: recorder})
+        return {**variables, "fp8": state} if state else {**variables}
+
+    def receive(self, rows: jax.Array) -> None:
+        """A function that is being traced takes the rows by which it is differentiated."""
+        self._cotangents.vector = sums_are_maxima(rows)
+
+    def read(self, loss: jax.Array, grads: Any, of_rows: jax.Array, aux: Any = None) -> PassResult:
+        """What the pass has left.
+
+        Args:
+          grads: of whatever it was differentiated by; like the params where gradients add up.
+          of_rows: the gradient of `rows`.
+        """
+        self._check_are_met()
+        amaxes, measured = (join_amaxes([ref[...] for ref in refs.values()]) for refs in (self._amaxes, self._measured))
+        if self._cotangents.is_used:
+            amaxes = jnp.maximum(amaxes, of_rows)
+        return PassResult(loss, self._summed(grads), amaxes, measured, aux)
+
+    def read_totals(self, grads: Any, of_rows: jax.Array) -> Totals:
+        """What a unit of work of a pipeline's stage has left, and those before it."""
+        self._check_are_met()
+        amaxes = {path: ref[...] for path, ref in self._amaxes.items()}
+        if self._cotangents.is_used:
+            of_gemms = dict(zip(amaxes, of_rows.reshape(-1, 1, 3), strict=True))
+            amaxes = {path: jnp.maximum(found, of_gemms[path]) for path, found in amaxes.items()}
+        return Totals(self._summed(grads), amaxes, {of: ref[...] for of, ref in self._measured.items()})
+
+    def added_up(self) -> Any:
+        """The sums, with what GEMMs have added to them: like the params."""
+        return map_with_names(
+            lambda path, total: self.sums[path][...] if path in self.sums else total, self._before.sums
+        )
+
+    def _summed(self, grads: Any) -> Any:
+        """Gradients, added to the sums if there are any. That of a kernel whose GEMM has added it up is zeros: adding
+        these brings what reached the kernel on another way, as a rule nothing.
+        """
+        if self._before.sums is None:
+            return grads
+        return jax.tree.map(lambda total, grad: add_share(total, self._weight, grad), self.added_up(), grads)
+
+    def _check_are_met(self) -> None:
+        """Raise where a measurement that must be there is of a layer that the loss does not run."""
+        for path, recorder in self._recorders.items():
+            if recorder.refs.needed and not recorder.refs.is_met:
+                raise ValueError(
+                    "what is observed must be measured in a layer that the loss runs, got "
+                    f"{', '.join(recorder.refs.needed)} of {'/'.join(path)}; pass the path of such a layer"
+                )
+
+    def _stacked(self, path: LayerPath) -> tuple[int, ...]:
+        """The dims along which `nn.scan` stacks the layers of a GEMM."""
+        if path in self._amaxes:
+            return at_path(self._state, path)["scale"].shape[:-1]
+        kernel = at_path(self._given["params"], next(iter(kernel_paths(path)), ()))
+        return getattr(kernel, "shape", ())[: -3 if is_of_experts(path) else -2]
+
+
+def add_share(total: Any, weight: float, gradient: jax.Array) -> Any:
+    """A sum of gradients, and one more: float32."""
+    return total + share_of(weight, gradient)
+
+
+def share_of(weight: float, gradient: jax.Array) -> jax.Array:
+    """What a gradient adds to a sum, float32."""
+    return np.float32(weight) * gradient.astype(jnp.float32)
+
+
+def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
+    """The kernels whose gradients are added up by the GEMMs that compute them, in place, and not by an addition after
+    the pass: of GEMMs with state, and of `gemms`.
+
+    They are matrices, not stacked by `nn.scan`, and large enough for a GEMM of their own.
+    """
+    added: dict[LayerPath, None] = {}
+    for path in [*gemms, *_states(fp8_state)]:
+        kernels = [at_path(sums, kernel) for kernel in kernel_paths(path)]
+        if not kernels or any(getattr(kernel, "ndim", None) != 2 for kernel in kernels):
+            continue
+        if not share_wgrad(kernels[0].shape[0], tuple(kernel.shape[1] for kernel in kernels)):
+            added |= dict.fromkeys(kernel_paths(path))
+    return list(added)
+
+
+def nothing_measured(observe: Observed) -> jax.Array:
+    """What is `measured` before the first pass."""
+    return jnp.zeros(sum(math.prod(of.shape) for of in observe), jnp.float32)
+
+
+@jax.custom_vjp
+def sums_are_maxima(rows: jax.Array) -> jax.Array:
+    """f32[rows] in a dtype whose cotangents are "added" by taking the larger one."""
+    with jax.debug_nans(False):  # which cannot look at such a dtype outside of jit
+        return lax.convert_element_type(rows, fp32_max_grad)
+
+
+sums_are_maxima.defvjp(
+    lambda rows: (sums_are_maxima(rows), None),
+    lambda _, maxima: (jnp.maximum(lax.convert_element_type(maxima, jnp.float32), 0),),
+)
+
+
+def fp8_state_of(variables: Any) -> Mapping:
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        arrived = f"a dict with {sorted(variables)}" if isinstance(variables, Mapping) else type(variables).__name__
+        raise ValueError(
+            f'loss_fn must take a variable dict with "params" first, got {arrived}; pass {{"params": ..., "fp8": ...}}'
+        )
+    return variables.get("fp8", {})
+
+
+def _states(fp8_state: Mapping) -> dict[LayerPath, tuple[int, ...]]:
+    """The GEMMs of a state, in order, and the dims along which `nn.scan` stacks their layers."""
+    found: dict[LayerPath, tuple[int, ...]] = {}
+    map_gemms_with_path(lambda path, gemm: found.update({path: gemm["scale"].shape[:-1]}), fp8_state)
+    return found
+
+
+def _layers(stacked: tuple[int, ...]) -> tuple[int, ...]:
+    return (math.prod(stacked),) if stacked else ()

@@ -23,11 +23,11 @@ from jax_fp8.core.layered_loss import LayeredLoss, of_layer
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder
+from jax_fp8.jaxprs.split_vjp import Halves, needed
 from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
 from jax_fp8.train.diagnostics import HEALTH
 from jax_fp8.train.gradients import added_by_gemms, sums_are_maxima
-from jax_fp8.train.halves import Halves, needed
 from jax_fp8.train.pipeline_checks import check_is_on_device
 
 

@@ -4,22 +4,12 @@ from typing import Any
 
 # Primitive: the function of jax.lax that it is. Those that only cast between varying and invariant send nothing.
 COLLECTIVES = {
-    "psum": "psum",
-    "psum_invariant": "psum",
-    "unreduced_psum": "psum",
-    "pmax": "pmax",
-    "unreduced_pmax": "pmax",
-    "pmin": "pmin",
-    "unreduced_pmin": "pmin",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "reduce_scatter": "psum_scatter",
-    "unreduced_reduce_scatter": "psum_scatter",
-    "all_to_all": "all_to_all",
-    "ragged_all_to_all": "ragged_all_to_all",
-    "ppermute": "ppermute",
-    "pbroadcast": "pbroadcast",
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), "psum"),
+    **dict.fromkeys(("pmax", "unreduced_pmax"), "pmax"),
+    **dict.fromkeys(("pmin", "unreduced_pmin"), "pmin"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "psum_scatter"),
+    **{name: name for name in ("all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")},
 }
 
 

@@ -56,7 +56,10 @@ def _walk(jaxpr, given, found: Origins, unchanged) -> list[Origin | None]:
         elif called is not None:
             results = _walk(called, taken, found, unchanged)
         elif name == "scan":
-            _walk(scan_parts(equation).body, _in_a_turn(equation, taken), found, unchanged)
+            parts = scan_parts(equation)
+            elements = (of and Origin(of.argument, of.depth + 1) for of in taken[parts.xs])
+            in_a_turn = [*taken[parts.consts], *[None for _ in taken[parts.carry]], *elements]
+            _walk(parts.body, in_a_turn, found, unchanged)
         else:
             for inner in inner_jaxprs(equation):
                 of_inner = taken[1:] if name == "cond" else [None] * len(inner.invars)
@@ -65,12 +68,6 @@ def _walk(jaxpr, given, found: Origins, unchanged) -> list[Origin | None]:
             found[equation.params["name"]].add(taken[0])
         known |= dict(zip(equation.outvars, results, strict=True))
     return [origin_of(atom) for atom in jaxpr.outvars]
-
-
-def _in_a_turn(equation, taken) -> list[Origin | None]:
-    """What the body of a scan is given: constants as they are, a carry that may be anything, and elements of stacks."""
-    consts, carry, xs = scan_parts(equation).operands(taken)
-    return [*consts, *[None] * len(carry), *(of and Origin(of.argument, of.depth + 1) for of in xs)]
 
 
 def call_counts(jaxpr: Any) -> Counter[str]:

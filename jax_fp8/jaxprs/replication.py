@@ -13,10 +13,10 @@ What a program writes into a Ref is not followed.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from jax_fp8.jaxprs.collectives import COLLECTIVES, axes_of
-from jax_fp8.jaxprs.equations import called_jaxpr, inner_jaxprs, scan_parts, while_parts
+from jax_fp8.jaxprs.equations import called_jaxpr, inner_jaxprs, scan_parts
 
 _BRINGS_THE_SAME = ("psum", "pmax", "pmin", "all_gather", "pbroadcast")  # of the functions of jax.lax; others do not
 _ONE_BY_ONE = {"optimization_barrier"} | {name for name, of in COLLECTIVES.items() if of in _BRINGS_THE_SAME}
@@ -59,24 +59,25 @@ def _of_cond(equation, axis, operands) -> list[bool]:
 
 def _of_scan(equation, axis, operands) -> list[bool]:
     parts = scan_parts(equation)
-    consts, first, xs = parts.operands(operands)
 
     def turn(carry):
-        return parts.results(which_differ(parts.body, axis, [*consts, *carry, *xs]))
+        return which_differ(parts.body, axis, [*operands[parts.consts], *carry, *operands[parts.xs]])
 
-    carry = _until_nothing_changes(lambda carry: turn(carry)[0], first)
-    return [*carry, *turn(carry)[1]]
+    carry = _until_nothing_changes(lambda carry: turn(carry)[parts.last_carry], operands[parts.carry])
+    return [*carry, *turn(carry)[parts.ys]]
 
 
 def _of_while(equation, axis, operands) -> list[bool]:
-    parts = while_parts(equation)
-    of_cond, of_body, first = parts.operands(operands)
+    """Operands are what the condition reads alone, what the body reads alone, and what both are handed."""
+    (cond,), (body,) = (jaxprs_in_params({name: equation.params[name]}) for name in ("cond_jaxpr", "body_jaxpr"))
+    of_cond = equation.params["cond_nconsts"]
+    first = of_cond + equation.params["body_nconsts"]
 
     def turn(carry):
-        (chosen,) = which_differ(parts.cond, axis, [*of_cond, *carry])
-        return [chosen or differs for differs in which_differ(parts.body, axis, [*of_body, *carry])]
+        (chosen,) = which_differ(cond, axis, [*operands[:of_cond], *carry])
+        return [chosen or differs for differs in which_differ(body, axis, [*operands[of_cond:first], *carry])]
 
-    return _until_nothing_changes(turn, first)
+    return _until_nothing_changes(turn, operands[first:])
 
 
 def _until_nothing_changes(turn, carry) -> list[bool]:

@@ -16,7 +16,6 @@ from jax_fp8.jaxprs.equations import (
     scan_parts,
     turns,
     variables,
-    while_parts,
 )
 
 pytestmark = pytest.mark.versions
@@ -123,24 +122,24 @@ def test_the_parts_of_a_scan(case):
     args = (X,) if case == "vmapped" else (X, Y, Y)
     equation = only("scan", function, *args)
     parts = scan_parts(equation)
-    found = parts.operands(equation.invars)
+    found = [equation.invars[part] for part in (parts.consts, parts.carry, parts.xs)]
     assert [*map(len, found)] == [consts, len(carry), stacks]
     assert [*found[0], *found[1], *found[2]] == equation.invars
     assert shapes(found[1]) == carry
-    last, left = parts.results(equation.outvars)
+    last, left = equation.outvars[parts.last_carry], equation.outvars[parts.ys]
     assert (shapes(last), len(left)) == (carry, ys)
     assert_fits(equation)
 
 
 def assert_fits(equation):
     """Constants and carry as the body has them, and elements of stacks."""
-    parts = scan_parts(equation)
-    (consts, carry, xs), inner = parts.operands(equation.invars), parts.operands(parts.body.invars)
-    assert shapes([*consts, *carry]) == shapes([*inner[0], *inner[1]])
-    assert shapes(xs) == [(turns(equation), *shape) for shape in shapes(inner[2])]
-    (last, ys), (after, elements) = parts.results(equation.outvars), parts.results(parts.body.outvars)
-    assert shapes(last) == shapes(carry) == shapes(after)
-    assert shapes(ys) == [(turns(equation), *shape) for shape in shapes(elements)]
+    body, consts, carry, xs, last_carry, ys = scan_parts(equation)
+    taken, made = shapes(equation.invars), shapes(equation.outvars)
+    in_body, out_of_body = shapes(body.invars), shapes(body.outvars)
+    assert taken[consts] == in_body[consts] and taken[carry] == in_body[carry]
+    assert taken[carry] == made[last_carry] == out_of_body[last_carry]
+    assert taken[xs] == [(turns(equation), *shape) for shape in in_body[xs]]
+    assert made[ys] == [(turns(equation), *shape) for shape in out_of_body[ys]]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit, jax.vmap], ids=["", "remat", "jit", "vmap"])
@@ -162,19 +161,8 @@ def test_the_parts_of_the_scans_of_a_gradient(wrap):
     assert len(scans) >= 2
     for equation in scans:
         assert_fits(equation)
-    consts, carry, xs = scan_parts(scans[-1]).operands(scans[-1].invars)
-    assert consts and carry and xs  # the backward has all three
-
-
-def test_the_parts_of_a_while_loop():
-    def function(x, limit, factor):
-        return lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] + 1.0, c[1] * factor), (0.0, x))
-
-    equation = only("while", function, X, 3.0, jnp.ones((3, 4)))
-    parts = while_parts(equation)
-    of_cond, of_body, carry = parts.operands(equation.invars)
-    assert [shapes(found) for found in (of_cond, of_body, carry)] == [[()], [(3, 4)], [(), (3, 4)]]
-    assert [shapes(jaxpr.outvars) for jaxpr in (parts.cond, parts.body)] == [[()], [(), (3, 4)]]
+    _, *places = scan_parts(scans[-1])
+    assert all(scans[-1].invars[place] for place in places[:3])  # the backward has constants, carry and xs
 
 
 def test_turns():

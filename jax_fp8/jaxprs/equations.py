@@ -31,7 +31,9 @@ def scan_parts(equation: Any) -> ScanParts:
     else:
         consts, carry, _ = map(len, params["ft_in"].unpack())
     first_x = consts + carry
-    return ScanParts(body, *map(slice, (0, consts, first_x), (consts, first_x, None)), slice(carry), slice(carry, None))
+    return ScanParts(
+        body, slice(consts), slice(consts, first_x), slice(first_x, None), slice(carry), slice(carry, None)
+    )
 
 
 def inner_jaxprs(equation: Any, platform: str | None = None) -> list[Any]:

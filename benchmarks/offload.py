@@ -32,7 +32,7 @@ import tables
 from fresh import measure_in_fresh_process
 
 import jax_fp8 as fp8
-from jax_fp8.tools.jaxprs import inner_jaxprs
+from jax_fp8.jaxprs.equations import all_equations
 from jax_fp8.train.cuda_graph import default_options
 
 HERE = pathlib.Path(__file__).resolve()
@@ -114,11 +114,10 @@ def measure(job: Job) -> dict:
 def moved_bytes(jaxpr) -> int:
     """Bytes that a traced program puts into the host's memory; what a loop does in one round counts once."""
     total = 0
-    for equation in jaxpr.eqns:
+    for equation, _ in all_equations(jaxpr):
         if equation.primitive.name == "device_put":
             arrays = [var.aval for var in equation.outvars]
             total += sum(a.size * a.dtype.itemsize for a in arrays if a.memory_space == jax.memory.Space.Host)
-        total += sum(moved_bytes(inner) for inner in inner_jaxprs(equation))
     return total
 
 

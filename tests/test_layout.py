@@ -16,13 +16,14 @@ MAX_LINES = 330  # about 300: what is read in one sitting
 MAX_COLUMNS = 120
 
 # A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
-BELOW_TRAIN = {"core", "kernels", "ops", "optim", "parallel", "grads"}
+BELOW_TRAIN = {"core", "kernels", "ops", "optim", "jaxprs", "parallel", "grads"}
 ROOMS = {
     "core": {"core"},
     "kernels": {"core", "kernels"},
     "ops": {"core", "kernels", "ops"},
     "nn": {"core", "kernels", "ops", "nn"},
     "models": {"core", "kernels", "ops", "nn", "models"},
+    "jaxprs": {"jaxprs"},
     "parallel": {"core", "ops", "parallel"},
     "optim": {"core", "kernels", "optim"},
     "grads": {"core", "kernels", "ops", "grads"},

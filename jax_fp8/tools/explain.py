@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
+from jax_fp8.jaxprs.equations import inner_jaxprs, turns
 from jax_fp8.kernels import dispatch, extension, grouped_gemm, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.passes import PLAIN_SCOPE
 from jax_fp8.ops.router import ROUTER_SCOPE
-from jax_fp8.tools.jaxprs import WrittenCollective, inner_jaxprs, table, times, written
+from jax_fp8.tools.written_collectives import WrittenCollective, table, written
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,8 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
         if _is_call(equation, *FP8_TARGETS, weight_gradient.TARGET) or equation.primitive.name in PLAIN_PRODUCTS:
             yield equation, path, count
         else:
-            for inner in inner_jaxprs(equation):
-                yield from products(inner, path, count * times(equation))
+            for inner in inner_jaxprs(equation, "cuda"):
+                yield from products(inner, path, count * turns(equation, unknown=1))
 
 
 def is_fp8_gemm(equation: Any) -> bool:

@@ -11,6 +11,9 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from jax_fp8.jaxprs.dead_code import without_dead_code
+from jax_fp8.jaxprs.equations import variables
+
 
 def make_by_array(program: Any, shapes: Any, shardings: Any, *args: Any) -> Any:
     """What a traced function returns, operation by operation; of all that it computes only what its results need.
@@ -21,22 +24,21 @@ def make_by_array(program: Any, shapes: Any, shardings: Any, *args: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten(shapes)
     places = [None] * len(leaves) if shardings is None else tree.flatten_up_to(shardings)
-    jaxpr = program.jaxpr
+    jaxpr = without_dead_code(program).jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
 
-    equations = _needed(jaxpr)
-    last_use = {var: number for number, equation in enumerate(equations) for var in _variables(equation.invars)}
+    last_use = {var: number for number, equation in enumerate(jaxpr.eqns) for var in variables(equation.invars)}
     results = _Results(jaxpr.outvars, places)
     for var, value in values.items():
         results.take(var, value)
-    for number, equation in enumerate(equations):
+    for number, equation in enumerate(jaxpr.eqns):
         made = _evaluate(jaxpr, equation, values)
         for var, value in zip(equation.outvars, made, strict=True):
             results.take(var, value)
             if last_use.get(var, -1) > number:
                 values[var] = value
-        for var in _variables(equation.invars):
+        for var in variables(equation.invars):
             if last_use[var] == number:
                 values.pop(var, None)
     return tree.unflatten(results.finished())
@@ -74,22 +76,8 @@ def _put(value, sharding) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def _needed(jaxpr) -> list[Any]:
-    """The equations that the results depend on, in order."""
-    wanted, kept = set(_variables(jaxpr.outvars)), []
-    for equation in reversed(jaxpr.eqns):
-        if wanted & set(equation.outvars):
-            kept.append(equation)
-            wanted |= set(_variables(equation.invars))
-    return kept[::-1]
-
-
 def _evaluate(jaxpr, equation, values) -> list[Any]:
     """What one equation makes: a program of its own, which jax compiles once for all that are alike."""
-    operands = _variables(equation.invars)
+    operands = variables(equation.invars)
     alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(equation.outvars), eqns=[equation])
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[operand] for operand in operands))
-
-
-def _variables(operands) -> list[Any]:
-    return [operand for operand in operands if not isinstance(operand, Literal)]

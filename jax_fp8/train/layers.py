@@ -20,8 +20,8 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.shards import TensorDim, offers
 from jax_fp8.grads.checks import ALONE, ALONE_OR_PAIR, check_loss
+from jax_fp8.jaxprs.replication import which_differ
 from jax_fp8.ops.weights import cast_gemms
-from jax_fp8.parallel.agreement import which_differ
 from jax_fp8.parallel.mesh import TENSOR, describe_mesh
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.transfers import can_be_gathered_in_fp8, cuts_squares

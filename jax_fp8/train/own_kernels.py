@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from jax_fp8.core.deferral import Notes, kernel_mark
 from jax_fp8.core.paths import kernel_paths
+from jax_fp8.jaxprs.named_values import UNCHANGED, Origin, origins
 from jax_fp8.train.delayed import TracedPass
-from jax_fp8.train.wgrad_calls import UNCHANGED, Origin, origins
 
 # A gradient passes a cast, and another shape of the same elements, as it is.
 AS_IT_IS = (*UNCHANGED, "convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")

@@ -17,8 +17,8 @@ import jax
 
 from jax_fp8.core.layered_loss import LayeredLoss, of_layer
 from jax_fp8.core.paths import LayerPath
+from jax_fp8.jaxprs.jaxpr_equality import compute_the_same
 from jax_fp8.parallel.runner import check_returns_what_it_takes
-from jax_fp8.train.alike import compute_the_same
 from jax_fp8.train.layers import Layers
 
 Found = TypeVar("Found")

@@ -23,9 +23,9 @@ from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.grads.tape import GradientTape, Observed, Totals, added_by_gemms
+from jax_fp8.jaxprs.split_vjp import Halves, needed
 from jax_fp8.ops.parameters import Like, LinearParameters
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
-from jax_fp8.train.halves import Halves, needed
 from jax_fp8.train.pipeline_checks import check_is_on_device
 
 

@@ -10,8 +10,8 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 from jax_fp8.core.kept import KEPT, offload_policy
+from jax_fp8.jaxprs.equations import all_equations
 from jax_fp8.ops import norm_mlp
-from jax_fp8.tools.jaxprs import inner_jaxprs
 
 WIDTH, MLP = 64, 128
 X = jax.random.normal(jax.random.key(0), (2, 32, WIDTH), jnp.bfloat16)
@@ -61,17 +61,11 @@ def gradient_of(model):
 def moved(program) -> tuple[Counter, Counter]:
     """What goes to the host and what comes back: how many arrays of each dtype and shape."""
     out, back = Counter(), Counter()
-
-    def look(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "device_put":
-                array = equation.outvars[0].aval
-                to_host = array.memory_space == jax.memory.Space.Host
-                (out if to_host else back)[str(array.dtype), array.shape] += 1
-            for inner in inner_jaxprs(equation):
-                look(inner)
-
-    look(program.jaxpr.jaxpr)
+    for equation, _ in all_equations(program.jaxpr.jaxpr):
+        if equation.primitive.name == "device_put":
+            array = equation.outvars[0].aval
+            to_host = array.memory_space == jax.memory.Space.Host
+            (out if to_host else back)[str(array.dtype), array.shape] += 1
     return out, back
 
 

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from pipeline import Pipeline, TanhLayers
 from reference import assert_same_bits
 
+from jax_fp8.jaxprs.equations import inner_jaxprs
 from jax_fp8.kernels.room import room
 from jax_fp8.parallel import runner
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Schedule, Unit, in_order
 from jax_fp8.parallel.schedules import SCHEDULES, make_schedule
 from jax_fp8.parallel.ticks import Ticks
-from jax_fp8.tools.jaxprs import inner_jaxprs
 
 
 @functools.cache

@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from holders import HOLDERS
 from hybrid import make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_fp8.train import initialize
 from jax_fp8.train.initialize import make_by_array
+
+pytestmark = pytest.mark.versions
 
 KEY, WIDTH, COUNT = jax.random.key(0), 64, 4
 
@@ -34,6 +37,17 @@ def test_the_numbers_are_those_of_the_function():
     state = made(one_by_one, KEY)
     jax.tree.map(np.testing.assert_array_equal, state, one_by_one(KEY))
     assert not np.array_equal(state["0"], state["1"])
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_whatever_holds_an_operation(name):
+    def function(x):
+        return HOLDERS[name](jnp.sin)(x * 2), HOLDERS[name](jnp.cos)(x)
+
+    x = jnp.linspace(0.0, 1.0, 12)
+    sine, cosine = made(function, x)
+    np.testing.assert_array_equal((sine, cosine), function(x))
+    assert not np.array_equal(sine, cosine)
 
 
 def test_each_array_lies_where_it_belongs():

@@ -1,4 +1,4 @@
-"""What was traced, read back: what an equation holds, and what the shards of a `jax.shard_map` send to each other.
+"""What the shards of a `jax.shard_map` send to each other, read from a traced function.
 
     jaxpr ─written→ WrittenCollective, one for each array and place ─merged→ equal ones as one ─table→ rows
 
@@ -12,26 +12,21 @@ from typing import Any
 
 import jax
 
+from jax_fp8.jaxprs.collectives import COLLECTIVES, axes_of
+from jax_fp8.jaxprs.equations import inner_jaxprs, turns
 from jax_fp8.tools.collectives import ring_bytes
 
-# Primitive: its name in jax.lax, and in HLO. Those that only cast between varying and invariant send nothing.
-_COLLECTIVES = {
-    "psum": ("psum", "all-reduce"),
-    "psum_invariant": ("psum", "all-reduce"),
-    "unreduced_psum": ("psum", "all-reduce"),
-    "pmax": ("pmax", "all-reduce"),
-    "unreduced_pmax": ("pmax", "all-reduce"),
-    "pmin": ("pmin", "all-reduce"),
-    "unreduced_pmin": ("pmin", "all-reduce"),
-    "all_gather": ("all_gather", "all-gather"),
-    "all_gather_invariant": ("all_gather", "all-gather"),
-    "all_gather_reduced": ("all_gather", "all-gather"),
-    "reduce_scatter": ("psum_scatter", "reduce-scatter"),
-    "unreduced_reduce_scatter": ("psum_scatter", "reduce-scatter"),
-    "all_to_all": ("all_to_all", "all-to-all"),
-    "ragged_all_to_all": ("ragged_all_to_all", "ragged-all-to-all"),
-    "ppermute": ("ppermute", "collective-permute"),
-    "pbroadcast": ("pbroadcast", "collective-broadcast"),
+# The functions of jax.lax and their names in HLO.
+_IN_HLO = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "psum_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    "pbroadcast": "collective-broadcast",
 }
 
 
@@ -62,28 +57,9 @@ class WrittenCollective:
         return self.count * self.bytes_each
 
 
-def inner_jaxprs(equation: Any) -> list[Any]:
-    """The jaxprs that an equation holds; of what depends on the platform, the one for CUDA."""
-    params = equation.params
-    if params.get("branches_platforms") is not None:  # made by lax.platform_dependent
-        platforms = params["branches_platforms"]
-        cuda = next((i for i, names in enumerate(platforms) if names and "cuda" in names), len(platforms) - 1)
-        return [_open(params["branches"][cuda])]
-    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [_open(value) for value in values if hasattr(_open(value), "eqns")]
-
-
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def times(equation: Any) -> int:
-    """How often an equation executes what it holds; a loop of unknown length once."""
-    return equation.params["length"] if equation.primitive.name == "scan" else 1
-
-
 def written(jaxpr: Any, sizes: Mapping[str, int] | None = None, count: int = 1) -> Iterator[WrittenCollective]:
-    """The collectives of a jaxpr, in program order; those of a conditional in all its branches.
+    """The collectives of a jaxpr as it would run on CUDA, in program order; those of a conditional in all its branches,
+    and those of a loop of unknown length once.
 
     Args:
       jaxpr: of a function.
@@ -92,21 +68,20 @@ def written(jaxpr: Any, sizes: Mapping[str, int] | None = None, count: int = 1) 
     """
     sizes = dict(jax.sharding.get_abstract_mesh().shape) if sizes is None else sizes
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _COLLECTIVES:
+        if equation.primitive.name in COLLECTIVES:
             yield from _collectives(equation, sizes, count)
             continue
         is_sharded = equation.primitive.name == "shard_map"
         inside = {**sizes, **equation.params["mesh"].shape} if is_sharded else sizes
-        for inner in inner_jaxprs(equation):
-            yield from written(inner, inside, count * times(equation))
+        for inner in inner_jaxprs(equation, "cuda"):
+            yield from written(inner, inside, count * turns(equation, unknown=1))
 
 
 def _collectives(equation: Any, sizes: Mapping[str, int], count: int) -> Iterator[WrittenCollective]:
     """One for each array that goes over a mesh; what is summed over a mapped axis stays on the device."""
     params = equation.params
-    name, kind = _COLLECTIVES[equation.primitive.name]
-    named = params["axes"] if "axes" in params else params["axis_name"]
-    axes = tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if axis in sizes)
+    name = COLLECTIVES[equation.primitive.name]
+    kind, axes = _IN_HLO[name], tuple(axis for axis in axes_of(equation) if axis in sizes)
     if not axes:
         return
     groups = params.get("axis_index_groups")

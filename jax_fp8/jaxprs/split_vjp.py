@@ -16,6 +16,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from jax_fp8.jaxprs.dead_code import without_dead_code
+from jax_fp8.jaxprs.equations import variables
+
 
 @dataclass(frozen=True)
 class Halves:
@@ -73,36 +76,25 @@ class Halves:
             is_kept = var is not None and not isinstance(var, Literal) and var in of_x
             numbers.append(kept.setdefault(var, len(kept)) if is_kept else None)
         outvars = [*jaxpr.outvars[: tree.num_leaves], *kept]
-        return _without_dead(closed, outvars), numbers, tree
+        return _as_function(closed, outvars), numbers, tree
 
 
 def needed(function: Callable, *shapes: Any) -> Callable:
     """The same function of such arguments, traced now, without what its results do not need."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    program, structure = _without_dead(closed, closed.jaxpr.outvars), jax.tree.structure(results)
+    program, structure = _as_function(closed, closed.jaxpr.outvars), jax.tree.structure(results)
     return lambda *args: structure.unflatten(program(*jax.tree.leaves(args)))
 
 
-def _without_dead(closed: ClosedJaxpr, outvars: list[Any]) -> Callable:
+def _as_function(closed: ClosedJaxpr, outvars: list[Any]) -> Callable:
     """A traced program that computes these results alone, as a function of leaves that returns a list."""
-    jaxpr = closed.jaxpr
-    wanted = {var for var in outvars if not isinstance(var, Literal)}
-    kept: list[Any] = []
-    for equation in reversed(jaxpr.eqns):
-        writes_to_wanted = equation.effects and wanted & {
-            var for var in equation.invars if not isinstance(var, Literal)
-        }
-        if writes_to_wanted or wanted & set(equation.outvars):
-            kept.append(equation)
-            wanted |= {var for var in equation.invars if not isinstance(var, Literal)}
-    only = jaxpr.replace(eqns=kept[::-1], outvars=outvars)
-    return jax.jit(jaxpr_as_fun(ClosedJaxpr(only, closed.consts)))
+    return jax.jit(jaxpr_as_fun(without_dead_code(closed, outvars)))
 
 
-def _reached(jaxpr, variables) -> set[Any]:
+def _reached(jaxpr, given) -> set[Any]:
     """What depends on these variables."""
-    reached = set(variables)
+    reached = set(given)
     for equation in jaxpr.eqns:
-        if reached & {var for var in equation.invars if not isinstance(var, Literal)}:
-            reached |= set(equation.outvars)
+        if not reached.isdisjoint(variables(equation.invars)):
+            reached.update(equation.outvars)
     return reached

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from holders import HOLDERS
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fp8.train.alike import compute_the_same
+from jax_fp8.jaxprs.jaxpr_equality import compute_the_same
+
+pytestmark = pytest.mark.versions
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 TABLE = np.arange(4, dtype=np.float32)
@@ -47,8 +50,8 @@ def in_a_loop(number):
     return lambda x: jax.lax.scan(lambda carry, row: (carry + number * row, carry), jnp.zeros(4), x)[0]
 
 
-def in_a_jit(number):
-    return lambda x: jax.jit(lambda x: jnp.where(x > number, x, 0.0))(x)
+def held_by(name):
+    return lambda number: HOLDERS[name](lambda x: jnp.where(x > number, x, 0.0))
 
 
 def masked(seed):
@@ -73,12 +76,11 @@ MAKERS = {
     "a zero and its negative": (scaled, 0.0, -0.0),
     "a constant": (shifted, TABLE, TABLE[::-1]),
     "a number in a scan": (in_a_loop, 1.0, 2.0),
-    "a number in a jit": (in_a_jit, 0.0, 0.5),
     "a seed": (masked, 0, 1),
     "a key that is a constant": (masked_by_key, 0, 1),
     "a parameter": (power, 2, 3),
     "a parameter among several": (on_rows, 0, 1),
-}
+} | {f"a number in {name}": (held_by(name), 0.0, 0.5) for name in HOLDERS}
 
 
 @pytest.mark.parametrize("case", MAKERS)

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from holders import in_a_branch, with_a_jvp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_fp8.parallel.agreement import which_differ
+from jax_fp8.jaxprs.replication import which_differ
 
 pytestmark = pytest.mark.versions
 
@@ -73,16 +74,46 @@ CASES = {
     "a jitted function": (jitted, "001"),
     "checkpoint": (rematerialised, "01"),
     "a rule of its own": (lambda own, alike: (summed_in_a_rule(own), jax.nn.relu(own)), "01"),
+    "a rule for tangents": (
+        lambda own, alike: (with_a_jvp(lambda x: lax.psum(x, AXIS))(own), with_a_jvp(abs)(own)),
+        "01",
+    ),
     "a loop": (turns, "10"),
     "a scan": (scanned, "0001"),
     "a scan of parts": (lambda own, alike: lax.scan(lambda carry, x: (carry, x), jnp.sum(alike), own), "01"),
     "a scan that carries": (lambda own, alike: lax.scan(lambda carry, x: (carry + x, x), 0.0, own), "11"),
     "a loop of as many turns as differ": (by_condition, "11"),
     "a branch": (lambda own, alike: lax.cond(alike[0] > 0, lambda: (own, alike), lambda: (alike, alike)), "10"),
+    "a branch without a sum": (lambda own, alike: (in_a_branch(jnp.sin)(own), in_a_branch(jnp.sin)(alike)), "10"),
     "a branch by what differs": (lambda own, alike: (lax.cond(own[0] > 2, lambda: alike, lambda: -alike),), "1"),
     "a platform": (by_platform, "1"),
     "a linear solve": (lambda own, alike: tuple(jnp.linalg.inv(jnp.eye(2) * x[0]) for x in (alike, own)), "01"),
 }
+
+
+def test_rows_sent_in_ragged_parts_are_each_devices_own():
+    """They cannot be run on CPUs."""
+    sizes = jnp.arange(2)
+
+    def function(own, alike):
+        rows = lax.ragged_all_to_all(alike, alike, sizes, sizes, sizes, sizes, axis_name=AXIS)
+        return rows, lax.psum(rows, AXIS)
+
+    traced = jax.make_jaxpr(on_devices(function))(OWN, ALIKE).jaxpr
+    assert which_differ(traced, AXIS, [True, False]) == [True, False]
+
+
+def test_a_reduction_by_a_function_of_ones_own_is_of_all_its_operands():
+    """Whatever the function does with two numbers, an array is reduced."""
+
+    def function(own, alike):
+        last = lax.reduce(own, alike[0], lambda a, b: b, (0,))
+        return last, lax.reduce(alike, alike[0], lambda a, b: b, (0,))
+
+    traced = jax.make_jaxpr(on_devices(function))(OWN, ALIKE).jaxpr
+    assert which_differ(traced, AXIS, [True, False]) == [True, False]
+    swapped = jax.make_jaxpr(on_devices(lambda own, alike: (lax.reduce(own, alike[0], lambda a, b: a, (0,)),)))
+    assert which_differ(swapped(OWN, ALIKE).jaxpr, AXIS, [True, False]) == [True]
 
 
 def on_devices(function):

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from holders import in_a_while_loop, with_a_jvp, with_a_vjp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
-from jax_fp8.train.halves import Halves, needed
+from jax_fp8.jaxprs.split_vjp import Halves, needed
 
 pytestmark = pytest.mark.versions
 
@@ -102,10 +105,31 @@ def shapes_of_backward(halves):
     return _shapes(CONSTANTS), kept, y, SUMS
 
 
+def with_rule(make, layer):
+    """A rule for what comes out of a layer; nothing but the layer itself depends on its kernel."""
+    return lambda x, *of: make(jnp.sin)(layer(x, *of))
+
+
+def grown(x):
+    return in_a_while_loop(lambda x: 1.5 * x)(x)
+
+
+def on_shards(function):
+    """Rows are split, and gradients of what all devices have are summed."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
+    return jax.shard_map(function, mesh=mesh, in_specs=(P("rows"), P(), P()), out_specs=P("rows"))
+
+
 WRAPS = {
     "as it is": lambda layer: layer,
     "in a jit": lambda layer: jax.jit(layer, static_argnums=3),
     "recomputed": lambda layer: jax.checkpoint(layer, static_argnums=3),
+    "in a scan": lambda layer: lambda x, *of: lax.scan(lambda x, _: (layer(x, *of), None), x, length=3)[0],
+    "in a branch": lambda layer: lambda x, *of: lax.cond(x.sum() > 0, lambda x: layer(x, *of), lambda x: x + 1, x),
+    "beside a while loop": lambda layer: lambda x, *of: layer(x, *of) * jnp.cos(grown(lax.stop_gradient(x))),
+    "with a vjp": lambda layer: with_rule(with_a_vjp, layer),
+    "with a jvp": lambda layer: with_rule(with_a_jvp, layer),
+    "on shards": lambda layer: lambda *args: on_shards(lambda x, *of: layer(x, *of, args[3]))(*args[:3]),
 }
 
 

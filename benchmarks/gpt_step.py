@@ -182,8 +182,8 @@ def check_same_work(results: list[dict]) -> None:
         raise ValueError(f"all variants must have the same number of parameters, but got {counts}; compare like models")
 
 
-def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results: list[dict]) -> None:
-    """`gpt_step.md` and `gpt_step.json`, rewritten after each variant so that an interrupted run keeps what it has."""
+def write_results(path: pathlib.Path, jobs: list[tuple[str, Job]], results: list[dict]) -> None:
+    """`path` with `.md` and `.json` behind it, after each variant, so that an interrupted run keeps what it has."""
     measured = [r for r in results if "failed" not in r]
     sections = ["# One training step of a GPT"]
     if measured:
@@ -201,15 +201,15 @@ def write_results(directory: pathlib.Path, jobs: list[tuple[str, Job]], results:
             job = of_shape[0][0]
             check_same_work([r for _, r in of_shape])
             sections.append(markdown(name, job.shape, job.microbatches, [r for _, r in of_shape]))
-    tables.write(directory / "gpt_step.md", "\n\n".join(sections))
+    tables.write(path.with_name(f"{path.name}.md"), "\n\n".join(sections))
     rows = [
         {**{k: v for k, v in r.items() if k != "profile_markdown"}, "shape": name, "job": dataclasses.asdict(job)}
         for (name, job), r in zip(jobs, results, strict=False)
     ]
     profiles = {f"{row['shape']} {row['variant']}": row.pop("profile") for row in rows if "profile" in row}
-    tables.write(directory / "gpt_step.json", json.dumps(rows, indent=1))
+    tables.write(path.with_name(f"{path.name}.json"), json.dumps(rows, indent=1))
     if profiles:
-        tables.write(directory / "gpt_step_kernels.json", json.dumps(profiles))
+        tables.write(path.with_name(f"{path.name}_kernels.json"), json.dumps(profiles))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -231,6 +231,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="add a profile by kernel of these variants, or of all (GPU only)",
     )
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
+    parser.add_argument("--name", default="gpt_step", help="of the files written there, without an extension")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes and few steps, to run the whole file")
     parser.add_argument(
         "--compile-ahead",
@@ -289,9 +290,9 @@ def main(arguments: list[str] | None = None) -> int:
             summary = found.get("failed") or f"{found['step_ms']:.1f} ms a step, {found['tokens_per_s']:,.0f} tokens/s"
             print(f"{name} {job.variant}: {summary}", flush=True)
             results.append(found)
-            write_results(options.output, jobs, results)
-    print((options.output / "gpt_step.md").read_text())
-    print(f"written to {options.output}/gpt_step.md and gpt_step.json")
+            write_results(options.output / options.name, jobs, results)
+    print((options.output / f"{options.name}.md").read_text())
+    print(f"written to {options.output}/{options.name}.md and {options.name}.json")
     return 1 if any("failed" in r or "profile_failed" in r for r in results) else 0
 
 

@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         results.append(found)
         print(f"{job.case.mesh} {job.case.name}: {found.get('failed', 'done')}", flush=True)
         if options.output:  # each time: an interrupted run keeps what it has
-            tables.write(options.output, json.dumps(results, indent=1))
+            tables.write(options.output, "[\n" + ",\n".join(map(json.dumps, results)) + "\n]")
     for found in results:
         if "profile" in found:
             case = Case(**found["case"])

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 PATTERNS = ("*.md", ".github/**/*.md", "docs/*.md", "benchmarks/*.md")  # what programs write is in benchmarks/results
 MAX_COLUMNS = 120
 README_LINES = 130
+MEASURED = "benchmarks/results/gpt_step_1.3b.json"  # a result that is read here, and not linked
 
 # Page: why its code may warn.
 WARNS: dict[str, str] = {}
@@ -90,6 +91,14 @@ def pages_nobody_finds(root: Path) -> list[str]:
     listed = links(index.read_text()) if index.exists() else []
     names = sorted(path.name for path in (root / "docs").glob("*.md") if path != index)
     return [f"docs/{name}: must be in the table of docs/README.md" for name in names if name not in listed]
+
+
+def results_nobody_links(root: Path) -> list[str]:
+    """Files of benchmarks/results that no page links: history keeps those."""
+    linked = {(root / page).parent / link for page, text in pages(root).items() for link in links(text)}
+    known = {(root / MEASURED).resolve(), *(path.resolve() for path in linked)}
+    unknown = sorted(path for path in (root / "benchmarks/results").glob("*") if path.resolve() not in known)
+    return [f"{path.relative_to(root)}: no page links it; link it or remove it" for path in unknown]
 
 
 def crooked_tables(root: Path) -> list[str]:
@@ -164,7 +173,7 @@ def unknown_programs(root: Path) -> list[str]:
 
 def wrong_figures(root: Path) -> list[str]:
     """Rows of README's table that are not what the benchmark measured."""
-    readme, results = root / "README.md", root / "benchmarks/results/gpt_step_1.3b.json"
+    readme, results = root / "README.md", root / MEASURED
     if not readme.exists():
         return []
     measured = {row["variant"]: row for row in json.loads(results.read_text())}
@@ -184,6 +193,7 @@ def wrong_figures(root: Path) -> list[str]:
 RULES = (
     broken_links,
     pages_nobody_finds,
+    results_nobody_links,
     crooked_tables,
     open_fences,
     long_lines,
@@ -212,6 +222,7 @@ PLANTED = [
     (broken_links, {"docs/a.md": "[b](b.md#two)", "docs/b.md": "# One\n```\n# Two\n```"}, "b.md#two, a heading"),
     (broken_links, {"docs/a.md": "# A, b\n[b](#a-c)"}, "#a-c, a heading"),
     (pages_nobody_finds, {"docs/README.md": "[a](a.md)", "docs/a.md": "", "docs/b.md": ""}, "docs/b.md: must be in"),
+    (results_nobody_links, {"benchmarks/results/a.md": "", "docs/a.md": "[b](b.md)"}, "results/a.md: no page links it"),
     (crooked_tables, {"docs/a.md": "| a | b |\n|---|---|\n| 1 |\n"}, "docs/a.md:3: a row must have the 2 cells"),
     (crooked_tables, {"docs/a.md": "| a | b |\n| 1 | 2 |\n"}, "docs/a.md:1: a table needs"),
     (open_fences, {"docs/a.md": "```python\n"}, "must be closed"),
@@ -223,7 +234,7 @@ PLANTED = [
     (unknown_programs, {"docs/a.md": "    python -m jax_fp8 tune --quick"}, "knows no --quick"),
     (
         wrong_figures,
-        {"README.md": TABLE, "benchmarks/results/gpt_step_1.3b.json": RESULTS},
+        {"README.md": TABLE, MEASURED: RESULTS},
         "delayed_fast_head_tuned_bf16 must say ('50.0', '2.00', '1.0')",
     ),
 ]

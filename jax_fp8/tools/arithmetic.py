@@ -234,7 +234,7 @@ def operations_of(setting: Setting) -> float:
 
 # Fitted to the compiled steps of GPT-3 1.3B on one and on two GPUs, as tools/step_time.py estimates them.
 FULL = 4.5  # widths in bytes that a layer keeps of a token with remat="full"; docs/memory.md
-HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each way; benchmarks/log.md
+HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each way; docs/performance.md
 AGAIN = 12  # widths in bytes of a token that `recompute` reads and writes once more in a layer
 TOUCHED = 7  # times that what a layer keeps is written or read, by it and by what is not kept
 ADAM_BYTES = 28  # read and written for each parameter

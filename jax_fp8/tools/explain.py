@@ -61,7 +61,7 @@ PLAIN_PRODUCTS = ("dot_general", "ragged_dot_general")
 
 # Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26
 # in bfloat16 on an H200, and 2.12 and 2.37 on another. With four times the tokens it was 1.08 and 0.96 times as fast;
-# the same product twice as wide gained 16 and 20 %. benchmarks/log.md has the table.
+# the same product twice as wide gained 16 and 20 %. docs/performance.md has the table.
 TOO_SMALL = 2048 * 1024 * 4096
 MAY_NOT_PAY = (
     "FP8 may not pay here: the layers' largest product in FP8 is no larger than those of layers 1,024 wide with "

@@ -184,7 +184,7 @@ def test_what_plan_is_told():
 
 
 def test_what_the_host_keeps_frees_as_much_and_is_waited_for():
-    """Of 12 layers of GPT-3 1.3B on one H200: 2.62 GiB of 2.64 freed, 66 % longer (benchmarks/log.md)."""
+    """Of 12 layers of GPT-3 1.3B on one H200: 2.62 GiB of 2.64 freed, 66 % longer (docs/performance.md)."""
     small = replace(BASE, shape=replace(GPT, layers=12, width=2048, heads=16, kv_heads=16, mlp=8192), batch=8)
     small = replace(small, sequence=2048)
     none, third, sixth = (replace(small, offloaded=n) for n in (0, 4, 2))

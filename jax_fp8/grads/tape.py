@@ -1,14 +1,14 @@
 """What every pass that takes gradients is made of, whoever differentiates: jax, layer by layer, a pipeline, or NNX.
 
-    tape = GradientTape(variables)                               a recorder (core/recorder.py) beside each GEMM's state
-    loss_fn(tape.variables, ...), differentiated by params and rows   backwards write to Refs
-    tape.read(loss, grads, of_rows) → PassResult(loss, grads, amaxes, measured)
+    tape = GradientTape(variables)                                  a recorder (core/recorder.py) beside each GEMM's state
+    loss_fn(tape.variables, ...), differentiated by params and rows backward passes write to Refs
+    tape.read(loss, grads, of_rows)                                 PassResult(loss, grads, amaxes, measured)
 
 `rows` f32[rows] is the vector whose cotangent takes amaxes where Refs cannot be written to. Each function that is
-differentiated takes it, and calls `tape.receive(rows)` before it is traced.
+differentiated takes it, and calls `tape.receive(rows)` first.
 
-What backwards of GEMMs hand over by maximum, beside amaxes, are measurements. A new one is a `Measurement` among
-`observe`, and one line in the backward: `gemm.record.measure(name, numbers)`.
+Besides amaxes, backward passes hand over measurements, by maximum too. A new one is a `Measurement` in `observe`, and
+one line in the backward of an op: `gemm.record.measure(name, numbers)`.
 """
 
 import math
@@ -74,7 +74,7 @@ class PassResult:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What backwards have left, each GEMM's in an array of its own.
+    """What backward passes have left, each GEMM's in an array of its own.
 
     Args:
       sums: of gradients, like the params, float32; where none add up, the gradients.
@@ -102,12 +102,12 @@ class GradientTape:
       gemms: those without state, whose kernels may be among the sums, or whose operands are deferred.
       sums: of gradients, float32, like the params: this pass adds its own to them. None: gradients are returned.
       weight: of this pass's gradients in the sums.
-      observe: what backwards measure.
+      observe: what backward passes measure.
       defer: by GEMM, where it leaves the operands of its kernels' gradients.
       from_current: scale every tensor by its own amax.
       axes: over which what the loss takes varies, in a `shard_map` that checks.
-      earlier: what earlier units of work of a pipeline's stage have left, in place of `sums`. Only backwards record
-        then: a forward of which no backward follows is none.
+      earlier: what earlier units of work of a pipeline's stage have left, in place of `sums`. Then only backward
+        passes record: a forward without a backward records nothing.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class GradientTape:
             of_gemms = zip(amaxes.items(), jnp.split(of_rows, ends[:-1]), strict=True)
             amaxes = {path: jnp.maximum(left, rows.reshape(left.shape)) for (path, left), rows in of_gemms}
         if self._before.sums is not None:
-            # That of a kernel whose GEMM has added it up is zeros: adding these brings what reached the kernel on
-            # another way, as a rule nothing.
+            # A gradient that a GEMM has added up itself is zeros here. Adding it brings what reached the kernel another
+            # way, as a rule nothing.
             grads = jax.tree.map(lambda total, grad: add_share(total, self._weight, grad), self.added_up(), grads)
         return Totals(grads, amaxes, {of: ref[...] for of, ref in self._measured.items()})
 

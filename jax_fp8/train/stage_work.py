@@ -41,7 +41,7 @@ class ChunkWork:
       weight: of a microbatch's gradient in the sum.
       from_current: scale each tensor by its own amax.
       x: shape and dtype of what enters a layer.
-      observe: what backwards of its GEMMs measure.
+      observe: what backward passes measure of its GEMMs.
     """
 
     loss: LayeredLoss

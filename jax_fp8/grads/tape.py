@@ -1,14 +1,14 @@
 """What every pass that takes gradients is made of, whoever differentiates: jax, layer by layer, a pipeline, or NNX.
 
-    tape = GradientTape(variables)                               a recorder (core/recorder.py) beside each GEMM's state
-    loss_fn(tape.variables, ...), differentiated by params and rows   backwards write to Refs
-    tape.read(loss, grads, of_rows) → PassResult(loss, grads, amaxes, measured)
+    tape = GradientTape(variables)                                  a recorder (core/recorder.py) beside each GEMM's state
+    loss_fn(tape.variables, ...), differentiated by params and rows backward passes write to Refs
+    tape.read(loss, grads, of_rows)                                 PassResult(loss, grads, amaxes, measured)
 
 `rows` f32[rows] is the vector whose cotangent takes amaxes where Refs cannot be written to. Each function that is
-differentiated takes it, and calls `tape.receive(rows)` before it is traced.
+differentiated takes it, and calls `tape.receive(rows)` first.
 
-What backwards of GEMMs hand over by maximum, beside amaxes, are measurements. A new one is a `Measurement` among
-`observe`, and one line in the backward: `gemm.record.measure(name, numbers)`.
+Besides amaxes, backward passes hand over measurements, by maximum too. A new one is a `Measurement` in `observe`, and
+one line in the backward of an op: `gemm.record.measure(name, numbers)`.
 """
 
 import math
@@ -74,10 +74,10 @@ class PassResult:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What backwards have left, each GEMM's in an array of its own.
+    """What backward passes have left, each GEMM's in an array of its own.
 
     Args:
-      sums: of gradients, like the params, float32; None where none add up.
+      sums: of gradients, like the params, float32; where none add up, the gradients.
       amaxes: f32[3] by GEMM, f32[layers, 3] of layers that are stacked. In a pipeline they have a first dim of 1.
       measured: f32[*shape] by GEMM and name, likewise.
     """
@@ -87,19 +87,11 @@ class Totals:
     measured: dict[tuple[LayerPath, str], jax.Array]
 
     @classmethod
-    def none(
-        cls, variables: Mapping, observe: Observed = (), sums: Any = None, first: tuple[int, ...] = ()
-    ) -> "Totals":
+    def none(cls, variables: Mapping, observe: Observed, sums: Any, first: tuple[int, ...] = ()) -> "Totals":
         """Before the first backward; `first`: dims before the others."""
         amaxes = {path: (*_layers(stacked), 3) for path, stacked in _states(fp8_state_of(variables)).items()}
         measured = {(of.path, of.name): jnp.zeros((*first, *of.shape)) for of in observe}
         return cls(sums, {path: jnp.zeros((*first, *shape)) for path, shape in amaxes.items()}, measured)
-
-    @classmethod
-    def of_stage(cls, variables: Mapping, observe: Observed) -> "Totals":
-        """Before the first unit of work of a pipeline's stage."""
-        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), variables["params"])
-        return cls.none(variables, observe, sums, first=(1,))
 
 
 class GradientTape:
@@ -110,12 +102,12 @@ class GradientTape:
       gemms: those without state, whose kernels may be among the sums, or whose operands are deferred.
       sums: of gradients, float32, like the params: this pass adds its own to them. None: gradients are returned.
       weight: of this pass's gradients in the sums.
-      observe: what backwards measure.
+      observe: what backward passes measure.
       defer: by GEMM, where it leaves the operands of its kernels' gradients.
       from_current: scale every tensor by its own amax.
       axes: over which what the loss takes varies, in a `shard_map` that checks.
-      earlier: what earlier units of work of a pipeline's stage have left, in place of `sums`. Only backwards record
-        then: a forward of which no backward follows is none.
+      earlier: what earlier units of work of a pipeline's stage have left, in place of `sums`. Then only backward
+        passes record: a forward without a backward records nothing.
     """
 
     def __init__(
@@ -192,34 +184,29 @@ class GradientTape:
           grads: of whatever it was differentiated by; like the params where gradients add up.
           of_rows: the gradient of `rows`.
         """
-        self._check_are_met()
-        amaxes, measured = (join_amaxes([ref[...] for ref in refs.values()]) for refs in (self._amaxes, self._measured))
-        if self._cotangents.is_used:
-            amaxes = jnp.maximum(amaxes, of_rows)
-        return PassResult(loss, self._summed(grads), amaxes, measured, aux)
+        left = self.read_totals(grads, of_rows)
+        amaxes, measured = (join_amaxes([*arrays.values()]) for arrays in (left.amaxes, left.measured))
+        return PassResult(loss, left.sums, amaxes, measured, aux)
 
     def read_totals(self, grads: Any, of_rows: jax.Array) -> Totals:
-        """What a unit of work of a pipeline's stage has left, and those before it."""
+        """`read`, of each GEMM by itself: what a unit of work of a pipeline's stage has left, and those before it."""
         self._check_are_met()
         amaxes = {path: ref[...] for path, ref in self._amaxes.items()}
         if self._cotangents.is_used:
-            of_gemms = dict(zip(amaxes, of_rows.reshape(-1, 1, 3), strict=True))
-            amaxes = {path: jnp.maximum(found, of_gemms[path]) for path, found in amaxes.items()}
-        return Totals(self._summed(grads), amaxes, {of: ref[...] for of, ref in self._measured.items()})
+            ends = np.cumsum([left.size for left in amaxes.values()])
+            of_gemms = zip(amaxes.items(), jnp.split(of_rows, ends[:-1]), strict=True)
+            amaxes = {path: jnp.maximum(left, rows.reshape(left.shape)) for (path, left), rows in of_gemms}
+        if self._before.sums is not None:
+            # A gradient that a GEMM has added up itself is zeros here. Adding it brings what reached the kernel another
+            # way, as a rule nothing.
+            grads = jax.tree.map(lambda total, grad: add_share(total, self._weight, grad), self.added_up(), grads)
+        return Totals(grads, amaxes, {of: ref[...] for of, ref in self._measured.items()})
 
     def added_up(self) -> Any:
         """The sums, with what GEMMs have added to them: like the params."""
         return map_with_names(
             lambda path, total: self.sums[path][...] if path in self.sums else total, self._before.sums
         )
-
-    def _summed(self, grads: Any) -> Any:
-        """Gradients, added to the sums if there are any. That of a kernel whose GEMM has added it up is zeros: adding
-        these brings what reached the kernel on another way, as a rule nothing.
-        """
-        if self._before.sums is None:
-            return grads
-        return jax.tree.map(lambda total, grad: add_share(total, self._weight, grad), self.added_up(), grads)
 
     def _check_are_met(self) -> None:
         """Raise where a measurement that must be there is of a layer that the loss does not run."""

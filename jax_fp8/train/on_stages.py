@@ -125,7 +125,9 @@ class OnStages:
         """A sum over microbatches, and one more."""
         return add_share(total, 1 / self.microbatches, of_one)
 
-    def _loss(self, of_all, batch, from_current, number, y, totals: PassResult) -> tuple[jax.Array, PassResult]:
+    def _loss(
+        self, of_all: Mapping, batch: Any, from_current: bool, number: jax.Array, y: jax.Array, totals: PassResult
+    ) -> tuple[jax.Array, PassResult]:
         """The loss of a microbatch, from what leaves the last layer: as the runner takes it."""
         parts, is_one = self.placement.how.batch_parts, number < self.microbatches
 

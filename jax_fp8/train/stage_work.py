@@ -41,7 +41,7 @@ class ChunkWork:
       weight: of a microbatch's gradient in the sum.
       from_current: scale each tensor by its own amax.
       x: shape and dtype of what enters a layer.
-      observe: what backwards of its GEMMs measure.
+      observe: what backward passes measure of its GEMMs.
     """
 
     loss: LayeredLoss
@@ -54,7 +54,8 @@ class ChunkWork:
     observe: Observed = ()
 
     def no_totals(self) -> Totals:
-        return Totals.of_stage(self.variables, self.observe)
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.variables["params"])
+        return Totals.none(self.variables, self.observe, sums, first=(1,))
 
     def forward(self, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         y, kept = self._halves.forward(self.variables, x)

@@ -191,12 +191,12 @@ def test_shares_are_float32():
 
 
 def test_a_stage_goes_on_from_what_it_has():
-    totals = Totals.of_stage(VARIABLES, observe(GEMMS))
+    nothing = jax.tree.map(jnp.zeros_like, VARIABLES["params"])
+    totals = Totals.none(VARIABLES, observe(GEMMS), nothing, first=(1,))
     assert {amaxes.shape for amaxes in totals.amaxes.values()} == {(1, 3)}
     assert {measured.shape for measured in totals.measured.values()} == {(1, 1)}
     earlier = replace(totals, amaxes={gemm: amaxes + 7 for gemm, amaxes in totals.amaxes.items()})
     tape = GradientTape(VARIABLES, observe=observe(GEMMS), earlier=earlier)
     slots = [at_path(tape.variables["fp8"], gemm)[RECORDER].record.slot for gemm in GEMMS]
     assert [slot.shape for slot in slots] == [()] * len(GEMMS)  # with which no forward records
-    nothing = jax.tree.map(jnp.zeros_like, VARIABLES["params"])
     jax.tree.map(assert_same_bits, tape.read_totals(nothing, tape.rows), earlier)

@@ -18,8 +18,8 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import HYBRID, INPUT, KERNEL
 from jax_fp8.core.recipe import check_recipe
 from jax_fp8.core.scale import scale_from_amax
-from jax_fp8.grads.gradients import list_gemms
 from jax_fp8.kernels.quantize import quantize_transpose
+from jax_fp8.train.loss_trace import LossTrace
 
 TILE = (1, 128)
 
@@ -106,7 +106,10 @@ def test_its_gemms_are_listed_as_those_of_any_stateless_recipe(recipe):
     x = jnp.ones((128, 128), jnp.bfloat16)
     variables = jax.jit(layer.init)(jax.random.key(0), x)
     assert set(variables) == {"params"}
-    assert list_gemms(lambda variables, x: layer.apply(variables, x).sum(), variables, x) == [("gate+up",), ("down",)]
+    assert [*LossTrace.of(lambda variables, x: layer.apply(variables, x).sum(), variables, x).gemms] == [
+        ("gate+up",),
+        ("down",),
+    ]
 
 
 def test_its_weight_is_cast_by_tile():

@@ -58,11 +58,6 @@ def call_mark(number: int) -> str:
     return f"jax_fp8 wgrad {number}"
 
 
-def kernel_mark(gemm: int, position: int) -> str:
-    """The name under which a kernel stands in a program, at its place among those of its GEMM."""
-    return f"jax_fp8 kernel {gemm} {position}"
-
-
 def shapes_of(leaves: Any) -> tuple:
     return tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -86,11 +81,6 @@ class OperandSearch:
         types: Any = tuple(jax.typeof(leaf) for leaf in (x.values, x.scale, dy.values, dy.scale))
         number = self.notes.number(FoundOperands(self.gemm, name, accumulation, types, slot is not None))
         self.mark[...] = checkpoint_name(self.mark[...] + 1, call_mark(number))
-
-    def named(self, kernels: Any) -> Any:
-        """The kernels, or the one, as a walk over the program knows them again."""
-        leaves, structure = jax.tree.flatten(kernels)
-        return structure.unflatten([checkpoint_name(leaf, kernel_mark(self.gemm, i)) for i, leaf in enumerate(leaves)])
 
 
 @jax.tree_util.register_dataclass
@@ -132,6 +122,3 @@ class OperandStores:
         operands = x.values, x.scale, dy.values, dy.scale
         (store,) = (store for store in self.stores if store.shapes == shapes_of(operands))
         store.write(operands, slot)
-
-    def named(self, kernels: Any) -> Any:
-        return kernels

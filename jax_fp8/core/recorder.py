@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import take_current_trace
 
 from jax_fp8.core.fp8_gemm import AmaxCotangent, Record
@@ -37,7 +38,13 @@ class ListedGemm:
     is_cached: bool
 
 
-_LISTING: ContextVar[dict[LayerPath, ListedGemm] | None] = ContextVar("listing", default=None)
+@dataclass(frozen=True)
+class _Listing:
+    found: dict[LayerPath, ListedGemm]
+    marks_kernels: bool
+
+
+_LISTING: ContextVar[_Listing | None] = ContextVar("listing", default=None)
 _RECIPES: ContextVar[dict[str, Recipe] | None] = ContextVar("recipes", default=None)
 
 
@@ -116,11 +123,6 @@ class Recorder:
             return Record()
         return replace(record, slot=self.slot)
 
-    def named(self, kernels: Any) -> Any:
-        """The kernels of the GEMM, under their names while operands are searched for."""
-        deferral = self.refs.record.deferral
-        return kernels if deferral is None else deferral.named(kernels)
-
     def _check_nothing_is_lost(self) -> None:
         if self.refs.needed:
             raise ValueError(
@@ -156,10 +158,14 @@ def _transformations() -> tuple[int, int]:
 
 
 @contextmanager
-def listing() -> Iterator[dict[LayerPath, ListedGemm]]:
-    """Collect the layers whose FP8 GEMMs are traced in this context by their paths, in program order."""
+def listing(marks_kernels: bool = False) -> Iterator[dict[LayerPath, ListedGemm]]:
+    """Collect the layers whose FP8 GEMMs are traced in this context by their paths, in program order.
+
+    With `marks_kernels`, each kernel stands in the program under a name, `kernel_mark`: a walk over the program finds
+    out by it where the kernel comes from.
+    """
     found: dict[LayerPath, ListedGemm] = {}
-    token = _LISTING.set(found)
+    token = _LISTING.set(_Listing(found, marks_kernels))
     try:
         yield found
     finally:
@@ -184,11 +190,28 @@ def note_recipe(layer: str, recipe: Recipe) -> None:
         found[layer] = recipe
 
 
-def register_gemm(path: LayerPath, recipe: Recipe, is_cached: bool) -> None:
+def listed_gemms() -> tuple[LayerPath, ...]:
+    """The GEMMs that were traced so far in the context of `listing`."""
+    listed = _LISTING.get()
+    return () if listed is None else tuple(listed.found)
+
+
+def register_gemm(path: LayerPath, recipe: Recipe, kernels: Any, is_cached: bool) -> Any:
     """A layer says that it makes an FP8 GEMM, and whether of a cached weight, to whoever lists them. One that is used
-    several times has found its weight only if it has each time.
+    several times has found its weight only if it has each time. Returns the kernels, under their names where they are
+    asked for.
     """
-    found = _LISTING.get()
-    if found is not None:
-        before = found.get(path)
-        found[path] = ListedGemm(recipe, is_cached and (before is None or before.is_cached))
+    listed = _LISTING.get()
+    if listed is None:
+        return kernels
+    before = listed.found.get(path)
+    listed.found[path] = ListedGemm(recipe, is_cached and (before is None or before.is_cached))
+    if not listed.marks_kernels:
+        return kernels
+    leaves, structure = jax.tree.flatten(kernels)
+    return structure.unflatten([checkpoint_name(leaf, kernel_mark(path, i)) for i, leaf in enumerate(leaves)])
+
+
+def kernel_mark(gemm: LayerPath, position: int) -> str:
+    """The name under which a kernel stands in a program, at its place among those of its GEMM."""
+    return f"jax_fp8 kernel {position} of {'/'.join(gemm)}"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.recorder import Recorder, listing
+from jax_fp8.core.recorder import Recorder
 from jax_fp8.core.state import keep_known_rows
 from jax_fp8.grads.by_layer import ByLayer
 from jax_fp8.grads.checks import ALONE, ALONE_OR_PAIR, check_loss
@@ -90,18 +90,6 @@ def loss_of(tape: GradientTape, loss_fn: Callable, has_aux: bool, *args: Any, **
 def with_first_scales(fp8_state: Mapping, amaxes: jax.Array, recipe: Recipe | None) -> dict:
     """The state after a warm start that found the amaxes f32[rows]."""
     return keep_known_rows(fp8_state, finish_step(fp8_state, amaxes, recipe)[0])
-
-
-def list_gemms(loss_fn: Callable, variables: Mapping, *args: Any, recipe: Recipe | None = None) -> list[LayerPath]:
-    """The layers whose GEMMs run in FP8, by path, found by tracing the loss: recipes without state leave no other trace
-    of them in the variables. Those of one recipe, or with None of all.
-
-    A loss may apply a model to a part of the variables: then its layers know other paths, and are not listed.
-    """
-    with listing() as found:
-        jax.eval_shape(lambda *given: loss_fn(*given), variables, *args)
-    paths = [path for path, gemm in found.items() if recipe in (None, gemm.recipe)]
-    return with_kernels(paths, variables["params"])
 
 
 def with_kernels(gemms: Iterable[LayerPath], params: Mapping) -> list[LayerPath]:

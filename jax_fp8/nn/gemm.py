@@ -250,9 +250,10 @@ def declare_state(
         )
     recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
     weight = module.get_variable("fp8_cache", "kernel")
-    parameters, gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight)
     if kernels:
-        register_gemm(module.path, recipe, weight is not None)
+        marked = register_gemm(module.path, recipe, parameters.kernel, weight is not None)
+        parameters = replace(parameters, kernel=marked)
+    gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
     return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), side)
 

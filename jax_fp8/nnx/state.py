@@ -6,6 +6,7 @@ The dict is what the collection "fp8" is to a Linen model, so all that knows suc
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -66,10 +67,11 @@ class GemmState(nnx.Module):
         """What the layer hands to its op; messages call it by its path, if that is known."""
         recorder, weight = (getattr(self, name).get_value() if hasattr(self, name) else None for name in ATTACHED)
         if self.path is not None:
-            register_gemm(self.path, self.recipe, weight is not None)
+            marked = register_gemm(self.path, self.recipe, parameters.kernel, weight is not None)
+            parameters = replace(parameters, kernel=marked)
             layer = "/".join(self.path) or layer
         scales = self.scale.get_value() if self.recipe.has_state else None
-        return layer_gemm(layer, self.recipe, parameters, scales, recorder, weight)
+        return parameters, layer_gemm(layer, self.recipe, parameters, scales, recorder, weight)
 
     def stage(self, gemm: Fp8Gemm, amaxes: jax.Array) -> None:
         """Stage the amaxes f32[2] of a forward pass where this pass may: in its record, or in the state itself."""

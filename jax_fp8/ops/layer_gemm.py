@@ -1,10 +1,9 @@
-"""What a layer, of whatever library, hands to a composite op: its parameters, and how their GEMM is quantized.
+"""What a layer, of whatever library, hands to a composite op beside its parameters: how their GEMM is quantized.
 
-recipe, scales, recorder, cached weight ─layer_gemm→ parameters, Fp8Gemm ─linear, norm_linear, norm_mlp→ result
+recipe, scales, recorder, cached weight ─layer_gemm→ Fp8Gemm ─linear, norm_linear, norm_mlp→ result
 """
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,8 @@ def layer_gemm(
     scales: jax.Array | None = None,
     recorder: Recorder | None = None,
     weight: Fp8Pair | None = None,
-) -> tuple[LinearParameters, Fp8Gemm]:
-    """The parameters and the `Fp8Gemm` of a layer, as the composite ops take them.
+) -> Fp8Gemm:
+    """The GEMM of a layer, as the composite ops take it.
 
     Args:
       layer: its path, for messages.
@@ -42,10 +41,9 @@ def layer_gemm(
     if recorder is not None:
         record = recorder.record
         scales = None if recorder.from_current else scales
-        parameters = replace(parameters, kernel=recorder.named(parameters.kernel))
     if weight is not None:
         _check_weight(layer, recipe, parameters, weight)
-    return parameters, Fp8Gemm(recipe, layer, scales, record, weight, recorder is not None, current_amax_axes())
+    return Fp8Gemm(recipe, layer, scales, record, weight, recorder is not None, current_amax_axes())
 
 
 def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:

@@ -7,9 +7,8 @@ In between live the operands of the GEMMs that were not run, in FP8: xᵀ (k, m)
 A backward pass leaves them through Refs, as it does amaxes; the refs' shapes are found by tracing it before.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,15 +19,16 @@ from jax import lax
 from jax_fp8.core.deferral import Notes, OperandSearch, OperandStore, OperandStores
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.paths import LayerPath
-from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
-from jax_fp8.grads.gradients import differentiate, loss_of, with_kernels
+from jax_fp8.grads.gradients import differentiate, with_kernels
 from jax_fp8.grads.tape import GradientTape, Observed, PassResult, fp8_state_of
+from jax_fp8.jaxprs.named_values import origins
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.varying import vary, varying_axes, varying_in
 from jax_fp8.ops.parameters import Like
 from jax_fp8.ops.passes import kernel_gradients
 from jax_fp8.ops.weights import kernels_of
+from jax_fp8.train.loss_trace import checked, origins_of_params, traced
 from jax_fp8.train.wgrad_calls import WeightProduct, weight_products
 
 
@@ -92,9 +92,27 @@ def delayed_gradients(
     @inside_its_mesh
     def run(variables: Mapping, *args: Any, **kwargs: Any) -> tuple[PassResult, DeferredGradients]:
         params, structure = jax.tree.flatten(variables["params"])
-        a_pass, products = TracedPass.of(loss_fn, has_aux, variables, args, kwargs).search()
+        program, trace = traced(checked(loss_fn, has_aux), variables, *args, **kwargs)
+        gemms = _stacked(trace.gemms, variables)
+        axes = varying_axes(variables, args, kwargs)
+
+        def run_pass(params: Any, defer: Mapping[LayerPath, Any], observe: Observed = ()) -> PassResult:
+            own = {**variables, "params": params}
+            tape = GradientTape(own, gemms=gemms, defer=defer, observe=observe, axes=axes)
+            return differentiate(tape, loss_fn, has_aux, *args, **kwargs)
+
+        notes = Notes()
+
+        def gradient(params: Any) -> tuple[Any, jax.Array]:
+            searches = {path: OperandSearch(jax.new_ref(jnp.int32(0)), i, notes) for i, path in enumerate(gemms)}
+            result = run_pass(params, searches)
+            return result.grads, result.amaxes
+
+        of_gradient = jax.make_jaxpr(gradient)(variables["params"]).jaxpr
+        kernels = origins(program.jaxpr, origins_of_params(variables, *args))
+        products = weight_products(notes.found, kernels, of_gradient, params, gemms)
         stores = [_make_store(product) for product in products]
-        result = a_pass.differentiate(a_pass.by_gemm(products, stores), variables["params"], observe)
+        result = run_pass(variables["params"], _by_gemm([*gemms], products, stores), observe)
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
         operands = tuple(_read(store) for _, store in called)
         likes = tuple((leaf.shape, Like.of(leaf)) for leaf in params)
@@ -103,74 +121,24 @@ def delayed_gradients(
     return run
 
 
-@dataclass(frozen=True)
-class TracedPass:
-    """A loss with what it takes, and its FP8 GEMMs by path, with the dims of stacked layers that share a state."""
+def _stacked(traced_gemms: Iterable[LayerPath], variables: Mapping) -> dict[LayerPath, tuple[int, ...]]:
+    """The FP8 GEMMs of a loss, and the dims of stacked layers that share a state."""
+    gemms: dict[LayerPath, tuple[int, ...]] = {}
+    map_gemms_with_path(lambda path, gemm: gemms.update({path: gemm["scale"].shape[:-1]}), fp8_state_of(variables))
+    for path in with_kernels(traced_gemms, variables["params"]):
+        gemms.setdefault(path, kernels_of(path, variables["params"])[0].shape[:-2])
+    return gemms
 
-    loss_fn: Callable
-    has_aux: bool
-    variables: Mapping
-    args: tuple
-    kwargs: Mapping
-    gemms: Mapping[LayerPath, tuple[int, ...]]
 
-    @classmethod
-    def of(cls, loss_fn, has_aux, variables, args, kwargs) -> "TracedPass":
-        """With the GEMMs that have a state; others only a trace can show."""
-        gemms = {}
-        map_gemms_with_path(lambda path, gemm: gemms.update({path: gemm["scale"].shape[:-1]}), fp8_state_of(variables))
-        return cls(loss_fn, has_aux, variables, args, kwargs, gemms)
-
-    def by_gemm(self, products: list[WeightProduct], stores: list[OperandStore]) -> dict[LayerPath, OperandStores]:
-        """The stores of each GEMM that has any."""
-        paths, found = list(self.gemms), {}
-        for product, store in zip(products, stores, strict=True):
-            path = paths[product.operands.gemm]
-            found[path] = OperandStores((*(found[path].stores if path in found else ()), store))
-        return found
-
-    def search(self) -> "tuple[TracedPass, list[WeightProduct]]":
-        """Trace the loss and its gradient for what is to be kept; and this with all of its GEMMs."""
-        params, notes = self.variables["params"], Notes()
-        a_pass, of_loss = self.trace_loss(notes)
-
-        def gradient(params: Any) -> tuple[Any, jax.Array]:
-            result = a_pass.differentiate(a_pass._searches(notes), params)
-            return result.grads, result.amaxes
-
-        of_gradient = jax.make_jaxpr(gradient)(params).jaxpr
-        slots = [math.prod(stacked) if stacked else None for stacked in a_pass.gemms.values()]
-        return a_pass, weight_products(notes.found, of_loss, of_gradient, jax.tree.leaves(params), slots)
-
-    def trace_loss(self, notes: Notes) -> "tuple[TracedPass, Any]":
-        """The jaxpr of the loss as a function of the params, with a mark at each kernel; and this with all GEMMs."""
-        params = self.variables["params"]
-
-        def loss(params: Any) -> jax.Array:
-            tape = self._tape(self._searches(notes), params)
-            out = loss_of(tape, self.loss_fn, self.has_aux, *self.args, **self.kwargs)(params, tape.rows)
-            return out[0] if self.has_aux else out
-
-        with listing() as found:
-            of_loss = jax.make_jaxpr(loss)(params).jaxpr
-        new = {
-            path: kernels_of(path, params)[0].shape[:-2]
-            for path in with_kernels(found, params)
-            if path not in self.gemms
-        }
-        return replace(self, gemms={**self.gemms, **new}).trace_loss(notes) if new else (self, of_loss)
-
-    def _searches(self, notes: Notes) -> dict[LayerPath, OperandSearch]:
-        return {path: OperandSearch(jax.new_ref(jnp.int32(0)), i, notes) for i, path in enumerate(self.gemms)}
-
-    def differentiate(self, deferrals: Mapping[LayerPath, Any], params: Any, observe: Observed = ()) -> PassResult:
-        tape = self._tape(deferrals, params, observe)
-        return differentiate(tape, self.loss_fn, self.has_aux, *self.args, **self.kwargs)
-
-    def _tape(self, deferrals: Mapping[LayerPath, Any], params: Any, observe: Observed = ()) -> GradientTape:
-        variables = {**self.variables, "params": params}
-        axes = varying_axes(variables, self.args, self.kwargs)
-        return GradientTape(variables, gemms=self.gemms, defer=deferrals, observe=observe, axes=axes)
+def _by_gemm(
+    gemms: list[LayerPath], products: list[WeightProduct], stores: list[OperandStore]
+) -> dict[LayerPath, OperandStores]:
+    """The stores of each GEMM that has any."""
+    found: dict[LayerPath, OperandStores] = {}
+    for product, store in zip(products, stores, strict=True):
+        path = gemms[product.operands.gemm]
+        found[path] = OperandStores((*(found[path].stores if path in found else ()), store))
+    return found
 
 
 def _make_store(product: WeightProduct) -> OperandStore:

@@ -78,13 +78,14 @@ def joined_devices(aux: Aux, axes: tuple[str, ...]) -> Aux:
     )
 
 
-def check_shapes_of_parts(loss_fn: Callable, variables: Mapping, part: Any, whole: Any) -> None:
+def check_shapes_of_parts(of_part: Any, of_whole: Any) -> None:
     """Raise where the shapes of what a loss returns depend on how many rows it has: the mean over parts of a batch
-    would be one of different rows. The loss is traced with a part of a batch, and with all of it.
+    would be one of different rows.
+
+    Args:
+      of_part, of_whole: shapes of `(loss, Aux)`, of a part of a batch and of all of it.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (variables, part, whole))
-    of_part, of_whole = (jax.eval_shape(lambda *given: loss_fn(*given), shapes[0], batch)[1] for batch in shapes[1:])
-    difference = first_difference(of_whole.rest, of_part.rest)
+    difference = first_difference(of_whole[1].rest, of_part[1].rest)
     if difference is not None:
         raise ValueError(
             "aux must have shapes that do not depend on the number of rows, for it is joined over the parts of a "

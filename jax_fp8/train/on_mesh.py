@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.layered_loss import LayeredLoss
@@ -38,13 +39,19 @@ from jax_fp8.parallel.transfers import (
     whole_amaxes,
     whole_loss,
 )
-from jax_fp8.train.layers import Layers, check_loss_is_whole, check_rows_are_split, gathered_in_fp8
 from jax_fp8.train.loss_aux import joined_devices
+from jax_fp8.train.loss_trace import LossTrace, checked, is_called_whole, reporting
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.on_stages import OnStages
-from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pieces import Pieces
 from jax_fp8.train.pipeline_checks import check_first, check_has_no_collections, check_layers, check_states
+from jax_fp8.train.shard_trace import (
+    can_be_gathered,
+    check_is_whole,
+    check_rows_are_split,
+    found_in_cache,
+    trace_on_shards,
+)
 from jax_fp8.train.train_state import TrainState, placed_state
 from jax_fp8.train.weight_cache import with_version
 
@@ -57,9 +64,11 @@ class OnMesh:
 
     Args:
       recipe: of the state.
+      trace: what the loss says of its layers.
       gemms: all in FP8, and the recipes of their layers.
-      in_fp8: those whose weights are cast where they lie and gathered in FP8.
+      in_fp8: those whose weights are cast where they lie and gathered in FP8; before this is settled, those that may be.
       once: weights are gathered once a step, and not once a microbatch.
+      is_settled: the loss was traced as a device computes it: all devices have one, and `in_fp8` find their weights.
       on_stages: the pass over the stages of a pipeline, if there are any.
       has_aux: the loss returns `(loss, Aux)`.
     """
@@ -67,9 +76,11 @@ class OnMesh:
     placement: Placement
     loss_fn: Callable
     recipe: Recipe | None
+    trace: LossTrace
     gemms: dict[LayerPath, Recipe]
     in_fp8: dict[LayerPath, Recipe]
     once: bool
+    is_settled: bool = False
     on_stages: OnStages | None = None
     has_aux: bool = False
 
@@ -84,35 +95,44 @@ class OnMesh:
         batch: Any,
         microbatches: int = 1,
         has_aux: bool = False,
+        trace: LossTrace | None = None,
     ) -> "OnMesh":
+        """Of a state and a batch; `trace`: of the loss with the whole batch, as on one device, if there is one."""
         if how.stages > 1:
             check_has_no_collections(state)
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
             return cls._with_stages(
                 how, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
             )
-        layers = Layers.of(loss_fn, state.variables, batch)
-        placement = _place(how, state, layers)
-        check_loss_is_whole(placement, loss_fn, state.variables, batch, has_aux)
-        in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
-        gemms = layers.gemms_of(placement.by_path, state.fp8)
-        return cls(placement, loss_fn, recipe, gemms, in_fp8, once, has_aux=has_aux)
+        trace = trace or LossTrace.of(checked(loss_fn, has_aux), state.variables, batch)
+        placement = _place(how, state, trace)
+        in_fp8 = can_be_gathered(placement, trace, state.fp8)
+        gemms = trace.gemms_of(placement.by_path, state.fp8)
+        return cls(placement, loss_fn, recipe, trace, gemms, in_fp8, once, has_aux=has_aux)
 
     @classmethod
     def _with_stages(cls, how, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
         pieces = Pieces.of(loss, state.variables, microbatch)
-        placement = _place(how, state, pieces.layers)
+        trace = pieces.trace
+        placement = _place(how, state, trace)
+        trace.check_kernels_are_params()
+        check_first(pieces.first, trace.gemms)
+        check_states(loss.layers, trace.gemms, state.fp8)
         short = {collection: pieces.short(tree) for collection, tree in state.variables.items()}
         of_short = replace(placement, places=pieces.short(placement.places))
-        check_kernels_are_params(pieces.short_loss, short, microbatch)
-        check_loss_is_whole(of_short, pieces.short_loss, short, microbatch)
-        check_first(loss, state.variables, microbatch)
-        check_states(loss.layers, pieces.layers.gemms, state.fp8)
-        in_fp8 = pieces.of_all(gathered_in_fp8(of_short, pieces.layers, pieces.short_loss, short, microbatch))
-        gemms = pieces.layers.gemms_of(placement.by_path, state.fp8)
+        short_gemms = can_be_gathered(of_short, trace, short.get("fp8", {}))
+        in_fp8 = pieces.of_all(trace_on_shards(of_short, pieces.short_loss, short, microbatch, short_gemms))
+        gemms = trace.gemms_of(placement.by_path, state.fp8)
         check_layers(Stages(loss.layers, how.stages, how.chunks), pieces.kinds, placement, gemms, in_fp8)
         on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
-        return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
+        return cls(placement, loss, recipe, trace, gemms, in_fp8, once, is_settled=True, on_stages=on_stages)
+
+    def settled(self, state: TrainState, batch: Any) -> "OnMesh":
+        """The same, after the loss was traced as a device computes it."""
+        if self.is_settled:
+            return self
+        given = self.loss_fn, state.variables, batch, self.in_fp8, self.has_aux
+        return replace(self, in_fp8=trace_on_shards(self.placement, *given), is_settled=True)
 
     def gradients(
         self, local: Callable[..., PassResult], state: TrainState, batch: Any, observe: Observed
@@ -128,17 +148,30 @@ class OnMesh:
         specs: Any = WHOLE, self.placement.specs, WHOLE, WHOLE, WHOLE
         return self._run(on_device, (), PassResult(*specs), state, batch)
 
-    def first_amaxes(self, local: Callable, state: TrainState, batch: Any) -> jax.Array:
-        """The amaxes of all devices; every tensor is scaled by its own."""
+    def first_amaxes(self, local: Callable, state: TrainState, batch: Any) -> tuple[jax.Array, "OnMesh"]:
+        """The amaxes of all devices, where every tensor is scaled by its own; and this, settled by the same trace."""
+        if not self.is_settled and not is_called_whole(self.loss_fn):
+            return self.settled(state, batch).first_amaxes(local, state, batch)
+        cached: list[LayerPath] = []
 
-        def on_device(shards, batch):
+        def report(program: ClosedJaxpr, trace: LossTrace, *args: Any) -> None:
+            check_is_whole(self.placement, program.jaxpr, args, self.has_aux)
+            cached.extend(trace.cached)
+
+        loss = self._share if self.is_settled else reporting(self._share, self.has_aux, report)
+
+        def on_device(shards: TrainState, batch: Any) -> jax.Array:
             if self.on_stages is not None:
                 amaxes = self.on_stages.gradients(shards, batch, from_current=True).amaxes
             else:
-                amaxes = local(self._share, self._state_of(shards, from_current=True), batch, self._stateless)
+                amaxes = local(loss, self._state_of(shards, from_current=True), batch, self._stateless)
             return whole_amaxes(self.placement.how, amaxes)
 
-        return self._run(on_device, (), WHOLE, state, batch)
+        amaxes = self._run(on_device, (), WHOLE, state, batch)
+        if self.is_settled:
+            return amaxes, self
+        settled = replace(self, in_fp8=found_in_cache(self.in_fp8, cached), is_settled=True)
+        return (amaxes, settled) if settled.in_fp8 == self.in_fp8 else settled.first_amaxes(local, state, batch)
 
     def add_microbatch(
         self, microbatches: int, state: TrainState, pending: PendingStep, microbatch: Any, is_first: jax.Array
@@ -278,11 +311,11 @@ class OnMesh:
         )
 
 
-def _place(how: Parallelism, state: TrainState, layers: Layers) -> Placement:
-    placement = place_params(how, state.params, layers.offers)
+def _place(how: Parallelism, state: TrainState, trace: LossTrace) -> Placement:
+    placement = place_params(how, state.params, trace.offers)
     if how.sequence:
-        check_sequence(layers.gemms.values())
-        check_rows_are_split(layers, placement)
+        check_sequence(trace.gemms.values())
+        check_rows_are_split(trace, placement)
     if state.cache and placement.splits_params:
         raise ValueError(
             "a state that carries a weight cache must have whole params on every device, "

@@ -26,6 +26,7 @@ from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_loss_fn
 from jax_fp8.train.delayed import delayed_gradients
 from jax_fp8.train.loss_aux import AuxLoss, check_shapes_of_parts, others_of
+from jax_fp8.train.loss_trace import LossTrace, checked
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_part
 from jax_fp8.train.recipes import same_recipe
 from jax_fp8.train.train_state import TrainState
@@ -154,7 +155,7 @@ def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) 
         return take_gradients(share, has_aux)(state_of().variables, batch)
 
     def run(on_mesh, state, batch):
-        found = on_mesh.gradients(local, state, batch, ())
+        found = on_mesh.settled(state, batch).gradients(local, state, batch, ())
         value = found.loss
         if has_aux:
             aux = found.aux
@@ -170,7 +171,7 @@ def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | No
 
     def run(on_mesh, state, batch):
         with same_recipe(recipe, "warm_start"):
-            amaxes = on_mesh.first_amaxes(local, state, batch)
+            amaxes, _ = on_mesh.first_amaxes(local, state, batch)
         return with_first_scales(state.fp8, amaxes, recipe)
 
     return _with_state_on_mesh(how, loss_fn, has_aux, run)
@@ -196,9 +197,12 @@ def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run:
             raise ValueError("gradients on a mesh must be taken under jax.jit, got arrays; call jax.jit(function)")
         state = _as_state(variables)
         how.check_rows(batch, 1)
+        own = checked(of_batch, has_aux)
+        trace = LossTrace.of(own, state.variables, batch)
         if has_aux and how.batch_parts > 1:
-            check_shapes_of_parts(of_batch, state.variables, shapes_of_part(batch, how.batch_parts), batch)
-        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch, has_aux=has_aux)
+            part = shapes_of_part(batch, how.batch_parts)
+            check_shapes_of_parts(LossTrace.of(own, state.variables, part).out, trace.out)
+        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
         return run(on_mesh, on_mesh.constrain(state), batch)
 
     return run_on_mesh

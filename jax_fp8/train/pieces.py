@@ -14,12 +14,14 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from jax_fp8.core.layered_loss import LayeredLoss, of_layer
 from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.recorder import listed_gemms
 from jax_fp8.jaxprs.jaxpr_equality import compute_the_same
 from jax_fp8.parallel.runner import check_returns_what_it_takes
-from jax_fp8.train.layers import Layers
+from jax_fp8.train.loss_trace import LossTrace, changed_kernels, shapes_of, traced
 
 Found = TypeVar("Found")
 
@@ -30,33 +32,42 @@ class Pieces:
 
     Args:
       loss: the whole one.
-      layers: what all of its layers say, and what is before and after them.
+      trace: what all of its layers say, and what is before and after them.
+      first: the GEMMs before the layers.
       kinds: for each layer the first one that is like it: of the same variables it computes the same, with the same
         recipes.
     """
 
     loss: LayeredLoss
-    layers: Layers
+    trace: LossTrace
+    first: tuple[LayerPath, ...]
     kinds: Mapping[str, str]
 
     @classmethod
     def of(cls, loss: LayeredLoss, variables: Mapping, microbatch: Any) -> "Pieces":
         """Of arrays, or of their shapes."""
         _check_names(loss, variables["params"])
-        traced: dict[str, Any] = {}
+        programs: dict[str, ClosedJaxpr] = {}
+        structures: dict[str, Any] = {}
+        first: list[LayerPath] = []
+        changed: list[LayerPath] = []
 
-        def run(variables, microbatch):
+        def run(variables: Mapping, microbatch: Any) -> Any:
             x = loss.first(variables, microbatch)
+            first.extend(listed_gemms())
             for name in loss.layers:
                 own = of_layer(variables, name)
-                program, y = jax.make_jaxpr(_of_name(loss, name), return_shape=True)(own, x)
+                programs[name], y = jax.make_jaxpr(_of_name(loss, name), return_shape=True)(own, x)
                 check_returns_what_it_takes(x, y)
-                traced[name] = program, jax.tree.structure({key: tree[name] for key, tree in own.items()})
+                structures[name] = jax.tree.structure({key: tree[name] for key, tree in own.items()})
+                own_gemms = [gemm for gemm in listed_gemms() if gemm[:1] == (name,)]
+                changed.extend(changed_kernels(programs[name], own_gemms, own, x))
             return loss.last(variables, x, microbatch)
 
-        layers = Layers.of(run, variables, microbatch)
-        described = {name: (*traced[name], *_said_by(layers, name)) for name in loss.layers}
-        return cls(loss, layers, _kinds(described))
+        _, trace = traced(run, *shapes_of((variables, microbatch)))
+        trace = replace(trace, changed=(*trace.changed, *changed))
+        described = {name: (programs[name], structures[name], *_said_by(trace, name)) for name in loss.layers}
+        return cls(loss, trace, tuple(first), _kinds(described))
 
     @cached_property
     def short_loss(self) -> LayeredLoss:
@@ -69,7 +80,7 @@ class Pieces:
 
     def of_all(self, found: Mapping[LayerPath, Found]) -> dict[LayerPath, Found]:
         """What was found of the GEMMs of the short loss, of those of the whole one."""
-        short = {gemm: (*(self.kinds.get(name, name) for name in gemm[:1]), *gemm[1:]) for gemm in self.layers.gemms}
+        short = {gemm: (*(self.kinds.get(name, name) for name in gemm[:1]), *gemm[1:]) for gemm in self.trace.gemms}
         return {gemm: found[of_kind] for gemm, of_kind in short.items() if of_kind in found}
 
 
@@ -87,14 +98,14 @@ def _kinds(described: Mapping[str, tuple]) -> dict[str, str]:
     return kinds
 
 
-def _said_by(layers: Layers, name: str) -> tuple[dict, dict]:
+def _said_by(trace: LossTrace, name: str) -> tuple[dict, dict]:
     """What a layer says of its params and GEMMs, without its name."""
     offers = {
         path[1:]: replace(of, columns_of=of.columns_of and of.columns_of[1:])
-        for path, of in layers.offers.items()
+        for path, of in trace.offers.items()
         if path[:1] == (name,)
     }
-    return offers, {path[1:]: recipe for path, recipe in layers.gemms.items() if path[:1] == (name,)}
+    return offers, {path[1:]: recipe for path, recipe in trace.gemms.items() if path[:1] == (name,)}
 
 
 def _check_names(loss, params):

@@ -17,7 +17,6 @@ from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.stages import Stages
-from jax_fp8.train.layers import Layers
 
 
 def check_pipeline(
@@ -57,14 +56,9 @@ def check_has_no_collections(state: Any) -> None:
         )
 
 
-def check_first(loss: LayeredLoss, variables: Mapping, batch: Any) -> None:
+def check_first(first: Collection[LayerPath], gemms: Mapping[LayerPath, Recipe]) -> None:
     """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
-    outer = {
-        collection: {name: entry for name, entry in tree.items() if name not in loss.layers}
-        for collection, tree in variables.items()
-    }
-    found = Layers.of(loss.first, outer, batch).gemms
-    with_state = ["/".join(gemm) for gemm, recipe in found.items() if recipe.has_state]
+    with_state = ["/".join(gemm) for gemm in first if gemms[gemm].has_state]
     if with_state:
         raise ValueError(
             "a pipeline records no amaxes of what comes before its layers, so no GEMM there may have FP8 state, "

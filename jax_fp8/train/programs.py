@@ -21,7 +21,7 @@ from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import offers
-from jax_fp8.grads.gradients import list_gemms
+from jax_fp8.grads.gradients import with_kernels
 from jax_fp8.grads.tape import PassResult, added_by_gemms
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
@@ -35,9 +35,9 @@ from jax_fp8.train.checks import (
 )
 from jax_fp8.train.diagnostics import Diagnostics, Layout, Observations, observe
 from jax_fp8.train.draws import drawn, drawn_next, drawn_whole
-from jax_fp8.train.layers import Layers
 from jax_fp8.train.local_pass import LocalPass
 from jax_fp8.train.loss_aux import Aux, check_has_no_aux, check_shapes_of_parts
+from jax_fp8.train.loss_trace import LossTrace, checked, reporting
 from jax_fp8.train.microbatches import (
     PendingStep,
     add_microbatch,
@@ -46,11 +46,9 @@ from jax_fp8.train.microbatches import (
     check_pending,
     is_complete,
     of_no_state,
-    split,
 )
 from jax_fp8.train.on_mesh import OnMesh, shapes_of_part, shapes_of_pending
 from jax_fp8.train.optimizer_step import OptimizerStep, metrics_of
-from jax_fp8.train.own_kernels import check_kernels_are_params
 from jax_fp8.train.pipeline_checks import check_has_no_collections
 from jax_fp8.train.train_state import STATE_REMEDY, TrainState, placed_state
 from jax_fp8.train.warming import first_scales, of_all_stages
@@ -71,6 +69,7 @@ class Programs:
     in_place: bool
     how: Parallelism | None = None
     has_aux: bool = False
+    traces: dict[str, LossTrace] = field(default_factory=dict, compare=False)  # by shapes, on one device
     meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
     placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
 
@@ -120,27 +119,25 @@ class Programs:
         if self.how is not None:
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
         else:
-            part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
-            gemms = Layers.of(self.loss_fn, state.variables, part).gemms_of(_paths(state.params), state.fp8)
+            gemms = self._trace_of_part(state, batch).gemms_of(_paths(state.params), state.fp8)
         return observe(gemms, state.params)
 
     def _pass(self, state, batch, diagnoses: bool) -> tuple[TrainState, PassResult, dict[str, Any]]:
         """The state as it computes, with its own weight cache; its pass; and diagnostics, if any."""
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
-        has_stages = self.how is not None and self.how.stages > 1  # of which `on_mesh` checks it
-        if not has_stages and (self.microbatches > 1 or state.cache):
-            part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
-            check_kernels_are_params(self.loss_fn, state.variables, part, has_aux=self.has_aux)
+        if self.recipe is not None and (self.microbatches > 1 or state.cache):
+            self._trace_of_part(state, batch).check_kernels_are_params()
         parts = self.microbatches * (1 if self.how is None else self.how.batch_parts)
         if self.has_aux and parts > 1:
-            check_shapes_of_parts(self.loss_fn, state.variables, shapes_of_part(batch, parts), batch)
+            of_part, of_whole = self._trace(state, shapes_of_part(batch, parts)), self._trace(state, batch)
+            check_shapes_of_parts(of_part.out, of_whole.out)
         observed = self.observed(state, batch) if diagnoses else ()
         measured = [of.measured for of in observed]
         if self.how is None:
             result = self._local.gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), measured)
         else:
-            mesh = self.on_mesh(state, batch, self.microbatches)
+            mesh = self._settled(state, batch, self.microbatches)
             result = mesh.gradients(self._local.gradients, state, batch, measured)
         if not diagnoses:
             return state, result, {}
@@ -154,9 +151,11 @@ class Programs:
         find = self._local.first_amaxes
         with reached_rows() as reached:
             if self.how is None:
-                amaxes = find(self.loss_fn, lambda: state, batch, [])
+                amaxes = find(self._reporting(state, batch), lambda: state, batch, [])
             else:
-                amaxes = self.on_mesh(state, batch, self.microbatches).first_amaxes(find, state, batch)
+                mesh = self.on_mesh(state, batch, self.microbatches)
+                amaxes, settled = mesh.first_amaxes(find, state, batch)
+                self.meshes[_key((state.variables, batch))] = settled
         if self.how is not None and self.how.stages > 1:
             reached = of_all_stages(reached, self.loss_fn.layers)
         fp8, warmed = first_scales(state.fp8, amaxes, self.recipe, reached)
@@ -170,9 +169,34 @@ class Programs:
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
             options = microbatches, self.has_aux
-            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, *options)
+            trace = self._trace(state, batch) if self.how.stages == 1 else None
+            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, *options, trace)
             self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
+
+    def _settled(self, state, batch, microbatches) -> OnMesh:
+        """The same, of which all is known."""
+        mesh = self.on_mesh(state, batch, microbatches).settled(state, batch)
+        self.meshes[_key((state.variables, batch))] = mesh
+        return mesh
+
+    def _trace(self, state, batch) -> LossTrace:
+        """What the loss says of its layers; it is traced once for each shape of what it takes."""
+        key = _key((state.variables, batch))
+        if key not in self.traces:
+            self.traces[key] = LossTrace.of(checked(self.loss_fn, self.has_aux), state.variables, batch)
+        return self.traces[key]
+
+    def _trace_of_part(self, state, batch) -> LossTrace:
+        """The same of a microbatch; on a mesh, where the loss was traced with the whole batch, of this."""
+        if self.how is not None:
+            return self.on_mesh(state, batch, self.microbatches).trace
+        return self._trace(state, shapes_of_part(batch, self.microbatches))
+
+    def _reporting(self, state, batch) -> Callable:
+        """The loss, of which the first trace is kept."""
+        key = _key((state.variables, shapes_of_part(batch, self.microbatches)))
+        return reporting(self.loss_fn, self.has_aux, lambda _, trace, *args: self.traces.setdefault(key, trace))
 
     def start(self, state):
         check_has_no_aux(self.has_aux)
@@ -196,7 +220,7 @@ class Programs:
             return pending
         without_cache = dataclasses.replace(state, cache={})
         microbatch = drawn(self.loss_fn, state, microbatch)
-        mesh = self.on_mesh(without_cache, microbatch, 1)
+        mesh = self._settled(without_cache, microbatch, 1)
         if not mesh.shared:
             return pending
         return dataclasses.replace(pending, cache=zeros_like(mesh.shapes_of_weights(without_cache, microbatch)))
@@ -206,13 +230,14 @@ class Programs:
         self._check(state, microbatch)
         check_pending(pending, state)
         microbatch = drawn_next(self.loss_fn, state, pending, microbatch, is_first_microbatch)
-        check_kernels_are_params(self.loss_fn, state.variables, microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         without_cache = dataclasses.replace(state, cache={})
         if self.how is not None:
             self.how.check_has_no_stages("accumulate_step")
-            mesh = self.on_mesh(without_cache, microbatch, 1)
+            mesh = self._settled(without_cache, microbatch, 1)
+            mesh.trace.check_kernels_are_params()
             return mesh.add_microbatch(self.microbatches, without_cache, pending, microbatch, is_first_microbatch)
+        self._trace(without_cache, microbatch).check_kernels_are_params()
         recipe: Any = self.recipe
         gemms = cached_gemms(pending.cache)
         by_gemm = added_by_gemms(state.fp8, pending.gradients, gemms)
@@ -269,8 +294,8 @@ class Programs:
         """The layers in FP8 where the state does not say, and microbatches share their weights."""
         if self.microbatches == 1 or self.recipe is None or self.recipe.has_state:
             return []
-        part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
-        return list_gemms(self.loss_fn, state.variables, part, recipe=self.recipe)
+        gemms = self._trace_of_part(state, batch).gemms
+        return with_kernels([path for path, recipe in gemms.items() if recipe == self.recipe], state.params)
 
     @property
     def _update(self) -> OptimizerStep:

@@ -126,16 +126,16 @@ class TrainStep(Unpicklable):
         self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
         check_given(state, batch)
-        zeros = self._zeros(state, batch, diagnose, skip_above)
+        self._check_options(diagnose, skip_above)
         if isinstance(state.step, Tracer):  # being looked at, not run
-            return self._step(state, batch, zeros)
+            return self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
         check_not_donated(state)
         if self._programs.how is not None:
             batch = self._programs.how.place_batch(batch, self._programs.microbatches)
         is_own, state = self._arrivals.check(state), self._arrivals.with_own_cache(state)
         if self._warm_up is not None:
             state = self._warm_up.before_step(state, batch, is_own)
-        state, metrics = self._step(state, batch, zeros)
+        state, metrics = self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
         if self._room is None:
             self._room = make_room(state.step)
         self._arrivals.returned(state)
@@ -147,10 +147,12 @@ class TrainStep(Unpicklable):
         check_not_donated(state)
         return self._diagnose(state, self._placed(state, batch))
 
-    def _zeros(self, state, batch, diagnose, skip_above) -> dict[str, Any]:
+    def _check_options(self, diagnose, skip_above) -> None:
         check_flags(diagnose=diagnose)
         if skip_above is not None and skip_above != math.inf:
             check_number("skip_above", skip_above, "or math.inf", lambda _: True, "None never skips")
+
+    def _zeros(self, state, batch, diagnose, skip_above) -> dict[str, Any]:
         if diagnose and self._no_diagnostics is None:
             self._no_diagnostics = self._programs.no_diagnostics(state, batch)
         return zero_metrics(skip_above, self._no_diagnostics if diagnose else None)
@@ -242,6 +244,7 @@ class TrainStep(Unpicklable):
 
         Its third input is `zero_metrics()`.
         """
+        self._check_options(diagnose, skip_above)
         return Lowering(self._step.lower(state, batch, self._zeros(state, batch, diagnose, skip_above)))
 
     def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:

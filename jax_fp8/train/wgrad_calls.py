@@ -8,12 +8,14 @@ computed from a param rather than being one, or where its gradient is a sum over
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_fp8.core.deferral import FoundOperands, call_mark, kernel_mark
-from jax_fp8.jaxprs.named_values import Origin, Origins, call_counts, origins
+from jax_fp8.core.deferral import FoundOperands, call_mark
+from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.recorder import kernel_mark
+from jax_fp8.jaxprs.named_values import Origin, Origins, call_counts
 from jax_fp8.kernels.varying import varying_axes, varying_in
 
 
@@ -45,22 +47,28 @@ class WeightProduct:
 
 
 def weight_products(
-    found: Sequence[FoundOperands], loss: Any, gradient: Any, params: Sequence[Any], slots: Sequence[int | None]
+    found: Sequence[FoundOperands],
+    kernels: Origins,
+    gradient: Any,
+    params: Sequence[Any],
+    gemms: Mapping[LayerPath, tuple[int, ...]],
 ) -> list[WeightProduct]:
     """The products of the GEMMs of which all is known; with no calls those that were traced and are not in the program.
 
     Args:
       found: in the trace that made `gradient`.
-      loss, gradient: jaxprs; the arguments of `loss` are `params`.
+      kernels: in the loss, which of `params` each marked kernel is.
+      gradient: a jaxpr.
       params: leaves.
-      slots: of each GEMM, the number of layers that share its state; None for one.
+      gemms: in the order of their numbers, and the dims of stacked layers that share a state.
     """
-    kernels, counts = origins(loss, [Origin(i) for i in range(len(params))]), call_counts(gradient)
+    counts, paths = call_counts(gradient), [*gemms]
     products: list[WeightProduct] = []
     unknown = set()
     for number, operands in enumerate(found):
-        of_kernels = _kernels_of(operands.gemm, kernels)
-        layers = slots[operands.gemm] if operands.has_slot else None
+        path = paths[operands.gemm]
+        of_kernels = _kernels_of(path, kernels)
+        layers = math.prod(gemms[path]) if gemms[path] and operands.has_slot else None
         product = of_kernels and _product(operands, of_kernels, params, layers, counts[call_mark(number)])
         if not isinstance(product, WeightProduct):
             unknown.add(operands.gemm)
@@ -91,7 +99,7 @@ def _product(operands, of_kernels, params, layers, count) -> WeightProduct | Non
     return WeightProduct(operands, tuple(of.argument for of in of_kernels), widths, stacked, layers, int(calls_each))
 
 
-def _kernels_of(gemm: int, origins: Origins) -> list[Origin] | None:
+def _kernels_of(gemm: LayerPath, origins: Origins) -> list[Origin] | None:
     """The params that are its kernels, side by side; None unless each is one, and the same wherever the GEMM is."""
     found: list[Origin] = []
     while (mark := kernel_mark(gemm, len(found))) in origins:

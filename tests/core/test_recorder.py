@@ -11,7 +11,16 @@ from jax import lax
 
 from jax_fp8.core.fp8_gemm import GradientSum, Record
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.core.recorder import Cotangents, ListedGemm, Recorder, Refs, listing, register_gemm
+from jax_fp8.core.recorder import (
+    Cotangents,
+    ListedGemm,
+    Recorder,
+    Refs,
+    kernel_mark,
+    listed_gemms,
+    listing,
+    register_gemm,
+)
 
 pytestmark = pytest.mark.versions
 RECIPE = CurrentScaling()
@@ -53,10 +62,20 @@ def test_where_no_ref_is_what_is_needed_is_refused(transform):
 
 
 def test_gemms_are_listed_once_where_somebody_lists_them():
-    register_gemm(("nobody", "listens"), RECIPE, False)
+    register_gemm(("nobody", "listens"), RECIPE, (), False)
     with listing() as found:
-        register_gemm(("b",), RECIPE, True)
-        register_gemm(("a",), RECIPE, True)
-        register_gemm(("b",), RECIPE, False)
-    register_gemm(("too", "late"), RECIPE, True)
+        register_gemm(("b",), RECIPE, (), True)
+        register_gemm(("a",), RECIPE, (), True)
+        assert listed_gemms() == (("b",), ("a",))
+        register_gemm(("b",), RECIPE, (), False)
+    register_gemm(("too", "late"), RECIPE, (), True)
     assert list(found.items()) == [(("b",), ListedGemm(RECIPE, False)), (("a",), ListedGemm(RECIPE, True))]
+    assert listed_gemms() == ()
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_kernels_have_names_in_a_program_where_they_are_asked_for(marks):
+    kernels = jnp.ones(2), jnp.ones(3)
+    with listing(marks_kernels=marks):
+        program = str(jax.make_jaxpr(lambda kernels: register_gemm(("a", "b"), RECIPE, kernels, False))(kernels))
+    assert [kernel_mark(("a", "b"), number) in program for number in range(2)] == [marks] * 2

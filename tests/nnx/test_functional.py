@@ -9,8 +9,8 @@ from nnx_layers import FEATURES, HIDDEN, MLP, RECIPE, RECIPES, X, assert_same, l
 
 import jax_fp8 as fp8
 import jax_fp8.nnx
-from jax_fp8.grads.gradients import list_gemms
 from jax_fp8.grads.tape import added_by_gemms
+from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
 
@@ -78,7 +78,7 @@ def test_gemms_are_found_by_their_kernels():
     assert sorted(fp8.cast_weights(variables, RECIPE)) == ["cast_by", "first", "params_version", "second"]
     current, merge = fp8.nnx.split(MLP(nnx.Rngs(0), recipe=fp8.CurrentScaling()))
     assert current["fp8"] == {}
-    assert list_gemms(lambda v, x: loss(merge(v), x), current, X) == [("first",), ("second",)]
+    assert [*LossTrace.of(lambda v, x: loss(merge(v), x), current, X).gemms] == [("first",), ("second",)]
 
 
 def test_a_cached_weight_is_read():

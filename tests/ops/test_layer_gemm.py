@@ -24,15 +24,15 @@ def recorder(from_current=False):
 
 
 def test_without_a_recorder_nothing_is_recorded():
-    parameters, gemm = layer_gemm("dense", RECIPE, PARAMETERS, SCALES)
-    assert parameters is PARAMETERS and gemm.scales is SCALES
+    gemm = layer_gemm("dense", RECIPE, PARAMETERS, SCALES)
+    assert gemm.scales is SCALES
     assert gemm.record == Record() and not gemm.is_recorded
     gemm.record_forward(jnp.ones(2))  # to nowhere
 
 
 def test_a_forward_is_recorded_by_maximum():
     own = recorder()
-    _, gemm = layer_gemm("dense", RECIPE, PARAMETERS, SCALES, own)
+    gemm = layer_gemm("dense", RECIPE, PARAMETERS, SCALES, own)
     assert gemm.is_recorded and gemm.scales is SCALES
     gemm.record_forward(jnp.float32([2, 1]))
     gemm.record_forward(jnp.float32([1, 3]))
@@ -40,13 +40,13 @@ def test_a_forward_is_recorded_by_maximum():
 
 
 def test_a_warm_start_trusts_no_scales():
-    assert layer_gemm("dense", RECIPE, PARAMETERS, SCALES, recorder(from_current=True))[1].scales is None
+    assert layer_gemm("dense", RECIPE, PARAMETERS, SCALES, recorder(from_current=True)).scales is None
 
 
 def test_a_cached_weight_is_taken_if_it_is_of_this_kernel():
     state = {"dense": {"scale": SCALES}}
     weight = cast_gemms({"dense": {"kernel": KERNEL}}, state, {("dense",): RECIPE})["dense"]["kernel"]
-    assert layer_gemm("dense", RECIPE, PARAMETERS, SCALES, weight=weight)[1].weight is weight
+    assert layer_gemm("dense", RECIPE, PARAMETERS, SCALES, weight=weight).weight is weight
     other = LinearParameters(jnp.ones((16, 32)), None)
     with pytest.raises(ValueError, match=r"dense: the weight cache must hold float8_e4m3fn of shape \(16, 32\)"):
         layer_gemm("dense", RECIPE, other, SCALES, weight=weight)

@@ -11,7 +11,7 @@ import jax_fp8 as fp8
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.names import rules_from_names, without_names
 from jax_fp8.parallel.placement import place_params
-from jax_fp8.train.layers import Layers
+from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
 
@@ -58,7 +58,7 @@ def test_names_of_gpt_can_say_what_is_the_default(fields):
     inputs = jax.random.key(0), tokens()[:, :-1]
     shapes = jax.eval_shape(model.init, *inputs)["params"]
     names = jax.eval_shape(model.clone(logical_axes=True).init, *inputs)
-    offers, mesh = Layers.of(model.init, *inputs).offers, make_mesh(fsdp=2, tensor=2)
+    offers, mesh = LossTrace.of(model.init, *inputs).offers, make_mesh(fsdp=2, tensor=2)
 
     def specs(rules):
         return place_params(Parallelism(mesh, rules), shapes, offers).specs

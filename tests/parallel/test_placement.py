@@ -12,7 +12,7 @@ import jax_fp8 as fp8
 from jax_fp8.core.shards import TensorDim
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Place, place_params, placed_shapes, put, zeros_like
-from jax_fp8.train.layers import Layers
+from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
 
@@ -227,7 +227,7 @@ MODELS = {
 def test_models_that_do_not_go_into_so_many_parts(case):
     changes, message = MODELS[case]
     model = gpt(fp8.CurrentScaling(), **({"vocab_size": 96, "num_layers": 1} | changes))
-    layers = Layers.of(model.init, jax.random.key(0), tokens()[:, :-1])
+    layers = LossTrace.of(model.init, jax.random.key(0), tokens()[:, :-1])
     params = jax.eval_shape(model.init, jax.random.key(0), tokens()[:, :-1])["params"]
     with pytest.raises(ValueError, match=message):
         place_params(Parallelism(make_mesh(tensor=3)), params, layers.offers)

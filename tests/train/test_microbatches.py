@@ -14,8 +14,8 @@ import pytest
 import reference
 
 import jax_fp8 as fp8
-from jax_fp8.grads.gradients import list_gemms
 from jax_fp8.train import programs
+from jax_fp8.train.loss_trace import LossTrace
 
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 BATCH = jax.random.normal(jax.random.key(2), (128, 32), jnp.bfloat16)
@@ -252,7 +252,7 @@ def test_the_layers_of_a_recipe_without_state_are_found():
 
     variables = module.init(jax.random.key(0), BATCH)
     for _ in range(2):  # nothing is remembered
-        assert sorted(list_gemms(loss, variables, BATCH)) == [("mlp", "down"), ("mlp", "up"), ("stacked",)]
+        assert sorted(LossTrace.of(loss, variables, BATCH).gemms) == [("mlp", "down"), ("mlp", "up"), ("stacked",)]
     tx = optax.chain(RECORDED, optax.sgd(0.1))
     results = []
     for cache_weights in (True, False):

@@ -10,7 +10,7 @@ from hybrid import gpt, tokens
 from pipelines import CURRENT, DELAYED, Tanh, dense, layers, loss_of, rows, variables_of
 
 import jax_fp8 as fp8
-from jax_fp8.train.layers import Layers
+from jax_fp8.train.loss_trace import LossTrace
 from jax_fp8.train.pieces import Pieces
 
 NAMES = [f"layer_{number}" for number in range(4)]
@@ -35,11 +35,11 @@ def test_what_pieces_say_is_what_the_loss_says():
     batch = tokens()
     variables = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
     loss = fp8.next_token_loss(model)
-    pieces, whole = Pieces.of(loss, variables, batch), Layers.of(loss, variables, batch)
-    assert pieces.layers == whole and list(pieces.layers.gemms) == list(whole.gemms)
+    pieces, whole = Pieces.of(loss, variables, batch), LossTrace.of(loss, variables, batch)
+    assert pieces.trace == whole and list(pieces.trace.gemms) == list(whole.gemms)
     assert any(offer.columns_of for offer in whole.offers.values()) and len(whole.gemms) == 3 * 4
     assert set(pieces.kinds.values()) == {"layer_0"}
-    short = Layers.of(pieces.short_loss, {key: pieces.short(tree) for key, tree in variables.items()}, batch)
+    short = LossTrace.of(pieces.short_loss, {key: pieces.short(tree) for key, tree in variables.items()}, batch)
     assert pieces.of_all(short.gemms) == whole.gemms and len(short.gemms) == 4
 
 
@@ -67,7 +67,7 @@ def test_kinds_of_layers(case):
     kept = [NAMES[number] for number in sorted({*first})]
     assert list(pieces.short_loss.layers) == kept
     assert list(pieces.short(variables_of(PARTS)["params"])) == ["first", *kept, "last"]
-    gemms = pieces.layers.gemms
+    gemms = pieces.trace.gemms
     assert (
         pieces.of_all({gemm: recipe for gemm, recipe in gemms.items() if gemm[0] in (*kept, "first", "last")}) == gemms
     )

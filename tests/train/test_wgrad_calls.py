@@ -8,12 +8,15 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fp8.core.deferral import FoundOperands, call_mark, kernel_mark
+from jax_fp8.core.deferral import FoundOperands, call_mark
+from jax_fp8.core.recorder import kernel_mark
+from jax_fp8.jaxprs.named_values import Origin, origins
 from jax_fp8.train.wgrad_calls import WeightProduct, weight_products
 
 pytestmark = pytest.mark.versions
 
 A, B = jnp.ones((16, 32)), jnp.ones((3, 16, 32))
+GEMM = ("layer",)
 X, SCALE = jnp.ones((16, 8), jnp.float8_e4m3fn), jnp.float32(1)
 
 
@@ -30,7 +33,7 @@ def products(param, found, times=1, slots=None, layers=None):
     """Of a GEMM whose kernel is this param, or each of its elements, called so often."""
 
     def loss(kernel):
-        name = kernel_mark(0, 0)
+        name = kernel_mark(GEMM, 0)
         if not layers:
             return named(kernel, name)
         return lax.scan(lambda total, element: (total + named(element, name), None), 0.0, kernel)[0]
@@ -38,8 +41,9 @@ def products(param, found, times=1, slots=None, layers=None):
     def gradient(kernel):
         return sum(named(kernel, call_mark(0)) for _ in range(times))
 
-    programs = (jax.make_jaxpr(function)(param).jaxpr for function in (loss, gradient))
-    return weight_products([found], *programs, [param], [slots])
+    of_loss, of_gradient = (jax.make_jaxpr(function)(param).jaxpr for function in (loss, gradient))
+    stacked = () if slots is None else (slots,)
+    return weight_products([found], origins(of_loss, [Origin(0)]), of_gradient, [param], {GEMM: stacked})
 
 
 def test_the_product_of_a_kernel():

@@ -10,7 +10,7 @@ from hybrid import gpt, make_mesh, run, tokens
 
 import jax_fp8 as fp8
 from jax_fp8.core.shards import TensorDim
-from jax_fp8.train.layers import Layers
+from jax_fp8.train.loss_trace import LossTrace
 
 RECIPE = fp8.DelayedScaling(amax_history_len=2)
 MODEL = gpt(RECIPE, num_layers=1)
@@ -21,8 +21,9 @@ X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 
 
 def test_layers_say_what_they_are_when_they_are_traced():
-    of_loss, of_init = Layers.of(LOSS, SHAPES, BATCH), Layers.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
-    assert of_loss == of_init and set(of_loss.gemms.values()) == {RECIPE}
+    of_loss, of_init = LossTrace.of(LOSS, SHAPES, BATCH), LossTrace.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
+    assert (of_loss.offers, of_loss.gemms) == (of_init.offers, of_init.gemms)
+    assert set(of_loss.gemms.values()) == {RECIPE} and not of_loss.changed
     assert tuple(of_loss.gemms) == (
         ("layer_0", "attention", "query+key+value"), ("layer_0", "attention", "out"),
         ("layer_0", "mlp", "up"), ("layer_0", "mlp", "down"),
@@ -34,14 +35,14 @@ def test_layers_say_what_they_are_when_they_are_traced():
     assert of_loss.offers[*attention, "key", "bias"] == of_bias
     assert of_loss.offers["embedding",].splits_rows
     assert of_loss.gemms_of({(*attention, "out", "kernel"): None}, SHAPES["fp8"]) == {(*attention, "out"): RECIPE}
-    plain = Layers.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
+    plain = LossTrace.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
     assert plain.gemms == {} and plain.offers["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
 
 
 def test_a_jitted_loss_says_the_same_the_second_time():
     loss_fn = jax.jit(LOSS)
-    first, again = (Layers.of(loss_fn, SHAPES, BATCH) for _ in range(2))
-    assert first == again == Layers.of(LOSS, SHAPES, BATCH)
+    first, again = (LossTrace.of(loss_fn, SHAPES, BATCH) for _ in range(2))
+    assert first == again == LossTrace.of(LOSS, SHAPES, BATCH)
 
 
 class Columns(nn.Module):

@@ -41,7 +41,7 @@ def take_gradients(
       from_current: scale every tensor by its own amax: for a first pass, when there is no history yet.
       observe: what backward passes measure.
       sums: of gradients, like the params, float32, to which those of the pass are added: `sums + weight * grads`. The
-        kernels of a GEMM with FP8 state, or of one of `gemms` for recipes without state (see `list_gemms`), are added
+        kernels of a GEMM with FP8 state, or of one of `gemms` for recipes without state, are added
         up by the GEMMs that compute their gradients, in place, unless the layer is stacked by `nn.scan`.
     """
 

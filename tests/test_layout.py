@@ -197,6 +197,7 @@ def mirror_gaps(root: pathlib.Path) -> list[str]:
     wanted |= {
         path: pathlib.Path("tests/csrc/device", f"test_{path.stem}.py") for path in headers
     }  # where there is one
+    wanted |= {path: pathlib.Path("tests/csrc", f"test_{path.stem}.py") for path in (root / "csrc").glob("*.cc")}
     for room in (*ROOMS, "csrc"):
         for test in sorted((root / "tests" / room).rglob("test_*.py")):
             if test.relative_to(root) not in wanted.values():

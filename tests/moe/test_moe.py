@@ -13,7 +13,7 @@ from hybrid import make_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits, relative_error
-from test_lowering import custom_calls
+from transformations.test_lowering import custom_calls
 
 import jax_fp8 as fp8
 from jax_fp8.gpt_plans import Choices

@@ -5,6 +5,7 @@ that breaks it.
 """
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -85,7 +86,13 @@ LONG_LINES: dict[str, str] = {}
 def python_files(root: pathlib.Path, *folders: str) -> Iterator[tuple[pathlib.Path, ast.Module]]:
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
-            yield path.relative_to(root), ast.parse(path.read_text(), filename=str(path))
+            yield path.relative_to(root), parsed(path.read_text())
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """One tree of each text, which several rules read."""
+    return ast.parse(text)
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:

@@ -145,6 +145,35 @@ def linear(x, kernel, output_gradient) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return x @ kernel, dy @ kernel.T, x.T @ dy
 
 
+def attention(query, key, value, output_gradient=None, causal=False):
+    """Attention (batch, seq, heads, head_dim) in float64, of keys and values (batch, keys, kv_heads, head_dim).
+
+    Returns:
+      The output; for an output gradient followed by the gradients of query, key, value and of the scores
+      (batch, heads, seq, keys).
+    """
+    q, k, v = (np.asarray(array).astype(np.float64).swapaxes(1, 2) for array in (query, key, value))
+    groups, size = q.shape[1] // k.shape[1], 1 / np.sqrt(q.shape[-1])
+    k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
+    scores = q @ k.swapaxes(2, 3) * size
+    if causal:
+        scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    output = (weights @ v).swapaxes(1, 2)
+    if output_gradient is None:
+        return output
+    dy = np.asarray(output_gradient).astype(np.float64).swapaxes(1, 2)
+    dweights = dy @ v.swapaxes(2, 3)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * size
+
+    def of_group(gradient):  # the sum over the heads that share a key
+        return gradient.reshape(len(gradient), -1, groups, *gradient.shape[2:]).sum(2).swapaxes(1, 2)
+
+    dkey, dvalue = of_group(dscores.swapaxes(2, 3) @ q), of_group(weights.swapaxes(2, 3) @ dy)
+    return output, (dscores @ k).swapaxes(1, 2), dkey, dvalue, dscores
+
+
 def adam(gradient, master, mu, nu, coefficients, decays=True, adam_w_mode=True, precision=np.float32):
     """One step of Adam, every operation rounded to `precision`.
 

@@ -5,6 +5,7 @@ that breaks it.
 """
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -87,7 +88,13 @@ LONG_LINES: dict[str, str] = {}
 def python_files(root: pathlib.Path, *folders: str) -> Iterator[tuple[pathlib.Path, ast.Module]]:
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
-            yield path.relative_to(root), ast.parse(path.read_text(), filename=str(path))
+            yield path.relative_to(root), parsed(path.read_text())
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """One tree of each text, which several rules read."""
+    return ast.parse(text)
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
@@ -199,6 +206,7 @@ def mirror_gaps(root: pathlib.Path) -> list[str]:
     wanted |= {
         path: pathlib.Path("tests/csrc/device", f"test_{path.stem}.py") for path in headers
     }  # where there is one
+    wanted |= {path: pathlib.Path("tests/csrc", f"test_{path.stem}.py") for path in (root / "csrc").glob("*.cc")}
     for room in (*ROOMS, "csrc"):
         for test in sorted((root / "tests" / room).rglob("test_*.py")):
             if test.relative_to(root) not in wanted.values():

@@ -100,12 +100,16 @@ def test_the_layer_names_its_gemms():
 def test_orientations_with_other_tiles_are_both_observed(wgrad):
     """A large row has lines of its own, and hurts the others in the tiles of columns."""
     recipe = BlockScaling(wgrad=wgrad)
-    dy = jax.random.normal(jax.random.key(0), (256, 256)).at[7].multiply(1e5)
-    pair = quantize_transpose(dy, recipe.cast(OUTPUT_GRADIENT, None, lambda: jnp.float32(1)))
-    gemm = Fp8Gemm(recipe, "layer", record=Record(measured={CAST_STATISTICS: jax.new_ref(jnp.zeros(len(STATISTICS)))}))
+    dy = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    dy[7] *= 1e5
+    pair = jax.jit(lambda dy: quantize_transpose(dy, recipe.cast(OUTPUT_GRADIENT, None, lambda: jnp.float32(1))))(dy)
 
     def underflowed(pair) -> float:
-        found = gemm.observe(lambda x: (x,), (dy,), pair)
+        def observe(dy, pair):
+            record = Record(measured={CAST_STATISTICS: jax.new_ref(jnp.zeros(len(STATISTICS)))})
+            return Fp8Gemm(recipe, "layer", record=record).observe(lambda x: (x,), (dy,), pair)
+
+        found = jax.jit(observe)(dy, pair)
         assert found is not None
         return float(found[STATISTICS.index("underflowed")])
 

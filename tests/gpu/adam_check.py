@@ -49,8 +49,6 @@ class Mode:
 
 F32, BF16, F16, U16 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16
 FP8 = (np.dtype(E4M3), np.dtype(E5M2))
-FP8_MAX = {FP8[0]: 448.0, FP8[1]: 57344.0}
-GRID = {FP8[0]: (3, -6), FP8[1]: (2, -14)}  # mantissa bits, smallest normal exponent
 EDITED = 5  # every so many params were changed beside their masters
 MOMENTS = tuple(itertools.product((F32, BF16, E4M3, E5M2), repeat=2))
 WEIGHTS = (  # param, master, values
@@ -131,16 +129,9 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     """
     if c.apply == 0:
         return leaf
-    g, p = wide(leaf.gradient) * c.grad_scale, oracle_master(leaf)
-    if leaf.decays and not adam_w_mode:
-        g = g + p * c.weight_decay
-    m = c.b1 * wide(leaf.mu) + c.one_minus_b1 * g
     second = np.square(wide(leaf.nu)) if isinstance(leaf.nu, Fp8Array) else wide(leaf.nu)
-    v = c.b2 * second + c.one_minus_b2 * (g * g)
-    u = (m * c.correction1) / (np.sqrt(v * c.correction2) + c.eps)
-    if leaf.decays and adam_w_mode:
-        u = u + p * c.weight_decay
-    p = p - c.rate * u
+    arrays = wide(leaf.gradient), oracle_master(leaf), wide(leaf.mu), second
+    m, v, p, _ = reference.adam(*arrays, vars(c), leaf.decays, adam_w_mode)
     index = np.arange(p.size, dtype=np.uint64) if index is None else index.reshape(-1)
     draws = reference.draws_at(index, seed, number)
     moments = {"mu": oracle_mu(leaf, m, draws.mu), "nu": oracle_nu(leaf, v, draws.nu)}
@@ -197,63 +188,25 @@ def oracle_master(leaf) -> np.ndarray:
 def oracle_weight(leaf, p) -> dict:
     """Param and master. Masters beside a bfloat16 param step off the ties that round away from zero."""
     if leaf.param is not None and leaf.param.dtype == BF16 and leaf.master.dtype != F16:
-        tie = p.view(np.uint32) % 2**16 == 2**15
-        away = np.abs(p.astype(BF16).astype(np.float32)) > np.abs(p)
-        p = np.where(tie & away, np.nextafter(p, np.copysign(np.float32(np.inf), p)), p)
+        p = reference.off_the_tie(p)
     if leaf.master is None:
         return {"param": p}
     if leaf.master.dtype == U16:
-        return {
-            "param": p.astype(BF16),
-            "master": np.where(np.isnan(p), 0, p.view(np.uint32) % 2**16).astype(np.uint16),
-        }
+        return {"param": p.astype(BF16), "master": np.where(np.isnan(p), np.uint16(0), reference.remainder(p))}
     master = p.astype(leaf.master.dtype)
     return {"param": None if leaf.param is None else master.astype(leaf.param.dtype), "master": master}
 
 
 def oracle_mu(leaf, m, draw):
     if isinstance(leaf.mu, Fp8Array):
-        scaled = m * (np.float32(1) / leaf.mu_scale)
-        rounded = np.copysign(in_steps(np.abs(scaled), leaf.mu.dtype, draw), scaled)
-        return Fp8Array(as_fp8(rounded, scaled, leaf.mu.dtype), leaf.mu_scale)
-    return m if leaf.mu.dtype == F32 else cut_at_random(m, draw)
+        return Fp8Array(reference.quantize_at_random(m, leaf.mu.dtype, leaf.mu_scale, draw), leaf.mu_scale)
+    return m if leaf.mu.dtype == F32 else reference.round_at_random(m, draw)
 
 
 def oracle_nu(leaf, v, draw):
     if isinstance(leaf.nu, Fp8Array):
-        scaled = np.sqrt(v) * (np.float32(1) / leaf.nu_scale)
-        mantissa_bits, smallest_exponent = GRID[leaf.nu.dtype]
-        rounded = in_steps(scaled, leaf.nu.dtype, draw)
-        rounded = np.where((rounded == 0) & (scaled > 0), 2.0 ** (smallest_exponent - mantissa_bits), rounded)
-        return Fp8Array(as_fp8(rounded, scaled, leaf.nu.dtype), leaf.nu_scale)
-    if leaf.nu.dtype == F32:
-        return v
-    kept = cut_at_random(v, draw)
-    return np.where((kept == 0) & (v > 0), np.uint16(1).view(BF16), kept)
-
-
-def as_fp8(rounded, scaled, dtype) -> np.ndarray:
-    values = rounded.astype(dtype)
-    values.view(np.uint8)[np.isnan(scaled)] = 0x7F
-    return values
-
-
-def in_steps(x, dtype, draw) -> np.ndarray:
-    """In steps of the format, plus a number below one, rounded down."""
-    mantissa_bits, smallest_exponent = GRID[np.dtype(dtype)]
-    largest = np.float32(FP8_MAX[np.dtype(dtype)])
-    x = np.minimum(np.where(np.isnan(x), 0, x), largest)
-    step = np.ldexp(np.float32(1), np.maximum(np.frexp(x)[1] - 1, smallest_exponent) - mantissa_bits)
-    fraction = (draw // 2**12).astype(np.float32) / np.float32(2**20)
-    return np.minimum(np.floor(x / step + fraction) * step, largest)
-
-
-def cut_at_random(x, draw) -> np.ndarray:
-    """bfloat16: random bits below those that are kept, added to the magnitude, and cut off."""
-    magnitude = np.minimum(np.abs(x), np.uint32(0x7F7F0000).view(np.float32)).view(np.uint32)
-    kept = (magnitude + np.where(magnitude < 0x7F7F0000, draw // 2**16, 0).astype(np.uint32)) // 2**16
-    kept = np.where(np.isinf(x), 0x7F80, np.where(np.isnan(x), 0x7FC0, kept)).astype(np.uint16)
-    return (kept + np.uint16(2**15) * np.signbit(x)).astype(np.uint16).view(BF16)
+        return Fp8Array(reference.quantize_root(v, leaf.nu.dtype, leaf.nu_scale, draw), leaf.nu_scale)
+    return v if leaf.nu.dtype == F32 else reference.round_at_random(v, draw, never_zero=True)
 
 
 def whole_index(shape, place) -> np.ndarray:

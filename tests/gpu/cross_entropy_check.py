@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gpu.kernel_check import IN_A_GRAPH, SOURCES, WORKSPACE, seconds_per_call, twice_over_poison
 from gpu.report import Report, Script, as_bytes, on_gpu, run_script
+from losses import cross_entropy
 
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient
 from jax_fp8.kernels.weight_gradient import weight_gradient
@@ -76,17 +77,7 @@ def computed(logits, labels, shares):
     return twice_over_poison(lambda *arrays: run(jnp.array(arrays[0]), *arrays[1:]), logits, labels, shares)
 
 
-# ---- the oracle ------------------------------------------------------------------------------------------------------
-
-
-def expected(logits, labels, shares, z_loss=Z_LOSS):
-    x, share = logits.astype(np.float64), shares[:, None].astype(np.float64)
-    largest = x.max(axis=1, keepdims=True, initial=-np.inf)
-    lse = np.log(np.exp(x - largest).sum(axis=1, keepdims=True)) + largest
-    chosen = np.take_along_axis(x, labels[:, None], axis=1)
-    gradient = share * np.exp(x - lse) * (1 + 2 * z_loss * lse)
-    gradient[np.arange(len(x)), labels] -= shares
-    return gradient, (share * (lse - chosen + z_loss * lse**2))[:, 0], lse[:, 0]
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 def errors(got, wanted, dtype, shares) -> dict[str, bool]:
@@ -105,9 +96,6 @@ def errors(got, wanted, dtype, shares) -> dict[str, bool]:
     return right
 
 
-# ---- the loss --------------------------------------------------------------------------------------------------------
-
-
 def check_rows(report: Report):
     for number, shape in enumerate(SHAPES if on_gpu() else SMALL):
         for dtype in SOURCES:
@@ -116,7 +104,7 @@ def check_rows(report: Report):
             first, second = computed(*arguments)
             same = all(np.array_equal(*map(as_bytes, pair)) for pair in zip(first, second, strict=True))
             report.expect("two runs, the same bytes", same, label)
-            for what, right in errors(first, expected(*arguments), dtype, arguments[2]).items():
+            for what, right in errors(first, cross_entropy(*arguments, Z_LOSS), dtype, arguments[2]).items():
                 report.expect(f"rows: {what}", right, label)
             masked = np.asarray(first[0])[arguments[2] == 0]
             report.expect("rows: a share of 0", not masked.any(), label)
@@ -129,7 +117,7 @@ def check_large_logits(report: Report):
             logits, labels, shares = inputs(5, shape, np.float32)
             logits = (logits + np.linspace(-500, 500, shape[1], dtype=np.float32)).astype(dtype)
             got, _ = computed(logits, labels, shares)
-            gradient = expected(logits, labels, shares)[0]
+            gradient = cross_entropy(logits, labels, shares, Z_LOSS)[0]
             error = np.linalg.norm(got[0].astype(np.float64) - gradient) / np.linalg.norm(gradient)
             allowed = 10 * GRADIENT[dtype] if on_gpu() else 0.02  # the reference compares with a large lse
             report.expect("large logits", error < allowed, f"{jnp.dtype(dtype).name}{list(shape)}: {error:.1e}")
@@ -144,13 +132,15 @@ def check_controls(report: Report):
     other_label[0] ^= 1
     other_share[0] += 0.01
     zeros[0] = 0
-    right = errors(got, expected(logits, labels, shares), jnp.bfloat16, shares)
+    right = errors(got, cross_entropy(logits, labels, shares, Z_LOSS), jnp.bfloat16, shares)
     report.expect("controls", all(right.values()), "the right ones")
     for what, found in {
-        "another label": errors(got, expected(logits, other_label, shares), jnp.bfloat16, shares),
-        "another share": errors(got, expected(logits, labels, other_share), jnp.bfloat16, shares),
-        "no z-loss": errors(got, expected(logits, labels, shares, 0), jnp.bfloat16, shares),
-        "a row of zeros": errors([zeros, *got[1:]], expected(logits, labels, shares), jnp.bfloat16, shares),
+        "another label": errors(got, cross_entropy(logits, other_label, shares, Z_LOSS), jnp.bfloat16, shares),
+        "another share": errors(got, cross_entropy(logits, labels, other_share, Z_LOSS), jnp.bfloat16, shares),
+        "no z-loss": errors(got, cross_entropy(logits, labels, shares, 0), jnp.bfloat16, shares),
+        "a row of zeros": errors(
+            [zeros, *got[1:]], cross_entropy(logits, labels, shares, Z_LOSS), jnp.bfloat16, shares
+        ),
     }.items():
         report.expect("controls", not found["gradient"], f"{what} is not noticed")
 
@@ -234,7 +224,7 @@ def check_head(report: Report):
         report.bits("head: two runs", got, again, "the same bytes")
     rows, rounded = x.reshape(-1, hidden).astype(np.float64), weight.astype(jnp.bfloat16).astype(np.float64)
     shares = np.full(batch * seq, 1 / (batch * seq))
-    slope, losses, _ = expected(rows @ rounded.T, labels.reshape(-1), shares)
+    slope, losses, _ = cross_entropy(rows @ rounded.T, labels.reshape(-1), shares, Z_LOSS)
     report.expect("head: loss", abs(float(loss) / losses.sum() - 1) < 1e-3, f"{loss} instead of {losses.sum()}")
     for what, got, wanted in (("dx", dx.reshape(-1, hidden), slope @ rounded), ("dweight", dweight, slope.T @ rows)):
         error = relative(got, wanted)

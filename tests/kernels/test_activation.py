@@ -53,10 +53,8 @@ def test_forward_and_backward(activation, dtype):
     x = array(0, 2, 12, 32, dtype=dtype)
     dy = array(1, 2, 12, 16 if is_gated(activation) else 32, dtype=dtype)
     y, dx = expected(x, activation, dy)
-    actual, actual_dx = (
-        activate(jnp.asarray(x), activation),
-        activate_backward(jnp.asarray(dy), jnp.asarray(x), activation),
-    )
+    both = jax.jit(lambda dy, x: (activate(x, activation), activate_backward(dy, x, activation)))
+    actual, actual_dx = both(dy, x)
     assert (actual.dtype, actual_dx.dtype) == (dtype, dtype)
     assert_close(actual, y, np.dtype(dtype).name)
     assert_close(actual_dx, dx, np.dtype(dtype).name)
@@ -66,7 +64,7 @@ def test_forward_and_backward(activation, dtype):
 def test_no_activation_passes_for_another(group):
     """Negative control: even the two GELUs, a thousandth apart, are told apart."""
     x = array(0, 24, 32)
-    actual = {name: activate(jnp.asarray(x), name) for name in group}
+    actual = jax.jit(lambda x: {name: activate(x, name) for name in group})(x)
     y = {name: expected(x, name, actual[name])[0] for name in group}
     for name, other in itertools.permutations(group, 2):
         with pytest.raises(AssertionError, match="relative error"):
@@ -76,7 +74,8 @@ def test_no_activation_passes_for_another(group):
 @pytest.mark.parametrize("activation", ALL)
 def test_is_gated_says_which_dim_comes_out(activation):
     assert is_gated(activation) == (activation in plain.GATES)
-    assert activate(jnp.ones((3, 32)), activation).shape == (3, 16 if is_gated(activation) else 32)
+    of = jax.eval_shape(lambda x: activate(x, activation), np.ones((3, 32), np.float32))
+    assert of.shape == (3, 16 if is_gated(activation) else 32)
 
 
 def test_the_gate_is_the_first_half():
@@ -116,12 +115,14 @@ def fused(backward, activation, cast=CAST, activated_cast=ACTIVATED_CAST):
 
 
 def separate(backward, activation, cast=CAST, activated_cast=ACTIVATED_CAST):
-    make = jax.jit(lambda dy, x: activate_backward(dy, x, activation) if backward else activate(x, activation))
-    quantize = jax.jit(lambda made: quantize_transpose_sums(made, cast))
     if not backward:
-        return lambda dy, x: quantize(make(dy, x))[:1]
+        return lambda dy, x: cast_of(made(x, activation), cast)[:1]
     activated = separate(False, activation, activated_cast)
-    return lambda dy, x: (*quantize(make(dy, x)), activated(dy, x)[0].columnwise)
+    return lambda dy, x: (*cast_of(made_backward(dy, x, activation), cast), activated(dy, x)[0].columnwise)
+
+
+made, made_backward = jax.jit(activate, static_argnums=1), jax.jit(activate_backward, static_argnums=2)
+cast_of = jax.jit(quantize_transpose_sums)
 
 
 def assert_same_results(actual, expected):
@@ -170,7 +171,7 @@ def test_float64_rounded_the_same_way(activation, backward, dtype):
     made = (dx if backward else y).astype(np.float32).astype(dtype)
     fp8, wanted_amax = E5M2 if backward else E4M3, reference.amax(made)
     scale = reference.scale_from_amax(wanted_amax, fp8)
-    pair, *beside = fused(backward, activation, Cast.with_scale(fp8, scale))(dy, x)
+    pair, *beside = jax.jit(fused(backward, activation, Cast.with_scale(fp8, scale)))(dy, x)
     values, _ = reference.quantize(made, fp8, scale)
     assert pair.rowwise.dtype == pair.columnwise.dtype == fp8
     assert np.mean(np.asarray(pair.rowwise.values) == values) > 0.995
@@ -209,9 +210,9 @@ def test_sources_of_the_scale(activation):
         (False, activation_amax(x, activation)),
         (True, activation_backward_amax(dy, x, activation)),
     ):
-        given = fused(backward, activation)(dy, x)
-        assert_same_results(fused(backward, activation, row)(dy, x), given)
-        current, *_ = fused(backward, activation, Cast.from_amax(E4M3, amax, ScaleFormula()))(dy, x)
+        given = jax.jit(fused(backward, activation))(dy, x)
+        assert_same_results(jax.jit(fused(backward, activation, row))(dy, x), given)
+        current, *_ = jax.jit(fused(backward, activation, Cast.from_amax(E4M3, amax, ScaleFormula())))(dy, x)
         assert_same_bits(current.rowwise.scale, reference.current_scale(amax, E4M3))
         assert np.max(np.abs(np.asarray(current.columnwise.values, np.float32))) == 448
         assert_same_bits(current.amax, given[0].amax)
@@ -221,12 +222,12 @@ def test_sources_of_the_scale(activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_nothing(activation, shape):
     dy, x = arguments(activation, shape)
-    pair, sums, activated = fused(True, activation)(dy, x)
+    pair, sums, activated = jax.jit(fused(True, activation))(dy, x)
     shapes = pair.rowwise.shape, pair.columnwise.shape, activated.shape
     assert shapes == (x.shape, x.shape[::-1], shape[::-1])
     assert_same_bits(pair.amax, np.float32(0))
     assert_same_bits(sums, np.zeros(x.shape[1], np.float32))
-    assert_same_bits(activation_quantize(x, activation, CAST).rowwise.scale, np.float32(SCALE))
+    assert_same_bits(jax.jit(fused(False, activation))(dy, x)[0].rowwise.scale, np.float32(SCALE))
 
 
 def integers(seed, activation):

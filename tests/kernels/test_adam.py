@@ -89,7 +89,7 @@ def make_leaf(kind, seed) -> Leaf:
 
     def moment(dtype, x, fp8):
         if dtype not in (E4M3, E5M2):
-            return jnp.asarray(x, dtype), None
+            return jnp.asarray(x.astype(dtype)), None
         scale = 1.1 * reference.scale_from_amax(reference.amax(fp8), dtype)
         return Fp8Array(jnp.asarray(reference.quantize(fp8, dtype, scale)[0]), jnp.float32(scale)), jnp.float32(
             scale * 1.3
@@ -102,15 +102,17 @@ def make_leaf(kind, seed) -> Leaf:
         master = reference.off_the_tie(master)
         kept = jnp.asarray(reference.remainder(master))
     else:
-        kept = None if kind.master is None else jnp.asarray(master, kind.master)
-    param = None if kind.param is None else jnp.asarray(master if kind.master is not F16 else kept, kind.param)
+        kept = None if kind.master is None else jnp.asarray(master.astype(kind.master))
+    rounded = np.asarray(kept) if kind.master is F16 else master
+    param = None if kind.param is None else jnp.asarray(rounded.astype(kind.param))
     cast = scale = None
     if kind.cast is not None:
         scale = jnp.float32(reference.scale_from_amax(reference.amax(master), kind.cast))
-        values_t = jnp.full(kind.shape[::-1], 7, kind.cast) if kind.orientations == 2 else None
-        cast = Fp8Pair.of(jnp.full(kind.shape, 7, kind.cast), values_t, jnp.float32(9), jnp.float32(8))
+        values = np.full(kind.shape, 7, kind.cast)
+        values_t = jnp.asarray(values.T) if kind.orientations == 2 else None
+        cast = Fp8Pair.of(jnp.asarray(values), values_t, jnp.float32(9), jnp.float32(8))
     return Leaf(
-        jnp.asarray(gradient, kind.gradient),
+        jnp.asarray(gradient.astype(kind.gradient)),
         mu,
         nu,
         param,
@@ -213,10 +215,10 @@ def test_bits(step, adam_w_mode):
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
 def test_bits_outside_jit(adam_w_mode):
+    """Every kind as a matrix, since each shape compiles anew; and a number, and nothing at all."""
     step = STEPS["scaled"]
-    for number, before in enumerate(LEAVES):
-        if before.gradient.size > 100 and number != 8:
-            continue  # every shape compiles anew; one matrix is enough, that of a param in FP8
+    matrices = [make_leaf(kind._replace(shape=(4, 6)), seed) for seed, kind in enumerate(KINDS)]
+    for number, before in enumerate([*matrices, LEAVES[0], LEAVES[2]]):
         after, update = adam_leaf(before, coefficients(step), jnp.uint32(3), number, adam_w_mode)
         arrays, expected_update = expect(before, step, 3, number, adam_w_mode)
         assert_updated(after, before, arrays)

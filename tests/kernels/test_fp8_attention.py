@@ -4,12 +4,14 @@ and parts on several devices.
 
 import json
 import re
+from functools import cache, partial
 from itertools import count
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import TOLERANCE, assert_close
@@ -18,50 +20,39 @@ from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.kernels import fp8_attention
 from jax_fp8.kernels.fp8_attention import attend, attend_backward, check_head_dim, check_tokens
-from jax_fp8.kernels.quantize import quantize
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 128, 4, 2, 128
 SIZES = {"query": 1.5, "key": 1.0, "value": 0.01, "doutput": 1e-4}  # so that a scale left out shows
 
 
+@cache
 def operands(seq=SEQ, keys=SEQ):
     rows = {"query": (seq, HEADS), "key": (keys, KV_HEADS), "value": (keys, KV_HEADS), "doutput": (seq, HEADS)}
     found = []
     for number, (name, of) in enumerate(rows.items()):
-        x = SIZES[name] * jax.random.normal(jax.random.key(number), (BATCH, *of, HEAD_DIM))
-        found.append(quantize(x, E4M3, jnp.max(jnp.abs(x)) / 448))
+        x = SIZES[name] * np.random.default_rng(number).normal(size=(BATCH, *of, HEAD_DIM)).astype(np.float32)
+        scale = reference.amax(x) / np.float32(448)
+        found.append(Fp8Array(jnp.asarray(reference.quantize(x, E4M3, scale)[0]), jnp.float32(scale)))
     return found
 
 
 def exact(query, key, value, doutput, causal):
-    """Output and gradients of dequantized arrays in float64, head by head."""
-    query, key, value, doutput = (np.float64(np.asarray(of)) for of in (query, key, value, doutput))
-    output, dquery, dkey, dvalue, dscores = (np.zeros(of.shape) for of in (query, query, key, value, query))
-    largest = 0.0
-    for head in range(HEADS):
-        shared = head // (HEADS // KV_HEADS)
-        q, k, v, do = query[:, :, head], key[:, :, shared], value[:, :, shared], doutput[:, :, head]
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(HEAD_DIM)
-        if causal:
-            scores = np.where(np.tril(np.ones(scores.shape[1:])), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        output[:, :, head] = weights @ v
-        dweights = do @ v.swapaxes(1, 2)
-        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) / np.sqrt(HEAD_DIM)
-        largest = max(largest, np.abs(dscores).max())
-        dquery[:, :, head] = dscores @ k
-        dkey[:, :, shared] += dscores.swapaxes(1, 2) @ q
-        dvalue[:, :, shared] += weights.swapaxes(1, 2) @ do
-    return output, (dquery, dkey, dvalue), [largest, *(np.abs(of).max() for of in (dquery, dkey, dvalue))]
+    """Output and gradients of dequantized arrays in float64, and the amaxes of the four gradients."""
+    arrays = (np.float64(np.asarray(of)) for of in (query, key, value, doutput))
+    output, *gradients, dscores = reference.attention(*arrays, causal)
+    return output, gradients, [np.abs(of).max() for of in (dscores, *gradients)]
 
 
 def scales_of(amaxes):
-    return tuple(jnp.float32(amax / 448) for amax in amaxes)
+    return tuple(np.float32(amax / 448) for amax in amaxes)
 
 
+ATTEND = jax.jit(attend, static_argnames="causal")
+
+
+@partial(jax.jit, static_argnames="causal")
 def backward(query, key, value, doutput, scales, causal, **replaced):
-    output, statistics = attend(query, key, value, causal=causal)
+    output, statistics = ATTEND(query, key, value, causal=causal)
     options = {"output": output, "statistics": statistics, "doutput": doutput, **replaced}
     return attend_backward(query, key, value, scales=scales, causal=causal, **options)
 
@@ -71,10 +62,10 @@ def test_against_float64(causal, keys):
     """Each of two products in a row rounds one operand to E4M3, and the result is rounded once more."""
     arrays = operands(keys=keys)
     output, gradients, amaxes = exact(*arrays, causal)
-    got, statistics = attend(*arrays[:3], causal=causal)
+    got, statistics = ATTEND(*arrays[:3], causal=causal)
     assert got.dtype == E4M3 and statistics.shape == (BATCH, KV_HEADS, HEADS // KV_HEADS, SEQ)
     assert_close(got.dequantize(), output, "float8_e4m3fn")
-    found, measured = backward(*arrays, scales_of(amaxes), causal)
+    found, measured = backward(*arrays, scales_of(amaxes), causal=causal)
     for one, other in zip(found, gradients, strict=True):
         assert one.dtype == E4M3
         assert_close(one.dequantize(), other, "linear")
@@ -84,8 +75,8 @@ def test_against_float64(causal, keys):
 def test_the_scale_of_the_output_bounds_it():
     """The output is at most the largest value, where all weights are on it; and it does not saturate there."""
     query, key, _, _ = operands()
-    value = quantize(jnp.full((BATCH, SEQ, KV_HEADS, HEAD_DIM), 3.0), E4M3, jnp.float32(3 / 448))
-    output, _ = attend(query, key, value, causal=False)
+    value = Fp8Array(np.full((BATCH, SEQ, KV_HEADS, HEAD_DIM), 448, E4M3), np.float32(3 / 448))
+    output, _ = ATTEND(query, key, value, causal=False)
     assert_close(output.dequantize(), np.full(output.shape, 3.0), "float8_e4m3fn")
     assert np.abs(np.asarray(output.values, np.float32)).max() <= 448 / 2 * 1.07
 
@@ -100,17 +91,17 @@ def test_a_wrong_scale_is_seen(wrong):
     scales = [*scales_of(amaxes)]
     replaced = {}
     if isinstance(wrong, int):
-        expected = backward(*arrays.values(), scales, True)[0]
+        expected = backward(*arrays.values(), scales, causal=True)[0]
         scales[wrong] = scales[wrong] * 2.0**16
-        found = backward(*arrays.values(), scales, True)[0]
+        found = backward(*arrays.values(), scales, causal=True)[0]
         assert any(_error(one, other.dequantize()) > 0.05 for one, other in zip(found, expected, strict=True))
         return
     if wrong == "output":
-        output, statistics = attend(*list(arrays.values())[:3], causal=True)
+        output, statistics = ATTEND(*list(arrays.values())[:3], causal=True)
         replaced = {"output": Fp8Array(output.values, 2 * output.scale), "statistics": statistics}
     else:
         arrays[wrong] = Fp8Array(arrays[wrong].values, 2 * arrays[wrong].scale)
-    found, _ = backward(*arrays.values(), scales, True, **replaced)
+    found, _ = backward(*arrays.values(), scales, causal=True, **replaced)
     assert any(_error(one, other) > 2 * TOLERANCE["linear"] for one, other in zip(found, gradients, strict=True))
 
 
@@ -123,8 +114,8 @@ def test_amaxes_are_those_before_the_cast():
     """They do not depend on the scale of their own tensor, or a scale that is too small would stay."""
     arrays = operands()
     *_, amaxes = exact(*arrays, True)
-    good = backward(*arrays, scales_of(amaxes), True)[1]
-    tiny = backward(*arrays, scales_of([amaxes[0], *(1e-3 * of for of in amaxes[1:])]), True)[1]
+    good = backward(*arrays, scales_of(amaxes), causal=True)[1]
+    tiny = backward(*arrays, scales_of([amaxes[0], *(1e-3 * of for of in amaxes[1:])]), causal=True)[1]
     np.testing.assert_allclose(tiny, good, rtol=1e-6)
 
 
@@ -247,9 +238,9 @@ def test_long_sequences_are_apart(with_kernels, monkeypatch):
     monkeypatch.setattr(fp8_attention, "_call", call)
     queries, keys = (4, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM), (4, SEQ, KV_HEADS, HEAD_DIM)
     shapes = queries, keys, keys, queries, queries, (4, KV_HEADS, HEADS // KV_HEADS, SEQ)
-    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
-    arrays[5] = arrays[5].at[2].mul(3)  # what is largest is in one sequence
-    scales = [jnp.float32(2) for _ in range(9)]
+    arrays = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
+    arrays[5][2] *= 3  # what is largest is in one sequence
+    scales = [np.float32(2)] * 9
 
     def backward(apart):
         sizes.clear()
@@ -279,7 +270,7 @@ def test_on_shards(kind, spec, tensor):
 
     @jax.jit
     def both(query, key, value, doutput):
-        found = backward(query, key, value, doutput, scales, True)
+        found = backward(query, key, value, doutput, scales, causal=True)
         return attend(query, key, value, causal=True)[0].dequantize(), [of.dequantize() for of in found[0]], found[1]
 
     expected, got = both(*arrays), both(*map(placed, arrays))

@@ -14,7 +14,7 @@ from reference import assert_close, assert_same_bits
 
 from jax_fp8.core.cast import LINE, SQUARE
 from jax_fp8.core.formats import E4M3, E5M2
-from jax_fp8.core.fp8_array import Fp8Array, spread, tiles_of
+from jax_fp8.core.fp8_array import Fp8Array, tiles_of
 from jax_fp8.kernels import dispatch, extension, grouped_gemm
 from jax_fp8.kernels.grouped_gemm import (
     GRADIENT_TARGET,
@@ -52,7 +52,14 @@ def operand(seed, shape, dtype=E4M3, scale=0.3, tile=None) -> Fp8Array:
 
 
 def exact(x) -> np.ndarray:
-    return np.asarray(x.values).astype(np.float64) * np.asarray(spread(x.scale, x.shape, x.tile), np.float64)
+    scale = np.asarray(x.scale, np.float64)
+    for dim, length in enumerate(x.tile or ()):
+        scale = scale.repeat(length, axis=dim)
+    return np.asarray(x.values).astype(np.float64) * scale[tuple(map(slice, x.shape if x.tile else ()))]
+
+
+MATMUL = jax.jit(grouped_matmul, static_argnames="dtype")
+GRADIENT = jax.jit(grouped_weight_gradient, static_argnames="dtype")
 
 
 def dense_matmul(a, b, starts) -> np.ndarray:
@@ -73,14 +80,14 @@ def test_against_float64(groups, a_dtype, b_dtype):
     starts, rows = starts_of(groups)
     experts = len(starts) - 1
     a, b = operand(0, (rows, K), a_dtype), operand(1, (experts, N, K), b_dtype, 7.0)
-    product = grouped_matmul(a, b, jnp.asarray(starts), dtype=jnp.float32)
+    product = MATMUL(a, b, starts, dtype=jnp.float32)
     wanted = dense_matmul(a, b, starts)
     assert product.shape == (rows, N) and product.dtype == jnp.float32
     assert_close(product, wanted, "gemm_float32") if starts[-1] else assert_same_bits(product, wanted.astype("f4"))
     assert not np.asarray(product)[starts[-1] :].any()
 
     x, dy = operand(2, (K, rows), a_dtype), operand(3, (N, rows), b_dtype, 7.0)
-    gradient = grouped_weight_gradient(x, dy, jnp.asarray(starts))
+    gradient = GRADIENT(x, dy, starts)
     wanted = dense_gradient(x, dy, starts)
     assert gradient.shape == (experts, K, N) and gradient.dtype == jnp.float32
     assert_close(gradient, wanted, "gemm_float32") if starts[-1] else assert_same_bits(gradient, wanted.astype("f4"))
@@ -92,11 +99,11 @@ def test_against_float64(groups, a_dtype, b_dtype):
 def test_result_dtypes(dtype, kind):
     starts, rows = starts_of("uneven")
     a, b = operand(0, (rows, K), scale=0.1), operand(1, (3, N, K), scale=0.1)
-    product = grouped_matmul(a, b, jnp.asarray(starts), dtype=dtype)
+    product = MATMUL(a, b, starts, dtype=dtype)
     assert product.dtype == dtype
     assert_close(product, dense_matmul(a, b, starts), kind)
     x, dy = operand(2, (K, rows), scale=0.1), operand(3, (N, rows), scale=0.1)
-    gradient = grouped_weight_gradient(x, dy, jnp.asarray(starts), dtype=dtype)
+    gradient = GRADIENT(x, dy, starts, dtype=dtype)
     assert gradient.dtype == dtype
     assert_close(gradient, dense_gradient(x, dy, starts), kind)
 
@@ -105,10 +112,10 @@ def test_result_dtypes(dtype, kind):
 def test_by_tile(k, n):
     starts, rows = starts_of("room behind")
     a, b = operand(0, (rows, k), tile=LINE), operand(1, (2, n, k), tile=SQUARE_OF_EACH)
-    product = grouped_matmul(a, b, jnp.asarray(starts), dtype=jnp.float32)
+    product = MATMUL(a, b, starts, dtype=jnp.float32)
     assert_close(product, dense_matmul(a, b, starts), "gemm_float32")
     x, dy = operand(2, (k, rows), tile=LINE), operand(3, (n, rows), tile=SQUARE)
-    gradient = grouped_weight_gradient(x, dy, jnp.asarray(starts))
+    gradient = GRADIENT(x, dy, starts)
     assert_close(gradient, dense_gradient(x, dy, starts), "gemm_float32")
     moved = Fp8Array(b.values, b.scale[::-1], b.tile)
     with pytest.raises(AssertionError, match="relative error"):
@@ -122,7 +129,7 @@ def test_one_group_is_one_product():
     a, b = Fp8Array(jnp.asarray(values), jnp.float32(0.5)), Fp8Array(jnp.asarray(matrix), jnp.float32(2))
     wanted = reference.matmul(values, matrix[0])
     assert_same_bits(
-        grouped_matmul(a, b, jnp.int32([0, 128]), dtype=jnp.float32),
+        MATMUL(a, b, np.int32([0, 128]), dtype=jnp.float32),
         wanted.astype(np.float32),
     )
 
@@ -133,10 +140,10 @@ def test_a_wrong_product_would_be_noticed(wrong):
     a, b = operand(0, (rows, K)), operand(1, (3, N, K), scale=7.0)
     wanted = dense_matmul(a, b, starts)
     found = {
-        "starts": lambda: grouped_matmul(a, b, jnp.int32([0, 128, 128, 384])),
-        "expert": lambda: grouped_matmul(a, Fp8Array(b.values[::-1], b.scale), jnp.asarray(starts)),
-        "scale": lambda: grouped_matmul(a, Fp8Array(b.values, jnp.float32(1)), jnp.asarray(starts)),
-        "zero": lambda: jnp.zeros((rows, N)),
+        "starts": lambda: MATMUL(a, b, np.int32([0, 128, 128, 384])),
+        "expert": lambda: MATMUL(a, Fp8Array(b.values[::-1], b.scale), starts),
+        "scale": lambda: MATMUL(a, Fp8Array(b.values, jnp.float32(1)), starts),
+        "zero": lambda: np.zeros((rows, N)),
     }[wrong]()
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(found, wanted, "gemm_bfloat16")
@@ -147,11 +154,11 @@ def test_a_nan_stays_in_its_group():
     starts, rows = starts_of("even")
     a, b = operand(0, (rows, K)), operand(1, (3, N, K))
     broken = Fp8Array(b.values.at[1, 3, 5].set(jnp.nan), b.scale)
-    is_nan = np.isnan(np.asarray(grouped_matmul(a, broken, jnp.asarray(starts), dtype=jnp.float32)))
+    is_nan = np.isnan(np.asarray(MATMUL(a, broken, starts, dtype=jnp.float32)))
     assert is_nan[128:256, 3].all() and is_nan.sum() == 128
     x, dy = operand(2, (K, rows)), operand(3, (N, rows))
     broken = Fp8Array(dy.values.at[3, 200].set(jnp.nan), dy.scale)
-    is_nan = np.isnan(np.asarray(grouped_weight_gradient(x, broken, jnp.asarray(starts))))
+    is_nan = np.isnan(np.asarray(GRADIENT(x, broken, starts)))
     assert is_nan[1, :, 3].all() and is_nan.sum() == K
 
 

@@ -31,6 +31,8 @@ DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
 SCALE = 0.0123
 CAST = Cast.with_scale(E4M3, SCALE)
 EPSILON = 1e-3  # large enough to matter to the numbers below
+NORMALIZE, BACKWARD = jax.jit(normalize, static_argnums=(2, 3)), jax.jit(normalize_backward)
+QUANTIZE = jax.jit(norm_quantize, static_argnums=2, static_argnames="orientations")
 
 
 def array(seed, *shape, dtype=np.float32, mean=0.0) -> np.ndarray:
@@ -56,9 +58,9 @@ def test_forward_and_backward(norm, shape, dtype):
     x, dy, norm = array(0, *shape, dtype=dtype, mean=0.5), array(1, *shape, dtype=dtype), parameters(norm)
     kind = np.dtype(dtype).name
     y, (dx, dnorm) = expected(x, norm, dy)
-    actual, statistics = normalize(jnp.asarray(x), norm, EPSILON, dtype)
+    actual, statistics = NORMALIZE(x, norm, EPSILON, dtype)
     assert_close(actual, y, kind)
-    actual_dx, actual_dnorm = normalize_backward(jnp.asarray(dy), jnp.asarray(x), norm, statistics)
+    actual_dx, actual_dnorm = BACKWARD(dy, x, norm, statistics)
     assert (actual.dtype, actual_dx.dtype) == (dtype, dtype)
     assert_close(actual_dx, dx, kind)
     assert_close(actual_dnorm.scale, dnorm.scale, "float32")
@@ -78,19 +80,17 @@ def test_another_norm_would_be_noticed(wrong):
     norm = {"other_norm": parameters("rmsnorm"), "scale": NormParameters(np.ones(24, np.float32), norm.bias)}.get(
         wrong, norm
     )
-    actual, statistics = normalize(jnp.asarray(x), norm, 0.0 if wrong == "epsilon" else EPSILON, jnp.float32)
+    actual, statistics = NORMALIZE(x, norm, 0.0 if wrong == "epsilon" else EPSILON, np.float32)
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(actual, y, "float32")
     with pytest.raises(AssertionError, match="relative error"):
-        assert_close(normalize_backward(jnp.asarray(dy), jnp.asarray(x), norm, statistics)[0], dx, "float32")
+        assert_close(BACKWARD(dy, x, norm, statistics)[0], dx, "float32")
 
 
 def test_a_large_mean_is_subtracted_before_squaring():
     x = array(0, 4, 24, mean=1000.0)
     y, _ = expected(x, parameters("layernorm"), x)
-    assert_close(
-        normalize(jnp.asarray(x), parameters("layernorm"), EPSILON, jnp.float32)[0], y, "float16"
-    )  # x itself has 24 bits
+    assert_close(NORMALIZE(x, parameters("layernorm"), EPSILON, np.float32)[0], y, "float16")  # x itself has 24 bits
 
 
 def test_rounded_once():
@@ -104,8 +104,8 @@ def test_rounded_once():
 
 def test_gradients_have_the_dtypes_of_what_they_are_gradients_of():
     x, norm = jnp.asarray(array(0, 32, 24, dtype=ml_dtypes.bfloat16)), parameters("layernorm", dtype=ml_dtypes.bfloat16)
-    _, statistics = normalize(x, norm, EPSILON, jnp.float32)
-    gradients = normalize_backward(x, x, norm, statistics)
+    _, statistics = NORMALIZE(x, norm, EPSILON, np.float32)
+    gradients = BACKWARD(x, x, norm, statistics)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -135,7 +135,7 @@ def steps_apart(a, b) -> np.ndarray:
 def test_quantized_as_float64_would_be(norm, dtype, fp8):
     """One element in a thousand may be rounded the other way, when float32 has it next to a tie."""
     x, norm = array(0, 64, 48, dtype=dtype, mean=0.5), parameters(norm, 48)
-    pair, statistics = norm_quantize(jnp.asarray(x), norm, EPSILON, Cast.with_scale(fp8, SCALE))
+    pair, statistics = QUANTIZE(x, norm, EPSILON, Cast.with_scale(fp8, SCALE))
     y, _ = expected(x, norm, x)
     wanted, wanted_amax = reference.quantize(y.astype(dtype), fp8, SCALE)
     apart = steps_apart(pair.rowwise.values, wanted)
@@ -156,14 +156,15 @@ def test_quantized_as_float64_would_be(norm, dtype, fp8):
 def test_the_definition(norm, dtype, transform):
     """The operations one after the other: what is between them is rounded, under jit as well."""
     x, norm = jnp.asarray(array(0, 48, 64, dtype=dtype)), parameters(norm, 64)
-    y, statistics = jax.jit(lambda x: normalize(x, norm, EPSILON, dtype))(x)
-    separate = quantize_transpose(y, CAST), statistics
+    y, statistics = NORMALIZE(x, norm, EPSILON, dtype)
+    cast = jax.jit(quantize_transpose)
+    separate = cast(y, CAST), statistics
     fused = transform(lambda x: norm_quantize(x, norm, EPSILON, CAST))(x)
     jax.tree.map(assert_same_bits, fused, separate)
     assert_same_bits(transform(lambda x: norm_amax(x, norm, EPSILON))(x), separate[0].amax)
     if dtype != np.float32:
-        unrounded, _ = normalize(x, norm, EPSILON, jnp.float32)
-        assert steps_apart(quantize_transpose(unrounded, CAST).rowwise.values, fused[0].rowwise.values).any()
+        unrounded, _ = NORMALIZE(x, norm, EPSILON, np.float32)
+        assert steps_apart(cast(unrounded, CAST).rowwise.values, fused[0].rowwise.values).any()
 
 
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
@@ -171,8 +172,8 @@ def test_the_definition(norm, dtype, transform):
 def test_one_orientation(tile, orientation):
     x, norm = jnp.asarray(array(0, 16, 32)), parameters("layernorm", 32)
     cast = Cast.by_tile(E5M2, tile, ScaleFormula()) if tile else Cast.with_scale(E5M2, SCALE)
-    both, statistics = norm_quantize(x, norm, EPSILON, cast)
-    one, its_statistics = norm_quantize(x, norm, EPSILON, cast, orientations=orientation)
+    both, statistics = QUANTIZE(x, norm, EPSILON, cast)
+    one, its_statistics = QUANTIZE(x, norm, EPSILON, cast, orientations=orientation)
     assert {name for name in ("rowwise", "columnwise") if getattr(one, name) is not None} == {orientation}
     jax.tree.map(assert_same_bits, getattr(one, orientation), getattr(both, orientation))
     jax.tree.map(assert_same_bits, (one.amax, its_statistics), (both.amax, statistics))
@@ -195,7 +196,7 @@ def test_fused_backward(norm, dtype, with_residual):
     x, dy, residual = (jnp.asarray(array(seed, 32, 24, dtype=dtype, mean=0.5)) for seed in (0, 1, 2))
     norm, kind = parameters(norm, dtype=dtype), np.dtype(dtype).name
     _, (dx, dnorm) = expected(np.asarray(x), norm, np.asarray(dy))
-    _, statistics = normalize(x, norm, EPSILON, dtype)
+    _, statistics = NORMALIZE(x, norm, EPSILON, dtype)
     given = residual if with_residual else None
     actual_dx, actual_dnorm = jax.jit(norm_backward)(dy, x, norm, statistics, given)
     wanted = dx + (np.asarray(residual, np.float64) if with_residual else 0)
@@ -291,7 +292,7 @@ def test_what_the_kernels_are_told(with_kernels):
 
 
 X, PARAMETERS = jnp.ones((16, 32)), parameters("layernorm", 32)
-STATISTICS = normalize(X, PARAMETERS, EPSILON, X.dtype)[1]
+STATISTICS = NORMALIZE(X, PARAMETERS, EPSILON, np.float32)[1]
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,12 @@ def test_values_times_scale_is_x(dtype, kind):
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 5), (0, 5), (5, 0)])
 def test_any_shape(shape):
     x = normal(*shape)
-    pair = quantize_rowwise(jnp.asarray(x), Cast.with_scale(E4M3, 0.5))
+    both = jax.jit(lambda x: (quantize_rowwise(x, Cast.with_scale(E4M3, 0.5)), quantize(x, E4M3, 0.5)))
+    pair, alone = both(x)
     values, expected_amax = reference.quantize(x, E4M3, 0.5)
     assert_same_bits(pair.rowwise.values, values)
     assert_same_bits(pair.amax, expected_amax)
-    assert_same_bits(quantize(jnp.asarray(x), E4M3, 0.5).values, values)
+    assert_same_bits(alone.values, values)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -155,7 +156,7 @@ def test_sums_of_columns(shape, source, transform):
     """In float32, whatever the dtype: a sum of 300 bfloat16 would be off by a percent."""
     x = (normal(*shape).astype(np.float32) + 1).astype(source)
     pair, sums = transform(lambda x: quantize_transpose_sums(x, CAST))(jnp.asarray(x))
-    jax.tree.map(assert_same_bits, pair, quantize_transpose(jnp.asarray(x), CAST))
+    jax.tree.map(assert_same_bits, pair, jax.jit(quantize_transpose)(x, CAST))
     assert (sums.shape, sums.dtype) == (shape[1:], np.float32)
     if x.size:
         reference.assert_close(sums, x.astype(np.float64).sum(axis=0), "float32")
@@ -171,7 +172,7 @@ WIDTHS = [(16, 32, 48), (32, 64), (96,), (1, 90, 5)]
 
 
 def side_by_side(x, widths):
-    return tuple(jnp.asarray(part) for part in np.split(x, np.cumsum(widths)[:-1], axis=1))
+    return tuple(np.split(x, np.cumsum(widths)[:-1], axis=1))
 
 
 @pytest.mark.parametrize("quantized", [quantize_transpose, quantize_transpose_sums])
@@ -180,12 +181,12 @@ def side_by_side(x, widths):
 def test_matrices_side_by_side_are_one(quantized, widths, transform):
     x = normal(33, 96)
     cast = Cast.with_scale(E5M2, 0.3)
-    whole = quantized(jnp.asarray(x), cast)
+    whole = jax.jit(quantized)(x, cast)
     parts = side_by_side(x, widths)
     jax.tree.map(assert_same_bits, transform(lambda parts: quantized(parts, cast))(parts), whole)
     if len(parts) > 1:
         with pytest.raises(AssertionError, match=r"elements differ|shape"):
-            jax.tree.map(assert_same_bits, quantized(parts[::-1], cast), whole)
+            jax.tree.map(assert_same_bits, jax.jit(quantized)(parts[::-1], cast), whole)
 
 
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -199,7 +200,7 @@ def test_matrices_side_by_side_on_a_mesh(spec, axis_type):
     with jax.set_mesh(mesh):
         parts = tuple(jax.device_put(part, NamedSharding(mesh, spec)) for part in side_by_side(x, WIDTHS[0]))
         got = jax.jit(lambda parts: quantize_transpose_sums(parts, CAST))(parts)
-    jax.tree.map(assert_same_bits, got, quantize_transpose_sums(jnp.asarray(x), CAST))
+    jax.tree.map(assert_same_bits, got, jax.jit(quantize_transpose_sums)(x, CAST))
 
 
 @pytest.fixture

@@ -95,7 +95,10 @@ def test_fields_and_inputs(layer, x, message):
     ("x", "message"),
     [
         ([[1.0] * 32], "Dense needs an array, got a list; pass jnp.asarray"),
-        (fp8.quantize(MATRIX, fp8.E4M3, 1.0), r"Dense needs an array, got a Fp8Array .*\[16, 32\]; .* dequantize\(\)"),
+        (
+            fp8.Fp8Array(MATRIX.astype(fp8.E4M3), jnp.float32(1)),
+            r"Dense needs an array, got a Fp8Array .*\[16, 32\]; .* dequantize\(\)",
+        ),
     ],
     ids=["list", "Fp8Array"],
 )

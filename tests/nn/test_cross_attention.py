@@ -1,5 +1,7 @@
 """CrossAttention against Flax's own in float32; padding and documents of either side; a model that reads by it."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,28 +19,29 @@ HEADS, HEAD_DIM = 4, 16
 
 def inputs(dtype=jnp.float32):
     """x (batch, seq, width) and a context, longer and narrower."""
-    of_x, of_context = jax.random.split(jax.random.key(0))
-    return jax.random.normal(of_x, (4, 8, 64), dtype), jax.random.normal(of_context, (4, 12, 48), dtype)
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(4, 8, 64)).astype(dtype), rng.normal(size=(4, 12, 48)).astype(dtype)
 
 
+@partial(jax.jit, static_argnums=3)
 def flaxs(params, x, context, kv_heads, mask=None):
     """The same by Flax, in float32: (in, heads, head_dim) are its kernels, keys and values repeated for their group."""
 
     def projection(name):
-        kernel, bias = (np.asarray(params[name][leaf], np.float32) for leaf in ("kernel", "bias"))
+        kernel, bias = (params[name][leaf].astype(np.float32) for leaf in ("kernel", "bias"))
         repeats = 1 if name == "query" else HEADS // kv_heads
         kernel, bias = kernel.reshape(len(kernel), -1, HEAD_DIM), bias.reshape(-1, HEAD_DIM)
         return {"kernel": kernel.repeat(repeats, axis=1), "bias": bias.repeat(repeats, axis=0)}
 
     theirs = {name: projection(name) for name in ("query", "key", "value")}
-    out = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), dict(params["out"]))
+    out = jax.tree.map(lambda leaf: leaf.astype(np.float32), dict(params["out"]))
     theirs["out"] = out | {"kernel": out["kernel"].reshape(HEADS, HEAD_DIM, -1)}
     module = nn.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * HEAD_DIM, out_features=x.shape[-1])
     return module.apply({"params": theirs}, x.astype(jnp.float32), context.astype(jnp.float32), mask=mask)
 
 
 def made(module, *args):
-    return module.init(jax.random.key(1), *args)
+    return jax.jit(module.init)(jax.random.key(1), *args)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -52,9 +55,10 @@ def test_it_is_flaxs(recipe, kv_heads):
     assert shapes["key"]["kernel"] == shapes["value"]["kernel"] == (48, kv_heads * HEAD_DIM)
     if recipe is not None and recipe.has_state:
         assert set(variables["fp8"]) == {"query", "key+value", "out"}
-        changed = module.apply(variables, x, context, mutable=["fp8"])[1]  # calibrated
-        variables = variables | {"fp8": fp8.update_state(changed["fp8"], recipe)}
-    found, kind = module.apply(variables, x, context), "block" if recipe else "bfloat16"
+        changed = jax.jit(partial(module.apply, mutable=["fp8"]))(variables, x, context)[1]  # calibrated
+        update = jax.jit(partial(fp8.update_state, recipe=recipe))
+        variables = variables | {"fp8": update(changed["fp8"])}
+    found, kind = jax.jit(module.apply)(variables, x, context), "block" if recipe else "bfloat16"
     assert_close(found, flaxs(variables["params"], x, context, kv_heads), kind)
     params = variables["params"]
     swapped = params | {"key": params["value"], "value": params["key"]}
@@ -71,7 +75,7 @@ def test_gradients_are_flaxs():
         return jnp.sum(jnp.sin(of(x, context)))
 
     def gradients(of):
-        return jax.grad(lambda *args: loss(of, *args), (0, 1))(x, context)
+        return jax.jit(jax.grad(lambda *args: loss(of, *args), (0, 1)))(x, context)
 
     ours = gradients(lambda *args: module.apply({"params": params}, *args))
     theirs = gradients(lambda *args: flaxs(params, *args, 2))
@@ -84,9 +88,9 @@ def test_a_norm_of_x_and_its_residual(recipe):
     x, context = inputs(jnp.bfloat16)
     module = fp8.CrossAttention(HEADS, norm="layernorm", residual=True, recipe=recipe)
     params = made(module, 4 * x, context)["params"]
-    normed = nn.LayerNorm().apply({"params": params["norm"]}, 4 * x.astype(jnp.float32))
-    expected = 4 * x.astype(jnp.float32) + flaxs(params, normed, context, HEADS)
-    found = module.apply({"params": params}, 4 * x, context)
+    normed = jax.jit(nn.LayerNorm().apply)({"params": params["norm"]}, 4 * x.astype(np.float32))
+    expected = 4 * x.astype(np.float32) + np.asarray(flaxs(params, normed, context, HEADS))
+    found = jax.jit(module.apply)({"params": params}, 4 * x, context)
     assert_close(found, expected, "bfloat16")
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(found, expected - 4 * x, "bfloat16")
@@ -96,18 +100,19 @@ def test_norms_of_heads():
     (x, context), module = inputs(), fp8.CrossAttention(HEADS, qk_norm=True, recipe=None, dtype=jnp.float32)
     params = made(module, x, context)["params"]
     assert params["query_norm"]["scale"].shape == params["key_norm"]["scale"].shape == (HEAD_DIM,)
-    found = module.apply({"params": params}, x, context)
-    larger = params | {"key": jax.tree.map(lambda leaf: 9 * leaf, params["key"])}
-    assert_close(module.apply({"params": larger}, x, context), found, "float32")
-    scaled = params | {"key_norm": {"scale": 3 * params["key_norm"]["scale"]}}
-    assert np.abs(module.apply({"params": scaled}, x, context) - found).max() > 1e-2
+    apply = jax.jit(lambda params: module.apply({"params": params}, x, context))
+    found = np.asarray(apply(params))
+    larger = params | {"key": jax.tree.map(lambda leaf: 9 * np.asarray(leaf), params["key"])}
+    assert_close(apply(larger), found, "float32")
+    scaled = params | {"key_norm": {"scale": 3 * np.asarray(params["key_norm"]["scale"])}}
+    assert np.abs(apply(scaled) - found).max() > 1e-2
 
 
 def test_padding_and_documents_of_either_side():
     (x, context), module = inputs(), fp8.CrossAttention(HEADS, recipe=None, dtype=jnp.float32)
-    variables = made(module, x, context)
-    lengths, context_lengths = jnp.int32([3, 8, 5, 8]), jnp.int32([12, 2, 7, 1])
-    found = module.apply(variables, x, context, lengths=lengths, context_lengths=context_lengths)
+    variables, apply = made(module, x, context), jax.jit(module.apply)
+    lengths, context_lengths = np.int32([3, 8, 5, 8]), np.int32([12, 2, 7, 1])
+    found = apply(variables, x, context, lengths=lengths, context_lengths=context_lengths)
     is_own = np.arange(12) < np.asarray(context_lengths)[:, None]
     mask = np.broadcast_to(is_own[:, None, None], (4, 1, 8, 12))
     expected = flaxs(variables["params"], x, context, HEADS, mask)
@@ -116,14 +121,14 @@ def test_padding_and_documents_of_either_side():
     bias = variables["params"]["out"]["bias"]
     np.testing.assert_array_equal(np.where(is_token, bias, found), np.broadcast_to(bias, found.shape))
 
-    segment_ids = jnp.tile(jnp.int32([1, 1, 1, 2, 2, 2, 2, 2]), (4, 1))
-    of_context = jnp.tile(jnp.repeat(jnp.int32([2, 1]), jnp.array([4, 8])), (4, 1))
-    found = module.apply(variables, x, context, segment_ids, of_context)
+    segment_ids = np.tile(np.int32([1, 1, 1, 2, 2, 2, 2, 2]), (4, 1))
+    of_context = np.tile(np.repeat(np.int32([2, 1]), [4, 8]), (4, 1))
+    found = np.asarray(apply(variables, x, context, segment_ids, of_context))
     mask = (segment_ids[:, :, None] == of_context[:, None])[:, None]
     assert_close(found, flaxs(variables["params"], x, context, HEADS, mask), "float32")
     with pytest.raises(AssertionError):
         assert_close(found, flaxs(variables["params"], x, context, HEADS), "float32")
-    alone = module.apply(variables, x[0], context[0], segment_ids[0], of_context[0])
+    alone = apply(variables, x[0], context[0], segment_ids[0], of_context[0])
     assert_close(alone, found[0], "float32")
 
 
@@ -144,11 +149,11 @@ class Reader(nn.Module):
 
 def losses(recipe, steps=30, shuffled=False, **options):
     """Of steps on tokens that are new each time; shuffled: the labels are another row's."""
-    model, lengths = Reader(recipe), jnp.full(64, 8)
+    model, lengths = Reader(recipe), np.full(64, 8, np.int32)
 
     def batch(number):
-        tokens = jax.random.randint(jax.random.key(number), (64, 8), 0, 16)
-        return {"tokens": tokens, "lengths": lengths, "labels": jnp.roll(tokens[:, ::-1], shuffled, axis=0)}
+        tokens = np.random.default_rng(number).integers(0, 16, (64, 8), np.int32)
+        return {"tokens": tokens, "lengths": lengths, "labels": np.roll(tokens[:, ::-1], shuffled, axis=0)}
 
     def loss_fn(variables, batch):
         logits = jnp.asarray(model.apply(variables, batch["tokens"], batch["lengths"]), jnp.float32)
@@ -210,4 +215,4 @@ def test_more_devices_than_key_and_value_heads_are_refused():
 def test_what_is_refused(args, told, message):
     width, shape = args
     with pytest.raises(ValueError, match=message):
-        fp8.CrossAttention(HEADS).init(jax.random.key(0), jnp.ones((4, 8, width)), jnp.ones(shape), **told)
+        fp8.CrossAttention(HEADS).init(jax.random.key(0), np.ones((4, 8, width), "f4"), np.ones(shape, "f4"), **told)

@@ -1,11 +1,13 @@
 """Attention on shards is attention; how its operands are tied together, and when heads can be split."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_close
@@ -17,11 +19,20 @@ BATCH, SEQ, HEADS, HEAD_DIM = 4, 8, 4, 16
 
 
 def operands(kv_heads):
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [
-        jax.random.normal(key, (BATCH, SEQ, n, HEAD_DIM))
-        for key, n in zip(keys, (HEADS, kv_heads, kv_heads), strict=True)
-    ]
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(BATCH, SEQ, n, HEAD_DIM)).astype(np.float32) for n in (HEADS, kv_heads, kv_heads)]
+
+
+@partial(jax.jit, static_argnames=("causal", "window"))
+def attend(*operands, **options):
+    return attention(*operands, implementation="xla", **options)
+
+
+@partial(jax.jit, static_argnames="causal")
+def differentiate(*operands, cotangent, **options):
+    """The sine of attention, and its gradients."""
+    got, pull = jax.vjp(lambda *of: jnp.sin(attention(*of, implementation="xla", **options)), *operands)
+    return got, pull(cotangent)
 
 
 def loss(*operands):
@@ -50,17 +61,17 @@ def seen_by(window):
     for own in range(SEQ):
         for other in range(SEQ):
             mask[own, other] = 0 <= own - other < window
-    return jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(mask)[None, None], implementation="xla")
+    return jax.jit(jax.nn.dot_product_attention)(query, key, value, mask=mask[None, None])
 
 
 @pytest.mark.parametrize("window", [1, 3, SEQ, SEQ + 5])
 def test_a_window(window):
-    got = attention(*operands(4), causal=True, implementation="xla", window=window)
+    got = attend(*operands(4), causal=True, window=window)
     assert_close(got, seen_by(window), "float32")
     if window < SEQ:
         assert np.abs(got - seen_by(window + 1)).max() > 0.1
-    alone = attention(*(x[0] for x in operands(4)), causal=True, implementation="xla", window=window)
-    assert_close(alone, got[0], "float32")
+    alone = attend(*(x[0] for x in operands(4)), causal=True, window=window)
+    assert_close(alone, np.asarray(got)[0], "float32")
 
 
 def test_a_window_is_of_what_came_before():
@@ -69,29 +80,36 @@ def test_a_window_is_of_what_came_before():
 
 
 # Documents of one, two and five tokens; of eight; of four and four; a number that comes back.
-SEGMENTS = jnp.int32([[1, 2, 2, 3, 3, 3, 3, 3], [7] * 8, [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 2, 1, 1, 1]])
+SEGMENTS = np.int32([[1, 2, 2, 3, 3, 3, 3, 3], [7] * 8, [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 2, 2, 1, 1, 1]])
 
 
 def packed(*operands, segment_ids=SEGMENTS, causal=True):
-    return attention(*operands, causal=causal, implementation="xla", segment_ids=segment_ids)
+    return np.asarray(attend(*operands, causal=causal, segment_ids=segment_ids))
+
+
+def with_one(array, place, number):
+    """The same but for one element."""
+    changed = array.copy()
+    changed[place] = number
+    return changed
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_do_not_see_one_another(causal):
     got = packed(*operands(2), causal=causal)
-    for row, numbers in enumerate(np.asarray(SEGMENTS)):
+    for row, numbers in enumerate(SEGMENTS):
         for number in set(numbers.tolist()):
             own = np.flatnonzero(numbers == number)
             alone = [x[row : row + 1, own] for x in operands(2)]
-            assert_close(got[row, own], attention(*alone, causal=causal, implementation="xla")[0], "float32")
-    leaking = packed(*operands(2), segment_ids=SEGMENTS.at[0, 3].set(2), causal=causal)  # negative control
+            assert_close(got[row, own], reference.attention(*alone, causal=causal)[0], "float32")
+    leaking = packed(*operands(2), segment_ids=with_one(SEGMENTS, (0, 3), 2), causal=causal)  # negative control
     assert np.abs(leaking - got)[0, 3:].max() > 0.1 and not np.abs(leaking - got)[1:].any()
-    alone = attention(*(x[0] for x in operands(2)), causal=causal, implementation="xla", segment_ids=SEGMENTS[0])
+    alone = attend(*(x[0] for x in operands(2)), causal=causal, segment_ids=SEGMENTS[0])
     assert_close(alone, got[0], "float32")
 
 
 def loss_of_packed(segment_ids, *operands):
-    return jnp.sum(jnp.square(packed(*operands, segment_ids=segment_ids)))
+    return jnp.sum(jnp.square(attend(*operands, causal=True, segment_ids=segment_ids)))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "tensor"), P("data", None, "tensor")], ids=str)
@@ -109,56 +127,55 @@ def test_documents_on_shards(kind, spec):
     )
 
 
-LENGTHS = jnp.int32([3, SEQ, 2, 5])
+LENGTHS = np.int32([3, SEQ, 2, 5])
 
 
 def padded(*operands, lengths=LENGTHS, causal=False, **options):
-    return attention(*operands, causal=causal, implementation="xla", lengths=lengths, **options)
+    return np.asarray(attend(*operands, causal=causal, lengths=lengths, **options))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_nobody_sees_padding(causal):
     """Values and gradients are those of each sequence alone; of padding they are zeros."""
-    got, pull = jax.vjp(lambda *operands: jnp.sin(padded(*operands, causal=causal)), *operands(2))
-    cotangent = jax.random.normal(jax.random.key(1), got.shape)
-    gradients = pull(cotangent)
-    for row, length in enumerate(LENGTHS.tolist()):
-        alone = [x[row : row + 1, :length] for x in operands(2)]
-        expected, pull_alone = jax.vjp(
-            lambda *operands: jnp.sin(attention(*operands, causal=causal, implementation="xla")), *alone
-        )
-        assert_close(got[row, :length], expected[0], "float32")
-        for gradient, of_alone in zip(gradients, pull_alone(cotangent[row : row + 1, :length]), strict=True):
-            assert_close(gradient[row, :length], of_alone[0], "float32")
+    arrays = operands(2)
+    options = {"cotangent": np.random.default_rng(1).normal(size=arrays[0].shape).astype(np.float32), "causal": causal}
+    got, gradients = jax.device_get(differentiate(*arrays, **options, lengths=LENGTHS))
+    for row, length in enumerate(LENGTHS):
+        alone = [x[row : row + 1, :length] for x in (*arrays, options["cotangent"])]
+        attended = reference.attention(*alone[:3], causal=causal)
+        assert_close(got[row, :length], np.sin(attended)[0], "float32")
+        _, *of_alone, _ = reference.attention(*alone[:3], alone[3] * np.cos(attended), causal)
+        for gradient, wanted in zip(gradients, of_alone, strict=True):
+            assert_close(gradient[row, :length], wanted[0], "float32")
             assert not gradient[row, length:].any()
         assert not got[row, length:].any()
-    leaking = jnp.sin(padded(*operands(2), causal=causal, lengths=LENGTHS.at[0].add(1)))  # negative control
+    leaking, _ = differentiate(*arrays, **options, lengths=with_one(LENGTHS, 0, 4))  # negative control
     assert np.abs(leaking - got)[0].max() > 0.1 and not np.abs(leaking - got)[1:].any()
-    alone = padded(*(x[0] for x in operands(2)), causal=causal, lengths=LENGTHS[0])
-    assert_close(jnp.sin(alone), got[0], "float32")
+    alone = padded(*(x[0] for x in arrays), causal=causal, lengths=LENGTHS[0])
+    assert_close(np.sin(alone), got[0], "float32")
 
 
 def test_an_empty_sequence_has_no_nan():
     """It counts as one of one token."""
-    of_loss = jax.value_and_grad(lambda query, lengths: jnp.sum(padded(query, *operands(2)[1:], lengths=lengths) ** 2))
-    empty, one = (of_loss(operands(2)[0], LENGTHS.at[2].set(length)) for length in (0, 1))
+    of_loss = jax.jit(jax.value_and_grad(lambda query, told: loss_of_padded(told, query, *operands(2)[1:])))
+    empty, one = (of_loss(operands(2)[0], {"lengths": with_one(LENGTHS, 2, length)}) for length in (0, 1))
     jax.tree.map(np.testing.assert_array_equal, empty, one)
     assert np.isfinite(empty[0]) and np.isfinite(empty[1]).all()
 
 
 def test_padding_and_a_window():
     got = padded(*operands(4), causal=True, window=3)
-    is_token = (np.arange(SEQ) < np.asarray(LENGTHS)[:, None])[..., None, None]
+    is_token = (np.arange(SEQ) < LENGTHS[:, None])[..., None, None]
     assert_close(got, np.where(is_token, seen_by(3), 0), "float32")
 
 
 KEYS = 12  # of another sequence
-KEY_LENGTHS = jnp.int32([7, KEYS, 1, 2])
-KEY_SEGMENTS = jnp.int32([[3] * 5 + [1] * 3 + [4] * 4, [7] * 12, [2] * 6 + [1] * 6, [2] * 2 + [1] * 10])
+KEY_LENGTHS = np.int32([7, KEYS, 1, 2])
+KEY_SEGMENTS = np.int32([[3] * 5 + [1] * 3 + [4] * 4, [7] * 12, [2] * 6 + [1] * 6, [2] * 2 + [1] * 10])
 
 
 def crossed():
-    query, key, value = jax.random.normal(jax.random.key(2), (3, BATCH, KEYS, HEADS, HEAD_DIM))
+    query, key, value = np.random.default_rng(2).normal(size=(3, BATCH, KEYS, HEADS, HEAD_DIM)).astype(np.float32)
     return query[:, :SEQ], key[:, :, :2], value[:, :, :2]
 
 
@@ -167,30 +184,31 @@ def test_keys_of_another_sequence_that_end_in_padding(lengths):
     query, key, value = crossed()
     got = padded(query, key, value, lengths=lengths, key_lengths=KEY_LENGTHS)
     for row, length in enumerate(KEY_LENGTHS.tolist()):
-        own = slice(0, SEQ if lengths is None else int(lengths[row]))
+        own = slice(0, SEQ if lengths is None else lengths[row])
         alone = query[row : row + 1, own], key[row : row + 1, :length], value[row : row + 1, :length]
-        assert_close(got[row, own], attention(*alone, causal=False, implementation="xla")[0], "float32")
+        assert_close(got[row, own], reference.attention(*alone)[0], "float32")
         assert not got[row, own.stop :].any()
-    leaking = padded(query, key, value, lengths=lengths, key_lengths=KEY_LENGTHS.at[0].add(1))
+    leaking = padded(query, key, value, lengths=lengths, key_lengths=with_one(KEY_LENGTHS, 0, 8))
     assert np.abs(leaking - got)[0].max() > 0.1 and not np.abs(leaking - got)[1:].any()
 
 
 def test_keys_of_documents_of_another_sequence():
     """The document 2 of the first row has no keys: its queries find zeros, and hand back none."""
     query, key, value = crossed()
-    options = {"causal": False, "implementation": "xla", "segment_ids": SEGMENTS}
-    got, pull = jax.vjp(lambda *of: attention(*of, **options, key_segment_ids=KEY_SEGMENTS), query, key, value)
+    options = {"causal": False, "segment_ids": SEGMENTS, "key_segment_ids": KEY_SEGMENTS}
+    got = np.asarray(attend(query, key, value, **options))
     for row in range(BATCH):
-        for number in set(np.asarray(SEGMENTS[row]).tolist()):
+        for number in set(SEGMENTS[row].tolist()):
             own, others = (np.flatnonzero(numbers[row] == number) for numbers in (SEGMENTS, KEY_SEGMENTS))
             if not others.size:
                 assert (row, number) == (0, 2) and not got[row, own].any()
                 continue
             alone = query[row : row + 1, own], key[row : row + 1, others], value[row : row + 1, others]
-            assert_close(got[row, own], attention(*alone, causal=False, implementation="xla")[0], "float32")
-    in_vain = pull(jnp.zeros_like(got).at[0, 1:3].set(1))
-    assert not any(gradient.any() for gradient in in_vain)
-    assert all(gradient.any() for gradient in pull(jnp.zeros_like(got).at[0, 3:].set(1)))
+            assert_close(got[row, own], reference.attention(*alone)[0], "float32")
+    for own, found in ((np.s_[1:3], False), (np.s_[3:], True)):
+        cotangent = with_one(np.zeros_like(got), (0, own), 1)
+        gradients = jax.device_get(differentiate(query, key, value, cotangent=cotangent, **options)[1])
+        assert [gradient.any() for gradient in gradients] == [found] * 3
 
 
 def loss_of_padded(told, *operands):
@@ -214,11 +232,11 @@ def test_padding_on_shards(kind, of):
 
 
 def test_heads_that_a_mesh_cuts_apart_are_brought_together():
-    mesh, x = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4]), jnp.ones((2, 4, 64))
+    mesh, x = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4]), np.ones((2, 4, 64), np.float32)
     placed = jax.device_put(x, NamedSharding(mesh, P(None, None, "tensor")))
-    assert jax.typeof(as_heads(placed, 16)).sharding.spec[2] == "tensor"
-    assert jax.typeof(as_heads(placed, 32)).sharding.spec[2] is None
-    assert as_heads(x, 32).shape == (2, 4, 2, 32)
+    assert jax.eval_shape(lambda x: as_heads(x, 16), placed).sharding.spec[2] == "tensor"
+    assert jax.eval_shape(lambda x: as_heads(x, 32), placed).sharding.spec[2] is None
+    assert jax.eval_shape(lambda x: as_heads(x, 32), x).shape == (2, 4, 2, 32)
 
 
 def rule(kv_heads, **axes):
@@ -257,19 +275,19 @@ def test_numbers_of_segments_are_tied_to_batches():
 def test_tied_arrays_are_what_they_were():
     arrays = [*operands(2), SEGMENTS, LENGTHS]
     jax.tree.map(np.testing.assert_array_equal, list(jax.jit(attention_op.tied, static_argnums=0)(2, *arrays)), arrays)
-    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(attention_op.tied(2, x)[0])))(arrays[1])
-    np.testing.assert_array_equal(gradient, jnp.cos(arrays[1]))
-    batched = jax.vmap(lambda x: attention_op.tied(2, x)[0])(arrays[1][None])
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(attention_op.tied(2, x)[0]))))(arrays[1])
+    np.testing.assert_array_equal(gradient, 2 * arrays[1])
+    batched = jax.jit(jax.vmap(lambda x: attention_op.tied(2, x)[0]))(arrays[1][None])
     np.testing.assert_array_equal(batched[0], arrays[1])
 
 
 def gradients():
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 8, 2, 16), jnp.bfloat16)
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 8, 2, 16)).astype(jnp.bfloat16)
 
     def loss(*args):
         return jnp.sum(attention(*args, causal=True, implementation="xla").astype(jnp.float32) ** 2)
 
-    return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value)
 
 
 def test_strict_attention_is_attention():

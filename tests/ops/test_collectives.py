@@ -15,12 +15,16 @@ from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.core.shards import TensorParallel
-from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
+from jax_fp8.kernels.quantize import quantize_rowwise
+from jax_fp8.kernels.quantize import quantize_transpose as quantize_transpose_eagerly
 from jax_fp8.ops import collectives
 
 SIZE, ROWS, COLUMNS = 4, 16, 8
 WHOLE, SEQUENCE = TensorParallel("tensor", SIZE), TensorParallel("tensor", SIZE, sequence=True)
-X = jax.random.normal(jax.random.key(0), (SIZE, ROWS, COLUMNS))  # a matrix for each device
+# A matrix for each device.
+X = np.random.default_rng(0).normal(size=(SIZE, ROWS, COLUMNS)).astype(np.float32)
+
+quantize_transpose = jax.jit(quantize_transpose_eagerly)
 
 
 over_tensor = partial(on_devices, tensor=SIZE, in_specs=P("tensor"), out_specs=P("tensor"))

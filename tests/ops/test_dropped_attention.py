@@ -1,5 +1,7 @@
 """Attention that drops weights is Flax's with the same key; what nobody sees stays zero; each device has its masks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +15,16 @@ from jax_fp8.ops.attention import attention
 
 BATCH, SEQ, HEADS, HEAD_DIM, RATE = 4, 16, 4, 16, 0.4
 KEY = jax.random.key(7)
-SEGMENTS = jnp.int32([[1] * 6 + [2] * 10] * BATCH)
-LENGTHS = jnp.int32([3, SEQ, 1, 9])
+SEGMENTS = np.int32([[1] * 6 + [2] * 10] * BATCH)
+LENGTHS = np.int32([3, SEQ, 1, 9])
 
 
 def operands(kv_heads=HEADS):
-    query, key, value = jax.random.normal(jax.random.key(0), (3, BATCH, SEQ, HEADS, HEAD_DIM))
+    query, key, value = np.random.default_rng(0).normal(size=(3, BATCH, SEQ, HEADS, HEAD_DIM)).astype(np.float32)
     return query, key[:, :, :kv_heads], value[:, :, :kv_heads]
 
 
+@partial(jax.jit, static_argnames=("rate", "causal", "window", "implementation"))
 def dropped(*arrays, rate=RATE, key=KEY, causal=True, **options):
     options = {"implementation": "xla", **options}
     return attention(*arrays, causal=causal, dropout_rate=rate, dropout_key=key, **options)
@@ -31,6 +34,7 @@ def dropped(*arrays, rate=RATE, key=KEY, causal=True, **options):
 def test_it_is_flaxs(causal):
     query, key, value = operands(2)
 
+    @jax.jit
     def flaxs(query, key, value, rng=KEY):
         mask = make_causal_mask(jnp.ones((BATCH, SEQ))) if causal else None
         repeated = (jnp.repeat(part, 2, axis=2) for part in (key, value))
@@ -38,7 +42,8 @@ def test_it_is_flaxs(causal):
         return dot_product_attention(query, *repeated, **options)
 
     def gradients(of):
-        return jax.value_and_grad(lambda *arrays: jnp.sum(jnp.sin(of(*arrays))), (0, 1, 2))(query, key, value)
+        differentiate = jax.value_and_grad(lambda *arrays: jnp.sum(jnp.sin(of(*arrays))), (0, 1, 2))
+        return jax.jit(differentiate)(query, key, value)
 
     got = gradients(lambda *arrays: dropped(*arrays, causal=causal))
     jax.tree.map(lambda one, other: assert_close(one, other, "float32"), got, gradients(flaxs))
@@ -51,12 +56,16 @@ def test_it_is_flaxs(causal):
 def test_a_rate_of_almost_nothing_is_attention(told, dtype):
     """The weights that are dropped are some of those that attention has, and no others."""
     arrays = [x.astype(dtype) for x in operands(2)]
-    of_loss = jax.value_and_grad(lambda of, *x: jnp.sum(jnp.sin(of(*x).astype(jnp.float32))), (1, 2, 3))
-    almost, name = (lambda *x: dropped(*x, rate=1e-9, **told)), jnp.dtype(dtype).name
-    got, expected = (of_loss(jax.tree_util.Partial(of), *arrays) for of in (almost, lambda *x: plain(*x, **told)))
-    jax.tree.map(lambda one, other: assert_close(one, other, name), got, expected)
+
+    def gradients(of):
+        of_loss = jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(of(*x).astype(jnp.float32))), (0, 1, 2))
+        return jax.jit(of_loss)(*arrays)
+
+    got, expected = gradients(lambda *x: dropped(*x, rate=1e-9, **told)), gradients(lambda *x: plain(*x, **told))
+    jax.tree.map(lambda one, other: assert_close(one, other, jnp.dtype(dtype).name), got, expected)
     if "lengths" in told:
-        assert not dropped(*arrays, **told)[0, 3:].any() and dropped(*arrays, **told)[0, :3].any()
+        found = np.asarray(dropped(*arrays, **told))
+        assert not found[0, 3:].any() and found[0, :3].any()
 
 
 def plain(*arrays, **told):
@@ -77,7 +86,7 @@ def test_strict_attention_is_attention(told):
 def test_how_much_is_dropped():
     """Values of one, and scores of zero: each result is the part of its weights that is left, over 1 - rate."""
     shape = (8, 64, 4, HEAD_DIM)
-    nothing, ones = jnp.zeros(shape), jnp.ones(shape)
+    nothing, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
     for rate in (0.1, 0.5):
         found = np.asarray(dropped(nothing, nothing, ones, rate=rate, causal=False))[..., 0]
         deviation = np.sqrt(rate / (1 - rate) / 64 / found.size)
@@ -90,19 +99,18 @@ def test_how_much_is_dropped():
 def test_the_gradient_has_the_mask_of_the_forward():
     """Attention is linear in its values, so its slope along them is its value there."""
     query, key, value = operands()
-    cotangent = jax.random.normal(jax.random.key(1), query.shape)
-    _, pull = jax.vjp(lambda value: dropped(query, key, value), value)
-    direction = jax.random.normal(jax.random.key(2), value.shape)
-    slope = float(jnp.vdot(pull(cotangent)[0], direction))
-    assert slope == pytest.approx(float(jnp.vdot(cotangent, dropped(query, key, direction))), rel=1e-4)
+    cotangent, direction = np.random.default_rng(1).normal(size=(2, *query.shape)).astype(np.float32)
+    pull = jax.jit(lambda value: jax.vjp(lambda value: dropped(query, key, value), value)[1](cotangent))
+    slope = float(np.vdot(pull(value)[0], direction))
+    assert slope == pytest.approx(float(np.vdot(cotangent, dropped(query, key, direction))), rel=1e-4)
     other = dropped(query, key, direction, key=jax.random.key(8))  # negative control
-    assert slope != pytest.approx(float(jnp.vdot(cotangent, other)), rel=1e-2)
+    assert slope != pytest.approx(float(np.vdot(cotangent, other)), rel=1e-2)
 
 
 def test_one_sequence():
     query, key, value = (x[:1] for x in operands(2))
     alone = dropped(query[0], key[0], value[0], segment_ids=SEGMENTS[0])
-    np.testing.assert_array_equal(alone, dropped(query, key, value, segment_ids=SEGMENTS[:1])[0])
+    np.testing.assert_array_equal(alone, np.asarray(dropped(query, key, value, segment_ids=SEGMENTS[:1]))[0])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
@@ -116,8 +124,9 @@ def test_on_shards(kind):
     if kind == AxisType.Auto:
         assert_close(found, expected, "float32")
         return
-    nothing = jax.device_put(jnp.zeros_like(query), NamedSharding(mesh, P("data", None, "tensor")))
-    eye = jax.device_put(jnp.tile(jnp.eye(SEQ)[None, :, None], (BATCH, 1, HEADS, 1)), nothing.sharding)
+    nothing = jax.device_put(np.zeros_like(query), NamedSharding(mesh, P("data", None, "tensor")))
+    eye = np.tile(np.eye(SEQ, dtype=np.float32)[None, :, None], (BATCH, 1, HEADS, 1))
+    eye = jax.device_put(eye, nothing.sharding)
     masks = np.asarray(jax.jit(lambda *x: dropped(*x, causal=False))(nothing, nothing, eye)) != 0
     parts = [masks[b : b + 2, :, h : h + 2] for b in (0, 2) for h in (0, 2)]
     assert 0.5 < masks.mean() < 0.7

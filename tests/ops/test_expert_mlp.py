@@ -1,5 +1,7 @@
 """The MLPs of experts on sorted tokens: forward and gradients against all experts on all tokens, in float32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +20,15 @@ NAMES = ("x", "gate", "up", "down", "weights")
 
 def inputs(dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(TOKENS, FEATURES)), dtype)
-    into = [jnp.asarray(rng.normal(size=(EXPERTS, FEATURES, HIDDEN)) / FEATURES**0.5, jnp.float32) for _ in range(2)]
-    down = jnp.asarray(rng.normal(size=(EXPERTS, HIDDEN, FEATURES)) / HIDDEN**0.5, jnp.float32)
-    weights = jnp.asarray(rng.uniform(0.2, 1, (TOKENS, 2)), jnp.float32)
+    x = rng.normal(size=(TOKENS, FEATURES)).astype(dtype)
+    into = [(rng.normal(size=(EXPERTS, FEATURES, HIDDEN)) / FEATURES**0.5).astype(np.float32) for _ in range(2)]
+    down = (rng.normal(size=(EXPERTS, HIDDEN, FEATURES)) / HIDDEN**0.5).astype(np.float32)
+    weights = rng.uniform(0.2, 1, (TOKENS, 2)).astype(np.float32)
     choices = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(TOKENS)]).astype(np.int32)
-    return (x, *into, down, weights), jnp.asarray(choices)
+    return (x, *into, down, weights), choices
 
 
+@partial(jax.jit, static_argnums=(2, 3, 4))
 def run(arguments, choices, recipe, dtype=jnp.float32, recompute=False):
     """y, and gradients of NAMES for an output gradient of ones and minus ones."""
     gemms = None if recipe is None else (Fp8Gemm(recipe, "mlp/gate+up"), Fp8Gemm(recipe, "mlp/down"))
@@ -44,6 +47,7 @@ def signs(y):
     return jnp.sign(jnp.sin(jnp.arange(y.size) ** 1.5 + 1)).reshape(y.shape).astype(y.dtype)
 
 
+@jax.jit
 def dense(arguments, choices):
     """The same by all experts on all tokens, in float32 by XLA."""
     rows = jnp.arange(TOKENS)[:, None]
@@ -95,7 +99,8 @@ def test_against_dense_float32(name):
 
 def test_a_wrong_expert_would_be_noticed():
     arguments, choices = inputs()
-    wrong = choices.at[: TOKENS // 8, 0].set((choices[: TOKENS // 8, 0] + 2) % EXPERTS)
+    wrong = choices.copy()
+    wrong[: TOKENS // 8, 0] = (choices[: TOKENS // 8, 0] + 2) % EXPERTS
     wanted, wanted_gradients = dense(arguments, choices)
     y, gradients = run(arguments, wrong, RECIPES["current"])
     errors = [relative_error(found, exact) for found, exact in zip(gradients, wanted_gradients, strict=True)]
@@ -106,7 +111,7 @@ def test_a_wrong_expert_would_be_noticed():
 def test_recompute_gives_the_same_bits(name):
     arguments, choices = inputs(jnp.bfloat16)
     y, gradients = run(arguments, choices, RECIPES[name], jnp.bfloat16)
-    again, gradients_again = run(arguments, choices, RECIPES[name], jnp.bfloat16, recompute=True)
+    again, gradients_again = run(arguments, choices, RECIPES[name], jnp.bfloat16, True)
     assert_same_bits(again, y)
     for found, exact in zip(gradients_again, gradients, strict=True):
         assert_same_bits(found, exact)
@@ -123,10 +128,10 @@ def test_recompute_keeps_tokens_and_no_rows_in_fp8():
             into, back = LinearParameters((gate, up), None), LinearParameters(down, None)
             return expert_mlp(x, where, into, back, gemms, "swiglu", recompute=recompute)[0]
 
-        _, pullback = jax.vjp(forward, *arguments[:4])
+        pullback = jax.eval_shape(lambda *kernels: jax.vjp(forward, *kernels)[1], *arguments[:4])
         return [(leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(pullback)]
 
-    rows = sort_tokens(choices, EXPERTS).pairs.size
+    rows = jax.eval_shape(partial(sort_tokens, experts=EXPERTS), choices).pairs.size
     assert ("float8_e4m3fn", (FEATURES, rows)) in kept(False)
     assert ("float8_e4m3fn", (FEATURES, rows)) not in kept(True)
     assert ("bfloat16", (TOKENS, FEATURES)) in kept(True)

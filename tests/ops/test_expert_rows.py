@@ -10,6 +10,7 @@ from reference import assert_close, assert_same_bits
 
 from jax_fp8.ops.expert_rows import ExpertRows, combine_rows, rows_needed, sort_tokens, take_rows
 
+SORT, TAKE, COMBINE = jax.jit(sort_tokens, static_argnums=1), jax.jit(take_rows), jax.jit(combine_rows)
 TOKENS, CHOICES, EXPERTS, FEATURES = 300, 2, 5, 8
 
 
@@ -29,13 +30,13 @@ CASES = {
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_token_is_in_the_groups_of_its_experts(name):
     choices = CASES[name]
-    where = jax.tree.map(np.asarray, jax.jit(sort_tokens, static_argnums=1)(jnp.asarray(choices), EXPERTS))
+    where = jax.tree.map(np.asarray, SORT(choices, EXPERTS))
     tokens, count = choices.shape
     numbers = np.bincount(choices.reshape(-1), minlength=EXPERTS)
     assert where.starts.dtype == where.rows.dtype == where.pairs.dtype == np.int32
@@ -64,44 +65,49 @@ def test_padding_has_no_row():
     choices = some_choices()
     is_token = np.random.default_rng(4).random(TOKENS) < 0.5
     told = np.where(is_token[:, None], choices, EXPERTS)
-    where, alone = sort_tokens(jnp.asarray(told), EXPERTS), sort_tokens(jnp.asarray(choices[is_token]), EXPERTS)
+    where, alone = SORT(told, EXPERTS), SORT(choices[is_token], EXPERTS)
     assert_same_bits(where.starts, alone.starts)
     np.testing.assert_array_equal(np.asarray(where.rows)[is_token], alone.rows)
-    x, weights = normal(5, TOKENS, 32), jnp.asarray(np.random.default_rng(6).random(choices.shape), jnp.float32)
-    rows = take_rows(x, where)
-    found = take_rows(x[is_token], alone)
+    x, weights = normal(5, TOKENS, 32), np.random.default_rng(6).random(choices.shape, np.float32)
+    rows = np.asarray(TAKE(x, where))
+    found = TAKE(x[is_token], alone)
     assert_same_bits(rows[: found.shape[0]], found)
-    assert not np.asarray(rows)[found.shape[0] :].any()
-    back = np.asarray(combine_rows(rows, weights, where))
-    assert_same_bits(back[is_token], combine_rows(found, weights[is_token], alone))
-    assert not back[~is_token].any() and np.asarray(x)[~is_token].any()
-    gradients = jax.grad(lambda x, w: jnp.sum(combine_rows(take_rows(x, where), w, where) ** 2), (0, 1))(x, weights)
+    assert not rows[found.shape[0] :].any()
+    back = np.asarray(COMBINE(rows, weights, where))
+    assert_same_bits(back[is_token], COMBINE(found, weights[is_token], alone))
+    assert not back[~is_token].any() and x[~is_token].any()
+    of_squares = jax.grad(lambda x, w: jnp.sum(combine_rows(take_rows(x, where), w, where) ** 2), (0, 1))
+    gradients = jax.jit(of_squares)(x, weights)
     assert not any(np.asarray(gradient)[~is_token].any() for gradient in gradients)
     assert all(np.asarray(gradient)[is_token].any() for gradient in gradients)
 
 
 def test_there_and_back_is_exact():
     x = normal(0, TOKENS, FEATURES, dtype=jnp.bfloat16)
-    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
-    rows = take_rows(x, where)
+    where = SORT(CASES["even"], EXPERTS)
+    rows = TAKE(x, where)
     is_filling = np.asarray(where.pairs) == TOKENS * CHOICES
     assert is_filling.any() and not np.asarray(rows)[is_filling].any()
     assert_same_bits(np.asarray(rows)[np.asarray(where.rows)], np.stack([x, x], axis=1))
-    assert_same_bits(combine_rows(rows, jnp.full((TOKENS, CHOICES), 0.5), where), x)
+    assert_same_bits(COMBINE(rows, np.full((TOKENS, CHOICES), 0.5, np.float32), where), x)
 
 
 def test_the_sum_over_choices_and_its_gradients():
     """Against NumPy in float64; where filling rows hold numbers, they reach nothing."""
     choices = CASES["even"]
-    where = sort_tokens(jnp.asarray(choices), EXPERTS)
+    where = SORT(choices, EXPERTS)
     x, weights, dy = normal(0, TOKENS, FEATURES), normal(1, TOKENS, CHOICES), normal(2, TOKENS, FEATURES)
     scale = normal(3, where.pairs.size, 1)
 
-    def transform(x, weights):
-        return combine_rows(take_rows(x, where) * scale + 7 * jnp.sign(scale), weights, where)
+    @jax.jit
+    def differentiate(x, weights, dy):
+        def transform(x, weights):
+            return combine_rows(take_rows(x, where) * scale + 7 * jnp.sign(scale), weights, where)
 
-    y, pullback = jax.vjp(transform, x, weights)
-    dx, dweights = pullback(dy)
+        y, pullback = jax.vjp(transform, x, weights)
+        return y, *pullback(dy)
+
+    y, dx, dweights = differentiate(x, weights, dy)
     of_tokens, x, weights, dy, scale = (np.asarray(array, np.float64) for array in (where.rows, x, weights, dy, scale))
     scale = scale[:, 0][of_tokens.astype(int)]  # (tokens, choices)
     rows = x[:, None, :] * scale[..., None] + 7 * np.sign(scale)[..., None]
@@ -111,23 +117,23 @@ def test_the_sum_over_choices_and_its_gradients():
 
 
 def test_filling_has_no_gradient():
-    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
+    where = SORT(CASES["even"], EXPERTS)
     is_filling = np.asarray(where.pairs) == TOKENS * CHOICES
     weights = jnp.ones((TOKENS, CHOICES))
-    drows = jax.grad(lambda rows: jnp.sum(jnp.sin(combine_rows(rows, weights, where))))(
-        normal(0, where.pairs.size, FEATURES)
-    )
+    of_rows = jax.grad(lambda rows: jnp.sum(jnp.sin(combine_rows(rows, weights, where))))
+    drows = jax.jit(of_rows)(normal(0, where.pairs.size, FEATURES))
     assert not np.asarray(drows)[is_filling].any() and np.asarray(drows)[~is_filling].all()
-    dx = jax.grad(lambda x: jnp.sum(take_rows(x, where)[is_filling]))(normal(0, TOKENS, FEATURES))
+    dx = jax.jit(jax.grad(lambda x: jnp.sum(take_rows(x, where)[is_filling])))(normal(0, TOKENS, FEATURES))
     assert not np.asarray(dx).any()
 
 
 def test_a_token_with_a_wrong_expert_would_be_noticed():
-    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
-    swapped = ExpertRows(where.rows.at[0, 0].set(where.rows[1, 0]), where.pairs, where.starts)
-    x, weights = normal(0, TOKENS, FEATURES), jnp.ones((TOKENS, CHOICES))
-    rows = take_rows(x, where)
-    right, wrong = combine_rows(rows, weights, where), combine_rows(rows, weights, swapped)
+    where = jax.tree.map(np.array, SORT(CASES["even"], EXPERTS))
+    swapped = ExpertRows(where.rows.copy(), where.pairs, where.starts)
+    swapped.rows[0, 0] = where.rows[1, 0]
+    x, weights = normal(0, TOKENS, FEATURES), np.ones((TOKENS, CHOICES), np.float32)
+    rows = TAKE(x, where)
+    right, wrong = COMBINE(rows, weights, where), COMBINE(rows, weights, swapped)
     assert_close(right, 2 * np.asarray(x), "float32")
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(wrong, 2 * np.asarray(x), "float32")
@@ -135,7 +141,7 @@ def test_a_token_with_a_wrong_expert_would_be_noticed():
 
 def test_no_scatter_and_no_float_atomics():
     """Every sum has one order: neither direction nor its gradient scatters."""
-    where = sort_tokens(jnp.asarray(CASES["even"]), EXPERTS)
+    where = SORT(CASES["even"], EXPERTS)
 
     def gradient(x, weights, where):
         return jax.grad(lambda x, weights: jnp.sum(jnp.sin(combine_rows(take_rows(x, where), weights, where))), (0, 1))(
@@ -145,7 +151,7 @@ def test_no_scatter_and_no_float_atomics():
     def through_jax(x):
         return jnp.sum(x[where.pairs // CHOICES])
 
-    x, weights = normal(0, TOKENS, FEATURES), jnp.ones((TOKENS, CHOICES))
+    x, weights = normal(0, TOKENS, FEATURES), np.ones((TOKENS, CHOICES), np.float32)
     assert "scatter" not in str(jax.make_jaxpr(gradient)(x, weights, where))
     assert "scatter" not in str(jax.make_jaxpr(lambda c: sort_tokens(c, EXPERTS))(CASES["even"]))
     assert "scatter" in str(jax.make_jaxpr(jax.grad(through_jax))(x))
@@ -161,16 +167,18 @@ def test_each_device_of_an_explicit_mesh_sorts_its_own():
         y, pullback = jax.vjp(lambda x, weights: combine_rows(take_rows(x, where), weights, where), x, weights)
         return where, y, pullback(dy)
 
-    _, y, gradients = run(x, weights, jnp.asarray(choices), dy)
+    _, y, gradients = jax.jit(run)(x, weights, choices, dy)
     with jax.set_mesh(mesh):
         split = [jax.device_put(array, NamedSharding(mesh, P("data", None))) for array in (x, weights, choices, dy)]
-        where, y_split, gradients_split = jax.jit(run)(*split)
-        lowered = jax.jit(run).lower(*split).compile().as_text()
+        compiled = jax.jit(run).lower(*split).compile()
+        where, y_split, gradients_split = compiled(*split)
     assert_same_bits(y_split, y)
     jax.tree.map(assert_same_bits, gradients_split, gradients)
-    assert not any(name in lowered for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert not any(
+        name in compiled.as_text() for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    )
     for device in range(4):
-        own = sort_tokens(jnp.asarray(choices[100 * device : 100 * (device + 1)]), EXPERTS)
+        own = SORT(choices[100 * device : 100 * (device + 1)], EXPERTS)
         for found, wanted in zip(jax.tree.leaves(where), jax.tree.leaves(own), strict=True):
             size = wanted.shape[0]
             np.testing.assert_array_equal(np.asarray(found)[size * device : size * (device + 1)], wanted)

@@ -1,5 +1,7 @@
 """A linear map for each expert: forward and gradients against dense float64 products, in every recipe."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,18 +18,21 @@ from jax_fp8.ops.parameters import LinearParameters
 
 TOKENS, EXPERTS, K, N = 200, 4, 128, 256
 
+SORT, TAKE = jax.jit(sort_tokens, static_argnums=1), jax.jit(take_rows)
+
 
 def inputs(dtype=jnp.float32, widths=(N,), param_dtype=jnp.float32):
     """Rows in groups, one of which is empty, kernels, and an output gradient."""
     rng = np.random.default_rng(0)
-    choices = jnp.asarray(rng.permutation([0, 1, 3] * TOKENS)[: 2 * TOKENS].reshape(TOKENS, 2), jnp.int32)
-    where = sort_tokens(choices, EXPERTS)
-    rows = take_rows(jnp.asarray(rng.normal(size=(TOKENS, K)), dtype), where)
-    kernels = [jnp.asarray(rng.normal(size=(EXPERTS, K, n)) / K**0.5, param_dtype) for n in widths]
-    dy = take_rows(jnp.asarray(rng.normal(size=(TOKENS, sum(widths))), dtype), where)
+    choices = rng.permutation([0, 1, 3] * TOKENS)[: 2 * TOKENS].reshape(TOKENS, 2).astype(np.int32)
+    where = SORT(choices, EXPERTS)
+    rows = TAKE(rng.normal(size=(TOKENS, K)).astype(dtype), where)
+    kernels = [(rng.normal(size=(EXPERTS, K, n)) / K**0.5).astype(param_dtype) for n in widths]
+    dy = TAKE(rng.normal(size=(TOKENS, sum(widths))).astype(dtype), where)
     return rows, tuple(kernels), where, dy
 
 
+@partial(jax.jit, static_argnums=(4, 5))
 def run(rows, kernels, where, dy, recipe, dtype=jnp.float32):
     """y, and the gradients of rows and kernels."""
     gemm = None if recipe is None else Fp8Gemm(recipe, "mlp/up")
@@ -81,29 +86,32 @@ def test_in_float32_without_fp8():
 def test_filling_that_is_not_zero_would_be_noticed():
     """It would be in the gradients of kernels, which add up all rows of a group."""
     rows, kernels, where, dy = inputs()
-    is_filling = (where.pairs == 2 * TOKENS)[:, None]
+    is_filling = np.asarray(where.pairs == 2 * TOKENS)[:, None]
     wanted = dense(rows, kernels[0], where, dy)[2]
-    assert int(jnp.sum(is_filling)) > 100
+    assert np.sum(is_filling) > 100
     assert_close(run(rows, kernels, where, dy, RECIPES["current"])[2][0], wanted, "linear_gradient")
-    filled = jnp.where(is_filling, 1.0, rows), jnp.where(is_filling, 1.0, dy)
+    filled = [np.where(is_filling, np.float32(1), np.asarray(array)) for array in (rows, dy)]
     with pytest.raises(AssertionError, match="relative error"):
         assert_close(run(filled[0], kernels, where, filled[1], RECIPES["current"])[2][0], wanted, "linear_gradient")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_expert_is_a_linear_map(name):
-    """Bit for bit: the same casts, the same products."""
+    """Bit for bit: the same casts, the same products. Small integers, whose sums are exact in any order."""
     rng = np.random.default_rng(0)
-    x, kernel = jnp.asarray(rng.normal(size=(256, K)), jnp.bfloat16), jnp.asarray(rng.normal(size=(K, N)), jnp.float32)
-    dy = jnp.asarray(rng.normal(size=(256, N)), jnp.bfloat16)
-    where = sort_tokens(jnp.zeros((256, 1), jnp.int32), 1)
-    y, dx, (dkernel,) = run(take_rows(x, where), (kernel[None],), where, dy, RECIPES[name], jnp.bfloat16)
+    shapes = {"x": (256, K), "kernel": (K, N), "dy": (256, N)}
+    x, kernel, dy = (rng.integers(-3, 4, shape).astype(jnp.bfloat16) for shape in shapes.values())
+    kernel = kernel.astype(np.float32)
+    where = SORT(np.zeros((256, 1), np.int32), 1)
+    y, dx, (dkernel,) = run(TAKE(x, where), (kernel[None],), where, dy, RECIPES[name], jnp.bfloat16)
 
-    def alone(x, kernel):
-        return linear(x, LinearParameters(kernel, None), Fp8Gemm(RECIPES[name], "mlp/up"))[0]
+    @jax.jit
+    def alone(x, kernel, dy):
+        gemm = Fp8Gemm(RECIPES[name], "mlp/up")
+        y, pullback = jax.vjp(lambda x, kernel: linear(x, LinearParameters(kernel, None), gemm)[0], x, kernel)
+        return y, *pullback(dy)
 
-    wanted, pullback = jax.vjp(alone, x, kernel)
-    for found, exact in zip((y, dx, dkernel[0]), (wanted, *pullback(dy)), strict=True):
+    for found, exact in zip((y, dx, dkernel[0]), alone(x, kernel, dy), strict=True):
         assert_same_bits(found, exact)
 
 
@@ -111,15 +119,17 @@ def test_one_expert_is_a_linear_map(name):
 def test_all_experts_share_the_cast_of_their_kernels(name):
     """One scale, or by tile that of each square: both orientations are the same numbers."""
     _, (kernel,), _, _ = inputs()
-    kernel = kernel.at[2].multiply(8.0)
-    pair = cast_experts(LinearParameters(kernel, None), Fp8Gemm(RECIPES[name], "mlp/up"))
+    kernel[2] *= 8
+    pair = jax.jit(lambda kernel: cast_experts(LinearParameters(kernel, None), Fp8Gemm(RECIPES[name], "mlp/up")))(
+        kernel
+    )
     assert pair.rowwise.shape == (EXPERTS, K, N) and pair.columnwise.shape == (EXPERTS, N, K)
-    rowwise, columnwise = pair.rowwise.dequantize(), pair.columnwise.dequantize()
-    assert_same_bits(rowwise, jnp.swapaxes(columnwise, 1, 2))
+    rowwise, columnwise = jax.jit(lambda pair: (pair.rowwise.dequantize(), pair.columnwise.dequantize()))(pair)
+    assert_same_bits(rowwise, np.swapaxes(columnwise, 1, 2))
     assert_close(rowwise, kernel, "float8_e4m3fn")
     assert pair.rowwise.scale.shape == ((EXPERTS, 1, 2) if name == "block" else ())
     assert pair.columnwise.scale.shape == ((EXPERTS, 2, 1) if name == "block" else ())
-    assert float(pair.amax) == float(jnp.max(jnp.abs(kernel)))
+    assert float(pair.amax) == np.max(np.abs(kernel))
 
 
 def test_gradients_have_the_dtype_of_the_params():
@@ -134,7 +144,7 @@ def test_refusals():
     gemm = Fp8Gemm(fp8.BlockScaling(), "layer_0/mlp/up")
     refused = [
         (r"kernels of experts must be \(experts, in, out\)", LinearParameters(kernel[0], None), rows),
-        ("experts have no bias", LinearParameters(kernel, jnp.ones((EXPERTS, N))), rows),
+        ("experts have no bias", LinearParameters(kernel, np.ones((EXPERTS, N))), rows),
         (
             "layer_0/mlp/up: kernels of experts with scales by tile need in and out features divisible by 128, "
             "got 96 and 256",
@@ -144,4 +154,4 @@ def test_refusals():
     ]
     for sentence, parameters, given in refused:
         with pytest.raises(ValueError, match=sentence):
-            grouped_linear(given, parameters, where, gemm)
+            jax.eval_shape(lambda rows, p=parameters: grouped_linear(rows, p, where, gemm), given)

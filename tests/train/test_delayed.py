@@ -1,6 +1,6 @@
 """What a delayed pass keeps and what it leaves to the pass; that it is for later, and for its own microbatch only.
 
-That the gradients are the ordinary ones of any layer is asked in tests/test_delayed_layers.py.
+That the gradients are the ordinary ones of any layer is asked in tests/transformations/test_delayed_layers.py.
 """
 
 from functools import partial

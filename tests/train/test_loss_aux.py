@@ -1,5 +1,5 @@
 """What a loss returns beside its number: where it goes, how parts of a batch are joined, and what is refused. A whole
-model is trained in tests/test_batch_statistics.py.
+model is trained in tests/batches/test_batch_statistics.py.
 """
 
 import flax.linen as nn

@@ -1,5 +1,5 @@
 """Folders of Hugging Face: every tensor comes back bit for bit, and what does not fit is refused by its name.
-tests/test_huggingface.py is about what models compute.
+tests/adoption/test_huggingface.py is about what models compute.
 """
 
 import functools

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 ALIGNED, LESS_ALIGNED = 4096, 4096 + 16
 HEADER = "cuda_runtime_api.h"
 

@@ -2,7 +2,7 @@
 checkpoints depend on these names.
 
 A change here is a change of a format that people have on disk: it needs a function that loads the older one, as
-`from_fused_layout` does, and a line in the changelog. `python tests/test_variables.py` writes the file anew.
+`from_fused_layout` does, and a line in the changelog. `python tests/adoption/test_variables.py` writes the file anew.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.versions
 RECIPE = fp8.DelayedScaling(amax_history_len=2)
 MODULE, TX = fp8.Dense(16, recipe=RECIPE), optax.adam(1e-3)
 X = jnp.ones((16, 16))
-VARIABLES = MODULE.init(jax.random.key(0), X)
+VARIABLES = jax.jit(MODULE.init)(jax.random.key(0), X)
 
 
 def loss_fn(variables, x):

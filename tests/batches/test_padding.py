@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from batches.test_packed_documents import apart, gpt, losses_of_steps, without_key_biases
 from reference import assert_close
-from test_packed_documents import apart, gpt, losses_of_steps, without_key_biases
 
 import jax_fp8 as fp8
 

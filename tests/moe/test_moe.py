@@ -13,7 +13,7 @@ from hybrid import make_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits, relative_error
-from test_lowering import custom_calls
+from transformations.test_lowering import custom_calls
 
 import jax_fp8 as fp8
 from jax_fp8.gpt_plans import Choices
@@ -64,7 +64,7 @@ def test_microbatches_add_up():
     """The mean of their gradients; amaxes are the maximum. Two halves of one batch that are alike are the batch."""
     model = gpt(DELAYED, router_z_loss=1e-3)
     loss = fp8.next_token_loss(model)
-    variables = model.init(jax.random.key(1), TOKENS[:, :-1])
+    variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
     halves = [TOKENS[::2], TOKENS[1::2]]
     found = [jax.jit(fp8.value_and_grad(loss))(variables, half) for half in halves]
     step = fp8.make_train_step(loss, optax.sgd(1.0), DELAYED, microbatches=2, warm_start=False)
@@ -91,7 +91,7 @@ MESHES = [("mesh", "data"), ("mesh", "fsdp"), ("explicit", "data"), ("auto", "da
 def on_one_device(name):
     """The tokens, the params to start with, and the state and losses of three steps."""
     given = np.tile(TOKENS, (1, 4 if name == "block" else 1))[:, : 64 + 1]  # whole tiles
-    start = gpt(RECIPES[name]).init(jax.random.key(1), given[:, :-1])["params"]
+    start = jax.jit(gpt(RECIPES[name]).init)(jax.random.key(1), given[:, :-1])["params"]
     return given, jax.tree.map(np.asarray, start), *train(gpt(RECIPES[name]), tokens=given)
 
 
@@ -127,8 +127,8 @@ def test_over_data_as_on_one_device(name, kind, axis):
 def test_a_router_of_one_device_alone_would_be_noticed():
     """The fractions of the balance loss are those of all devices: else the loss were another."""
     model = gpt(None, router_aux_loss=10.0)
-    loss = fp8.next_token_loss(model)
-    variables = model.init(jax.random.key(1), TOKENS[:, :-1])
+    loss = jax.jit(fp8.next_token_loss(model))
+    variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
     whole = float(loss(variables, TOKENS))
     parts = np.mean([float(loss(variables, TOKENS[2 * i : 2 * i + 2])) for i in range(4)])
     _, losses = train(model, steps=1, mesh=make_mesh(data=4))
@@ -137,22 +137,22 @@ def test_a_router_of_one_device_alone_would_be_noticed():
 
 def test_the_loss_has_what_routers_add():
     model = gpt(DELAYED, layers=2, router_aux_loss=0.5)
-    variables = model.init(jax.random.key(1), TOKENS[:, :-1])
+    variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
     alone = gpt(DELAYED, layers=2, router_aux_loss=0.0)
-    with_router, without = (float(fp8.next_token_loss(m)(variables, TOKENS)) for m in (model, alone))
-    of_tokens = float(model.apply(variables, TOKENS[:, :-1], TOKENS[:, 1:]))
-    _, left = model.apply(variables, TOKENS[:, :-1], mutable=["losses"])
+    with_router, without = (float(jax.jit(fp8.next_token_loss(m))(variables, TOKENS)) for m in (model, alone))
+    of_tokens = float(jax.jit(model.apply)(variables, TOKENS[:, :-1], TOKENS[:, 1:]))
+    _, left = jax.jit(functools.partial(model.apply, mutable=["losses"]))(variables, TOKENS[:, :-1])
     sown = [float(value) for value in jax.tree.leaves(left)]
     assert len(sown) == 2 and all(value > 0.4 for value in sown)
     assert abs(with_router - without - sum(sown)) < 1e-4 and abs(without - of_tokens) < 1e-6
     full = gpt(DELAYED, layers=2, router_aux_loss=0.5, remat="full")
-    assert abs(float(fp8.next_token_loss(full)(variables, TOKENS)) - with_router) < 1e-6
+    assert abs(float(jax.jit(fp8.next_token_loss(full))(variables, TOKENS)) - with_router) < 1e-6
 
 
 @pytest.mark.parametrize("remat", ["norms", "full"])
 def test_remat_gives_the_same_gradients(remat):
     kept, again = gpt(DELAYED), gpt(DELAYED, remat=remat)
-    variables = kept.init(jax.random.key(1), TOKENS[:, :-1])
+    variables = jax.jit(kept.init)(jax.random.key(1), TOKENS[:, :-1])
     results = [jax.jit(fp8.value_and_grad(fp8.next_token_loss(m)))(variables, TOKENS) for m in (kept, again)]
     (_, wanted, state), (_, grads, state_again) = results
     assert largest_error(grads, wanted) < 0.03
@@ -199,7 +199,7 @@ def test_on_an_explicit_mesh_a_device_multiplies_its_own_rows(with_kernels):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     layer = fp8.LayerNormMoE(128, 4, recipe=fp8.CurrentScaling())
     x = jnp.ones((512, 128), jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, P("data", None)))
         lowered = jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("cuda",))
@@ -224,12 +224,12 @@ def test_refusals():
         with pytest.raises(ValueError, match=sentence):
             step(step.init_state(model.init, jax.random.key(0), tokens[:, :-1]), tokens)
     model = gpt(DELAYED, layers=2, remat="offload:1")
-    variables = model.init(jax.random.key(0), tokens[:, :-1])
+    variables = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])
     with pytest.raises(ValueError, match="lose what routers add to the loss"):
         jax.make_jaxpr(fp8.value_and_grad(fp8.next_token_loss(model)))(variables, tokens)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     layer, x = fp8.LayerNormMoE(128, 4, recipe=DELAYED), jnp.ones((512, 128), jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="every device must have all experts, got a kernel"):
         up = jax.device_put(variables["params"]["up"]["kernel"], NamedSharding(mesh, P("data")))
         split = {**variables, "params": {**variables["params"], "up": {"kernel": up}}}

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from hybrid import make_mesh
-from test_moe import RECIPES, TOKENS, gpt
+from moe.test_moe import RECIPES, TOKENS, gpt
 
 import jax_fp8 as fp8
 

@@ -16,7 +16,7 @@ import pytest
 from delayed import add, assert_same_gradients, delayed, differentiate, is_noticed, kernels_of, without_one
 from jax import lax
 from layers import FEATURES, RECIPE, weighted_sum
-from test_planted_recipe import PowerOfFourByTile
+from recipes.test_planted_recipe import PowerOfFourByTile
 
 import jax_fp8 as fp8
 

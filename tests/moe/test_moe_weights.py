@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from hybrid import make_mesh
+from moe.test_moe import RECIPES, TOKENS, gpt, train
 from reference import assert_same_bits
-from test_moe import RECIPES, TOKENS, gpt, train
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Pair

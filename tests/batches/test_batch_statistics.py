@@ -2,6 +2,8 @@
 the same losses, statistics and params for one pass, microbatches, and devices that split the batch.
 """
 
+from functools import cache
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,15 +41,13 @@ def loss_fn(variables, batch, rngs):
     return squares, {**updates, "largest": jnp.max(batch["x"]), "positive": jnp.sum(batch["y"] > 0)}
 
 
+@cache
 def first_variables():
     """With scales of a part of this batch, so that no gradient vanishes in FP8, and none is cut off."""
     rngs = {"dropout": SEED}
-    variables = MODEL.init({"params": jax.random.key(0), **rngs}, BATCH["x"])
+    variables = jax.jit(MODEL.init)({"params": jax.random.key(0), **rngs}, BATCH["x"])
     warm = fp8.warm_start(lambda variables, batch: loss_fn(variables, batch, rngs), RECIPE, has_aux=True)
     return {**variables, "fp8": jax.jit(warm)(variables, {name: x[:16] for name, x in BATCH.items()})}
-
-
-VARIABLES = first_variables()
 
 
 def written_out(parts, first_rows, devices=1, average=True):
@@ -66,7 +66,7 @@ def written_out(parts, first_rows, devices=1, average=True):
         (loss, aux), grads, fp8_state = fp8.value_and_grad(share, has_aux=True)(variables, part)
         return loss * devices, jax.tree.map(lambda gradient: gradient * devices, grads), aux["batch_stats"], fp8_state
 
-    variables, losses, opt_state = VARIABLES, [], TX.init(VARIABLES["params"])
+    variables, losses, opt_state = first_variables(), [], TX.init(first_variables()["params"])
     for step in range(STEPS):
         found, staged = [], variables
         for rows, row in zip(parts, first_rows, strict=True):
@@ -86,7 +86,7 @@ def written_out(parts, first_rows, devices=1, average=True):
 
 def trained(**options):
     step = fp8.make_train_step(loss_fn, TX, RECIPE, has_aux=True, rngs={"dropout": SEED}, warm_start=False, **options)
-    state, losses = fp8.TrainState.create(variables=VARIABLES, tx=TX), []
+    state, losses = fp8.TrainState.create(variables=first_variables(), tx=TX), []
     state = step.place(state, BATCH)
     for _ in range(STEPS):
         state, metrics = step(state, BATCH)
@@ -142,7 +142,7 @@ def test_without_the_mean_statistics_are_others():
     _, expected = written_out(STRIDED, range(4))
     _, last = written_out(STRIDED, range(4), average=False)
     wanted = expected["batch_stats"]["norm"]["var"]
-    for other in (last, VARIABLES):
+    for other in (last, first_variables()):
         assert np.abs(wanted - other["batch_stats"]["norm"]["var"]).max() > 1e-3
 
 
@@ -150,7 +150,7 @@ def by_hand(axis_type, loss_fn=loss_fn, **options):
     """A step without `mesh`, whose batch and state somebody has placed."""
     on = mesh(axis_type, data=4)
     batch = jax.device_put(BATCH, NamedSharding(on, P("data")))
-    state = jax.device_put(fp8.TrainState.create(variables=VARIABLES, tx=TX), NamedSharding(on, P()))
+    state = jax.device_put(fp8.TrainState.create(variables=first_variables(), tx=TX), NamedSharding(on, P()))
     step = fp8.make_train_step(loss_fn, TX, RECIPE, has_aux=True, warm_start=False, **options)
     return step(state, batch)[0].collections["batch_stats"]
 
@@ -165,7 +165,7 @@ def test_by_placement_alone_statistics_are_those_of_all_rows():
     """With Auto axes; Flax's dropout cannot be where a mesh of Explicit axes is set, with layers of jax_fp8 or without,
     and a step sets it. All else can.
     """
-    expected = jax.jit(lambda: loss_fn(VARIABLES, BATCH, {"dropout": SEED}))()[1]["batch_stats"]
+    expected = jax.jit(lambda: loss_fn(first_variables(), BATCH, {"dropout": SEED}))()[1]["batch_stats"]
     for stats in (by_hand(AxisType.Auto, rngs={"dropout": SEED}), by_hand(AxisType.Explicit, without_dropout)):
         jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-6, 1e-6), stats, expected)
     with pytest.raises(Exception, match="select `which` must be scalar or have the same sharding"):

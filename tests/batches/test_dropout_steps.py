@@ -82,18 +82,18 @@ def test_on_a_mesh(axes):
 
 def test_nothing_but_training_drops():
     model, plain = gpt(), gpt(0.0)
-    variables = model.init(jax.random.key(2), TOKENS)
-    np.testing.assert_array_equal(model.apply(variables, TOKENS), plain.apply(variables, TOKENS))
-    evaluated = fp8.next_token_loss(model, deterministic=True)(variables, TOKENS)
-    assert evaluated == fp8.next_token_loss(plain)(variables, TOKENS)
-    assert evaluated != fp8.next_token_loss(model)(variables, TOKENS, rngs=RNGS)
+    variables = jax.jit(model.init)(jax.random.key(2), TOKENS)
+    np.testing.assert_array_equal(*(jax.jit(of.apply)(variables, TOKENS) for of in (model, plain)))
+    evaluated = jax.jit(fp8.next_token_loss(model, deterministic=True))(variables, TOKENS)
+    assert evaluated == jax.jit(fp8.next_token_loss(plain))(variables, TOKENS)
+    assert evaluated != jax.jit(fp8.next_token_loss(model))(variables, TOKENS, rngs=RNGS)
     written = [fp8.generate(of, variables, TOKENS[:, :4], max_new_tokens=4) for of in (model, plain)]
     jax.tree.map(np.testing.assert_array_equal, *written)
 
 
 def test_a_loop_of_ones_own():
     model = gpt(recipe=None, dtype=jnp.float32)
-    variables, loss_fn = model.init(jax.random.key(2), TOKENS), fp8.next_token_loss(model)
+    variables, loss_fn = jax.jit(model.init)(jax.random.key(2), TOKENS), jax.jit(fp8.next_token_loss(model))
     loss, grads, _ = jax.jit(fp8.value_and_grad(loss_fn))(variables, TOKENS, rngs=RNGS)
     assert float(loss) == pytest.approx(float(loss_fn(variables, TOKENS, rngs=RNGS)), rel=1e-4)
     leaf = variables["params"]["layer_0"]["mlp"]["up"]["kernel"]

@@ -83,8 +83,8 @@ def check_loss_is_whole(
     placement: Placement, loss_fn: Callable, variables: Mapping, batch: Any, has_aux: bool = False
 ) -> None:
     """Raise unless all devices of `tensor` have one loss, and one aux; it is traced as each of them computes it."""
-    how = placement.how
-    if how.tensor is None:
+    parallel = placement.parallel
+    if parallel.tensor is None:
         return
 
     def local_loss(variables, batch):
@@ -94,11 +94,11 @@ def check_loss_is_whole(
         return loss
 
     def own_rows(x):
-        rows = [size // how.batch_parts for size in jnp.shape(x)[:1]]
+        rows = [size // parallel.batch_parts for size in jnp.shape(x)[:1]]
         return jax.ShapeDtypeStruct((*rows, *jnp.shape(x)[1:]), jnp.result_type(x))
 
     def own_part(param, place):
-        return jax.ShapeDtypeStruct(place.shape_without_fsdp(how.size(TENSOR)), param.dtype)
+        return jax.ShapeDtypeStruct(place.shape_without_fsdp(parallel.size(TENSOR)), param.dtype)
 
     params = jax.tree.map(own_part, variables["params"], placement.places)
     own = {**_shapes(variables), "params": params}, jax.tree.map(own_rows, batch)
@@ -107,13 +107,13 @@ def check_loss_is_whole(
     operands = jax.tree.leaves(({**of_all[0], "params": is_split}, of_all[1]))
     # To this shard_map all arrays are whole: they are shapes alone, and already those of a device.
     on_device = jax.shard_map(
-        local_loss, mesh=how.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        local_loss, mesh=parallel.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     traced = jax.make_jaxpr(on_device)(*own)
     if any(which_differ(traced.jaxpr, TENSOR, operands)):
         raise ValueError(
             f"the loss{' and its aux' if has_aux else ''} must be the same on all devices of "
-            f"{TENSOR}={how.size(TENSOR)}, got one of what is split over "
+            f"{TENSOR}={parallel.size(TENSOR)}, got one of what is split over "
             'them; after a layer with tensor_split="columns" put one with "rows", and let nothing but its layer read a '
             "param that is split"
         )
@@ -128,7 +128,7 @@ def gathered_in_fp8(
     experts are not beside each other in the whole.
     """
     places = placement.by_path
-    if placement.how.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
+    if placement.parallel.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
         return {}
     gemms = {
         gemm: recipe
@@ -138,13 +138,13 @@ def gathered_in_fp8(
     cut = {
         gemm
         for gemm, recipe in gemms.items()
-        if cuts_squares(placement.how, [places[kernel] for kernel in kernel_paths(gemm)], recipe)
+        if cuts_squares(placement.parallel, [places[kernel] for kernel in kernel_paths(gemm)], recipe)
     }
     if cut:
         warnings.warn(
             "each device must have whole tiles of a kernel, or it is gathered as it is, and not in FP8: "
-            f"{describe_mesh(placement.how.mesh)} cuts those of {', '.join('/'.join(gemm) for gemm in sorted(cut))}; "
-            "make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
+            f"{describe_mesh(placement.parallel.mesh)} cuts those of "
+            f"{', '.join('/'.join(gemm) for gemm in sorted(cut))}; make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
             stacklevel=2,
         )
     gemms = {gemm: recipe for gemm, recipe in gemms.items() if gemm not in cut}

@@ -77,7 +77,7 @@ class OnMesh:
     @classmethod
     def of(
         cls,
-        how: Parallelism,
+        parallel: Parallelism,
         loss_fn: Callable,
         recipe: Recipe | None,
         once: bool,
@@ -86,23 +86,23 @@ class OnMesh:
         microbatches: int = 1,
         has_aux: bool = False,
     ) -> "OnMesh":
-        if how.stages > 1:
+        if parallel.stages > 1:
             check_has_no_collections(state)
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
             return cls._with_stages(
-                how, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
+                parallel, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
             )
         layers = Layers.of(loss_fn, state.variables, batch)
-        placement = _place(how, state, layers)
+        placement = _place(parallel, state, layers)
         check_loss_is_whole(placement, loss_fn, state.variables, batch, has_aux)
         in_fp8 = gathered_in_fp8(placement, layers, loss_fn, state.variables, batch)
         gemms = layers.gemms_of(placement.by_path, state.fp8)
         return cls(placement, loss_fn, recipe, gemms, in_fp8, once, has_aux=has_aux)
 
     @classmethod
-    def _with_stages(cls, how, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
+    def _with_stages(cls, parallel, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
         pieces = Pieces.of(loss, state.variables, microbatch)
-        placement = _place(how, state, pieces.layers)
+        placement = _place(parallel, state, pieces.layers)
         short = {collection: pieces.short(tree) for collection, tree in state.variables.items()}
         of_short = replace(placement, places=pieces.short(placement.places))
         check_kernels_are_params(pieces.short_loss, short, microbatch)
@@ -111,7 +111,7 @@ class OnMesh:
         check_states(loss.layers, pieces.layers.gemms, state.fp8)
         in_fp8 = pieces.of_all(gathered_in_fp8(of_short, pieces.layers, pieces.short_loss, short, microbatch))
         gemms = pieces.layers.gemms_of(placement.by_path, state.fp8)
-        check_layers(Stages(loss.layers, how.stages, how.chunks), pieces.kinds, placement, gemms, in_fp8)
+        check_layers(Stages(loss.layers, parallel.stages, parallel.num_chunks), pieces.kinds, placement, gemms, in_fp8)
         on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
         return cls(placement, loss, recipe, gemms, in_fp8, once, on_stages)
 
@@ -121,7 +121,7 @@ class OnMesh:
         """Loss (and aux), gradients and amaxes of all devices, where each has
         `local(loss_fn, state_of, batch, gemms, observed)`; behind the amaxes, how the tensors of `observed` were cast.
         """
-        how = self.placement.how
+        parallel = self.placement.parallel
 
         def on_device(shards, batch):
             if self.on_stages is not None:
@@ -129,7 +129,7 @@ class OnMesh:
             else:
                 value, gradients, amaxes = local(self._share, self._state_of(shards), batch, self._stateless, observed)
                 gradients = reduce_gradients(self.placement, gradients, shards.params)
-            return self._whole(value), gradients, whole_amaxes(how, amaxes)
+            return self._whole(value), gradients, whole_amaxes(parallel, amaxes)
 
         return self._run(on_device, (), (WHOLE, self.placement.specs, WHOLE), state, batch)
 
@@ -141,7 +141,7 @@ class OnMesh:
                 _, _, amaxes = self.on_stages.gradients(shards, batch, from_current=True)
             else:
                 amaxes = local(self._share, self._state_of(shards, from_current=True), batch, self._stateless)
-            return whole_amaxes(self.placement.how, amaxes)
+            return whole_amaxes(self.placement.parallel, amaxes)
 
         return self._run(on_device, (), WHOLE, state, batch)
 
@@ -151,11 +151,11 @@ class OnMesh:
         """One of so many microbatches added to `pending`, whose sums are shards like the params. Weights that it has
         are kept until it begins anew.
         """
-        how, share = self.placement.how, np.float32(1 / microbatches)
+        parallel, share = self.placement.parallel, np.float32(1 / microbatches)
 
         def on_device(shards, microbatch, pending, is_first):
             pending = replace(pending, cache=jax.tree.map(lambda x: x[0], pending.cache))
-            cast, agree = partial(self._own_weights, shards), partial(on_any_device, how)
+            cast, agree = partial(self._own_weights, shards), partial(on_any_device, parallel)
             pending = begin_if_needed(shards, pending, is_first, cast, (), agree)
             own = self._own_state(shards, pending.cache or None)
             loss, gradients, amaxes = value_grads_and_amaxes(self._share)(own.variables, microbatch)
@@ -164,9 +164,9 @@ class OnMesh:
             return replace(
                 pending,
                 count=pending.count + 1,
-                loss=pending.loss + share * whole_loss(how, loss),
+                loss=pending.loss + share * whole_loss(parallel, loss),
                 gradients=jax.tree.map(jnp.add, pending.gradients, gradients),
-                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(how, amaxes)),
+                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(parallel, amaxes)),
                 cache=jax.tree.map(lambda x: x[None], pending.cache),
             )
 
@@ -196,28 +196,28 @@ class OnMesh:
             return jax.tree.map(lambda x: x[None], self._own_weights(shards))
 
         shapes = jax.eval_shape(lambda *args: self._run(on_device, (), self._each, *args), state, batch)
-        each = NamedSharding(self.placement.how.mesh, self._each)
+        each = NamedSharding(self.placement.parallel.mesh, self._each)
         return placed_shapes(shapes, jax.tree.map(lambda _: each, shapes))
 
     def _run(self, on_device, specs, out_specs, state, batch, *others) -> Any:
         """`on_device(shards, batch, *others)` on every device; `specs` are those of the others."""
-        how = self.placement.how
+        parallel = self.placement.parallel
 
         def run(step, params, fp8, cache, collections, batch, *others):
             with self.placement.shards.active():
                 return on_device(TrainState(step, params, fp8, None, cache, collections), batch, *others)
 
-        batch_specs = jax.tree.map(lambda x: how.batch_spec if jnp.ndim(x) else WHOLE, batch)
+        batch_specs = jax.tree.map(lambda x: parallel.batch_spec if jnp.ndim(x) else WHOLE, batch)
         in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, WHOLE, batch_specs, *specs
-        on_all = jax.shard_map(run, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
+        on_all = jax.shard_map(run, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        batch = put(batch, jax.tree.map(partial(NamedSharding, parallel.mesh), batch_specs))
         state = self.constrain(replace(state, opt_state=None))
         return on_all(state.step, state.params, state.fp8, state.cache, state.collections, batch, *others)
 
     @property
     def _each(self) -> PartitionSpec:
         """Of arrays that are each device's own."""
-        return PartitionSpec(self.placement.how.mesh.axis_names)
+        return PartitionSpec(self.placement.parallel.mesh.axis_names)
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state where it belongs."""
@@ -225,11 +225,11 @@ class OnMesh:
 
     def _whole(self, value) -> Any:
         """The loss of all devices, and their aux, from each one's."""
-        how = self.placement.how
+        parallel = self.placement.parallel
         if not self.has_aux:
-            return whole_loss(how, value)
+            return whole_loss(parallel, value)
         loss, aux = value
-        return whole_loss(how, loss), joined_devices(aux, summed_axes(how))
+        return whole_loss(parallel, loss), joined_devices(aux, summed_axes(parallel))
 
     @property
     def _stateless(self) -> list[LayerPath]:
@@ -239,7 +239,7 @@ class OnMesh:
     @property
     def _share(self) -> Callable:
         """The loss whose value is the device's share of the mean over all parts."""
-        loss_fn, parts = self.loss_fn, self.placement.how.batch_parts
+        loss_fn, parts = self.loss_fn, self.placement.parallel.batch_parts
         if parts == 1:
             return loss_fn
 
@@ -283,15 +283,15 @@ class OnMesh:
         )
 
 
-def _place(how: Parallelism, state: TrainState, layers: Layers) -> Placement:
-    placement = place_params(how, state.params, layers.offers)
-    if how.sequence:
+def _place(parallel: Parallelism, state: TrainState, layers: Layers) -> Placement:
+    placement = place_params(parallel, state.params, layers.offers)
+    if parallel.sequence_parallel:
         check_sequence(layers.gemms.values())
         check_rows_are_split(layers, placement)
     if state.cache and placement.splits_params:
         raise ValueError(
             "a state that carries a weight cache must have whole params on every device, "
-            f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
+            f"got a step on {describe_mesh(parallel.mesh)}; leave fp8_cache out of the variables: "
             "the step casts each shard once, and gathers it in FP8"
         )
     return placement
@@ -307,9 +307,9 @@ def shapes_of_part(batch: Any, parts: int) -> Any:
     return jax.tree.map(of_one, batch)
 
 
-def shapes_of_pending(how: Parallelism, state: TrainState) -> Any:
+def shapes_of_pending(parallel: Parallelism, state: TrainState) -> Any:
     """Shapes and places of what `add_microbatch` adds to, but for weights: sums lie where the params do."""
-    whole = NamedSharding(how.mesh, WHOLE)
+    whole = NamedSharding(parallel.mesh, WHOLE)
     numbers = jnp.int32(0), jnp.int32(0), jnp.float32(0), jax.eval_shape(no_amaxes, state.fp8)
     step, count, loss, amaxes = placed_shapes(numbers, (whole,) * 4)
     sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params)

@@ -64,7 +64,7 @@ from jax_fp8.train.weight_cache import cached_gemms, cast_listed, renewed
 
 @dataclass(frozen=True, repr=False)
 class Programs:
-    """The functions behind a `TrainStep`; fields as in `make_train_step`, but for `how`: None on one device, and where
+    """The functions behind a `TrainStep`; fields as in `make_train_step`; `parallel` is None on one device, and where
     the compiler splits the program by itself.
     """
 
@@ -73,8 +73,7 @@ class Programs:
     recipe: Recipe | None
     microbatches: int
     cache_weights: bool
-    in_place: bool
-    how: Parallelism | None = None
+    parallel: Parallelism | None = None
     has_aux: bool = False
     meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
     placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
@@ -89,12 +88,12 @@ class Programs:
 
         with offers() as found:
             program, shapes = jax.make_jaxpr(make, return_shape=True)(*args)
-        if self.how is None:
+        if self.parallel is None:
             return program, shapes, None
         state: Any = shapes
-        placement = place_params(self.how, state.params, found)
+        placement = place_params(self.parallel, state.params, found)
         self.placements[_key(state.params)] = placement
-        if self.how.stages > 1:
+        if self.parallel.stages > 1:
             check_has_no_collections(state)
         return program, shapes, placed_state(placement, state)
 
@@ -104,7 +103,7 @@ class Programs:
         state, (value, gradients, amaxes), found = self._pass(state, batch, "diagnostics" in zeros)
         loss, aux = value if self.has_aux else (value, Aux({}, None))
         new, metrics = self._update(state, loss, gradients, amaxes, zeros.get("skip_above"), aux.collections)
-        if self.how is not None:
+        if self.parallel is not None:
             new = self.on_mesh(state, batch, self.microbatches).constrain(new)
         metrics = jax.tree.map(jnp.add, metrics | found, zeros)
         return new, metrics | ({"aux": aux.rest} if self.has_aux else {})
@@ -121,7 +120,7 @@ class Programs:
 
     def observed(self, state, batch) -> Observed:
         """The GEMMs whose tensors are measured, in program order."""
-        if self.how is not None:
+        if self.parallel is not None:
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
         else:
             part = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], split(batch, self.microbatches)), batch)
@@ -134,15 +133,15 @@ class Programs:
         """
         self._check(state, batch, self.microbatches)
         state = _with_its_cache(state, self.recipe)
-        has_stages = self.how is not None and self.how.stages > 1  # of which `on_mesh` checks it
+        has_stages = self.parallel is not None and self.parallel.stages > 1  # of which `on_mesh` checks it
         if not has_stages and (self.microbatches > 1 or state.cache):
             part = jax.tree.map(lambda x: x[0], split(batch, self.microbatches))
             check_kernels_are_params(self.loss_fn, state.variables, part, has_aux=self.has_aux)
-        parts = self.microbatches * (1 if self.how is None else self.how.batch_parts)
+        parts = self.microbatches * (1 if self.parallel is None else self.parallel.batch_parts)
         if self.has_aux and parts > 1:
             check_shapes_of_parts(self.loss_fn, state.variables, shapes_of_part(batch, parts), batch)
         observed = self.observed(state, batch) if diagnoses else ()
-        if self.how is None:
+        if self.parallel is None:
             results = self._local.gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), observed)
         else:
             mesh = self.on_mesh(state, batch, self.microbatches)
@@ -160,24 +159,24 @@ class Programs:
         self._check(state, batch, self.microbatches)
         find = self._local.first_amaxes
         with reached_rows() as reached:
-            if self.how is None:
+            if self.parallel is None:
                 amaxes = find(self.loss_fn, lambda: state, batch, [])
             else:
                 amaxes = self.on_mesh(state, batch, self.microbatches).first_amaxes(find, state, batch)
-        if self.how is not None and self.how.stages > 1:
+        if self.parallel is not None and self.parallel.stages > 1:
             reached = of_all_stages(reached, self.loss_fn.layers)
         fp8, warmed = first_scales(state.fp8, amaxes, self.recipe, reached)
         return state.replace(fp8=fp8), warmed
 
     def on_mesh(self, state, batch, microbatches) -> OnMesh:
         """How this state lies on the mesh, and a batch of so many microbatches."""
-        assert self.how is not None, "there is a mesh"
-        self.how.check_rows(batch, microbatches)
+        assert self.parallel is not None, "there is a mesh"
+        self.parallel.check_rows(batch, microbatches)
         key = _key((state.variables, batch))
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
             options = microbatches, self.has_aux
-            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, *options)
+            self.meshes[key] = OnMesh.of(self.parallel, self.loss_fn, self.recipe, once, state, batch, *options)
             self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
 
@@ -190,12 +189,12 @@ class Programs:
         """Made by the host, and without weights: only a microbatch tells which are in FP8. It belongs to the state
         before this one, so that the first microbatch begins anew.
         """
-        assert self.how is not None, "there is a mesh"
-        self.how.check_has_no_stages("start")
+        assert self.parallel is not None, "there is a mesh"
+        self.parallel.check_has_no_stages("start")
         check_has_no_aux(self.has_aux)
         self._check(state)
-        check_on_mesh(state, self.how.mesh)
-        return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=of_no_state(state))
+        check_on_mesh(state, self.parallel.mesh)
+        return dataclasses.replace(zeros_like(shapes_of_pending(self.parallel, state)), step=of_no_state(state))
 
     def with_weights(self, state, pending, microbatch) -> PendingStep:
         """What `start_on_mesh` made, with room for the weights that microbatches like this one share."""
@@ -216,8 +215,8 @@ class Programs:
         check_kernels_are_params(self.loss_fn, state.variables, microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         without_cache = dataclasses.replace(state, cache={})
-        if self.how is not None:
-            self.how.check_has_no_stages("accumulate_step")
+        if self.parallel is not None:
+            self.parallel.check_has_no_stages("accumulate_step")
             mesh = self.on_mesh(without_cache, microbatch, 1)
             return mesh.add_microbatch(self.microbatches, without_cache, pending, microbatch, is_first_microbatch)
         recipe: Any = self.recipe
@@ -251,7 +250,7 @@ class Programs:
 
     def _constrain(self, state) -> Callable:
         """Puts a state where it belongs."""
-        if self.how is None:
+        if self.parallel is None:
             return lambda state: state
         placement = self.placements.get(_key(state.params))
         if placement is None:
@@ -281,7 +280,7 @@ class Programs:
 
     @property
     def _update(self) -> OptimizerStep:
-        return OptimizerStep(self.optimizer, self.recipe, self.in_place)
+        return OptimizerStep(self.optimizer, self.recipe)
 
 
 def _paths(params) -> dict[LayerPath, Any]:

@@ -288,6 +288,13 @@ def _build_ours(case, tx, mesh, tokens):
         param_dtype=jnp.dtype(case.param_dtype) if case.in_fp8 else jnp.float32,
         remat=case.remat,
     )
+    parallel = fp8.Parallelism(
+        mesh,
+        sequence_parallel=case.sequence_parallel,
+        gradient_dtype=case.gradient_dtype or None,
+        schedule=case.schedule or None,
+        chunks=case.chunks or None,
+    )
     step = fp8.make_train_step(
         fp8.next_token_loss(model),
         tx,
@@ -295,11 +302,7 @@ def _build_ours(case, tx, mesh, tokens):
         case.num_microbatches,
         cache_weights=case.cache_weights,
         warm_start=not case.cold,
-        mesh=mesh,
-        sequence_parallel=case.sequence_parallel,
-        gradient_dtype=case.gradient_dtype or None,
-        schedule=case.schedule or None,
-        chunks=case.chunks or None,
+        parallel=parallel,
         compiler_options=None if case.graphs == "default" and not case.options else case.compiler_options,
     )
     init = model.init, jax.random.key(1), tokens

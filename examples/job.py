@@ -7,7 +7,6 @@ Job → the model in a recipe, and what its step is told of several devices
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from building import compiler_options, make_optimizer
 from jax.sharding import Mesh
@@ -108,20 +107,19 @@ def make_step(job: Job, recipe: str, model: fp8.GPT) -> Any:
         microbatches=job.settings.microbatches,
         compiler_options=compiler_options(recipe),
         rngs={"dropout": jax.random.key(job.settings.seed)} if job.settings.dropout else None,
-        **spread(job),
+        parallel=parallelism(job),
     )
 
 
-def spread(job: Job) -> dict[str, Any]:
-    """What the step is told of several devices; of one there is nothing to say."""
-    if job.mesh.size == 1:
-        return {}
+def parallelism(job: Job) -> fp8.Parallelism | None:
+    """How the step is spread over several devices; None for one."""
     settings = job.settings
-    gradient_dtype = jnp.dtype(settings.gradient_dtype)
-    return {
-        "mesh": job.mesh,
-        "sequence_parallel": settings.sequence_parallel,
-        "gradient_dtype": gradient_dtype,
-        "schedule": settings.schedule or None,
-        "chunks": settings.chunks or None,
-    }
+    if job.mesh.size == 1:
+        return None
+    return fp8.Parallelism(
+        job.mesh,
+        sequence_parallel=settings.sequence_parallel,
+        gradient_dtype=settings.gradient_dtype,
+        schedule=settings.schedule or None,
+        chunks=settings.chunks or None,
+    )

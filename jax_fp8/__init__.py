@@ -27,6 +27,7 @@ from jax_fp8.nn.moe import LayerNormMoE
 from jax_fp8.ops.rotary import RotaryScaling
 from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
+from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.names import rules_from_names
 from jax_fp8.tools.capture import capture_report
 from jax_fp8.tools.explain import explain
@@ -62,6 +63,7 @@ __all__ = [
     "LayerNormMLP",
     "LayerNormMoE",
     "LayeredLoss",
+    "Parallelism",
     "RotaryScaling",
     "SelfAttention",
     "TrainState",

@@ -260,17 +260,14 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     """Of the compiled step; says what is compiled before, for it takes a while."""
     config, model, microbatches = choices.config, _model(choices), choices.microbatches_of_step
     mesh = mesh_of_described(choices.axes, choices.gpu)
-    on_mesh = {name: getattr(choices, name) for name in ("sequence_parallel", "schedule", "chunks")}
-    how = Parallelism.of(mesh, **on_mesh)
-    assert how is not None  # as there is a mesh
+    parallel = Parallelism(mesh, (), choices.sequence_parallel, None, choices.schedule, choices.chunks)
     step = make_train_step(
         next_token_loss(model),
         _optimizer(choices),
         model.recipe,
         microbatches,
-        mesh=mesh,
+        parallel=parallel,
         compiler_options=options_of_plan(offloads=choices.remat.startswith("offload")),
-        **on_mesh,
     )
     sequences, length = choices.sequences, config.max_seq_len
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
@@ -278,8 +275,8 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     state = step.state_shapes(made_here.init, jax.random.key(0), tokens)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
-    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {how.mesh.size} {choices.gpu}"
-    described = f"{describe_mesh(how.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
+    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {parallel.mesh.size} {choices.gpu}"
+    described = f"{describe_mesh(parallel.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
     print(
         f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {what} ({described}); compiling",
         flush=True,
@@ -287,7 +284,7 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
     setting = setting_of(choices)
     host = HostCopies(host_bytes_of(setting), host_seconds_of(setting, rates))
-    return plan_step(step, how, state, batch, microbatches, choices.gpu, flops, memory_of(setting), rates, host)
+    return plan_step(step, parallel, state, batch, microbatches, choices.gpu, flops, memory_of(setting), rates, host)
 
 
 def _model(choices: Choices) -> GPT:

@@ -1,5 +1,6 @@
 """Small models, meshes of CPU devices, and an optimizer that shows its gradients: for tests of steps on a mesh."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -88,12 +89,19 @@ def first_state(init, x, tx=SHOWING) -> fp8.TrainState:
     return jax.jit(make)(jax.random.key(0), x)  # one program, for each of its operations would be one
 
 
+def spread(mesh: jax.sharding.Mesh | None, **options) -> dict[str, Any]:
+    """Options of `make_train_step`, those about the mesh in its `Parallelism`."""
+    fields = {field.name for field in dataclasses.fields(fp8.Parallelism)} & options.keys()
+    about_mesh = {name: options.pop(name) for name in fields}
+    return options if mesh is None else options | {"parallel": fp8.Parallelism(mesh, **about_mesh)}
+
+
 def train(
     loss_fn, state, batch, recipe, *, axes=None, tx=SHOWING, steps=1, microbatches=1, warm_start=False, **options
 ):
-    """States and losses; on a mesh with these axes, or on one device."""
-    options |= {"warm_start": warm_start} | ({} if axes is None else {"mesh": make_mesh(**axes)})
-    step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, **options)
+    """States and losses; on a mesh with these axes and options, or on one device."""
+    options = spread(None if axes is None else make_mesh(**axes), **options)
+    step = fp8.make_train_step(loss_fn, tx, recipe, microbatches, warm_start=warm_start, **options)
     return run(step, step.place(jax.tree.map(jnp.copy, state), batch), batch, steps)
 
 

@@ -3,8 +3,8 @@ themselves.
 
 Optax adds updates to params, which costs a pass over both. `update(grads, state, params, in_place=InPlace())` passes
 through `optax.chain` and its like to `fused_adam`, which then returns a `NewParam` for every leaf. Nothing can be
-computed with a `NewParam`: a transform that would change the updates after `fused_adam` ends in an error instead of
-scaling the params.
+computed with a `NewParam`: a transform that would change the updates after `fused_adam` ends in a `NotLastError`
+instead of scaling the params.
 """
 
 from collections.abc import Mapping
@@ -49,12 +49,18 @@ class NewParam:
     applied: jax.Array | None = None
 
 
+class NotLastError(ValueError):
+    """Another transform computes with what `fused_adam` returns in place of updates."""
+
+    def __init__(self):
+        super().__init__(
+            "fused_adam must be the last transform that touches the updates when it works in place, but another one "
+            "computes with its result; move fused_adam to the end of the chain, or call update without in_place"
+        )
+
+
 def _refuse(*_):
-    raise ValueError(
-        "fused_adam must be the last transform that touches the updates when it works in place, "
-        "but another one computes with its result; "
-        "move fused_adam to the end of the chain, or pass in_place=False to make_train_step"
-    )
+    raise NotLastError
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""The axes of a mesh, by name.
+"""How a step is spread over the devices of a mesh: one value, `Parallelism`. The axes of the mesh go by name:
 
     data     splits the batch; params are the same on all its devices
     fsdp     splits the batch too, and params, gradients and optimizer state (ZeRO: https://arxiv.org/abs/1910.02054)
@@ -10,8 +10,9 @@ Any of them may be left out, or be 1.
 """
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_fp8.core.checks import check_bool, describe
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.parallel.schedule import Schedule
+from jax_fp8.parallel.schedules import make_schedule
 
 PIPE, DATA, FSDP, TENSOR = "pipe", "data", "fsdp", "tensor"
 AXES = (PIPE, DATA, FSDP, TENSOR)
@@ -31,70 +34,55 @@ GRADIENT_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a step is spread over a mesh.
+    """How a step is spread over the devices of a mesh: for `parallel=` of `make_train_step`, `value_and_grad`,
+    `warm_start` and `shardings`, all of which take a bare mesh as well. It is checked when it is made, can be hashed,
+    and is equal to one of the same values.
 
     Args:
-      mesh: its axes are among AXES.
-      rules: a pattern and a `PartitionSpec` each: params whose path, names joined by "/", the pattern is found in
-        (`re.search`) are split like that; the spec is that of their last dims. The first that is found counts, and
-        layers and sizes decide for all others.
-      sequence: sequence parallelism: between layers, devices of `tensor` keep a part of the rows each.
-      gradient_dtype: in which gradients are summed over `data` and `fsdp`; None: float32, unless
-        both gradients and params have 16 bits.
-      schedule: of the pipeline, by its name in parallel/schedules.py.
-      chunks: of layers that each stage of the pipeline has.
+      mesh: a `jax.sharding.Mesh`. Its axes `data` and `fsdp` split the batch, `fsdp` params and optimizer state too,
+        `tensor` splits the layers, and `pipe` makes them stages of a pipeline, through which microbatches pass; any may
+        be left out. An axis by another name is refused.
+      rules: pairs of a pattern and a `PartitionSpec`: a param whose path, names joined by "/", the pattern is found in
+        (`re.search`) is split like that; the spec names `fsdp` and `tensor`, and is that of its last dims. The first
+        that is found counts. All other params lie as their layers and their sizes say.
+      sequence_parallel: between layers, each device of `tensor` keeps its part of the rows; refused without that axis.
+      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`. None is float32, unless both
+        gradients and params have 16 bits; jnp.bfloat16 is half the bytes; others are refused.
+      schedule: of the pipeline: "1f1b", which None stands for, "gpipe", "interleaved" or "zero-bubble"; refused without
+        the axis `pipe`.
+      chunks: groups of layers on each stage. None is 2 for "interleaved", which needs several, and 1 for the others,
+        which have one; refused without the axis `pipe`.
     """
 
     mesh: Mesh
     rules: Rules = ()
-    sequence: bool = False
-    gradient_dtype: Any = None
-    schedule: str = "1f1b"
-    chunks: int = 1
-
-    @classmethod
-    def of(
-        cls,
-        mesh: Mesh | None,
-        rules: Rules = (),
-        sequence_parallel: bool = False,
-        gradient_dtype: Any = None,
-        schedule: str | None = None,
-        chunks: int | None = None,
-    ) -> "Parallelism | None":
-        """What a user says of a mesh, or of none."""
-        if mesh is None:
-            if rules or sequence_parallel or any(given is not None for given in (gradient_dtype, schedule, chunks)):
-                raise ValueError(
-                    "rules, sequence_parallel, gradient_dtype, schedule and chunks are about a mesh, got none; "
-                    "pass mesh=jax.make_mesh(...)"
-                )
-            return None
-        how = cls(mesh, tuple(rules), sequence_parallel, gradient_dtype)
-        if how.stages == 1 and (schedule is not None or chunks is not None):
-            raise ValueError(
-                f"schedule and chunks are about the axis `pipe`, which this mesh has not, got {describe_mesh(mesh)}; "
-                "add the axis, or leave them out"
-            )
-        schedule = "1f1b" if schedule is None else schedule
-        if chunks is None:
-            chunks = 2 if schedule == "interleaved" else 1
-        return replace(how, schedule=schedule, chunks=chunks)
+    sequence_parallel: bool = False
+    gradient_dtype: jax.typing.DTypeLike | None = None
+    schedule: str | None = None
+    chunks: int | None = None
 
     def __post_init__(self):
         check_mesh(self.mesh)
         _check_rules(self.rules)
-        check_bool("sequence_parallel", self.sequence)
-        if self.gradient_dtype is not None and jnp.dtype(self.gradient_dtype).name not in GRADIENT_DTYPES:
-            raise ValueError(
-                f"gradient_dtype must be None, jnp.float32 or jnp.bfloat16, got {self.gradient_dtype!r}; "
-                "None sums them in float32, unless gradients and params have 16 bits"
-            )
-        if self.sequence and self.size(TENSOR) == 1:
+        check_bool("sequence_parallel", self.sequence_parallel)
+        if self.sequence_parallel and self.size(TENSOR) == 1:
             raise ValueError(
                 "sequence parallelism splits rows over the axis `tensor`, which this mesh has not, "
                 f"got {describe_mesh(self.mesh)}; add the axis, or leave sequence_parallel out"
             )
+        schedule, chunks = self.schedule, self.chunks
+        if self.stages > 1:
+            schedule = "1f1b" if schedule is None else schedule
+            chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
+            make_schedule(schedule, self.stages, self.stages, chunks)  # raises unless there is one
+        elif schedule is not None or chunks is not None:
+            raise ValueError(
+                "schedule and chunks are about the axis `pipe`, which this mesh has not, "
+                f"got {describe_mesh(self.mesh)}; add the axis, or leave them out"
+            )
+        gradient_dtype = _check_gradient_dtype(self.gradient_dtype)
+        # In one form each, so that values that mean the same are equal.
+        vars(self).update(rules=tuple(self.rules), gradient_dtype=gradient_dtype, schedule=schedule, chunks=chunks)
 
     def size(self, axis: str) -> int:
         """Devices along an axis; 1 where the mesh has none."""
@@ -114,6 +102,16 @@ class Parallelism:
         """Of the pipeline; 1 is none."""
         return self.size(PIPE)
 
+    @property
+    def num_chunks(self) -> int:
+        """Of layers on each stage; 1 without a pipeline."""
+        return self.chunks or 1
+
+    def schedule_of(self, microbatches: int) -> Schedule:
+        """The schedule of the pipeline for so many microbatches; raises where there is none."""
+        assert self.schedule is not None, "there are stages"
+        return make_schedule(self.schedule, self.stages, microbatches, self.num_chunks)
+
     @cached_property
     def storage_axes(self) -> tuple[str, ...]:
         """Those that split params and optimizer state, but not what a layer computes."""
@@ -126,7 +124,7 @@ class Parallelism:
     @property
     def tensor(self) -> TensorParallel | None:
         size = self.size(TENSOR)
-        return TensorParallel(TENSOR, size, self.sequence) if size > 1 else None
+        return TensorParallel(TENSOR, size, self.sequence_parallel) if size > 1 else None
 
     @property
     def batch_spec(self) -> PartitionSpec:
@@ -175,6 +173,18 @@ class Parallelism:
         return NamedSharding(self.mesh, self.batch_spec if np.ndim(leaf) else PartitionSpec())
 
 
+def as_parallelism(parallel: Any) -> Parallelism | None:
+    """What a user passes for `parallel`: a `Parallelism`, a mesh for one with defaults, or None."""
+    if isinstance(parallel, Mesh):
+        return Parallelism(parallel)
+    if parallel is None or isinstance(parallel, Parallelism):
+        return parallel
+    raise ValueError(
+        f"parallel must be a jax.sharding.Mesh or a Parallelism, got {describe(parallel)}; "
+        'make a mesh with jax.make_mesh((4,), ("data",)), and pass it, or fp8.Parallelism(mesh, ...) with options'
+    )
+
+
 def check_mesh(mesh: Any) -> None:
     """Raise unless a step can be spread over this mesh."""
     if not isinstance(mesh, Mesh):
@@ -207,7 +217,7 @@ def describe_mesh(mesh: Mesh) -> str:
 
 def _check_rules(rules):
     is_rule = [
-        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and isinstance(rule[1], PartitionSpec)
+        isinstance(rule, tuple) and len(rule) == 2 and _is_pattern(rule[0]) and isinstance(rule[1], PartitionSpec)
         for rule in (rules if isinstance(rules, tuple | list) else [None])
     ]
     if not all(is_rule):
@@ -215,3 +225,24 @@ def _check_rules(rules):
             "rules must be pairs of a pattern and a PartitionSpec, "
             f'got {describe(rules)}; pass [("mlp/up/kernel", P(None, "tensor"))]'
         )
+
+
+def _is_pattern(text) -> bool:
+    try:
+        return isinstance(text, str) and bool(re.compile(text))
+    except re.error:
+        return False
+
+
+def _check_gradient_dtype(given) -> np.dtype | None:
+    """The dtype that is meant; raises unless gradients can be summed in it."""
+    try:
+        dtype = None if given is None else jnp.dtype(given)
+    except TypeError:
+        dtype = given
+    if given is not None and getattr(dtype, "name", None) not in GRADIENT_DTYPES:
+        raise ValueError(
+            f"gradient_dtype must be None, jnp.float32 or jnp.bfloat16, got {given!r}; "
+            "None sums them in float32, unless gradients and params have 16 bits"
+        )
+    return dtype

@@ -69,7 +69,7 @@ class Place:
 class Placement:
     """Where all params of a step lie; `places` is a tree like the params."""
 
-    how: Parallelism
+    parallel: Parallelism
     places: Any
 
     @property
@@ -86,13 +86,13 @@ class Placement:
     def shards(self) -> Shards:
         """What one device knows of the others."""
         dims = {path: place.tensor_dim for path, place in self.by_path.items()}
-        return Shards(self.how.batch_axes, self.how.tensor, dims, self.how.batch_parts)
+        return Shards(self.parallel.batch_axes, self.parallel.tensor, dims, self.parallel.batch_parts)
 
     @property
     def shards_of_weights(self) -> Shards:
         """The same where weights are cast, whose parts also the devices of `pipe` have."""
         shards = self.shards
-        return replace(shards, batch_axes=(*shards.batch_axes, *((PIPE,) if self.how.stages > 1 else ())))
+        return replace(shards, batch_axes=(*shards.batch_axes, *((PIPE,) if self.parallel.stages > 1 else ())))
 
     @property
     def splits_params(self) -> bool:
@@ -106,21 +106,21 @@ class Placement:
 
         def sharding(path, leaf):
             place = _place_of(path, leaf.shape, by_path)
-            return NamedSharding(self.how.mesh, place.spec if place else PartitionSpec())
+            return NamedSharding(self.parallel.mesh, place.spec if place else PartitionSpec())
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def place_params(how: Parallelism, params: Any, offers: Mapping[LayerPath, TensorDim]) -> Placement:
+def place_params(parallel: Parallelism, params: Any, offers: Mapping[LayerPath, TensorDim]) -> Placement:
     """Where params (arrays, or their shapes) lie, of which layers have said `offers`."""
 
     def place(path, leaf):
-        rule = _rule_of(path, how.rules)
+        rule = _rule_of(path, parallel.rules)
         if rule is not None:
-            return _by_rule(how, path, leaf.shape, rule, offers.get(path, TensorDim()))
-        return _by_offer(how, path, leaf.shape, offers.get(path, TensorDim()))
+            return _by_rule(parallel, path, leaf.shape, rule, offers.get(path, TensorDim()))
+        return _by_offer(parallel, path, leaf.shape, offers.get(path, TensorDim()))
 
-    placement = Placement(how, map_with_names(place, params))
+    placement = Placement(parallel, map_with_names(place, params))
     _check_biases(placement, offers)
     return placement
 
@@ -154,16 +154,16 @@ def put(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(place, tree, shardings)
 
 
-def _by_offer(how, path, shape, offer) -> Place:
-    size, dim, is_partial = how.size(TENSOR), offer.dim, offer.is_shared
+def _by_offer(parallel, path, shape, offer) -> Place:
+    size, dim, is_partial = parallel.size(TENSOR), offer.dim, offer.is_shared
     if size == 1 or dim is None:
         dim = None
     elif offer.pieces % size:
         if not (offer.or_whole and size % offer.pieces == 0):
             _refuse(path, shape, size, offer)
         dim, is_partial = None, True
-    own = Place(shape, dim, None, is_partial, offer.dtype, how.storage_axes)
-    return replace(own, fsdp_dim=_fsdp_dim(own.shape_without_fsdp(size), how.storage_parts))
+    own = Place(shape, dim, None, is_partial, offer.dtype, parallel.storage_axes)
+    return replace(own, fsdp_dim=_fsdp_dim(own.shape_without_fsdp(size), parallel.storage_parts))
 
 
 def _refuse(path, shape, size, offer):
@@ -187,7 +187,7 @@ def _rule_of(path, rules) -> PartitionSpec | None:
     return next((spec for pattern, spec in rules if re.search(pattern, name)), None)
 
 
-def _by_rule(how, path, shape, rule, offer) -> Place:
+def _by_rule(parallel, path, shape, rule, offer) -> Place:
     if len(rule) > len(shape):
         raise ValueError(
             f"the rule {rule} of {'/'.join(path)} must not have more dims than the param's shape {shape}; shorten it"
@@ -200,20 +200,20 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
                     f"the rule {rule} of {'/'.join(path)} may name {FSDP} and {TENSOR}, got {axis!r}; leave it out"
                 )
             dims[axis] = number - len(rule)
-    tensor_dim = dims.get(TENSOR) if how.size(TENSOR) > 1 else None
-    fsdp_dim = dims.get(FSDP) if how.storage_axes else None
-    is_partial = (offer.or_whole or offer.is_shared) and how.size(TENSOR) > 1 and tensor_dim is None
-    place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype, how.storage_axes)
-    _check_is_offered(how, path, place, rule, offer)
-    if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % how.size(TENSOR):
-        if offer.or_whole and how.size(TENSOR) % offer.pieces == 0:
+    tensor_dim = dims.get(TENSOR) if parallel.size(TENSOR) > 1 else None
+    fsdp_dim = dims.get(FSDP) if parallel.storage_axes else None
+    is_partial = (offer.or_whole or offer.is_shared) and parallel.size(TENSOR) > 1 and tensor_dim is None
+    place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype, parallel.storage_axes)
+    _check_is_offered(parallel, path, place, rule, offer)
+    if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % parallel.size(TENSOR):
+        if offer.or_whole and parallel.size(TENSOR) % offer.pieces == 0:
             raise ValueError(
-                f"a rule must leave {'/'.join(path)} whole over {TENSOR}={how.size(TENSOR)}, more devices than there "
-                f"are {offer.named}, got {rule} of {offer.pieces}; leave {TENSOR} out of it"
+                f"a rule must leave {'/'.join(path)} whole over {TENSOR}={parallel.size(TENSOR)}, more devices than "
+                f"there are {offer.named}, got {rule} of {offer.pieces}; leave {TENSOR} out of it"
             )
-        _refuse(path, shape, how.size(TENSOR), offer)
+        _refuse(path, shape, parallel.size(TENSOR), offer)
     for elements, axes in zip(shape, place.spec, strict=False):
-        parts = math.prod(how.size(axis) for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis)
+        parts = math.prod(parallel.size(axis) for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis)
         if elements % parts:
             raise ValueError(
                 f"the rule {rule} splits {elements} elements of {'/'.join(path)}, shape {shape}, "
@@ -222,12 +222,12 @@ def _by_rule(how, path, shape, rule, offer) -> Place:
     return place
 
 
-def _check_is_offered(how, path, place, rule, offer):
+def _check_is_offered(parallel, path, place, rule, offer):
     dims = sorted({dim for dim in (offer.dim, *offer.by_rule) if dim is not None})
     if place.tensor_dim not in (None, *dims):
         can = f"can split dim {' or '.join(map(str, dims))}" if dims else "needs all of it on every device"
         raise ValueError(
-            f"a rule may split over {TENSOR}={how.size(TENSOR)} what a layer of jax_fp8 can split, got {rule} for "
+            f"a rule may split over {TENSOR}={parallel.size(TENSOR)} what a layer of jax_fp8 can split, got {rule} for "
             f"{'/'.join(path)} of shape {place.shape}, whose layer {can}; change the rule"
         )
 
@@ -240,8 +240,8 @@ def _check_biases(placement, offers):
         if kernel not in by_path or (place.tensor_dim is None) == (by_path[kernel].tensor_dim != -1):
             continue
         raise ValueError(
-            f"a bias must be split over {TENSOR}={placement.how.size(TENSOR)} where the columns of its kernel are, got "
-            f"{by_path[kernel].spec} for {'/'.join(kernel)} and {place.spec} for {'/'.join(path)}; "
+            f"a bias must be split over {TENSOR}={placement.parallel.size(TENSOR)} where the columns of its kernel are, "
+            f"got {by_path[kernel].spec} for {'/'.join(kernel)} and {place.spec} for {'/'.join(path)}; "
             "let the rules name both, or none"
         )
 

@@ -110,7 +110,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule of this name, among SCHEDULES."""
-    if name not in SCHEDULES:
+    if name not in [*SCHEDULES]:
         raise ValueError(f"a schedule must be one of {', '.join(SCHEDULES)}, got {name!r}; choose one of these")
     return SCHEDULES[name](stages, microbatches, chunks)
 

@@ -95,21 +95,21 @@ def _exchanged(parts, place) -> Fp8Array:
     return Fp8Array(values, whole(scales) if scales[0].ndim else own_of(scales), parts[0].rowwise.tile)
 
 
-def gradients_of_layers(how: Parallelism, gradient: jax.Array, place: Place) -> tuple[jax.Array, ...]:
+def gradients_of_layers(parallel: Parallelism, gradient: jax.Array, place: Place) -> tuple[jax.Array, ...]:
     """The gradients of this device's shards of the layers of all stages, from that of the stage's own layer."""
-    axes = summed_axes(how)
+    axes = summed_axes(parallel)
     if place.fsdp_dim is None:
-        mine = jnp.arange(how.stages) == lax.axis_index(PIPE)
+        mine = jnp.arange(parallel.stages) == lax.axis_index(PIPE)
         of_all = jnp.where(mine.reshape(-1, *[1] * gradient.ndim), gradient, 0)
     else:
         if FSDP in place.storage:
             dim = gradient.ndim + place.fsdp_dim
             gradient = scattered_sum(gradient, FSDP, dim)
-        of_all = _split(gradient, how.stages, place.fsdp_dim)
+        of_all = _split(gradient, parallel.stages, place.fsdp_dim)
         of_all = lax.all_to_all(of_all, PIPE, split_axis=0, concat_axis=0)
         axes = tuple(axis for axis in axes if axis not in place.storage)
-    of_all = sum_over(how, of_all, place, axes)
-    return tuple(of_all[stage] for stage in range(how.stages))
+    of_all = sum_over(parallel, of_all, place, axes)
+    return tuple(of_all[stage] for stage in range(parallel.stages))
 
 
 def _exchange(of_stages, dim) -> jax.Array:

@@ -31,12 +31,12 @@ def gather_params(placement: Placement, params: Any, in_fp8: Collection[LayerPat
       in_fp8: kernels that all their readers have in FP8. They are not gathered: in their place stands an array of NaN,
         which gives the gradient its shape and its dtype, and whoever reads it after all cannot fail to notice.
     """
-    how = placement.how
+    parallel = placement.parallel
 
     def gather(path, param, place: Place):
         if path in in_fp8:
-            shape = place.shape_without_fsdp(how.size(TENSOR))
-            return jnp.full(shape, jnp.nan, how.gradient_dtype or param.dtype)
+            shape = place.shape_without_fsdp(parallel.size(TENSOR))
+            return jnp.full(shape, jnp.nan, param.dtype if parallel.gradient_dtype is None else parallel.gradient_dtype)
         if place.fsdp_dim is None:
             return param
         return _all_gather(param.astype(place.dtype or param.dtype), place.fsdp_dim, place.storage)
@@ -66,9 +66,13 @@ def can_be_gathered_in_fp8(places: Collection[Place]) -> bool:
     return {place.fsdp_dim for place in places} in ({None}, {-2})
 
 
-def cuts_squares(how: Parallelism, places: Collection[Place], recipe: Recipe) -> bool:
+def cuts_squares(parallel: Parallelism, places: Collection[Place], recipe: Recipe) -> bool:
     """Whether kernels that could be gathered lie so that their tiles cannot be: between two devices some are cut."""
-    rows = {place.shape_without_fsdp(how.size(TENSOR))[-2] // how.storage_parts for place in places if place.fsdp_dim}
+    rows = {
+        place.shape_without_fsdp(parallel.size(TENSOR))[-2] // parallel.storage_parts
+        for place in places
+        if place.fsdp_dim
+    }
     return not all(has_whole_squares(recipe, of_device) for of_device in rows)
 
 
@@ -76,62 +80,62 @@ def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:
     """The gradients of the shards, in the dtypes of the params, from each device's share of the mean. `params` are
     those of the shards, or others of the dtypes that are wanted.
     """
-    how = placement.how
+    parallel = placement.parallel
 
     def reduce(gradient, param, place):
         wire = jnp.promote_types(gradient.dtype, param.dtype)
-        if gradient.ndim > 1 and how.gradient_dtype is not None:
-            wire = how.gradient_dtype
-        return sum_of(how, gradient.astype(wire), place).astype(param.dtype)
+        if gradient.ndim > 1 and parallel.gradient_dtype is not None:
+            wire = parallel.gradient_dtype
+        return sum_of(parallel, gradient.astype(wire), place).astype(param.dtype)
 
     return jax.tree.map(reduce, gradients, params, placement.places, is_leaf=lambda node: isinstance(node, Place))
 
 
-def whole_amaxes(how: Parallelism, amaxes: jax.Array) -> jax.Array:
+def whole_amaxes(parallel: Parallelism, amaxes: jax.Array) -> jax.Array:
     """The amaxes f32[rows] of all devices: one vector, one collective."""
-    return largest_amax(amaxes, _tensor_axes(how) + summed_axes(how))
+    return largest_amax(amaxes, _tensor_axes(parallel) + summed_axes(parallel))
 
 
-def whole_loss(how: Parallelism, share: jax.Array) -> jax.Array:
+def whole_loss(parallel: Parallelism, share: jax.Array) -> jax.Array:
     """The mean over all parts of the batch, from each part's share; also of a loss in 16 bits the sum is float32."""
     share = share.astype(jnp.float32)
-    axes = summed_axes(how)
+    axes = summed_axes(parallel)
     return lax.psum(share, axes) if axes else share
 
 
-def summed_axes(how: Parallelism) -> tuple[str, ...]:
+def summed_axes(parallel: Parallelism) -> tuple[str, ...]:
     """Those whose devices have parts of a batch: its rows, or in a pipeline its microbatches."""
-    return how.batch_axes + ((PIPE,) if how.stages > 1 else ())
+    return parallel.batch_axes + ((PIPE,) if parallel.stages > 1 else ())
 
 
-def on_any_device(how: Parallelism, flag: jax.Array) -> jax.Array:
+def on_any_device(parallel: Parallelism, flag: jax.Array) -> jax.Array:
     """Whether a flag bool[] is set on any device: what devices decide alike, they must know alike."""
-    return lax.pmax(flag.astype(jnp.int32), how.mesh.axis_names) > 0
+    return lax.pmax(flag.astype(jnp.int32), parallel.mesh.axis_names) > 0
 
 
-def sum_of(how: Parallelism, gradient: jax.Array, place: Place) -> jax.Array:
+def sum_of(parallel: Parallelism, gradient: jax.Array, place: Place) -> jax.Array:
     """The gradient of a shard, from what each device has of the whole param's."""
-    axes = summed_axes(how)
+    axes = summed_axes(parallel)
     if place.fsdp_dim is not None:
         dim = gradient.ndim + place.fsdp_dim
         gradient = scattered_sum(gradient, place.storage, dim)
         axes = tuple(axis for axis in axes if axis not in place.storage)
-    return sum_over(how, gradient, place, axes)
+    return sum_over(parallel, gradient, place, axes)
 
 
-def sum_over(how: Parallelism, gradient: jax.Array, place: Place, axes: tuple[str, ...]) -> jax.Array:
+def sum_over(parallel: Parallelism, gradient: jax.Array, place: Place, axes: tuple[str, ...]) -> jax.Array:
     """The sum over these axes, and over `tensor` where its devices have parts of it."""
-    if how.tensor is None or place.tensor_dim is not None:
+    if parallel.tensor is None or place.tensor_dim is not None:
         return lax.psum(gradient, axes) if axes else gradient
     # The param is the same on all devices of `tensor`, and must stay so, to the bit: so all take one sum.
     # Where each has computed the whole gradient, and not that of its rows or heads, it is their mean.
     total = lax.psum(gradient, (*axes, TENSOR))
-    is_share = place.is_partial or how.sequence
-    return total if is_share else total / how.size(TENSOR)
+    is_share = place.is_partial or parallel.sequence_parallel
+    return total if is_share else total / parallel.size(TENSOR)
 
 
-def _tensor_axes(how) -> tuple[str, ...]:
-    return (TENSOR,) if how.tensor is not None else ()
+def _tensor_axes(parallel) -> tuple[str, ...]:
+    return (TENSOR,) if parallel.tensor is not None else ()
 
 
 def _all_gather(x, dim, axes) -> jax.Array:

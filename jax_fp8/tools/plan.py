@@ -14,7 +14,6 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.ticks import make_ticks
 from jax_fp8.tools.arithmetic import Memory
 from jax_fp8.tools.capture import CaptureReport, capture_report
@@ -151,7 +150,7 @@ def mesh_of_described(axes: dict[str, int], gpu: str) -> Mesh:
 
 def plan_step(
     step: TrainStep,
-    how: Parallelism,
+    parallel: Parallelism,
     state: TrainState,
     batch: Any,
     microbatches: int,
@@ -164,7 +163,7 @@ def plan_step(
     """The plan of a step.
 
     Args:
-      step: made with what `how` says, and `compiler_options=options_of_plan()`.
+      step: made with what `parallel` says, and `compiler_options=options_of_plan()`.
       state: from `step.state_shapes`.
       batch: a tree of `jax.ShapeDtypeStruct`, of all devices together; (sequences, seq + 1) for tokens.
       model_flops: of a step.
@@ -172,15 +171,15 @@ def plan_step(
       rates: of the GPU.
       host: what its layers keep there.
     """
-    how.check_rows(batch, microbatches)
-    split = NamedSharding(how.mesh, how.batch_spec)
+    parallel.check_rows(batch, microbatches)
+    split = NamedSharding(parallel.mesh, parallel.batch_spec)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch)
     compilation = step.lower(state, batch).compile()
     report = capture_report(compilation)
     instructions = read_hlo(compilation.as_text())
     pipeline = None
-    if how.stages > 1:
-        ticks = make_ticks(make_schedule(how.schedule, how.stages, microbatches, how.chunks))
+    if parallel.stages > 1:
+        ticks = make_ticks(parallel.schedule_of(microbatches))
         pipeline = pipeline_time(ticks, instructions, rates)
     parts = [_own_bytes(tree) for tree in (state.params, state.opt_state, (state.fp8, state.step))]
     sequences, columns = jax.tree.leaves(batch)[0].shape
@@ -191,7 +190,7 @@ def plan_step(
         time=estimate(instructions, rates, longest if pipeline is None else pipeline.taken),
         rates=rates,
         memory=GPUS[gpu],
-        devices=how.mesh.size,
+        devices=parallel.mesh.size,
         tokens=sequences * (columns - 1),
         model_flops=model_flops,
         about=about,

@@ -90,7 +90,7 @@ def drawn_next(
     return drawn(loss_fn, state, microbatch, jnp.where(fresh, 0, pending.count))
 
 
-def check_rngs(rngs: Any, loss_fn: Callable, how: Parallelism | None) -> None:
+def check_rngs(rngs: Any, loss_fn: Callable, parallel: Parallelism | None) -> None:
     """Raise unless a step can draw from these."""
     if not isinstance(rngs, Mapping) or not rngs or not all(isinstance(name, str) for name in rngs):
         raise ValueError(
@@ -101,7 +101,7 @@ def check_rngs(rngs: Any, loss_fn: Callable, how: Parallelism | None) -> None:
         is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if not is_key or key.shape:
             raise ValueError(f"rngs[{name!r}] must be one random key, got {describe(key)}; pass jax.random.key(seed)")
-    if how is not None and how.stages > 1:
+    if parallel is not None and parallel.stages > 1:
         raise ValueError(
             "a pipeline runs layers one by one, which draw nothing, got rngs with a mesh that has the axis pipe; leave "
             "out one of them"

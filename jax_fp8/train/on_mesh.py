@@ -87,7 +87,7 @@ class OnMesh:
     @classmethod
     def of(
         cls,
-        how: Parallelism,
+        parallel: Parallelism,
         loss_fn: Callable,
         recipe: Recipe | None,
         once: bool,
@@ -98,23 +98,23 @@ class OnMesh:
         trace: LossTrace | None = None,
     ) -> "OnMesh":
         """Of a state and a batch; `trace`: of the loss with the whole batch, as on one device, if there is one."""
-        if how.stages > 1:
+        if parallel.stages > 1:
             check_has_no_collections(state)
             assert isinstance(loss_fn, LayeredLoss), "checked when the step was made"
             return cls._with_stages(
-                how, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
+                parallel, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
             )
         trace = trace or LossTrace.of(checked(loss_fn, has_aux), state.variables, batch)
-        placement = _place(how, state, trace)
+        placement = _place(parallel, state, trace)
         in_fp8 = can_be_gathered(placement, trace, state.fp8)
         gemms = trace.gemms_of(placement.by_path, state.fp8)
         return cls(placement, loss_fn, recipe, trace, gemms, in_fp8, once, has_aux=has_aux)
 
     @classmethod
-    def _with_stages(cls, how, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
+    def _with_stages(cls, parallel, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "OnMesh":
         pieces = Pieces.of(loss, state.variables, microbatch)
         trace = pieces.trace
-        placement = _place(how, state, trace)
+        placement = _place(parallel, state, trace)
         trace.check_kernels_are_params()
         check_first(pieces.first, trace.gemms)
         check_states(loss.layers, trace.gemms, state.fp8)
@@ -123,7 +123,7 @@ class OnMesh:
         short_gemms = can_be_gathered(of_short, trace, short.get("fp8", {}))
         in_fp8 = pieces.of_all(trace_on_shards(of_short, pieces.short_loss, short, microbatch, short_gemms))
         gemms = trace.gemms_of(placement.by_path, state.fp8)
-        check_layers(Stages(loss.layers, how.stages, how.chunks), pieces.kinds, placement, gemms, in_fp8)
+        check_layers(Stages(loss.layers, parallel.stages, parallel.num_chunks), pieces.kinds, placement, gemms, in_fp8)
         on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
         return cls(placement, loss, recipe, trace, gemms, in_fp8, once, is_settled=True, on_stages=on_stages)
 
@@ -165,7 +165,7 @@ class OnMesh:
                 amaxes = self.on_stages.gradients(shards, batch, from_current=True).amaxes
             else:
                 amaxes = local(loss, self._state_of(shards, from_current=True), batch, self._stateless)
-            return whole_amaxes(self.placement.how, amaxes)
+            return whole_amaxes(self.placement.parallel, amaxes)
 
         amaxes = self._run(on_device, (), WHOLE, state, batch)
         if self.is_settled:
@@ -179,11 +179,11 @@ class OnMesh:
         """One of so many microbatches added to `pending`, whose sums are shards like the params. Weights that it has
         are kept until it begins anew.
         """
-        how, share = self.placement.how, 1 / microbatches
+        parallel, share = self.placement.parallel, 1 / microbatches
 
         def on_device(shards, microbatch, pending, is_first):
             pending = replace(pending, cache=jax.tree.map(lambda x: x[0], pending.cache))
-            cast, agree = partial(self._own_weights, shards), partial(on_any_device, how)
+            cast, agree = partial(self._own_weights, shards), partial(on_any_device, parallel)
             pending = begin_if_needed(shards, pending, is_first, cast, (), agree)
             own = self._own_state(shards, pending.cache or None)
             found = take_gradients(self._share)(own.variables, microbatch)
@@ -192,9 +192,9 @@ class OnMesh:
             return replace(
                 pending,
                 count=pending.count + 1,
-                loss=add_share(pending.loss, share, whole_loss(how, found.loss)),
+                loss=add_share(pending.loss, share, whole_loss(parallel, found.loss)),
                 gradients=jax.tree.map(jnp.add, pending.gradients, gradients),
-                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(how, found.amaxes)),
+                amaxes=jnp.maximum(pending.amaxes, whole_amaxes(parallel, found.amaxes)),
                 cache=jax.tree.map(lambda x: x[None], pending.cache),
             )
 
@@ -224,28 +224,28 @@ class OnMesh:
             return jax.tree.map(lambda x: x[None], self._own_weights(shards))
 
         shapes = jax.eval_shape(lambda *args: self._run(on_device, (), self._each, *args), state, batch)
-        each = NamedSharding(self.placement.how.mesh, self._each)
+        each = NamedSharding(self.placement.parallel.mesh, self._each)
         return placed_shapes(shapes, jax.tree.map(lambda _: each, shapes))
 
     def _run(self, on_device, specs, out_specs, state, batch, *others) -> Any:
         """`on_device(shards, batch, *others)` on every device; `specs` are those of the others."""
-        how = self.placement.how
+        parallel = self.placement.parallel
 
         def run(step, params, fp8, cache, collections, batch, *others):
             with self.placement.shards.active():
                 return on_device(TrainState(step, params, fp8, None, cache, collections), batch, *others)
 
-        batch_specs = jax.tree.map(lambda x: how.batch_spec if jnp.ndim(x) else WHOLE, batch)
+        batch_specs = jax.tree.map(lambda x: parallel.batch_spec if jnp.ndim(x) else WHOLE, batch)
         in_specs = WHOLE, self.placement.specs, WHOLE, WHOLE, WHOLE, batch_specs, *specs
-        on_all = jax.shard_map(run, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        batch = put(batch, jax.tree.map(partial(NamedSharding, how.mesh), batch_specs))
+        on_all = jax.shard_map(run, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        batch = put(batch, jax.tree.map(partial(NamedSharding, parallel.mesh), batch_specs))
         state = self.constrain(replace(state, opt_state=None))
         return on_all(state.step, state.params, state.fp8, state.cache, state.collections, batch, *others)
 
     @property
     def _each(self) -> PartitionSpec:
         """Of arrays that are each device's own."""
-        return PartitionSpec(self.placement.how.mesh.axis_names)
+        return PartitionSpec(self.placement.parallel.mesh.axis_names)
 
     def constrain(self, state: TrainState) -> TrainState:
         """The state where it belongs."""
@@ -253,11 +253,11 @@ class OnMesh:
 
     def _whole(self, own: PassResult) -> PassResult:
         """The loss and aux of all devices, and their amaxes and measurements, from each one's."""
-        how = self.placement.how
-        maxima = whole_amaxes(how, jnp.concatenate([own.amaxes, own.measured]))
+        parallel = self.placement.parallel
+        maxima = whole_amaxes(parallel, jnp.concatenate([own.amaxes, own.measured]))
         amaxes, measured = jnp.split(maxima, [own.amaxes.size])
-        aux = joined_devices(own.aux, summed_axes(how)) if self.has_aux else None
-        return PassResult(whole_loss(how, own.loss), own.grads, amaxes, measured, aux)
+        aux = joined_devices(own.aux, summed_axes(parallel)) if self.has_aux else None
+        return PassResult(whole_loss(parallel, own.loss), own.grads, amaxes, measured, aux)
 
     @property
     def _stateless(self) -> list[LayerPath]:
@@ -267,7 +267,7 @@ class OnMesh:
     @property
     def _share(self) -> Callable:
         """The loss whose value is the device's share of the mean over all parts."""
-        loss_fn, parts = self.loss_fn, self.placement.how.batch_parts
+        loss_fn, parts = self.loss_fn, self.placement.parallel.batch_parts
         if parts == 1:
             return loss_fn
 
@@ -311,15 +311,15 @@ class OnMesh:
         )
 
 
-def _place(how: Parallelism, state: TrainState, trace: LossTrace) -> Placement:
-    placement = place_params(how, state.params, trace.offers)
-    if how.sequence:
+def _place(parallel: Parallelism, state: TrainState, trace: LossTrace) -> Placement:
+    placement = place_params(parallel, state.params, trace.offers)
+    if parallel.sequence_parallel:
         check_sequence(trace.gemms.values())
         check_rows_are_split(trace, placement)
     if state.cache and placement.splits_params:
         raise ValueError(
             "a state that carries a weight cache must have whole params on every device, "
-            f"got a step on {describe_mesh(how.mesh)}; leave fp8_cache out of the variables: "
+            f"got a step on {describe_mesh(parallel.mesh)}; leave fp8_cache out of the variables: "
             "the step casts each shard once, and gathers it in FP8"
         )
     return placement
@@ -335,9 +335,9 @@ def shapes_of_part(batch: Any, parts: int) -> Any:
     return jax.tree.map(of_one, batch)
 
 
-def shapes_of_pending(how: Parallelism, state: TrainState) -> Any:
+def shapes_of_pending(parallel: Parallelism, state: TrainState) -> Any:
     """Shapes and places of what `add_microbatch` adds to, but for weights: sums lie where the params do."""
-    whole = NamedSharding(how.mesh, WHOLE)
+    whole = NamedSharding(parallel.mesh, WHOLE)
     numbers = jnp.int32(0), jnp.int32(0), jnp.float32(0), jax.eval_shape(no_amaxes, state.fp8)
     step, count, loss, amaxes = placed_shapes(numbers, (whole,) * 4)
     sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params)

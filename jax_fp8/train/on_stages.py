@@ -29,7 +29,6 @@ from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.mesh import PIPE, TENSOR
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.runner import run_schedule
-from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.stages import Stages, gradients_of_layers, own_of, own_param, own_weights
 from jax_fp8.parallel.ticks import Ticks, make_ticks
 from jax_fp8.parallel.transfers import gather_params, sum_of
@@ -57,13 +56,12 @@ class OnStages:
 
     @cached_property
     def stages(self) -> Stages:
-        how = self.placement.how
-        return Stages(self.loss.layers, how.stages, how.chunks)
+        parallel = self.placement.parallel
+        return Stages(self.loss.layers, parallel.stages, parallel.num_chunks)
 
     @cached_property
     def ticks(self) -> Ticks:
-        how = self.placement.how
-        return make_ticks(make_schedule(how.schedule, how.stages, self.microbatches, how.chunks))
+        return make_ticks(self.placement.parallel.schedule_of(self.microbatches))
 
     def gradients(self, shards: TrainState, batch: Any, from_current: bool, observe: Observed = ()) -> PassResult:
         """On one device: its share of the loss, the gradients of its shards, and the amaxes that it found; what GEMMs
@@ -100,7 +98,7 @@ class OnStages:
         """What enters the first layer, of all microbatches; and the gradient of the params by that of all of these, in
         float32. What comes before the layers is computed again for it, as far as it is needed.
         """
-        groups = -(-self.microbatches // self.placement.how.stages)
+        groups = -(-self.microbatches // self.placement.parallel.stages)
         numbers = jnp.minimum(lax.axis_index(PIPE) * groups + jnp.arange(groups), self.microbatches - 1)
         own = jax.tree.map(lambda leaf: leaf[numbers], batch)
 
@@ -129,7 +127,7 @@ class OnStages:
         self, of_all: Mapping, batch: Any, from_current: bool, number: jax.Array, y: jax.Array, totals: PassResult
     ) -> tuple[jax.Array, PassResult]:
         """The loss of a microbatch, from what leaves the last layer: as the runner takes it."""
-        parts, is_one = self.placement.how.batch_parts, number < self.microbatches
+        parts, is_one = self.placement.parallel.batch_parts, number < self.microbatches
 
         def last(variables, microbatch):
             params = dict(variables["params"])
@@ -180,13 +178,13 @@ class OnStages:
     def _own_params(self, of_stages, name) -> Any:
         """Params of the stage's own layer; NaN where its weights in FP8 are read instead."""
         in_fp8 = {kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)}
-        how, places = self.placement.how, self.placement.by_path
+        parallel, places = self.placement.parallel, self.placement.by_path
 
         def own(names, *parts):
             place = places[(name, *names)]
             if (name, *names) not in in_fp8:
                 return own_param(parts, place)
-            return jnp.full(place.shape_without_fsdp(how.size(TENSOR)), jnp.nan, parts[0].dtype)
+            return jnp.full(place.shape_without_fsdp(parallel.size(TENSOR)), jnp.nan, parts[0].dtype)
 
         return map_with_names(own, *of_stages)
 
@@ -218,10 +216,10 @@ class OnStages:
         return found
 
     def _wired(self, total, reduce, names) -> Any:
-        """A sum of gradients, in the dtype in which it goes over the wire, as `reduce(how, total, place)` leaves it."""
-        how = self.placement.how
-        wire = how.gradient_dtype if total.ndim > 1 and how.gradient_dtype is not None else jnp.float32
-        return reduce(how, total.astype(wire), self.placement.by_path[names])
+        """A sum of gradients, in the dtype in which it is sent, as `reduce(parallel, total, place)` leaves it."""
+        parallel = self.placement.parallel
+        wire = parallel.gradient_dtype if total.ndim > 1 and parallel.gradient_dtype is not None else jnp.float32
+        return reduce(parallel, total.astype(wire), self.placement.by_path[names])
 
     def _amaxes(self, fp8_state, totals: list[Totals], outer_state, outer) -> jax.Array:
         """f32[rows] of all GEMMs; zeros where other stages have them."""

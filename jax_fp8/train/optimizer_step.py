@@ -4,8 +4,10 @@ gradients, amaxes ─finish_step→ FP8 state ─┐
                   └─the optimizer, in place─┴→ params, opt_state, and the weight cache cast with these scales
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +18,8 @@ import optax
 
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
-from jax_fp8.optim.skipping import choose, kept_unless, skips, was_taken, wrote_only_if
-from jax_fp8.optim.updates import InPlace, apply_updates
+from jax_fp8.optim.skipping import Skips, choose, kept_unless, skips, was_taken, wrote_only_if
+from jax_fp8.optim.updates import InPlace, NotLastError, apply_updates
 from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.weight_cache import cast_requests, refresh
 
@@ -31,7 +33,6 @@ class OptimizerStep:
 
     optimizer: optax.GradientTransformationExtraArgs
     recipe: Recipe | None
-    in_place: bool
 
     def __call__(
         self,
@@ -78,16 +79,29 @@ class OptimizerStep:
 
     def _optimize(self, state, gradients, fp8, apply):
         """Params, state of the optimizer, its updates, and whether the step is taken, bool[] or None for always."""
-        casts = cast_requests(state.cache, state.params, fp8)
-        request: Any = {"in_place": InPlace(casts, apply)} if self.in_place else {}
-        with skips() as found:
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params, **request)
+        request = InPlace(cast_requests(state.cache, state.params, fp8), apply)
+        updates, opt_state, found = self._updates(state, gradients, request)
         params = apply_updates(state.params, updates)
         taken = was_taken(apply, updates, found, gradients)
         if taken is not None:
             before = state.params, state.opt_state
             params, opt_state = kept_unless(taken, updates, (params, opt_state), before)
         return params, opt_state, updates, taken
+
+    def _updates(self, state, gradients, request: InPlace) -> tuple[Any, Any, Skips]:
+        """The optimizer's updates, its state, and what it said of skipping; in place where all of its chain can."""
+        update: Any = partial(self.optimizer.update, gradients, state.opt_state, state.params)
+        try:
+            with skips() as found:
+                return *update(in_place=request), found
+        except NotLastError:
+            warnings.warn(
+                "a transform computes with what fused_adam returns, so this step writes updates and adds them to the "
+                "params, more slowly than in place; move fused_adam to the end of the chain",
+                stacklevel=2,
+            )
+        with skips() as found:
+            return *update(), found
 
 
 def metrics_of(loss: jax.Array, counts: jax.Array) -> dict[str, jax.Array]:

@@ -21,7 +21,7 @@ from jax_fp8.core.state import stage_joined
 from jax_fp8.grads.gradients import take_gradients, with_first_scales
 from jax_fp8.grads.tape import PassResult, fp8_state_of
 from jax_fp8.kernels.explicit import inside_its_mesh
-from jax_fp8.parallel.mesh import Parallelism, Rules
+from jax_fp8.parallel.mesh import Parallelism, as_parallelism
 from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_loss_fn
 from jax_fp8.train.delayed import delayed_gradients
@@ -36,10 +36,7 @@ def value_and_grad(
     loss_fn: Callable,
     has_aux: bool = False,
     *,
-    mesh: Mesh | None = None,
-    rules: Rules = (),
-    sequence_parallel: bool = False,
-    gradient_dtype: jax.typing.DTypeLike | None = None,
+    parallel: Parallelism | Mesh | None = None,
     delay_wgrad_compute: bool = False,
 ) -> Callable:
     """Like `jax.value_and_grad` over the params of a variable dict,
@@ -49,8 +46,9 @@ def value_and_grad(
       loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
         `variables` is a Flax variable dict.
       has_aux: as in `jax.value_and_grad`. On a mesh, aux is that of all parts of the batch, as in `make_train_step`.
-      mesh, rules, sequence_parallel, gradient_dtype: as in `make_train_step`. Call it under `jax.jit` then. Every array
-        of `args` is split by its first dim over `data` and `fsdp`, and the loss is the mean over its parts.
+      parallel: a mesh, or a `Parallelism` with options; refused with the axis `pipe`, as schedule and chunks are
+        without it. Call it under `jax.jit` then. Every array of `args` is split by its first dim over `data` and
+        `fsdp`, and the loss is the mean over its parts.
       delay_wgrad_compute: leave the GEMMs of weight gradients for later, to `backward_dw`; not with a mesh. What needs
         no such GEMM is in `grads` as always: biases, norms, embeddings, the head, and what reaches a kernel on another
         way, such as a penalty. So are kernels of layers in a branch of `lax.cond` or under `jax.vmap`, and those that
@@ -65,15 +63,15 @@ def value_and_grad(
     """
     check_loss_fn(loss_fn)
     check_flags(has_aux=has_aux, delay_wgrad_compute=delay_wgrad_compute)
-    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype)
-    if how is not None and delay_wgrad_compute:
+    parallel = as_parallelism(parallel)
+    if parallel is not None and delay_wgrad_compute:
         raise ValueError(
-            f"weight gradients are delayed on one device, got delay_wgrad_compute=True with {mesh=}; "
+            f"weight gradients are delayed on one device, got delay_wgrad_compute=True with {parallel=}; "
             "leave out one of them"
         )
-    if how is not None:
-        how.check_has_no_stages("value_and_grad")
-        return _value_and_grad_on_mesh(how, loss_fn, has_aux)
+    if parallel is not None:
+        parallel.check_has_no_stages("value_and_grad")
+        return _value_and_grad_on_mesh(parallel, loss_fn, has_aux)
 
     @inside_its_mesh
     def run(variables: Mapping, *args: Any, **kwargs: Any) -> tuple:
@@ -94,9 +92,7 @@ def warm_start(
     recipe: Recipe | None,
     has_aux: bool = False,
     *,
-    mesh: Mesh | None = None,
-    rules: Rules = (),
-    sequence_parallel: bool = False,
+    parallel: Parallelism | Mesh | None = None,
 ) -> Callable:
     """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
     amax. `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
@@ -104,7 +100,7 @@ def warm_start(
         fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
 
     Args:
-      loss_fn, has_aux, mesh, rules, sequence_parallel: as in `value_and_grad`.
+      loss_fn, has_aux, parallel: as in `value_and_grad`.
       recipe: that of the model's layers.
 
     Returns:
@@ -114,10 +110,10 @@ def warm_start(
     check_loss_fn(loss_fn)
     check_recipe(recipe)
     check_bool("has_aux", has_aux)
-    how = Parallelism.of(mesh, rules, sequence_parallel)
-    if how is not None:
-        how.check_has_no_stages("warm_start")
-        return _warm_start_on_mesh(how, loss_fn, recipe, has_aux)
+    parallel = as_parallelism(parallel)
+    if parallel is not None:
+        parallel.check_has_no_stages("warm_start")
+        return _warm_start_on_mesh(parallel, loss_fn, recipe, has_aux)
     first_pass = take_gradients(loss_fn, has_aux, from_current=True)
 
     def run(variables, *args, **kwargs):
@@ -128,29 +124,31 @@ def warm_start(
     return run
 
 
-def shardings(init_fn: Callable, *args: Any, mesh: Mesh, rules: Rules = ()) -> Any:
+def shardings(init_fn: Callable, *args: Any, parallel: Parallelism | Mesh) -> Any:
     """Where variables lie on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`.
 
-        variables = jax.jit(model.init, out_shardings=fp8.shardings(model.init, key, x, mesh=mesh))(key, x)
+        variables = jax.jit(model.init, out_shardings=fp8.shardings(model.init, key, x, parallel=mesh))(key, x)
 
     Args:
       init_fn: `model.init`, or another function that returns a dict with "params". What else is in the dict and has
         names and shapes of params, such as moments of an optimizer, lies as they do; the rest is whole on every device.
       args: what it takes; only shapes count.
-      mesh, rules: as in `make_train_step`.
+      parallel: a mesh, or a `Parallelism`, whose rules count; None is refused.
 
     Returns:
       A tree like the result, of `jax.sharding.NamedSharding`s.
     """
-    how = Parallelism(mesh, tuple(rules))
+    spread = as_parallelism(parallel)
+    if spread is None:
+        raise ValueError("shardings are those on a mesh, got parallel=None; pass a mesh, or leave out out_shardings")
     with offers() as found:
         shapes = jax.eval_shape(init_fn, *args)
     if not isinstance(shapes, Mapping) or "params" not in shapes:
         raise ValueError(f'init_fn must return a dict with "params", got {describe(shapes)}; pass model.init')
-    return place_params(how, shapes["params"], found).shardings(shapes)
+    return place_params(spread, shapes["params"], found).shardings(shapes)
 
 
-def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
+def _value_and_grad_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
     def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> PassResult:
         return take_gradients(share, has_aux)(state_of().variables, batch)
 
@@ -162,10 +160,10 @@ def _value_and_grad_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool) 
             value = value, {**aux.rest, **aux.collections} if isinstance(aux.rest, dict) else aux.rest
         return value, found.grads, stage_joined(state.fp8, found.amaxes)
 
-    return _with_state_on_mesh(how, loss_fn, has_aux, run)
+    return _with_state_on_mesh(parallel, loss_fn, has_aux, run)
 
 
-def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
+def _warm_start_on_mesh(parallel: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
     def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> jax.Array:
         return take_gradients(share, has_aux, from_current=True)(state_of().variables, batch).amaxes
 
@@ -174,10 +172,10 @@ def _warm_start_on_mesh(how: Parallelism, loss_fn: Callable, recipe: Recipe | No
             amaxes, _ = on_mesh.first_amaxes(local, state, batch)
         return with_first_scales(state.fp8, amaxes, recipe)
 
-    return _with_state_on_mesh(how, loss_fn, has_aux, run)
+    return _with_state_on_mesh(parallel, loss_fn, has_aux, run)
 
 
-def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run: Callable) -> Callable:
+def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool, run: Callable) -> Callable:
     """`run(on_mesh, state, batch)` as a function of `(variables, *batch)`, wherever these lie."""
     if has_aux:
         loss_fn = AuxLoss(loss_fn)
@@ -196,13 +194,13 @@ def _with_state_on_mesh(how: Parallelism, loss_fn: Callable, has_aux: bool, run:
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((variables, batch))):
             raise ValueError("gradients on a mesh must be taken under jax.jit, got arrays; call jax.jit(function)")
         state = _as_state(variables)
-        how.check_rows(batch, 1)
+        parallel.check_rows(batch, 1)
         own = checked(of_batch, has_aux)
         trace = LossTrace.of(own, state.variables, batch)
-        if has_aux and how.batch_parts > 1:
-            part = shapes_of_part(batch, how.batch_parts)
+        if has_aux and parallel.batch_parts > 1:
+            part = shapes_of_part(batch, parallel.batch_parts)
             check_shapes_of_parts(LossTrace.of(own, state.variables, part).out, trace.out)
-        on_mesh = OnMesh.of(how, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
+        on_mesh = OnMesh.of(parallel, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
         return run(on_mesh, on_mesh.constrain(state), batch)
 
     return run_on_mesh

@@ -15,12 +15,11 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement
-from jax_fp8.parallel.schedules import make_schedule
 from jax_fp8.parallel.stages import Stages
 
 
 def check_pipeline(
-    how: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool, has_aux: bool = False
+    parallel: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool, has_aux: bool = False
 ) -> None:
     """Raise unless there is a pipeline for this loss."""
     if has_aux:
@@ -39,8 +38,8 @@ def check_pipeline(
             f"the layers of a pipeline must be different ones, got {twice[0]!r} twice among {loss_fn.layers}; "
             "give each its own params, or leave out the axis pipe"
         )
-    make_schedule(how.schedule, how.stages, microbatches, how.chunks)
-    Stages(loss_fn.layers, how.stages, how.chunks)
+    parallel.schedule_of(microbatches)  # raises where there is none
+    Stages(loss_fn.layers, parallel.stages, parallel.num_chunks)
     if not cache_weights:
         raise ValueError(
             "a pipeline casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe"

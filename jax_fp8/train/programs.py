@@ -57,7 +57,7 @@ from jax_fp8.train.weight_cache import cached_gemms, cast_listed, renewed
 
 @dataclass(frozen=True, repr=False)
 class Programs:
-    """The functions behind a `TrainStep`; fields as in `make_train_step`, but for `how`: None on one device, and where
+    """The functions behind a `TrainStep`; fields as in `make_train_step`; `parallel` is None on one device, and where
     the compiler splits the program by itself.
     """
 
@@ -66,8 +66,7 @@ class Programs:
     recipe: Recipe | None
     microbatches: int
     cache_weights: bool
-    in_place: bool
-    how: Parallelism | None = None
+    parallel: Parallelism | None = None
     has_aux: bool = False
     traces: dict[str, LossTrace] = field(default_factory=dict, compare=False)  # by shapes, on one device
     meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
@@ -83,12 +82,12 @@ class Programs:
 
         with offers() as found:
             program, shapes = jax.make_jaxpr(make, return_shape=True)(*args)
-        if self.how is None:
+        if self.parallel is None:
             return program, shapes, None
         state: Any = shapes
-        placement = place_params(self.how, state.params, found)
+        placement = place_params(self.parallel, state.params, found)
         self.placements[_key(state.params)] = placement
-        if self.how.stages > 1:
+        if self.parallel.stages > 1:
             check_has_no_collections(state)
         return program, shapes, placed_state(placement, state)
 
@@ -99,7 +98,7 @@ class Programs:
         aux = result.aux if self.has_aux else Aux({}, None)
         passed = result.loss, result.grads, result.amaxes
         new, metrics = self._update(state, *passed, zeros.get("skip_above"), aux.collections)
-        if self.how is not None:
+        if self.parallel is not None:
             new = self.on_mesh(state, batch, self.microbatches).constrain(new)
         metrics = jax.tree.map(jnp.add, metrics | found, zeros)
         return new, metrics | ({"aux": aux.rest} if self.has_aux else {})
@@ -116,7 +115,7 @@ class Programs:
 
     def observed(self, state, batch) -> Observations:
         """The GEMMs whose tensors are measured, in program order."""
-        if self.how is not None:
+        if self.parallel is not None:
             gemms = self.on_mesh(state, batch, self.microbatches).gemms
         else:
             gemms = self._trace_of_part(state, batch).gemms_of(_paths(state.params), state.fp8)
@@ -128,13 +127,13 @@ class Programs:
         state = _with_its_cache(state, self.recipe)
         if self.recipe is not None and (self.microbatches > 1 or state.cache):
             self._trace_of_part(state, batch).check_kernels_are_params()
-        parts = self.microbatches * (1 if self.how is None else self.how.batch_parts)
+        parts = self.microbatches * (1 if self.parallel is None else self.parallel.batch_parts)
         if self.has_aux and parts > 1:
             of_part, of_whole = self._trace(state, shapes_of_part(batch, parts)), self._trace(state, batch)
             check_shapes_of_parts(of_part.out, of_whole.out)
         observed = self.observed(state, batch) if diagnoses else ()
         measured = [of.measured for of in observed]
-        if self.how is None:
+        if self.parallel is None:
             result = self._local.gradients(self.loss_fn, lambda: state, batch, self._gemms(state, batch), measured)
         else:
             mesh = self._settled(state, batch, self.microbatches)
@@ -150,27 +149,27 @@ class Programs:
         self._check(state, batch, self.microbatches)
         find = self._local.first_amaxes
         with reached_rows() as reached:
-            if self.how is None:
+            if self.parallel is None:
                 amaxes = find(self._reporting(state, batch), lambda: state, batch, [])
             else:
                 mesh = self.on_mesh(state, batch, self.microbatches)
                 amaxes, settled = mesh.first_amaxes(find, state, batch)
                 self.meshes[_key((state.variables, batch))] = settled
-        if self.how is not None and self.how.stages > 1:
+        if self.parallel is not None and self.parallel.stages > 1:
             reached = of_all_stages(reached, self.loss_fn.layers)
         fp8, warmed = first_scales(state.fp8, amaxes, self.recipe, reached)
         return state.replace(fp8=fp8), warmed
 
     def on_mesh(self, state, batch, microbatches) -> OnMesh:
         """How this state lies on the mesh, and a batch of so many microbatches."""
-        assert self.how is not None, "there is a mesh"
-        self.how.check_rows(batch, microbatches)
+        assert self.parallel is not None, "there is a mesh"
+        self.parallel.check_rows(batch, microbatches)
         key = _key((state.variables, batch))
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
             options = microbatches, self.has_aux
-            trace = self._trace(state, batch) if self.how.stages == 1 else None
-            self.meshes[key] = OnMesh.of(self.how, self.loss_fn, self.recipe, once, state, batch, *options, trace)
+            trace = self._trace(state, batch) if self.parallel.stages == 1 else None
+            self.meshes[key] = OnMesh.of(self.parallel, self.loss_fn, self.recipe, once, state, batch, *options, trace)
             self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
 
@@ -189,7 +188,7 @@ class Programs:
 
     def _trace_of_part(self, state, batch) -> LossTrace:
         """The same of a microbatch; on a mesh, where the loss was traced with the whole batch, of this."""
-        if self.how is not None:
+        if self.parallel is not None:
             return self.on_mesh(state, batch, self.microbatches).trace
         return self._trace(state, shapes_of_part(batch, self.microbatches))
 
@@ -207,12 +206,12 @@ class Programs:
         """Made by the host, and without weights: only a microbatch tells which are in FP8. It belongs to the state
         before this one, so that the first microbatch begins anew.
         """
-        assert self.how is not None, "there is a mesh"
-        self.how.check_has_no_stages("start")
+        assert self.parallel is not None, "there is a mesh"
+        self.parallel.check_has_no_stages("start")
         check_has_no_aux(self.has_aux)
         self._check(state)
-        check_on_mesh(state, self.how.mesh)
-        return dataclasses.replace(zeros_like(shapes_of_pending(self.how, state)), step=of_no_state(state))
+        check_on_mesh(state, self.parallel.mesh)
+        return dataclasses.replace(zeros_like(shapes_of_pending(self.parallel, state)), step=of_no_state(state))
 
     def with_weights(self, state, pending, microbatch) -> PendingStep:
         """What `start_on_mesh` made, with room for the weights that microbatches like this one share."""
@@ -232,8 +231,8 @@ class Programs:
         microbatch = drawn_next(self.loss_fn, state, pending, microbatch, is_first_microbatch)
         # A cache in the state may be stale, and the state is not donated: mending it here would copy it.
         without_cache = dataclasses.replace(state, cache={})
-        if self.how is not None:
-            self.how.check_has_no_stages("accumulate_step")
+        if self.parallel is not None:
+            self.parallel.check_has_no_stages("accumulate_step")
             mesh = self._settled(without_cache, microbatch, 1)
             mesh.trace.check_kernels_are_params()
             return mesh.add_microbatch(self.microbatches, without_cache, pending, microbatch, is_first_microbatch)
@@ -269,7 +268,7 @@ class Programs:
 
     def _constrain(self, state) -> Callable:
         """Puts a state where it belongs."""
-        if self.how is None:
+        if self.parallel is None:
             return lambda state: state
         placement = self.placements.get(_key(state.params))
         if placement is None:
@@ -299,7 +298,7 @@ class Programs:
 
     @property
     def _update(self) -> OptimizerStep:
-        return OptimizerStep(self.optimizer, self.recipe, self.in_place)
+        return OptimizerStep(self.optimizer, self.recipe)
 
 
 def _paths(params) -> dict[LayerPath, Any]:

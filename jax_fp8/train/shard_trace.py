@@ -46,8 +46,8 @@ def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: Mapping) 
     are all that stages exchange in FP8, also where a kernel cannot be split. A device's rows of experts are not beside
     each other in the whole.
     """
-    places, how = placement.by_path, placement.how
-    if how.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
+    places, parallel = placement.by_path, placement.parallel
+    if parallel.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
         return {}
     gemms = {
         gemm: recipe
@@ -59,12 +59,12 @@ def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: Mapping) 
     cut = {
         gemm
         for gemm, recipe in gemms.items()
-        if cuts_squares(how, [places[kernel] for kernel in kernel_paths(gemm)], recipe)
+        if cuts_squares(parallel, [places[kernel] for kernel in kernel_paths(gemm)], recipe)
     }
     if cut:
         warnings.warn(
             "each device must have whole tiles of a kernel, or it is gathered as it is, and not in FP8: "
-            f"{describe_mesh(how.mesh)} cuts those of {', '.join('/'.join(gemm) for gemm in sorted(cut))}; "
+            f"{describe_mesh(parallel.mesh)} cuts those of {', '.join('/'.join(gemm) for gemm in sorted(cut))}; "
             "make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
             stacklevel=2,
         )
@@ -82,8 +82,8 @@ def trace_on_shards(
     """Those of the GEMMs `in_fp8` that find their weights in a cache. The loss is traced as each device computes it;
     raises unless all devices of `tensor` have one loss, and one aux.
     """
-    how = placement.how
-    if how.tensor is None and not in_fp8:
+    parallel = placement.parallel
+    if parallel.tensor is None and not in_fp8:
         return {}
     cached: list[LayerPath] = []
 
@@ -95,17 +95,17 @@ def trace_on_shards(
         return loss
 
     def own_rows(x: Any) -> jax.ShapeDtypeStruct:
-        rows = [size // how.batch_parts for size in jnp.shape(x)[:1]]
+        rows = [size // parallel.batch_parts for size in jnp.shape(x)[:1]]
         return jax.ShapeDtypeStruct((*rows, *jnp.shape(x)[1:]), jnp.result_type(x))
 
     def own_part(param: Any, place: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(place.shape_without_fsdp(how.size(TENSOR)), param.dtype)
+        return jax.ShapeDtypeStruct(place.shape_without_fsdp(parallel.size(TENSOR)), param.dtype)
 
     params = jax.tree.map(own_part, variables["params"], placement.places)
     own = {**shapes_of(variables), "params": params}, jax.tree.map(own_rows, batch)
     # To this shard_map all arrays are whole: they are shapes alone, and already those of a device.
     on_device = jax.shard_map(
-        local_loss, mesh=how.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        local_loss, mesh=parallel.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     program = jax.make_jaxpr(on_device)(*own)
     check_is_whole(placement, program.jaxpr, own, has_aux)
@@ -119,11 +119,11 @@ def check_is_whole(placement: Placement, jaxpr: Any, args: Sequence[Any], has_au
       jaxpr: of the loss as a device computes it.
       args: what it takes: the variables of a device first.
     """
-    how = placement.how
-    if how.tensor is not None and any(which_differ(jaxpr, TENSOR, _are_split(placement, args))):
+    parallel = placement.parallel
+    if parallel.tensor is not None and any(which_differ(jaxpr, TENSOR, _are_split(placement, args))):
         raise ValueError(
             f"the loss{' and its aux' if has_aux else ''} must be the same on all devices of "
-            f"{TENSOR}={how.size(TENSOR)}, got one of what is split over "
+            f"{TENSOR}={parallel.size(TENSOR)}, got one of what is split over "
             'them; after a layer with tensor_split="columns" put one with "rows", and let nothing but its layer read a '
             "param that is split"
         )

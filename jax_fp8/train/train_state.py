@@ -127,7 +127,7 @@ def check_given(state: Any, batch: Any) -> None:
 
 def placed_state(placement: Placement, state: TrainState) -> TrainState:
     """Where a state lies on a mesh: the collections of its model are whole on every device, whatever they are named."""
-    whole = NamedSharding(placement.how.mesh, PartitionSpec())
+    whole = NamedSharding(placement.parallel.mesh, PartitionSpec())
     places = placement.shardings(dataclasses.replace(state, collections={}))
     return dataclasses.replace(places, collections=jax.tree.map(lambda _: whole, state.collections))
 

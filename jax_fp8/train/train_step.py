@@ -24,7 +24,7 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.unpicklable import Unpicklable
 from jax_fp8.kernels.explicit import inside_its_mesh
-from jax_fp8.parallel.mesh import Parallelism, Rules
+from jax_fp8.parallel.mesh import Parallelism, as_parallelism
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.arrival import Arrivals
@@ -92,7 +92,7 @@ class TrainStep(Unpicklable):
         has_state = programs.recipe is not None and programs.recipe.has_state
         self._warm = jit(checked(programs.warm), 0) if has_state else None
         self._warm_up = WarmUp(self._warm) if warm_start and self._warm is not None else None
-        self._arrivals = Arrivals(None if programs.how is None else programs.how.mesh)
+        self._arrivals = Arrivals(None if programs.parallel is None else programs.parallel.mesh)
         self._donate, self._room, self._programs = donate, None, programs
 
     def init_state(self, init_fn: Callable, *args: Any) -> TrainState:
@@ -116,7 +116,7 @@ class TrainStep(Unpicklable):
         """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
         check_given(state, batch)
         check_not_donated(state)
-        if self._programs.how is None:
+        if self._programs.parallel is None:
             return state
         batch = drawn(self._programs.loss_fn, state, batch)
         placement = self._programs.on_mesh(state, batch, self._programs.microbatches).placement
@@ -130,8 +130,8 @@ class TrainStep(Unpicklable):
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
         check_not_donated(state)
-        if self._programs.how is not None:
-            batch = self._programs.how.place_batch(batch, self._programs.microbatches)
+        if self._programs.parallel is not None:
+            batch = self._programs.parallel.place_batch(batch, self._programs.microbatches)
         is_own, state = self._arrivals.check(state), self._arrivals.with_own_cache(state)
         if self._warm_up is not None:
             state = self._warm_up.before_step(state, batch, is_own)
@@ -172,10 +172,10 @@ class TrainStep(Unpicklable):
 
     def _placed(self, state, batch) -> Any:
         """The batch where a step wants it; the state must be there."""
-        if self._programs.how is None or isinstance(state.step, Tracer):
+        if self._programs.parallel is None or isinstance(state.step, Tracer):
             return batch
-        check_on_mesh(state, self._programs.how.mesh)
-        return self._programs.how.place_batch(batch, self._programs.microbatches)
+        check_on_mesh(state, self._programs.parallel.mesh)
+        return self._programs.parallel.place_batch(batch, self._programs.microbatches)
 
     def start(self, state: TrainState) -> PendingStep:
         """What `accumulate_step` adds to: sums at zero and, for delayed scaling or a state that carries them, the
@@ -190,7 +190,7 @@ class TrainStep(Unpicklable):
         """
         check_is("state", state, TrainState, STATE_REMEDY)
         check_not_donated(state)
-        if self._programs.how is not None:
+        if self._programs.parallel is not None:
             return self._programs.start_on_mesh(state)
         return self._start(state)
 
@@ -215,9 +215,9 @@ class TrainStep(Unpicklable):
         check_not_donated(state, pending)
         if not self._donate:
             warn_of_copies(pending)
-        how, is_first = self._programs.how, jnp.asarray(is_first_microbatch)
-        if how is not None and not isinstance(state.step, Tracer):
-            microbatch, is_first = how.place_batch(microbatch, 1), how.place_batch(is_first, 1)
+        parallel, is_first = self._programs.parallel, jnp.asarray(is_first_microbatch)
+        if parallel is not None and not isinstance(state.step, Tracer):
+            microbatch, is_first = parallel.place_batch(microbatch, 1), parallel.place_batch(is_first, 1)
             pending = self._programs.with_weights(state, pending, microbatch)
         return self._accumulate(state, pending, microbatch, is_first)
 
@@ -261,14 +261,8 @@ def make_train_step(
     cache_weights: bool = True,
     warm_start: bool = True,
     donate: bool = True,
-    in_place: bool = True,
     compiler_options: dict[str, Any] | None = None,
-    mesh: Mesh | None = None,
-    rules: Rules = (),
-    sequence_parallel: bool = False,
-    gradient_dtype: jax.typing.DTypeLike | None = None,
-    schedule: str | None = None,
-    chunks: int | None = None,
+    parallel: Parallelism | Mesh | None = None,
     rngs: Mapping[str, jax.Array] | None = None,
     has_aux: bool = False,
 ) -> TrainStep:
@@ -276,57 +270,52 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(variables, batch)`, or `loss_fn(variables, batch, rngs=...)`: the mean loss of a (micro)batch, a
-        scalar.
-      tx: the optimizer.
-      recipe: the recipe of the model's layers; None for plain bfloat16.
-      microbatches: split the batch, whose leaves all have one leading dim, into this many; gradients and loss are their
-        mean, amaxes their maximum, and the FP8 state moves once.
-      cache_weights: cast the weights once for all microbatches; False casts them in every one, for the same numbers
-        more slowly. A state that carries them is read in any case.
-      warm_start: before a step that would meet rows of the FP8 state without history, run the loss once with current
-        scaling: before step 0, after a first step that was skipped, and when a layer runs for the first time.
-      donate: update the state in place.
-      in_place: let `fused_adam` write params, masters, moments and the weight cache in one kernel. It must then be the
-        last transform that touches the updates; pass False for a `tx` that computes with what it returns
-        (`optax.MultiSteps`, a scale after it). Other optimizers are not affected.
+        scalar. A model, and a function of other arguments, are refused. With `fsdp`, it must read the kernels of FP8
+        layers through these only: they are gathered in FP8, and what else reads one finds NaN.
+      tx: the optimizer, an `optax.GradientTransformation`; others are refused. `fused_adam` writes params, masters,
+        moments and the weight cache in one kernel where it is the last transform that touches the updates. Where
+        another one computes with what it returns, the step warns, and adds updates to params as with any optimizer.
+      recipe: the recipe of the model's layers, or None for plain bfloat16; another than that of a layer is refused when
+        the loss is traced.
+      microbatches: split the batch, whose leaves all have one leading dim, into this many, 1 by default; gradients and
+        loss are their mean, amaxes their maximum, and the FP8 state moves once. A batch that they do not divide is
+        refused.
+      cache_weights: True casts the weights once for all microbatches; False casts them in every one, for the same
+        numbers more slowly, and is refused with `pipe`. A state that carries them is read in any case.
+      warm_start: True runs the loss once with current scaling before a step that would meet rows of the FP8 state
+        without history: before step 0, after a first step that was skipped, and when a layer runs for the first time.
+        With False these rows have a scale of 1.
+      donate: True updates the state in place; False keeps the state that was passed, at the price of a second one.
       compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU, and on a mesh
-        collectives beside compute (parallel/overlap.py).
-      mesh: spread the step over its devices: the axes `data` and `fsdp` split the batch, `fsdp` params and optimizer
-        state too, and `tensor` the layers; `pipe` makes the layers stages of a pipeline, through which the microbatches
-        pass, and needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it; any may be left out. Without it,
-        the step runs on one device, or as jax splits it by the shardings of its arguments. With `fsdp`, a loss must
-        read the kernels of FP8 layers through these only: they are gathered in FP8, and what else reads one finds NaN.
-        The loss of a batch is the mean of those of its parts.
-      rules: of params by their path, before those that layers bring: a pattern (`re.search` in the names joined by "/")
-        and a `PartitionSpec` of the last dims with `fsdp` and `tensor`. The first that is found counts.
-      sequence_parallel: over `tensor`, each device keeps its part of the rows between layers.
-      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`; None is
-        float32, unless both gradients and params have 16 bits; jnp.bfloat16 is half the bytes.
-      schedule: of the pipeline: "1f1b" (None), "gpipe", "interleaved" or "zero-bubble".
-      chunks: groups of layers on each stage; None is 2 for "interleaved" and 1 for the others.
-      rngs: keys for a loss that draws, such as {"dropout": jax.random.key(0)}. The loss is handed others, made of these
-        and of the step count: of its own for each microbatch and each device's part of the batch. Not with `pipe`.
-      has_aux: the loss returns `(loss, aux)`. Entries of a dict `aux` that are named like `state.collections`, such as
-        "batch_stats", become those of the state; `metrics["aux"]` is the rest. Over microbatches and devices that split
-        the batch, floats are means. Of the rest, integers are sums and flags are true where any is; of collections,
-        integers and flags are maxima. Not with `pipe`, a `LayeredLoss`, or `accumulate_step`.
+        collectives beside compute (parallel/overlap.py). What is not a dict is refused.
+      parallel: spread the step over the devices of this mesh, or as this `Parallelism` says; None runs it on one
+        device, or as jax splits it by the shardings of its arguments. The loss of a batch is the mean of those of its
+        parts. The axis `pipe` needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it.
+      rngs: keys for a loss that draws, such as {"dropout": jax.random.key(0)}; None for one that does not. The loss is
+        handed others, made of these and of the step count: of its own for each microbatch and each device's part of the
+        batch. Refused with `pipe`, and with layers that keep activations on the host.
+      has_aux: True for a loss that returns `(loss, aux)`. Entries of a dict `aux` that are named like
+        `state.collections`, such as "batch_stats", become those of the state; `metrics["aux"]` is the rest. Over
+        microbatches and devices that split the batch, floats are means. Of the rest, integers are sums and flags are
+        true where any is; of collections, integers and flags are maxima. Refused with `pipe`, a `LayeredLoss`, and
+        `accumulate_step`.
     """
     check_step_loss(loss_fn, rngs is not None)
     check_optimizer(tx)
     check_recipe(recipe)
     check_integer("microbatches", microbatches)
-    check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, in_place=in_place, has_aux=has_aux)
+    check_flags(cache_weights=cache_weights, warm_start=warm_start, donate=donate, has_aux=has_aux)
     offloads = isinstance(loss_fn, LayeredLoss) and bool(loss_fn.on_host)
-    compiler_options = options_of_step(compiler_options, mesh is not None, offloads)
+    parallel = as_parallelism(parallel)
+    compiler_options = options_of_step(compiler_options, parallel is not None, offloads)
     optimizer = optax.with_extra_args_support(tx)
-    how = Parallelism.of(mesh, rules, sequence_parallel, gradient_dtype, schedule, chunks)
-    if how is not None and how.sequence:
+    if parallel is not None and parallel.sequence_parallel:
         check_sequence([recipe])
-    if how is not None and how.stages > 1:
-        check_pipeline(how, loss_fn, microbatches, cache_weights, has_aux)
+    if parallel is not None and parallel.stages > 1:
+        check_pipeline(parallel, loss_fn, microbatches, cache_weights, has_aux)
     loss_fn = AuxLoss(loss_fn) if has_aux else loss_fn
     if rngs is not None:
-        check_rngs(rngs, loss_fn, how)
+        check_rngs(rngs, loss_fn, parallel)
         loss_fn = DrawingLoss(loss_fn, rngs)
-    programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, in_place, how, has_aux)
+    programs = Programs(loss_fn, optimizer, recipe, microbatches, cache_weights, parallel, has_aux)
     return TrainStep(programs, donate, compiler_options, warm_start)

@@ -131,7 +131,7 @@ def test_training_goes_on_from_them(axes, folder_of):
     )
     rows = np.stack([batch] * 4).astype(np.int32)
     mesh = None if axes is None else make_mesh(**axes)
-    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, mesh=mesh)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, model.recipe, parallel=mesh)
     state = step.init_state(lambda *args: {**model.init(*args), "params": params}, jax.random.key(0), rows[:, :-1])
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     logits = oracle.logits_of(oracle.CASES["qwen3"], tensors_of("qwen3", "bfloat16"), batch[:-1])

@@ -104,13 +104,13 @@ STRIDED = [slice(part, None, 4) for part in range(4)]
 BLOCKS = [slice(16 * part, 16 * part + 16) for part in range(4)]
 WAYS = {
     "whole": ({}, WHOLE, [0]),
-    "tensor": ({"mesh": {"tensor": 2}}, WHOLE, [0]),
+    "tensor": ({"parallel": {"tensor": 2}}, WHOLE, [0]),
     "microbatches": ({"microbatches": 4}, STRIDED, range(4)),
-    "data": ({"mesh": {"data": 4}}, BLOCKS, [0, 16, 32, 48]),
-    "fsdp": ({"mesh": {"data": 2, "fsdp": 2}}, BLOCKS, [0, 16, 32, 48]),
-    "explicit": ({"mesh": {"data": 4, "axis_type": AxisType.Explicit}}, BLOCKS, [0, 16, 32, 48]),
+    "data": ({"parallel": {"data": 4}}, BLOCKS, [0, 16, 32, 48]),
+    "fsdp": ({"parallel": {"data": 2, "fsdp": 2}}, BLOCKS, [0, 16, 32, 48]),
+    "explicit": ({"parallel": {"data": 4, "axis_type": AxisType.Explicit}}, BLOCKS, [0, 16, 32, 48]),
     "mesh and microbatches": (
-        {"mesh": {"data": 2}, "microbatches": 2},
+        {"parallel": {"data": 2}, "microbatches": 2},
         [slice(32 * device + part, 32 * device + 32, 2) for device in range(2) for part in range(2)],
         [0, 1, 32, 33],
     ),
@@ -121,7 +121,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_has_the_numbers_of_a_loop(way):
     options, parts, first_rows = WAYS[way]
-    options = options | ({"mesh": mesh(**options["mesh"])} if "mesh" in options else {})
+    options = options | ({"parallel": mesh(**options["parallel"])} if "parallel" in options else {})
     losses, state, aux = trained(**options)
     expected_losses, expected = written_out(parts, first_rows, len(parts) // options.get("microbatches", 1))
     np.testing.assert_allclose(losses, expected_losses, 1e-5)
@@ -189,7 +189,7 @@ def test_collections_are_whole_on_every_device(axis_type):
         return jnp.mean(x @ variables["params"]["dense"]["kernel"]), {"average": average}
 
     on = mesh(axis_type, data=2, fsdp=2)
-    step = fp8.make_train_step(averaging, TX, None, has_aux=True, mesh=on)
+    step = fp8.make_train_step(averaging, TX, None, has_aux=True, parallel=on)
     state = step.init_state(init_fn, jax.random.key(0), BATCH["x"])
     assert jax.tree.map(
         lambda x: x.sharding, step.state_shapes(init_fn, jax.random.key(0), BATCH["x"])

@@ -71,7 +71,7 @@ def test_on_a_mesh(axes):
     sizes = {"tensor" if axis == "sequence" else axis: size for axis, size in axes.items()}
     devices = jax.devices()[: int(np.prod([*sizes.values()]))]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
-    options = {"mesh": mesh, "sequence_parallel": "sequence" in axes}
+    options = {"parallel": fp8.Parallelism(mesh, sequence_parallel="sequence" in axes)}
     found = losses(10, **options)[0]
     assert np.mean(found) == pytest.approx(np.mean(losses(10)[0]), rel=0.05) and found[-1] < found[0] - 0.2
     exact = {"of_model": {"recipe": None, "dtype": jnp.float32}, "learning_rate": 0.0}
@@ -121,7 +121,7 @@ def test_weights_of_attention():
     assert found[-1] < found[0] - 0.5
     exact = {"of_model": {**WEIGHTS, "recipe": None, "dtype": jnp.float32}, "learning_rate": 0.0}
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    on_mesh, alone = losses(**exact, mesh=mesh)[0], losses(**exact)[0]
+    on_mesh, alone = losses(**exact, parallel=mesh)[0], losses(**exact)[0]
     assert (np.abs(np.subtract(on_mesh, alone)) > 1e-5).all() and on_mesh == pytest.approx(alone, rel=0.05)
     with pytest.raises(ValueError, match=r"a GPT with attention_dropout_rate=0.3 is trained with a random stream"):
         losses(seed=None, of_model=WEIGHTS)
@@ -134,8 +134,8 @@ def test_what_is_refused():
         losses(of_model={"remat": "offload:2"})
     pipe = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="a pipeline runs layers one by one, which draw nothing, got rngs"):
-        losses(mesh=pipe, microbatches=2)
+        losses(parallel=pipe, microbatches=2)
     with pytest.raises(
         ValueError, match=r"run layers one by one, which do not drop, got dropout_rate=0.3; use another"
     ):
-        losses(seed=None, mesh=pipe, microbatches=2)
+        losses(seed=None, parallel=pipe, microbatches=2)

@@ -46,7 +46,7 @@ def test_what_a_loss_returns_on_each_device(returned, message):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
-            fp8.value_and_grad(lambda v, x: returned(loss_fn(v, x)), mesh=mesh), VARIABLES, jnp.ones((32, 16))
+            fp8.value_and_grad(lambda v, x: returned(loss_fn(v, x)), parallel=mesh), VARIABLES, jnp.ones((32, 16))
         )
 
 

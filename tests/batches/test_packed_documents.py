@@ -99,10 +99,10 @@ def model_and_variables():
 
 
 @functools.cache
-def step_of(microbatches=1, mesh=None, **options):
+def step_of(microbatches=1, parallel=None):
     model, _ = model_and_variables()
     loss_fn, tx = fp8.next_token_loss(model), fp8.fused_adamw(3e-3)
-    return fp8.make_train_step(loss_fn, tx, model.recipe, microbatches, mesh=mesh, warm_start=False, **options), tx
+    return fp8.make_train_step(loss_fn, tx, model.recipe, microbatches, parallel=parallel, warm_start=False), tx
 
 
 def losses_of_steps(batch, microbatches=1, **options):
@@ -144,7 +144,8 @@ def test_steps_on_meshes(axes):
     sizes = {"tensor" if axis == "sequence" else axis: size for axis, size in axes.items()}
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
-    found = losses_of_steps(rows_of_documents(), mesh=mesh, sequence_parallel="sequence" in axes)
+    parallel = fp8.Parallelism(mesh, sequence_parallel="sequence" in axes)
+    found = losses_of_steps(rows_of_documents(), parallel=parallel)
     assert_are_those_of_one_device(found)
 
 

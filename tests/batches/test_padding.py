@@ -109,7 +109,7 @@ def test_the_loss_of_a_router_on_padded_sequences_over_data():
     batch = {"tokens": tokens, "lengths": jnp.int32([3, 4, 17, 16])}
     variables = model.init(jax.random.key(1), tokens[:, :-1])
     whole = float(loss_fn(variables, batch))
-    step = fp8.make_train_step(loss_fn, tx, None, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    step = fp8.make_train_step(loss_fn, tx, None, parallel=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
     state = step.init_state(model.init, jax.random.key(1), tokens[:, :-1])
     found = float(step(state, batch)[1]["loss"])
     halves = [float(loss_fn(variables, jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch))) for i in range(2)]
@@ -126,7 +126,7 @@ def test_steps_on_padded_sequences(axes):
     assert expected[2] < expected[0] - 0.05
     if axes:
         mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-        found = losses_of_steps(batch, mesh=mesh)
+        found = losses_of_steps(batch, parallel=mesh)
         parts = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for rows in (slice(2), slice(2, 4))]
         halves = [losses_of_steps(part)[0] for part in parts]
         assert np.mean(halves) != pytest.approx(expected[0], rel=2e-4)  # negative control: the mean of the devices'

@@ -32,7 +32,7 @@ def test_validation_and_sample(axes, example, monkeypatch, with_kernels):
     config = fp8.GPTConfig(vocab_size=1024, num_layers=layers, num_heads=8, hidden_size=256, max_seq_len=SEQ)
     model, tx = fp8.GPT(config), fp8.fused_adamw(1e-3)
     loss_fn = fp8.next_token_loss(model)
-    step = fp8.make_train_step(loss_fn, tx, model.recipe, stages, mesh=mesh, compiler_options={})
+    step = fp8.make_train_step(loss_fn, tx, model.recipe, stages, parallel=mesh, compiler_options={})
     state = step.state_shapes(model.init, jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
 
     # From here on as on a machine with GPUs.

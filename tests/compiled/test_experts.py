@@ -31,7 +31,7 @@ COLLECTIVES = {"AllReduce", "AsyncStart", "AsyncDone"}
 
 
 def compiled(name, microbatches=1, data=1, cached=False, padded=False) -> h200.Program:
-    recipe, options = RECIPES[name], {"mesh": h200.mesh(data=data)} if data > 1 else {}
+    recipe, options = RECIPES[name], {"parallel": h200.mesh(data=data)} if data > 1 else {}
     model, tokens = fp8.GPT(CONFIG, recipe=recipe), jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
 
     def init(key, x):

@@ -147,9 +147,10 @@ def make_step(name: str, **options):
     """The step, and the shapes of its state."""
     mode = MODES[name]
     model = fp8.GPT(fp8.GPTConfig.preset("gpt3-1.3b", num_layers=LAYERS), recipe=mode.recipe)
+    parallel = fp8.Parallelism(h200.mesh(AxisType.Explicit, **mode.axes), sequence_parallel=mode.sequence)
     step = fp8.make_train_step(
-        fp8.next_token_loss(model), fp8.fused_adamw(1e-3), mode.recipe, mesh=h200.mesh(AxisType.Explicit, **mode.axes),
-        sequence_parallel=mode.sequence, compiler_options=default_options(on_mesh=True), **options,
+        fp8.next_token_loss(model), fp8.fused_adamw(1e-3), mode.recipe, parallel=parallel,
+        compiler_options=default_options(on_mesh=True), **options,
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((mode.batch, SEQ), jnp.int32)
     return step, step.state_shapes(model.init, jax.random.key(0), tokens)

@@ -37,13 +37,14 @@ def pieces(kind, **options):
     """The step, and shapes of its state, of what is pending, and of a microbatch."""
     model = fp8.GPT(fp8.GPTConfig.preset("gpt3-1.3b", num_layers=LAYERS))
     mesh = h200.mesh(kind, **AXES)
+    parallel = fp8.Parallelism(mesh, sequence_parallel=True)
     step = fp8.make_train_step(
-        fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, 2, mesh=mesh, sequence_parallel=True,
+        fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, 2, parallel=parallel,
         compiler_options=CUDA_GRAPH_OPTIONS, **options,
     )  # fmt: skip
     state = step.state_shapes(model.init, jax.random.key(0), jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32))
     microbatch = jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32, sharding=h200.on_mesh(mesh, "fsdp"))
-    return step, state, shapes_of_pending(step._programs.how, state), microbatch
+    return step, state, shapes_of_pending(step._programs.parallel, state), microbatch
 
 
 def bytes_of(tree) -> int:

@@ -103,8 +103,9 @@ def compile_step(name: str, **changed) -> h200.Program:
     mode = MODES[name]
     mesh = h200.mesh(AxisType.Explicit, **mode.axes)
     model = fp8.GPT(fp8.GPTConfig.preset("gpt3-1.3b", num_layers=mode.layers), recipe=RECIPE)
+    parallel = fp8.Parallelism(mesh, schedule=mode.schedule)
     step = fp8.make_train_step(
-        fp8.next_token_loss(model), fp8.fused_adamw(1e-3), RECIPE, MICROBATCHES, mesh=mesh, schedule=mode.schedule,
+        fp8.next_token_loss(model), fp8.fused_adamw(1e-3), RECIPE, MICROBATCHES, parallel=parallel,
         compiler_options=default_options(on_mesh=True) | changed,
     )  # fmt: skip
     state = step.state_shapes(model.init, jax.random.key(0), jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32))

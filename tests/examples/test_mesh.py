@@ -41,7 +41,7 @@ def test_models_that_tensor_splits_train(changes, example):
     model = fp8.GPT(dataclasses.replace(MODEL, max_seq_len=16, **changes))
     mesh.check_model(TENSOR, model.config, False)
     made = mesh.make_mesh(TENSOR)
-    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, mesh=made)
+    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, parallel=made)
     state = step.state_shapes(model.init, jax.random.key(0), np.zeros((2, 16), np.int32))
     step.trace(state, mesh.on_mesh(made, np.zeros((2, 17), np.int32)))
 
@@ -177,12 +177,12 @@ def test_what_a_step_is_told_of_a_pipeline(example, book):
     script = example("train_gpt")
 
     def told(*flags):
-        return example("job").spread(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
+        return example("job").parallelism(script.prepare(script.read_settings([*STAGES, "--data", str(book), *flags])))
 
-    assert dict(told()["mesh"].shape) == {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 1}
-    assert (told()["schedule"], told()["chunks"]) == (None, None)
+    assert dict(told().mesh.shape) == {"pipe": 2, "data": 1, "fsdp": 1, "tensor": 1}
+    assert (told().schedule, told().chunks) == ("1f1b", 1)
     chosen = told("--schedule", "interleaved", "--chunks", "3", "--num-layers", "6")
-    assert (chosen["schedule"], chosen["chunks"]) == ("interleaved", 3)
+    assert (chosen.schedule, chosen.chunks) == ("interleaved", 3)
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_validation_and_sample_where_pipe_splits_params(example):
 
     def evaluate(sizes, seed):
         made = mesh.make_mesh(sizes)
-        step = fp8.make_train_step(loss_fn, fp8.fused_adamw(1e-3), model.recipe, 2, mesh=made)
+        step = fp8.make_train_step(loss_fn, fp8.fused_adamw(1e-3), model.recipe, 2, parallel=made)
         state = step.init_state(model.init, jax.random.key(seed), jax.ShapeDtypeStruct((4, 16), np.int32))
         kernel = state.params["layer_1"]["mlp"]["up"]["kernel"]
         assert kernel.addressable_shards[0].data.size == kernel.size // made.size

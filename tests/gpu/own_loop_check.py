@@ -3,7 +3,7 @@
     python tests/gpu/own_loop_check.py --output own_loop_check.json
     python tests/gpu/own_loop_check.py --self-test                   # on the CPU's devices
 
-    check_loops      value_and_grad(mesh=) and warm_start(mesh=) by a jit of one's own: losses and FP8 state to the bit
+    check_loops      value_and_grad and warm_start on a mesh by a jit of one's own: losses and FP8 state to the bit
     check_pieces     start, accumulate_step, apply_step: float32 sums in another order
     check_delayed    value_and_grad(delay_wgrad_compute=True), backward_dw: the ordinary gradients
 
@@ -95,10 +95,13 @@ def expect_beyond(report: Report, group: str, found: dict[str, float], limits: d
         report.expect("controls", found[what] > limits[what], f"{group} was not noticed by {what}")
 
 
-def make_step(attention, tx, way, microbatches, **settings):
+def parallelism(way) -> fp8.Parallelism:
     axes, options = WAYS[way]
-    loss_fn = start(attention)[1]
-    return fp8.make_train_step(loss_fn, tx, RECIPE, microbatches, mesh=hybrid.make_mesh(**axes), **options, **settings)
+    return fp8.Parallelism(hybrid.make_mesh(**axes), **options)
+
+
+def make_step(attention, tx, way, microbatches, **settings):
+    return fp8.make_train_step(start(attention)[1], tx, RECIPE, microbatches, parallel=parallelism(way), **settings)
 
 
 def run_step(step, tx, variables, tokens, steps=STEPS):
@@ -112,11 +115,11 @@ def run_step(step, tx, variables, tokens, steps=STEPS):
 
 def compare_loop(report: Report, way: str, attention: str | None):
     """A step that starts warm, and the same by hand. No microbatches."""
-    (axes, options), (model, loss_fn, variables) = WAYS[way], start(attention)
-    mesh, tx = hybrid.make_mesh(**axes), hybrid.showing(optax.adamw(1e-3))
-    gradient = fp8.value_and_grad(loss_fn, mesh=mesh, **options)
-    first_scales = jax.jit(fp8.warm_start(loss_fn, RECIPE, mesh=mesh, **options))
-    shardings = fp8.shardings(model.init, jax.random.key(0), jnp.asarray(batch()[:, :-1]), mesh=mesh)
+    parallel, (model, loss_fn, variables) = parallelism(way), start(attention)
+    tx = hybrid.showing(optax.adamw(1e-3))
+    gradient = fp8.value_and_grad(loss_fn, parallel=parallel)
+    first_scales = jax.jit(fp8.warm_start(loss_fn, RECIPE, parallel=parallel))
+    shardings = fp8.shardings(model.init, jax.random.key(0), jnp.asarray(batch()[:, :-1]), parallel=parallel)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def own_step(variables, opt_state, tokens):

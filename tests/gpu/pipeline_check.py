@@ -66,10 +66,8 @@ def train(axes: dict[str, int], tokens: np.ndarray, **options):
     """The losses, and the state after the first step, on the host."""
     model = fp8.GPT(fp8.GPTConfig(**sizes()), recipe=RECIPE, attention_implementation="xla")
     tx = hybrid.showing(optax.sgd(0.01))
-    mesh = hybrid.make_mesh(**axes)
-    step = fp8.make_train_step(
-        fp8.next_token_loss(model), tx, RECIPE, MICROBATCHES, mesh=mesh, warm_start=False, **options
-    )
+    options = hybrid.spread(hybrid.make_mesh(**axes), **options)
+    step = fp8.make_train_step(fp8.next_token_loss(model), tx, RECIPE, MICROBATCHES, warm_start=False, **options)
     made = hybrid.first_state(model.init, jnp.asarray(tokens[:4, :-1]), tx)  # with scales: no gradient is zero
     state, losses, first = step.place(made, tokens), [], None
     for _ in range(STEPS):

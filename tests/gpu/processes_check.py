@@ -76,7 +76,7 @@ def train(axes: dict[str, int]) -> dict:
         fp8.fused_adamw(1e-3),
         model.recipe,
         MICROBATCHES if "pipe" in axes else 1,
-        mesh=mesh,
+        parallel=mesh,
         warm_start=False,
     )
     init, rows = lambda *given: with_scales(model.init(*given)), own_rows(mesh)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deltas import WARNS, by_deltas
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
@@ -110,12 +111,14 @@ def test_params_that_nobody_edits_have_the_masters_bits(kind):
 
 
 @pytest.mark.parametrize("master_dtype", [jnp.float32, jnp.float16, "remainder"])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_loaded_params_stay_in_make_train_step(in_place, master_dtype):
+@WARNS
+@pytest.mark.parametrize("wrap", [lambda tx: tx, by_deltas], ids=["in_place", "deltas"])
+def test_loaded_params_stay_in_make_train_step(wrap, master_dtype):
     x = jax.random.normal(jax.random.key(0), (64, 32))
-    layer, tx = fp8.Dense(32, recipe=None, param_dtype=jnp.bfloat16), fp8.fused_adamw(1e-5, master_dtype=master_dtype)
+    layer = fp8.Dense(32, recipe=None, param_dtype=jnp.bfloat16)
+    tx = wrap(fp8.fused_adamw(1e-5, master_dtype=master_dtype))
     state = fp8.TrainState.create(variables=layer.init(jax.random.key(1), x), tx=tx)
-    step = fp8.make_train_step(lambda v, x: jnp.mean((layer.apply(v, x) - x) ** 2), tx, None, in_place=in_place)
+    step = fp8.make_train_step(lambda v, x: jnp.mean((layer.apply(v, x) - x) ** 2), tx, None)
     state, metrics = step(state, x)
     assert metrics["loss"] > 1
     identity = {"kernel": jnp.eye(32, dtype=jnp.bfloat16), "bias": jnp.zeros(32, jnp.bfloat16)}

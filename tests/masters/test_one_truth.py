@@ -64,9 +64,9 @@ def cast(model, variables):
 @functools.cache
 def step_of(storage: str, recipe: str, microbatches: int, devices: int):
     tx, model, _ = parts_of(storage, recipe)
-    mesh = {"mesh": make_mesh(data=devices)} if devices > 1 else {}
+    parallel = make_mesh(data=devices) if devices > 1 else None
     loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - x) ** 2)  # noqa: E731
-    return fp8.make_train_step(loss_fn, tx, model.recipe, microbatches, **mesh)
+    return fp8.make_train_step(loss_fn, tx, model.recipe, microbatches, parallel=parallel)
 
 
 def masters_of(state):

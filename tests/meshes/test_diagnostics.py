@@ -23,7 +23,8 @@ SLOW_ONE = pytest.param("current", "zero-bubble", marks=pytest.mark.slow)
 def diagnosed(recipe: str, schedule: str | None = None, sequence: bool = False, **axes: int) -> dict:
     """What a second step says."""
     model = hybrid.gpt(RECIPES[recipe], num_layers=2, hidden_size=64)
-    options = {"mesh": hybrid.make_mesh(**axes), "sequence_parallel": sequence, "schedule": schedule} if axes else {}
+    mesh = hybrid.make_mesh(**axes) if axes else None
+    options = hybrid.spread(mesh, sequence_parallel=sequence, schedule=schedule)
     tx = fp8.fused_adamw(1e-3, skip_nonfinite=True)
     options |= {"warm_start": False}  # a program of its own
     step = fp8.make_train_step(fp8.next_token_loss(model), tx, RECIPES[recipe], MICROBATCHES, **options)

@@ -24,7 +24,7 @@ USUAL = [("embed", "fsdp"), ("residual", "fsdp"), *((name, "tensor") for name in
 def first_steps(model, rules=()):
     step = fp8.make_train_step(
         fp8.next_token_loss(model), optax.sgd(0.1), RECIPE,
-        mesh=make_mesh(fsdp=2, tensor=2), rules=rules, warm_start=False,
+        parallel=fp8.Parallelism(make_mesh(fsdp=2, tensor=2), rules), warm_start=False,
     )  # fmt: skip
     state = step.init_state(model.init, *INPUTS)
     where = state.params["layer_0"]["mlp"]["down"]["kernel"].sharding.spec

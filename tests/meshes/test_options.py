@@ -133,7 +133,7 @@ def test_an_auto_mesh_with_axes_of_one_device():
     model, state, of_one = of_one_layer()
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((1, 2, 1), ("tensor", "fsdp", "data"), axis_types=auto, devices=jax.devices()[:2])
-    assert_same_step(train(fp8.next_token_loss(model), state, tokens(), RECIPE, mesh=mesh), of_one, SUMS)
+    assert_same_step(train(fp8.next_token_loss(model), state, tokens(), RECIPE, parallel=mesh), of_one, SUMS)
 
 
 def test_a_param_after_the_logits():
@@ -236,8 +236,8 @@ def test_layers_of_ones_own_are_split_by_fields_or_by_rules(norm, by_rules):
     rules = BY_RULES if by_rules else ()
     state = first_state(model.init, X["x"])
     of_one = train(loss_of(model), state, X, RECIPE)
-    mesh = make_mesh(data=2, tensor=2)
-    step = fp8.make_train_step(loss_of(model), SHOWING, RECIPE, mesh=mesh, rules=rules, warm_start=False)
+    parallel = fp8.Parallelism(make_mesh(data=2, tensor=2), rules)
+    step = fp8.make_train_step(loss_of(model), SHOWING, RECIPE, parallel=parallel, warm_start=False)
     placed = step.place(jax.tree.map(jnp.copy, state), X)
     specs = {name: placed.params[name]["kernel"].sharding.spec for name in ("into", "up", "down")}
     assert specs == {"into": P(), "up": P(None, "tensor"), "down": P("tensor")}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hybrid import assert_close, gpt, gradients_of, make_mesh, showing, significant, tokens
+from hybrid import assert_close, gpt, gradients_of, make_mesh, showing, significant, spread, tokens
 from jax.sharding import AxisType
 from reference import assert_same_bits
 
@@ -42,7 +42,7 @@ def _new_step(way, recipe, cache_weights):
     mesh = jax.make_mesh(
         tuple(axes.values()), tuple(axes), (axis_type,) * len(axes), devices=make_mesh(**axes).devices.flatten()
     )
-    options = {"warm_start": False, "cache_weights": cache_weights, "mesh": mesh, **options}
+    options = spread(mesh, warm_start=False, cache_weights=cache_weights, **options)
     return fp8.make_train_step(fp8.next_token_loss(model), TX, RECIPES[recipe], MICROBATCHES, **options)
 
 
@@ -175,7 +175,7 @@ def test_rows_and_places_are_checked():
     with pytest.raises(ValueError, match="must lie on the 2 devices of the step's mesh"):
         step.start(fp8.TrainState.create(variables=first_variables("current"), tx=TX))
     other = fp8.make_train_step(
-        lambda variables, batch: 0.0, TX, RECIPES["current"], MICROBATCHES, mesh=make_mesh(data=2)
+        lambda variables, batch: 0.0, TX, RECIPES["current"], MICROBATCHES, parallel=make_mesh(data=2)
     )
     with pytest.raises(ValueError, match=r"must know where params lie, .* call accumulate_step first"):
         other.apply_step(state, step.start(state))

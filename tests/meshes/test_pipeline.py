@@ -190,7 +190,7 @@ def test_fused_adam_and_clipping_and_a_step_that_is_skipped():
     found = []
     for of in (way, way.without_pipe):
         mesh = make_mesh(pipe=2) if of.pipe > 1 else None
-        step = fp8.make_train_step(loss_and_variables(of)[0], tx, CURRENT, 3, mesh=mesh)
+        step = fp8.make_train_step(loss_and_variables(of)[0], tx, CURRENT, 3, parallel=mesh)
         state = fp8.TrainState.create(variables=loss_and_variables(of)[1], tx=tx)
         state, params = step.place(state, batch), []
         for given in (batch, spoiled, batch):

@@ -44,7 +44,7 @@ class Training:
         )
         self.tx = fp8.fused_adamw(1e-2)
         self.loss_fn = fp8.next_token_loss(self.model)
-        self.step = fp8.make_train_step(self.loss_fn, self.tx, self.model.recipe, mesh=mesh, warm_start=warm_start)
+        self.step = fp8.make_train_step(self.loss_fn, self.tx, self.model.recipe, parallel=mesh, warm_start=warm_start)
         self.init = self.model.init if warm_start else lambda *given: with_scales(self.model.init(*given))
 
     def fresh(self) -> fp8.TrainState:
@@ -61,10 +61,10 @@ class Training:
 
     def by_oneself(self, variables: dict, *parts: slice) -> list[float]:
         """`losses` of a loop of one's own without an optimizer, on batches that are put together of parts."""
-        how, found = self.step._programs.how, []
-        gradient = jax.jit(fp8.value_and_grad(self.loss_fn, mesh=how.mesh))
+        parallel, found = self.step._programs.parallel, []
+        gradient = jax.jit(fp8.value_and_grad(self.loss_fn, parallel=parallel.mesh))
         for number, rows in enumerate(parts):
-            where = NamedSharding(how.mesh, P(("data", "fsdp")))
+            where = NamedSharding(parallel.mesh, P(("data", "fsdp")))
             batch = jax.make_array_from_process_local_data(where, global_batch(number)[rows])
             found.append(float(gradient(variables, batch)[0]))
         return found

@@ -74,8 +74,8 @@ def test_every_rule_is_right_or_refused_in_a_sentence(case):
     accepted, refused = {}, 0
     for rules in [[], *own_rules(state.params), *others]:
         try:
-            how = Parallelism(make_mesh(tensor=2), rules)
-            on_mesh = OnMesh.of(how, loss_fn, None, once=True, state=state, batch=X).settled(state, X)
+            parallel = Parallelism(make_mesh(tensor=2), rules)
+            on_mesh = OnMesh.of(parallel, loss_fn, None, once=True, state=state, batch=X).settled(state, X)
         except ValueError as refusal:  # and nothing else: an error of Flax is none
             assert re.search(r"must|needs", str(refusal)) and "; " in str(refusal) and "\n" not in str(refusal)
             refused += 1

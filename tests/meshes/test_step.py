@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hybrid import SEQ, assert_close, errors, gpt, gradients_of, make_mesh, run, showing, tokens, with_scales
+from hybrid import SEQ, assert_close, errors, gpt, gradients_of, make_mesh, run, showing, spread, tokens, with_scales
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
@@ -88,8 +88,8 @@ def _jitted_init(model):
 
 def make_step(way, recipe, microbatches):
     """With several microbatches its first step begins with a warm start."""
-    options: dict = {"mesh": make_mesh(**dict(way.axes)), "sequence_parallel": way.sequence} if way.axes else {}
-    options["warm_start"] = microbatches > 1
+    mesh = make_mesh(**dict(way.axes)) if way.axes else None
+    options = spread(mesh, sequence_parallel=way.sequence, warm_start=microbatches > 1)
     model = model_of(RECIPES[recipe], way.grouped)
     return fp8.make_train_step(fp8.next_token_loss(model), TX, RECIPES[recipe], microbatches, **options)
 
@@ -201,8 +201,8 @@ def test_three_steps_are_those_of_one_device(name, recipe, microbatches):
 
 # A way, its recipe, what is replaced by what does no collective, and what must be said then.
 LEFT_OUT = {
-    "sums of gradients": ("data 2", "current", (transfers, "sum_of", lambda how, gradient, place: gradient), "bias"),
-    "amaxes of the state": ("data 2", "delayed", (on_mesh, "whole_amaxes", lambda how, amaxes: amaxes), "elements"),
+    "sums of gradients": ("data 2", "current", (transfers, "sum_of", lambda _, gradient, place: gradient), "bias"),
+    "amaxes of the state": ("data 2", "delayed", (on_mesh, "whole_amaxes", lambda _, amaxes: amaxes), "elements"),
     "amaxes of tensors": ("data 2", "current", (fp8_gemm, "largest_amax", lambda x, axes: x), "kernel"),
     "what leaves the backward of an MLP": (
         "tensor 2", "delayed", (norm_mlp, "reduce_rows", lambda sums, tensor: sums), "tolerance|norm",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hybrid import SHOWING, assert_close, first_state, gpt, gradients_of, make_mesh, significant, tokens, train
+from hybrid import SHOWING, assert_close, first_state, gpt, gradients_of, make_mesh, significant, spread, tokens, train
 
 import jax_fp8 as fp8
 
@@ -45,7 +45,7 @@ def test_a_step_is_that_of_one_device(name):
 
 def test_kernels_go_over_the_wire_in_fp8_with_a_scale_for_each_square():
     model, state = model_and_state()
-    step = fp8.make_train_step(fp8.next_token_loss(model), SHOWING, BLOCK, MICROBATCHES, mesh=make_mesh(fsdp=2))
+    step = fp8.make_train_step(fp8.next_token_loss(model), SHOWING, BLOCK, MICROBATCHES, parallel=make_mesh(fsdp=2))
     placed = step.place(jax.tree.map(jnp.copy, state), tokens())
     sent = {(one.shape, one.dtype) for one in fp8.explain(step, placed, tokens()).collectives if "gather" in one.name}
     up = 256, 1024
@@ -64,7 +64,7 @@ def test_squares_that_fsdp_cuts_are_gathered_as_they_are():
 
 def test_sequence_parallelism_is_refused_before_anything_is_traced():
     model, state = model_and_state()
-    options = {"mesh": make_mesh(tensor=2), "sequence_parallel": True}
+    options = spread(make_mesh(tensor=2), sequence_parallel=True)
     refused = "sequence parallelism gathers activations in FP8, .* got BlockScaling"
     with pytest.raises(ValueError, match=refused):
         fp8.make_train_step(fp8.next_token_loss(model), SHOWING, BLOCK, **options)

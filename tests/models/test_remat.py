@@ -82,7 +82,7 @@ def test_nor_on_a_mesh(axes):
     key's is zero in exact arithmetic.
     """
     mesh = make_mesh(**axes)
-    expected, actual = (state_after(remat, 2, mesh=mesh) for remat in ("none", "offload:2"))
+    expected, actual = (state_after(remat, 2, parallel=mesh) for remat in ("none", "offload:2"))
     (_, moments, fp8_state), loss = actual
     jax.tree.map(assert_same_bits, (fp8_state, loss), (expected[0][2], expected[1]))
     compared = 0
@@ -98,7 +98,7 @@ def test_nor_on_a_mesh(axes):
 
 def test_a_pipeline_keeps_on_the_device():
     with pytest.raises(ValueError, match="must keep what their backward wants on the device, got one that keeps some"):
-        state_after("offload:2", 2, mesh=make_mesh(pipe=2))
+        state_after("offload:2", 2, parallel=make_mesh(pipe=2))
 
 
 # --- without FP8 ------------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def test_nor_are_collectives_without_fp8():
     programs, losses = [], []
     for remat in ("none", "norms", "full"):
         model, tx = gpt(None, dtype=np.float32).clone(remat=remat), fp8.fused_adamw(1e-3)
-        options = {"mesh": make_mesh(tensor=2), "sequence_parallel": True}
-        step = fp8.make_train_step(fp8.next_token_loss(model), tx, None, **options)
+        parallel = fp8.Parallelism(make_mesh(tensor=2), sequence_parallel=True)
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, None, parallel=parallel)
         state = step.init_state(model.init, jax.random.key(0), tokens()[:, :-1])
         text = str(step.trace(state, tokens()).jaxpr)
         programs.append([text.count(f" {name}[") for name in ("all_gather", "reduce_scatter", "dot_general")])

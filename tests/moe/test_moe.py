@@ -81,8 +81,8 @@ def test_microbatches_add_up():
     assert_same_bits(newest, np.maximum(*map(np.asarray, staged)))
 
 
-# Over devices, how params move in three steps: by `mesh=`, where each device sorts its own tokens; on an Explicit mesh;
-# and on an Auto mesh, where all tokens are sorted together. Operations are fused otherwise on shards, and where a
+# Over devices, how params move in three steps: by `parallel=`, where each device sorts its own tokens; on an Explicit
+# mesh; and on an Auto mesh, where all tokens are sorted together. Operations are fused otherwise on shards, and where a
 # fusion ends the compiler rounds to bfloat16, so now and then another FP8 value follows.
 MESHES = [("mesh", "data"), ("mesh", "fsdp"), ("explicit", "data"), ("auto", "data")]
 
@@ -107,7 +107,7 @@ def test_over_data_as_on_one_device(name, kind, axis):
     model = gpt(RECIPES[name])
     given, start, one, losses = on_one_device(name)
     if kind == "mesh":
-        found, losses_found = train(model, tokens=given, mesh=make_mesh(**{axis: 4}))
+        found, losses_found = train(model, tokens=given, parallel=make_mesh(**{axis: 4}))
     else:
         axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
         mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
@@ -131,7 +131,7 @@ def test_a_router_of_one_device_alone_would_be_noticed():
     variables = jax.jit(model.init)(jax.random.key(1), TOKENS[:, :-1])
     whole = float(loss(variables, TOKENS))
     parts = np.mean([float(loss(variables, TOKENS[2 * i : 2 * i + 2])) for i in range(4)])
-    _, losses = train(model, steps=1, mesh=make_mesh(data=4))
+    _, losses = train(model, steps=1, parallel=make_mesh(data=4))
     assert abs(losses[0] - whole) < 1e-3 < abs(parts - whole)
 
 
@@ -220,7 +220,7 @@ def test_refusals():
         ({"pipe": 2}, {"microbatches": 2}, "pipelines and .* lose what routers add to the loss, .* num_experts=4"),
     ):
         model = gpt(DELAYED, layers=2)
-        step = fp8.make_train_step(fp8.next_token_loss(model), tx, DELAYED, mesh=make_mesh(**mesh), **options)
+        step = fp8.make_train_step(fp8.next_token_loss(model), tx, DELAYED, parallel=make_mesh(**mesh), **options)
         with pytest.raises(ValueError, match=sentence):
             step(step.init_state(model.init, jax.random.key(0), tokens[:, :-1]), tokens)
     model = gpt(DELAYED, layers=2, remat="offload:1")

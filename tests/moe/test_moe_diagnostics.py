@@ -68,7 +68,7 @@ def test_the_share_of_tokens_that_each_expert_gets(name, options):
     mesh = make_mesh(**options["mesh"]) if "mesh" in options else None
     microbatches = options.get("microbatches", 1)
     loss_fn, tx = fp8.next_token_loss(model), optax.sgd(0.1)
-    step = fp8.make_train_step(loss_fn, tx, RECIPES[name], microbatches, mesh=mesh, warm_start=False)
+    step = fp8.make_train_step(loss_fn, tx, RECIPES[name], microbatches, parallel=mesh, warm_start=False)
     state = step.init_state(model.init, jax.random.key(0), TOKENS[:, :-1])
     variables = jax.device_get(state.variables)
     after, metrics = step(state, TOKENS, diagnose=True)
@@ -87,7 +87,7 @@ def test_the_share_of_tokens_that_each_expert_gets(name, options):
         np.testing.assert_allclose(got.sum(1), 1, atol=1e-5)
     else:  # negative control: the largest of both, and not those of all
         assert np.abs(got[0] - fractions(TOKENS)[0]).max() > 1e-3 and got[0].sum() > 1
-    plain, _ = fp8.make_train_step(loss_fn, tx, RECIPES[name], microbatches, mesh=mesh, warm_start=False)(
+    plain, _ = fp8.make_train_step(loss_fn, tx, RECIPES[name], microbatches, parallel=mesh, warm_start=False)(
         step.place(fp8.TrainState.create(variables=variables, tx=tx), TOKENS) if mesh else
         fp8.TrainState.create(variables=variables, tx=tx), TOKENS)  # fmt: skip
     jax.tree.map(np.testing.assert_array_equal, after.params, plain.params)

@@ -181,5 +181,5 @@ def test_a_cache_of_other_experts_is_refused():
 def test_training_goes_on_with_a_cache_over_data():
     model = gpt(RECIPES["delayed"])
     _, one = train(model, microbatches=2)
-    _, found = train(model, microbatches=2, mesh=make_mesh(data=2))
+    _, found = train(model, microbatches=2, parallel=make_mesh(data=2))
     assert np.max(np.abs(np.subtract(one, found))) < 2e-3

@@ -184,7 +184,7 @@ def test_on_a_mesh(axes):
     recipe = fp8.DelayedScaling(amax_history_len=4)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])
     expected = losses(recipe, steps=4)
-    found = losses(recipe, steps=4, mesh=mesh)
+    found = losses(recipe, steps=4, parallel=mesh)
     assert found[0] == pytest.approx(expected[0], rel=2e-3)
     assert found == pytest.approx(expected, rel=2e-2) and expected[3] < 0.9 * expected[0]
 
@@ -199,7 +199,7 @@ def test_more_devices_than_key_and_value_heads_are_refused():
         return jnp.mean(jnp.asarray(module.apply(variables, *batch), jnp.float32))
 
     with pytest.raises(ValueError, match="tensor=2 must divide the key and value heads of key"):
-        jax.jit(fp8.value_and_grad(loss_fn, mesh=mesh))(variables, (x, context))
+        jax.jit(fp8.value_and_grad(loss_fn, parallel=mesh))(variables, (x, context))
 
 
 @pytest.mark.parametrize(

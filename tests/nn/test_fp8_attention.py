@@ -123,9 +123,8 @@ TOKENS = np.asarray(jax.random.randint(jax.random.key(4), (4, SEQ + 1), 0, 64))
 
 def trained(steps=3, mesh=None, fp8_attention=True, microbatches=1, **fields):
     model = fp8.GPT(CONFIG, RECIPE, fp8_attention=fp8_attention, **fields)
-    options = {} if mesh is None else {"mesh": mesh}
     step = fp8.make_train_step(
-        fp8.next_token_loss(model), fp8.fused_adamw(3e-3), RECIPE, microbatches, compiler_options=None, **options
+        fp8.next_token_loss(model), fp8.fused_adamw(3e-3), RECIPE, microbatches, compiler_options=None, parallel=mesh
     )
     state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
     losses, fp8_states = [], []

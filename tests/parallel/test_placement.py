@@ -29,8 +29,8 @@ OFFERS = {
 }
 
 
-def specs(how=HOW, params=PARAMS, offers=OFFERS):
-    return place_params(how, params, offers).specs
+def specs(parallel=HOW, params=PARAMS, offers=OFFERS):
+    return place_params(parallel, params, offers).specs
 
 
 def test_layers_say_what_tensor_splits_and_sizes_what_fsdp_does():
@@ -83,8 +83,8 @@ def test_rules_come_before_what_layers_say_and_the_first_counts():
 
 def test_few_heads_are_whole_on_all_devices_and_their_gradient_is_in_parts():
     of_heads = TensorDim(-1, 2, "heads", or_whole=True)
-    how = Parallelism(make_mesh(tensor=4))
-    by_path = place_params(how, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path
+    parallel = Parallelism(make_mesh(tensor=4))
+    by_path = place_params(parallel, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path
     assert by_path["up", "kernel"] == Place((8, 12), None, None, True, storage=())
     assert not by_path["up", "bias"].is_partial
     by_rule = Parallelism(make_mesh(tensor=4), (("up/kernel", P()),))
@@ -179,27 +179,27 @@ RULES = {
 def test_rules_that_do_not_fit_a_param(case):
     rule, message = RULES[case]
     axes = {"pipe": 4, "fsdp": 2} if case == "parts of stages" else {"fsdp": 2, "tensor": 4}
-    how = Parallelism(make_mesh(**axes), (("up/kernel", rule),))
+    parallel = Parallelism(make_mesh(**axes), (("up/kernel", rule),))
     with pytest.raises(ValueError, match=message):
-        specs(how, {"up": PARAMS["up"]}, {("up", "kernel"): TensorDim(-1, 12 if case == "both" else 6, "heads")})
+        specs(parallel, {"up": PARAMS["up"]}, {("up", "kernel"): TensorDim(-1, 12 if case == "both" else 6, "heads")})
 
 
 @pytest.mark.parametrize("offers", [{("up", "kernel"): TensorDim()}, {}], ids=["a norm", "a layer of others"])
 def test_a_rule_for_what_no_layer_can_split(offers):
-    how = Parallelism(make_mesh(tensor=2), (("up/kernel", P(None, "tensor")),))
+    parallel = Parallelism(make_mesh(tensor=2), (("up/kernel", P(None, "tensor")),))
     with pytest.raises(
         ValueError, match=r"for up/kernel of shape \(8, 12\), whose layer needs all of it on every device; c"
     ):
-        specs(how, {"up": PARAMS["up"]}, offers)
+        specs(parallel, {"up": PARAMS["up"]}, offers)
 
 
 def test_a_rule_for_heads_of_which_each_device_has_all():
     offers = {("up", "kernel"): TensorDim(-1, 2, "heads", or_whole=True)}
-    how = Parallelism(make_mesh(tensor=4), (("up/kernel", P(None, "tensor")),))
+    parallel = Parallelism(make_mesh(tensor=4), (("up/kernel", P(None, "tensor")),))
     with pytest.raises(
         ValueError, match=r"must leave up/kernel whole over tensor=4, .* got P.* of 2; leave tensor out"
     ):
-        specs(how, {"up": PARAMS["up"]}, offers)
+        specs(parallel, {"up": PARAMS["up"]}, offers)
 
 
 # Changes of the config, and what does not go into three parts.

@@ -225,7 +225,7 @@ def gradients(layers, change=lambda gradient: gradient):
 
     def of_shards(each):
         return {
-            name: stages.gradients_of_layers(layers.placement.how, change(each[name][0]), place)
+            name: stages.gradients_of_layers(layers.placement.parallel, change(each[name][0]), place)
             for name, place in layers.places.items()
         }
 
@@ -235,14 +235,14 @@ def gradients(layers, change=lambda gradient: gradient):
 
 def sums(layers, name, each, stage):
     """The gradient of a param of this stage's layer, in NumPy: summed over the batch, its parts of `tensor` joined."""
-    place, how = layers.places[name], layers.placement.how
+    place, parallel = layers.places[name], layers.placement.parallel
     parts = [0] * layers.axes.get("tensor", 1)
     for number, where in layers.devices():
         if where["pipe"] == stage:
             parts[where["tensor"]] = parts[where["tensor"]] + each[number].astype(np.float64)
     if place.tensor_dim is not None:
         return np.concatenate(parts, place.tensor_dim)
-    return sum(parts) / (1 if place.is_partial or how.sequence else len(parts))
+    return sum(parts) / (1 if place.is_partial or parallel.sequence_parallel else len(parts))
 
 
 @pytest.mark.versions
@@ -252,7 +252,7 @@ def sums(layers, name, each, stage):
     ids=[*MESHES, "all, sequence"],
 )
 def test_each_device_has_the_gradients_of_its_shards_of_all_layers(axes, sequence):
-    layers = Layers(axes, sequence=sequence)
+    layers = Layers(axes, sequence_parallel=sequence)
     found, each = gradients(layers)
     for name in PARAMS:
         for stage in range(axes["pipe"]):

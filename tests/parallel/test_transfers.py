@@ -121,8 +121,8 @@ def gradients_of_each(shape) -> np.ndarray:
 
 @pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_are_summed_over_the_batch_and_each_device_keeps_its_shard(gradient_dtype):
-    how = Parallelism(MESH, gradient_dtype=gradient_dtype)
-    placement = place_params(how, PARAMS, OFFERS)
+    parallel = Parallelism(MESH, gradient_dtype=gradient_dtype)
+    placement = place_params(parallel, PARAMS, OFFERS)
     each = {
         "kernel": gradients_of_each((32, 24)),
         "other": gradients_of_each((16, 16)),
@@ -178,7 +178,7 @@ def test_gradients_of_no_layer_are_summed_over_stages_too(on_stages):
     placement, run_on_stages = on_stages
     each = {"kernel": gradients_of_each((32, 24)), "bias": gradients_of_each((16,))}
     params, specs = ({name: tree[name] for name in each} for tree in (PARAMS, placement.specs))
-    placement = Placement(placement.how, {name: placement.places[name] for name in each})
+    placement = Placement(placement.parallel, {name: placement.places[name] for name in each})
 
     def reduce(gradients, params):
         return transfers.reduce_gradients(placement, jax.tree.map(lambda x: x[0], gradients), params)
@@ -209,9 +209,9 @@ def test_gradients_in_16_bits_of_float32_params_are_summed_in_float32(gradient_d
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_param_of_all_devices_of_tensor_has_one_gradient(place, sequence):
     """Where each has computed all of it, their mean; where each has computed its rows or heads, their sum."""
-    how = Parallelism(MESH, sequence=sequence)
+    parallel = Parallelism(MESH, sequence_parallel=sequence)
     each = gradients_of_each((16,))
-    reduce = partial(transfers.sum_of, how, place=place)
+    reduce = partial(transfers.sum_of, parallel, place=place)
     found = run(lambda x: reduce(gradient=x[0])[None], each, in_specs=(EVERY,), out_specs=EVERY)
     assert all(jnp.array_equal(of_one, found[0]) for of_one in found)
     np.testing.assert_allclose(found[0], each.sum(axis=0) / (1 if sequence or place.is_partial else 2), 1e-5, 1e-5)
@@ -227,10 +227,10 @@ def test_amaxes_and_losses_are_those_of_all_devices():
 
 
 def test_amaxes_and_losses_are_those_of_all_stages():
-    how = Parallelism(make_mesh(pipe=4, data=2))
+    parallel = Parallelism(make_mesh(pipe=4, data=2))
 
     def of_all(x):
-        return transfers.whole_amaxes(how, x), transfers.whole_loss(how, x[0])[None]
+        return transfers.whole_amaxes(parallel, x), transfers.whole_loss(parallel, x[0])[None]
 
     every = P(("pipe", "data"))
     amaxes, loss = on_devices(of_all, jnp.arange(8.0), in_specs=every, out_specs=(every, every), pipe=4, data=2)
@@ -239,9 +239,9 @@ def test_amaxes_and_losses_are_those_of_all_stages():
 
 @pytest.mark.parametrize("device", [None, 0, 3])
 def test_what_one_device_finds_all_know(device):
-    how = Parallelism(make_mesh(data=2, tensor=2))
+    parallel = Parallelism(make_mesh(data=2, tensor=2))
     found = on_devices(
-        lambda flag: transfers.on_any_device(how, flag[0])[None],
+        lambda flag: transfers.on_any_device(parallel, flag[0])[None],
         np.arange(4) == device, in_specs=P(("data", "tensor")), out_specs=P(("data", "tensor")), data=2, tensor=2,
     )  # fmt: skip
     assert found.tolist() == [device is not None] * 4

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from deltas import WARNS, by_deltas
 from flax import serialization
 from reference import assert_same_bits
 
@@ -122,10 +123,11 @@ def test_cached_steps_have_the_bits_of_steps_that_cast(recipe, tx):
     assert_is_what_casting_gives(model, ours[1])
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_microbatches(in_place):
+@WARNS
+@pytest.mark.parametrize("tx", [FUSED, by_deltas(FUSED)], ids=["in_place", "deltas"])
+def test_microbatches(tx):
     model = Model(BLOCK)
-    ours, theirs = (train(model, FUSED, cached, 4, in_place=in_place) for cached in (True, False))
+    ours, theirs = (train(model, tx, cached, 4) for cached in (True, False))
     assert_same_training(ours, theirs)
     assert_is_what_casting_gives(model, ours[1])
 
@@ -268,7 +270,7 @@ def test_on_a_mesh(axis):
     model, mesh = Model(BLOCK), jax.make_mesh((4,), (axis,))
     results = []
     for cached in (True, False):
-        state, step = start(model, FUSED, cached), make_step(model, FUSED, mesh=mesh)
+        state, step = start(model, FUSED, cached), make_step(model, FUSED, parallel=mesh)
         if cached and axis == "fsdp":
             with pytest.raises(
                 ValueError, match=r"a state that carries a weight cache must have whole params on every"

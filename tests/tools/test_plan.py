@@ -33,8 +33,8 @@ def plan(axis="fsdp", layers=1, microbatches=1):
     step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, microbatches, **options)
     state = step.state_shapes(model.init, jax.random.key(0), TOKENS)
     batch = jax.ShapeDtypeStruct((16, 129), jnp.int32)
-    how, rates = Parallelism(mesh), rates_of("h200")
-    return plan_step(step, how, state, batch, microbatches, "h200", FLOPS, ABOUT, rates), state
+    parallel, rates = Parallelism(mesh), rates_of("h200")
+    return plan_step(step, parallel, state, batch, microbatches, "h200", FLOPS, ABOUT, rates), state
 
 
 def test_bytes_of_one_device():
@@ -92,10 +92,10 @@ def test_what_it_says_of_a_pipeline():
 
 
 def test_rows_that_devices_cannot_share_are_refused():
-    how = Parallelism(mesh_of_described({"fsdp": 2}, "h200"))
+    parallel = Parallelism(mesh_of_described({"fsdp": 2}, "h200"))
     with pytest.raises(ValueError, match="every device must have as many rows"):
         batch = jax.ShapeDtypeStruct((15, 129), jnp.int32)
-        plan_step(None, how, None, batch, 1, "h200", FLOPS, ABOUT, None)  # type: ignore
+        plan_step(None, parallel, None, batch, 1, "h200", FLOPS, ABOUT, None)  # type: ignore
 
 
 def test_memory_is_in_gib():

@@ -72,7 +72,7 @@ def test_arguments_of_make_train_step(arguments, message):
         fp8.make_train_step(*arguments)
 
 
-@pytest.mark.parametrize("option", ["cache_weights", "warm_start", "donate", "in_place"])
+@pytest.mark.parametrize("option", ["cache_weights", "warm_start", "donate", "has_aux"])
 def test_options_are_true_or_false(option):
     with pytest.raises(ValueError, match=f"{option} must be True or False, got 'no'"):
         make(**{option: "no"})

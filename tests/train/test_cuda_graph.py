@@ -81,7 +81,7 @@ def test_a_step_that_offloads_may_have_all_its_copies_under_way(monkeypatch, rem
     monkeypatch.setattr(train_step, "TrainStep", lambda programs, donate, options, warm: found.append(options))
     model = fp8.GPT(fp8.GPTConfig.preset("tiny"), remat=remat)
     for mesh in (None, jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])):
-        fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, mesh=mesh)
+        fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, parallel=mesh)
     extra = cuda_graph.OFFLOAD_OPTIONS if remat.startswith("offload") else {}
     assert found == [CUDA_GRAPH_OPTIONS | extra, CUDA_GRAPH_OPTIONS | OVERLAP_OPTIONS | extra]
 

@@ -204,8 +204,10 @@ def test_in_a_shard_map(varying_params):
 
 
 def test_a_mesh_is_refused():
-    with pytest.raises(ValueError, match=r"delayed on one device, got delay_wgrad_compute=True with mesh=.*leave out"):
-        fp8.value_and_grad(weighted_sum(layers.Chain()), mesh=hybrid.make_mesh(data=2), delay_wgrad_compute=True)
+    with pytest.raises(
+        ValueError, match=r"delayed on one device, got delay_wgrad_compute=True with parallel=Parallelism.*leave out"
+    ):
+        fp8.value_and_grad(weighted_sum(layers.Chain()), parallel=hybrid.make_mesh(data=2), delay_wgrad_compute=True)
 
 
 def test_wrong_arguments_are_refused():

@@ -58,16 +58,16 @@ def test_every_step_has_its_own():
     ("options", "rows"),
     [
         ({"microbatches": 2}, [0, 1]),  # strided
-        ({"mesh": {"data": 4}}, [0, 2, 4, 6]),
-        ({"mesh": {"data": 2, "tensor": 2}}, [0, 4]),
-        ({"mesh": {"data": 2, "fsdp": 2}, "microbatches": 2}, None),
+        ({"parallel": {"data": 4}}, [0, 2, 4, 6]),
+        ({"parallel": {"data": 2, "tensor": 2}}, [0, 4]),
+        ({"parallel": {"data": 2, "fsdp": 2}, "microbatches": 2}, None),
     ],
     ids=str,
 )
 def test_every_part_has_its_own(options, rows):
     batch = {"x": BATCH["x"]}
-    if "mesh" in options:
-        options = options | {"mesh": mesh(**options["mesh"])}
+    if "parallel" in options:
+        options = options | {"parallel": mesh(**options["parallel"])}
     found, _ = losses(batch=batch, **options)
     if rows is None:  # of 4 devices in 2 microbatches every row but none is the first of a part
         rows = range(ROWS)

@@ -23,9 +23,9 @@ X = np.arange(8.0, dtype=np.float32).reshape(8, 1)
 PARTS = (
     {},
     {"microbatches": 4},
-    {"mesh": {"data": 4}},
-    {"mesh": {"tensor": 2}},
-    {"mesh": {"data": 2}, "microbatches": 2},
+    {"parallel": {"data": 4}},
+    {"parallel": {"tensor": 2}},
+    {"parallel": {"data": 2}, "microbatches": 2},
 )
 
 
@@ -47,7 +47,7 @@ def make_mesh(**axes):
 
 
 def run(loss_fn=loss_fn, x=X, variables=VARIABLES, steps=1, call=None, **options):
-    options = options | ({"mesh": make_mesh(**options["mesh"])} if "mesh" in options else {})
+    options = options | ({"parallel": make_mesh(**options["parallel"])} if "parallel" in options else {})
     step = fp8.make_train_step(loss_fn, TX, None, **{"has_aux": True} | options)
     state = step.place(fp8.TrainState.create(variables=variables, tx=TX), x)
     for _ in range(steps):
@@ -161,9 +161,9 @@ REFUSED = {
     "a key": (returning(lambda v, x: jax.random.key(0)), {}, r"must hold numbers and flags, got key<fry>\[\] at aux;"),
     "rows": (returning(lambda v, x: {"y": x}), {"microbatches": 2}, "aux must have shapes that do not depend on the num"
         r"ber of rows, .* in a part of it \['y'\] must be float32\[8, 1\], got float32\[4, 1\]; return a mean or a"),
-    "rows of devices": (returning(lambda v, x: x), {"mesh": {"data": 2}}, "got float32.4, 1.; return a mean or a sum"),
+    "rows of devices": (returning(lambda v, x: x), {"parallel": {"data": 2}}, "got float32.4, 1.; return a mean or a"),
     "no pair": (lambda v, x: jnp.mean(x) * v["params"]["w"], {}, r"must return \(loss, aux\) with has_aux=True, got"),
-    "a loss of integers": (lambda v, x: (jnp.int32(1), {}), {"mesh": {"data": 2}}, "a floating point scalar, got i"),
+    "a loss of integers": (lambda v, x: (jnp.int32(1), {}), {"parallel": {"data": 2}}, "floating point scalar, got i"),
     "a number": (loss_fn, {"has_aux": 1}, "has_aux must be True or False, got 1"),
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ def calls_up_to_the_first_step(recipe, microbatches, axes, diagnoses, has_aux=Fa
         return (loss, {"square": loss}) if has_aux else loss
 
     model = Split(recipe)
-    mesh = {"mesh": make_mesh(**axes)} if axes else {}
+    mesh = {"parallel": make_mesh(**axes)} if axes else {}
     step = fp8.make_train_step(loss_fn, TX, recipe, microbatches, has_aux=has_aux, **mesh)
     state = step.init_state(model.init, jax.random.key(0), X)
     _, metrics = step(state, X, diagnose=diagnoses)
@@ -155,7 +155,7 @@ def test_a_mesh_multiplies_by_the_kernel_that_the_loss_hands_over(microbatches):
     be. Of several, it is refused, as on one device.
     """
     one, state, _ = make("current", "scaled", 1)
-    mesh, _, _ = make("current", "scaled", microbatches, mesh=make_mesh(fsdp=2))
+    mesh, _, _ = make("current", "scaled", microbatches, parallel=make_mesh(fsdp=2))
     if microbatches > 1:
         with pytest.raises(ValueError, match="got second/kernel changed by the loss"):
             mesh.lower(state, X)

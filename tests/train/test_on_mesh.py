@@ -58,14 +58,14 @@ def test_a_loss_of_a_part_of_the_variables():
     """Data and fsdp split what they see; `tensor` must know each param by its path."""
     states, losses = run(make(of_a_part), state_of_a_part(), X)
     for axis in ("data", "fsdp"):
-        step = make(of_a_part, mesh=make_mesh(**{axis: 2}))
+        step = make(of_a_part, parallel=make_mesh(**{axis: 2}))
         on_mesh, own_losses = run(step, step.place(state_of_a_part(), X), X)
         np.testing.assert_allclose(own_losses, losses, 1e-5)
         jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-3, 1e-5), on_mesh[0], states[0])
     with pytest.raises(
         ValueError, match="finds how up/kernel is split by its path in the params, which is not there; ap"
     ):
-        trace(make(of_a_part, mesh=make_mesh(tensor=2)), state_of_a_part(), X)
+        trace(make(of_a_part, parallel=make_mesh(tensor=2)), state_of_a_part(), X)
 
 
 def with_cache():
@@ -97,29 +97,30 @@ def trace_layers(**fields):
         return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
 
     state = fp8.TrainState.create(variables=model.init(jax.random.key(0), X), tx=TX)
-    return trace(make(loss_fn, mesh=make_mesh(tensor=2)), state, X)
+    return trace(make(loss_fn, parallel=make_mesh(tensor=2)), state, X)
 
 
-WHOLE_EMBEDDING = {"rules": (("^embedding", P()),)}
+WHOLE_EMBEDDING = (("^embedding", P()),)
+SEQUENCE = fp8.Parallelism(make_mesh(tensor=2), sequence_parallel=True)
 REFUSED = {
     "rows": (
-        lambda: trace(make(mesh=make_mesh(data=4), microbatches=2), batch=BATCH),
+        lambda: trace(make(parallel=make_mesh(data=4), microbatches=2), batch=BATCH),
         "as many rows in each of 2 microbatches: 4 parts of a batch on the mesh data=4, got 4 rows of batch; pass",
     ),
     "a cache beside split params": (
-        lambda: trace(make(mesh=make_mesh(fsdp=2)), jax.eval_shape(with_cache)),
+        lambda: trace(make(parallel=make_mesh(fsdp=2)), jax.eval_shape(with_cache)),
         "must have whole params on every device, got a step on fsdp=2; leave fp8_cache out of the variables: the step",
     ),
     "sequence": (
-        lambda: trace(make(mesh=make_mesh(tensor=2), sequence_parallel=True), batch=tokens(4, SEQ - 1)),
+        lambda: trace(make(parallel=SEQUENCE), batch=tokens(4, SEQ - 1)),
         r"tensor=2 needs sequences that it divides, got tokens \(4, 31\); pad the sequence, or leave",
     ),
     "sequence without an embedding that splits rows": (
-        lambda: trace(make(of_a_part, mesh=make_mesh(tensor=2), sequence_parallel=True), state_of_a_part(), X),
+        lambda: trace(make(of_a_part, parallel=SEQUENCE), state_of_a_part(), X),
         "needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without one; leave sequence_parallel",
     ),
     "sequence and layers of others": (
-        lambda: trace(make(beside_logits, mesh=make_mesh(tensor=2), sequence_parallel=True), state_beside_logits()),
+        lambda: trace(make(beside_logits, parallel=SEQUENCE), state_beside_logits()),
         "and knows it of fp8.GPT alone, got also the param temperature; leave sequence_parallel out, or this param",
     ),
     "columns alone": (
@@ -132,17 +133,15 @@ REFUSED = {
         "up: FP8 needs out features divisible by 16 on each device of tensor=2, got 8; pad them",
     ),
     "an embedding left whole": (
-        lambda: trace(make(mesh=make_mesh(tensor=2), **WHOLE_EMBEDDING)),
+        lambda: trace(make(parallel=fp8.Parallelism(make_mesh(tensor=2), WHOLE_EMBEDDING))),
         "embedding must be split over tensor=2, but is whole on every device; leave it out of the rules",
     ),
     "queries left whole": (
-        lambda: trace(make(mesh=make_mesh(tensor=2), rules=[("query/", P())])),
+        lambda: trace(make(parallel=fp8.Parallelism(make_mesh(tensor=2), [("query/", P())]))),
         "attention/query/kernel must be split over tensor=2, but is whole on every device",
     ),
-    "rules without a mesh": (lambda: make(rules=[("up", P())]), "are about a mesh, got none; pass mesh=jax.make_mesh"),
-    "a dtype without a mesh": (lambda: make(gradient_dtype=jnp.bfloat16), "are about a mesh, got none"),
     "start of a state that lies elsewhere": (
-        lambda: make(mesh=make_mesh(data=2)).start(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), STATE)),
+        lambda: make(parallel=make_mesh(data=2)).start(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), STATE)),
         "must lie on the 2 devices of the step's mesh, got state.* on 1; make it with",
     ),
 }  # fmt: skip
@@ -161,7 +160,7 @@ def test_the_loss_of_a_state_on_a_mesh(axis_type, axes):
     """Evaluation by `jax.jit`, outside of the step, of params that are split."""
     (name,) = axes
     mesh = jax.make_mesh((2,), (name,), axis_types=(axis_type,), devices=jax.devices()[:2])
-    step = make(mesh=mesh)
+    step = make(parallel=mesh)
     state = step.init_state(MODEL.init, jax.random.key(0), jnp.asarray(BATCH[:, :-1]))
     batch = Parallelism(mesh).place_batch(BATCH, 1)
     of_one = MODEL.init(jax.random.key(0), BATCH[:, :-1])
@@ -169,7 +168,7 @@ def test_the_loss_of_a_state_on_a_mesh(axis_type, axes):
 
 
 def test_a_state_that_lies_on_one_device_is_refused():
-    step = make(of_a_part, mesh=make_mesh(data=2))
+    step = make(of_a_part, parallel=make_mesh(data=2))
     with pytest.raises(
         ValueError, match=r"must lie on the 2 devices of the step's mesh, got state.* on 1; make it with"
     ):
@@ -185,6 +184,6 @@ def test_a_loss_that_reads_a_kernel_beside_its_layer_is_not_a_number_with_fsdp()
 
     variables = Submodel().init(jax.random.key(0), X)
     for axis, is_number in (("fsdp", False), ("data", True)):
-        step = make(penalty, mesh=make_mesh(**{axis: 2}), warm_start=False)
+        step = make(penalty, parallel=make_mesh(**{axis: 2}), warm_start=False)
         state = step.place(fp8.TrainState.create(variables=variables, tx=TX), X)
         assert np.isfinite(run(step, state, X, steps=1)[1][0]) == is_number

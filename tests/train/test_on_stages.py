@@ -11,7 +11,6 @@ from pipelines import DELAYED, assert_is_same_step, dense, layers, loss_of, rows
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
-from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.train.on_mesh import OnMesh
 
 PARTS = layers(DELAYED)
@@ -23,7 +22,8 @@ def state_of(parts) -> fp8.TrainState:
 
 
 def make(**options):
-    return fp8.make_train_step(loss_of(PARTS), SHOWING, DELAYED, 4, mesh=make_mesh(pipe=2), **options)
+    parallel = fp8.Parallelism(make_mesh(pipe=2), **options)
+    return fp8.make_train_step(loss_of(PARTS), SHOWING, DELAYED, 4, parallel=parallel)
 
 
 def test_state_behind_the_layers_moves_as_without_pipe():
@@ -47,8 +47,8 @@ def test_containers_of_params_are_kept():
 
 def test_weights_that_no_stage_has_a_part_of_are_cast_once_too():
     parts = layers(DELAYED, 3)  # of 32 rows and columns
-    how = Parallelism.of(make_mesh(pipe=3))
-    on_mesh = OnMesh.of(how, loss_of(parts), DELAYED, True, state_of(parts), BATCH, 4)
+    parallel = fp8.Parallelism(make_mesh(pipe=3))
+    on_mesh = OnMesh.of(parallel, loss_of(parts), DELAYED, True, state_of(parts), BATCH, 4)
     assert not on_mesh.placement.splits_params
     assert sorted(on_mesh.on_stages.in_fp8) == [(name, gemm) for name in parts for gemm in ("down", "up")]
 

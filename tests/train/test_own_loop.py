@@ -36,13 +36,13 @@ def first_variables():
     return jax.tree.map(np.asarray, jax.jit(MODEL.init)(KEY, INPUTS))
 
 
-def place(mesh, rules=()):
-    return jax.device_put(first_variables(), fp8.shardings(MODEL.init, KEY, INPUTS, mesh=mesh, rules=rules))
+def place(parallel):
+    return jax.device_put(first_variables(), fp8.shardings(MODEL.init, KEY, INPUTS, parallel=parallel))
 
 
-def train_by_step(mesh, steps=2, warm_start=False, **options):
+def train_by_step(parallel, steps=2, warm_start=False):
     """The last state, and the losses."""
-    step = fp8.make_train_step(LOSS, TX, RECIPE, warm_start=warm_start, mesh=mesh, **options)
+    step = fp8.make_train_step(LOSS, TX, RECIPE, warm_start=warm_start, parallel=parallel)
     state, losses = step.place(fp8.TrainState.create(variables=first_variables(), tx=TX), BATCH), []
     for _ in range(steps):
         state, metrics = step(state, BATCH)
@@ -50,8 +50,8 @@ def train_by_step(mesh, steps=2, warm_start=False, **options):
     return state, losses
 
 
-def train_by_oneself(mesh, batch=BATCH, steps=2, **options):
-    gradient = fp8.value_and_grad(LOSS, mesh=mesh, **options)
+def train_by_oneself(parallel, batch=BATCH, steps=2):
+    gradient = fp8.value_and_grad(LOSS, parallel=parallel)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(variables, opt_state, batch):
@@ -60,7 +60,7 @@ def train_by_oneself(mesh, batch=BATCH, steps=2, **options):
         params = optax.apply_updates(variables["params"], updates)
         return {"params": params, "fp8": fp8.update_state(fp8_state, RECIPE)}, opt_state, loss
 
-    variables, losses = place(mesh), []
+    variables, losses = place(parallel), []
     opt_state = TX.init(variables["params"])
     for _ in range(steps):
         variables, opt_state, loss = step(variables, opt_state, batch)
@@ -91,23 +91,26 @@ CASES = [
 ]
 
 
+def parallelism(way, axis_type):
+    axes, options = WAYS[way]
+    return fp8.Parallelism(make_mesh(axis_type, **axes), **options)
+
+
 @functools.cache
 def by_step(way, axis_type):
-    axes, options = WAYS[way]
-    return train_by_step(make_mesh(axis_type, **axes), **options)
+    return train_by_step(parallelism(way, axis_type))
 
 
 @pytest.mark.parametrize(("way", "axis_type"), CASES)
 def test_a_loop_of_ones_own_is_the_step(way, axis_type):
-    axes, options = WAYS[way]
-    assert_same_training(train_by_oneself(make_mesh(axis_type, **axes), **options), by_step(way, axis_type))
+    assert_same_training(train_by_oneself(parallelism(way, axis_type)), by_step(way, axis_type))
 
 
 def test_another_token_would_be_noticed():
     """Negative control: of four sequences, one has another token."""
     other, (expected, expected_losses) = BATCH.copy(), by_step("fsdp, sequence", AxisType.Auto)
     other[3, 5] = (other[3, 5] + 1) % 128
-    state, losses = train_by_oneself(make_mesh(**MIXED), other, **SEQUENCE)
+    state, losses = train_by_oneself(parallelism("fsdp, sequence", AxisType.Auto), other)
     assert all(ours != theirs for ours, theirs in zip(losses, expected_losses, strict=True))
     for ours, theirs in ((state.fp8, expected.fp8), (gradients_of(state), gradients_of(expected))):
         with pytest.raises(AssertionError, match="elements differ"):
@@ -116,9 +119,9 @@ def test_another_token_would_be_noticed():
 
 @pytest.mark.slow
 def test_a_warm_start_of_ones_own_is_that_of_the_step():
-    mesh = make_mesh(**MIXED)
-    warm = jax.jit(fp8.warm_start(LOSS, RECIPE, mesh=mesh, **SEQUENCE))(place(mesh), BATCH)
-    step = fp8.make_train_step(LOSS, TX, RECIPE, mesh=mesh, **SEQUENCE)
+    parallel = parallelism("fsdp, sequence", AxisType.Auto)
+    warm = jax.jit(fp8.warm_start(LOSS, RECIPE, parallel=parallel))(place(parallel), BATCH)
+    step = fp8.make_train_step(LOSS, TX, RECIPE, parallel=parallel)
     placed = step.place(fp8.TrainState.create(variables=first_variables(), tx=TX), BATCH)
     expected = step.warm_start(placed, BATCH)
     jax.tree.map(assert_same_bits, warm, expected.fp8)
@@ -127,7 +130,8 @@ def test_a_warm_start_of_ones_own_is_that_of_the_step():
 
 
 def lowered(model, variables, *batch, **options):
-    gradient = fp8.value_and_grad(fp8.next_token_loss(model), mesh=make_mesh(fsdp=2), **options)
+    parallel = fp8.Parallelism(make_mesh(fsdp=2), **options)
+    gradient = fp8.value_and_grad(fp8.next_token_loss(model), parallel=parallel)
     return jax.jit(gradient).lower(variables, *batch).as_text()
 
 
@@ -160,32 +164,37 @@ def test_variables_are_made_where_they_belong(axis_type):
         variables = MODEL.init(key, inputs)
         return {**variables, "opt_state": optax.adam(1e-3).init(variables["params"])}
 
-    places = fp8.shardings(init, KEY, INPUTS, mesh=mesh, rules=rules)
+    parallel = fp8.Parallelism(mesh, rules)
+    places = fp8.shardings(init, KEY, INPUTS, parallel=parallel)
     adam = places["opt_state"][0]
     for tree in (places["params"], adam.mu):
         assert tree["layer_0"]["mlp"]["up"]["kernel"].spec == P("fsdp")
         assert tree["layer_0"]["attention"]["out"]["kernel"].spec == P(("tensor", "fsdp"))
     assert all(place.spec == P() for place in jax.tree.leaves((places["fp8"], adam.count)))
-    step = fp8.make_train_step(LOSS, TX, RECIPE, mesh=mesh, rules=rules)
+    step = fp8.make_train_step(LOSS, TX, RECIPE, parallel=parallel)
     assert places["params"] == jax.tree.map(lambda x: x.sharding, step.state_shapes(MODEL.init, KEY, INPUTS).params)
     inputs, dense = (KEY, jnp.ones((1, 8))), nn.Dense(16)
-    variables = jax.jit(dense.init, out_shardings=fp8.shardings(dense.init, *inputs, mesh=mesh))(*inputs)
+    variables = jax.jit(dense.init, out_shardings=fp8.shardings(dense.init, *inputs, parallel=mesh))(*inputs)
     assert variables["params"]["kernel"].addressable_shards[0].data.shape == (4, 16)
 
 
 def gradient(**options):
-    return fp8.value_and_grad(LOSS, **{"mesh": make_mesh(data=2)} | options)
+    return fp8.value_and_grad(LOSS, **{"parallel": make_mesh(data=2)} | options)
 
 
 SHAPES = jax.eval_shape(MODEL.init, KEY, INPUTS)
 REFUSED = {
     "aux of a loss by its layers": (lambda: gradient(has_aux=True), "needs a loss in one that .* got a LayeredLoss"),
     "aux of a warm start": (
-        lambda: fp8.warm_start(LOSS, RECIPE, True, mesh=make_mesh(data=2)), "needs a loss in one that .*LayeredLoss",
+        lambda: fp8.warm_start(LOSS, RECIPE, True, parallel=make_mesh(data=2)), "a loss in one that .*LayeredLoss",
     ),
     "another has_aux": (lambda: fp8.value_and_grad(LOSS, 1), "has_aux must be True or False, got 1"),
-    "options without a mesh": (lambda: gradient(mesh=None, rules=[("up", P())]), "are about a mesh, got none; pass"),
-    "no mesh": (lambda: gradient(mesh=(2, 2)), r"mesh must be a jax.sharding.Mesh, got .*; make one with jax.make_me"),
+    "no mesh": (lambda: gradient(parallel=(2, 2)), "parallel must be a jax.sharding.Mesh or .*, got a tuple"),
+    "no mesh of a warm start": (lambda: fp8.warm_start(LOSS, RECIPE, parallel="data=2"), "must be .* got a str; make"),
+    "no mesh of a step": (lambda: fp8.make_train_step(LOSS, TX, RECIPE, parallel={"data": 2}), "must be .* got a dict"),
+    "no mesh of shardings": (
+        lambda: fp8.shardings(MODEL.init, KEY, INPUTS, parallel=None), "are those on a mesh, got parallel=None; pass a",
+    ),
     "arrays": (lambda: gradient()(first_variables(), BATCH), "must be taken under jax.jit, got arrays; call jax.jit"),
     "arguments by name": (
         lambda: jax.eval_shape(gradient(), SHAPES, batch=BATCH),
@@ -195,7 +204,7 @@ REFUSED = {
     "no rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:0]), "a batch must have at least one row, got batch"),
     "no params": (lambda: jax.eval_shape(gradient(), {"fp8": {}}, BATCH), 'variable dict with "params" first, got'),
     "shardings of something else": (
-        lambda: fp8.shardings(lambda x: x, jnp.ones(3), mesh=make_mesh(data=2)),
+        lambda: fp8.shardings(lambda x: x, jnp.ones(3), parallel=make_mesh(data=2)),
         r'init_fn must return a dict with "params", got float32\[3\]; pass model.init',
     ),
 }  # fmt: skip
@@ -219,7 +228,7 @@ def test_several_arguments_are_all_split():
 
     x, y = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
     variables, batch = {"params": {"kernel": x[:, :1]}}, (x, 2.0, {"y": y[:, :1]})
-    loss, grads, fp8_state = jax.jit(fp8.value_and_grad(loss_fn, mesh=make_mesh(data=4)))(variables, *batch)
+    loss, grads, fp8_state = jax.jit(fp8.value_and_grad(loss_fn, parallel=make_mesh(data=4)))(variables, *batch)
     assert set(seen) == {((8, 8), (), (8, 1)), ((2, 8), (), (2, 1))}  # as on one device, and on each of four
     expected, expected_grads = jax.value_and_grad(loss_fn)(variables, *batch)
     np.testing.assert_allclose(loss, expected, 1e-6)
@@ -238,7 +247,7 @@ def test_aux_and_collections_of_all_devices(axes):
 
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     variables = {"params": {"kernel": jnp.ones((8, 8))}, "batch_stats": {"mean": jnp.float32(1)}}
-    gradient = fp8.value_and_grad(loss_fn, has_aux=True, mesh=make_mesh(**axes))
+    gradient = fp8.value_and_grad(loss_fn, has_aux=True, parallel=make_mesh(**axes))
     (loss, aux), grads, _ = jax.jit(gradient)(variables, x)
     parts = 1 if "tensor" in axes else 4
     assert float(loss) == 64 * 31.5 and set(aux) == {"batch_stats", "rows", "largest"} and int(aux["rows"]) == 8
@@ -246,4 +255,4 @@ def test_aux_and_collections_of_all_devices(axes):
     assert float(aux["largest"]) == np.mean([part.max() for part in np.split(x, parts)])
     np.testing.assert_array_equal(grads["kernel"], np.full((8, 8), 31.5))
     with pytest.raises(ValueError, match="aux must have shapes that do not depend on the number of rows"):
-        jax.eval_shape(fp8.value_and_grad(lambda v, x: (x[0, 0], x), True, mesh=make_mesh(data=2)), variables, x)
+        jax.eval_shape(fp8.value_and_grad(lambda v, x: (x[0, 0], x), True, parallel=make_mesh(data=2)), variables, x)

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 import pytest
-from hybrid import make_mesh
+from hybrid import make_mesh, spread
 from pipelines import CURRENT, DELAYED, Tanh, dense, layers, loss_of, rows, variables_of
 
 import jax_fp8 as fp8
@@ -23,7 +23,7 @@ def state_of(parts) -> fp8.TrainState:
 
 def make(parts=PARTS, microbatches=4, loss=None, pipe=2, **options):
     loss = loss_of(parts) if loss is None else loss
-    return fp8.make_train_step(loss, TX, DELAYED, microbatches, **{"mesh": make_mesh(pipe=pipe)} | options)
+    return fp8.make_train_step(loss, TX, DELAYED, microbatches, **spread(make_mesh(pipe=pipe), **options))
 
 
 def trace(parts=PARTS, state=None, **options):
@@ -120,12 +120,6 @@ REFUSED = {
         lambda: make(layers(DELAYED, 4), chunks=2),
         "1f1b has one chunk of layers on each stage, got chunks=2; leave it out, or take interleaved",
     ),
-    "a schedule without pipe": (
-        lambda: make(mesh=make_mesh(data=2), schedule="1f1b"),
-        "are about the axis `pipe`, which this mesh has not, got data=2; add the axis, or leave them out",
-    ),
-    "chunks without pipe": (lambda: make(mesh=make_mesh(data=2), chunks=2), "are about the axis `pipe`"),
-    "a schedule without a mesh": (lambda: make(mesh=None, schedule="gpipe"), "are about a mesh, got none; pass mesh="),
     "weights cast in every microbatch": (
         lambda: make(cache_weights=False),
         "casts its weights once a step, got cache_weights=False; leave it out, or the axis pipe",
@@ -189,11 +183,11 @@ REFUSED = {
         "accumulate_step runs whole models, and has no pipeline, got pipe=2",
     ),
     "value_and_grad": (
-        lambda: fp8.value_and_grad(loss_of(PARTS), mesh=make_mesh(pipe=2)),
+        lambda: fp8.value_and_grad(loss_of(PARTS), parallel=make_mesh(pipe=2)),
         "value_and_grad runs whole models, and has no pipeline, got pipe=2",
     ),
     "warm_start": (
-        lambda: fp8.warm_start(loss_of(PARTS), DELAYED, mesh=make_mesh(pipe=2, data=2)),
+        lambda: fp8.warm_start(loss_of(PARTS), DELAYED, parallel=make_mesh(pipe=2, data=2)),
         "warm_start runs whole models, and has no pipeline, got pipe=2,data=2",
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from deltas import WARNS, by_deltas
 from hybrid import gpt, make_mesh, run, tokens
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,7 @@ RECIPE = fp8.DelayedScaling(amax_history_len=2)
 MODEL = gpt(RECIPE, num_layers=1)
 LOSS, TX, BATCH = fp8.next_token_loss(MODEL), fp8.fused_adamw(1e-2), tokens(4)
 KEY, INPUTS = jax.random.key(0), jnp.asarray(BATCH[:, :-1])
-HYBRID = {"mesh": make_mesh(fsdp=2, tensor=2), "sequence_parallel": True}
+HYBRID = {"parallel": fp8.Parallelism(make_mesh(fsdp=2, tensor=2), sequence_parallel=True)}
 
 
 def make(**options):
@@ -67,7 +68,7 @@ def test_a_step_is_lowered_from_shapes(options):
 
 
 def test_a_second_step_makes_no_new_program():
-    step = make(mesh=make_mesh(data=2))
+    step = make(parallel=make_mesh(data=2))
     run(step, step.init_state(MODEL.init, KEY, INPUTS), BATCH)
     assert step._step._cache_size() == 1 and step._warm._cache_size() == 1
 
@@ -102,6 +103,7 @@ CHAINS = {
     "in two parts, one of which skips": optax.multi_transform({"one": SKIPPING, "other": fp8.fused_adamw(1e-2)}, TWO),
     "of several steps": optax.MultiSteps(SKIPPING, 2),
 }
+CHAINS |= {f"{name}, by deltas": by_deltas(CHAINS[name]) for name in ("alone", "with a trace", "injected")}
 
 
 def squares(variables, x):
@@ -141,14 +143,14 @@ def small_state(tx, **collections):
     return fp8.TrainState.create(variables=variables, tx=tx)
 
 
+@WARNS
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "advance", "options"),
     [
-        *((name, by_whole_steps, {"in_place": name != "of several steps"}) for name in CHAINS),
-        *((name, by_whole_steps, {"in_place": False}) for name in ("alone", "with a trace", "injected")),
+        *((name, by_whole_steps, {}) for name in CHAINS),
         *((name, by_pieces, {}) for name in ("with a trace", "in two parts")),
-        ("with a trace", by_whole_steps, {"mesh": make_mesh(data=2)}),
+        ("with a trace", by_whole_steps, {"parallel": make_mesh(data=2)}),
     ],
 )
 def test_a_step_that_is_skipped_changes_nothing_but_the_step_count(name, advance, options):

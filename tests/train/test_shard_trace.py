@@ -79,7 +79,7 @@ def test_a_loss_of_what_is_still_split(is_followed, of):
     def loss_fn(variables, x):
         return of(model.apply, variables, x)
 
-    step = fp8.make_train_step(loss_fn, TX, RECIPE, mesh=make_mesh(tensor=2), warm_start=False)
+    step = fp8.make_train_step(loss_fn, TX, RECIPE, parallel=make_mesh(tensor=2), warm_start=False)
     state = step.init_state(model.init, jax.random.key(0), X)
     if is_followed and of is not with_penalty:
         of_one = model.init(jax.random.key(0), X)

@@ -74,7 +74,7 @@ def largest_gradients(module, state, batch):
 @pytest.mark.parametrize("mesh", [None, {"data": 2}], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_first_step_that_was_skipped_leaves_nothing_and_the_next_one_warms(mesh, microbatches):
-    options = {"microbatches": microbatches} | ({} if mesh is None else {"mesh": make_mesh(**mesh)})
+    options = {"microbatches": microbatches} | ({} if mesh is None else {"parallel": make_mesh(**mesh)})
     step, state = make(Layers(), **options)
     step_of_good, expected = make(Layers(), **options)
     expected, _ = step_of_good(step_of_good.place(expected, {"x": X}), {"x": X})

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from deltas import WARNS, by_deltas
 
 import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Pair
@@ -74,10 +75,10 @@ def start(tx, cached, seed=0):
     return fp8.TrainState.create(variables=variables, tx=tx)
 
 
-def train(tx, cached, steps=5, microbatches=1, in_place=True):
+def train(tx, cached, steps=5, microbatches=1):
     state = start(tx, cached)
     warm_start = microbatches > 1  # one way with and one without
-    step = make_step(tx, microbatches, warm_start=warm_start, in_place=in_place)
+    step = make_step(tx, microbatches, warm_start=warm_start)
     losses = []
     for _ in range(steps):
         state, metrics = step(state, BATCH)
@@ -105,9 +106,10 @@ def test_cached_steps_have_the_bits_of_steps_that_cast(tx):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("in_place", [True, False])
-def test_microbatches(in_place):
-    assert_same_training(train(CHAIN, True, microbatches=4, in_place=in_place), train(CHAIN, False, microbatches=4))
+@WARNS
+@pytest.mark.parametrize("tx", [CHAIN, by_deltas(CHAIN)], ids=["in_place", "deltas"])
+def test_microbatches(tx):
+    assert_same_training(train(tx, True, microbatches=4), train(CHAIN, False, microbatches=4))
 
 
 def test_the_cache_is_what_casting_gives():

@@ -24,7 +24,7 @@ from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder, li
 from jax_fp8.core.state import map_gemms_with_path, no_amaxes
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.varying import vary, varying_axes, varying_in
-from jax_fp8.ops.parameters import Like
+from jax_fp8.ops.parameters import ParamInfo
 from jax_fp8.ops.passes import kernel_gradients
 from jax_fp8.ops.weights import kernels_of
 from jax_fp8.train.gradients import differentiate, fp8_state_of, loss_of_params, record_in, with_kernels
@@ -40,13 +40,13 @@ class DeferredGradients:
       operands: of each GEMM xᵀ (..., k, m) and dyᵀ (..., n, m). Leading dims are layers, of those that are stacked by a
         scan, and calls, of layers that are called several times.
       products: what is made of them; static.
-      params: shape and `Like` of every param; static.
+      params: shape and `ParamInfo` of every param; static.
       structure: of the params; static.
     """
 
     operands: tuple[tuple[Fp8Array, Fp8Array], ...]
     products: tuple[WeightProduct, ...] = field(metadata={"static": True})
-    params: tuple[tuple[tuple[int, ...], Like], ...] = field(metadata={"static": True})
+    params: tuple[tuple[tuple[int, ...], ParamInfo], ...] = field(metadata={"static": True})
     structure: Any = field(metadata={"static": True})
 
 
@@ -99,7 +99,7 @@ def delayed_gradients(loss_fn: Callable, has_aux: bool = False) -> Callable:
         value, grads, amaxes = a_pass.differentiate(a_pass.by_gemm(products, stores), variables["params"])
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
         operands = tuple(_read(store) for _, store in called)
-        likes = tuple((leaf.shape, Like.of(leaf)) for leaf in params)
+        likes = tuple((leaf.shape, ParamInfo.of(leaf)) for leaf in params)
         return value, grads, amaxes, DeferredGradients(operands, tuple(made for made, _ in called), likes, structure)
 
     return run

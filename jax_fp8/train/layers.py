@@ -18,7 +18,7 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
-from jax_fp8.core.shards import TensorDim, offers
+from jax_fp8.core.shards import ParamSharding, declared_shardings
 from jax_fp8.ops.weights import cast_gemms
 from jax_fp8.parallel.agreement import which_differ
 from jax_fp8.parallel.mesh import TENSOR, describe_mesh
@@ -33,13 +33,13 @@ class Layers:
     which recipe, and which of these found their weights in a cache.
     """
 
-    offers: dict[LayerPath, TensorDim]
+    declared: dict[LayerPath, ParamSharding]
     gemms: dict[LayerPath, Recipe]
     cached: tuple[LayerPath, ...] = ()
 
     @classmethod
     def of(cls, function: Callable, *args: Any) -> "Layers":
-        with offers() as found, listing() as gemms:
+        with declared_shardings() as found, listing() as gemms:
             jax.eval_shape(
                 lambda *given: function(*given), *_shapes(args)
             )  # a new function, or jax need not trace it again
@@ -66,12 +66,12 @@ def check_rows_are_split(layers, placement):
     """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
     device has its own rows.
     """
-    if not any(offer.splits_rows for offer in layers.offers.values()):
+    if not any(sharding.splits_rows for sharding in layers.declared.values()):
         raise ValueError(
             "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
             "one; leave sequence_parallel out"
         )
-    unknown = ["/".join(path) for path in placement.by_path if path not in layers.offers]
+    unknown = ["/".join(path) for path in placement.by_path if path not in layers.declared]
     if unknown:
         raise ValueError(
             "sequence parallelism must know whether a layer has the rows of all devices, and knows it of fp8.GPT "
@@ -144,7 +144,8 @@ def gathered_in_fp8(
         warnings.warn(
             "each device must have whole tiles of a kernel, or it is gathered as it is, and not in FP8: "
             f"{describe_mesh(placement.parallel.mesh)} cuts those of "
-            f"{', '.join('/'.join(gemm) for gemm in sorted(cut))}; make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
+            f"{', '.join('/'.join(gemm) for gemm in sorted(cut))}; "
+            "make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
             stacklevel=2,
         )
     gemms = {gemm: recipe for gemm, recipe in gemms.items() if gemm not in cut}

@@ -284,7 +284,7 @@ class OnMesh:
 
 
 def _place(parallel: Parallelism, state: TrainState, layers: Layers) -> Placement:
-    placement = place_params(parallel, state.params, layers.offers)
+    placement = place_params(parallel, state.params, layers.declared)
     if parallel.sequence_parallel:
         check_sequence(layers.gemms.values())
         check_rows_are_split(layers, placement)

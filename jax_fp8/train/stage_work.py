@@ -23,7 +23,7 @@ from jax_fp8.core.layered_loss import LayeredLoss, of_layer
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, ByIdentity, Cotangents, Recorder
-from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
 from jax_fp8.train.diagnostics import HEALTH
 from jax_fp8.train.gradients import added_by_gemms, sums_are_maxima
@@ -211,7 +211,7 @@ class ChunkWork:
         kernels = [at_path(self.variables["params"], kernel) for kernel in kernel_paths(gemm)]
         sums = GradientSum(tuple(refs.sums[kernel] for kernel in kernel_paths(gemm)), self.weight)
         fp8_gemm = Fp8Gemm(self.gemms[gemm], "/".join(gemm), record=Record(gradient=sums))
-        likes = LinearParameters(tuple(map(Like.of, kernels)), None)
+        likes = LinearParameters(tuple(map(ParamInfo.of, kernels)), None)
         x_only: Any = GemmResidual(x, None, None, None)  # type: ignore[arg-type]
         backward_wgrad(Fp8Pair(None, dy, None), None, x_only, likes, fp8_gemm, tuple(k.shape[-1] for k in kernels))
 

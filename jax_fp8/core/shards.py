@@ -4,7 +4,8 @@ A step over several devices is one program that each of them runs on its part of
 jax_fp8/parallel/). Layers are written once: a layer asks here how its params are split, and hands that to its op, which
 does the collectives. Outside of such a step there is nothing to know, and nothing changes.
 
-Before that, layers are traced once as on one device, and say which dim of a param a `tensor` axis may split: `offers`.
+Before that, layers are traced once as on one device, and declare which dim of a param a `tensor` axis may split:
+`ParamSharding`.
 """
 
 import itertools
@@ -20,8 +21,9 @@ from jax import lax
 
 from jax_fp8.core.paths import LayerPath
 
-Side = Literal["columns", "rows"]
-DIM_OF = {"columns": -1, "rows": -2}  # of a kernel (..., in, features)
+SplitDim = Literal["columns", "rows"]
+COLUMNS, ROWS = -1, -2  # dims of a kernel (..., in, features)
+DIM_OF: dict[SplitDim, int] = {"columns": COLUMNS, "rows": ROWS}
 # jax traces a jitted function once for all calls with such arguments; what is known here is none of them.
 _TRACED = jax.make_user_context(default_value=0)
 _NUMBERS = itertools.count(1)
@@ -52,12 +54,12 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
-class TensorDim:
-    """What a layer says of a param: the dim that a `tensor` axis may split.
+class ParamSharding:
+    """How a layer lets a param be split over a `tensor` axis.
 
     Args:
-      dim: counted from the end; None: the layer needs all of the param.
-      pieces: of that dim, none of which may be cut: heads, features.
+      dim: that is split, counted from the end; None: the layer needs all of the param.
+      pieces: of that dim, none of which may be cut: heads, features; None: each of its elements.
       named: what they are, for messages.
       or_whole: more devices than pieces may each keep the whole param.
       is_shared: each device has all of it, and uses it for its own part of the layer alone, such as its heads: the
@@ -66,10 +68,11 @@ class TensorDim:
       splits_rows: with sequence parallelism, the layer returns each device's part of the rows from those of all.
       by_rule: other dims that may be split instead, where a user's rule says so.
       columns_of: the kernel that this is the bias of: it is split where the columns of the kernel are.
+      logical_name: of the dim, for params that carry the names of their dims (nn/names.py).
     """
 
     dim: int | None = None
-    pieces: int = 1
+    pieces: int | None = None
     named: str = "features"
     or_whole: bool = False
     dtype: Any = None
@@ -77,6 +80,7 @@ class TensorDim:
     by_rule: tuple[int, ...] = ()
     columns_of: LayerPath | None = None
     is_shared: bool = False
+    logical_name: str = "mlp"
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Shards:
         """Those over which tensors are in parts, and their amaxes maxima."""
         return self.batch_axes if self.tensor is None else (*self.batch_axes, self.tensor.axis)
 
-    def split_dim(self, path: LayerPath) -> int | None:
+    def tensor_dim(self, path: LayerPath) -> int | None:
         """The dim of this param that is split over `tensor`, or None."""
         if self.tensor is None:
             return None
@@ -123,7 +127,7 @@ class Shards:
 
 
 _CURRENT: ContextVar[Shards | None] = ContextVar("shards", default=None)
-_OFFERS: ContextVar[dict[LayerPath, TensorDim] | None] = ContextVar("offers", default=None)
+_DECLARED: ContextVar[dict[LayerPath, ParamSharding] | None] = ContextVar("declared_shardings", default=None)
 
 
 def current_tensor() -> TensorParallel | None:
@@ -141,36 +145,33 @@ def current_amax_axes() -> tuple[str, ...]:
 def parts_of(path: LayerPath, dim: int) -> int:
     """How many devices share this dim, counted from the end, of a param."""
     shards = _CURRENT.get()
-    if shards is None or shards.tensor is None or shards.split_dim(path) != dim:
+    if shards is None or shards.tensor is None or shards.tensor_dim(path) != dim:
         return 1
     return shards.tensor.size
 
 
-def side_of(kernel: LayerPath) -> Side | None:
+def split_dim_of(kernel: LayerPath) -> SplitDim | None:
     """Which dim of a kernel is split here: its columns, its rows, or none."""
-    for side, dim in DIM_OF.items():
-        if parts_of(kernel, dim) > 1:
-            return side  # type: ignore[return-value]
-    return None
+    return next((name for name, dim in DIM_OF.items() if parts_of(kernel, dim) > 1), None)
 
 
 @contextmanager
-def offers() -> Iterator[dict[LayerPath, TensorDim]]:
-    """Collect what the layers that are traced in this context say of their params, by path."""
-    found: dict[LayerPath, TensorDim] = {}
-    token = _OFFERS.set(found)
+def declared_shardings() -> Iterator[dict[LayerPath, ParamSharding]]:
+    """Collect how the layers that are traced in this context let their params be split, by path."""
+    found: dict[LayerPath, ParamSharding] = {}
+    token = _DECLARED.set(found)
     try:
         with _TRACED(next(_NUMBERS)):
             yield found
     finally:
-        _OFFERS.reset(token)
+        _DECLARED.reset(token)
 
 
-def offer(path: LayerPath, dim: TensorDim) -> None:
-    """A layer says how a param of its may be split, to whoever collects it."""
-    found = _OFFERS.get()
+def declare_sharding(path: LayerPath, sharding: ParamSharding) -> None:
+    """A layer declares how a param of its may be split, to whoever collects it."""
+    found = _DECLARED.get()
     if found is not None:
-        found[path] = dim
+        found[path] = sharding
 
 
 def parts_of_batch() -> int:

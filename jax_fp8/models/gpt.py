@@ -21,7 +21,7 @@ from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from jax_fp8.core.shards import DIM_OF, TensorDim, current_amax_axes, current_tensor, offer, parts_of
+from jax_fp8.core.shards import ROWS, ParamSharding, current_amax_axes, current_tensor, declare_sharding, parts_of
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.batch import without_padding
@@ -47,7 +47,7 @@ class _WholeParams:
 
     @nn.nowrap
     def param(self, name: str, init: Callable, *args, **kwargs) -> jax.Array:
-        offer((*self.path, name), TensorDim())  # type: ignore[attr-defined]
+        declare_sharding((*self.path, name), ParamSharding())  # type: ignore[attr-defined]
         init = named(init, ("norm",), self.logical_axes)
         return whole(super().param(name, init, *args, **kwargs))  # type: ignore[misc]
 
@@ -115,7 +115,7 @@ class GPT(nn.Module):
         x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
         if config.positions == "learned":
             init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
-            offer((*self.path, "positions"), TensorDim())
+            declare_sharding((*self.path, "positions"), ParamSharding())
             positions = self.param("positions", init, (config.max_seq_len, config.hidden_size), self.param_dtype)
             positions = whole(positions)
             rows = position_rows(positions, tokens.shape, tensor, numbers)
@@ -140,8 +140,8 @@ class GPT(nn.Module):
         """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
         path, vocab = (*self.path, name), self.config.vocab_size
         splits_rows = name == "embedding"
-        offer(path, TensorDim(DIM_OF["rows"], vocab, "tokens of the vocabulary", splits_rows=splits_rows))
-        parts, tensor = parts_of(path, DIM_OF["rows"]), current_tensor()
+        declare_sharding(path, ParamSharding(ROWS, vocab, "tokens of the vocabulary", splits_rows=splits_rows))
+        parts, tensor = parts_of(path, ROWS), current_tensor()
         check_is_split("/".join(path), parts, tensor)
         shape = vocab // parts, self.config.hidden_size
         init = named(nn.initializers.normal(0.02), ("vocab", "residual"), self.logical_axes)

@@ -5,9 +5,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jax_fp8.core.shards import COLUMNS, ParamSharding
 from jax_fp8.nn.checks import check_layer, check_told, layer_name
 from jax_fp8.nn.fp8_attention import attend_in_fp8
-from jax_fp8.nn.gemm import TensorSplit
 from jax_fp8.nn.multi_head import (
     INPUT_DIMS,
     MultiHead,
@@ -72,8 +72,8 @@ class SelfAttention(MultiHead, kw_only=True):
         head_dim, kv_heads = heads_of(self, width)
         _check_positions(self, head_dim)
         widths = tuple(heads * head_dim for heads in (self.num_heads, kv_heads, kv_heads))
-        of_queries = TensorSplit("columns", self.num_heads, "query heads", axis="heads")
-        of_kv = TensorSplit("columns", kv_heads, "key and value heads", or_whole=True, axis="kv_heads")
+        of_queries = ParamSharding(COLUMNS, self.num_heads, "query heads", logical_name="heads")
+        of_kv = ParamSharding(COLUMNS, kv_heads, "key and value heads", or_whole=True, logical_name="kv_heads")
         projections, x, tensor = project(self, PROJECTIONS, x, widths, (of_queries, of_kv, of_kv), self.norm)
         query, key, value = (as_heads(part, head_dim) for part in projections)
         query, key = normalize_heads(self, query, key)

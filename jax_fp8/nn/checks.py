@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
-from jax_fp8.core.shards import TensorParallel, side_of
+from jax_fp8.core.shards import TensorParallel, split_dim_of
 
 FLAGS = (
     "use_bias",
@@ -101,7 +101,7 @@ def layer_name(module: nn.Module) -> str:
 def check_tensor_split(module: nn.Module, split: Any, sides: tuple[str, ...]) -> None:
     """Raise unless this is None or one of the dims that a layer can split."""
     if split is not None and split not in sides:
-        wanted = " or ".join(["None", *(f'"{side}"' for side in sides)])
+        wanted = " or ".join(["None", *(f'"{name}"' for name in sides)])
         raise ValueError(f"{layer_name(module)}: tensor_split must be {wanted}, got {split!r}")
 
 
@@ -116,9 +116,11 @@ def check_is_split(name: str, parts: int, tensor: TensorParallel | None) -> None
 
 def check_are_split_alike(module: nn.Module, names: Sequence[str]) -> None:
     """Raise unless the kernels of these layers inside of `module`, which one GEMM multiplies by, are split alike."""
-    sides = {name: side_of((*module.path, name, "kernel")) for name in names}
+    sides = {name: split_dim_of((*module.path, name, "kernel")) for name in names}
     if len(set(sides.values())) > 1:
-        found = " and ".join(f"{name} {f'split by {side}' if side else 'whole'}" for name, side in sides.items())
+        found = " and ".join(
+            f"{name} {f'split by {split_dim}' if split_dim else 'whole'}" for name, split_dim in sides.items()
+        )
         raise ValueError(
             f"{layer_name(module)}: kernels that one GEMM multiplies by must be split alike, got {found}; "
             "let the rules name all of them, or none"

@@ -5,9 +5,9 @@ from functools import partial
 import flax.linen as nn
 import jax
 
+from jax_fp8.core.shards import COLUMNS, ParamSharding
 from jax_fp8.nn.checks import check_context, check_layer, check_told, layer_name
 from jax_fp8.nn.fp8_attention import attend_in_fp8
-from jax_fp8.nn.gemm import TensorSplit
 from jax_fp8.nn.multi_head import (
     INPUT_DIMS,
     MultiHead,
@@ -67,8 +67,8 @@ class CrossAttention(MultiHead, kw_only=True):
         x, context = x.astype(self.dtype), context.astype(self.dtype)
         width = x.shape[-1]
         head_dim, kv_heads = heads_of(self, width)
-        of_queries = TensorSplit("columns", self.num_heads, "query heads", axis="heads")
-        of_kv = TensorSplit("columns", kv_heads, "key and value heads", axis="kv_heads")
+        of_queries = ParamSharding(COLUMNS, self.num_heads, "query heads", logical_name="heads")
+        of_kv = ParamSharding(COLUMNS, kv_heads, "key and value heads", logical_name="kv_heads")
         (query,), x, tensor = project(self, ("query",), x, (self.num_heads * head_dim,), (of_queries,), self.norm)
         widths = (kv_heads * head_dim,) * 2
         (key, value), _, _ = project(self, ("key", "value"), context, widths, (of_kv, of_kv), None)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from jax_fp8.core.shards import Side, TensorDim, offer
+from jax_fp8.core.shards import DIM_OF, ParamSharding, SplitDim, declare_sharding
 from jax_fp8.kernels.norm import NormParameters, check_norm
 from jax_fp8.nn.checks import check_layer, check_tensor_split
-from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm
+from jax_fp8.nn.gemm import Fp8Module, declare_gemm
 from jax_fp8.nn.names import named
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.norm_linear import norm_linear
@@ -32,15 +32,16 @@ class Dense(Fp8Module):
 
     features: int
     use_bias: bool = True
-    tensor_split: Side | None = None
+    tensor_split: SplitDim | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """(..., in) to (..., features); a residual (..., features) is added by the GEMM itself."""
         check_layer(self, x, ("features",))
         check_tensor_split(self, self.tensor_split, ("columns", "rows"))
-        gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
-        options: Any = {"recompute": self.recompute, "tensor": gemm.tensor, "side": gemm.side}
+        sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
+        gemm = declare_gemm(self, x.shape[-1], self.features, sharding)
+        options: Any = {"recompute": self.recompute, "tensor": gemm.tensor, "split_dim": gemm.split_dim}
         y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, **options)
         gemm.stage(amaxes)
         return y
@@ -61,7 +62,7 @@ class NormVariables(nn.Module):
     def __call__(self, features: int) -> NormParameters:
         check_norm(self.norm)
         for name in ("scale", "bias"):
-            offer((*self.path, name), TensorDim(is_shared=self.of_heads))
+            declare_sharding((*self.path, name), ParamSharding(is_shared=self.of_heads))
         names = ("head_dim",) if self.of_heads else ("norm",)
         ones, zeros = (
             named(init, names, self.logical_axes)
@@ -96,7 +97,8 @@ class LayerNormDense(Fp8Module):
         check_layer(self, x, ("features",))
         check_tensor_split(self, self.tensor_split, ("columns",))
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(x.shape[-1])
-        gemm = declare_gemm(self, x.shape[-1], self.features, TensorSplit(self.tensor_split))
+        sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
+        gemm = declare_gemm(self, x.shape[-1], self.features, sharding)
         options = {"return_input": self.return_input, "recompute": self.recompute, "tensor": gemm.tensor}
         y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, self.epsilon, self.dtype, **options)
         gemm.stage(amaxes)

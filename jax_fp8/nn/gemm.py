@@ -23,19 +23,20 @@ from jax_fp8.core.paths import check_gemm_path, check_layer_name, joined_name
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
 from jax_fp8.core.shards import (
-    DIM_OF,
-    Side,
-    TensorDim,
+    COLUMNS,
+    ROWS,
+    ParamSharding,
+    SplitDim,
     TensorParallel,
     current_tensor,
-    offer,
+    declare_sharding,
     parts_of,
-    side_of,
+    split_dim_of,
 )
 from jax_fp8.core.state import check_dtype, stage
 from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.nn.checks import check_are_split_alike, layer_name
-from jax_fp8.nn.names import named
+from jax_fp8.nn.names import named, names_of_linear
 from jax_fp8.ops.layer_gemm import check_multiples_of_16, first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
 
@@ -69,34 +70,6 @@ def shared_fields(module: Any, cls: type[nn.Module]) -> dict[str, Any]:
     return {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in names}
 
 
-@dataclass(frozen=True)
-class TensorSplit:
-    """Which dim of a kernel tensor parallelism splits: its columns, of the first GEMM of a layer, or its rows, of the
-    last; None is neither.
-
-    Args:
-      pieces: of that dim, none of which may be cut; None: each feature.
-      named: what they are.
-      or_whole: more devices than pieces each keep the whole kernel.
-      axis: the logical name of that dim; the other one is the residual stream's.
-    """
-
-    side: Side | None = None
-    pieces: int | None = None
-    named: str = "features"
-    or_whole: bool = False
-    axis: str = "mlp"
-
-    @property
-    def names(self) -> tuple[str, str] | None:
-        """Of the dims of the kernel; None where nobody has said what they are."""
-        return {"columns": ("embed", self.axis), "rows": (self.axis, "residual"), None: None}[self.side]
-
-    @property
-    def bias_names(self) -> tuple[str] | None:
-        return {"columns": (self.axis,), "rows": ("norm",), None: None}[self.side]
-
-
 class LinearVariables(nn.Module):
     """The parameters of one linear map: `kernel` (in, features), and `bias` (features,) or None."""
 
@@ -105,48 +78,51 @@ class LinearVariables(nn.Module):
     param_dtype: Dtype
     kernel_init: Initializer
     bias_init: Initializer
-    split: TensorSplit = TensorSplit()
+    sharding: ParamSharding = ParamSharding()
     logical_axes: bool = False
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> LinearParameters:
-        return declare_linear(self, in_features, features, self.split)
+        return declare_linear(self, in_features, features, self.sharding)
 
 
-def declare_linear(module: Any, in_features: int, features: int, split: TensorSplit) -> LinearParameters:
+def declare_linear(module: Any, in_features: int, features: int, sharding: ParamSharding) -> LinearParameters:
     """Declare kernel and bias in `module`, whose fields say the rest.
 
     Args:
       in_features: of the input as it is here: in a step on shards those of this device.
       features: of the whole kernel.
+      sharding: of the kernel; that of the bias follows.
     """
     kernel_path, bias_path = (*module.path, "kernel"), (*module.path, "bias")
-    pieces = split.pieces or (features if split.side == "columns" else in_features)
-    dim = TensorDim(split.side and DIM_OF[split.side], pieces, split.named, split.or_whole, dtype=module.dtype)
-    offer(kernel_path, replace(dim, by_rule=tuple(DIM_OF.values())))
+    is_by_columns = sharding.dim == COLUMNS
+    pieces = sharding.pieces or (features if is_by_columns else in_features)
+    sharding = replace(sharding, pieces=pieces, dtype=module.dtype, by_rule=(COLUMNS, ROWS))
+    declare_sharding(kernel_path, sharding)
     _check_own_rows(module, in_features)
-    columns = features // parts_of(kernel_path, DIM_OF["columns"])
-    kernel_init = named(module.kernel_init, split.names, module.logical_axes)
-    bias_init = named(module.bias_init, split.bias_names, module.logical_axes)
+    columns = features // parts_of(kernel_path, COLUMNS)
+    of_kernel, of_bias = names_of_linear(sharding)
+    kernel_init = named(module.kernel_init, of_kernel, module.logical_axes)
+    bias_init = named(module.bias_init, of_bias, module.logical_axes)
     kernel = module.param("kernel", kernel_init, (in_features, columns), module.param_dtype)
     if not module.use_bias:
         return LinearParameters(kernel, None)
-    of_columns = -1 if split.side == "columns" else None
-    offer(bias_path, replace(dim, dim=of_columns, dtype=None, by_rule=(-1,), columns_of=kernel_path))
+    dim = COLUMNS if is_by_columns else None
+    declare_sharding(bias_path, replace(sharding, dim=dim, dtype=None, by_rule=(COLUMNS,), columns_of=kernel_path))
     return LinearParameters(kernel, module.param("bias", bias_init, (columns,), module.param_dtype))
 
 
 @dataclass(frozen=True)
 class DeclaredGemm:
     """What a layer hands to a composite op, and the door through which the amaxes come back;
-    `fp8` is None without FP8, `tensor` and `side` unless the kernel is split in a step on shards.
+    `fp8` is None without FP8, `tensor` and `split_dim` unless the kernel is split in a step on shards.
     """
 
     parameters: LinearParameters
     fp8: Fp8Gemm | None = None
     amax_history: nn.Variable | None = None  # None unless the collection is mutable
     tensor: TensorParallel | None = None
-    side: Side | None = None
+    split_dim: SplitDim | None = None
 
     def stage(self, amaxes: jax.Array | None) -> None:
         """Stage the forward amaxes f32[2] wherever this call may:
@@ -172,7 +148,7 @@ class GemmVariables(LinearVariables, kw_only=True):
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> DeclaredGemm:
-        return declare_gemm(self, in_features, features, self.split)
+        return declare_gemm(self, in_features, features, self.sharding)
 
 
 class GemmState(nn.Module):
@@ -184,16 +160,16 @@ class GemmState(nn.Module):
     layer: str | None = None
 
     @nn.compact
-    def __call__(self, parameters: LinearParameters, side: Side | None) -> DeclaredGemm:
-        return declare_state(self, parameters, self.recipe, side, self.layer)
+    def __call__(self, parameters: LinearParameters, split_dim: SplitDim | None) -> DeclaredGemm:
+        return declare_state(self, parameters, self.recipe, split_dim, self.layer)
 
 
-def declare_gemm(module: Any, in_features: int, features: int, split: TensorSplit) -> DeclaredGemm:
+def declare_gemm(module: Any, in_features: int, features: int, sharding: ParamSharding) -> DeclaredGemm:
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
     if module.recipe is not None:
         check_layer_name(module.path)
-    parameters = declare_linear(module, in_features, features, split)
-    return declare_state(module, parameters, module.recipe, side_of((*module.path, "kernel")))
+    parameters = declare_linear(module, in_features, features, sharding)
+    return declare_state(module, parameters, module.recipe, split_dim_of((*module.path, "kernel")))
 
 
 def declare_gemm_of(
@@ -201,45 +177,49 @@ def declare_gemm_of(
     names: tuple[str, ...],
     in_features: int,
     features: tuple[int, ...],
-    splits: tuple[TensorSplit, ...],
+    shardings: tuple[ParamSharding, ...],
     **own,
 ) -> DeclaredGemm:
     """One GEMM by the kernels of several layers side by side, or of one, each a module of its name inside `module`.
 
-    `splits` are those of the layers, `own` fields of the layers that are not those of `module`.
+    `shardings` are those of the layers' kernels, `own` fields of the layers that are not those of `module`.
     """
     if len(names) == 1:
         fields = shared_fields(module, GemmVariables) | own
-        return GemmVariables(**fields, split=splits[0], name=names[0])(in_features, *features)
+        return GemmVariables(**fields, sharding=shardings[0], name=names[0])(in_features, *features)
     fields = shared_fields(module, LinearVariables) | own
-    rows = zip(names, features, splits, strict=True)
-    layers = [LinearVariables(**fields, split=split, name=name)(in_features, n) for name, n, split in rows]
+    rows = zip(names, features, shardings, strict=True)
+    layers = [LinearVariables(**fields, sharding=sharding, name=name)(in_features, n) for name, n, sharding in rows]
     parameters = LinearParameters.beside(*layers)
-    side = side_of((*module.path, names[0], "kernel"))
-    check_are_split_alike(module, [name for name, split in zip(names, splits, strict=True) if not split.or_whole])
+    split_dim = split_dim_of((*module.path, names[0], "kernel"))
+    check_are_split_alike(module, [name for name, of in zip(names, shardings, strict=True) if not of.or_whole])
     if module.recipe is None:
-        return _on_shards(DeclaredGemm(parameters), side)
-    return GemmState(module.recipe, name=joined_name(names))(parameters, side)
+        return _on_shards(DeclaredGemm(parameters), split_dim)
+    return GemmState(module.recipe, name=joined_name(names))(parameters, split_dim)
 
 
-def _on_shards(declared: DeclaredGemm, side: Side | None) -> DeclaredGemm:
-    return declared if side is None else replace(declared, tensor=current_tensor(), side=side)
+def _on_shards(declared: DeclaredGemm, split_dim: SplitDim | None) -> DeclaredGemm:
+    return declared if split_dim is None else replace(declared, tensor=current_tensor(), split_dim=split_dim)
 
 
 def declare_state(
-    module: nn.Module, parameters: LinearParameters, recipe: Recipe | None, side: Side | None, layer: str | None = None
+    module: nn.Module,
+    parameters: LinearParameters,
+    recipe: Recipe | None,
+    split_dim: SplitDim | None,
+    layer: str | None = None,
 ) -> DeclaredGemm:
-    """The state of a GEMM, in `module`, if its recipe has any; `side`: which dim of its kernels is split here; `layer`:
-    what messages call it, None by its path.
+    """The state of a GEMM, in `module`, if its recipe has any; `split_dim`: which dim of its kernels is split here;
+    `layer`: what messages call it, None by its path.
     """
     check_recipe(recipe)
     if recipe is None:
-        return _on_shards(DeclaredGemm(parameters), side)
+        return _on_shards(DeclaredGemm(parameters), split_dim)
     check_gemm_path(module.path)
     layer = layer or layer_name(module)
     kernels = as_tuple(parameters.kernel)
     if kernels:
-        check_multiples_of_16(layer, kernels[0].shape[0], parameters.widths, side and current_tensor())
+        check_multiples_of_16(layer, kernels[0].shape[0], parameters.widths, split_dim and current_tensor())
     history, scales = None, None
     if recipe.has_state:
         scales, history = _delayed_state(module, layer, parameters, recipe)
@@ -255,7 +235,7 @@ def declare_state(
         parameters = replace(parameters, kernel=marked)
     gemm = layer_gemm(layer, recipe, parameters, scales, recorder, weight)
     staging = module.is_mutable_collection("fp8") and not module.is_initializing()
-    return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), side)
+    return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), split_dim)
 
 
 def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Variable]:

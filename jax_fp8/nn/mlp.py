@@ -4,11 +4,12 @@ import flax.linen as nn
 import jax
 from flax.typing import Initializer
 
+from jax_fp8.core.shards import COLUMNS, ROWS, ParamSharding
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.nn.checks import check_layer
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
-from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of
+from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of
 from jax_fp8.ops.norm_mlp import norm_mlp
 
 
@@ -46,8 +47,8 @@ class LayerNormMLP(Fp8Module):
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
         into = ("gate", "up") if is_gated(self.activation) else ("up",)
-        by_columns = TensorSplit("columns", hidden, "hidden features")
-        by_rows = TensorSplit("rows", hidden, "hidden features")
+        by_columns = ParamSharding(COLUMNS, hidden, "hidden features")
+        by_rows = ParamSharding(ROWS, hidden, "hidden features")
         up = declare_gemm_of(self, into, features, (hidden,) * len(into), (by_columns,) * len(into))
         own_hidden = up.parameters.widths[0]  # in a step on shards, those of this device
         down_init = self.down_init or self.kernel_init

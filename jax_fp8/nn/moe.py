@@ -20,7 +20,7 @@ from jax_fp8.core.checks import check_number
 from jax_fp8.core.fp8_gemm import Record
 from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recorder import RECORDER
-from jax_fp8.core.shards import TensorDim, current_tensor, offer
+from jax_fp8.core.shards import ParamSharding, current_tensor, declare_sharding
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
@@ -156,7 +156,7 @@ class _Router(nn.Module):
 
     @nn.compact
     def __call__(self, features: int, experts: int) -> tuple[jax.Array, Record]:
-        offer((*self.path, "kernel"), TensorDim())
+        declare_sharding((*self.path, "kernel"), ParamSharding())
         init = named(self.kernel_init, ("embed", "expert"), self.logical_axes)
         kernel = self.param("kernel", init, (features, experts), jnp.float32)
         recorder = self.get_variable("fp8", RECORDER)
@@ -173,7 +173,7 @@ class _Experts(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        offer((*self.path, "kernel"), TensorDim())
+        declare_sharding((*self.path, "kernel"), ParamSharding())
 
         def init_each(key, shape, dtype):
             experts, *of_one = shape

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax.typing import Initializer
 from jax import lax
 
-from jax_fp8.core.shards import DIM_OF, TensorParallel, current_tensor, parts_of
+from jax_fp8.core.shards import COLUMNS, ParamSharding, TensorParallel, current_tensor, parts_of
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.nn.checks import check_is_split, layer_name
 from jax_fp8.nn.dense import Dense, NormVariables
 from jax_fp8.nn.dropout import drop, drops
-from jax_fp8.nn.gemm import Fp8Module, TensorSplit, declare_gemm_of, shared_fields
+from jax_fp8.nn.gemm import Fp8Module, declare_gemm_of, shared_fields
 from jax_fp8.nn.names import named
 from jax_fp8.ops.attention import check_drops_weights
 from jax_fp8.ops.linear import linear
@@ -91,7 +91,7 @@ def project(
     names: tuple[str, ...],
     x: jax.Array,
     widths: tuple[int, ...],
-    splits: tuple[TensorSplit, ...],
+    shardings: tuple[ParamSharding, ...],
     norm,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, TensorParallel | None]:
     """`x` behind a norm of this name, or None, by the kernels of these layers, which are one GEMM.
@@ -103,11 +103,11 @@ def project(
     width = x.shape[-1]
     norms = None if norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(width)
     use_bias = module.use_bias if module.use_qkv_bias is None else module.use_qkv_bias
-    gemm = declare_gemm_of(module, names, width, widths, splits, use_bias=use_bias)
+    gemm = declare_gemm_of(module, names, width, widths, shardings, use_bias=use_bias)
     kernel = *module.path, names[0], "kernel"
-    check_is_split("/".join(kernel), parts_of(kernel, DIM_OF["columns"]), current_tensor())
+    check_is_split("/".join(kernel), parts_of(kernel, COLUMNS), current_tensor())
     if norms is None:
-        options = {"tensor": gemm.tensor, "side": gemm.side}
+        options = {"tensor": gemm.tensor, "split_dim": gemm.split_dim}
         products, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)
     else:
         options = {"return_input": module.residual, "recompute": module.recompute, "tensor": gemm.tensor}

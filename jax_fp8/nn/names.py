@@ -21,7 +21,16 @@ from typing import Any
 import flax.linen as nn
 from flax.core.meta import AxisMetadata
 
+from jax_fp8.core.shards import COLUMNS, ROWS, ParamSharding
+
 Names = tuple[str, ...]
+
+
+def names_of_linear(sharding: ParamSharding) -> tuple[Names | None, Names | None]:
+    """Names of the dims of kernel and bias, from the kernel's sharding; None where nobody has said what they are."""
+    own = sharding.logical_name
+    of_dims = {COLUMNS: (("embed", own), (own,)), ROWS: ((own, "residual"), ("norm",))}
+    return of_dims[sharding.dim] if sharding.dim is not None else (None, None)
 
 
 def named(init: Callable, names: Names | None, is_wanted: bool) -> Callable:

@@ -37,7 +37,7 @@ from jax_fp8.ops.grouped_linear import (
     widths_of,
 )
 from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient, quantize_input
-from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import keeping_products
 
 
@@ -108,7 +108,7 @@ def _forward(static, x, where, up, down, gemms):
     out, (hidden, *kept) = _run(static, x, where, up, down, gemms, keep=not static.recompute)
     hidden = keep("mlp_hidden", hidden)
     tokens = x if static.recompute else None
-    return out, (tokens, Like.of(x), where, hidden, *kept, Like.of(up), Like.of(down), gemms)
+    return out, (tokens, ParamInfo.of(x), where, hidden, *kept, ParamInfo.of(up), ParamInfo.of(down), gemms)
 
 
 def _backward(static, residuals, cotangents):

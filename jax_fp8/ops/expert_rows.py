@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import collect, explicit_mesh, explicit_spec, parse_rule
 from jax_fp8.kernels.grouped_gemm import GROUP_ROWS
-from jax_fp8.ops.parameters import Like
+from jax_fp8.ops.parameters import ParamInfo
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +116,7 @@ def _rows_at(rows, numbers) -> jax.Array:
 
 
 def _take_forward(x, where):
-    return take_rows(x, where), (Like.of(x), where)
+    return take_rows(x, where), (ParamInfo.of(x), where)
 
 
 def untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
@@ -134,7 +134,7 @@ def _take_backward(kept, drows):
 
 
 def _combine_forward(rows, weights, where, residual):
-    return combine_rows(rows, weights, where, residual), (rows, weights, where, Like.of(residual))
+    return combine_rows(rows, weights, where, residual), (rows, weights, where, ParamInfo.of(residual))
 
 
 def _combine_backward(kept, dy):
@@ -142,7 +142,7 @@ def _combine_backward(kept, dy):
     rule = "t h, r h, t c, r, t c -> r h, t c"
     drows, dweights = on_own_tokens(rule, _gradients_of_sum, dy, rows, weights, where.pairs, where.rows)
     dresidual = residual_like and residual_like.place(dy)
-    return Like.of(rows).place(drows), Like.of(weights).place(dweights), None, dresidual
+    return ParamInfo.of(rows).place(drows), ParamInfo.of(weights).place(dweights), None, dresidual
 
 
 def _gradients_of_sum(dy, rows, weights, pairs, of_tokens):

@@ -37,7 +37,7 @@ from jax_fp8.kernels.fp8_attention import attend, attend_backward
 from jax_fp8.kernels.quantize import quantize_rowwise
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.attention import as_heads, tied
-from jax_fp8.ops.parameters import Like
+from jax_fp8.ops.parameters import ParamInfo
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ def _fp8_attention(static, query, key, value, gemms) -> Any:
 
 
 def _forward(static, query, key, value, gemms):
-    likes = Like.of((query, key, value))
+    likes = ParamInfo.of((query, key, value))
     query, key, value = static.tied(query, key, value)
     tensors = (gemms.scores, INPUT, query), (gemms.scores, KERNEL, key), (gemms.values, KERNEL, value)
     operands, (of_query, of_key, of_value) = zip(*(_quantize(*of) for of in tensors), strict=True)

@@ -31,7 +31,7 @@ from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.expert_rows import ExpertRows, on_own_tokens
 from jax_fp8.ops.operands import GemmInput, quantize_gradient, quantize_input
-from jax_fp8.ops.parameters import Like, LinearParameters, as_one_matrix, joined
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo, as_one_matrix, joined
 from jax_fp8.ops.passes import PLAIN_SCOPE, GemmResidual, cast_weight
 
 
@@ -80,7 +80,7 @@ def _run(static, rows, parameters, starts, gemm, keep):
 
 def _forward(static, rows, parameters, starts, gemm):
     out, kept = _run(static, rows, parameters, starts, gemm, keep=True)
-    return out, (kept, Like.of(rows), Like.of(parameters), starts, gemm)
+    return out, (kept, ParamInfo.of(rows), ParamInfo.of(parameters), starts, gemm)
 
 
 def _backward(static, residuals, cotangents):
@@ -175,7 +175,7 @@ def backward_wgrad(
     return LinearParameters(tuple(gradients) if in_parts else gradients[0], None)
 
 
-def _as_like(of: Any) -> Like:
+def _as_like(of: Any) -> ParamInfo:
     """What stands in the place of a param in a backward."""
     return of
 

@@ -168,10 +168,10 @@ def compute_logits(
         return PlainHead(weight.astype(x.dtype)).logits(x)
     parameters = LinearParameters(weight.T, None)
     if recipe is None:
-        return gathered_columns(plain_linear(x, parameters, x.dtype, tensor=tensor, side="columns"), tensor)
+        return gathered_columns(plain_linear(x, parameters, x.dtype, tensor=tensor, split_dim="columns"), tensor)
     check_head(x.size // x.shape[-1], weight.shape[0], weight.shape[1], recipe)
     gemm = Fp8Gemm(recipe, "head", amax_axes=amax_axes)
-    return gathered_columns(linear(x, parameters, gemm, x.dtype, tensor=tensor, side="columns")[0], tensor)
+    return gathered_columns(linear(x, parameters, gemm, x.dtype, tensor=tensor, split_dim="columns")[0], tensor)
 
 
 def check_head(tokens: int, vocab: int, hidden: int, recipe: Any) -> None:

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.shards import Side, TensorParallel
+from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
-from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import backward_gemm, forward_gemm, forward_rows, plain_linear
 
 
@@ -31,7 +31,7 @@ def linear(
     residual: jax.Array | None = None,
     recompute: bool = False,
     tensor: TensorParallel | None = None,
-    side: Side | None = None,
+    split_dim: SplitDim | None = None,
 ) -> tuple[Any, jax.Array | None]:
     """Multiply `x` (..., k) by the kernel and add the bias.
 
@@ -43,7 +43,7 @@ def linear(
       residual: (..., n), added to the result; not with kernels side by side.
       recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8:
         less memory where something else keeps `x`.
-      tensor, side: in a step on shards, over which axis the kernel is split, and whether by columns or by rows. By
+      tensor, split_dim: in a step on shards, over which axis the kernel is split, and whether by columns or by rows. By
         columns, what enters is the same on all devices, and the result has this device's columns. By rows, `x` has
         this device's columns, and the result is the same on all. With sequence parallelism, "the same on all" is each
         device's part of the rows.
@@ -57,17 +57,17 @@ def linear(
             "a residual is added to a result in one part, got one with kernels side by side; add it afterwards"
         )
     x = x.astype(dtype)
-    leading = _leading_dims(x.shape[:-1], tensor, side)
+    leading = _leading_dims(x.shape[:-1], tensor, split_dim)
     if residual is not None and residual.shape != (*leading, *parameters.widths):
         raise ValueError(
             f"a residual must have the shape of the result, {(*leading, *parameters.widths)}, "
             f"got {residual.shape}; reshape or broadcast it"
         )
     if gemm is None:
-        options: Any = {"residual": residual, "tensor": tensor, "side": side}
+        options: Any = {"residual": residual, "tensor": tensor, "split_dim": split_dim}
         return plain_linear(x, parameters, dtype, parameters.in_parts, **options), None
     rows = None if residual is None else as_matrix(residual.astype(dtype))
-    by_columns, by_rows = (tensor if side == of else None for of in ("columns", "rows"))
+    by_columns, by_rows = (tensor if split_dim == of else None for of in ("columns", "rows"))
     has_residual = residual is not None
     static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, has_residual, by_columns, by_rows)
     matrix, parameters, rows = alike(as_matrix(x), parameters, rows)
@@ -76,11 +76,11 @@ def linear(
     return jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y), amaxes
 
 
-def _leading_dims(leading, tensor, side) -> tuple[int, ...]:
+def _leading_dims(leading, tensor, split_dim) -> tuple[int, ...]:
     """Those of the result."""
-    if tensor is None or side is None:
+    if tensor is None or split_dim is None:
         return leading
-    return tensor.all_rows(leading) if side == "columns" else tensor.own_rows(leading)
+    return tensor.all_rows(leading) if split_dim == "columns" else tensor.own_rows(leading)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _run(static, x, parameters, gemm, residual, keep):
 
 def _forward(static, x, parameters, gemm, residual):
     out, kept = _run(static, x, parameters, gemm, residual, keep=not static.recompute)
-    return out, (x if static.recompute else None, kept, Like.of((x, residual, parameters)), gemm)
+    return out, (x if static.recompute else None, kept, ParamInfo.of((x, residual, parameters)), gemm)
 
 
 def _transposed_input(static, x, cast):

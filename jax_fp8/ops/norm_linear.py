@@ -22,7 +22,7 @@ from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm
 from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import GemmInput, quantize_gradient
-from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import backward_gemm, forward_gemm, keeping_products, plain_linear
 
 
@@ -54,7 +54,7 @@ def norm_linear(
     if gemm is None:
 
         def plain(x, norm, parameters):
-            normalized, options = normalize(x, norm, epsilon, dtype)[0], {"tensor": tensor, "side": "columns"}
+            normalized, options = normalize(x, norm, epsilon, dtype)[0], {"tensor": tensor, "split_dim": "columns"}
             return plain_linear(normalized, parameters, dtype, parameters.in_parts, **options)
 
         y = keeping_products(plain, recompute)(x, norm, parameters)
@@ -118,7 +118,7 @@ def _run(static, x, norm, parameters, gemm, keep):
 
 def _forward(static, x, norm, parameters, gemm):
     out, kept = _run(static, x, norm, parameters, gemm, keep=not static.recompute)
-    return out, (keep("norm_input", x), norm, *kept, Like.of(((x, norm), parameters)), gemm)
+    return out, (keep("norm_input", x), norm, *kept, ParamInfo.of(((x, norm), parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):
@@ -129,7 +129,7 @@ def _backward(static, residuals, cotangents):
     dnormalized, gradients = backward_gemm(
         quantized, dbias, kept, parameters_like, gemm, static.dtype, static.widths, static.tensor
     )
-    dx, dnorm = Like.place_all(likes, norm_backward(dnormalized, x, norm, statistics, dresidual))
+    dx, dnorm = ParamInfo.place_all(likes, norm_backward(dnormalized, x, norm, statistics, dresidual))
     return dx, dnorm, gradients, kept.record(quantized, gemm)
 
 

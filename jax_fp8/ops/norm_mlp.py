@@ -31,7 +31,7 @@ from jax_fp8.kernels.varying import alike
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient
-from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import (
     backward_dgrad,
     backward_wgrad,
@@ -74,8 +74,8 @@ def norm_mlp(
 
         def plain(x, norm, up, down):
             normalized = normalize(x, norm, epsilon, dtype)[0]
-            hidden = plain_linear(normalized, up, dtype, tensor=tensor, side="columns")
-            added: Any = {"residual": x if residual else None, "tensor": tensor, "side": "rows"}
+            hidden = plain_linear(normalized, up, dtype, tensor=tensor, split_dim="columns")
+            added: Any = {"residual": x if residual else None, "tensor": tensor, "split_dim": "rows"}
             return plain_linear(activate(hidden, activation), down, dtype, **added)
 
         return keeping_products(plain, recompute)(x, norm, up, down), None
@@ -116,7 +116,17 @@ def _run(static, x, norm, up, down, gemms, keep):
 def _forward(static, x, norm, up, down, gemms):
     out, (statistics, hidden, *kept) = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
     x, hidden = keep("norm_input", x), keep("mlp_hidden", hidden)
-    return out, (x, norm, statistics, hidden, *kept, Like.of((x, norm)), Like.of(up), Like.of(down), gemms)
+    return out, (
+        x,
+        norm,
+        statistics,
+        hidden,
+        *kept,
+        ParamInfo.of((x, norm)),
+        ParamInfo.of(up),
+        ParamInfo.of(down),
+        gemms,
+    )
 
 
 def _backward(static, residuals, cotangents):
@@ -144,7 +154,7 @@ def _backward(static, residuals, cotangents):
     if tensor is not None:
         dnormalized, (ddown, dup) = beside_wgrad(dnormalized, (ddown, dup), up_gemm, down_gemm)
     dx, dnorm = norm_backward(dnormalized, x, norm, statistics, dy if static.residual else None)
-    dx, dnorm = Like.place_all(likes, (dx, dnorm))
+    dx, dnorm = ParamInfo.place_all(likes, (dx, dnorm))
     return dx, dnorm, dup, ddown, (up_kept.record(dhidden, up_gemm), down_kept.record(quantized, down_gemm))
 
 

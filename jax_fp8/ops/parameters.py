@@ -37,7 +37,7 @@ class LinearParameters:
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Like:
+class ParamInfo:
     """What a backward must know of a parameter whose value it does not keep: how its gradient is to look."""
 
     dtype: Any

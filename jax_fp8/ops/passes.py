@@ -33,14 +33,14 @@ from jax_fp8.core.formats import INPUT, KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
 from jax_fp8.core.kept import keep
-from jax_fp8.core.shards import Side, TensorParallel
+from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
 from jax_fp8.ops.operands import GemmInput
-from jax_fp8.ops.parameters import Like, LinearParameters, gradients_like, joined, split_columns
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, joined, split_columns
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
 # Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy,
@@ -91,21 +91,21 @@ def plain_linear(
     *,
     residual: jax.Array | None = None,
     tensor: TensorParallel | None = None,
-    side: Side | None = None,
+    split_dim: SplitDim | None = None,
 ) -> Any:
     """The product in `dtype`, without FP8; with `in_parts` a tuple, of each kernel's columns.
 
-    `tensor` and `side` as in `linear`; `x` has leading dims, of which the flattened rows are gathered or scattered.
+    `tensor` and `split_dim` as in `linear`; `x` has leading dims, whose flattened rows are gathered or scattered.
     """
     kernel, bias = (joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
     leading = x.shape[:-1]
-    if tensor is not None and side == "columns":
+    if tensor is not None and split_dim == "columns":
         leading = tensor.all_rows(leading)
         entered: Any = enter(as_matrix(x), tensor)
         x = entered.reshape(*leading, x.shape[-1])
     with jax.named_scope(PLAIN_SCOPE):
         y = product(x, kernel)
-    if tensor is not None and side == "rows":
+    if tensor is not None and split_dim == "rows":
         left: Any = leave(as_matrix(y), tensor)
         y = left.reshape(*tensor.own_rows(leading), -1)
     y = y if bias is None else y + lax.broadcast_to_rank(like_columns(bias, y), y.ndim)
@@ -154,7 +154,7 @@ def forward_gemm(
         accumulation=gemm.accumulation("fprop"),
     )
     with jax.named_scope(f"{gemm.name}/fprop"):
-        parts = _columns(Like.of(as_tuple(parameters.kernel)), parameters.widths)
+        parts = _columns(ParamInfo.of(as_tuple(parameters.kernel)), parameters.widths)
         y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     transposed = x.pair.columnwise
@@ -278,7 +278,7 @@ def _kernel_gradients(residual, dy_transposed, likes, gemm, widths) -> tuple[Any
         added = matmul(
             x_transposed, dy_transposed, **of, accumulation=how, dtype=jnp.float32, c=total, alpha=sums.weight
         )
-        ref[...] = Like.of(total).place(added)
+        ref[...] = ParamInfo.of(total).place(added)
     return (None,) * len(widths)
 
 

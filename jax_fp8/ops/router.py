@@ -27,7 +27,7 @@ from jax import lax
 from jax_fp8.core.shards import parts_of_batch, sum_over_batch
 from jax_fp8.kernels.explicit import einsum
 from jax_fp8.kernels.varying import alike
-from jax_fp8.ops.parameters import Like
+from jax_fp8.ops.parameters import ParamInfo
 
 ROUTER_SCOPE = "jax_fp8_router"
 EXPERT_SHARES = "expert_shares"  # the measurement f32[experts]: the share of all tokens that each expert gets
@@ -110,7 +110,7 @@ def _logits_forward(x, kernel):
 def _logits_backward(kept, dlogits):
     x, kernel = kept
     dx, dkernel = _product("t e, h e -> t h", dlogits, kernel), _product("t h, t e -> h e", x, dlogits)
-    return Like.of(x).place(dx.astype(x.dtype)), Like.of(kernel).place(dkernel)
+    return ParamInfo.of(x).place(dx.astype(x.dtype)), ParamInfo.of(kernel).place(dkernel)
 
 
 _logits.defvjp(_logits_forward, _logits_backward)

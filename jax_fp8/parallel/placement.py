@@ -1,6 +1,6 @@
 """Where every param lies on a mesh: by the rules of the user, by what layers say of their params, and by size.
 
-    offers of layers, rules ─place_params→ a Place for each param ─→ the specs of params, optimizer state, everything
+    shardings that layers declare, rules ─place_params→ a ParamPlace for each param ─→ specs of params, optimizer state
 
 A `tensor` axis splits what a layer says can be split (its columns, rows, heads). `fsdp` splits the rows of every
 matrix, so that a shard is contiguous, and what is gathered needs no permutation. Vectors stay whole: they are small.
@@ -21,13 +21,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.paths import LayerPath, map_with_names
-from jax_fp8.core.shards import Shards, TensorDim
+from jax_fp8.core.shards import ParamSharding, Shards
 from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Place:
+class ParamPlace:
     """Where a param lies.
 
     Args:
@@ -77,8 +77,8 @@ class Placement:
         return jax.tree.map(lambda place: place.spec, self.places, is_leaf=_is_place)
 
     @cached_property
-    def by_path(self) -> dict[LayerPath, Place]:
-        found: dict[LayerPath, Place] = {}
+    def by_path(self) -> dict[LayerPath, ParamPlace]:
+        found: dict[LayerPath, ParamPlace] = {}
         map_with_names(found.__setitem__, self.places, is_leaf=_is_place)
         return found
 
@@ -111,17 +111,17 @@ class Placement:
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def place_params(parallel: Parallelism, params: Any, offers: Mapping[LayerPath, TensorDim]) -> Placement:
-    """Where params (arrays, or their shapes) lie, of which layers have said `offers`."""
+def place_params(parallel: Parallelism, params: Any, declared: Mapping[LayerPath, ParamSharding]) -> Placement:
+    """Where params (arrays, or their shapes) lie, for which layers have `declared` shardings."""
 
     def place(path, leaf):
         rule = _rule_of(path, parallel.rules)
         if rule is not None:
-            return _by_rule(parallel, path, leaf.shape, rule, offers.get(path, TensorDim()))
-        return _by_offer(parallel, path, leaf.shape, offers.get(path, TensorDim()))
+            return _by_rule(parallel, path, leaf.shape, rule, declared.get(path, ParamSharding()))
+        return _as_declared(parallel, path, leaf.shape, declared.get(path, ParamSharding()))
 
     placement = Placement(parallel, map_with_names(place, params))
-    _check_biases(placement, offers)
+    _check_biases(placement, declared)
     return placement
 
 
@@ -154,24 +154,24 @@ def put(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(place, tree, shardings)
 
 
-def _by_offer(parallel, path, shape, offer) -> Place:
-    size, dim, is_partial = parallel.size(TENSOR), offer.dim, offer.is_shared
+def _as_declared(parallel, path, shape, sharding) -> ParamPlace:
+    size, dim, is_partial = parallel.size(TENSOR), sharding.dim, sharding.is_shared
     if size == 1 or dim is None:
         dim = None
-    elif offer.pieces % size:
-        if not (offer.or_whole and size % offer.pieces == 0):
-            _refuse(path, shape, size, offer)
+    elif sharding.pieces % size:
+        if not (sharding.or_whole and size % sharding.pieces == 0):
+            _refuse(path, shape, size, sharding)
         dim, is_partial = None, True
-    own = Place(shape, dim, None, is_partial, offer.dtype, parallel.storage_axes)
+    own = ParamPlace(shape, dim, None, is_partial, sharding.dtype, parallel.storage_axes)
     return replace(own, fsdp_dim=_fsdp_dim(own.shape_without_fsdp(size), parallel.storage_parts))
 
 
-def _refuse(path, shape, size, offer):
-    padded = math.ceil(offer.pieces / size) * size
-    several = f", or be a multiple of it, got {offer.pieces}" if offer.or_whole else f", got {offer.pieces}"
+def _refuse(path, shape, size, sharding):
+    padded = math.ceil(sharding.pieces / size) * size
+    several = f", or be a multiple of it, got {sharding.pieces}" if sharding.or_whole else f", got {sharding.pieces}"
     raise ValueError(
-        f"tensor={size} must divide the {offer.named} of {'/'.join(path)}{several} in shape {shape}; "
-        f"choose another size of the axis, or {padded} {offer.named}"
+        f"tensor={size} must divide the {sharding.named} of {'/'.join(path)}{several} in shape {shape}; "
+        f"choose another size of the axis, or {padded} {sharding.named}"
     )
 
 
@@ -187,7 +187,7 @@ def _rule_of(path, rules) -> PartitionSpec | None:
     return next((spec for pattern, spec in rules if re.search(pattern, name)), None)
 
 
-def _by_rule(parallel, path, shape, rule, offer) -> Place:
+def _by_rule(parallel, path, shape, rule, sharding) -> ParamPlace:
     if len(rule) > len(shape):
         raise ValueError(
             f"the rule {rule} of {'/'.join(path)} must not have more dims than the param's shape {shape}; shorten it"
@@ -202,16 +202,16 @@ def _by_rule(parallel, path, shape, rule, offer) -> Place:
             dims[axis] = number - len(rule)
     tensor_dim = dims.get(TENSOR) if parallel.size(TENSOR) > 1 else None
     fsdp_dim = dims.get(FSDP) if parallel.storage_axes else None
-    is_partial = (offer.or_whole or offer.is_shared) and parallel.size(TENSOR) > 1 and tensor_dim is None
-    place = Place(shape, tensor_dim, fsdp_dim, is_partial, offer.dtype, parallel.storage_axes)
-    _check_is_offered(parallel, path, place, rule, offer)
-    if tensor_dim is not None and tensor_dim == offer.dim and offer.pieces % parallel.size(TENSOR):
-        if offer.or_whole and parallel.size(TENSOR) % offer.pieces == 0:
+    is_partial = (sharding.or_whole or sharding.is_shared) and parallel.size(TENSOR) > 1 and tensor_dim is None
+    place = ParamPlace(shape, tensor_dim, fsdp_dim, is_partial, sharding.dtype, parallel.storage_axes)
+    _check_is_declared(parallel, path, place, rule, sharding)
+    if tensor_dim is not None and tensor_dim == sharding.dim and sharding.pieces % parallel.size(TENSOR):
+        if sharding.or_whole and parallel.size(TENSOR) % sharding.pieces == 0:
             raise ValueError(
                 f"a rule must leave {'/'.join(path)} whole over {TENSOR}={parallel.size(TENSOR)}, more devices than "
-                f"there are {offer.named}, got {rule} of {offer.pieces}; leave {TENSOR} out of it"
+                f"there are {sharding.named}, got {rule} of {sharding.pieces}; leave {TENSOR} out of it"
             )
-        _refuse(path, shape, parallel.size(TENSOR), offer)
+        _refuse(path, shape, parallel.size(TENSOR), sharding)
     for elements, axes in zip(shape, place.spec, strict=False):
         parts = math.prod(parallel.size(axis) for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis)
         if elements % parts:
@@ -222,8 +222,8 @@ def _by_rule(parallel, path, shape, rule, offer) -> Place:
     return place
 
 
-def _check_is_offered(parallel, path, place, rule, offer):
-    dims = sorted({dim for dim in (offer.dim, *offer.by_rule) if dim is not None})
+def _check_is_declared(parallel, path, place, rule, sharding):
+    dims = sorted({dim for dim in (sharding.dim, *sharding.by_rule) if dim is not None})
     if place.tensor_dim not in (None, *dims):
         can = f"can split dim {' or '.join(map(str, dims))}" if dims else "needs all of it on every device"
         raise ValueError(
@@ -232,21 +232,21 @@ def _check_is_offered(parallel, path, place, rule, offer):
         )
 
 
-def _check_biases(placement, offers):
+def _check_biases(placement, declared):
     """Raise where rules split a kernel, and its bias otherwise."""
     by_path = placement.by_path
     for path, place in by_path.items():
-        kernel = offers.get(path, TensorDim()).columns_of
+        kernel = declared.get(path, ParamSharding()).columns_of
         if kernel not in by_path or (place.tensor_dim is None) == (by_path[kernel].tensor_dim != -1):
             continue
         raise ValueError(
-            f"a bias must be split over {TENSOR}={placement.parallel.size(TENSOR)} where the columns of its kernel are, "
-            f"got {by_path[kernel].spec} for {'/'.join(kernel)} and {place.spec} for {'/'.join(path)}; "
+            f"a bias must be split over {TENSOR}={placement.parallel.size(TENSOR)} where the columns of its kernel "
+            f"are, got {by_path[kernel].spec} for {'/'.join(kernel)} and {place.spec} for {'/'.join(path)}; "
             "let the rules name both, or none"
         )
 
 
-def _place_of(path, shape, by_path) -> Place | None:
+def _place_of(path, shape, by_path) -> ParamPlace | None:
     """The place of the param whose names are the last ones of a path, if it has this shape."""
     names = [name for key in path if (name := getattr(key, "key", None)) is not None]
     for first in range(len(names)):
@@ -257,4 +257,4 @@ def _place_of(path, shape, by_path) -> Place | None:
 
 
 def _is_place(node) -> bool:
-    return isinstance(node, Place)
+    return isinstance(node, ParamPlace)

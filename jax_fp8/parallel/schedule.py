@@ -54,7 +54,7 @@ class Unit:
         return tuple(Unit(kind, self.microbatch, self.chunk) for kind in halves)
 
 
-Place = tuple[int, Unit]  # a stage, and what it does
+Cell = tuple[int, Unit]  # a stage, and what it does
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Schedule:
                     yield tick, stage, unit
 
 
-def needs(stage: int, unit: Unit, stages: int, microbatches: int, chunks: int) -> list[Place]:
+def needs(stage: int, unit: Unit, stages: int, microbatches: int, chunks: int) -> list[Cell]:
     """What must be done before a unit: on its own stage, on the neighbour in the model, or by the head."""
     if unit.kind is WEIGHT_GRADIENT:
         return [(stage, Unit(INPUT_GRADIENT, unit.microbatch, unit.chunk))]
 
-    def at(number, kind) -> list[Place]:
+    def at(number, kind) -> list[Cell]:
         """The same at another number in the model, where chunk c of stage s has number c * stages + s."""
         chunk, there = divmod(number, stages)
         return [(there, Unit(kind, unit.microbatch, chunk))] if 0 <= number < stages * chunks else []
@@ -131,17 +131,17 @@ def in_order(orders: Sequence[Sequence[Unit]], microbatches: int, chunks: int = 
     stages = len(orders)
     columns: list[list[Unit | None]] = [[] for _ in orders]
     left = {stage: [*order] for stage, order in enumerate(orders) if order}
-    done: dict[Place, int] = {}
+    done: dict[Cell, int] = {}
 
-    def needed(stage) -> list[Place]:
+    def needed(stage) -> list[Cell]:
         return needs(stage, left[stage][0], stages, microbatches, chunks)
 
-    def missing(stage) -> list[Place]:
-        return [place for place in needed(stage) if place not in done]
+    def missing(stage) -> list[Cell]:
+        return [cell for cell in needed(stage) if cell not in done]
 
     def do_next(stage):
         column = columns[stage]
-        first = max((done[place] + 1 for place in needed(stage)), default=0)
+        first = max((done[cell] + 1 for cell in needed(stage)), default=0)
         column += [None] * (first - len(column))
         unit = left[stage].pop(0)
         done.update({(stage, part): len(column) for part in unit.parts})
@@ -150,11 +150,11 @@ def in_order(orders: Sequence[Sequence[Unit]], microbatches: int, chunks: int = 
     while left:
         ready = [stage for stage in left if not missing(stage)]
         if not ready:  # the cause, rather than a stage that waits for it
-            waits = [(stage, place) for stage in left for place in missing(stage)]
-            stage, place = min(waits, key=lambda wait: wait[0] != wait[1][0])
+            waits = [(stage, cell) for stage in left for cell in missing(stage)]
+            stage, cell = min(waits, key=lambda wait: wait[0] != wait[1][0])
             raise ValueError(
                 "a stage must do a unit after those that it needs, got orders in which "
-                f"{_name(stage, left[stage][0])} waits forever for {_name(*place)}; put it later, or the other one "
+                f"{_name(stage, left[stage][0])} waits forever for {_name(*cell)}; put it later, or the other one "
                 "earlier"
             )
         for stage in ready:
@@ -189,18 +189,18 @@ def _check_cells(table):
                 )
 
 
-def _check_once(schedule) -> dict[Place, int]:
+def _check_once(schedule) -> dict[Cell, int]:
     """Raise unless each stage does each forward and both halves of each backward once; returns in which ticks."""
-    done: dict[Place, int] = {}
+    done: dict[Cell, int] = {}
     for tick, stage, unit in schedule.units():
         for part in unit.parts:
-            place = stage, part
-            if place in done:
+            cell = stage, part
+            if cell in done:
                 raise ValueError(
-                    f"a stage must do each unit once, got {_name(*place)} in tick {done[place]} and in tick {tick}; "
+                    f"a stage must do each unit once, got {_name(*cell)} in tick {done[cell]} and in tick {tick}; "
                     "take one of them out"
                 )
-            done[place] = tick
+            done[cell] = tick
     wanted = {
         (stage, Unit(kind, microbatch, chunk)): None
         for stage in range(schedule.stages)
@@ -209,23 +209,23 @@ def _check_once(schedule) -> dict[Place, int]:
         for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
     }
     sizes = f"of {schedule.microbatches} microbatches and chunks={schedule.chunks}"
-    for place in wanted:
-        if place not in done:
-            raise ValueError(f"a schedule {sizes} must do {_name(*place)}, got it in no tick; add it")
-    for place, tick in done.items():
-        if place not in wanted:
-            raise ValueError(f"a schedule {sizes} has no {_name(*place)[4:]}, got it in tick {tick}; take it out")
+    for cell in wanted:
+        if cell not in done:
+            raise ValueError(f"a schedule {sizes} must do {_name(*cell)}, got it in no tick; add it")
+    for cell, tick in done.items():
+        if cell not in wanted:
+            raise ValueError(f"a schedule {sizes} has no {_name(*cell)[4:]}, got it in tick {tick}; take it out")
     return done
 
 
 def _check_order(schedule, done):
     """Raise unless each unit comes in a tick after those that it needs."""
     for tick, stage, unit in schedule.units():
-        for place in needs(stage, unit, schedule.stages, schedule.microbatches, schedule.chunks):
-            if tick <= done[place]:
+        for cell in needs(stage, unit, schedule.stages, schedule.microbatches, schedule.chunks):
+            if tick <= done[cell]:
                 raise ValueError(
-                    f"{_name(stage, unit)} must be in tick {done[place] + 1} or later, after {_name(*place)} in tick "
-                    f"{done[place]}, got tick {tick}; move it"
+                    f"{_name(stage, unit)} must be in tick {done[cell] + 1} or later, after {_name(*cell)} in tick "
+                    f"{done[cell]}, got tick {tick}; move it"
                 )
 
 

@@ -19,7 +19,7 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.shards import largest_amax, scattered_sum
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, Parallelism
-from jax_fp8.parallel.placement import Place
+from jax_fp8.parallel.placement import ParamPlace
 from jax_fp8.parallel.schedules import layers_of_stage
 from jax_fp8.parallel.transfers import sum_over, summed_axes
 
@@ -55,7 +55,7 @@ def own_of(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack(arrays)[lax.axis_index(PIPE)]
 
 
-def own_param(shards: Sequence[jax.Array], place: Place) -> jax.Array:
+def own_param(shards: Sequence[jax.Array], place: ParamPlace) -> jax.Array:
     """A param of the stage's own layer, whole but for `tensor`, from this device's parts of those of all stages."""
     if place.fsdp_dim is None:
         return own_of(shards)
@@ -63,7 +63,7 @@ def own_param(shards: Sequence[jax.Array], place: Place) -> jax.Array:
     return _gather(_exchange(jnp.stack(shards), place.fsdp_dim), place)
 
 
-def own_weights(weights: Sequence[Sequence[Fp8Pair]], places: Sequence[Sequence[Place]]) -> list[Fp8Pair]:
+def own_weights(weights: Sequence[Sequence[Fp8Pair]], places: Sequence[Sequence[ParamPlace]]) -> list[Fp8Pair]:
     """Weights in FP8 of the stage's own layers.
 
     Args:
@@ -95,7 +95,7 @@ def _exchanged(parts, place) -> Fp8Array:
     return Fp8Array(values, whole(scales) if scales[0].ndim else own_of(scales), parts[0].rowwise.tile)
 
 
-def gradients_of_layers(parallel: Parallelism, gradient: jax.Array, place: Place) -> tuple[jax.Array, ...]:
+def gradients_of_layers(parallel: Parallelism, gradient: jax.Array, place: ParamPlace) -> tuple[jax.Array, ...]:
     """The gradients of this device's shards of the layers of all stages, from that of the stage's own layer."""
     axes = summed_axes(parallel)
     if place.fsdp_dim is None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jax_fp8.parallel.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind, Place, Schedule, Unit, needs
+from jax_fp8.parallel.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Cell, Kind, Schedule, Unit, needs
 
 Key = TypeVar("Key", bound=tuple[Hashable, Hashable])  # where something is kept, and what it is
 Interval = tuple[int, int]  # the tick that takes a place, and the first that can take it again
@@ -108,7 +108,7 @@ class _Letter:
     place: int
 
 
-def _slots(ticks: dict[Place, int]) -> dict[tuple[tuple[int, int], int], int]:
+def _slots(ticks: dict[Cell, int]) -> dict[tuple[tuple[int, int], int], int]:
     """The slot of each microbatch in each chunk of a stage."""
     held = {
         ((stage, unit.chunk), unit.microbatch): (
@@ -120,13 +120,13 @@ def _slots(ticks: dict[Place, int]) -> dict[tuple[tuple[int, int], int], int]:
     return _lowest_free(held)
 
 
-def _mail(schedule, ticks: dict[Place, int]) -> list[_Letter]:
+def _mail(schedule, ticks: dict[Cell, int]) -> list[_Letter]:
     """All that stages send and somebody reads. What a unit needs of its own kind comes from a neighbour."""
     held = {
-        ((stage, unit.kind), unit): (ticks[place], ticks[stage, unit])
+        ((stage, unit.kind), unit): (ticks[cell], ticks[stage, unit])
         for stage, unit in ticks
-        for place in needs(stage, unit, schedule.stages, schedule.microbatches, schedule.chunks)
-        if place[1].kind is unit.kind
+        for cell in needs(stage, unit, schedule.stages, schedule.microbatches, schedule.chunks)
+        if cell[1].kind is unit.kind
     }
     return [_Letter(key[0][1], key[0][0], *held[key], place) for key, place in _lowest_free(held).items()]
 
@@ -142,7 +142,7 @@ def _lowest_free(held: dict[Key, Interval]) -> dict[Key, int]:
     return numbers
 
 
-def _losses(schedule, ticks: dict[Place, int]) -> np.ndarray:
+def _losses(schedule, ticks: dict[Cell, int]) -> np.ndarray:
     """The group of which the last stage has the last output in each tick, or -1."""
     found = np.full(len(schedule.table), -1, np.int32)
     last = schedule.stages - 1

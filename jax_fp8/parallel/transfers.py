@@ -20,7 +20,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import largest_amax, scattered_sum
 from jax_fp8.ops.collectives import whole_pair
 from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
-from jax_fp8.parallel.placement import Place, Placement
+from jax_fp8.parallel.placement import ParamPlace, Placement
 from jax_fp8.parallel.tiles import has_whole_squares
 
 
@@ -33,7 +33,7 @@ def gather_params(placement: Placement, params: Any, in_fp8: Collection[LayerPat
     """
     parallel = placement.parallel
 
-    def gather(path, param, place: Place):
+    def gather(path, param, place: ParamPlace):
         if path in in_fp8:
             shape = place.shape_without_fsdp(parallel.size(TENSOR))
             return jnp.full(shape, jnp.nan, param.dtype if parallel.gradient_dtype is None else parallel.gradient_dtype)
@@ -44,7 +44,7 @@ def gather_params(placement: Placement, params: Any, in_fp8: Collection[LayerPat
     return map_with_names(gather, params, placement.places)
 
 
-def gather_weight(places: Collection[Place], own: Fp8Pair) -> Fp8Pair:
+def gather_weight(places: Collection[ParamPlace], own: Fp8Pair) -> Fp8Pair:
     """A weight in FP8, of kernels that lie like this side by side, from its shard: one orientation is gathered, the
     other made of it.
     """
@@ -61,12 +61,12 @@ def gathered_rows(part: Fp8Array, gather: Callable[[jax.Array], jax.Array]) -> F
     return Fp8Array(gather(part.values), scale, part.tile)
 
 
-def can_be_gathered_in_fp8(places: Collection[Place]) -> bool:
+def can_be_gathered_in_fp8(places: Collection[ParamPlace]) -> bool:
     """Whether kernels side by side lie so that their rows can be gathered as one FP8 array."""
     return {place.fsdp_dim for place in places} in ({None}, {-2})
 
 
-def cuts_squares(parallel: Parallelism, places: Collection[Place], recipe: Recipe) -> bool:
+def cuts_squares(parallel: Parallelism, places: Collection[ParamPlace], recipe: Recipe) -> bool:
     """Whether kernels that could be gathered lie so that their tiles cannot be: between two devices some are cut."""
     rows = {
         place.shape_without_fsdp(parallel.size(TENSOR))[-2] // parallel.storage_parts
@@ -88,7 +88,7 @@ def reduce_gradients(placement: Placement, gradients: Any, params: Any) -> Any:
             wire = parallel.gradient_dtype
         return sum_of(parallel, gradient.astype(wire), place).astype(param.dtype)
 
-    return jax.tree.map(reduce, gradients, params, placement.places, is_leaf=lambda node: isinstance(node, Place))
+    return jax.tree.map(reduce, gradients, params, placement.places, is_leaf=lambda node: isinstance(node, ParamPlace))
 
 
 def whole_amaxes(parallel: Parallelism, amaxes: jax.Array) -> jax.Array:
@@ -113,7 +113,7 @@ def on_any_device(parallel: Parallelism, flag: jax.Array) -> jax.Array:
     return lax.pmax(flag.astype(jnp.int32), parallel.mesh.axis_names) > 0
 
 
-def sum_of(parallel: Parallelism, gradient: jax.Array, place: Place) -> jax.Array:
+def sum_of(parallel: Parallelism, gradient: jax.Array, place: ParamPlace) -> jax.Array:
     """The gradient of a shard, from what each device has of the whole param's."""
     axes = summed_axes(parallel)
     if place.fsdp_dim is not None:
@@ -123,7 +123,7 @@ def sum_of(parallel: Parallelism, gradient: jax.Array, place: Place) -> jax.Arra
     return sum_over(parallel, gradient, place, axes)
 
 
-def sum_over(parallel: Parallelism, gradient: jax.Array, place: Place, axes: tuple[str, ...]) -> jax.Array:
+def sum_over(parallel: Parallelism, gradient: jax.Array, place: ParamPlace, axes: tuple[str, ...]) -> jax.Array:
     """The sum over these axes, and over `tensor` where its devices have parts of it."""
     if parallel.tensor is None or place.tensor_dim is not None:
         return lax.psum(gradient, axes) if axes else gradient

@@ -25,7 +25,7 @@ from jax_fp8.grads.tape import GradientTape, Observed, PassResult, fp8_state_of
 from jax_fp8.jaxprs.named_values import origins
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.varying import vary, varying_axes, varying_in
-from jax_fp8.ops.parameters import Like
+from jax_fp8.ops.parameters import ParamInfo
 from jax_fp8.ops.passes import kernel_gradients
 from jax_fp8.ops.weights import kernels_of
 from jax_fp8.train.loss_trace import checked, origins_of_params, traced
@@ -41,13 +41,13 @@ class DeferredGradients:
       operands: of each GEMM xᵀ (..., k, m) and dyᵀ (..., n, m). Leading dims are layers, of those that are stacked by a
         scan, and calls, of layers that are called several times.
       products: what is made of them; static.
-      params: shape and `Like` of every param; static.
+      params: shape and `ParamInfo` of every param; static.
       structure: of the params; static.
     """
 
     operands: tuple[tuple[Fp8Array, Fp8Array], ...]
     products: tuple[WeightProduct, ...] = field(metadata={"static": True})
-    params: tuple[tuple[tuple[int, ...], Like], ...] = field(metadata={"static": True})
+    params: tuple[tuple[tuple[int, ...], ParamInfo], ...] = field(metadata={"static": True})
     structure: Any = field(metadata={"static": True})
 
 
@@ -115,7 +115,7 @@ def delayed_gradients(
         result = run_pass(variables["params"], _by_gemm([*gemms], products, stores), observe)
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
         operands = tuple(_read(store) for _, store in called)
-        likes = tuple((leaf.shape, Like.of(leaf)) for leaf in params)
+        likes = tuple((leaf.shape, ParamInfo.of(leaf)) for leaf in params)
         return result, DeferredGradients(operands, tuple(made for made, _ in called), likes, structure)
 
     return run

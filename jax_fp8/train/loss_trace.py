@@ -21,7 +21,7 @@ from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.paths import LayerPath, at_path, kernel_paths
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import kernel_mark, listing
-from jax_fp8.core.shards import TensorDim, offers
+from jax_fp8.core.shards import ParamSharding, declared_shardings
 from jax_fp8.grads.checks import ALONE, ALONE_OR_PAIR, check_loss
 from jax_fp8.jaxprs.named_values import UNCHANGED, Origin, origins
 
@@ -34,14 +34,14 @@ class LossTrace:
     """What a loss says of its layers.
 
     Args:
-      offers: by param, how it may be split.
+      declared: by param, how it may be split.
       gemms: in FP8, in program order, and their recipes.
       cached: those that have found their weights in the collection "fp8_cache".
       changed: kernels of these GEMMs that are not params as they are, but what the loss has made of them.
       out: shapes of what it returns.
     """
 
-    offers: Mapping[LayerPath, TensorDim]
+    declared: Mapping[LayerPath, ParamSharding]
     gemms: Mapping[LayerPath, Recipe]
     cached: tuple[LayerPath, ...] = ()
     changed: tuple[LayerPath, ...] = ()
@@ -81,7 +81,7 @@ class LossTrace:
 
 def traced(function: Callable, *args: Any, **options: Any) -> tuple[ClosedJaxpr, LossTrace]:
     """The jaxpr of a function of variables, and what it says of its layers."""
-    with offers() as found, listing(marks_kernels=True) as gemms:
+    with declared_shardings() as found, listing(marks_kernels=True) as gemms:
         # A new function, or jax need not trace it again.
         program, out = jax.make_jaxpr(lambda *given: function(*given, **options), return_shape=True)(*args)
     in_fp8 = {kernel for gemm in gemms for kernel in kernel_paths(gemm)}

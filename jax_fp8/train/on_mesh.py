@@ -312,7 +312,7 @@ class OnMesh:
 
 
 def _place(parallel: Parallelism, state: TrainState, trace: LossTrace) -> Placement:
-    placement = place_params(parallel, state.params, trace.offers)
+    placement = place_params(parallel, state.params, trace.declared)
     if parallel.sequence_parallel:
         check_sequence(trace.gemms.values())
         check_rows_are_split(trace, placement)

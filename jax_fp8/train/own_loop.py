@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jax_fp8.core.checks import check_bool, check_flags, describe
 from jax_fp8.core.recipe import Recipe, check_recipe
-from jax_fp8.core.shards import offers
+from jax_fp8.core.shards import declared_shardings
 from jax_fp8.core.state import stage_joined
 from jax_fp8.grads.gradients import take_gradients, with_first_scales
 from jax_fp8.grads.tape import PassResult, fp8_state_of
@@ -141,7 +141,7 @@ def shardings(init_fn: Callable, *args: Any, parallel: Parallelism | Mesh) -> An
     spread = as_parallelism(parallel)
     if spread is None:
         raise ValueError("shardings are those on a mesh, got parallel=None; pass a mesh, or leave out out_shardings")
-    with offers() as found:
+    with declared_shardings() as found:
         shapes = jax.eval_shape(init_fn, *args)
     if not isinstance(shapes, Mapping) or "params" not in shapes:
         raise ValueError(f'init_fn must return a dict with "params", got {describe(shapes)}; pass model.init')

@@ -100,12 +100,12 @@ def _kinds(described: Mapping[str, tuple]) -> dict[str, str]:
 
 def _said_by(trace: LossTrace, name: str) -> tuple[dict, dict]:
     """What a layer says of its params and GEMMs, without its name."""
-    offers = {
+    declared = {
         path[1:]: replace(of, columns_of=of.columns_of and of.columns_of[1:])
-        for path, of in trace.offers.items()
+        for path, of in trace.declared.items()
         if path[:1] == (name,)
     }
-    return offers, {path[1:]: recipe for path, recipe in trace.gemms.items() if path[:1] == (name,)}
+    return declared, {path[1:]: recipe for path, recipe in trace.gemms.items() if path[:1] == (name,)}
 
 
 def _check_names(loss, params):

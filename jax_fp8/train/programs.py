@@ -20,7 +20,7 @@ from jax import lax
 from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.core.shards import offers
+from jax_fp8.core.shards import declared_shardings
 from jax_fp8.grads.gradients import with_kernels
 from jax_fp8.grads.tape import PassResult, added_by_gemms
 from jax_fp8.parallel.mesh import Parallelism
@@ -80,7 +80,7 @@ class Programs:
         def make(*args):
             return TrainState.create(variables=init_fn(*args), tx=self.optimizer)
 
-        with offers() as found:
+        with declared_shardings() as found:
             program, shapes = jax.make_jaxpr(make, return_shape=True)(*args)
         if self.parallel is None:
             return program, shapes, None

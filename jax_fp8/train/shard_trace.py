@@ -27,12 +27,12 @@ def check_rows_are_split(trace: LossTrace, placement: Placement) -> None:
     """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
     device has its own rows.
     """
-    if not any(offer.splits_rows for offer in trace.offers.values()):
+    if not any(sharding.splits_rows for sharding in trace.declared.values()):
         raise ValueError(
             "sequence parallelism needs a model whose embedding splits rows, as fp8.GPT's does, got a loss without "
             "one; leave sequence_parallel out"
         )
-    unknown = ["/".join(path) for path in placement.by_path if path not in trace.offers]
+    unknown = ["/".join(path) for path in placement.by_path if path not in trace.declared]
     if unknown:
         raise ValueError(
             "sequence parallelism must know whether a layer has the rows of all devices, and knows it of fp8.GPT "

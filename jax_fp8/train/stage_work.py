@@ -24,7 +24,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import no_amaxes
 from jax_fp8.grads.tape import GradientTape, Observed, Totals, added_by_gemms
 from jax_fp8.jaxprs.split_vjp import Halves, needed
-from jax_fp8.ops.parameters import Like, LinearParameters
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo
 from jax_fp8.ops.passes import GemmResidual, backward_wgrad
 from jax_fp8.train.pipeline_checks import check_is_on_device
 
@@ -154,7 +154,7 @@ class ChunkWork:
         kernels = [at_path(self.variables["params"], kernel) for kernel in kernel_paths(gemm)]
         sums = GradientSum(tuple(tape.sums[kernel] for kernel in kernel_paths(gemm)), self.weight)
         fp8_gemm = Fp8Gemm(self.gemms[gemm], "/".join(gemm), record=Record(gradient=sums))
-        likes = LinearParameters(tuple(map(Like.of, kernels)), None)
+        likes = LinearParameters(tuple(map(ParamInfo.of, kernels)), None)
         x_only: Any = GemmResidual(x, None, None, None)  # type: ignore[arg-type]
         backward_wgrad(Fp8Pair(None, dy, None), None, x_only, likes, fp8_gemm, tuple(k.shape[-1] for k in kernels))
 

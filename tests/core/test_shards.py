@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
 
 from jax_fp8.core import shards
-from jax_fp8.core.shards import Shards, TensorDim, TensorParallel
+from jax_fp8.core.shards import ParamSharding, Shards, TensorParallel
 
 pytestmark = pytest.mark.versions
 
@@ -30,7 +30,7 @@ def test_rows_of_a_layer_with_sequence_parallelism():
 
 def test_outside_of_a_step_on_shards_there_is_nothing_to_know():
     assert shards.current_tensor() is None and shards.current_amax_axes() == ()
-    assert shards.parts_of(KERNEL, -1) == 1 and shards.side_of(KERNEL) is None and shards.parts_of_batch() == 1
+    assert shards.parts_of(KERNEL, -1) == 1 and shards.split_dim_of(KERNEL) is None and shards.parts_of_batch() == 1
     x = jnp.float32(3)
     assert shards.sum_over_batch(x) is x and shards.largest_amax(x, ()) is x
 
@@ -40,7 +40,7 @@ def test_inside_a_layer_knows_its_part():
         assert shards.current_tensor() is TENSOR
         assert shards.current_amax_axes() == ("data", "tensor") and shards.parts_of_batch() == 2
         assert shards.parts_of(KERNEL, -1) == 4 and shards.parts_of(KERNEL, -2) == 1
-        assert shards.side_of(KERNEL) == "columns" and shards.side_of(OTHER) is None
+        assert shards.split_dim_of(KERNEL) == "columns" and shards.split_dim_of(OTHER) is None
         with pytest.raises(ValueError, match=r"how model/kernel is split by its path .* apply the model to all variab"):
             shards.parts_of(("model", "kernel"), -1)
     assert shards.current_tensor() is None
@@ -48,20 +48,20 @@ def test_inside_a_layer_knows_its_part():
 
 def test_without_tensor_no_param_is_looked_up():
     with Shards(("data",), None, {}, 2).active():
-        assert shards.side_of(("unknown",)) is None and shards.current_amax_axes() == ("data",)
+        assert shards.split_dim_of(("unknown",)) is None and shards.current_amax_axes() == ("data",)
 
 
 def test_offers_are_collected_also_from_a_jitted_function_that_was_traced_before():
     @jax.jit
     def layer(x):
-        shards.offer(KERNEL, TensorDim(-1, 8))
+        shards.declare_sharding(KERNEL, ParamSharding(-1, 8))
         return x
 
     jax.eval_shape(layer, jnp.ones(2))
-    with shards.offers() as found:
+    with shards.declared_shardings() as found:
         jax.eval_shape(layer, jnp.ones(2))
-    assert found == {KERNEL: TensorDim(-1, 8)}
-    shards.offer(OTHER, TensorDim())
+    assert found == {KERNEL: ParamSharding(-1, 8)}
+    shards.declare_sharding(OTHER, ParamSharding())
     assert OTHER not in found
 
 

@@ -9,7 +9,7 @@ from hybrid import assert_close, first_state, gpt, gradients_of, significant, to
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
-from jax_fp8.core.shards import TensorDim
+from jax_fp8.core.shards import ParamSharding
 
 QWEN = {
     "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "use_bias": False,
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_one_device(case):
 
 def test_a_sum_that_is_left_out_would_be_noticed(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr("jax_fp8.nn.dense.TensorDim", lambda is_shared: TensorDim())
+    monkeypatch.setattr("jax_fp8.nn.dense.ParamSharding", lambda is_shared: ParamSharding())
     ours, of_one = step_of(*CASES["heads apart"])
     wrong = {name for name, gradient in of_one.items() if not np.allclose(ours[name], gradient, rtol=1e-2, atol=1e-7)}
     assert {name.split("'")[-4] for name in wrong} == {"query_norm", "key_norm"}

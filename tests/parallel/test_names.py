@@ -58,10 +58,10 @@ def test_names_of_gpt_can_say_what_is_the_default(fields):
     inputs = jax.random.key(0), tokens()[:, :-1]
     shapes = jax.eval_shape(model.init, *inputs)["params"]
     names = jax.eval_shape(model.clone(logical_axes=True).init, *inputs)
-    offers, mesh = LossTrace.of(model.init, *inputs).offers, make_mesh(fsdp=2, tensor=2)
+    declared, mesh = LossTrace.of(model.init, *inputs).declared, make_mesh(fsdp=2, tensor=2)
 
     def specs(rules):
-        return place_params(Parallelism(mesh, rules), shapes, offers).specs
+        return place_params(Parallelism(mesh, rules), shapes, declared).specs
 
     assert specs(rules_from_names(names, AS_BY_DEFAULT)) == specs(())
     assert specs(rules_from_names(names, AS_BY_DEFAULT[1:])) != specs(())  # negative control

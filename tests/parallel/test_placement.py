@@ -1,4 +1,4 @@
-"""Where params lie: by what layers offer, by rules, by size; and that an optimizer's state lies where its params do."""
+"""Where params lie: as layers declare, by rules, by size; and that an optimizer's state lies where its params do."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
-from jax_fp8.core.shards import TensorDim
+from jax_fp8.core.shards import ParamSharding
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import Place, place_params, placed_shapes, put, zeros_like
+from jax_fp8.parallel.placement import ParamPlace, place_params, placed_shapes, put, zeros_like
 from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
@@ -22,15 +22,15 @@ PARAMS = {
     "odd": {"kernel": jnp.zeros((3, 4)), "bias": jnp.zeros(4)},
     "stack": {"kernel": jnp.zeros((5, 8, 12))},
 }
-OFFERS = {
-    ("up", "kernel"): TensorDim(-1, 12, dtype=jnp.bfloat16),
-    ("up", "bias"): TensorDim(-1, 12),
-    ("stack", "kernel"): TensorDim(-2, 8),
+DECLARED = {
+    ("up", "kernel"): ParamSharding(-1, 12, dtype=jnp.bfloat16),
+    ("up", "bias"): ParamSharding(-1, 12),
+    ("stack", "kernel"): ParamSharding(-2, 8),
 }
 
 
-def specs(parallel=HOW, params=PARAMS, offers=OFFERS):
-    return place_params(parallel, params, offers).specs
+def specs(parallel=HOW, params=PARAMS, declared=DECLARED):
+    return place_params(parallel, params, declared).specs
 
 
 def test_layers_say_what_tensor_splits_and_sizes_what_fsdp_does():
@@ -58,18 +58,20 @@ def test_pipe_splits_the_parts_of_fsdp():
 
 def test_a_rule_for_fsdp_holds_for_pipe():
     rules = (("up/kernel", P("tensor", "fsdp")), ("stack", P()))
-    found = specs(Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2), rules), offers={("up", "kernel"): TensorDim(-2, 8)})
+    found = specs(
+        Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2), rules), declared={("up", "kernel"): ParamSharding(-2, 8)}
+    )
     assert found["up"]["kernel"] == P("tensor", ("fsdp", "pipe")) and found["stack"]["kernel"] == P()
     assert specs(Parallelism(make_mesh(pipe=2), (("up/kernel", P(None, "fsdp")),)))["up"]["kernel"] == P(None, "pipe")
 
 
 def test_amaxes_of_weights_are_those_of_all_stages():
     """Where weights are cast each device has its part of a layer; in the layers those of `pipe` have others."""
-    placement = place_params(Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2)), PARAMS, OFFERS)
+    placement = place_params(Parallelism(make_mesh(pipe=2, fsdp=2, tensor=2)), PARAMS, DECLARED)
     assert placement.shards.axes == ("fsdp", "tensor") and placement.shards.batch_parts == 2
     assert placement.shards_of_weights.axes == ("fsdp", "pipe", "tensor")
     assert placement.splits_params and place_params(Parallelism(make_mesh(pipe=2)), PARAMS, {}).splits_params
-    places = place_params(HOW, PARAMS, OFFERS)
+    places = place_params(HOW, PARAMS, DECLARED)
     assert places.shards_of_weights == places.shards
 
 
@@ -82,21 +84,21 @@ def test_rules_come_before_what_layers_say_and_the_first_counts():
 
 
 def test_few_heads_are_whole_on_all_devices_and_their_gradient_is_in_parts():
-    of_heads = TensorDim(-1, 2, "heads", or_whole=True)
+    of_heads = ParamSharding(-1, 2, "heads", or_whole=True)
     parallel = Parallelism(make_mesh(tensor=4))
-    by_path = place_params(parallel, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path
-    assert by_path["up", "kernel"] == Place((8, 12), None, None, True, storage=())
+    by_path = place_params(parallel, PARAMS, DECLARED | {("up", "kernel"): of_heads}).by_path
+    assert by_path["up", "kernel"] == ParamPlace((8, 12), None, None, True, storage=())
     assert not by_path["up", "bias"].is_partial
     by_rule = Parallelism(make_mesh(tensor=4), (("up/kernel", P()),))
-    assert place_params(by_rule, PARAMS, OFFERS | {("up", "kernel"): of_heads}).by_path["up", "kernel"].is_partial
+    assert place_params(by_rule, PARAMS, DECLARED | {("up", "kernel"): of_heads}).by_path["up", "kernel"].is_partial
 
 
 def test_what_a_device_computes_with():
-    places = place_params(HOW, PARAMS, OFFERS)
+    places = place_params(HOW, PARAMS, DECLARED)
     assert places.by_path["up", "kernel"].shape_without_fsdp(2) == (8, 6)
     assert places.shards.dims["up", "kernel"] == -1 and places.shards.dims["odd", "kernel"] is None
     assert places.shards.axes == ("fsdp", "tensor") and places.shards.batch_parts == 2 and places.splits_params
-    assert not place_params(Parallelism(make_mesh(data=2)), PARAMS, OFFERS).splits_params
+    assert not place_params(Parallelism(make_mesh(data=2)), PARAMS, DECLARED).splits_params
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_what_a_device_computes_with():
 )
 def test_moments_lie_where_their_params_do(tx):
     params = {"wide": {"kernel": jnp.zeros((256, 384))}}
-    placement = place_params(HOW, params, {("wide", "kernel"): TensorDim(-1, 384)})
+    placement = place_params(HOW, params, {("wide", "kernel"): ParamSharding(-1, 384)})
     state = jax.eval_shape(lambda: fp8.TrainState.create(variables={"params": params}, tx=tx))
     shardings = placement.shardings(state)
     assert shardings.params["wide"]["kernel"].spec == P("fsdp", "tensor")
@@ -136,23 +138,23 @@ def test_arrays_of_a_program_are_put_on_meshes_of_each_kind(axis_type):
 
 
 def test_a_bias_is_split_where_the_columns_of_its_kernel_are():
-    offers = {
-        ("up", "kernel"): TensorDim(-1, 12, by_rule=(-1, -2)),
-        ("up", "bias"): TensorDim(-1, 12, by_rule=(-1,), columns_of=("up", "kernel")),
+    declared = {
+        ("up", "kernel"): ParamSharding(-1, 12, by_rule=(-1, -2)),
+        ("up", "bias"): ParamSharding(-1, 12, by_rule=(-1,), columns_of=("up", "kernel")),
     }
     specs_of = {"whole": (P(), P()), "columns": (P(None, "tensor"), P("tensor")), "rows": (P("tensor", None), P())}
     for of_kernel, of_bias in specs_of.values():
         rules = (("up/kernel", of_kernel), ("up/bias", of_bias))
-        found = specs(Parallelism(HOW.mesh, rules), {"up": PARAMS["up"]}, offers)["up"]
+        found = specs(Parallelism(HOW.mesh, rules), {"up": PARAMS["up"]}, declared)["up"]
         assert found == {"kernel": P("tensor") if of_kernel == P("tensor", None) else of_kernel, "bias": of_bias}
     for kernel, bias in (("whole", "columns"), ("columns", "whole"), ("rows", "columns")):
         rules = (("up/kernel", specs_of[kernel][0]), ("up/bias", specs_of[bias][1]))
         with pytest.raises(ValueError, match=r"tensor=2 where the columns of its kernel are, got P.* for up/kernel"):
-            specs(Parallelism(HOW.mesh, rules), {"up": PARAMS["up"]}, offers)
+            specs(Parallelism(HOW.mesh, rules), {"up": PARAMS["up"]}, declared)
         no_tensor = Parallelism(make_mesh(fsdp=2, tensor=1), rules)
-        assert specs(no_tensor, {"up": PARAMS["up"]}, offers)["up"]["bias"] == P()
+        assert specs(no_tensor, {"up": PARAMS["up"]}, declared)["up"]["bias"] == P()
     with pytest.raises(ValueError, match=r"got P.* for up/bias; let the rules name both, or none"):
-        specs(Parallelism(HOW.mesh, (("up/kernel", P()),)), {"up": PARAMS["up"]}, offers)
+        specs(Parallelism(HOW.mesh, (("up/kernel", P()),)), {"up": PARAMS["up"]}, declared)
 
 
 RULES = {
@@ -181,25 +183,27 @@ def test_rules_that_do_not_fit_a_param(case):
     axes = {"pipe": 4, "fsdp": 2} if case == "parts of stages" else {"fsdp": 2, "tensor": 4}
     parallel = Parallelism(make_mesh(**axes), (("up/kernel", rule),))
     with pytest.raises(ValueError, match=message):
-        specs(parallel, {"up": PARAMS["up"]}, {("up", "kernel"): TensorDim(-1, 12 if case == "both" else 6, "heads")})
+        specs(
+            parallel, {"up": PARAMS["up"]}, {("up", "kernel"): ParamSharding(-1, 12 if case == "both" else 6, "heads")}
+        )
 
 
-@pytest.mark.parametrize("offers", [{("up", "kernel"): TensorDim()}, {}], ids=["a norm", "a layer of others"])
-def test_a_rule_for_what_no_layer_can_split(offers):
+@pytest.mark.parametrize("declared", [{("up", "kernel"): ParamSharding()}, {}], ids=["a norm", "a layer of others"])
+def test_a_rule_for_what_no_layer_can_split(declared):
     parallel = Parallelism(make_mesh(tensor=2), (("up/kernel", P(None, "tensor")),))
     with pytest.raises(
         ValueError, match=r"for up/kernel of shape \(8, 12\), whose layer needs all of it on every device; c"
     ):
-        specs(parallel, {"up": PARAMS["up"]}, offers)
+        specs(parallel, {"up": PARAMS["up"]}, declared)
 
 
 def test_a_rule_for_heads_of_which_each_device_has_all():
-    offers = {("up", "kernel"): TensorDim(-1, 2, "heads", or_whole=True)}
+    declared = {("up", "kernel"): ParamSharding(-1, 2, "heads", or_whole=True)}
     parallel = Parallelism(make_mesh(tensor=4), (("up/kernel", P(None, "tensor")),))
     with pytest.raises(
         ValueError, match=r"must leave up/kernel whole over tensor=4, .* got P.* of 2; leave tensor out"
     ):
-        specs(parallel, {"up": PARAMS["up"]}, offers)
+        specs(parallel, {"up": PARAMS["up"]}, declared)
 
 
 # Changes of the config, and what does not go into three parts.
@@ -230,4 +234,4 @@ def test_models_that_do_not_go_into_so_many_parts(case):
     layers = LossTrace.of(model.init, jax.random.key(0), tokens()[:, :-1])
     params = jax.eval_shape(model.init, jax.random.key(0), tokens()[:, :-1])["params"]
     with pytest.raises(ValueError, match=message):
-        place_params(Parallelism(make_mesh(tensor=3)), params, layers.offers)
+        place_params(Parallelism(make_mesh(tensor=3)), params, layers.declared)

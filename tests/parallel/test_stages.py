@@ -13,7 +13,7 @@ from reference import amax, assert_same_bits, quantize, quantize_by_tile
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.scale import ScaleFormula
-from jax_fp8.core.shards import TensorDim
+from jax_fp8.core.shards import ParamSharding
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.parallel import stages
 from jax_fp8.parallel.mesh import Parallelism
@@ -32,15 +32,15 @@ ALL = "all", "pipe last"  # have every axis between them, and stand for the othe
 EACH_MESH = [
     pytest.param(axes, id=name, marks=pytest.mark.versions if name in ALL else ()) for name, axes in MESHES.items()
 ]
-# Shape and offer of each param of a layer; `odd` can be split by its columns alone, `whole` not at all.
+# Shape and sharding of each param of a layer; `odd` can be split by its columns alone, `whole` not at all.
 PARAMS = {
-    "columns": ((16, 24), TensorDim(-1, 24)),
-    "rows": ((16, 8), TensorDim(-2, 16)),
-    "narrow": ((16, 16), TensorDim(dtype=jnp.bfloat16)),
-    "odd": ((5, 16), TensorDim()),
-    "whole": ((3, 5), TensorDim()),
-    "heads": ((16, 6), TensorDim(-1, 1, "heads", or_whole=True)),
-    "bias": ((24,), TensorDim(-1, 24)),
+    "columns": ((16, 24), ParamSharding(-1, 24)),
+    "rows": ((16, 8), ParamSharding(-2, 16)),
+    "narrow": ((16, 16), ParamSharding(dtype=jnp.bfloat16)),
+    "odd": ((5, 16), ParamSharding()),
+    "whole": ((3, 5), ParamSharding()),
+    "heads": ((16, 6), ParamSharding(-1, 1, "heads", or_whole=True)),
+    "bias": ((24,), ParamSharding(-1, 24)),
 }
 
 
@@ -54,8 +54,8 @@ class Layers:
             layer: {name: rng.normal(size=shape).astype(np.float32) for name, (shape, _) in PARAMS.items()}
             for layer in self.stages.layers
         }
-        offers = {(layer, name): offer for layer in self.stages.layers for name, (_, offer) in PARAMS.items()}
-        self.placement = place_params(Parallelism(make_mesh(**axes), **options), self.params, offers)
+        declared = {(layer, name): sharding for layer in self.stages.layers for name, (_, sharding) in PARAMS.items()}
+        self.placement = place_params(Parallelism(make_mesh(**axes), **options), self.params, declared)
         self.places = self.placement.places["layer_0"]
 
     def devices(self):

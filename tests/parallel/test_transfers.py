@@ -13,11 +13,11 @@ from reference import assert_same_bits
 import jax_fp8 as fp8
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import E4M3, KERNEL
-from jax_fp8.core.shards import TensorDim
+from jax_fp8.core.shards import ParamSharding
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.parallel import transfers
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import Place, Placement, place_params
+from jax_fp8.parallel.placement import ParamPlace, Placement, place_params
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 MESH = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (2, 2, 2)), tuple(AXES))
@@ -27,8 +27,8 @@ PARAMS = {
     "other": jax.random.normal(jax.random.key(1), (16, 16)),
     "bias": jax.random.normal(jax.random.key(2), (16,)),
 }
-OFFERS = {("kernel",): TensorDim(-1, 48), ("other",): TensorDim(dtype=jnp.bfloat16)}
-PLACEMENT = place_params(HOW, PARAMS, OFFERS)
+DECLARED = {("kernel",): ParamSharding(-1, 48), ("other",): ParamSharding(dtype=jnp.bfloat16)}
+PLACEMENT = place_params(HOW, PARAMS, DECLARED)
 EVERY = P(("data", "fsdp", "tensor"))  # one result of each device
 
 
@@ -60,7 +60,7 @@ def test_a_kernel_that_is_read_in_fp8_is_not_gathered_and_cannot_be_read():
 
 def test_a_weight_in_fp8_is_gathered_in_both_orientations():
     cast, kernel = Cast.with_scale(E4M3, jnp.float32(0.02)), PARAMS["kernel"]
-    place = Place(kernel.shape, None, -2)
+    place = ParamPlace(kernel.shape, None, -2)
 
     def gather(own):
         pair = transfers.gather_weight([place], quantize_transpose(own, cast))
@@ -72,12 +72,12 @@ def test_a_weight_in_fp8_is_gathered_in_both_orientations():
         assert_same_bits(rowwise[device], expected.rowwise.values)
         assert_same_bits(columnwise[device], expected.columnwise.values)
     whole = quantize_transpose(kernel, cast)
-    assert transfers.gather_weight([Place(kernel.shape)], whole) is whole
+    assert transfers.gather_weight([ParamPlace(kernel.shape)], whole) is whole
 
 
 def test_a_weight_by_tile_is_gathered_with_its_scales():
     kernel = jax.random.normal(jax.random.key(3), (256, 144)) * jnp.exp2(jnp.arange(256) // 64)[:, None]
-    place = Place(kernel.shape, None, -2)
+    place = ParamPlace(kernel.shape, None, -2)
     cast = fp8.BlockScaling().cast(KERNEL, None, None)
 
     def gather(own):
@@ -103,14 +103,14 @@ def test_a_weight_by_tile_is_gathered_with_its_scales():
     ],
 )
 def test_squares_that_devices_cut(shape, tensor_dim, is_cut):
-    place = Place(shape, tensor_dim, -2)
+    place = ParamPlace(shape, tensor_dim, -2)
     assert transfers.cuts_squares(HOW, [place], fp8.BlockScaling()) == is_cut
     assert not transfers.cuts_squares(HOW, [place], fp8.CurrentScaling())
-    assert not transfers.cuts_squares(HOW, [Place(shape, tensor_dim)], fp8.BlockScaling())  # whole on each device
+    assert not transfers.cuts_squares(HOW, [ParamPlace(shape, tensor_dim)], fp8.BlockScaling())  # whole on each device
 
 
 def test_what_can_be_gathered_as_one_array():
-    rows, columns, whole = Place((4, 4), None, -2), Place((4, 4), None, -1), Place((4, 4))
+    rows, columns, whole = ParamPlace((4, 4), None, -2), ParamPlace((4, 4), None, -1), ParamPlace((4, 4))
     assert transfers.can_be_gathered_in_fp8([rows, rows]) and transfers.can_be_gathered_in_fp8([whole])
     assert not transfers.can_be_gathered_in_fp8([columns]) and not transfers.can_be_gathered_in_fp8([rows, whole])
 
@@ -122,7 +122,7 @@ def gradients_of_each(shape) -> np.ndarray:
 @pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_are_summed_over_the_batch_and_each_device_keeps_its_shard(gradient_dtype):
     parallel = Parallelism(MESH, gradient_dtype=gradient_dtype)
-    placement = place_params(parallel, PARAMS, OFFERS)
+    placement = place_params(parallel, PARAMS, DECLARED)
     each = {
         "kernel": gradients_of_each((32, 24)),
         "other": gradients_of_each((16, 16)),
@@ -155,7 +155,7 @@ EVERY_STAGE = P(tuple(STAGES))
 def on_stages():
     """A placement on a mesh with stages, and what runs a function on it."""
     mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (2, 2, 2)), tuple(STAGES))
-    return place_params(Parallelism(mesh), PARAMS, OFFERS), partial(on_devices, **STAGES)
+    return place_params(Parallelism(mesh), PARAMS, DECLARED), partial(on_devices, **STAGES)
 
 
 def test_params_of_no_layer_are_gathered_over_stages_too(on_stages):
@@ -192,7 +192,7 @@ def test_gradients_of_no_layer_are_summed_over_stages_too(on_stages):
 @pytest.mark.parametrize("gradient_dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_in_16_bits_of_float32_params_are_summed_in_float32(gradient_dtype):
     """256 + 1 + 1 + 1, which bfloat16 cannot hold."""
-    places = {"kernel": Place((4, 4))}
+    places = {"kernel": ParamPlace((4, 4))}
     placement = Placement(Parallelism(MESH, gradient_dtype=gradient_dtype), places)
     of_each = jnp.repeat(jnp.array([256, 1, 1, 1], jnp.bfloat16), 2).reshape(8, 1, 1) * jnp.ones(
         (8, 4, 4), jnp.bfloat16
@@ -205,7 +205,7 @@ def test_gradients_in_16_bits_of_float32_params_are_summed_in_float32(gradient_d
     assert found.dtype == jnp.float32 and bool(jnp.all(found == 259)) == (gradient_dtype is None)
 
 
-@pytest.mark.parametrize("place", [Place((16,)), Place((16,), is_partial=True)], ids=["whole", "in parts"])
+@pytest.mark.parametrize("place", [ParamPlace((16,)), ParamPlace((16,), is_partial=True)], ids=["whole", "in parts"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_param_of_all_devices_of_tensor_has_one_gradient(place, sequence):
     """Where each has computed all of it, their mean; where each has computed its rows or heads, their sum."""

@@ -30,14 +30,14 @@ def pieces_of(loss, parts=PARTS) -> Pieces:
 
 
 def test_what_pieces_say_is_what_the_loss_says():
-    """Of a GPT, whose layers offer how their params may be split; also in which order."""
+    """Of a GPT, whose layers declare how their params may be split; also in which order."""
     model = gpt(DELAYED, num_layers=3, head_recipe=CURRENT)
     batch = tokens()
     variables = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
     loss = fp8.next_token_loss(model)
     pieces, whole = Pieces.of(loss, variables, batch), LossTrace.of(loss, variables, batch)
     assert pieces.trace == whole and list(pieces.trace.gemms) == list(whole.gemms)
-    assert any(offer.columns_of for offer in whole.offers.values()) and len(whole.gemms) == 3 * 4
+    assert any(sharding.columns_of for sharding in whole.declared.values()) and len(whole.gemms) == 3 * 4
     assert set(pieces.kinds.values()) == {"layer_0"}
     short = LossTrace.of(pieces.short_loss, {key: pieces.short(tree) for key, tree in variables.items()}, batch)
     assert pieces.of_all(short.gemms) == whole.gemms and len(short.gemms) == 4

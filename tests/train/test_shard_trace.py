@@ -9,7 +9,7 @@ import pytest
 from hybrid import gpt, make_mesh, run, tokens
 
 import jax_fp8 as fp8
-from jax_fp8.core.shards import TensorDim
+from jax_fp8.core.shards import ParamSharding
 from jax_fp8.train.loss_trace import LossTrace
 
 RECIPE = fp8.DelayedScaling(amax_history_len=2)
@@ -29,14 +29,16 @@ def test_layers_say_what_they_are_when_they_are_traced():
         ("layer_0", "mlp", "up"), ("layer_0", "mlp", "down"),
     )  # fmt: skip
     attention = ("layer_0", "attention")
-    assert of_loss.offers[*attention, "out", "kernel"] == TensorDim(-2, 128, by_rule=(-1, -2))
+    assert of_loss.declared[*attention, "out", "kernel"] == ParamSharding(-2, 128, by_rule=(-1, -2))
     key = *attention, "key", "kernel"
-    of_bias = TensorDim(-1, 4, "key and value heads", or_whole=True, by_rule=(-1,), columns_of=key)
-    assert of_loss.offers[*attention, "key", "bias"] == of_bias
-    assert of_loss.offers["embedding",].splits_rows
+    of_bias = ParamSharding(
+        -1, 4, "key and value heads", or_whole=True, by_rule=(-1,), columns_of=key, logical_name="kv_heads"
+    )
+    assert of_loss.declared[*attention, "key", "bias"] == of_bias
+    assert of_loss.declared["embedding",].splits_rows
     assert of_loss.gemms_of({(*attention, "out", "kernel"): None}, SHAPES["fp8"]) == {(*attention, "out"): RECIPE}
     plain = LossTrace.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
-    assert plain.gemms == {} and plain.offers["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
+    assert plain.gemms == {} and plain.declared["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
 
 
 def test_a_jitted_loss_says_the_same_the_second_time():

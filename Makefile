@@ -9,7 +9,7 @@
 #
 # With --jobs 2, what one environment needs is downloaded while the kernels are compiled for the other; they are
 # compiled once. PYTHON=/path/to/python chooses the interpreter, JAX="jax<0.13" the jax; ARGS="--preset gpt2-124m" goes
-# to examples/train_gpt.py.
+# to `python -m jax_fp8 train`.
 
 .PHONY: train check test test-all versions lint install clean
 
@@ -58,7 +58,7 @@ NO_PYTHON := needs Python 3.11 or newer with venv and headers (on Debian or Ubun
 NO_COMPILER := needs a C++ compiler (on Debian or Ubuntu: g++); install one, or set CXX=/path/to/compiler
 
 train: .venv/.train
-	.venv/bin/python examples/train_gpt.py --preset tiny --compare $(ARGS)
+	.venv/bin/python -m jax_fp8 train --preset tiny --compare $(ARGS)
 
 check: lint
 	$(call run_tests,.venv,-m "not slow" $(FAST))

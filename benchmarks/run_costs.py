@@ -6,7 +6,7 @@
 
 Variants of a step take turns, a few steps at a time, so that a GPU that slows down slows all of them. None of them may
 change what is computed: after a step, sums of bits of params, optimizer and FP8 state are compared, and beside it those
-of one step more, which must differ. A checkpoint is saved as the example saves it (examples/checkpoints.py); steps go
+of one step more, which must differ. A checkpoint is saved as a run saves it (jax_fp8/run/checkpoints.py); steps go
 on while it is written.
 """
 
@@ -29,7 +29,6 @@ import jax_fp8 as fp8
 from jax_fp8.train.cuda_graph import default_options
 
 HERE = pathlib.Path(__file__).resolve()
-sys.path.append(str(HERE.parents[1] / "examples"))
 ROUNDS, EVERY = 5, 10  # turns of each variant, and the steps of one
 LONGEST_WRITE = 400  # steps that are timed while a checkpoint is written, at most
 
@@ -76,7 +75,7 @@ def bits(state: fp8.TrainState) -> dict[str, int]:
     """The sum of the bits of every array but the step count, and what belongs to the table of the embedding: a GPU adds
     its gradient up in any order.
     """
-    from checkpoints import describe  # needs Orbax
+    from jax_fp8.run.checkpoints import describe  # needs Orbax
 
     described = describe([state.params, state.opt_state, state.fp8])
     return {path: row[2] for path, row in described.items() if "embedding" not in path}
@@ -125,7 +124,7 @@ def measure_steps(training: Training, rounds: int) -> list[dict]:
 
 
 def measure_saving(training: Training, folder: pathlib.Path) -> dict:
-    from checkpoints import Checkpoints
+    from jax_fp8.run.checkpoints import Checkpoints
 
     kept = Checkpoints(folder / "checkpoints", every=1, keep=1, resume=False)
     with kept:

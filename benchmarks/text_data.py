@@ -2,23 +2,20 @@
 
 files → without duplicates → (train, held out) → token ids on the device → windows of `seq_len + 1`, gathered there
 
-The text functions and the tokenizer are those of the example. What this file adds is what a comparison needs: the same
-sample of a large corpus for every run, no document in both parts, and epochs that repeat nothing.
+The text functions and the tokenizer are those of `python -m jax_fp8 train`. This file adds what a comparison needs: the
+same sample of a large corpus for every run, no document in both parts, and epochs that repeat nothing.
 """
 
 import dataclasses
 import hashlib
 import pathlib
-import sys
 import sysconfig
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
-
-import text
+from jax_fp8.run import text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,5 +3,6 @@
 import sys
 
 from jax_fp8.cli import main
+from jax_fp8.run.leaving import leave
 
-sys.exit(main(sys.argv[1:]))
+leave(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
-`tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here; `report`
-makes a page of what a training run left; `convert` takes models from Hugging Face and back.
+`tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here; `train`
+trains a GPT, `generate` and `export` use its checkpoints, `report` makes a page of what it left; `convert` takes models
+from Hugging Face and back.
 
 A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
 device that a training run would use, and compares it with bfloat16's.
@@ -42,6 +43,11 @@ from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+OF_A_RUN = {
+    "train": "train a GPT in FP8 on real text",
+    "generate": "generate text from a checkpoint, or a model of Hugging Face",
+    "export": "write the params of a checkpoint to a file",
+}
 
 
 class Finding(NamedTuple):
@@ -210,6 +216,19 @@ def report_run(run: str, output: str | None = None) -> int:
     return 0
 
 
+def run_command(command: str, argv: list[str]) -> int:
+    """One of OF_A_RUN, which parse their options themselves. Returns the exit code."""
+    try:
+        from jax_fp8.run import export, generate, train
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("jax_fp8"):
+            raise
+        remedy = '`pip install "jax_fp8[train]"`, or in a checkout `pip install ".[train]"`'
+        print(f"python -m jax_fp8 {command}: needs the extra `train`, got no {error.name}; {remedy}", file=sys.stderr)
+        return 2
+    return {"train": train, "generate": generate, "export": export}[command].main(argv)
+
+
 class _Parser(argparse.ArgumentParser):
     """Complains in one sentence, without a page of usage."""
 
@@ -224,10 +243,14 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    if argv and argv[0] in OF_A_RUN:
+        return run_command(argv[0], argv[1:])
     parser = _Parser(prog="python -m jax_fp8", description="FP8 training of Transformers in JAX.")
     parser.add_argument("--version", action="version", version=f"jax_fp8 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     commands.add_parser("doctor", help="what was found on this machine, what is missing, and what to do about it")
+    for command, words in OF_A_RUN.items():
+        commands.add_parser(command, help=words)
     tuner = commands.add_parser("tune", help="measure cuBLASLt's algorithms for the FP8 GEMMs of a GPT on this GPU")
     tuned = tuner.add_mutually_exclusive_group(required=True)
     tuned.add_argument("--preset", choices=PRESETS, help="the model")

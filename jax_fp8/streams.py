@@ -1,8 +1,8 @@
 """What a program prints, also where nobody reads it: work goes on when a stream is closed, full, or never was.
 
-    python examples/train_gpt.py | head -1      the reader has gone after a line; the run trains on and saves
-    python examples/train_gpt.py >&- 2>&-       there are no streams; the files of the run do not get their numbers
-    python -m jax_fp8 plan ... > /dev/full      what cannot be written is said once, and the exit status is 1
+    python -m jax_fp8 train | head -1        the reader has gone after a line; the run trains on and saves
+    python -m jax_fp8 train >&- 2>&-         there are no streams; the files of the run do not get their numbers
+    python -m jax_fp8 plan ... > /dev/full   what cannot be written is said once, and the exit status is 1
 
 Characters that a stream cannot show are written as escapes.
 """

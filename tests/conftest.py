@@ -113,9 +113,9 @@ def _compiled_anew(request):
 
 @pytest.fixture(autouse=True)
 def _old_objects_left_alone(request):
-    """What collects garbage itself (the example, long runs) looks through what its test has made, and not through what
+    """What collects garbage itself (a run) looks through what its test has made, and not through what
     all tests before it left: that took seconds each time."""
-    if request.path.parent.name in ("examples", "benchmarks") or request.path.name == "test_microbatches.py":
+    if request.path.parent.name in ("run", "examples", "benchmarks") or request.path.name == "test_microbatches.py":
         gc.freeze()
         yield
         gc.unfreeze()
@@ -149,19 +149,6 @@ def benchmark(monkeypatch):
     path = list(sys.path)
     yield importlib.import_module
     sys.path[:] = path
-    for name in (
-        "text",
-        *(file.stem for file in folder.glob("*.py")),
-    ):  # `text` is an example's, which one of them imports
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """A module of examples/ by name, imported as the script imports it."""
-    folder = pathlib.Path(__file__).parents[1] / "examples"
-    monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module
     for file in folder.glob("*.py"):
         sys.modules.pop(file.stem, None)
 

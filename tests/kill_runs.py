@@ -1,4 +1,4 @@
-"""Kill a run of the example again and again, and see whether it ends as if nobody had.
+"""Kill a run again and again, and see whether it ends as if nobody had.
 
     python tests/kill_runs.py                                        # 20 kills, some minutes
     python tests/kill_runs.py --kills 3 --steps 60 --recipe bf16
@@ -38,7 +38,7 @@ class Killed(NamedTuple):
 
 
 class Program:
-    """The example, with all outputs in one folder, and programs that are compiled once for all starts."""
+    """`python -m jax_fp8 train`, with all outputs in one folder, and programs that are compiled once for all starts."""
 
     def __init__(self, folder: Path, options: list[str]):
         self.output, self._options = folder / "runs", options
@@ -48,7 +48,7 @@ class Program:
 
     def start(self, name: str) -> subprocess.Popen:
         """Begin the run of this name, or go on with it."""
-        command = [sys.executable, str(ROOT / "examples/train_gpt.py"), *SMALL.split(), *DIAGNOSED.split()]
+        command = [sys.executable, "-m", "jax_fp8", "train", *SMALL.split(), *DIAGNOSED.split()]
         command += self._options
         command += ["--output", str(self.output), "--name", name, "--resume", "auto"]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -131,7 +131,7 @@ def kill_runs(folder: Path, kills: int, steps: int, every: int, seed: int, recip
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Kill a run of the example, and compare it with one left alone.")
+    parser = argparse.ArgumentParser(description="Kill a run, and compare it with one left alone.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=3, help="steps between two checkpoints")

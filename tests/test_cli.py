@@ -227,7 +227,7 @@ BOTH = ["tune", "--preset", "tiny", "--rates", "rates.json"]
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["train"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"], BOTH, ["report"]]
+    "argv", [[], ["trian"], ["doctor", "--resume"], ["tune"], ["tune", "--preset", "no"], BOTH, ["report"]]
 )
 def test_what_does_not_exist_is_one_sentence(argv, capsys):
     with pytest.raises(SystemExit) as stop:

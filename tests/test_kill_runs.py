@@ -6,7 +6,7 @@ import kill_runs
 import pytest
 
 
-@pytest.mark.slow  # five starts of the example
+@pytest.mark.slow  # five starts of a run
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path):
     given = {"kills": 3, "steps": 40, "every": 2, "seed": 0, "recipe": "bf16", "data": kill_runs.ROOT / "docs"}
     killed = kill_runs.kill_runs(tmp_path, **given)

@@ -32,16 +32,20 @@ ROOMS = {
     "nnx": BELOW_TRAIN | {"nn", "train", "nnx"},
     "tools": BELOW_TRAIN | {"train", "tools"},
 }
+# What a person runs stands above all rooms, beside the files in jax_fp8/ that it reads; only cli.py starts it.
+ROOMS["run"] = {*ROOMS, "run", "gpt_plans", "streams"}
 NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
 
 # (file, imported module): why the import cannot stand at the top.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
-    ("benchmarks/run_costs.py", "checkpoints"): "needs Orbax, and the steps are timed without it",
+    ("benchmarks/run_costs.py", "jax_fp8.run.checkpoints"): "needs Orbax, and the steps are timed without it",
+    ("jax_fp8/cli.py", "jax_fp8.run"): "needs the packages of the extra `train`, which no other command does",
 }
 
 # Source file: why it has no test file of its own.
 WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
+    "jax_fp8/run/command_line.py": "tests/run/test_checks.py, test_generate.py and test_export.py parse by it",
     "jax_fp8/tools/report/finding.py": "a tuple and the words for its fields, without code",
 }
 
@@ -63,8 +67,9 @@ OWN_FILES: dict[str, str] = {
     "jax_fp8/streams.py": "os.devnull, in place of a stream",
     "jax_fp8/tools/described.py": "a description that comes with the package",
     "jax_fp8/train/lowering.py": "a listing that the compiler has written to a folder of ours",
-    "examples/logs.py": "rows are appended to a log",
-    "examples/record.py": "a folder is opened, to be locked",
+    "examples/train_gpt.py": "a reader's own program, which the library's files do not concern",
+    "jax_fp8/run/folder.py": "a folder is opened, to be locked",
+    "jax_fp8/run/logs.py": "rows are appended to a log",
 }
 # Functions that touch files: methods of a path, and functions of modules.
 OF_PATHS = (
@@ -408,7 +413,7 @@ PLANTED = [
     ),
     (
         files_by_themselves,
-        {"examples/a.py": "class A:\n    def f(self):\n        self.path.open('a')"},
+        {"jax_fp8/run/a.py": "class A:\n    def f(self):\n        self.path.open('a')"},
         "self.path.open must be done",
     ),
     (

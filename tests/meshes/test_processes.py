@@ -21,6 +21,7 @@ from hybrid import with_scales
 from several_processes import cpus, free_port, run_processes
 
 import jax_fp8 as fp8
+from jax_fp8.run import train
 
 ROOT = Path(__file__).parents[2]
 PROCESSES, BATCH, SEQ = 2, 16, 16
@@ -137,12 +138,12 @@ def test_two_processes_drive_microbatches_and_loops_like_one(tmp_path):
     assert abs(expected[0][1] - expected[1][1]) > 1e3 * SUMS_IN_ANOTHER_ORDER  # negative control: of other params
 
 
-EXAMPLE = ROOT / "examples/train_gpt.py"
+TRAIN = ["-m", "jax_fp8", "train"]
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 8 --steps 3".split()
 
 
 @pytest.mark.slow
-def test_the_example_in_two_processes(example, book, tmp_path, capsys):
+def test_a_run_in_two_processes(book, tmp_path, capsys):
     """Both train, the first one writes and prints; the log is that of one process with two devices."""
     arguments = [
         *SMALL,
@@ -160,14 +161,14 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
         tmp_path,
     ]
     together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", PROCESSES, "--process-id"]
-    commands = [[EXAMPLE, *arguments, "--name", "two", *together, process] for process in range(PROCESSES)]
+    commands = [[*TRAIN, *arguments, "--name", "two", *together, process] for process in range(PROCESSES)]
     first, second = run_processes(*commands, environments=cpus(1, PROCESSES))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "validation loss" in first.stdout and "loss " in first.stderr
     own = [line for line in second.stdout.splitlines() if "[Gloo]" not in line]
     assert (own, second.stderr) == ([], "")
 
-    assert example("train_gpt").main([*map(str, arguments), "--name", "one"]) == 0
+    assert train.main([*map(str, arguments), "--name", "one"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["one", "two"]
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -185,7 +186,7 @@ def test_the_example_in_two_processes(example, book, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_example_in_two_processes_ends_after_one_step_and_goes_on(book, tmp_path):
+def test_a_run_in_two_processes_ends_after_one_step_and_goes_on(book, tmp_path):
     """Of which one alone is told to end; both save, in one checkpoint, and end as if they had not been interrupted."""
     options = [*SMALL, "--steps", 300, "--recipe", "bf16", "--data", book, "--mesh", "fsdp=2", "--output", tmp_path]
     options += ["--checkpoint-every", 150, "--eval-every", 100]
@@ -193,7 +194,7 @@ def test_the_example_in_two_processes_ends_after_one_step_and_goes_on(book, tmp_
     def commands(name):
         together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", PROCESSES, "--process-id"]
         own = [*options, "--name", name, "--resume", "auto", *together]
-        return [[EXAMPLE, *own, process] for process in range(PROCESSES)]
+        return [[*TRAIN, *own, process] for process in range(PROCESSES)]
 
     def both(name):
         for finished in run_processes(*commands(name), environments=cpus(1, PROCESSES)):

@@ -1,4 +1,4 @@
-"""Read what a run left in its folder: config.json, metrics.jsonl, diagnostics.jsonl and events.jsonl.
+"""Read what a run left in its folder, whose format is in run_format.py: configuration and logs.
 
 A folder has one run, or two that were compared: "delayed" and "bf16". A program that was killed leaves a last line that
 is half-written, and one that went on from a checkpoint may have taken steps again: of these the last counts.
@@ -16,22 +16,22 @@ import numpy as np
 
 from jax_fp8.core.files import Unreadable, parse_json, read_bytes, reading
 from jax_fp8.tools.report.diagnosed import Diagnosed, Sample, gather, number_of, sample_of
-
-CONFIG, METRICS, DIAGNOSTICS, EVENTS = FILES = ("config.json", "metrics.jsonl", "diagnostics.jsonl", "events.jsonl")
-MEASURED = (
-    "loss",
-    "val_loss",
-    "tokens_per_second",
-    "model_tflops",
-    "bf16_utilization",
-    "fp8_utilization",
-    "peak_memory_gib",
+from jax_fp8.tools.report.run_format import (
+    CONFIG,
+    DIAGNOSTICS,
+    EVENTS,
+    LOGS,
+    MEASURED,
+    METRICS,
+    MOST_CONFIG,
+    check_row,
 )
+
+FILES = (CONFIG, *LOGS)
 NO_ROW = (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError)
-MOST_CONFIG, MOST_LINE, MOST_LOG = 2**24, 2**26, 2**33  # bytes of config.json, of a row, and of a log
+MOST_LINE, MOST_LOG = 2**26, 2**33  # bytes of a row, and of a log
 LAST_TIME = 253_402_300_799.0  # the last second of the year 9999
 LARGEST = 1e30  # of what a log measures: beyond it there is nothing to draw
-LAST_STEP = 2**53  # which a page can still count to
 
 Row = TypeVar("Row")
 
@@ -107,7 +107,7 @@ def _read_run(path: Path) -> RunFolder:
     if not found:
         raise ValueError(
             f"a report is made of a run's folder with at least one of {', '.join(FILES)}, got {path} without; "
-            "name a folder that examples/train_gpt.py wrote, such as runs/tiny-delayed"
+            "name a folder that `python -m jax_fp8 train` wrote, such as runs/tiny-delayed"
         )
     remarks: list[str] = []
     config = _read_config(path / CONFIG, remarks)
@@ -156,7 +156,8 @@ def _read_rows(path: Path, convert: Callable[[dict], Row], remarks: list[str]) -
     for number, line in enumerate(_lines(path), 1):
         try:
             row = json.loads(line, parse_constant=_unknown)
-            rows.append((_checked_run(row), convert(row)))
+            check_row(row)
+            rows.append((row["run"], convert(row)))
         except NO_ROW:
             if line.endswith("\n") and line.strip():
                 broken.append(number)
@@ -186,14 +187,6 @@ def _ended(line: bytes, file: IO[bytes]) -> bytes:
         if not rest:
             return line
     return line if rest is line else line[:80] + b"\n"
-
-
-def _checked_run(row: Any) -> str:
-    """The run that a row belongs to; ValueError where it lacks what every row has."""
-    run, step = row["run"], row["step"]
-    if not isinstance(run, str) or type(step) is not int or not 0 <= step < LAST_STEP:
-        raise ValueError(f"a row must have a run and a step, got {run=}, {step=}")
-    return run
 
 
 def _metrics_of(row: dict[str, Any]) -> tuple[int, list[float]]:
@@ -232,7 +225,7 @@ def _missing(path: Path, config: dict, metrics: dict, diagnosed: dict) -> list[s
     if not diagnosed:
         remarks.append(
             f"{DIAGNOSTICS} is missing or empty: nothing is known of FP8 tensors and gradients. "
-            "examples/train_gpt.py --diagnose-every 10 writes it, a row every 10 steps."
+            "`python -m jax_fp8 train --diagnose-every 10` writes it, a row every 10 steps."
         )
     elif not any(sample.places for samples in diagnosed.values() for sample in samples):
         remarks.append(f"{DIAGNOSTICS} names no FP8 tensors: the model has none, as in bfloat16.")

@@ -1,0 +1,196 @@
+"""What a run refuses, beside what the library refuses when the step is made: a ValueError of one sentence, before
+anything is computed.
+
+Whether a mesh splits a model, or a schedule runs, the library says: job.py makes the step first. Here is what it would
+say only when the step is traced, and what only a run knows.
+"""
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_fp8.gpt_plans import shape_of
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.parallel.mesh import AXES
+from jax_fp8.run.settings import Settings
+from jax_fp8.tools.arithmetic import Setting, memory_of
+
+AT_LEAST = {"steps": 1, "batch_size": 1, "seq_len": 1, "microbatches": 1, "eval_every": 1, "num_layers": 1,
+            "num_heads": 1, "keep": 1, "stop_after_skips": 1, "sample_tokens": 0, "checkpoint_every": 0, "chunks": 0,
+            "vocab_size": 257}  # fmt: skip
+
+
+def check(settings: Settings) -> None:
+    """Raise for settings that cannot be trained, whatever the devices and the text."""
+    for field, least in AT_LEAST.items():
+        if (value := getattr(settings, field)) < least:
+            raise ValueError(f"--{field.replace('_', '-')} must be at least {least}, got {value}")
+    if not 0 <= settings.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
+    if not 0 <= settings.diagnose_every <= settings.steps:
+        raise ValueError(
+            f"--diagnose-every must be at most the {settings.steps} steps, got {settings.diagnose_every}; 0 is never"
+        )
+    if settings.tensorboard and find_spec("tensorboardX") is None:
+        raise ValueError("--tensorboard needs tensorboardX, which is not installed; pip install tensorboardX")
+    if settings.hidden_size < 16 or settings.hidden_size % 16:
+        raise ValueError(f"--hidden-size must be a multiple of 16 for FP8 GEMMs, got {settings.hidden_size}")
+    if settings.name != Path(settings.name).name or settings.name == "..":
+        raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
+    parse_steps(settings.profile, settings.steps)
+    _check_recipe(settings)
+    _check_processes(settings)
+
+
+def parse_steps(text: str, steps: int) -> range:
+    """`20:24` → the steps from 20 to 24; none of an empty text."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ValueError(
+            f"--profile must be FIRST:LAST, two of the steps 1 to {steps}, got {text!r}; "
+            f"say --profile {min(2, steps)}:{min(5, steps)}"
+        )
+    return range(first, last + 1)
+
+
+def _check_recipe(settings):
+    if settings.recipe == "bf16" and settings.compare:
+        raise ValueError("--compare sets an FP8 recipe beside bf16; choose --recipe delayed, current or block")
+    if settings.recipe == "bf16" and (settings.fast or settings.fp8_head):
+        raise ValueError(
+            "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
+        )
+    if settings.fp8_attention and settings.recipe != "delayed":
+        raise ValueError(
+            f"--fp8-attention casts by scales of earlier steps, got --recipe {settings.recipe}; leave it out, or "
+            "choose --recipe delayed"
+        )
+    if settings.fp8_attention and settings.seq_len % 128:
+        raise ValueError(
+            f"--fp8-attention needs a multiple of 128 tokens, got --seq-len {settings.seq_len}; change it, or leave "
+            "--fp8-attention out"
+        )
+
+
+def _check_processes(settings):
+    by_hand = {
+        "--coordinator": settings.coordinator or None,
+        "--num-processes": settings.num_processes,
+        "--process-id": settings.process_id,
+    }
+    given = [flag for flag, value in by_hand.items() if value is not None]
+    if settings.distributed and given:
+        raise ValueError(f"--distributed asks the environment for its processes, got also {given[0]}; give one of them")
+    if given and len(given) < 3:
+        missing = [flag for flag in by_hand if flag not in given]
+        raise ValueError(f"{', '.join(by_hand)} belong together, got no {missing[0]}; give all three, or --distributed")
+    if not given:
+        return
+    host, _, port = settings.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--coordinator must be HOST:PORT of the first process, got {settings.coordinator!r}")
+    if settings.num_processes < 1:
+        raise ValueError(f"--num-processes must be at least 1, got {settings.num_processes}")
+    if not 0 <= settings.process_id < settings.num_processes:
+        raise ValueError(f"--process-id must be from 0 to {settings.num_processes - 1}, got {settings.process_id}")
+
+
+def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
+    """Raise unless each device gets equal parts of a batch and of the model."""
+    stages, data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
+    parts = data * fsdp * settings.microbatches
+    if settings.batch_size % parts:
+        raise ValueError(
+            f"--batch-size must be a multiple of {parts}, data x fsdp = {data * fsdp} parts of each of "
+            f"{settings.microbatches} microbatches, got {settings.batch_size}; change it, --microbatches or --mesh"
+        )
+    sequences = settings.batch_size // parts
+    if sequences * settings.seq_len % 16:
+        raise ValueError(
+            f"each device must have a multiple of 16 tokens of a microbatch, got {sequences} x {settings.seq_len}; "
+            "change --seq-len"
+        )
+    if settings.sequence_parallel and settings.seq_len % tensor:
+        raise ValueError(
+            f"--sequence-parallel with tensor={tensor} must divide a sequence, got --seq-len {settings.seq_len}; "
+            "change one of them"
+        )
+    if settings.gradient_dtype != "float32" and stages * data * fsdp == 1:
+        raise ValueError(
+            f"--gradient-dtype is that of sums over data, fsdp and pipe, got --mesh {settings.mesh}; add one of them"
+        )
+    if settings.fp8_attention and stages > 1:
+        raise ValueError(
+            f"the layers of a pipeline attend in bfloat16, got --fp8-attention and --mesh {settings.mesh}; "
+            "leave out --fp8-attention, or pipe"
+        )
+    _check_widths(settings, model, tensor, stages * fsdp * tensor)
+
+
+def _check_widths(settings, model, tensor, parts):
+    """Each device multiplies whole lines of 16; by tile it casts whole tiles, since validation casts a kernel where
+    it lies.
+    """
+    if tensor == 1 and (settings.recipe != "block" or parts == 1):
+        return
+    split, unit = (parts, 128) if settings.recipe == "block" else (tensor, 16)
+    kv_parts = tensor if model.kv_heads % tensor == 0 or settings.recipe == "block" else 1  # with fewer, each has all
+    widths = {
+        "--hidden-size": (model.hidden_size, split),
+        "the width of the MLP": (model.mlp_hidden_size or 4 * model.hidden_size, split),
+        "the width of queries": (model.features_of_head * model.num_heads, split),
+        "the width of keys and values": (model.features_of_head * model.kv_heads, kv_parts),
+    }
+    for name, (width, devices) in widths.items():
+        if width % (unit * devices):
+            raise ValueError(
+                f"{name} must be a multiple of {unit * devices} with --recipe {settings.recipe} and --mesh "
+                f"{settings.mesh}, {unit} on each device, got {width}; change one of them"
+            )
+    if settings.fp8_head and model.vocab_size % (16 * tensor):
+        raise ValueError(
+            f"the vocabulary must be a multiple of {16 * tensor} with --fp8-head and tensor={tensor}, got "
+            f"{model.vocab_size} tokens; change --mesh, or leave out --fp8-head"
+        )
+
+
+def check_memory(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
+    """Raise where not even params and optimizer state have room, whatever else a step needs."""
+    found = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **mesh.shape))
+    moments = sum(jnp.dtype(dtype).itemsize for dtype in (settings.mu_dtype, settings.nu_dtype))
+    needed, room = found.params + found.optimizer * moments / 8, _memory(mesh)  # which takes them to be float32
+    if needed > room:
+        raise ValueError(
+            f"params and optimizer state must fit into {room / 2**30:.1f} GiB of a device, got "
+            f"{needed / 2**30:,.1f} GiB; take a smaller model, or more devices by --mesh fsdp=8"
+        )
+
+
+def _memory(mesh) -> float:
+    """Bytes of a device; CPU devices share those of their host."""
+    devices = mesh.local_devices
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+
+
+def check_length(train: int, held_out: int, settings: Settings) -> None:
+    """Raise where there are too few tokens."""
+    needed = settings.batch_size * settings.seq_len + 1
+    if train < needed:
+        raise ValueError(
+            f"--data must hold at least one batch of {needed:,} tokens to train on, got {train:,}; "
+            "give more text, or a smaller --batch-size or --seq-len"
+        )
+    if held_out <= settings.seq_len:
+        where = "--data must leave" if settings.validation_data is None else "--validation-data must hold"
+        raise ValueError(
+            f"{where} {settings.seq_len + 1:,} tokens for validation, got {held_out:,}; give more text, or a smaller "
+            "--seq-len"
+        )

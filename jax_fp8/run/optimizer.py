@@ -1,0 +1,72 @@
+"""The optimizer of a run: AdamW in one kernel, which also clips, and the learning rate by the step count.
+
+warmup ↗ peak ─ linear, cosine ↘ final, constant →, or warmup-stable-decay → then ↘ final
+"""
+
+import math
+
+import optax
+
+from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.run.settings import Settings
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
+    """ValueError where a number is none that Adam can have."""
+    return fused_adamw(
+        learning_rate_schedule(settings),
+        settings.b1,
+        settings.b2,
+        settings.eps,
+        settings.weight_decay,
+        mu_dtype=settings.mu_dtype,
+        nu_dtype=settings.nu_dtype,
+        max_grad_norm=settings.max_grad_norm or None,  # this norm also says whether a gradient is not finite
+        skip_nonfinite=True,
+    )
+
+
+def learning_rate_schedule(settings: Settings) -> optax.Schedule:
+    """The learning rate of a step, counted from 0. A decay would be at its end one step after the last, so that the
+    last one still learns.
+    """
+    check_schedule(settings)
+    steps, peak, final = settings.steps, settings.learning_rate, settings.final_learning_rate
+    warmup = max(1, min(steps // 10, 200)) if settings.warmup_steps is None else settings.warmup_steps
+    pieces = [optax.linear_schedule(peak / warmup, peak, warmup)] if warmup else []
+    starts = [warmup] if warmup else []
+    if settings.decay == "warmup-stable-decay":
+        decay = min(max(1, steps // 5) if settings.decay_steps is None else settings.decay_steps, steps - warmup)
+        pieces.append(optax.constant_schedule(peak))
+        starts.append(steps - decay)
+    else:
+        decay = steps - warmup
+    if settings.decay == "constant":
+        pieces.append(optax.constant_schedule(peak))
+    elif settings.decay == "cosine":
+        pieces.append(optax.cosine_decay_schedule(peak, decay + 1, alpha=final / peak))
+    else:
+        pieces.append(optax.linear_schedule(peak, final, decay + 1))
+    return optax.join_schedules(pieces, starts)
+
+
+def check_schedule(settings: Settings) -> None:
+    """Raise a ValueError of one sentence unless the options of the learning rate belong together."""
+    peak, final = settings.learning_rate, settings.final_learning_rate
+    if not 0 < peak < math.inf:
+        raise ValueError(f"--learning-rate must be a positive number, got {peak}")
+    if not 0 <= final <= peak:
+        raise ValueError(f"--final-learning-rate must be from 0 to --learning-rate {peak}, got {final}")
+    if final and settings.decay == "constant":
+        raise ValueError(f"--final-learning-rate needs a decay, got {final} with --decay constant; leave one out")
+    if settings.warmup_steps is not None and not 0 <= settings.warmup_steps < settings.steps:
+        raise ValueError(
+            f"--warmup-steps must be from 0 to below --steps {settings.steps}, got {settings.warmup_steps}"
+        )
+    if settings.decay_steps is None:
+        return
+    if settings.decay != "warmup-stable-decay":
+        raise ValueError(f"--decay-steps is for --decay warmup-stable-decay, got --decay {settings.decay}")
+    most = settings.steps - (settings.warmup_steps or 0)
+    if not 1 <= settings.decay_steps <= most:
+        raise ValueError(f"--decay-steps must be from 1 to the {most} steps after warmup, got {settings.decay_steps}")

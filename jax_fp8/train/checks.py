@@ -5,7 +5,8 @@ they were given.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -92,6 +93,19 @@ def check_not_donated(state: Any, pending: Any = None) -> None:
             "pending must be what the last start, accumulate_step or apply_step returned, got one that another call "
             "has taken; use the new one"
         )
+
+
+@contextmanager
+def explain_donation(state: Any) -> Iterator[None]:
+    """Where a call fails because its state was given away before, say so. Nothing is asked of a call that does not
+    fail: a state has a thousand arrays, and the device waits while the host looks through them.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "delete" in str(error):  # jax: "Array has been deleted"; of another error, the state is gone by a warm pass
+            check_not_donated(state)
+        raise
 
 
 def _is_gone(tree: Any) -> bool:

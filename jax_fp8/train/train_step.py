@@ -28,7 +28,14 @@ from jax_fp8.parallel.mesh import Parallelism, as_parallelism
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.train.arrival import Arrivals
-from jax_fp8.train.checks import check_is, check_not_donated, check_on_mesh, check_optimizer, check_step_loss
+from jax_fp8.train.checks import (
+    check_is,
+    check_not_donated,
+    check_on_mesh,
+    check_optimizer,
+    check_step_loss,
+    explain_donation,
+)
 from jax_fp8.train.cuda_graph import make_room, options_of_step, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
@@ -129,13 +136,13 @@ class TrainStep(Unpicklable):
         self._check_options(diagnose, skip_above)
         if isinstance(state.step, Tracer):  # being looked at, not run
             return self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
-        check_not_donated(state)
-        if self._programs.parallel is not None:
-            batch = self._programs.parallel.place_batch(batch, self._programs.microbatches)
-        is_own, state = self._arrivals.check(state), self._arrivals.with_own_cache(state)
-        if self._warm_up is not None:
-            state = self._warm_up.before_step(state, batch, is_own)
-        state, metrics = self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
+        with explain_donation(state):
+            if self._programs.parallel is not None:
+                batch = self._programs.parallel.place_batch(batch, self._programs.microbatches)
+            is_own, state = self._arrivals.check(state), self._arrivals.with_own_cache(state)
+            if self._warm_up is not None:
+                state = self._warm_up.before_step(state, batch, is_own)
+            state, metrics = self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
         if self._room is None:
             self._room = make_room(state.step)
         self._arrivals.returned(state)

@@ -107,6 +107,18 @@ def test_a_state_that_a_step_has_taken(enter):
     enter(step, other, pending)
 
 
+def test_another_error_is_not_taken_for_a_state_that_is_gone():
+    """A warm pass has taken the state, and then the step fails for a reason of its own."""
+
+    def fail(*_):
+        raise RuntimeError("of its own")
+
+    given = state(tx=optax.GradientTransformation(optax.sgd(0.1).init, fail))
+    with pytest.raises(RuntimeError, match="of its own"):
+        make(tx=optax.GradientTransformation(optax.sgd(0.1).init, fail))(given, X)
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
 def test_sums_that_a_microbatch_has_taken():
     step, given = make(), state()
     first = step.start(given)

@@ -55,7 +55,7 @@ def test_gradients_are_those_of_one_device(case):
 
 def test_a_sum_that_is_left_out_would_be_noticed(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr("jax_fp8.nn.dense.ParamSharding", lambda is_shared: ParamSharding())
+    monkeypatch.setattr("jax_fp8.nn.dense.ParamSharding", lambda dim=None, is_shared=False: ParamSharding(dim))
     ours, of_one = step_of(*CASES["heads apart"])
     wrong = {name for name, gradient in of_one.items() if not np.allclose(ours[name], gradient, rtol=1e-2, atol=1e-7)}
     assert {name.split("'")[-4] for name in wrong} == {"query_norm", "key_norm"}

@@ -1,6 +1,6 @@
 """What every pass that takes gradients is made of, whoever differentiates: jax, layer by layer, a pipeline, or NNX.
 
-    tape = GradientTape(variables)                                  a recorder (core/recorder.py) beside each GEMM's state
+    tape = GradientTape(variables)                                    a recorder beside each GEMM's state
     loss_fn(tape.variables, ...), differentiated by params and rows backward passes write to Refs
     tape.read(loss, grads, of_rows)                                 PassResult(loss, grads, amaxes, measured)
 

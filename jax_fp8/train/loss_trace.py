@@ -144,6 +144,16 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
+def shapes_of_part(batch: Any, parts: int) -> Any:
+    """Of one of so many equal parts of a batch, such as a microbatch."""
+
+    def of_one(leaf: Any) -> jax.ShapeDtypeStruct:
+        rows, others = jnp.shape(leaf)[:1], jnp.shape(leaf)[1:]
+        return jax.ShapeDtypeStruct((*(count // parts for count in rows), *others), jnp.result_type(leaf))
+
+    return jax.tree.map(of_one, batch)
+
+
 def _is_param(path: tuple) -> bool:
     """Whether a leaf is among the params of the first argument."""
     return len(path) > 1 and getattr(path[0], "idx", None) == 0 and getattr(path[1], "key", None) == "params"

@@ -39,19 +39,13 @@ from jax_fp8.parallel.transfers import (
     whole_amaxes,
     whole_loss,
 )
+from jax_fp8.train import shard_trace
 from jax_fp8.train.loss_aux import joined_devices
-from jax_fp8.train.loss_trace import LossTrace, checked, is_called_whole, reporting
+from jax_fp8.train.loss_trace import LossTrace, checked, is_called_whole, reporting, shapes_of_part
 from jax_fp8.train.microbatches import PendingStep, begin_if_needed
 from jax_fp8.train.on_stages import OnStages
 from jax_fp8.train.pieces import Pieces
 from jax_fp8.train.pipeline_checks import check_first, check_has_no_collections, check_layers, check_states
-from jax_fp8.train.shard_trace import (
-    can_be_gathered,
-    check_is_whole,
-    check_rows_are_split,
-    found_in_cache,
-    trace_on_shards,
-)
 from jax_fp8.train.train_state import TrainState, placed_state
 from jax_fp8.train.weight_cache import with_version
 
@@ -66,7 +60,7 @@ class OnMesh:
       recipe: of the state.
       trace: what the loss says of its layers.
       gemms: all in FP8, and the recipes of their layers.
-      in_fp8: those whose weights are cast where they lie and gathered in FP8; before this is settled, those that may be.
+      in_fp8: those whose weights are cast where they lie and gathered in FP8, or may be before this is settled.
       once: weights are gathered once a step, and not once a microbatch.
       is_settled: the loss was traced as a device computes it: all devices have one, and `in_fp8` find their weights.
       on_stages: the pass over the stages of a pipeline, if there are any.
@@ -106,7 +100,7 @@ class OnMesh:
             )
         trace = trace or LossTrace.of(checked(loss_fn, has_aux), state.variables, batch)
         placement = _place(parallel, state, trace)
-        in_fp8 = can_be_gathered(placement, trace, state.fp8)
+        in_fp8 = shard_trace.can_be_gathered(placement, trace, state.fp8)
         gemms = trace.gemms_of(placement.by_path, state.fp8)
         return cls(placement, loss_fn, recipe, trace, gemms, in_fp8, once, has_aux=has_aux)
 
@@ -120,8 +114,8 @@ class OnMesh:
         check_states(loss.layers, trace.gemms, state.fp8)
         short = {collection: pieces.short(tree) for collection, tree in state.variables.items()}
         of_short = replace(placement, places=pieces.short(placement.places))
-        short_gemms = can_be_gathered(of_short, trace, short.get("fp8", {}))
-        in_fp8 = pieces.of_all(trace_on_shards(of_short, pieces.short_loss, short, microbatch, short_gemms))
+        short_gemms = shard_trace.can_be_gathered(of_short, trace, short.get("fp8", {}))
+        in_fp8 = pieces.of_all(shard_trace.trace_on_shards(of_short, pieces.short_loss, short, microbatch, short_gemms))
         gemms = trace.gemms_of(placement.by_path, state.fp8)
         check_layers(Stages(loss.layers, parallel.stages, parallel.num_chunks), pieces.kinds, placement, gemms, in_fp8)
         on_stages = OnStages(placement, loss, gemms, in_fp8, microbatches)
@@ -132,7 +126,7 @@ class OnMesh:
         if self.is_settled:
             return self
         given = self.loss_fn, state.variables, batch, self.in_fp8, self.has_aux
-        return replace(self, in_fp8=trace_on_shards(self.placement, *given), is_settled=True)
+        return replace(self, in_fp8=shard_trace.trace_on_shards(self.placement, *given), is_settled=True)
 
     def gradients(
         self, local: Callable[..., PassResult], state: TrainState, batch: Any, observe: Observed
@@ -155,7 +149,7 @@ class OnMesh:
         cached: list[LayerPath] = []
 
         def report(program: ClosedJaxpr, trace: LossTrace, *args: Any) -> None:
-            check_is_whole(self.placement, program.jaxpr, args, self.has_aux)
+            shard_trace.check_is_whole(self.placement, program.jaxpr, args, self.has_aux)
             cached.extend(trace.cached)
 
         loss = self._share if self.is_settled else reporting(self._share, self.has_aux, report)
@@ -170,7 +164,7 @@ class OnMesh:
         amaxes = self._run(on_device, (), WHOLE, state, batch)
         if self.is_settled:
             return amaxes, self
-        settled = replace(self, in_fp8=found_in_cache(self.in_fp8, cached), is_settled=True)
+        settled = replace(self, in_fp8=shard_trace.found_in_cache(self.in_fp8, cached), is_settled=True)
         return (amaxes, settled) if settled.in_fp8 == self.in_fp8 else settled.first_amaxes(local, state, batch)
 
     def add_microbatch(
@@ -315,7 +309,7 @@ def _place(parallel: Parallelism, state: TrainState, trace: LossTrace) -> Placem
     placement = place_params(parallel, state.params, trace.declared)
     if parallel.sequence_parallel:
         check_sequence(trace.gemms.values())
-        check_rows_are_split(trace, placement)
+        shard_trace.check_rows_are_split(trace, placement)
     if state.cache and placement.splits_params:
         raise ValueError(
             "a state that carries a weight cache must have whole params on every device, "
@@ -323,16 +317,6 @@ def _place(parallel: Parallelism, state: TrainState, trace: LossTrace) -> Placem
             "the step casts each shard once, and gathers it in FP8"
         )
     return placement
-
-
-def shapes_of_part(batch: Any, parts: int) -> Any:
-    """Of one of so many equal parts of a batch, such as a microbatch."""
-
-    def of_one(leaf):
-        rows, others = jnp.shape(leaf)[:1], jnp.shape(leaf)[1:]
-        return jax.ShapeDtypeStruct((*(count // parts for count in rows), *others), jnp.result_type(leaf))
-
-    return jax.tree.map(of_one, batch)
 
 
 def shapes_of_pending(parallel: Parallelism, state: TrainState) -> Any:

@@ -26,8 +26,8 @@ from jax_fp8.parallel.placement import place_params
 from jax_fp8.train.checks import check_batch, check_loss_fn
 from jax_fp8.train.delayed import delayed_gradients
 from jax_fp8.train.loss_aux import AuxLoss, check_shapes_of_parts, others_of
-from jax_fp8.train.loss_trace import LossTrace, checked
-from jax_fp8.train.on_mesh import OnMesh, shapes_of_part
+from jax_fp8.train.loss_trace import LossTrace, checked, shapes_of_part
+from jax_fp8.train.on_mesh import OnMesh
 from jax_fp8.train.recipes import same_recipe
 from jax_fp8.train.train_state import TrainState
 

@@ -1,6 +1,6 @@
 """What the pieces of a `LayeredLoss` say before a pipeline runs them, and which of its layers compute the same.
 
-    first, each layer, last ─traced→ how params may be split, which GEMMs are in FP8   (as train/loss_trace.py of a loss)
+    first, each layer, last ─traced→ how params may be split, which GEMMs are in FP8   (see train/loss_trace.py)
                                      for each layer the first one of its kind
                                      └→ the loss with one layer of each kind
 

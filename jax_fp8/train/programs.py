@@ -37,7 +37,7 @@ from jax_fp8.train.diagnostics import Diagnostics, Layout, Observations, observe
 from jax_fp8.train.draws import drawn, drawn_next, drawn_whole
 from jax_fp8.train.local_pass import LocalPass
 from jax_fp8.train.loss_aux import Aux, check_has_no_aux, check_shapes_of_parts
-from jax_fp8.train.loss_trace import LossTrace, checked, reporting
+from jax_fp8.train.loss_trace import LossTrace, checked, reporting, shapes_of_part
 from jax_fp8.train.microbatches import (
     PendingStep,
     add_microbatch,
@@ -47,7 +47,7 @@ from jax_fp8.train.microbatches import (
     is_complete,
     of_no_state,
 )
-from jax_fp8.train.on_mesh import OnMesh, shapes_of_part, shapes_of_pending
+from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
 from jax_fp8.train.optimizer_step import OptimizerStep, metrics_of
 from jax_fp8.train.pipeline_checks import check_has_no_collections
 from jax_fp8.train.train_state import STATE_REMEDY, TrainState, placed_state

@@ -81,8 +81,8 @@ def with_delayed_weight_gradients(gemms):
 def on_mesh(gemms, microbatches=1, **axes):
     schedule = axes.pop("schedule", None)
     state = fp8.TrainState.create(variables=VARIABLES, tx=optax.sgd(0.0))
-    how, local = Parallelism.of(make_mesh(**axes), schedule=schedule), LocalPass(DELAYED, microbatches, True, False)
-    mesh = OnMesh.of(how, LOSS, DELAYED, True, state, BATCH, microbatches)
+    parallel, local = Parallelism(make_mesh(**axes), schedule=schedule), LocalPass(DELAYED, microbatches, True, False)
+    mesh = OnMesh.of(parallel, LOSS, DELAYED, True, state, BATCH, microbatches)
     run = jax.jit(lambda state, batch: mesh.gradients(local.gradients, state, batch, observe(gemms)))
     return run(mesh.constrain(state), BATCH)
 

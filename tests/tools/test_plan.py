@@ -29,7 +29,7 @@ ABOUT = Memory(*(GIB * (number + 1) for number in range(7)))
 def plan(axis="fsdp", layers=1, microbatches=1):
     mesh = mesh_of_described({axis: 2}, "h200")
     model = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=layers))
-    options = {"mesh": mesh, "compiler_options": options_of_plan()}
+    options = {"parallel": mesh, "compiler_options": options_of_plan()}
     step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(1e-3), model.recipe, microbatches, **options)
     state = step.state_shapes(model.init, jax.random.key(0), TOKENS)
     batch = jax.ShapeDtypeStruct((16, 129), jnp.int32)

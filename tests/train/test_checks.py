@@ -108,14 +108,12 @@ def test_a_state_that_a_step_has_taken(enter):
 
 
 def test_another_error_is_not_taken_for_a_state_that_is_gone():
-    """A warm pass has taken the state, and then the step fails for a reason of its own."""
-
     def fail(*_):
         raise RuntimeError("of its own")
 
-    given = state(tx=optax.GradientTransformation(optax.sgd(0.1).init, fail))
+    tx = optax.GradientTransformation(optax.sgd(0.1).init, fail)
     with pytest.raises(RuntimeError, match="of its own"):
-        make(tx=optax.GradientTransformation(optax.sgd(0.1).init, fail))(given, X)
+        make(tx=tx)(given := state(tx=tx), X)
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 

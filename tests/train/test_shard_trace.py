@@ -22,7 +22,7 @@ X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 
 def test_layers_say_what_they_are_when_they_are_traced():
     of_loss, of_init = LossTrace.of(LOSS, SHAPES, BATCH), LossTrace.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
-    assert (of_loss.offers, of_loss.gemms) == (of_init.offers, of_init.gemms)
+    assert (of_loss.declared, of_loss.gemms) == (of_init.declared, of_init.gemms)
     assert set(of_loss.gemms.values()) == {RECIPE} and not of_loss.changed
     assert tuple(of_loss.gemms) == (
         ("layer_0", "attention", "query+key+value"), ("layer_0", "attention", "out"),

@@ -169,7 +169,7 @@ GemmOperands operands_of(const GemmBuffers& buffers) {
   };
 }
 
-// By kOutOfRange, and not by the sentence, jax_fp8/tools/gemm_bench.py knows a rank that is off the list.
+// By kOutOfRange, and not by the sentence, jax_fp8/tune/gemm_bench.py knows a rank that is off the list.
 ffi::Error error_of(const Failure& failure) {
   if (!failure) return ffi::Error::Success();
   const auto code = failure.off_the_list ? ffi::ErrorCode::kOutOfRange : ffi::ErrorCode::kInternal;

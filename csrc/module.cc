@@ -13,8 +13,8 @@
 #include "grouped_gemm.h"
 #include "norm.h"
 #include "quantize.h"
-#include "room.h"
 #include "transpose.h"
+#include "uninitialized.h"
 #include "update_state.h"
 #include "weight_gradient.h"
 #endif
@@ -38,7 +38,7 @@ py::dict targets() {
   table["jax_fp8_quantize_transpose_sums"] = py::dict("execute"_a = capsule(quantize_transpose_sums_handler));
   table["jax_fp8_quantize_by_tile"] = py::dict("execute"_a = capsule(quantize_by_tile_handler));
   table["jax_fp8_quantize_by_tile_sums"] = py::dict("execute"_a = capsule(quantize_by_tile_sums_handler));
-  table["jax_fp8_room"] = py::dict("execute"_a = capsule(room_handler));
+  table["jax_fp8_uninitialized"] = py::dict("execute"_a = capsule(uninitialized_handler));
   table["jax_fp8_transpose"] = py::dict("execute"_a = capsule(transpose_handler));
   table["jax_fp8_activation_quantize"] = py::dict("execute"_a = capsule(activation_quantize_handler));
   table["jax_fp8_activation_quantize_by_tile"] = py::dict("execute"_a = capsule(activation_quantize_by_tile_handler));

@@ -8,6 +8,9 @@ from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from jax_fp8.grads.delayed import backward_dw
+from jax_fp8.inspect.capture import capture_report
+from jax_fp8.inspect.explain import explain
 from jax_fp8.kernels.gemm import matmul
 from jax_fp8.kernels.quantize import quantize
 from jax_fp8.kernels.update_state import count_amaxes, update_state
@@ -29,16 +32,13 @@ from jax_fp8.optim.fused_adam import fused_adam, fused_adamw
 from jax_fp8.optim.updates import InPlace, apply_updates
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.names import rules_from_names
-from jax_fp8.tools.capture import capture_report
-from jax_fp8.tools.explain import explain
-from jax_fp8.tools.gemm_table import GemmTable, tuned_gemms
-from jax_fp8.tools.tune import tune
-from jax_fp8.train.delayed import backward_dw
+from jax_fp8.state.train_state import TrainState
+from jax_fp8.state.weight_cache import cast_weights
+from jax_fp8.train.custom_loop import shardings, value_and_grad, warm_start
 from jax_fp8.train.diagnostics import Diagnostics, find_fault
-from jax_fp8.train.own_loop import shardings, value_and_grad, warm_start
-from jax_fp8.train.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
-from jax_fp8.train.weight_cache import cast_weights
+from jax_fp8.tune.gemm_table import GemmTable, tuned_gemms
+from jax_fp8.tune.tune import tune
 
 __version__ = "0.1.0"
 

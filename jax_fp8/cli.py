@@ -21,26 +21,26 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8 import __version__
-from jax_fp8.convert import DTYPES, WAYS, convert
 from jax_fp8.core.recipe import CurrentScaling
-from jax_fp8.gpt_plans import RECIPES, head_in, layers_in, plan_preset
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.config import PRESETS, GPTConfig
+from jax_fp8.models.convert import DTYPES, WAYS, convert
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.nn.dense import Dense
 from jax_fp8.optim.fused_adam import fused_adamw
 from jax_fp8.parallel.schedules import SCHEDULES
+from jax_fp8.plan.described import GPUS
+from jax_fp8.plan.gpt_plans import RECIPES, head_in, layers_in, plan_preset
+from jax_fp8.plan.rates import RateTable
+from jax_fp8.plan.rates_bench import measure_rates
+from jax_fp8.report.page import write_report
+from jax_fp8.state.train_state import TrainState
 from jax_fp8.streams import one_line, surviving
-from jax_fp8.tools.described import GPUS
-from jax_fp8.tools.gemm_table import HEADINGS, default_path, this_gpu
-from jax_fp8.tools.rates import RateTable
-from jax_fp8.tools.rates_bench import measure_rates
-from jax_fp8.tools.report.page import write_report
-from jax_fp8.tools.tune import tune
-from jax_fp8.train.own_loop import value_and_grad
-from jax_fp8.train.train_state import TrainState
+from jax_fp8.train.custom_loop import value_and_grad
 from jax_fp8.train.train_step import make_train_step
+from jax_fp8.tune.gemm_table import HEADINGS, default_path, this_gpu
+from jax_fp8.tune.tune import tune
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 OF_A_RUN = {

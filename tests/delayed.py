@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fp8 as fp8
-from jax_fp8.train.delayed import DeferredGradients
+from jax_fp8.grads.delayed import DeferredGradients
 
 
 def differentiate(loss_fn, *given, transform=jax.jit):

@@ -1,6 +1,6 @@
 """The real GPU compiler for H200s, on a machine without a GPU: what a jitted function becomes before a device runs it.
 
-XLA:GPU can compile for a described device (`jax_fp8/tools/described.py`). Partitioner, rewriters, fusion, scheduling,
+XLA:GPU can compile for a described device (`jax_fp8/plan/described.py`). Partitioner, rewriters, fusion, scheduling,
 buffer assignment, CUDA graph construction and the instantiate stage of the library's own handlers all run. What cannot
 be had this way is time: nothing is tuned, nothing is executed. XLA's own kernels end as PTX (`assembler/ptxas`). It
 needs jax's CUDA plugin (`jax-cuda13-plugin`, `jax-cuda13-pjrt`) and `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, which
@@ -20,11 +20,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jax_fp8.inspect.capture import CaptureReport, capture_report
+from jax_fp8.inspect.hlo import Instruction, read_hlo, read_thunks
 from jax_fp8.models import gpt
-from jax_fp8.tools.capture import CaptureReport, capture_report
-from jax_fp8.tools.described import UNTIMED, described_gpus
-from jax_fp8.tools.described import missing_reason as missing_reason
-from jax_fp8.tools.hlo import Instruction, read_hlo, read_thunks
+from jax_fp8.plan.described import UNTIMED, described_gpus
+from jax_fp8.plan.described import missing_reason as missing_reason
 from jax_fp8.train.lowering import Lowering
 
 # The compiler of jaxlib 0.10 copies what a conditional hands through, donated or not,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_fp8.kernels.room import room
+from jax_fp8.kernels.uninitialized import uninitialized
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.schedule import Schedule
 from jax_fp8.parallel.schedules import layers_of_stage
@@ -104,7 +104,7 @@ class Pipeline:
         ticks = dataclasses.replace(self.ticks, **tables)
         nothing = jnp.float32(0), jnp.zeros(len(inputs), jnp.int32)
         chunks = [TanhLayers(of_chunk) for of_chunk in weights[0]]
-        found = run_schedule(ticks, chunks, loss, inputs, nothing, room)
+        found = run_schedule(ticks, chunks, loss, inputs, nothing, uninitialized)
         return jax.tree.map(lambda x: x[None], found)
 
     def run(self, ticks: Ticks | None = None) -> "Found":

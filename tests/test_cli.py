@@ -11,12 +11,13 @@ import pytest
 import run_logs
 
 import jax_fp8 as fp8
-from jax_fp8 import CurrentScaling, cli, gpt_plans
+from jax_fp8 import CurrentScaling, cli
 from jax_fp8.kernels import extension
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.tools import tune
-from jax_fp8.tools.gemm_table import GemmTable
-from jax_fp8.tools.rates import RateTable
+from jax_fp8.plan import gpt_plans
+from jax_fp8.plan.rates import RateTable
+from jax_fp8.tune import tune
+from jax_fp8.tune.gemm_table import GemmTable
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ MAX_LINES = 330  # about 300: what is read in one sitting
 MAX_COLUMNS = 120
 
 # A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
-BELOW_TRAIN = {"core", "kernels", "ops", "optim", "jaxprs", "parallel", "grads"}
 ROOMS = {
     "core": {"core"},
     "kernels": {"core", "kernels"},
@@ -27,13 +26,20 @@ ROOMS = {
     "jaxprs": {"jaxprs"},
     "parallel": {"core", "ops", "parallel"},
     "optim": {"core", "kernels", "optim"},
-    "grads": {"core", "kernels", "ops", "grads"},
-    "train": BELOW_TRAIN | {"train"},
-    "nnx": BELOW_TRAIN | {"nn", "train", "nnx"},
-    "tools": BELOW_TRAIN | {"train", "tools"},
+    "grads": {"core", "kernels", "ops", "jaxprs", "grads"},
+    "state": {"core", "kernels", "ops", "optim", "parallel", "grads", "state"},
+    "distributed": {"core", "kernels", "ops", "optim", "jaxprs", "parallel", "grads", "state", "distributed"},
+}
+ROOMS["train"] = ROOMS["distributed"] | {"train"}
+ROOMS |= {
+    "nnx": ROOMS["train"] | {"nn", "nnx"},
+    "inspect": ROOMS["train"] | {"inspect"},
+    "tune": ROOMS["train"] | {"inspect", "tune"},
+    "plan": ROOMS["train"] | {"nn", "models", "inspect", "tune", "plan"},
+    "report": {"core", "report"},
 }
 # What a person runs stands above all rooms, beside the files in jax_fp8/ that it reads; only cli.py starts it.
-ROOMS["run"] = {*ROOMS, "run", "gpt_plans", "streams"}
+ROOMS["run"] = {*ROOMS, "run", "streams"}
 NOT_PUBLIC = ("jax._src", "jax.experimental.hijax", "jax.custom_remat")
 
 # (file, imported module): why the import cannot stand at the top.
@@ -46,7 +52,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
 WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
     "jax_fp8/run/command_line.py": "tests/run/test_checks.py, test_generate.py and test_export.py parse by it",
-    "jax_fp8/tools/report/finding.py": "a tuple and the words for its fields, without code",
+    "jax_fp8/report/finding.py": "a tuple and the words for its fields, without code",
 }
 
 # File: why it is longer than MAX_LINES.
@@ -65,7 +71,7 @@ OWN_FILES: dict[str, str] = {
     "jax_fp8/core/files.py": "the place where it is done",
     "jax_fp8/kernels/extension.py": "sources that come with the package",
     "jax_fp8/streams.py": "os.devnull, in place of a stream",
-    "jax_fp8/tools/described.py": "a description that comes with the package",
+    "jax_fp8/plan/described.py": "a description that comes with the package",
     "jax_fp8/train/lowering.py": "a listing that the compiler has written to a folder of ours",
     "examples/train_gpt.py": "a reader's own program, which the library's files do not concern",
     "jax_fp8/run/folder.py": "a folder is opened, to be locked",
@@ -361,9 +367,9 @@ PLANTED = [
     ),
     (upward_imports, {"jax_fp8/ops/a.py": "import jax_fp8"}, "got jax_fp8"),
     (upward_imports, {"jax_fp8/kernels/a.py": "from jax_fp8.ops import linear"}, "kernels must import only"),
-    (upward_imports, {"jax_fp8/train/a.py": "from jax_fp8.tools import capture"}, "train must import only"),
+    (upward_imports, {"jax_fp8/train/a.py": "from jax_fp8.inspect import capture"}, "train must import only"),
     (upward_imports, {"jax_fp8/optim/a.py": "from jax_fp8.train import train_step"}, "optim must import only"),
-    (upward_imports, {"jax_fp8/tools/a.py": "from jax_fp8.nn import dense"}, "tools must import only"),
+    (upward_imports, {"jax_fp8/inspect/a.py": "from jax_fp8.nn import dense"}, "inspect must import only"),
     (upward_imports, {"jax_fp8/utils/a.py": ""}, "must be declared in ROOMS"),
     (
         import_circles,
@@ -418,7 +424,7 @@ PLANTED = [
     ),
     (
         files_by_themselves,
-        {"jax_fp8/tools/a.py": "def f(path):\n    path.write_text('')"},
+        {"jax_fp8/report/a.py": "def f(path):\n    path.write_text('')"},
         "a.py:2: path.write_text must be",
     ),
     (files_by_themselves, {"examples/a.py": "import os\nos.replace('a', 'b')"}, "a.py:2: os.replace must be done by"),

@@ -38,8 +38,8 @@ def test_a_wheel_has_its_types_its_licence_and_nothing_else(tmp_path):
     wheel = zipfile.ZipFile(next(tmp_path.glob("jax_fp8-*.whl")))
     names = set(wheel.namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "jax_fp8").rglob("*.py")}
-    modules |= {str(path.relative_to(ROOT)) for path in (ROOT / "jax_fp8/tools/gpus").iterdir()}
-    modules |= {f"jax_fp8/tools/report/page.{kind}" for kind in ("css", "js")}
+    modules |= {str(path.relative_to(ROOT)) for path in (ROOT / "jax_fp8/plan/gpus").iterdir()}
+    modules |= {f"jax_fp8/report/page.{kind}" for kind in ("css", "js")}
     information = f"jax_fp8-{fp8.__version__}.dist-info"
     expected = modules | {"jax_fp8/py.typed", f"{information}/licenses/LICENSE"}
     assert expected <= names

@@ -4,7 +4,7 @@
 
 How often a GEMM is called, and with how many rows, is known only when the whole pass has been traced: a layer may be
 shared, scanned over or rematerialised. So the pass is traced twice. In the first trace an `OperandSearch` takes notes,
-and marks each call in the program, where a walk over it counts them (train/wgrad_calls.py). In the second one
+and marks each call in the program, where a walk over it counts them (grads/wgrad_calls.py). In the second one
 `OperandStores` write. Which place is free is counted while the pass runs, so nothing depends on the order of calls.
 """
 

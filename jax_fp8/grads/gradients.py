@@ -22,7 +22,7 @@ from jax_fp8.grads.checks import ALONE, ALONE_OR_PAIR, check_loss
 from jax_fp8.grads.tape import GradientTape, Observed, PassResult
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.kernels.update_state import finish_step
-from jax_fp8.kernels.varying import varying_axes
+from jax_fp8.kernels.vma import varying_axes
 
 
 def take_gradients(

@@ -27,7 +27,7 @@ from jax_fp8.core.fp8_gemm import GradientSum, Record
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recorder import RECORDER, Cotangents, Recorder, Refs
 from jax_fp8.core.state import check_dtypes, join_amaxes, map_gemms_with_path, no_amaxes
-from jax_fp8.kernels.varying import vary
+from jax_fp8.kernels.vma import vary
 from jax_fp8.ops.passes import share_wgrad
 
 

@@ -37,13 +37,13 @@ from jax_fp8.kernels.explicit import (
     place,
     spec_of,
 )
-from jax_fp8.kernels.forms import form_of, is_hashable
-from jax_fp8.kernels.parts import Part
-from jax_fp8.kernels.varying import vary, varying_axes
+from jax_fp8.kernels.hashable_partial import hashable, is_hashable
+from jax_fp8.kernels.partial_results import PartialResult
+from jax_fp8.kernels.vma import vary, varying_axes
 
 
 def dispatch(
-    rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array, part: Part | None = None
+    rule: str, kernel: Callable | None, reference: Callable, *args: jax.Array, part: PartialResult | None = None
 ) -> tuple[jax.Array, ...]:
     """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere;
     both return a tuple.
@@ -58,7 +58,7 @@ def dispatch(
     split = collect(inputs, outputs, [explicit_spec(arg) for arg in args])
     if part is not None and mesh is not None and part.can_be(mesh, part.axes, split):
         split[part.dim] = part.axes
-    operation = Operation(rule, kernel and form_of(kernel), form_of(reference), part)
+    operation = Operation(rule, kernel and hashable(kernel), hashable(reference), part)
     traced, on_shards = _traced_once, _traced_once_on_shards
     if not is_hashable(operation):
         traced, on_shards = traced.__wrapped__, on_shards.__wrapped__
@@ -75,7 +75,7 @@ class Operation:
     rule: str
     kernel: Callable | None
     reference: Callable
-    part: Part | None
+    part: PartialResult | None
 
     def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         local = self.kernel and _auto_partitioned(self.kernel, self.rule, self.part)

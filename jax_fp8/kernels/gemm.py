@@ -31,7 +31,7 @@ from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
 from jax_fp8.kernels.casting import check_whole_tiles, tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
-from jax_fp8.kernels.parts import Part
+from jax_fp8.kernels.partial_results import PartialResult
 from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 
 TARGET = "jax_fp8_gemm"
@@ -98,7 +98,7 @@ def matmul(
     kernel = partial(_kernel, **settings, **how) if tiles in SCALINGS else None
     # Of some columns each device makes those that it is to have, but by tile; of all, those whose rows of b it has.
     no_tiles = tiles == (None, None)
-    part = Part("n", of="p", size=columns[1], axes=columns_over) if columns is not None and no_tiles else None
+    part = PartialResult("n", of="p", size=columns[1], axes=columns_over) if columns is not None and no_tiles else None
     (d,) = dispatch(f"{rule} -> m n", kernel, partial(_reference, **settings), *operands, part=part)
     return d
 

@@ -32,7 +32,7 @@ from jax_fp8.kernels.dispatch import Split, dispatch, gathered, psum
 from jax_fp8.kernels.explicit import parse_rule, shards_of
 from jax_fp8.kernels.extension import check_target
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, RESULT_DTYPES, scales_as_read
-from jax_fp8.kernels.varying import vary, varying_axes
+from jax_fp8.kernels.vma import vary, varying_axes
 
 TARGETS = TARGET, GRADIENT_TARGET = "jax_fp8_grouped_gemm", "jax_fp8_grouped_gemm_weight_gradient"
 GROUP_ROWS = 128  # every group has a multiple of these

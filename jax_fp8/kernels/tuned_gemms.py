@@ -9,7 +9,7 @@ compute:
         ...  # what is traced here
 
 Candidates add in different orders, so their results differ in the last bits: the same ranks, the same result.
-Measuring candidates and remembering the best is the work of `jax_fp8/tools`.
+Measuring candidates and remembering the best is the work of `jax_fp8/tune`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -16,8 +16,8 @@ import numpy as np
 from flax.typing import Dtype
 from jax import lax
 
+from jax_fp8.core.checkpoint_names import offload_policy
 from jax_fp8.core.ids import as_ids
-from jax_fp8.core.kept import offload_policy
 from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe

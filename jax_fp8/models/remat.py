@@ -3,13 +3,13 @@
 none                        all that the backward wants
 norms                       `recompute=True`: what it wants of norms and casts is made again
 full                        what enters a layer; all of its forward is computed again
-offload:8                   all, but of 8 layers in the host's memory; core/kept.py says what
+offload:8                   all, but of 8 layers in the host's memory; core/checkpoint_names.py says what
 offload:8:mlp_hidden,...    of 8 layers these alone in the host's memory, all else on the device
 """
 
 from dataclasses import dataclass
 
-from jax_fp8.core.kept import KEPT
+from jax_fp8.core.checkpoint_names import RESIDUAL_NAMES
 
 KINDS = ("none", "norms", "full", "offload")
 
@@ -21,25 +21,25 @@ class Remat:
     Args:
       kind: one of KINDS.
       count: layers of which something is offloaded.
-      names: of what is offloaded, among KEPT.
+      names: of what is offloaded, among RESIDUAL_NAMES.
     """
 
     kind: str
     num_layers: int
     count: int = 0
-    names: tuple[str, ...] = KEPT
+    names: tuple[str, ...] = RESIDUAL_NAMES
 
     @classmethod
     def parse(cls, text: str, num_layers: int) -> "Remat":
         kind, *others = text.split(":") if isinstance(text, str) else [""]
         if kind in KINDS and kind != "offload" and not others:
             return cls(kind, num_layers)
-        number, names = others[0] if others else "", others[1].split(",") if len(others) == 2 else KEPT
+        number, names = others[0] if others else "", others[1].split(",") if len(others) == 2 else RESIDUAL_NAMES
         is_count = number.isdecimal() and int(number) <= num_layers
-        if kind != "offload" or len(others) not in (1, 2) or not is_count or not {*names} <= {*KEPT}:
+        if kind != "offload" or len(others) not in (1, 2) or not is_count or not {*names} <= {*RESIDUAL_NAMES}:
             raise ValueError(
                 f"remat must be none, norms, full, offload:N with N of {num_layers} layers, or offload:N:NAMES with "
-                f"some of {','.join(KEPT)}, got {text!r}; choose one of these"
+                f"some of {','.join(RESIDUAL_NAMES)}, got {text!r}; choose one of these"
             )
         return cls(kind, num_layers, int(number), tuple(names))
 

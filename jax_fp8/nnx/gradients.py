@@ -16,7 +16,7 @@ from jax_fp8.core.paths import LayerPath
 from jax_fp8.core.state import keep_known_rows, stage_joined
 from jax_fp8.grads.tape import GradientTape, Observed, PassResult
 from jax_fp8.kernels.explicit import inside_mesh_of
-from jax_fp8.kernels.varying import varying_axes
+from jax_fp8.kernels.vma import varying_axes
 from jax_fp8.nnx.state import GemmState, attach, detach, finish_step, gemms_of, state_of, write
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jax_fp8.core.kept import keep
+from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.dispatch import on_shards
 from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.dropped_attention import dropped_attention
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
@@ -89,7 +89,7 @@ def attention(
     if implementation != "cudnn":
         return attend(*operands)
     kv_heads = key.shape[2]
-    together: Any = tied(kv_heads, *alike(*operands))
+    together: Any = tied(kv_heads, *match_vma(*operands))
     attended: Any = tied(kv_heads, attend(*together))  # where heads are whole, they are on both sides
     return attended[0]
 
@@ -110,7 +110,7 @@ def _attend(causal, implementation, window, rate, names, query, key, value, *tol
     XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
     its gradient in 16 bits there, a product of bfloat16 by float32.
     """
-    query, key, value = keep("attention_operands", (query, key, value))
+    query, key, value = name_residual("attention_operands", (query, key, value))
     dtype = query.dtype
     if implementation != "cudnn" and jax.config.jax_numpy_dtype_promotion == "strict":
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))

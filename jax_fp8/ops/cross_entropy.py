@@ -26,7 +26,7 @@ from jax_fp8.core.ids import as_ids, check_ids, is_token
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes, parts_of_batch, sum_over_batch
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.head import Head, check_head, make_head
 
 # A chunk reads and writes the gradient of the weight, and holds its logits:
@@ -87,7 +87,7 @@ def linear_cross_entropy(
     with jax.named_scope("cross_entropy"):
         of_tokens = _labels_and_shares(labels, mask, vocab, mask_total)
         static = _Static(chunks, z_loss, recipe, tensor, current_amax_axes())
-        return _loss(static, *alike(x, weight, *of_tokens))
+        return _loss(static, *match_vma(x, weight, *of_tokens))
 
 
 def cross_entropy(

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.kept import keep
 from jax_fp8.kernels.activation import (
     activate,
     activate_backward,
@@ -26,7 +26,7 @@ from jax_fp8.kernels.activation import (
     activation_quantize,
 )
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.expert_rows import ExpertRows, take_rows, untake_rows
 from jax_fp8.ops.grouped_linear import (
     backward_dgrad,
@@ -75,7 +75,7 @@ def expert_mlp(
 
         return keeping_products(plain, recompute)(x, where, up, down), None
     static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down))
-    x, up, down = alike(x, up, down)
+    x, up, down = match_vma(x, up, down)
     out: Any = _expert_mlp(static, x, where, up, down, gemms)
     return out
 
@@ -106,7 +106,7 @@ def _run(static, x, where, up, down, gemms, keep):
 
 def _forward(static, x, where, up, down, gemms):
     out, (hidden, *kept) = _run(static, x, where, up, down, gemms, keep=not static.recompute)
-    hidden = keep("mlp_hidden", hidden)
+    hidden = name_residual("mlp_hidden", hidden)
     tokens = x if static.recompute else None
     return out, (tokens, ParamInfo.of(x), where, hidden, *kept, ParamInfo.of(up), ParamInfo.of(down), gemms)
 

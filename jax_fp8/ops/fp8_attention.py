@@ -26,16 +26,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import E4M3, INPUT, KERNEL, OUTPUT_GRADIENT, fp8_max
 from jax_fp8.core.fp8_array import Fp8Array
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.kept import keep
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.core.shards import largest_amax
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.fp8_attention import attend, attend_backward
 from jax_fp8.kernels.quantize import quantize_rowwise
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.attention import as_heads, tied
 from jax_fp8.ops.parameters import ParamInfo
 
@@ -76,7 +76,7 @@ def fp8_attention(
         )
         return attended[0], amaxes
     out: Any = _fp8_attention(
-        _Static(causal, implementation == "cudnn", key.shape[2]), *alike(query, key, value), gemms
+        _Static(causal, implementation == "cudnn", key.shape[2]), *match_vma(query, key, value), gemms
     )
     return out
 
@@ -102,7 +102,7 @@ def _forward(static, query, key, value, gemms):
     query, key, value = static.tied(query, key, value)
     tensors = (gemms.scores, INPUT, query), (gemms.scores, KERNEL, key), (gemms.values, KERNEL, value)
     operands, (of_query, of_key, of_value) = zip(*(_quantize(*of) for of in tensors), strict=True)
-    operands = tuple(replace(of, values=keep("attention_operands", of.values)) for of in operands)
+    operands = tuple(replace(of, values=name_residual("attention_operands", of.values)) for of in operands)
     output, statistics = attend(*operands, causal=static.causal)
     amaxes = jnp.stack([of_query, of_key]), jnp.stack([jnp.zeros_like(of_value), of_value])
     (attended,) = static.tied(output.dequantize(query.dtype))

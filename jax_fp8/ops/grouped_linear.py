@@ -28,7 +28,7 @@ from jax_fp8.kernels.explicit import explicit_spec
 from jax_fp8.kernels.gemm import RESULT_DTYPES
 from jax_fp8.kernels.grouped_gemm import grouped_matmul, grouped_weight_gradient
 from jax_fp8.kernels.quantize import as_tuple
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.expert_rows import ExpertRows, on_own_tokens
 from jax_fp8.ops.operands import GemmInput, quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo, as_one_matrix, joined
@@ -58,7 +58,7 @@ def grouped_linear(
     if gemm is None:
         return plain_grouped_linear(rows, parameters, where, dtype), None
     static = _Static(dtype, widths_of(parameters))
-    out: Any = _grouped_linear(static, *alike(rows, parameters), where.starts, gemm)
+    out: Any = _grouped_linear(static, *match_vma(rows, parameters), where.starts, gemm)
     return out
 
 

@@ -15,7 +15,7 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo
@@ -70,7 +70,7 @@ def linear(
     by_columns, by_rows = (tensor if split_dim == of else None for of in ("columns", "rows"))
     has_residual = residual is not None
     static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, has_residual, by_columns, by_rows)
-    matrix, parameters, rows = alike(as_matrix(x), parameters, rows)
+    matrix, parameters, rows = match_vma(as_matrix(x), parameters, rows)
     out: Any = _linear(static, matrix, parameters, gemm, rows)
     y, amaxes = out
     return jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y), amaxes

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import GemmInput, quantize_gradient
 from jax_fp8.ops.parameters import LinearParameters, ParamInfo
@@ -60,7 +60,7 @@ def norm_linear(
         y = keeping_products(plain, recompute)(x, norm, parameters)
         return ((y, x) if return_input else y), None
     static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts, tensor)
-    out: Any = _norm_linear(static, *alike(as_matrix(x), norm, parameters), gemm)
+    out: Any = _norm_linear(static, *match_vma(as_matrix(x), norm, parameters), gemm)
     (y, rows), amaxes = out
     leading = x.shape[:-1] if tensor is None else tensor.all_rows(x.shape[:-1])
     y = jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y)
@@ -118,7 +118,7 @@ def _run(static, x, norm, parameters, gemm, keep):
 
 def _forward(static, x, norm, parameters, gemm):
     out, kept = _run(static, x, norm, parameters, gemm, keep=not static.recompute)
-    return out, (keep("norm_input", x), norm, *kept, ParamInfo.of(((x, norm), parameters)), gemm)
+    return out, (name_residual("norm_input", x), norm, *kept, ParamInfo.of(((x, norm), parameters)), gemm)
 
 
 def _backward(static, residuals, cotangents):

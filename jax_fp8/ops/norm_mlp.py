@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_gemm import Fp8Gemm
-from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.kernels.activation import (
     activate,
@@ -27,7 +27,7 @@ from jax_fp8.kernels.activation import (
 )
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
 from jax_fp8.ops.operands import GemmInput, observe_gradient, quantize_gradient
@@ -80,7 +80,7 @@ def norm_mlp(
 
         return keeping_products(plain, recompute)(x, norm, up, down), None
     static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths, tensor)
-    out: Any = _norm_mlp(static, *alike(as_matrix(x), norm, up, down), gemms)
+    out: Any = _norm_mlp(static, *match_vma(as_matrix(x), norm, up, down), gemms)
     y, amaxes = out
     return y.reshape(x.shape), amaxes
 
@@ -115,7 +115,7 @@ def _run(static, x, norm, up, down, gemms, keep):
 
 def _forward(static, x, norm, up, down, gemms):
     out, (statistics, hidden, *kept) = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
-    x, hidden = keep("norm_input", x), keep("mlp_hidden", hidden)
+    x, hidden = name_residual("norm_input", x), name_residual("mlp_hidden", hidden)
     return out, (
         x,
         norm,

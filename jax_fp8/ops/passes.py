@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fp8.core.cast import Cast
+from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT, KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
-from jax_fp8.core.kept import keep
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
@@ -158,7 +158,7 @@ def forward_gemm(
         y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     transposed = x.pair.columnwise
-    x_transposed = transposed and replace(transposed, values=keep("gemm_input", transposed.values))
+    x_transposed = transposed and replace(transposed, values=name_residual("gemm_input", transposed.values))
     x_cast = x.cast.again(x.pair.rowwise.scale)
     return y, amaxes, GemmResidual(x_transposed, x_cast, weight.rowwise, amaxes, x.health)
 

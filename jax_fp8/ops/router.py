@@ -26,7 +26,7 @@ from jax import lax
 
 from jax_fp8.core.shards import parts_of_batch, sum_over_batch
 from jax_fp8.kernels.explicit import einsum
-from jax_fp8.kernels.varying import alike
+from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.parameters import ParamInfo
 
 ROUTER_SCOPE = "jax_fp8_router"
@@ -68,7 +68,7 @@ def route(
     experts = kernel.shape[1]
     if not 1 <= choices <= experts:
         raise ValueError(f"a token goes to 1 to {experts} experts, all that there are, got {choices}; change one")
-    logits = _logits(*alike(x, kernel.astype(jnp.float32)))
+    logits = _logits(*match_vma(x, kernel.astype(jnp.float32)))
     probabilities = jax.nn.softmax(logits)
     _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
     # Choices, and no gather, whose gradient would be a scatter.

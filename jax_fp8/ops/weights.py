@@ -1,6 +1,6 @@
 """The kernels of many GEMMs in FP8: as nested dicts like the collection "fp8_cache", each GEMM's `Fp8Pair` at its path.
 
-A weight cache for training is made of them (train/weight_cache.py), and so is what a generation reads.
+A weight cache for training is made of them (state/weight_cache.py), and so is what a generation reads.
 """
 
 from collections.abc import Callable, Mapping

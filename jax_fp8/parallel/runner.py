@@ -106,7 +106,7 @@ def run_schedule(
     loss: Loss,
     inputs: jax.Array,
     of_loss: Any,
-    room: Callable[[Any], Any],
+    uninitialized: Callable[[Any], Any],
 ) -> tuple[jax.Array, list[Any], Any]:
     """Run all units of a schedule, on every device of the axis `pipe` of a `shard_map`.
 
@@ -116,7 +116,7 @@ def run_schedule(
         last group is not whole, there are numbers behind the last microbatch: they must leave the totals as they are.
       inputs: (groups * stages, ...), what enters the first stage; behind the last microbatch anything finite.
       of_loss: the totals of the loss before the first.
-      room: makes arrays of these shapes, whose content nobody reads.
+      uninitialized: makes arrays of these shapes, whose content nobody reads.
 
     Returns:
       The gradients of the inputs, on all other stages zeros; the totals of the chunks, and those of the loss.
@@ -124,7 +124,7 @@ def run_schedule(
     stages = ticks.branch.shape[1]
     stage = lax.axis_index(PIPE)
     is_last = stage == stages - 1
-    work, inboxes = _empty(ticks, chunks, inputs, room)
+    work, inboxes = _empty(ticks, chunks, inputs, uninitialized)
     conditionals = _conditionals(ticks.branches, work)
     programs = [[_branch(branch, chunks, stage == 0, is_last) for branch in own] for own in conditionals]
 
@@ -220,7 +220,7 @@ def _branch(branch: Branch, chunks: Sequence[Chunk], is_first, is_last) -> Calla
     return {FORWARD: forward, BACKWARD: backward, INPUT_GRADIENT: input_gradient}.get(branch.kind, weight_gradient)
 
 
-def _empty(ticks: Ticks, chunks, inputs, room) -> tuple[_Work, _Inboxes]:
+def _empty(ticks: Ticks, chunks, inputs, uninitialized) -> tuple[_Work, _Inboxes]:
     """Before the first tick."""
     x = jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype)
     has_halves = any(branch.kind is INPUT_GRADIENT for branch in ticks.branches)
@@ -233,7 +233,7 @@ def _empty(ticks: Ticks, chunks, inputs, room) -> tuple[_Work, _Inboxes]:
             _, of_halves, _ = jax.eval_shape(chunk.input_gradient, of_forward, x, jax.eval_shape(chunk.no_totals))
             operands |= {(number, slot): of_halves for slot in range(slots)}
     inbox = jax.ShapeDtypeStruct((ticks.places + 1, *x.shape), x.dtype)
-    kept, operands, activations, gradients = room((kept, operands, inbox, inbox))
+    kept, operands, activations, gradients = uninitialized((kept, operands, inbox, inbox))
     nothing = jnp.zeros(x.shape, x.dtype)
     totals = {number: chunk.no_totals() for number, chunk in enumerate(chunks)}
     return _Work(kept, operands, totals, inputs, nothing, nothing), _Inboxes(activations, gradients)

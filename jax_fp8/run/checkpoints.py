@@ -31,10 +31,10 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jax_fp8.models.limits import config_of
+from jax_fp8.report.run_format import NOTES, CannotResume, read_notes
 from jax_fp8.run.orbax_errors import quietly, reason
 from jax_fp8.run.settings import settings_from
-from jax_fp8.tools.report.run_format import NOTES, CannotResume, read_notes
-from jax_fp8.train.train_state import TrainState
+from jax_fp8.state.train_state import TrainState
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
 SETTLED = 0.5  # seconds after which what was written beside an array that failed has failed too

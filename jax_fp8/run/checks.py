@@ -13,11 +13,11 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_fp8.gpt_plans import shape_of
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.parallel.mesh import AXES
+from jax_fp8.plan.arithmetic import Setting, memory_of
+from jax_fp8.plan.gpt_plans import shape_of
 from jax_fp8.run.settings import Settings
-from jax_fp8.tools.arithmetic import Setting, memory_of
 
 AT_LEAST = {"steps": 1, "batch_size": 1, "seq_len": 1, "microbatches": 1, "eval_every": 1, "num_layers": 1,
             "num_heads": 1, "keep": 1, "stop_after_skips": 1, "sample_tokens": 0, "checkpoint_every": 0, "chunks": 0,

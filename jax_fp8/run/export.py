@@ -15,10 +15,10 @@ import tyro
 
 from jax_fp8.core.files import Unreadable, read_text, write_text
 from jax_fp8.models.params_file import save_params
+from jax_fp8.report.run_format import TOKENIZER
 from jax_fp8.run import command_line
 from jax_fp8.run.generate import PARAMS, Request, find, load_run
 from jax_fp8.run.text import PairEncoder
-from jax_fp8.tools.report.run_format import TOKENIZER
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<name>/`: made, locked and written. Its format is in tools/report/run_format.py."""
+"""The folder of a run, `runs/<name>/`: made, locked and written. Its format is in report/run_format.py."""
 
 import contextlib
 import errno
@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from jax_fp8.core.files import write_bytes, write_text
+from jax_fp8.report.run_format import LOGS, METRICS, PICTURE, TOKENIZER, CannotResume, write_config
 from jax_fp8.run.logs import Log
-from jax_fp8.tools.report.run_format import LOGS, METRICS, PICTURE, TOKENIZER, CannotResume, write_config
 
 PICTURE_BYTES = 2**20  # and configuration, at most
 TRIAL_BYTES = 2**24  # that are written to see whether there is room; beyond them the disk is asked

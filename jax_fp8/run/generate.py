@@ -26,12 +26,12 @@ from jax_fp8.models.gpt import GPT
 from jax_fp8.models.huggingface.weights import load_huggingface
 from jax_fp8.models.limits import config_of
 from jax_fp8.models.params_file import load_config, load_params
+from jax_fp8.report.run_format import CHECKPOINTS, CONFIG, OF_A_MODEL, TOKENIZER
 from jax_fp8.run import command_line
 from jax_fp8.run.checkpoints import Checkpoints, read_last
 from jax_fp8.run.job import make_model
 from jax_fp8.run.settings import settings_from
 from jax_fp8.run.text import ByteEncoder, Encoder, PairEncoder
-from jax_fp8.tools.report.run_format import CHECKPOINTS, CONFIG, OF_A_MODEL, TOKENIZER
 
 PARAMS = ".safetensors"
 TEMPERATURE = 0.8  # of a run's sample: below 1 prefers likely tokens

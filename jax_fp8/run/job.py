@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_fp8.gpt_plans import head_in, layers_in
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.plan.gpt_plans import head_in, layers_in
 from jax_fp8.run import checks
 from jax_fp8.run.devices import fingerprint, make_mesh, own_rows
 from jax_fp8.run.optimizer import make_optimizer

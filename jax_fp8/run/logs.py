@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jax_fp8.core.files import Unreadable, parse_json, read_bytes, write_bytes
-from jax_fp8.run.settings import Settings
-from jax_fp8.tools.report.run_format import (
+from jax_fp8.report.run_format import (
     DIAGNOSTICS,
     EVENTS,
     MEASURED,
@@ -26,6 +25,7 @@ from jax_fp8.tools.report.run_format import (
     metrics_row,
     rows_as_notes,
 )
+from jax_fp8.run.settings import Settings
 
 LOG_EVERY = 10  # steps between two rows of metrics.jsonl
 ROW_BYTES = 360  # of metrics.jsonl, at most

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import tqdm
 
-from jax_fp8.gpt_plans import operations_of_a_token
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.plan.gpt_plans import operations_of_a_token
+from jax_fp8.plan.peaks import Peak, peak_of
 from jax_fp8.run.logs import LOG_EVERY, Logbook
 from jax_fp8.run.spikes import READ_BEHIND, Watch
-from jax_fp8.tools.peaks import Peak, peak_of
 
 COLUMNS = 100  # of the line, at most
 BAR = 4  # columns that the bar itself needs, at least

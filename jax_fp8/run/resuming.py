@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_fp8.models.limits import config_of
-from jax_fp8.run.checkpoints import read_last, steps_in
-from jax_fp8.run.folder import Existing
-from jax_fp8.run.settings import OF_THE_PROCESS, Settings, describe, settings_from
-from jax_fp8.tools.report.run_format import (
+from jax_fp8.report.run_format import (
     BASELINE,
     CHECKPOINTS,
     CONFIG,
@@ -25,6 +22,9 @@ from jax_fp8.tools.report.run_format import (
     read_config,
     rows_in_notes,
 )
+from jax_fp8.run.checkpoints import read_last, steps_in
+from jax_fp8.run.folder import Existing
+from jax_fp8.run.settings import OF_THE_PROCESS, Settings, describe, settings_from
 
 # Settings that do not change what is computed.
 ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "validation_data", "compare"}

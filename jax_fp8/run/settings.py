@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jax_fp8.core.files import Unreadable, shown
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.report.run_format import is_count, is_number, read_config
 from jax_fp8.run import command_line
-from jax_fp8.tools.report.run_format import is_count, is_number, read_config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ import numpy as np
 
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
+from jax_fp8.report.run_format import BASELINE, CHECKPOINTS, PROFILE, CannotResume
 from jax_fp8.run.checkpoints import CannotSave, Checkpoints
 from jax_fp8.run.checks import check, parse_steps
 from jax_fp8.run.command_line import REFUSED, complain
@@ -46,8 +47,7 @@ from jax_fp8.run.resuming import find_run, interruption
 from jax_fp8.run.settings import Settings, describe, parse
 from jax_fp8.run.spikes import Watch
 from jax_fp8.run.text import PairEncoder, training_batch, validation_batches
-from jax_fp8.tools.report.run_format import BASELINE, CHECKPOINTS, PROFILE, CannotResume
-from jax_fp8.train.train_state import TrainState
+from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.train_step import TrainStep
 
 VALIDATION_BATCHES = 8  # at least

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_fp8.core.state import check_dtypes, map_gemms_with_path
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.optim.adam_state import masters_apart
-from jax_fp8.train.checks import check_on_mesh
-from jax_fp8.train.weight_cache import outdated
+from jax_fp8.state.checks import check_on_mesh
+from jax_fp8.state.weight_cache import outdated
 
 
 class Arrivals:

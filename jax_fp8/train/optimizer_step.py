@@ -20,8 +20,8 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
 from jax_fp8.optim.skipping import Skips, choose, kept_unless, skips, was_taken, wrote_only_if
 from jax_fp8.optim.updates import InPlace, NotLastError, apply_updates
-from jax_fp8.train.train_state import TrainState
-from jax_fp8.train.weight_cache import cast_requests, refresh
+from jax_fp8.state.train_state import TrainState
+from jax_fp8.state.weight_cache import cast_requests, refresh
 
 LARGEST_LOSS = np.finfo(np.float32).max
 NO_COLLECTIONS: Mapping = MappingProxyType({})

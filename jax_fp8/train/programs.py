@@ -2,8 +2,8 @@
 
     state, batch ─gradients→ loss, gradients, amaxes ─update→ state, metrics
 
-The first part runs on one device, or on every device of a mesh (train/on_mesh.py). The second is written for whole
-arrays; on a mesh the compiler splits it, for it computes element by element, and any Optax transform is right.
+The first part runs on one device, or on every device of a mesh (distributed/mesh_pass.py). The second is written for
+whole arrays; on a mesh the compiler splits it, for it computes element by element, and any Optax transform is right.
 """
 
 import dataclasses
@@ -21,24 +21,9 @@ from jax_fp8.core.paths import LayerPath, names_of
 from jax_fp8.core.reach import reached_rows
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import declared_shardings
-from jax_fp8.grads.gradients import with_kernels
-from jax_fp8.grads.tape import PassResult, added_by_gemms
-from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
-from jax_fp8.train.checks import (
-    check_batch,
-    check_is,
-    check_kept_types,
-    check_on_mesh,
-    check_opt_state,
-    check_state,
-)
-from jax_fp8.train.diagnostics import Diagnostics, Layout, Observations, observe
-from jax_fp8.train.draws import drawn, drawn_next, drawn_whole
-from jax_fp8.train.local_pass import LocalPass
-from jax_fp8.train.loss_aux import Aux, check_has_no_aux, check_shapes_of_parts
-from jax_fp8.train.loss_trace import LossTrace, checked, reporting, shapes_of_part
-from jax_fp8.train.microbatches import (
+from jax_fp8.distributed.local_pass import LocalPass
+from jax_fp8.distributed.mesh_pass import MeshPass, shapes_of_pending
+from jax_fp8.distributed.microbatches import (
     PendingStep,
     add_microbatch,
     begin,
@@ -47,12 +32,27 @@ from jax_fp8.train.microbatches import (
     is_complete,
     of_no_state,
 )
-from jax_fp8.train.on_mesh import OnMesh, shapes_of_pending
+from jax_fp8.distributed.pipeline_checks import check_has_no_collections
+from jax_fp8.grads.gradients import with_kernels
+from jax_fp8.grads.loss_aux import Aux, check_has_no_aux, check_shapes_of_parts
+from jax_fp8.grads.loss_trace import LossTrace, checked, reporting, shapes_of_part
+from jax_fp8.grads.tape import PassResult, added_by_gemms
+from jax_fp8.parallel.mesh import Parallelism
+from jax_fp8.parallel.placement import Placement, place_params, put, zeros_like
+from jax_fp8.state.checks import (
+    check_batch,
+    check_is,
+    check_kept_types,
+    check_on_mesh,
+    check_opt_state,
+    check_state,
+)
+from jax_fp8.state.train_state import STATE_REMEDY, TrainState, placed_state
+from jax_fp8.state.weight_cache import cached_gemms, cast_listed, renewed
+from jax_fp8.train.diagnostics import Diagnostics, Layout, Observations, observe
 from jax_fp8.train.optimizer_step import OptimizerStep, metrics_of
-from jax_fp8.train.pipeline_checks import check_has_no_collections
-from jax_fp8.train.train_state import STATE_REMEDY, TrainState, placed_state
+from jax_fp8.train.rngs import drawn, drawn_next, drawn_whole
 from jax_fp8.train.warming import first_scales, of_all_stages
-from jax_fp8.train.weight_cache import cached_gemms, cast_listed, renewed
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +69,7 @@ class Programs:
     parallel: Parallelism | None = None
     has_aux: bool = False
     traces: dict[str, LossTrace] = field(default_factory=dict, compare=False)  # by shapes, on one device
-    meshes: dict[str, OnMesh] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
+    meshes: dict[str, MeshPass] = field(default_factory=dict, compare=False)  # by shapes, for each is a trace
     placements: dict[str, Placement] = field(default_factory=dict, compare=False)  # by shapes of params
 
     def create(self, init_fn: Callable, *args: Any) -> tuple[Any, Any, Any]:
@@ -160,7 +160,7 @@ class Programs:
         fp8, warmed = first_scales(state.fp8, amaxes, self.recipe, reached)
         return state.replace(fp8=fp8), warmed
 
-    def on_mesh(self, state, batch, microbatches) -> OnMesh:
+    def on_mesh(self, state, batch, microbatches) -> MeshPass:
         """How this state lies on the mesh, and a batch of so many microbatches."""
         assert self.parallel is not None, "there is a mesh"
         self.parallel.check_rows(batch, microbatches)
@@ -169,11 +169,13 @@ class Programs:
             once = self.cache_weights or self.microbatches == 1
             options = microbatches, self.has_aux
             trace = self._trace(state, batch) if self.parallel.stages == 1 else None
-            self.meshes[key] = OnMesh.of(self.parallel, self.loss_fn, self.recipe, once, state, batch, *options, trace)
+            self.meshes[key] = MeshPass.of(
+                self.parallel, self.loss_fn, self.recipe, once, state, batch, *options, trace
+            )
             self.placements[_key(state.params)] = self.meshes[key].placement
         return self.meshes[key]
 
-    def _settled(self, state, batch, microbatches) -> OnMesh:
+    def _settled(self, state, batch, microbatches) -> MeshPass:
         """The same, of which all is known."""
         mesh = self.on_mesh(state, batch, microbatches).settled(state, batch)
         self.meshes[_key((state.variables, batch))] = mesh

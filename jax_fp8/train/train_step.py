@@ -23,12 +23,14 @@ from jax_fp8.core.checks import check_flags, check_integer, check_number
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.unpicklable import Unpicklable
+from jax_fp8.distributed.microbatches import PendingStep, warn_of_copies
+from jax_fp8.distributed.pipeline_checks import check_pipeline
+from jax_fp8.grads.loss_aux import AuxLoss
 from jax_fp8.kernels.explicit import inside_its_mesh
 from jax_fp8.parallel.mesh import Parallelism, as_parallelism
 from jax_fp8.parallel.placement import placed_shapes
 from jax_fp8.parallel.tiles import check_sequence
-from jax_fp8.train.arrival import Arrivals
-from jax_fp8.train.checks import (
+from jax_fp8.state.checks import (
     check_is,
     check_not_donated,
     check_on_mesh,
@@ -36,19 +38,17 @@ from jax_fp8.train.checks import (
     check_step_loss,
     explain_donation,
 )
+from jax_fp8.state.train_state import STATE_REMEDY, TrainState, check_given, placed_state
+from jax_fp8.state.weight_cache import check_flag
+from jax_fp8.train.arrival import Arrivals
 from jax_fp8.train.cuda_graph import make_room, options_of_step, zero_metrics
 from jax_fp8.train.diagnostics import Diagnostics
-from jax_fp8.train.draws import DrawingLoss, check_rngs, drawn
 from jax_fp8.train.initialize import make_by_array
-from jax_fp8.train.loss_aux import AuxLoss
 from jax_fp8.train.lowering import Lowering
-from jax_fp8.train.microbatches import PendingStep, warn_of_copies
-from jax_fp8.train.pipeline_checks import check_pipeline
 from jax_fp8.train.programs import Programs
 from jax_fp8.train.recipes import same_recipe
-from jax_fp8.train.train_state import STATE_REMEDY, TrainState, check_given, placed_state
+from jax_fp8.train.rngs import DrawingLoss, check_rngs, drawn
 from jax_fp8.train.warming import WarmUp
-from jax_fp8.train.weight_cache import check_flag
 
 
 class TrainStep(Unpicklable):

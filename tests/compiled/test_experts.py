@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.distributed import local_pass
+from jax_fp8.inspect.hlo import CALLS, by_computation, executed
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.grouped_gemm import GRADIENT_TARGET, TARGET
 from jax_fp8.ops.expert_rows import rows_needed
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
 from jax_fp8.ops.router import ROUTER_SCOPE
-from jax_fp8.tools.hlo import CALLS, by_computation, executed
-from jax_fp8.train import local_pass
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
 REASON = h200.missing_reason() or extension.missing_reason()

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.inspect.hlo import CALLS, FUSIONS, by_computation, executed
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.grouped_gemm import TARGET
 from jax_fp8.models import reader
 from jax_fp8.ops.expert_rows import rows_needed
-from jax_fp8.tools.hlo import CALLS, FUSIONS, by_computation, executed
 
 REASON = h200.missing_reason() or extension.missing_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

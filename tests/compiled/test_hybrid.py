@@ -15,9 +15,9 @@ from jax.sharding import AxisType
 
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.inspect.collectives import Collective
 from jax_fp8.kernels import extension
 from jax_fp8.ops.collectives import reduce_rows
-from jax_fp8.tools.collectives import Collective
 from jax_fp8.train.cuda_graph import default_options
 
 REASON = h200.missing_reason() or extension.missing_reason()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.core.kept import KEPT, offload_policy
+from jax_fp8.core.checkpoint_names import RESIDUAL_NAMES, offload_policy
 from jax_fp8.kernels import extension
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 
@@ -36,7 +36,7 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        there = nn.remat(fp8.TransformerBlock, policy=offload_policy(KEPT), prevent_cse=not self.scanned)
+        there = nn.remat(fp8.TransformerBlock, policy=offload_policy(RESIDUAL_NAMES), prevent_cse=not self.scanned)
         if not self.scanned:
             for number in range(LAYERS):
                 block = there if number < self.offloaded else fp8.TransformerBlock

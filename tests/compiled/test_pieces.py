@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
+from jax_fp8.distributed.mesh_pass import shapes_of_pending
 from jax_fp8.kernels import extension
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
-from jax_fp8.train.on_mesh import shapes_of_pending
 from jax_fp8.train.programs import Programs
 
 REASON = h200.missing_reason() or extension.missing_reason()

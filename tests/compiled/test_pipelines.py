@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
+from jax_fp8.inspect.capture import SMALLEST_COPY
 from jax_fp8.kernels import extension
 from jax_fp8.parallel.schedules import make_schedule
-from jax_fp8.tools.capture import SMALLEST_COPY
 from jax_fp8.train.cuda_graph import default_options
 
 REASON = h200.missing_reason() or extension.missing_reason()

@@ -20,12 +20,12 @@ from jax.sharding import AxisType
 import jax_fp8 as fp8
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import KERNEL
+from jax_fp8.inspect.capture import CaptureReport
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.amax import amax
 from jax_fp8.kernels.gemm import WORKSPACE_BYTES
 from jax_fp8.kernels.quantize import quantize_transpose
 from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
-from jax_fp8.tools.capture import CaptureReport
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.lowering import Lowering
 

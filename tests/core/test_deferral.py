@@ -1,6 +1,6 @@
 """Room for operands is filled in the order of calls, in the row of the layer that calls.
 
-What a backward pass keeps there is tested in tests/train/test_delayed.py.
+What a backward pass keeps there is tested in tests/grads/test_delayed.py.
 """
 
 import jax

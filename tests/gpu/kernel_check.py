@@ -25,7 +25,7 @@ import reference
 from gpu.report import Report, Script, run_script
 
 from jax_fp8.kernels.quantize import sums_results
-from jax_fp8.tools.gemm_bench import OFF_THE_LIST
+from jax_fp8.tune.gemm_bench import OFF_THE_LIST
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SOURCES = (jnp.bfloat16, jnp.float16, jnp.float32)

@@ -10,8 +10,8 @@ from train import test_microbatches as micro
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension
+from jax_fp8.state.weight_cache import cast_requests, refresh
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
-from jax_fp8.train.weight_cache import cast_requests, refresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not extension.built(), reason=str(extension.missing_reason()))]
 CONFIG = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=256, num_heads=4)

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import Literal
 from reference import assert_same_bits
 
-from jax_fp8.core.kept import keep, offload_policy
+from jax_fp8.core.checkpoint_names import name_residual, offload_policy
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.grads.by_layer import ByLayer, comes_back_beside
 from jax_fp8.grads.gradients import take_gradients
@@ -32,7 +32,7 @@ def scaled(w, x):
 
 
 def scaled_forward(w, x):
-    hidden = keep("mlp_hidden", w * x)
+    hidden = name_residual("mlp_hidden", w * x)
     return jnp.sin(hidden), (w, x, hidden)
 
 

@@ -1,4 +1,4 @@
-"""What a loss function must return. `value_and_grad` and the step say it: tests/train/test_checks.py."""
+"""What a loss function must return. `value_and_grad` and the step say it: tests/state/test_checks.py."""
 
 import jax.numpy as jnp
 import pytest

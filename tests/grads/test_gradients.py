@@ -21,7 +21,7 @@ from jax_fp8.grads.tape import added_by_gemms
 from jax_fp8.ops import passes
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
-from jax_fp8.train.own_loop import value_and_grad
+from jax_fp8.train.custom_loop import value_and_grad
 
 pytestmark = pytest.mark.versions
 

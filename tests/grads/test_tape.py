@@ -20,6 +20,9 @@ import jax_fp8 as fp8
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.paths import LayerPath, at_path
 from jax_fp8.core.recorder import RECORDER
+from jax_fp8.distributed.local_pass import LocalPass
+from jax_fp8.distributed.mesh_pass import MeshPass
+from jax_fp8.grads.delayed import delayed_gradients
 from jax_fp8.grads.gradients import take_gradients
 from jax_fp8.grads.tape import (
     GradientTape,
@@ -33,9 +36,6 @@ from jax_fp8.grads.tape import (
 )
 from jax_fp8.nnx.gradients import _differentiated
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.train.delayed import delayed_gradients
-from jax_fp8.train.local_pass import LocalPass
-from jax_fp8.train.on_mesh import OnMesh
 
 NAME = "twice the amax of dy"
 PARTS = layers(DELAYED) | {"last": dense(DELAYED)}
@@ -82,7 +82,7 @@ def on_mesh(gemms, microbatches=1, **axes):
     schedule = axes.pop("schedule", None)
     state = fp8.TrainState.create(variables=VARIABLES, tx=optax.sgd(0.0))
     parallel, local = Parallelism(make_mesh(**axes), schedule=schedule), LocalPass(DELAYED, microbatches, True, False)
-    mesh = OnMesh.of(parallel, LOSS, DELAYED, True, state, BATCH, microbatches)
+    mesh = MeshPass.of(parallel, LOSS, DELAYED, True, state, BATCH, microbatches)
     run = jax.jit(lambda state, batch: mesh.gradients(local.gradients, state, batch, observe(gemms)))
     return run(mesh.constrain(state), BATCH)
 

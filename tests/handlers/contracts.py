@@ -35,7 +35,17 @@ def floats(*shape: int) -> Buffer:
 def contracts() -> dict[str, list[Call]]:
     """By target."""
     found: dict[str, list[Call]] = {}
-    makers = (quantize, quantize_by_tile, room, transpose, activation, activation_by_tile, amax, norm, norm_by_tile)
+    makers = (
+        quantize,
+        quantize_by_tile,
+        uninitialized,
+        transpose,
+        activation,
+        activation_by_tile,
+        amax,
+        norm,
+        norm_by_tile,
+    )
     makers += (norm_backward, cross_entropy, update_state, adam, grouped, gemm, weight_gradient)
     for maker in makers:
         for call in maker():
@@ -93,9 +103,9 @@ def quantize_by_tile() -> Iterator[Call]:
     yield Call("quantize_by_tile", parts, tile_results(16, 96, False, False), TILE_RULE)
 
 
-def room() -> Iterator[Call]:
-    yield Call("room", (), ())
-    yield Call("room", (), (floats(3, 5), Buffer(E4M3, (0, 2))))
+def uninitialized() -> Iterator[Call]:
+    yield Call("uninitialized", (), ())
+    yield Call("uninitialized", (), (floats(3, 5), Buffer(E4M3, (0, 2))))
 
 
 def transpose() -> Iterator[Call]:

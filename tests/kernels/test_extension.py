@@ -166,7 +166,7 @@ def test_build_info_is_what_was_built():
         "quantize_transpose_sums",
         "quantize_by_tile",
         "quantize_by_tile_sums",
-        "room",
+        "uninitialized",
         "transpose",
         "activation_quantize",
         "activation_quantize_by_tile",

@@ -13,8 +13,8 @@ from pipelines import CURRENT, DELAYED, WIDTH, assert_is_same_step, dense, loss_
 
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.distributed import stage_work
 from jax_fp8.grads.tape import GradientTape
-from jax_fp8.train import stage_work
 
 WEIGHTS = "params", "fp8", "fp8_cache"
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.core.paths import map_with_names
+from jax_fp8.distributed.mesh_pass import MeshPass
 from jax_fp8.parallel.mesh import Parallelism
-from jax_fp8.train.on_mesh import OnMesh
 
 PLAIN = {"recipe": None, "dtype": jnp.float32, "bias_init": nn.initializers.normal(1.0)}
 WHOLE, COLUMNS, ROWS, SPLIT = P(), P(None, "tensor"), P("tensor", None), P("tensor")
@@ -75,7 +75,7 @@ def test_every_rule_is_right_or_refused_in_a_sentence(case):
     for rules in [[], *own_rules(state.params), *others]:
         try:
             parallel = Parallelism(make_mesh(tensor=2), rules)
-            on_mesh = OnMesh.of(parallel, loss_fn, None, once=True, state=state, batch=X).settled(state, X)
+            on_mesh = MeshPass.of(parallel, loss_fn, None, once=True, state=state, batch=X).settled(state, X)
         except ValueError as refusal:  # and nothing else: an error of Flax is none
             assert re.search(r"must|needs", str(refusal)) and "; " in str(refusal) and "\n" not in str(refusal)
             refused += 1

@@ -23,9 +23,9 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 from jax_fp8.core import fp8_gemm
+from jax_fp8.distributed import mesh_pass
 from jax_fp8.ops import embedding, norm_mlp
 from jax_fp8.parallel import transfers
-from jax_fp8.train import on_mesh
 
 # Sums in another order: gradients of the first step differ by 3e-5, by 4e-4 where a value came to be another in FP8.
 FIRST_SUMS = 5e-4
@@ -202,7 +202,7 @@ def test_three_steps_are_those_of_one_device(name, recipe, microbatches):
 # A way, its recipe, what is replaced by what does no collective, and what must be said then.
 LEFT_OUT = {
     "sums of gradients": ("data 2", "current", (transfers, "sum_of", lambda _, gradient, place: gradient), "bias"),
-    "amaxes of the state": ("data 2", "delayed", (on_mesh, "whole_amaxes", lambda _, amaxes: amaxes), "elements"),
+    "amaxes of the state": ("data 2", "delayed", (mesh_pass, "whole_amaxes", lambda _, amaxes: amaxes), "elements"),
     "amaxes of tensors": ("data 2", "current", (fp8_gemm, "largest_amax", lambda x, axes: x), "kernel"),
     "what leaves the backward of an MLP": (
         "tensor 2", "delayed", (norm_mlp, "reduce_rows", lambda sums, tensor: sums), "tolerance|norm",

@@ -9,7 +9,7 @@ from hybrid import gpt, make_mesh, tokens
 from reference import assert_same_bits
 
 import jax_fp8 as fp8
-from jax_fp8.core.kept import KEPT
+from jax_fp8.core.checkpoint_names import RESIDUAL_NAMES
 from jax_fp8.models.remat import Remat
 
 RECIPE = fp8.DelayedScaling(amax_history_len=2)
@@ -23,7 +23,7 @@ def test_layers_that_are_offloaded_stand_apart(count, layers, offloaded):
     remat = Remat.parse(f"offload:{count}", layers)
     kinds = [remat.of_layer(index) for index in range(layers)]
     assert [index for index, kind in enumerate(kinds) if kind == "offload"] == offloaded
-    assert {*kinds} <= {"offload", "none"} and remat.names == KEPT
+    assert {*kinds} <= {"offload", "none"} and remat.names == RESIDUAL_NAMES
 
 
 def test_all_layers_do_the_same_otherwise():

@@ -18,7 +18,7 @@ from jax_fp8.core.paths import experts_name
 from jax_fp8.ops.grouped_linear import of_each_expert
 from jax_fp8.ops.weights import cast_gemms, ready_for_loop
 from jax_fp8.optim.updates import InPlace
-from jax_fp8.train.weight_cache import cast_requests
+from jax_fp8.state.weight_cache import cast_requests
 
 IN_FP8 = ["delayed", "current", "block"]
 

@@ -12,7 +12,7 @@ import reference
 
 import jax_fp8 as fp8
 from jax_fp8.core import fp8_gemm
-from jax_fp8.tools.explain import explain
+from jax_fp8.inspect.explain import explain
 
 pytestmark = pytest.mark.versions
 

@@ -9,8 +9,8 @@ from nnx_layers import FEATURES, HIDDEN, MLP, RECIPE, RECIPES, X, assert_same, l
 
 import jax_fp8 as fp8
 import jax_fp8.nnx
+from jax_fp8.grads.loss_trace import LossTrace
 from jax_fp8.grads.tape import added_by_gemms
-from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
 

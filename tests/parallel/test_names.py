@@ -8,10 +8,10 @@ from hybrid import gpt, make_mesh, tokens
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
+from jax_fp8.grads.loss_trace import LossTrace
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.names import rules_from_names, without_names
 from jax_fp8.parallel.placement import place_params
-from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
 

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 from jax_fp8.core.shards import ParamSharding
+from jax_fp8.grads.loss_trace import LossTrace
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import ParamPlace, place_params, placed_shapes, put, zeros_like
-from jax_fp8.train.loss_trace import LossTrace
 
 pytestmark = pytest.mark.versions
 

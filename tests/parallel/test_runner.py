@@ -15,7 +15,7 @@ from pipeline import Pipeline, TanhLayers
 from reference import assert_same_bits
 
 from jax_fp8.jaxprs.equations import inner_jaxprs
-from jax_fp8.kernels.room import room
+from jax_fp8.kernels.uninitialized import uninitialized
 from jax_fp8.parallel import runner
 from jax_fp8.parallel.runner import run_schedule
 from jax_fp8.parallel.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Schedule, Unit, in_order
@@ -169,7 +169,7 @@ def test_layers_may_keep_nothing():
         def loss(number, y, totals):
             return y, totals + y.sum()
 
-        dx, _, total = run_schedule(own.ticks, [Twice(weights[0])], loss, inputs, jnp.float32(0), room)
+        dx, _, total = run_schedule(own.ticks, [Twice(weights[0])], loss, inputs, jnp.float32(0), uninitialized)
         return dx[None], total[None]
 
     dx, total = on_devices(
@@ -192,7 +192,9 @@ def test_a_layer_must_return_what_it_takes():
 
     def on_stage(weights):
         inputs = jnp.zeros((2, 2, 8))
-        return run_schedule(own.ticks, [Wider(weights[0])], lambda number, y, totals: (y, totals), inputs, (), room)
+        return run_schedule(
+            own.ticks, [Wider(weights[0])], lambda number, y, totals: (y, totals), inputs, (), uninitialized
+        )
 
     with pytest.raises(
         ValueError, match=r"must return what it takes, float32 \(2, 8\), got float32 \(2, 16\); put what"

@@ -16,7 +16,7 @@ from reference import assert_same_bits
 
 import jax_fp8 as fp8
 from jax_fp8.core.cast import SQUARE
-from jax_fp8.train.weight_cache import VERSION, cast_requests
+from jax_fp8.state.weight_cache import VERSION, cast_requests
 
 BLOCK, OTHER = fp8.BlockScaling(), fp8.BlockScaling(power_2_scale=False, amax_epsilon=0.3)
 RECIPES = {"block": BLOCK, "other formula": OTHER, "current": fp8.CurrentScaling()}

@@ -18,8 +18,8 @@ from jax_fp8.core.cast import Cast
 from jax_fp8.core.formats import HYBRID, INPUT, KERNEL
 from jax_fp8.core.recipe import check_recipe
 from jax_fp8.core.scale import scale_from_amax
+from jax_fp8.grads.loss_trace import LossTrace
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.train.loss_trace import LossTrace
 
 TILE = (1, 128)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jax_fp8.report.run_format import CannotResume
 from jax_fp8.run.folder import Existing, Folder
-from jax_fp8.tools.report.run_format import CannotResume
 
 
 def test_a_run_is_alone_in_its_folder(tmp_path):

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling
-from jax_fp8.gpt_plans import RECIPES
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.plan.gpt_plans import RECIPES
 from jax_fp8.run.checks import check
 from jax_fp8.run.job import make_model, parallelism, prepare, read_tokens
 from jax_fp8.run.settings import Settings, defaults, parse

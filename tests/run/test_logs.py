@@ -8,9 +8,9 @@ import os
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from jax_fp8.report.run_format import DIAGNOSTICS, EVENTS, LOGS, MEASURED, METRICS, CannotResume
 from jax_fp8.run import logs
 from jax_fp8.run.folder import Existing, Folder
-from jax_fp8.tools.report.run_format import DIAGNOSTICS, EVENTS, LOGS, MEASURED, METRICS, CannotResume
 
 
 def test_logs_go_on_from_a_checkpoint(tmp_path, capsys):

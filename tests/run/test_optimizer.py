@@ -10,7 +10,7 @@ import pytest
 
 from jax_fp8.run.optimizer import learning_rate_schedule, make_optimizer
 from jax_fp8.run.settings import Settings
-from jax_fp8.train.train_state import TrainState
+from jax_fp8.state.train_state import TrainState
 from jax_fp8.train.train_step import make_train_step
 
 PEAK, FINAL = 1e-3, 1e-4

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jax_fp8 as fp8
+from jax_fp8.plan.peaks import peak_of
 from jax_fp8.run import progress
 from jax_fp8.run.devices import make_mesh
 from jax_fp8.run.folder import Folder
 from jax_fp8.run.logs import Logbook
 from jax_fp8.run.settings import Settings
 from jax_fp8.run.spikes import Watch
-from jax_fp8.tools.peaks import peak_of
 
 CPU = jax.devices("cpu")[0]
 H200 = types.SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 137.26 * 2**30})

@@ -14,10 +14,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_fp8.models.config import GPTConfig
+from jax_fp8.report.run_format import CannotResume
 from jax_fp8.run import resuming, spikes, train
 from jax_fp8.run.checkpoints import read_last
 from jax_fp8.run.settings import Settings
-from jax_fp8.tools.report.run_format import CannotResume
 from jax_fp8.train.train_step import TrainStep
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16 --sample-tokens 0".split()

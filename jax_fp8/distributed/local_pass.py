@@ -1,0 +1,75 @@
+"""A pass over a batch as one device makes it: over all of it, or inside the `shard_map` of a mesh over its part.
+
+state, batch ─once, or a scan over microbatches→ PassResult(loss, grads, amaxes, ...)
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_fp8.core.paths import LayerPath, is_of_experts
+from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.state import no_amaxes
+from jax_fp8.distributed.microbatches import PendingStep, add_microbatch, begin, split
+from jax_fp8.grads.gradients import take_gradients
+from jax_fp8.grads.loss_aux import joined_microbatches
+from jax_fp8.grads.tape import Observed, PassResult, nothing_measured
+from jax_fp8.ops.weights import ready_for_loop
+from jax_fp8.state.train_state import TrainState
+from jax_fp8.state.weight_cache import cached_gemms
+
+
+@dataclass(frozen=True)
+class LocalPass:
+    """Fields as in `make_train_step`."""
+
+    recipe: Recipe | None
+    microbatches: int
+    cache_weights: bool
+    has_aux: bool
+
+    def gradients(
+        self,
+        loss_fn: Callable,
+        state_of: Callable[[], TrainState],
+        batch: Any,
+        gemms: Collection[LayerPath],
+        observe: Observed = (),
+    ) -> PassResult:
+        """The pass over a batch. The state of `state_of()` may be made anew for every microbatch."""
+        if self.microbatches == 1:
+            return take_gradients(loss_fn, self.has_aux, observe=observe)(state_of().variables, batch)
+
+        def body(carry: tuple[PendingStep, jax.Array], microbatch: Any) -> tuple[tuple[PendingStep, jax.Array], Any]:
+            pending, measured = carry
+            options = gemms, observe, self.has_aux
+            pending, found = add_microbatch(loss_fn, self.microbatches, state_of(), pending, microbatch, *options)
+            return (pending, jnp.maximum(measured, found.measured)), found.aux
+
+        state = state_of()
+        start = begin(state, self.recipe, self.cache_weights and not state.cache, gemms)
+        if any(map(is_of_experts, cached_gemms(start.cache or state.cache))):
+            start = dataclasses.replace(start, cache=ready_for_loop(start.cache or state.cache, state.params))
+        start = start, nothing_measured(observe)
+        (pending, measured), aux = lax.scan(body, start, split(batch, self.microbatches))
+        aux = joined_microbatches(aux) if self.has_aux else None
+        return PassResult(pending.loss, pending.gradients, pending.amaxes, measured, aux)
+
+    def first_amaxes(
+        self, loss_fn: Callable, state_of: Callable[[], TrainState], batch: Any, _: Collection[LayerPath]
+    ) -> jax.Array:
+        """The amaxes of a pass in which every tensor is scaled by its own."""
+        first_pass = take_gradients(loss_fn, self.has_aux, from_current=True)
+        if self.microbatches == 1:
+            return first_pass(state_of().variables, batch).amaxes
+
+        def largest(amaxes: jax.Array, microbatch: Any) -> tuple[jax.Array, None]:
+            return jnp.maximum(amaxes, first_pass(state_of().variables, microbatch).amaxes), None
+
+        start = no_amaxes(state_of().fp8)
+        return lax.scan(largest, start, split(batch, self.microbatches))[0]

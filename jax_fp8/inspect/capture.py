@@ -1,0 +1,194 @@
+"""What a compiled step became: CUDA graphs, casts of weights, copies, what goes over the wire. Read off the compiler's
+texts; nothing is run.
+
+A step should be one CUDA graph, cast every weight once, and copy no weight in FP8; on several devices it should send
+little, and compute meanwhile. All of it is the compiler's to decide, and none of it shows in the results when it
+decides otherwise.
+
+    lowered ─compile, listing what will be launched→ HLO, thunks ─capture_report→ CaptureReport
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+
+from jax_fp8.inspect.collectives import Collective, collectives_of, table
+from jax_fp8.inspect.explain import FP8_TARGETS
+from jax_fp8.inspect.hlo import BRANCHES, CALLS, FUSIONS, Instruction, by_computation, executed, read_hlo, read_thunks
+from jax_fp8.train.lowering import Compilation, Lowering
+
+CAST_TARGETS = ("jax_fp8_quantize", "jax_fp8_quantize_transpose", "jax_fp8_quantize_by_tile")
+FP8_DTYPES = ("f8e4m3fn", "f8e5m2")
+SMALLEST_COPY = 64 * 1024  # bytes; copies that do not exceed this cost a launch, not bandwidth
+SHOWN_COPIES = 8  # in a printed report
+
+_CAST_SCOPE = re.compile(r"\bcast_weights\b")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What one branch of a conditional does when it is taken; of a conditional inside it, all branches."""
+
+    weight_casts: int
+    kernels: int
+    gemms: int = 0  # FP8 matrix products, among the kernels
+
+    def __str__(self):
+        products = f", {self.gemms} of them FP8 products" if self.gemms else ""
+        return f"{self.weight_casts} casts, {self.kernels} kernels{products}"
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What one call of a compiled program launches, casts and copies;
+    what stands in a loop counts as often as the loop runs it.
+
+    Args:
+      graphs: CUDA graphs; those inside a loop of the host's count once.
+      cuts: kinds of work launched outside every graph, and how many; empty when one graph holds all.
+      weight_casts: casts of weights to FP8 whatever branches are taken, so those of branches are not among them.
+      conditionals: the branches of every conditional, in the order of their index; of a `lax.cond`, false and true.
+      weight_copies: copies of FP8 arrays of rank 2 or more, in all branches, largest first.
+      all_copies_bytes: bytes of all arrays over 64 KiB that are copied, in all branches.
+      gemms: FP8 matrix products whatever branches are taken.
+      temp_bytes: scratch memory of one device.
+      aliased_bytes: bytes of results of one device that overwrite a donated argument.
+      argument_bytes: bytes of arguments of one device.
+      unknown_trips: loops whose length the compiler does not know; what they hold counts once.
+      collectives: what goes over the wire, in all branches. Not among them: `jax.lax.psend` and `precv`.
+    """
+
+    graphs: int
+    cuts: Mapping[str, int]
+    weight_casts: int
+    conditionals: tuple[tuple[Branch, ...], ...]
+    weight_copies: tuple[str, ...]
+    all_copies_bytes: int
+    gemms: int
+    temp_bytes: int
+    aliased_bytes: int
+    argument_bytes: int
+    unknown_trips: int
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in one call, whatever branches are taken, so those of branches are not among them.
+
+        Counted as on a ring; `jax_fp8.inspect.collectives.ring_bytes` says how.
+        """
+        return sum(collective.wire_bytes for collective in self.collectives if not collective.in_branch)
+
+    @property
+    def _beside_branches(self) -> str:
+        """Said of a count of what runs whatever branches are taken, where branches have more of it."""
+        return " outside of branches" if any(branch.gemms for of in self.conditionals for branch in of) else ""
+
+    def __str__(self):
+        rows = [
+            ("CUDA graphs", self.graphs),
+            ("launched outside them", ", ".join(f"{count} {kind}" for kind, count in self.cuts.items()) or "nothing"),
+            ("weight casts", self.weight_casts),
+            *(("a conditional", " | ".join(map(str, branches))) for branches in self.conditionals),
+            ("FP8 matrix products", f"{self.gemms}{self._beside_branches}"),
+            ("copies of FP8 arrays", len(self.weight_copies)),
+            *(("", copy) for copy in self.weight_copies[:SHOWN_COPIES]),
+            *([("", "...")] if len(self.weight_copies) > SHOWN_COPIES else []),
+            ("copied, arrays > 64 KiB", _mib(self.all_copies_bytes)),
+            ("arguments", _mib(self.argument_bytes)),
+            ("of them written in place", _mib(self.aliased_bytes)),
+            ("scratch", _mib(self.temp_bytes)),
+        ]
+        if self.unknown_trips:
+            rows.append(("loops of unknown length", f"{self.unknown_trips}, what they hold is counted once"))
+        if self.collectives:
+            rows.append(("over the wire", f"{_mib(self.wire_bytes)} a device and step"))
+        return "\n".join([*(f"{name:<26}{value}" for name, value in rows), *table(self.collectives)])
+
+
+def capture_report(program: "Lowering | Compilation | jax.stages.Lowered") -> CaptureReport:
+    """Report what a program became that was compiled for a CUDA device, present or described.
+
+    Args:
+      program: `step.lower(state, batch)`, compiled here; or what its `compile` returned.
+    """
+    compilation = _compilation(program)
+    memory = compilation.memory_analysis()
+    graphs, cuts = read_thunks(compilation.listing())
+    instructions = read_hlo(compilation.as_text())
+    computations = by_computation(instructions)
+    entry = next(instruction.computation for instruction in instructions if instruction.in_entry)
+    always = list(executed(computations, entry, CALLS | FUSIONS))
+    anywhere = list(executed(computations, entry, CALLS | FUSIONS | BRANCHES))
+    copies = _largest_first((copy, times) for copy, times in anywhere if copy.copies)
+    return CaptureReport(
+        graphs=graphs,
+        cuts=dict(cuts),
+        weight_casts=sum(times for call, times in always if _casts_weight(call)),
+        conditionals=tuple(
+            tuple(_branch(computations, name) for name in conditional.calls)
+            for conditional, _ in anywhere
+            if conditional.opcode in BRANCHES
+        ),
+        weight_copies=tuple(_times(copy, times) for copy, times in copies if _copies_weight(copy)),
+        all_copies_bytes=sum(_bytes(copy) * times for copy, times in copies if _bytes(copy) > SMALLEST_COPY),
+        gemms=sum(times for call, times in always if call.target in FP8_TARGETS),
+        temp_bytes=memory.temp_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        unknown_trips=sum(loop.opcode == "while" and loop.trips is None for loop, _ in anywhere),
+        collectives=collectives_of(instructions),
+    )
+
+
+def _compilation(program) -> Compilation:
+    if isinstance(program, Compilation):
+        return program
+    if isinstance(program, jax.stages.Lowered):
+        program = Lowering(program)
+    if isinstance(program, Lowering):
+        return program.compile()
+    if isinstance(program, jax.stages.Compiled):
+        raise ValueError(
+            "capture_report needs the listing that is written only while compiling, got a compiled program without it; "
+            "pass the lowered one: capture_report(jax.jit(f).lower(...))"
+        )
+    raise ValueError(
+        f"capture_report needs a lowered program, got {type(program).__name__}; pass step.lower(state, batch)"
+    )
+
+
+def _branch(computations, name: str) -> Branch:
+    inside = executed(computations, name, CALLS | FUSIONS | BRANCHES)
+    launched = list(executed(computations, name, CALLS | BRANCHES))
+    return Branch(
+        weight_casts=sum(times for call, times in inside if _casts_weight(call)),
+        kernels=sum(times for instruction, times in launched if instruction.launches),
+        gemms=sum(times for call, times in launched if call.target in FP8_TARGETS),
+    )
+
+
+def _casts_weight(call: Instruction) -> bool:
+    return call.target in CAST_TARGETS and bool(_CAST_SCOPE.search(call.op_name))
+
+
+def _copies_weight(copy: Instruction) -> bool:
+    return copy.results[0].dtype in FP8_DTYPES and len(copy.results[0].shape) >= 2
+
+
+def _largest_first(copies):
+    return sorted(copies, key=lambda copy_times: -_bytes(copy_times[0]) * copy_times[1])
+
+
+def _bytes(copy: Instruction) -> int:
+    return copy.results[0].bytes
+
+
+def _times(copy: Instruction, times: int) -> str:
+    return f"{times} x {copy}" if times > 1 else str(copy)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

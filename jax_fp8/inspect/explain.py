@@ -1,0 +1,327 @@
+"""What a function multiplies in FP8, what not, and why, and what its shards send to each other: read off its jaxpr as
+it would run on CUDA; nothing is run or compiled.
+
+A list has a product for each place in the program, a printed table a row for each kind: products that differ only in
+the number of their layer are one row, `layer_{0..23}/mlp/up/fprop`, and their counts are added.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jax_fp8.inspect.written_collectives import WrittenCollective, table, written
+from jax_fp8.jaxprs.equations import inner_jaxprs, turns
+from jax_fp8.kernels import dispatch, extension, grouped_gemm, weight_gradient
+from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
+from jax_fp8.ops.head import PLAIN_HEAD_SCOPE
+from jax_fp8.ops.passes import PLAIN_SCOPE
+from jax_fp8.ops.router import ROUTER_SCOPE
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """One matrix product (m, k) · (k, n), executed `count` times per call.
+
+    `target` is the custom call, "reference" where kernels do not run, or "xla". `by_design` marks a product that is
+    as it was asked for: in FP8, or in a higher precision by choice.
+    """
+
+    layer: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    target: str
+    count: int
+    is_fp8: bool
+    by_design: bool
+    reason: str
+
+    @property
+    def shape(self) -> str:
+        return f"({self.m}, {self.k}) · ({self.k}, {self.n})"
+
+    def __str__(self):
+        mark = "FP8" if self.is_fp8 else "   "
+        return f"{mark} x{self.count} {self.shape} {self.dtype} by {self.target}, {self.layer}: {self.reason}"
+
+
+IN_THE_HEAD = "the head is kept in bfloat16"
+BY_RECIPE = "in FP8 by the layer's recipe"
+BY_EXPERTS = f"{BY_RECIPE}, each group of rows with the kernel of its expert"
+BY_RAGGED_DOT = "on an H200 XLA multiplies all rows by every expert, as many times the work"
+BY_REFERENCE = "FP8 values multiplied by the reference"
+
+FP8_TARGETS = (TARGET, *grouped_gemm.TARGETS)
+PLAIN_PRODUCTS = ("dot_general", "ragged_dot_general")
+
+# Multiplications of the largest product of layers 1,024 wide with 2,048 tokens, whose step took 2.38 ms in FP8 and 2.26
+# in bfloat16 on an H200, and 2.12 and 2.37 on another. With four times the tokens it was 1.08 and 0.96 times as fast;
+# the same product twice as wide gained 16 and 20 %. docs/performance.md has the table.
+TOO_SMALL = 2048 * 1024 * 4096
+MAY_NOT_PAY = (
+    "FP8 may not pay here: the layers' largest product in FP8 is no larger than those of layers 1,024 wide with "
+    "2,048 tokens, whose step ran at 0.95 and 1.12 times the speed of bfloat16 on two H200s; "
+    "time recipe=None too, or give a step more tokens"
+)
+
+
+class Explanation(tuple):
+    """A tuple of `MatrixProduct`, in program order; printing it gives a table, and says where FP8 may not pay.
+
+    `collectives` are those written inside a `jax.shard_map`, in program order.
+    """
+
+    collectives: tuple[WrittenCollective, ...]
+
+    def __new__(cls, gemms: Iterable[MatrixProduct], collectives: Iterable[WrittenCollective] = ()):
+        explanation = super().__new__(cls, gemms)
+        explanation.collectives = tuple(collectives)
+        return explanation
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in one call, on a ring."""
+        return sum(collective.wire_bytes for collective in self.collectives)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the layers' FP8 products are all as small as those that FP8 made no faster on an H200."""
+        sizes = [gemm.m * gemm.n * gemm.k for gemm in self if gemm.is_fp8 and "/fprop" in gemm.layer]
+        return bool(sizes) and max(sizes) <= TOO_SMALL
+
+    def __str__(self):
+        notes: dict[str, str] = {}
+        rows = [("", "count", "(m, k) · (k, n)", "dtypes", "layer"), *(_row(kind, notes) for kind in kinds(self))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        closing = [f"{mark} {reason}" for reason, mark in notes.items()]
+        closing += [MAY_NOT_PAY] if self.is_small else []
+        return "\n".join([*lines, *closing, *table(self.collectives)])
+
+
+def _row(kind: MatrixProduct, notes: dict[str, str]) -> tuple[str, ...]:
+    """The columns of a table. A reason other than the recipe becomes a note below it."""
+    mark = "" if kind.reason == BY_RECIPE else " " + notes.setdefault(kind.reason, f"({len(notes) + 1})")
+    dtypes = kind.dtype.replace("float8_", "").replace("bfloat16", "bf16").replace("float32", "f32")
+    return "FP8" if kind.is_fp8 else "", f"x{kind.count}", kind.shape, dtypes, f"{kind.layer}{mark}"
+
+
+_NUMBER = re.compile(r"(?<=_)\d+(?=[/)]|$)")  # that a layer's name ends with
+
+
+def kinds(products: Iterable[MatrixProduct]) -> list[MatrixProduct]:
+    """The products, with those that differ only in the number of their layer, or in nothing, as one:
+    `layer_{0..23}/mlp/up`.
+    """
+    counts: dict[MatrixProduct, int] = {}
+    for product in products:
+        same = replace(product, count=0)
+        counts[same] = counts.get(same, 0) + product.count
+    rows = [(_numbers(same.layer), replace(same, count=count)) for same, count in counts.items()]
+    for position in range(max((len(numbers) for numbers, _ in rows), default=0)):
+        rows = _merged(rows, position)
+    return [replace(row, layer=_with_numbers(row.layer, numbers)) for numbers, row in rows]
+
+
+def _numbers(layer: str) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset([int(number)]) for number in _NUMBER.findall(layer))
+
+
+def _merged(rows, position: int) -> list[tuple[tuple[frozenset[int], ...], MatrixProduct]]:
+    """Rows that differ only in the number at this position of their path, as one."""
+    groups: dict[Any, list] = {}
+    for numbers, row in rows:
+        others = (*numbers[:position], *numbers[position + 1 :])
+        groups.setdefault((others, len(numbers), replace(row, layer=_NUMBER.sub("#", row.layer))), []).append(
+            (numbers, row)
+        )
+    merged = []
+    for group in groups.values():
+        numbers, row = group[0]
+        if len(numbers) > position:
+            united = frozenset().union(*(each[position] for each, _ in group))
+            numbers = (*numbers[:position], united, *numbers[position + 1 :])
+        merged.append((numbers, replace(row, count=sum(each.count for _, each in group))))
+    return merged
+
+
+def _with_numbers(layer: str, numbers: tuple[frozenset[int], ...]) -> str:
+    found = iter(numbers)
+    return _NUMBER.sub(lambda _: _span(sorted(next(found))), layer)
+
+
+def _span(numbers: list[int]) -> str:
+    """3, {0..23}, or {0,2,4}."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    whole = numbers[-1] - numbers[0] + 1 == len(numbers)
+    return "{" + (f"{numbers[0]}..{numbers[-1]}" if whole else ",".join(map(str, numbers))) + "}"
+
+
+def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
+    """List every matrix product of `fn(*args)` as written; the compiler drops those whose result nothing uses.
+
+    Its `collectives` are what shards of a `jax.shard_map` send to each other. What the compiler inserts for arrays that
+    it splits itself, on Auto and Explicit axes, is not among them: `capture_report` says that.
+
+    Args:
+      fn: a function, such as `model.apply`, a gradient or a training step.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+      strict: raise a ValueError unless every product that is meant for FP8 will run in the FP8 kernels of this machine.
+        It names those that will not: made outside jax_fp8's layers, or by the reference, for want of kernels or of a
+        GPU that has FP8. Where jax computes on no GPU, everything runs by the reference, so strict raises and names
+        the platform. What is in a higher precision by choice is as it should be: layers with recipe=None, a head
+        without head_recipe, attention scores.
+
+    To ask on any machine whether something was left out of FP8, look for products that are neither `is_fp8` nor
+    `by_design`.
+    """
+    jaxpr = traced(fn, *args)
+    gemms = Explanation((_matrix_product(*product) for product in products(jaxpr)), written(jaxpr))
+    if strict:
+        _check_kernels_run(gemms)
+    return gemms
+
+
+NAMED = 6  # kinds of products in an error
+
+
+def _check_kernels_run(gemms: Explanation) -> None:
+    outside = [gemm for gemm in gemms if not gemm.is_fp8 and not gemm.by_design]
+    platform = jax.default_backend()
+    if any(gemm.is_fp8 for gemm in gemms) and platform != "gpu" and not outside:
+        raise ValueError(
+            f"strict needs an NVIDIA GPU, for FP8 kernels run on nothing else, got the platform {platform!r}, where "
+            "the reference multiplies; ask on the machine that trains, or without strict"
+        )
+    left_out = outside or [gemm for gemm in gemms if gemm.is_fp8 and gemm.target not in FP8_TARGETS]
+    if left_out:
+        different = kinds(left_out)
+        named = [f"{kind.layer} {kind.shape}" for kind in different[:NAMED]]
+        named += [f"{len(different) - NAMED} more kinds"] if len(different) > NAMED else []
+        reasons = "; ".join(dict.fromkeys(kind.reason for kind in different))
+        raise ValueError(
+            "strict needs every matrix product that is meant for FP8 in FP8 kernels, "
+            f"got {len(left_out)} of {len(gemms)} that are not ({reasons}): {', '.join(named)}"
+        )
+
+
+def traced(fn: Callable, *args: Any) -> Any:
+    """The jaxpr of `fn(*args)`.
+
+    What is jitted, such as a training step, is traced as it is:
+    with compiler options it cannot be part of another program.
+    """
+    trace = getattr(fn, "trace", None)
+    if trace is None and (not callable(fn) or hasattr(fn, "apply")):
+        raise ValueError(
+            f"a function is traced with its arguments, got a {type(fn).__name__}; of a model pass model.apply"
+        )
+    return (trace(*args).jaxpr if trace else jax.make_jaxpr(fn)(*args)).jaxpr
+
+
+def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any, str, int]]:
+    """The equations of a jaxpr that multiply matrices as it would run on CUDA,
+    with their scope and how often a call executes them.
+    """
+    for equation in jaxpr.eqns:
+        path = _path(scope, str(equation.source_info.name_stack))
+        if _is_call(equation, *FP8_TARGETS, weight_gradient.TARGET) or equation.primitive.name in PLAIN_PRODUCTS:
+            yield equation, path, count
+        else:
+            for inner in inner_jaxprs(equation, "cuda"):
+                yield from products(inner, path, count * turns(equation, unknown=1))
+
+
+def is_fp8_gemm(equation: Any) -> bool:
+    """Whether an equation of a jaxpr is the library's custom call of one product."""
+    return _is_call(equation, TARGET)
+
+
+def _is_call(equation, *targets):
+    return equation.primitive.name == "ffi_call" and equation.params["target_name"] in targets
+
+
+def _path(scope, name_stack):
+    """Scope names joined by "/", each once where a layer and its op repeat one."""
+    names = f"{scope}/{name_stack}".strip("/").split("/")
+    return "/".join(name for i, name in enumerate(names) if i == 0 or name != names[i - 1])
+
+
+def _matrix_product(equation, path, count) -> MatrixProduct:
+    if _is_call(equation, *FP8_TARGETS):
+        return _fp8_gemm(equation, path, count)
+    if equation.primitive.name == "ragged_dot_general":
+        return _ragged_dot(equation, path, count)
+    return (_dot if equation.primitive.name == "dot_general" else _weight_gradient)(equation, path, count)
+
+
+def _fp8_gemm(equation, path, count):
+    """Groups of rows as one product of all rows, which they have the multiplications of."""
+    a, b = (var.aval for var in equation.invars[:2])
+    (m, k), n = a.shape, equation.outvars[0].aval.shape[-1]  # b may have rows for more columns
+    target = equation.params["target_name"]
+    reason = BY_RECIPE if target == TARGET else BY_EXPERTS
+    return MatrixProduct(path, m, n, k, _names(a, b), target, count, is_fp8=True, by_design=True, reason=reason)
+
+
+def _ragged_dot(equation, path, count):
+    """Rows by experts, or their gradient, as one product of all rows."""
+    a, b = (var.aval for var in equation.invars[:2])
+    (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    k = math.prod(a.shape[i] for i in contracted)
+    by_design, reason = _why_not_fp8(path, batched=False)
+    reason = f"{reason}; {BY_RAGGED_DOT}"
+    m, n = a.size // k, equation.outvars[0].aval.shape[-1]
+    return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
+
+
+def _weight_gradient(equation, path, count):
+    dy, x = (var.aval for var in equation.invars[:2])
+    (k, m), n = dy.shape, x.shape[1]
+    target, reason = weight_gradient.TARGET, IN_THE_HEAD
+    return MatrixProduct(path, m, n, k, _names(dy, x), target, count, is_fp8=False, by_design=True, reason=reason)
+
+
+def _dot(equation, path, count):
+    (contract_a, contract_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
+    a, b = (var.aval for var in equation.invars)
+    k = math.prod(a.shape[i] for i in contract_a)
+    m = math.prod(size for i, size in enumerate(a.shape) if i not in (*contract_a, *batch_a))
+    n = math.prod(size for i, size in enumerate(b.shape) if i not in (*contract_b, *batch_b))
+    count *= math.prod(a.shape[i] for i in batch_a)
+    if REFERENCE_SCOPE in path:
+        path = path.replace(f"/{REFERENCE_SCOPE}", "")
+        dtypes, reason = "float8 values in bfloat16", f"{BY_REFERENCE}: {_why_no_kernel()}"
+        return MatrixProduct(path, m, n, k, dtypes, "reference", count, is_fp8=True, by_design=True, reason=reason)
+    by_design, reason = _why_not_fp8(path, batched=bool(batch_a))
+    return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
+
+
+_OTHER_TILES = "kernels know the tiles of BlockScaling, 1 x 128 and 128 x 128, and no others"
+
+
+def _why_no_kernel() -> str:
+    return extension.missing_reason() or dispatch.too_old_gpu() or _OTHER_TILES
+
+
+def _why_not_fp8(path, batched) -> tuple[bool, str]:
+    """Whether a product of XLA's own is as it should be, and the reason."""
+    if batched:
+        return True, "a batched product of activations, such as attention"
+    if PLAIN_HEAD_SCOPE in path:
+        return True, IN_THE_HEAD
+    if ROUTER_SCOPE in path:
+        return True, "a router is kept in float32"
+    if PLAIN_SCOPE in path:
+        return True, "in bfloat16 by choice: the layer has recipe=None"
+    return False, "not made by a jax_fp8 layer; use jax_fp8.Dense, with recipe=None if it is to stay as it is"
+
+
+def _names(a, b) -> str:
+    return f"{a.dtype.name} {b.dtype.name}"

@@ -1,0 +1,1 @@
+"""What a training step would need on GPUs that are not here: memory, traffic, time."""

@@ -1,0 +1,307 @@
+"""Plans of GPTs, as `python -m jax_fp8 plan` makes them: of one mesh, or of the best among all of so many GPUs.
+
+Choices ─setting_of→ arithmetic: what fits, what helps
+        ─plan_of→ the compiled step: a Plan
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_fp8.core.checks import check_integer
+from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from jax_fp8.kernels import extension
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.fp8_attention import check_head_dim
+from jax_fp8.models.config import GPTConfig
+from jax_fp8.models.gpt import GPT
+from jax_fp8.models.loss import next_token_loss
+from jax_fp8.models.remat import Remat
+from jax_fp8.optim.fused_adam import fused_adamw
+from jax_fp8.parallel.mesh import DATA, FSDP, PIPE, TENSOR, Parallelism, describe_mesh, parse_axes
+from jax_fp8.plan.arithmetic import Setting, host_bytes_of, host_seconds_of, memory_of, operations_of
+from jax_fp8.plan.described import GPUS, load_cudnn
+from jax_fp8.plan.rates import Rates, RateTable, rates_of
+from jax_fp8.plan.shape import Shape
+from jax_fp8.plan.step_plan import GIB, USABLE, HostCopies, Plan, mesh_of_described, options_of_plan, plan_step
+from jax_fp8.plan.suggest import left_out, meshes_of, rank, remedies
+from jax_fp8.train.train_step import make_train_step
+
+MOST_MICROBATCHES = 256  # that --suggest tries
+NAMES = 72  # columns
+RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a user says of a step: the flags of `plan`, by their names."""
+
+    preset: str
+    mesh: str = "data=1"
+    gpu: str = "h200"
+    batch: int | None = None
+    sequence: int | None = None
+    microbatches: int | None = None
+    recipe: str = "delayed"
+    fast: bool = False
+    fp8_head: bool = False
+    fp8_attention: bool = False
+    bf16_params: bool = False
+    bf16_moments: bool = False
+    sequence_parallel: bool = False
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: bool = False
+    remat: str = "none"
+    rates: str | None = None
+    between_hosts: float | None = None
+
+    @property
+    def config(self) -> GPTConfig:
+        config = GPTConfig.preset(self.preset)
+        return config if self.sequence is None else dataclasses.replace(config, max_seq_len=self.sequence)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return parse_axes(self.mesh)
+
+    @property
+    def sequences(self) -> int:
+        """Of all devices together; by default 8 a microbatch of each part."""
+        if self.batch is not None:
+            return self.batch
+        return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches_of_step
+
+    @property
+    def microbatches_of_step(self) -> int:
+        """By default 1, or 4 for each stage of a pipeline."""
+        if self.microbatches is not None:
+            return self.microbatches
+        return 4 * self.axes[PIPE] if self.axes.get(PIPE, 1) > 1 else 1
+
+    def check(self) -> None:
+        layers_in(self.recipe, self.fast)
+        check_integer("microbatches", self.microbatches_of_step)
+        check_integer("batch", self.sequences)
+        if self.config.num_experts:
+            raise ValueError(f"plan knows models without experts, got --preset {self.preset}; choose another preset")
+        if self.recompute and self.remat != "none":
+            raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; say one of them")
+        if self.fp8_attention and self.recipe != "delayed":
+            raise ValueError(f"--fp8-attention is for --recipe delayed, got {self.recipe}; leave out one of them")
+        if self.fp8_attention:
+            check_head_dim(f"--preset {self.preset}", self.config.features_of_head)
+        Remat.parse(self.remat, self.config.num_layers)
+        if self.between_hosts is not None and not 0 < self.between_hosts < math.inf:
+            raise ValueError(f"--between-hosts must be GB/s above 0, got {self.between_hosts}; say --between-hosts 50")
+
+
+def layers_in(recipe: str, fast: bool = False) -> DelayedScaling | CurrentScaling | BlockScaling | None:
+    """The recipe of a GPT's layers, by its name; "bf16" is none."""
+    found = {**RECIPES, "bf16": None}[recipe]
+    if not fast or found is None:
+        return found
+    if recipe == "block":
+        raise ValueError(
+            "--fast is for recipes whose GEMMs may add up fast, got --recipe block, which scales the sum of every 128 "
+            "products in float32; leave out --fast, or choose --recipe delayed or --recipe current"
+        )
+    return dataclasses.replace(found, split_accumulator=())
+
+
+def head_in(recipe: str) -> CurrentScaling | BlockScaling:
+    """The recipe of a head in FP8: that of the layers where it has no state, as the head keeps no history."""
+    return BlockScaling() if recipe == "block" else CurrentScaling()
+
+
+def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 4, **flags) -> int:
+    """Compile a GPT's training step for GPUs that are not here, and print what it needs. Returns the exit code."""
+    choices = Choices(**flags)
+    choices.check()
+    rates = rates_for(choices)
+    if suggest:
+        return suggest_meshes(choices, devices, tries, rates)
+    if devices is not None:
+        raise ValueError(f"--devices is for --suggest, got {devices} without it; say --mesh, or add --suggest")
+    get_ready()
+    found = plan_of(choices, rates)
+    print(found)
+    if not found.fits:
+        print("\n".join(_advice(setting_of(choices), found.peak, found.usable)))
+    return 0 if found.fits else 1
+
+
+def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rates) -> int:
+    """Compile for the most promising meshes of so many GPUs, and print them, the fastest first."""
+    if devices is None or choices.batch is None:
+        raise ValueError("--suggest needs a number of GPUs and a batch for all of them; add --devices 64 --batch 512")
+    if choices.mesh != Choices.mesh or choices.sequence_parallel or choices.schedule or choices.chunks:
+        raise ValueError(
+            "--suggest tries meshes, sequence parallelism and schedules itself; leave out what you say of them"
+        )
+    check_integer("devices", devices)
+    check_integer("tries", tries)
+    get_ready()
+    counts = [n for n in range(1, MOST_MICROBATCHES + 1) if choices.batch % n == 0]
+    tried = counts if choices.microbatches is None else [choices.microbatches]
+    settings, impossible = meshes_of(setting_of(choices), devices, tried)
+    usable = USABLE * GPUS[choices.gpu]
+    ranking = rank(settings, usable, rates, tries)
+    plans = [(setting, plan_of(_as_in(setting, choices), rates)) for setting in ranking.best]
+    fitting = [plan for _, plan in plans if plan.fits]
+    print("\n".join(["", *_table(plans), "", *left_out(ranking, impossible, rates)]))
+    if not fitting and settings:
+        smallest = min(settings, key=lambda setting: memory_of(setting).together)
+        needed = memory_of(smallest).together
+        print(f"None fits {usable / GIB:.1f} GiB. {smallest} needs least, about {needed / GIB:.0f} GiB.")
+        print("\n".join(_advice(smallest, needed, usable)))
+    return 0 if fitting else 1
+
+
+def _as_in(setting: Setting, choices: Choices) -> Choices:
+    """Spread as in this setting."""
+    schedule, chunks = (setting.schedule, setting.chunks) if setting.pipe > 1 else (None, None)
+    return dataclasses.replace(
+        choices,
+        mesh=setting.mesh,
+        sequence_parallel=setting.sequence_parallel,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=setting.microbatches,
+    )
+
+
+def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
+    found = remedies(setting, peak, usable)
+    if not found:
+        return ["By arithmetic no change of these flags makes it fit."]
+    return ["By arithmetic it would fit with", *(f"  {change}" for change in found)]
+
+
+def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:
+    """What fits before what does not, and the fastest first."""
+    plans = sorted(plans, key=lambda found: (not found[1].fits, found[1].seconds))
+    rows = [f"{'mesh':<{NAMES}}{'GiB':>8}{'':>14}{'ms':>9}{'tokens/s':>12}{'a GPU':>9}"] if plans else []
+    for setting, plan in plans:
+        seconds, fits = plan.seconds, "fits" if plan.fits else "does not fit"
+        speed = plan.tokens / seconds
+        row = f"{plan.peak / GIB:>8.1f}{fits:>14}{1e3 * seconds:>9.1f}{speed:>12.0f}{speed / plan.devices:>9.0f}"
+        rows.append(f"{setting!s:<{NAMES}}{row}")
+    return rows
+
+
+def rates_for(choices: Choices) -> Rates:
+    rates = rates_of(choices.gpu) if choices.rates is None else RateTable.load(choices.rates).rates
+    if choices.between_hosts is None:
+        return rates
+    return dataclasses.replace(rates, between_hosts=1e9 * choices.between_hosts)
+
+
+def shape_of(config: GPTConfig) -> Shape:
+    return Shape(
+        layers=config.num_layers,
+        width=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.kv_heads,
+        mlp=config.mlp_hidden_size or 4 * config.hidden_size,
+        vocab=config.vocab_size,
+        is_gated=is_gated(config.activation),
+        is_tied=config.tie_embeddings,
+        head_dim=config.head_dim,
+    )
+
+
+def operations_of_a_token(config: GPTConfig) -> float:
+    """That training needs for each token of a whole sequence, model FLOPs: forward and backward of every product."""
+    length = config.max_seq_len
+    return operations_of(Setting(shape=shape_of(config), batch=1, sequence=length)) / length
+
+
+def setting_of(choices: Choices) -> Setting:
+    """What arithmetic knows of a step."""
+    config = choices.config
+    remat = Remat.parse(choices.remat, config.num_layers)
+    return Setting(
+        shape=shape_of(config),
+        batch=choices.sequences,
+        sequence=config.max_seq_len,
+        microbatches=choices.microbatches_of_step,
+        pipe=choices.axes.get(PIPE, 1),
+        data=choices.axes.get(DATA, 1),
+        fsdp=choices.axes.get(FSDP, 1),
+        tensor=choices.axes.get(TENSOR, 1),
+        sequence_parallel=choices.sequence_parallel,
+        schedule=choices.schedule or "1f1b",
+        chunks=choices.chunks or (2 if choices.schedule == "interleaved" else 1),
+        fp8=choices.recipe != "bf16",
+        by_tile=choices.recipe == "block",
+        fp8_attention=choices.fp8_attention,
+        recompute=choices.recompute or remat.kind == "norms",
+        full=remat.kind == "full",
+        offloaded=remat.count,
+        bf16_params=choices.bf16_params,
+        bf16_moments=choices.bf16_moments,
+    )
+
+
+def get_ready() -> None:
+    """Raise unless steps can be compiled here for GPUs that are not."""
+    if reason := extension.missing_reason():
+        raise ValueError(reason)
+    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept has no listing of launches
+    load_cudnn()
+
+
+def plan_of(choices: Choices, rates: Rates) -> Plan:
+    """Of the compiled step; says what is compiled before, for it takes a while."""
+    config, model, microbatches = choices.config, _model(choices), choices.microbatches_of_step
+    mesh = mesh_of_described(choices.axes, choices.gpu)
+    parallel = Parallelism(mesh, (), choices.sequence_parallel, None, choices.schedule, choices.chunks)
+    step = make_train_step(
+        next_token_loss(model),
+        _optimizer(choices),
+        model.recipe,
+        microbatches,
+        parallel=parallel,
+        compiler_options=options_of_plan(offloads=choices.remat.startswith("offload")),
+    )
+    sequences, length = choices.sequences, config.max_seq_len
+    tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
+    made_here = dataclasses.replace(model, attention_implementation=None)  # where there may be no cuDNN
+    state = step.state_shapes(made_here.init, jax.random.key(0), tokens)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
+    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {parallel.mesh.size} {choices.gpu}"
+    described = f"{describe_mesh(parallel.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
+    print(
+        f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {what} ({described}); compiling",
+        flush=True,
+    )
+    batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
+    setting = setting_of(choices)
+    host = HostCopies(host_bytes_of(setting), host_seconds_of(setting, rates))
+    return plan_step(step, parallel, state, batch, microbatches, choices.gpu, flops, memory_of(setting), rates, host)
+
+
+def _model(choices: Choices) -> GPT:
+    return GPT(
+        choices.config,
+        recipe=layers_in(choices.recipe, choices.fast),
+        param_dtype=jnp.bfloat16 if choices.bf16_params else jnp.float32,
+        head_recipe=head_in(choices.recipe) if choices.fp8_head else None,
+        fp8_attention=choices.fp8_attention,
+        recompute=choices.recompute,
+        remat=choices.remat,
+        attention_implementation="cudnn",
+    )
+
+
+def _optimizer(choices: Choices) -> optax.GradientTransformationExtraArgs:
+    settings: dict = {"master_dtype": "remainder"} if choices.bf16_params else {}
+    if choices.bf16_moments:
+        settings |= {"mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16}
+    return fused_adamw(1e-4, **settings)

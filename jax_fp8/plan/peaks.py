@@ -1,0 +1,35 @@
+"""What GPUs could do at most, as NVIDIA says: operations a second of dense matrix products, without sparsity.
+
+    jax's name of a device ─peak_of→ Peak ─÷ operations that a step needs → utilization
+
+No program reaches these figures; plan/rates.py has what was measured.
+"""
+
+from typing import NamedTuple
+
+
+class Peak(NamedTuple):
+    """Operations a second of products in bfloat16 and in FP8."""
+
+    bf16: float
+    fp8: float
+
+
+SXM = Peak(989e12, 1979e12)
+NVL = Peak(835e12, 1671e12)
+
+# By `device.device_kind`. https://www.nvidia.com/en-us/data-center/h100/, /h200/, and /grace-hopper-superchip/.
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": SXM,
+    "NVIDIA H100 NVL": NVL,
+    "NVIDIA H100 PCIe": Peak(756e12, 1513e12),
+    "NVIDIA H200": SXM,
+    "NVIDIA H200 NVL": NVL,
+    "NVIDIA GH200 480GB": SXM,
+    "NVIDIA GH200 144G HBM3e": SXM,
+}
+
+
+def peak_of(device_kind: str) -> Peak | None:
+    """None for a device that the table does not have: a CPU, or a GPU that nobody has looked up."""
+    return PEAKS.get(device_kind)

@@ -1,0 +1,269 @@
+"""How long a compiled step would take on GPUs of known rates: an estimate, from what the compiler will launch.
+
+    instructions in the order of their launch ─seconds_of, Rates→ a time each ─two streams→ StepTime
+
+Kernels run one after another, and collectives one after another beside them, each from where its start is launched; a
+kernel that stands after the done waits for it. A kernel takes its operations or its bytes at the rate of the GPU,
+whichever is longer, and a collective what one device sends, at the rate within a host or between hosts. A loop takes
+its trips, and a conditional its branches as often as the caller says they run. Nothing is run, and caches, power and a
+host that is late are not in it.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax_fp8.inspect.collectives import ring_bytes
+from jax_fp8.inspect.groups import on_hosts
+from jax_fp8.inspect.hlo import BRANCHES, CALLS, FUSIONS, Array, Instruction, by_computation
+from jax_fp8.plan.described import HOST
+from jax_fp8.plan.rates import Rates, fp8_rate, rate_at
+
+BF16_PRODUCTS = ("__cublas$", "jax_fp8_weight_gradient")
+READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
+
+Taken = Callable[[Instruction], Sequence[float] | None]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one call, and bytes that a device sends.
+
+    Args:
+      kernels: the sum of all kernels, launches between them included.
+      collectives: the sum of all collectives.
+      exposed: in which kernels wait for a collective.
+      slowed: by which kernels take longer beside collectives.
+      wire_bytes: that a device sends.
+      host_bytes: of them in collectives that join several hosts.
+    """
+
+    kernels: float
+    collectives: float
+    exposed: float
+    slowed: float
+    wire_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.kernels + self.exposed + self.slowed
+
+    def __str__(self):
+        parts = ("kernels", "exposed", "slowed", "collectives")
+        figures = ", ".join(f"{1e3 * getattr(self, name):.1f} ms {name}" for name in parts)
+        return f"{1e3 * self.seconds:.1f} ms a step: {figures}"
+
+
+def longest(conditional: Instruction) -> None:
+    """Says of no conditional how often its branches run."""
+
+
+def estimate(instructions: Sequence[Instruction], rates: Rates, taken: Taken = longest, host: int = HOST) -> StepTime:
+    """The time of a scheduled module, as `read_hlo` reads it. A loop of unknown length runs once.
+
+    Args:
+      rates: of the GPU.
+      taken: of a conditional, how often each of its branches runs, in the order of their index: counts or shares, of
+        which only the ratios count, so a conditional in a loop takes the mean of what is taken. Where it says None, the
+        branch that takes longest runs every time.
+      host: how many GPUs are one host's; devices are numbered host by host.
+    """
+    program = _Program(by_computation(instructions), rates, taken, host)
+    streams = _Streams(program)
+    streams.run(next(instruction.computation for instruction in instructions if instruction.in_entry))
+    total = streams.totals
+    hidden = max(total["sent"] - total["exposed"], 0)
+    sent = round(total["wire bytes"]), round(total["host bytes"])
+    return StepTime(total["computed"], total["sent"], total["exposed"], rates.beside * hidden, *sent)
+
+
+def branch_seconds(
+    conditional: Instruction, instructions: Sequence[Instruction], rates: Rates, host: int = HOST
+) -> list[float]:
+    """How long each branch of a conditional takes by itself, in the order of their index."""
+    program = _Program(by_computation(instructions), rates, longest, host)
+    return [program.length(name) for name in conditional.calls]
+
+
+class _Program:
+    """What is known of a module: how long each of its kernels and collectives takes, and what its branches do."""
+
+    def __init__(self, computations: Mapping[str, list[Instruction]], rates: Rates, taken: Taken, host: int):
+        self.computations, self.rates, self._taken, self._host = computations, rates, taken, host
+        self.length = functools.cache(self.length)
+
+    def seconds(self, kernel: Instruction) -> float:
+        return seconds_of(kernel, self.computations, self.rates) + self.rates.launch
+
+    def sending(self, collective: Instruction) -> tuple[float, int, int]:
+        """The seconds that a collective takes, the bytes that a device sends, and those if it joins several hosts.
+
+        All devices that a group has on a host send to other hosts at the same time, each by its own network card. A
+        pair of source and target has one.
+        """
+        sent = _wire_bytes(collective)
+        hosts, devices = on_hosts(collective.groups, self._host)
+        senders = 1 if collective.collective == "collective-permute" else devices
+        across = min(self.rates.wire, senders * self.rates.between_hosts)
+        seconds = self.rates.collective + sent / (across if hosts > 1 else self.rates.wire)
+        return seconds, sent, sent if hosts > 1 else 0
+
+    def shares(self, conditional: Instruction) -> list[tuple[str, float]]:
+        """The branches that run, and which part of all times each does."""
+        counts = self._taken(conditional)
+        if counts is None:
+            return [(max(conditional.calls, key=self.length), 1.0)]
+        if len(counts) != len(conditional.calls) or min(counts) < 0 or not sum(counts):
+            raise ValueError(
+                f"each of the {len(conditional.calls)} branches of {conditional.name} must have how often it runs, at "
+                f"least one of them above 0, got {list(counts)}; give a number for each, or None"
+            )
+        return [(name, count / sum(counts)) for name, count in zip(conditional.calls, counts, strict=True) if count]
+
+    def collective_of(self, instruction: Instruction) -> Instruction | None:
+        if instruction.collective:
+            return instruction
+        if instruction.opcode != "async-start":
+            return None
+        inside = (other for called in instruction.calls for other in self.computations[called])
+        return next((other for other in inside if other.collective), None)
+
+    def length(self, computation: str) -> float:
+        """The seconds of a computation by itself."""
+        alone = _Streams(self)
+        alone.run(computation)
+        return max(alone.now, alone.sent_until)
+
+
+class _Streams:
+    """Two clocks, until when kernels have run and until when collectives have, and what they add up to."""
+
+    def __init__(self, program: _Program, now: float = 0.0, sent_until: float = 0.0):
+        self._program, self.now, self.sent_until = program, now, sent_until
+        self.totals: dict[str, float] = defaultdict(float)
+
+    def run(self, computation: str) -> None:
+        ends: dict[str, float] = {}  # of what was started here, by the name that its done reads
+        for instruction in self._program.computations[computation]:
+            if (collective := self._program.collective_of(instruction)) is not None:
+                ends[instruction.name] = self._send(collective)
+                if not instruction.opcode.endswith("-start"):
+                    self._wait(ends.pop(instruction.name))
+            elif instruction.opcode.endswith("-update") and instruction.inputs[0] in ends:
+                ends[instruction.name] = ends.pop(instruction.inputs[0])
+            elif instruction.opcode.endswith("-done"):
+                self._wait(ends.pop(instruction.inputs[0], self.now))
+            elif instruction.opcode in BRANCHES:
+                self._branch(instruction)
+            elif instruction.opcode in CALLS:
+                self._call(instruction)
+            elif instruction.launches:
+                self._compute(self._program.seconds(instruction))
+
+    def _branch(self, conditional):
+        """The mean of its branches, each begun as things are now."""
+        ran = []
+        for name, share in self._program.shares(conditional):
+            streams = _Streams(self._program, self.now, self.sent_until)
+            streams.run(name)
+            ran.append((streams, share))
+        self.now = sum(share * streams.now for streams, share in ran)
+        self.sent_until = sum(share * streams.sent_until for streams, share in ran)
+        for streams, share in ran:
+            self._add(streams.totals, share)
+
+    def _call(self, call):
+        """What it calls; the second trip of a loop, in which nothing from before is under way, stands for all later."""
+        trips = 1 if call.trips is None else call.trips
+        for trip in range(min(trips, 2)):
+            began, before = self.now, dict(self.totals)
+            for called in call.calls:
+                self.run(called)
+            if trip:
+                self._add({name: total - before.get(name, 0) for name, total in self.totals.items()}, trips - 2)
+                self.sent_until += (trips - 2) * (self.now - began)
+                self.now += (trips - 2) * (self.now - began)
+
+    def _compute(self, seconds):
+        self.now += seconds
+        self._add({"computed": seconds})
+
+    def _send(self, collective) -> float:
+        seconds, sent, across = self._program.sending(collective)
+        self.sent_until = max(self.now, self.sent_until) + seconds
+        self._add({"sent": seconds, "wire bytes": sent, "host bytes": across})
+        return self.sent_until
+
+    def _wait(self, until):
+        waited = max(0.0, until - self.now)
+        self.now += waited
+        self._add({"exposed": waited})
+
+    def _add(self, totals: Mapping[str, float], times: float = 1):
+        for name, total in totals.items():
+            self.totals[name] += times * total
+
+
+def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruction]], rates: Rates) -> float:
+    """What one kernel takes: its operations or its bytes."""
+    moved = _bytes_of(instruction, computations) / rates.memory
+    target = instruction.target
+    if target == "jax_fp8_gemm":  # of a (m, k) and b (n, k), of which it may leave out some rows
+        (m, n), k = instruction.results[0].shape, instruction.operands[0].shape[1]
+        return max(moved, 2 * m * n * k / fp8_rate(rates, instruction.accumulation, 2 * m * n * k))
+    if target.startswith(BF16_PRODUCTS) or instruction.opcode == "dot":
+        sizes = [math.prod(array.shape) for array in (*instruction.operands[:2], instruction.results[0])]
+        operations = 2 * math.sqrt(math.prod(sizes))  # m k, k n and m n
+        return max(moved, operations / rate_at(rates.bf16, operations))
+    if target.startswith("__cudnn$fmha"):
+        curve = rates.attention_fp8 if target.endswith("F8") else rates.attention
+        tokens = instruction.operands[1].shape[1]
+        return max(moved, _attention_operations(instruction) / rate_at(curve, tokens))
+    return moved
+
+
+def _attention_operations(instruction: Instruction) -> float:
+    """Causal attention of the shapes of cuDNN's call: its first three operands (batch, seq, heads, dim) are queries,
+    keys and values. Forward two products, backward five; half of all pairs.
+    """
+    queries, keys = instruction.operands[:2]
+    batch, seq, heads, dim = queries.shape
+    products = 5 if "Backward" in instruction.target else 2
+    return products * 2 * batch * heads * seq * keys.shape[1] * dim / 2
+
+
+def _bytes_of(instruction: Instruction, computations: Mapping[str, list[Instruction]]) -> int:
+    """Bytes read and written. A fusion reads of an array only the part that it cuts out, and writes of one that it
+    updates in place only what is new.
+    """
+    if instruction.opcode not in FUSIONS:
+        # The workspace of a custom call is a result, too: bytes of no type.
+        results = [array for array in instruction.results if not (instruction.target and array.dtype in ("u8", "s8"))]
+        return _total(instruction.operands) + _total(results)
+    inside = [other for called in instruction.calls for other in computations[called]]
+    updates = [other for other in inside if other.opcode == "dynamic-update-slice"]
+    updated = {name for other in updates for name in other.inputs[:1]}
+    read = 0
+    for parameter in (other for other in inside if other.opcode == "parameter"):
+        readers = [other for other in inside if parameter.name in other.inputs]
+        if parameter.name in updated:
+            continue
+        if readers and all(other.opcode in READS_A_PART and other.inputs[0] == parameter.name for other in readers):
+            read += sum(_total(other.results) for other in readers)
+        else:
+            read += _total(parameter.results)
+    written = sum(_total(other.operands[1:2]) for other in updates) if updates else _total(instruction.results)
+    return read + written
+
+
+def _total(arrays: Iterable[Array]) -> int:
+    return sum(array.bytes for array in arrays)
+
+
+def _wire_bytes(instruction: Instruction) -> int:
+    kind, operands = instruction.collective, instruction.operands
+    arrays = instruction.results[-len(operands) :] if kind == "all-gather" else operands
+    return ring_bytes(kind, _total(arrays), instruction.devices or 1)

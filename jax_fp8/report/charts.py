@@ -1,0 +1,131 @@
+"""Curves over steps, as SVG that stretches with the page.
+
+The drawing stretches, and letters must not: numbers at the axes are HTML, placed by percent over an SVG without text.
+"""
+
+import itertools
+import json
+import math
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_fp8.report.formatting import number
+
+POINTS = 400  # of a curve, at most: more than a screen has room for
+SIZE = 1000  # of the drawing, in its own units
+
+
+class Curve(NamedTuple):
+    """Values over steps; `dotted` are few and each is marked; `color` counts from 0."""
+
+    label: str
+    steps: np.ndarray
+    values: np.ndarray
+    color: int = 0
+    dotted: bool = False
+
+
+class Chart(NamedTuple):
+    """Curves with one unit, and steps that are marked."""
+
+    title: str
+    unit: str
+    curves: list[Curve]
+    marks: tuple[int, ...] = ()
+    from_zero: bool = False
+
+
+def draw(chart: Chart, last_step: int) -> str:
+    """HTML of a chart; empty where no curve has a point."""
+    curves = [thin(curve) for curve in map(known, chart.curves) if len(curve.steps)]
+    if not curves:
+        return ""
+    every = np.concatenate([curve.values for curve in curves])
+    low, high = (0.0 if chart.from_zero else float(every.min())), float(every.max())
+    ticks = ticks_of(low, high, 4)
+    low, high = ticks[0], ticks[-1]
+    last = max(last_step, 1)
+
+    def across(step: float) -> float:
+        return step / last
+
+    def down(value: float) -> float:
+        return 1 - (value - low) / (high - low)
+
+    rules = "".join(f'<path class="rule" d="M0 {SIZE * down(tick):.1f}H{SIZE}"/>' for tick in ticks)
+    marks = "".join(f'<path class="mark" d="M{SIZE * across(step):.1f} 0V{SIZE}"/>' for step in chart.marks)
+    paths = "".join(_path(curve, across, down) for curve in curves)
+    left = "".join(f'<span class="y" style="top:{100 * down(tick):.2f}%">{number(tick)}</span>' for tick in ticks)
+    below = "".join(
+        f'<span class="x" style="left:{100 * across(step):.2f}%">{step:,.0f}</span>'
+        for step in ticks_of(0, last, 5)
+        if step <= last
+    )
+    keys = "".join(_key(curve) for curve in curves)
+    box = f'viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none"'
+    return (
+        f'<figure class="chart" data-curves="{escape(_points(curves, last))}">'
+        f"<figcaption>{escape(chart.title)} <small>{escape(chart.unit)}</small></figcaption>"
+        f'<ul class="keys">{keys}</ul><div class="plot">{left}'
+        f'<svg {box} role="img" aria-label="{escape(chart.title)} over steps">{rules}{marks}{paths}</svg>'
+        f'{below}<i class="cursor"></i></div></figure>'
+    )
+
+
+def known(curve: Curve) -> Curve:
+    """Without the steps of which there is no value."""
+    finite = np.isfinite(curve.values)
+    return curve._replace(steps=curve.steps[finite], values=curve.values[finite])
+
+
+def thin(curve: Curve) -> Curve:
+    """At most so many points, with the least and the largest of each bin: a spike stays."""
+    count = len(curve.steps)
+    if count <= POINTS:
+        return curve
+    edges = np.linspace(0, count, POINTS // 2 + 1).astype(int)
+    kept = set()
+    for start, stop in itertools.pairwise(edges.tolist()):
+        part = curve.values[start:stop]
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    rows = sorted({*kept, count - 1})
+    return curve._replace(steps=curve.steps[rows], values=curve.values[rows])
+
+
+def ticks_of(low: float, high: float, count: int) -> list[float]:
+    """Round numbers, some `count` of them, from at most `low` to at least `high`."""
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # nearly the same, to the digits of a float
+        high = low + (abs(low) or 1)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _path(curve: Curve, across, down) -> str:
+    points = [
+        f"{SIZE * across(step):.1f} {SIZE * down(value):.1f}"
+        for step, value in zip(curve.steps, curve.values, strict=True)
+    ]
+    line = f'<path class="line c{curve.color}{" thin" if curve.dotted else ""}" d="M{"L".join(points)}"/>'
+    if len(points) == 1 or (curve.dotted and len(points) <= POINTS // 4):  # a dot: no length, and round ends
+        line += f'<path class="dot c{curve.color}" d="{"".join(f"M{point}h0" for point in points)}"/>'
+    return line
+
+
+def _key(curve: Curve) -> str:
+    kind = " dotted" if curve.dotted else ""
+    last = number(float(curve.values[-1]))
+    return (
+        f'<li class="c{curve.color}{kind}"><b></b>{escape(curve.label)}: '
+        f'<output data-last="{escape(last)}">{escape(last)}</output></li>'
+    )
+
+
+def _points(curves: list[Curve], last: int) -> str:
+    """What the script shows of the step under the pointer."""
+    points = [[curve.steps.tolist(), [float(f"{value:.4g}") for value in curve.values]] for curve in curves]
+    return json.dumps({"last": last, "curves": points}, separators=(",", ":"))

@@ -1,0 +1,31 @@
+"""All findings of a folder, the worst first."""
+
+from jax_fp8.report.finding import LEVELS, Finding
+from jax_fp8.report.run_folder import Event, RunFolder
+from jax_fp8.report.step_checks import check_events, check_finite, check_jumps, check_loss
+from jax_fp8.report.tensor_checks import check_tensors
+
+
+def find(folder: RunFolder) -> list[Finding]:
+    """What stands out. Critical ones come first; those of a kind stand together, in the order of their weights."""
+    found: list[Finding] = []
+    events: dict[str, list[Event]] = {}
+    for event in folder.events:
+        events.setdefault(event.run, []).append(event)
+    for run in folder.runs:
+        found += [finding._replace(run=run) for finding in _find_in(folder, run, events.get(run, []))]
+    kinds = list(dict.fromkeys(finding.kind for finding in found))
+    return sorted(found, key=lambda finding: (LEVELS.index(finding.level), kinds.index(finding.kind), -finding.weight))
+
+
+def _find_in(folder: RunFolder, run: str, events: list[Event]) -> list[Finding]:
+    found: list[Finding] = []
+    diagnosed, metrics = folder.diagnosed.get(run), folder.metrics.get(run)
+    if diagnosed is not None:
+        found += check_finite(diagnosed)
+    found += check_events(events)
+    if diagnosed is not None:
+        found += [*check_tensors(diagnosed), *check_jumps(diagnosed)]
+    if metrics is not None:
+        found += check_loss(metrics)
+    return found

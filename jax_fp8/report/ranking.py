@@ -1,0 +1,47 @@
+"""The worst-scaled tensors of a run, as rows of a table: what they had last, and what was worst at which step."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_fp8.report.diagnosed import Diagnosed
+from jax_fp8.report.formatting import number, percent, tensor_name
+from jax_fp8.report.tensor_checks import severity
+
+MOST = 15  # rows
+
+
+class Cell(NamedTuple):
+    """The last value, and the worst with its step; `worst` is empty where there is no other."""
+
+    last: str
+    worst: str = ""
+
+
+COLUMNS = (
+    ("saturated", percent, np.fmax),
+    ("underflowed", percent, np.fmax),
+    ("error", percent, np.fmax),
+    ("headroom", number, np.fmin),
+    ("amax", number, None),
+    ("scale", number, None),
+)
+
+
+def worst_tensors(diagnosed: Diagnosed) -> list[tuple[str, list[Cell]]]:
+    """Names and cells, the worst first."""
+    worst = np.fmax.reduce(severity(diagnosed), axis=1, initial=0.0)
+    return [
+        (tensor_name(diagnosed.places[row]), [_cell(diagnosed, row, *column) for column in COLUMNS])
+        for row in np.argsort(-worst, kind="stable")[:MOST]
+    ]
+
+
+def _cell(diagnosed: Diagnosed, row: int, name: str, write, pick) -> Cell:
+    values = diagnosed.of(name)[row]
+    last = write(float(values[-1]))
+    if pick is None or np.isnan(values).all() or (values == values[-1]).all():
+        return Cell(last)
+    worst = float(pick.reduce(values))
+    step = int(diagnosed.steps[int(np.argmax(values == worst))])
+    return Cell(last, f"{write(worst)} at {step:,}")

@@ -1,6 +1,6 @@
 """What the backward keeps of a layer, by name, and where it waits: on the device, or in the host's pinned memory.
 
-    a layer's forward ─name_residual(name, x)→ x, for its backward ─nn.remat(policy=offload_policy())→ copies there and back
+    forward ─name_residual(name, x)→ x, for the backward ─nn.remat(policy=offload_policy())→ copies
 
 The names change nothing by themselves. Under the policy, what has one of them leaves the device as soon as it is there,
 and comes back when the backward of its layer begins; dtype, layout and bits are the same. All else stays: scales, the

@@ -24,8 +24,8 @@ class LayeredLoss:
       last: `last(variables, x, batch) -> loss`, the mean loss of the microbatch, a scalar.
       whole: the same loss in one, `whole(variables, batch)`, which may take more, such as rngs; None composes it of the
         pieces.
-      on_host: the layers that keep something in the host's memory (core/checkpoint_names.py): their gradients are computed
-        layer by layer, so that copies there and back have their place in the order.
+      on_host: the layers that keep something in the host's memory (core/checkpoint_names.py): their gradients are
+        computed layer by layer, so that copies there and back have their place in the order.
       whole_batch: as of a `WholeBatchLoss`, or None.
     """
 

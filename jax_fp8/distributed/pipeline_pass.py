@@ -3,8 +3,8 @@
     shards of params ─cast, exchange→ the stage's own layers ─a schedule→ sums ─exchange→ gradients of the shards
 
 What a stage computes is in distributed/stage_work.py, in which order in parallel/runner.py, and what moves between
-stages beside activations in parallel/stages.py. What comes before and after the layers belongs to all stages: each does it for
-some of the microbatches.
+stages beside activations in parallel/stages.py. What comes before and after the layers belongs to all stages: each does
+it for some of the microbatches.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -54,7 +54,7 @@ def program(ticks) -> str:
 }}
 ENTRY %main (x: u8[8]) -> u8[8] {{
   %x = u8[8]{{0}} parameter(0)
-  %slots = (u8[300]{{0}}, bf16[50]{{0}}) custom-call(), custom_call_target="jax_fp8_room"
+  %slots = (u8[300]{{0}}, bf16[50]{{0}}) custom-call(), custom_call_target="jax_fp8_uninitialized"
   ROOT %w = (u8[8]{{0}}) while(%x), {loop}
 }}
 """

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train import test_microbatches as micro
+from distributed import test_microbatches as micro
 
 import jax_fp8 as fp8
 from jax_fp8.kernels import extension

@@ -1,11 +1,11 @@
-"""What the pieces of a `LayeredLoss` say before a pipeline runs them, and which of its layers compute the same.
+"""What a pipeline must know of a `LayeredLoss` before it runs: the parts of the loss, and which layers are of one kind.
 
     first, each layer, last ─traced→ how params may be split, which GEMMs are in FP8   (see grads/loss_trace.py)
                                      for each layer the first one of its kind
                                      └→ the loss with one layer of each kind
 
-A model has many layers, as a rule of one kind. So each is traced once, and whatever else is to be found out by tracing
-is found out of the short loss.
+A model has many layers, usually of one kind. Each is traced once. Everything else is traced on a loss with one layer of
+each kind.
 """
 
 from collections.abc import Callable, Mapping

@@ -63,7 +63,7 @@ class MeshPass:
       in_fp8: those whose weights are cast where they lie and gathered in FP8, or may be before this is settled.
       once: weights are gathered once a step, and not once a microbatch.
       is_settled: the loss was traced as a device computes it: all devices have one, and `in_fp8` find their weights.
-      on_stages: the pass over the stages of a pipeline, if there are any.
+      pipeline: the pass over the stages of a pipeline, if there are any.
       has_aux: the loss returns `(loss, Aux)`.
     """
 
@@ -75,7 +75,7 @@ class MeshPass:
     in_fp8: dict[LayerPath, Recipe]
     once: bool
     is_settled: bool = False
-    on_stages: PipelinePass | None = None
+    pipeline: PipelinePass | None = None
     has_aux: bool = False
 
     @classmethod
@@ -106,20 +106,20 @@ class MeshPass:
 
     @classmethod
     def _with_stages(cls, parallel, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "MeshPass":
-        pieces = LayerKinds.of(loss, state.variables, microbatch)
-        trace = pieces.trace
+        layers = LayerKinds.of(loss, state.variables, microbatch)
+        trace = layers.trace
         placement = _place(parallel, state, trace)
         trace.check_kernels_are_params()
-        check_first(pieces.first, trace.gemms)
+        check_first(layers.first, trace.gemms)
         check_states(loss.layers, trace.gemms, state.fp8)
-        short = {collection: pieces.short(tree) for collection, tree in state.variables.items()}
-        of_short = replace(placement, places=pieces.short(placement.places))
+        short = {collection: layers.short(tree) for collection, tree in state.variables.items()}
+        of_short = replace(placement, places=layers.short(placement.places))
         short_gemms = shard_trace.can_be_gathered(of_short, trace, short.get("fp8", {}))
-        in_fp8 = pieces.of_all(shard_trace.trace_on_shards(of_short, pieces.short_loss, short, microbatch, short_gemms))
+        in_fp8 = layers.of_all(shard_trace.trace_on_shards(of_short, layers.short_loss, short, microbatch, short_gemms))
         gemms = trace.gemms_of(placement.by_path, state.fp8)
-        check_layers(Stages(loss.layers, parallel.stages, parallel.num_chunks), pieces.kinds, placement, gemms, in_fp8)
-        on_stages = PipelinePass(placement, loss, gemms, in_fp8, microbatches)
-        return cls(placement, loss, recipe, trace, gemms, in_fp8, once, is_settled=True, on_stages=on_stages)
+        check_layers(Stages(loss.layers, parallel.stages, parallel.num_chunks), layers.kinds, placement, gemms, in_fp8)
+        pipeline = PipelinePass(placement, loss, gemms, in_fp8, microbatches)
+        return cls(placement, loss, recipe, trace, gemms, in_fp8, once, is_settled=True, pipeline=pipeline)
 
     def settled(self, state: TrainState, batch: Any) -> "MeshPass":
         """The same, after the loss was traced as a device computes it."""
@@ -134,8 +134,8 @@ class MeshPass:
         """The pass of all devices, where each has `local(loss_fn, state_of, batch, gemms, observe)`."""
 
         def on_device(shards: TrainState, batch: Any) -> PassResult:
-            if self.on_stages is not None:
-                return self._whole(self.on_stages.gradients(shards, batch, False, observe))
+            if self.pipeline is not None:
+                return self._whole(self.pipeline.gradients(shards, batch, False, observe))
             found = local(self._share, self._state_of(shards), batch, self._stateless, observe)
             return self._whole(replace(found, grads=reduce_gradients(self.placement, found.grads, shards.params)))
 
@@ -155,8 +155,8 @@ class MeshPass:
         loss = self._share if self.is_settled else reporting(self._share, self.has_aux, report)
 
         def on_device(shards: TrainState, batch: Any) -> jax.Array:
-            if self.on_stages is not None:
-                amaxes = self.on_stages.gradients(shards, batch, from_current=True).amaxes
+            if self.pipeline is not None:
+                amaxes = self.pipeline.gradients(shards, batch, from_current=True).amaxes
             else:
                 amaxes = local(loss, self._state_of(shards, from_current=True), batch, self._stateless)
             return whole_amaxes(self.placement.parallel, amaxes)

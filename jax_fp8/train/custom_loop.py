@@ -152,8 +152,8 @@ def _value_and_grad_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: b
     def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> PassResult:
         return take_gradients(share, has_aux)(state_of().variables, batch)
 
-    def run(on_mesh, state, batch):
-        found = on_mesh.settled(state, batch).gradients(local, state, batch, ())
+    def run(mesh_pass, state, batch):
+        found = mesh_pass.settled(state, batch).gradients(local, state, batch, ())
         value = found.loss
         if has_aux:
             aux = found.aux
@@ -167,16 +167,16 @@ def _warm_start_on_mesh(parallel: Parallelism, loss_fn: Callable, recipe: Recipe
     def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> jax.Array:
         return take_gradients(share, has_aux, from_current=True)(state_of().variables, batch).amaxes
 
-    def run(on_mesh, state, batch):
+    def run(mesh_pass, state, batch):
         with same_recipe(recipe, "warm_start"):
-            amaxes, _ = on_mesh.first_amaxes(local, state, batch)
+            amaxes, _ = mesh_pass.first_amaxes(local, state, batch)
         return with_first_scales(state.fp8, amaxes, recipe)
 
     return _with_state_on_mesh(parallel, loss_fn, has_aux, run)
 
 
 def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool, run: Callable) -> Callable:
-    """`run(on_mesh, state, batch)` as a function of `(variables, *batch)`, wherever these lie."""
+    """`run(mesh_pass, state, batch)` as a function of `(variables, *batch)`, wherever these lie."""
     if has_aux:
         loss_fn = AuxLoss(loss_fn)
 
@@ -200,8 +200,8 @@ def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool,
         if has_aux and parallel.batch_parts > 1:
             part = shapes_of_part(batch, parallel.batch_parts)
             check_shapes_of_parts(LossTrace.of(own, state.variables, part).out, trace.out)
-        on_mesh = MeshPass.of(parallel, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
-        return run(on_mesh, on_mesh.constrain(state), batch)
+        mesh_pass = MeshPass.of(parallel, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
+        return run(mesh_pass, mesh_pass.constrain(state), batch)
 
     return run_on_mesh
 

@@ -99,7 +99,7 @@ class Programs:
         passed = result.loss, result.grads, result.amaxes
         new, metrics = self._update(state, *passed, zeros.get("skip_above"), aux.collections)
         if self.parallel is not None:
-            new = self.on_mesh(state, batch, self.microbatches).constrain(new)
+            new = self.mesh_pass(state, batch, self.microbatches).constrain(new)
         metrics = jax.tree.map(jnp.add, metrics | found, zeros)
         return new, metrics | ({"aux": aux.rest} if self.has_aux else {})
 
@@ -116,7 +116,7 @@ class Programs:
     def observed(self, state, batch) -> Observations:
         """The GEMMs whose tensors are measured, in program order."""
         if self.parallel is not None:
-            gemms = self.on_mesh(state, batch, self.microbatches).gemms
+            gemms = self.mesh_pass(state, batch, self.microbatches).gemms
         else:
             gemms = self._trace_of_part(state, batch).gemms_of(_paths(state.params), state.fp8)
         return observe(gemms, state.params)
@@ -152,7 +152,7 @@ class Programs:
             if self.parallel is None:
                 amaxes = find(self._reporting(state, batch), lambda: state, batch, [])
             else:
-                mesh = self.on_mesh(state, batch, self.microbatches)
+                mesh = self.mesh_pass(state, batch, self.microbatches)
                 amaxes, settled = mesh.first_amaxes(find, state, batch)
                 self.meshes[_key((state.variables, batch))] = settled
         if self.parallel is not None and self.parallel.stages > 1:
@@ -160,7 +160,7 @@ class Programs:
         fp8, warmed = first_scales(state.fp8, amaxes, self.recipe, reached)
         return state.replace(fp8=fp8), warmed
 
-    def on_mesh(self, state, batch, microbatches) -> MeshPass:
+    def mesh_pass(self, state, batch, microbatches) -> MeshPass:
         """How this state lies on the mesh, and a batch of so many microbatches."""
         assert self.parallel is not None, "there is a mesh"
         self.parallel.check_rows(batch, microbatches)
@@ -177,7 +177,7 @@ class Programs:
 
     def _settled(self, state, batch, microbatches) -> MeshPass:
         """The same, of which all is known."""
-        mesh = self.on_mesh(state, batch, microbatches).settled(state, batch)
+        mesh = self.mesh_pass(state, batch, microbatches).settled(state, batch)
         self.meshes[_key((state.variables, batch))] = mesh
         return mesh
 
@@ -191,7 +191,7 @@ class Programs:
     def _trace_of_part(self, state, batch) -> LossTrace:
         """The same of a microbatch; on a mesh, where the loss was traced with the whole batch, of this."""
         if self.parallel is not None:
-            return self.on_mesh(state, batch, self.microbatches).trace
+            return self.mesh_pass(state, batch, self.microbatches).trace
         return self._trace(state, shapes_of_part(batch, self.microbatches))
 
     def _reporting(self, state, batch) -> Callable:

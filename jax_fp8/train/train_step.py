@@ -126,7 +126,7 @@ class TrainStep(Unpicklable):
         if self._programs.parallel is None:
             return state
         batch = drawn(self._programs.loss_fn, state, batch)
-        placement = self._programs.on_mesh(state, batch, self._programs.microbatches).placement
+        placement = self._programs.mesh_pass(state, batch, self._programs.microbatches).placement
         return jax.device_put(state, placed_state(placement, state))
 
     def __call__(

@@ -85,7 +85,7 @@ def compile_microbatch(kind, cache_weights) -> tuple[h200.Program, int]:
     with pytest.MonkeyPatch.context() as patch:  # to make params, without cuDNN, no attention is needed
         h200.use_cudnn(patch)
         if cache_weights:
-            weights = step._programs.on_mesh(state, microbatch, 1).shapes_of_weights(state, microbatch)
+            weights = step._programs.mesh_pass(state, microbatch, 1).shapes_of_weights(state, microbatch)
             pending = dataclasses.replace(pending, cache=weights)
         return h200.compile(step._accumulate, state, pending, microbatch, first), bytes_of(pending)
 

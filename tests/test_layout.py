@@ -52,6 +52,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
 WITHOUT_OWN_TEST: dict[str, str] = {
     "jax_fp8/__main__.py": "one call of cli.main, made by tests/test_cli.py",
     "jax_fp8/run/command_line.py": "tests/run/test_checks.py, test_generate.py and test_export.py parse by it",
+    "jax_fp8/core/types.py": "names for annotations, without code",
     "jax_fp8/report/finding.py": "a tuple and the words for its fields, without code",
 }
 

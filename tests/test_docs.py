@@ -173,6 +173,18 @@ def unknown_programs(root: Path) -> list[str]:
     return broken
 
 
+def unknown_sources(root: Path) -> list[str]:
+    """Sources in backticks that are neither in the repository nor in the package; `x` stands for any name."""
+    broken = []
+    for page, text in pages(root).items():
+        named = set(re.findall(r"`((?:\w+/)+(?!(?:test_)?x\.)\w+\.(?:py|cu|cuh|cc|h))`", text))
+        missing = [
+            name for name in sorted(named) if not (root / name).exists() and not (root / "jax_fp8" / name).exists()
+        ]
+        broken += [f"{page}: {name} does not exist" for name in missing]
+    return broken
+
+
 def wrong_figures(root: Path) -> list[str]:
     """Rows of README's table that are not what the benchmark measured."""
     readme, results = root / "README.md", root / MEASURED
@@ -201,6 +213,7 @@ RULES = (
     long_lines,
     long_readme,
     unknown_programs,
+    unknown_sources,
     wrong_figures,
 )
 
@@ -234,6 +247,7 @@ PLANTED = [
     (unknown_programs, {"docs/a.md": "`python examples/a.py`"}, "examples/a.py does not exist"),
     (unknown_programs, {"docs/a.md": "`python -m jax_fp8 docter`"}, "no command docter"),
     (unknown_programs, {"docs/a.md": "    python -m jax_fp8 tune --quick"}, "knows no --quick"),
+    (unknown_sources, {"docs/a.md": "`core/a.py`", "core/b.py": ""}, "docs/a.md: core/a.py does not exist"),
     (
         wrong_figures,
         {"README.md": TABLE, MEASURED: RESULTS},

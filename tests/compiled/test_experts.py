@@ -2,6 +2,7 @@
 have, weights cast once a step, and each by the optimizer where the state carries a cache.
 """
 
+import itertools
 import math
 
 import h200
@@ -100,8 +101,15 @@ def transposed(program) -> int:
     )
 
 
-@pytest.mark.parametrize(("microbatches", "data"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+# Every recipe on one device and on two, and with one microbatch and with two; the others are slow.
+FAST = {("delayed", 1, 1), ("delayed", 2, 2), ("current", 2, 1), ("current", 1, 2), ("block", 1, 1), ("block", 2, 2)}
+STEPS = [
+    pytest.param(*of, marks=() if of in FAST else pytest.mark.slow)
+    for of in itertools.product(("delayed", "current", "block"), (1, 2), (1, 2))
+]
+
+
+@pytest.mark.parametrize(("name", "microbatches", "data"), STEPS)
 def test_what_a_step_becomes(name, microbatches, data, monkeypatch, with_kernels):
     h200.use_cudnn(monkeypatch)
     program = compiled(name, microbatches, data)

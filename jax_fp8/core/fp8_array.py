@@ -112,7 +112,7 @@ class Fp8Pair:
     """A matrix (m, n) in FP8, cast once for both of its GEMMs.
 
     Each orientation has scales of its own, for tiles along the contracting dim differ. One scale for the whole matrix
-    serves both, and is one leaf of the tree: `of` makes such a pair.
+    serves both, and is one leaf of the tree: `with_shared_scale` makes such a pair.
 
     Args:
       rowwise: (m, n), or None where nobody wants it.
@@ -127,14 +127,14 @@ class Fp8Pair:
     shares_scale: bool = False
 
     @classmethod
-    def of(cls, values: Any, values_t: Any, scale: Any, amax: Any) -> "Fp8Pair":
+    def with_shared_scale(cls, values: Any, values_t: Any, scale: Any, amax: Any) -> "Fp8Pair":
         """A matrix with one scale f32[]; `values_t` None for one orientation."""
         columnwise = None if values_t is None else Fp8Array(values_t, scale)
         return cls(Fp8Array(values, scale), columnwise, amax, shares_scale=columnwise is not None)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any, Any]:
-        """What `of` takes: of a matrix with one scale, its values, their transpose or None, the scale, the amax."""
+        """What `with_shared_scale` takes: the values, their transpose or None, the scale and the amax."""
         values_t = None if self.columnwise is None else self.columnwise.values
         return self.rowwise.values, values_t, self.rowwise.scale, self.amax
 

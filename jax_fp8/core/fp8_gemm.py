@@ -55,7 +55,7 @@ class AmaxCotangent:
     vector: jax.Array
     first_row: int = field(metadata={"static": True})
 
-    def of(self, amaxes: jax.Array, slot: jax.Array | None) -> "AmaxCotangent":
+    def with_amaxes(self, amaxes: jax.Array, slot: jax.Array | None) -> "AmaxCotangent":
         """The cotangent that holds the amaxes f32[3] of this GEMM, or of one that is stacked at `slot`."""
         first = self.first_row + (0 if slot is None else 3 * slot)
         row = jnp.arange(self.vector.size) - first
@@ -179,7 +179,7 @@ class Fp8Gemm:
         if self.record.cotangent is None:
             self.record.amaxes(amaxes)
             return None
-        cotangent = self.record.cotangent.of(amaxes, self.record.slot)
+        cotangent = self.record.cotangent.with_amaxes(amaxes, self.record.slot)
         left = Record(cotangent=cotangent, path=self.record.path)
         return replace(self, scales=None, record=left, weight=None)
 

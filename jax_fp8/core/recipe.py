@@ -84,7 +84,7 @@ class DelayedScaling:
 
     def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
         """With the scale of the state; without one, as in the warm start, with that of the tensor's own amax."""
-        dtype = self.fp8_format.of(tensor)
+        dtype = self.fp8_format.dtype_of(tensor)
         if scales is None:
             return Cast.from_amax(dtype, measure(), ScaleFormula(margin=self.margin))
         return Cast.with_row(dtype, scales, tensor)
@@ -121,7 +121,7 @@ class CurrentScaling:
     def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
         """With the scale of the tensor's own amax."""
         formula = ScaleFormula(amax_epsilon=self.amax_epsilon, power_2_scale=self.power_2_scale)
-        return Cast.from_amax(self.fp8_format.of(tensor), measure(), formula)
+        return Cast.from_amax(self.fp8_format.dtype_of(tensor), measure(), formula)
 
     def __post_init__(self):
         _check_common(self)

@@ -48,7 +48,7 @@ class LossTrace:
     out: Any = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, function: Callable, *args: Any) -> "LossTrace":
+    def from_function(cls, function: Callable, *args: Any) -> "LossTrace":
         """Of a function of variables, or of `model.init`, with arrays or their shapes."""
         return traced(function, *shapes_of(args))[1]
 

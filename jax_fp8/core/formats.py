@@ -37,7 +37,7 @@ class Format:
             )
 
     def dtype_of(self, tensor: int) -> jax.typing.DTypeLike:
-        """The dtype of one of a GEMM's tensors: INPUT, KERNEL or OUTPUT_GRADIENT."""
+        """The dtype of a tensor of a GEMM: INPUT, KERNEL or OUTPUT_GRADIENT."""
         return self.backward if tensor == OUTPUT_GRADIENT else self.forward
 
 

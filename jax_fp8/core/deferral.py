@@ -56,6 +56,12 @@ class FoundOperands:
         return shapes_of(self.types)
 
 
+class Deferral(Protocol):
+    """Takes the operands xᵀ (k, m) and dyᵀ (n, m) of a wgrad GEMM, which the backward then does not run."""
+
+    def keep(self, x: Fp8Array, dy: Fp8Array, slot: jax.Array | None, name: str, accumulation: str) -> None: ...
+
+
 class Notes:
     """The operands that a search has found, each once. Notes are equal only to themselves, so they can be static."""
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_fp8.core.batching import shared_amaxes
 from jax_fp8.core.cast import Cast
-from jax_fp8.core.deferral import OperandSearch, OperandStores
+from jax_fp8.core.deferral import Deferral
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.health import measure
@@ -86,7 +86,7 @@ class Record:
     slot: jax.Array | None = None
     gradient: GradientSum | None = None
     cotangent: AmaxCotangent | None = None
-    deferral: OperandSearch | OperandStores | None = None
+    deferral: Deferral | None = None
     measured: dict[str, jax.Ref] = field(default_factory=dict)
     path: LayerPath | None = field(default=None, metadata={"static": True})
 

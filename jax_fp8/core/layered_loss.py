@@ -8,7 +8,6 @@ takes some of the microbatches, whole ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from jax_fp8.core.types import Batch, PyTree, Variables
 
@@ -39,7 +38,7 @@ class LayeredLoss:
     on_host: tuple[str, ...] = ()
     whole_batch: Callable[[Batch], Batch] | None = None
 
-    def __call__(self, variables: Variables, batch: Batch, **options: Any) -> PyTree:
+    def __call__(self, variables: Variables, batch: Batch, **options: object) -> PyTree:
         if self.whole is not None:
             return self.whole(variables, batch, **options)
         if options:
@@ -66,7 +65,7 @@ class WholeBatchLoss:
     loss_fn: Callable[..., PyTree]
     whole_batch: Callable[[Batch], Batch] | None
 
-    def __call__(self, variables: Variables, batch: Batch, **options: Any) -> PyTree:
+    def __call__(self, variables: Variables, batch: Batch, **options: object) -> PyTree:
         return self.loss_fn(variables, batch, **options)
 
 

@@ -1,1 +1,1 @@
-"""What a training step reads and writes: `TrainState`, the weight cache in it, and how both are saved."""
+"""The state that a training step reads and writes: `TrainState`, the weight cache in it, and how both are saved."""

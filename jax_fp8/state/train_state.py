@@ -1,4 +1,7 @@
-"""Everything a training step reads and writes, as one pytree."""
+"""`TrainState`: all that a training step reads and writes, as one pytree.
+
+model.init → variables ─TrainState.create→ state ─step(state, batch)→ the next state
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fp8.core.ids import check_integers_are_kept
+from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.grads.loss_aux import OWN_COLLECTIONS, others_of
 from jax_fp8.kernels.explicit import inside_mesh_of
 from jax_fp8.parallel.names import without_names
@@ -26,44 +30,44 @@ from jax_fp8.state.checks import (
 from jax_fp8.state.serialization import register_serialization
 from jax_fp8.state.weight_cache import refresh
 
-GRADIENTS = "_overwrite_with_gradient"  # the FP8 state of Flax's own layers
+GRADIENTS = "_overwrite_with_gradient"  # the collection of Flax's own FP8 layers: a step replaces it by its gradient
 STATE_REMEDY = "call step(state, batch) with TrainState.create(variables=..., tx=tx)"
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
-    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without), `opt_state`, `cache` (the weights in
-    FP8, or {}), and `collections`: other variables of the model by the names of their collections, as "batch_stats".
+    """`step` int32[], `params`, `fp8` (the amax state, {} for recipes without state), `opt_state`, `cache` (the weights
+    in FP8, or {}), and `collections`: other variables of the model by collection, such as "batch_stats".
     """
 
     step: jax.Array
-    params: Any
-    fp8: Any
-    opt_state: Any
-    cache: Any = field(default_factory=dict)
-    collections: Any = field(default_factory=dict)
+    params: PyTree
+    fp8: PyTree
+    opt_state: PyTree
+    cache: PyTree = field(default_factory=dict)
+    collections: PyTree = field(default_factory=dict)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """Without collections as if there were no such field: so are states that were saved before there was one."""
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[str, ...]]:
+        """The fields; without `collections` if empty, as in states that were saved before the field existed."""
         has_none = isinstance(self.collections, Mapping) and not self.collections
         names = FIELDS[:-1] if has_none else FIELDS
         return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], names
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], children: Iterable[Any]) -> "TrainState":
+    def tree_unflatten(cls, names: tuple[str, ...], children: Iterable[PyTree]) -> "TrainState":
         return cls(**dict(zip(names, children, strict=True)))
 
     @classmethod
-    def create(cls, *, variables: Mapping, tx: optax.GradientTransformation) -> "TrainState":
-        """The state before the first step, of copies: a step may donate its state. `variables` stay as they are, and so
-        does what `tx` was made with, such as a random key.
+    def create(cls, *, variables: Variables, tx: optax.GradientTransformation) -> "TrainState":
+        """The state before the first step. A step may donate its state, so all arrays are copies: `variables` stay
+        valid, and so do arrays inside of `tx`, such as a random key.
 
         Args:
-          variables: what `model.init` returned: "params", and "fp8" where the recipe has state; with "fp8_cache" from
-            `cast_weights`, steps read the weights from there and the optimizer writes them there. All other collections
-            become `collections`, which a loss with `has_aux` moves. The state has arrays alone: names of dims that
-            params carry (`nn.LogicallyPartitioned`) are taken off.
+          variables: the result of `model.init`: "params", and "fp8" where the recipe has state. With "fp8_cache" from
+            `cast_weights`, steps read the weights from this cache and the optimizer writes new ones to it. All other
+            collections become `collections`, which a loss with `has_aux` may change. The state has arrays alone: names
+            of dims that params carry (`nn.LogicallyPartitioned`) are removed.
           tx: the optimizer.
         """
         check_variables(variables)
@@ -77,22 +81,22 @@ class TrainState:
         others = others_of(variables)
         if GRADIENTS in others:
             raise ValueError(
-                f'the collection "{GRADIENTS}" holds what gradients replace, which no loss returns, got it among '
-                f"{sorted(variables)}; take layers of jax_fp8, or a loop of your own"
+                f'variables must not hold "{GRADIENTS}", which a step would have to replace by its gradients, got '
+                f"{sorted(variables)}; use layers of jax_fp8, or write your own loop"
             )
         with inside_mesh_of(params):
-            opt_state = _of_own_arrays(tx.init, params)
+            opt_state = _init_copied(tx.init, params)
             return cls(jnp.zeros((), jnp.int32), params, dict(fp8), opt_state, dict(cache), others)
 
     @property
-    def variables(self) -> dict:
-        """For `model.apply`."""
+    def variables(self) -> dict[str, PyTree]:
+        """The variables for `model.apply`."""
         own = dict(zip(OWN_COLLECTIONS, (self.params, self.fp8, self.cache), strict=True))
         return {name: tree for name, tree in own.items() if tree or name == "params"} | self.collections
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Another state with these fields changed; new params or scales are cast to FP8 again where the state keeps
-        such copies.
+        """A copy of the state with these fields changed. If it has a weight cache, new params or scales are cast to FP8
+        again.
         """
         new = dataclasses.replace(self, **changes)
         if not new.cache or "cache" in changes or not {"params", "fp8"} & set(changes):
@@ -100,36 +104,37 @@ class TrainState:
         return dataclasses.replace(new, cache=refresh(new.cache, new.params, new.fp8))
 
 
-def _of_own_arrays(init: Callable, params: Any) -> Any:
-    """`init(params)` without arrays that somebody else has too: those of `params`, those that `init` was made with,
-    such as a random key, and those that stand twice in it, are copied. Large moments that it makes are not.
+def _init_copied(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """`init(params)` without shared arrays, so that a step may donate it. Arrays of `params`, arrays inside of `init`,
+    such as a random key, and second uses of an array are copied. Arrays that `init` computes, such as large moments,
+    are not.
     """
-    made = init(params)
-    leaves, tree = jax.tree.flatten(made)
+    opt_state = init(params)
+    leaves, tree = jax.tree.flatten(opt_state)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, leaves))):
-        return made
+        return opt_state
     traced = jax.make_jaxpr(init)(params).jaxpr
-    fresh = {var for equation in traced.eqns for var in equation.outvars}
+    unused = {var for equation in traced.eqns for var in equation.outvars}
     owned = []
     for leaf, var in zip(leaves, traced.outvars, strict=True):
-        is_own = not isinstance(var, Literal) and var in fresh
+        is_own = not isinstance(var, Literal) and var in unused
         owned.append(leaf if is_own or not isinstance(leaf, jax.Array) else jnp.copy(leaf))
-        fresh -= {var} if is_own else set()
+        unused -= {var} if is_own else set()
     return tree.unflatten(owned)
 
 
-def check_given(state: Any, batch: Any) -> None:
-    """Raise unless these can be what a step takes."""
+def check_given(state: object, batch: Batch) -> None:
+    """Raise unless these can be the arguments of a step."""
     check_is("state", state, TrainState, STATE_REMEDY)
     check_holds_arrays("batch", batch)
     check_integers_are_kept(batch)
 
 
 def placed_state(placement: Placement, state: TrainState) -> TrainState:
-    """Where a state lies on a mesh: the collections of its model are whole on every device, whatever they are named."""
-    whole = NamedSharding(placement.parallel.mesh, PartitionSpec())
-    places = placement.shardings(dataclasses.replace(state, collections={}))
-    return dataclasses.replace(places, collections=jax.tree.map(lambda _: whole, state.collections))
+    """The shardings of a state on a mesh. `collections` are replicated on all devices, whatever names are in them."""
+    replicated = NamedSharding(placement.parallel.mesh, PartitionSpec())
+    shardings = placement.shardings(dataclasses.replace(state, collections={}))
+    return dataclasses.replace(shardings, collections=jax.tree.map(lambda _: replicated, state.collections))
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainState))

@@ -1,21 +1,19 @@
 """The weights in FP8, cast once: the collection "fp8_cache", with a `Fp8Pair` for the kernels of every GEMM.
 
-A cached weight carries the scale it was cast with, so a later change of scales does not touch it, and the amax it was
-measured with, so a layer that reads the cache stages what a layer that casts would. The weights are those of an
-uncached step, bit for bit; what XLA sums by itself (the gradients of biases, norms and embeddings) it may sum in
-another order in another program.
-
     params, scales ─cast_weights→ cache ─forward, backward→ gradients ─fused_adam→ params, and the next step's cache
 
-The cache also carries the version of the params it was made from, a hash of samples of them. Whoever reads a cache
-compares versions first, on the device, and casts again where they differ: after an optimizer step, a checkpoint or an
-overwritten weight, no flag need be remembered. And it carries the recipe that it was cast by, as new params are.
+A cached weight has its own scale, so a later change of scales does not affect it. It also has its amax, so a layer that
+reads the cache stages the same amax as a layer that casts. The weights are those of an uncached step, bit for bit. Sums
+that XLA computes by itself (the gradients of biases, norms and embeddings) may have another order in another program.
+
+The cache also has the version of its params, a hash of samples of them. A reader of the cache compares versions first,
+on the device, and casts again where they differ. So after an optimizer step, a checkpoint or an overwritten weight, no
+flag need be set. And the cache has the recipe it was cast by, for casts of new params.
 """
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +29,7 @@ from jax_fp8.core.paths import CAST_BY, VERSION, LayerPath, at_path, kernel_path
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.recorder import listing
 from jax_fp8.core.state import map_gemms_with_path
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.grads.gradients import with_kernels
 from jax_fp8.kernels.explicit import whole_first
 from jax_fp8.kernels.shared_cast import can_be_written
@@ -44,7 +43,7 @@ from jax_fp8.state.serialization import register_serialization
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CastBy:
-    """What a cache was cast by, and is again when params are new; static, so that it has no arrays."""
+    """The recipe by which a cache was cast, and by which new params are cast; static, so that it has no arrays."""
 
     recipe: Recipe = field(metadata={"static": True})
 
@@ -53,72 +52,71 @@ register_serialization(CastBy, [])
 
 
 def cast_weights(
-    variables: Mapping,
+    variables: Variables,
     recipe: Recipe,
     cache: Mapping | None = None,
     is_first_microbatch: bool | jax.Array | None = None,
     *,
-    forward: Callable[[dict], Any] | None = None,
-) -> dict:
-    """The kernel of every GEMM by this recipe in FP8: cast with the scale that its state has now, or, where the recipe
-    has no state, with scales of its own; or kept from a cache that still holds.
+    forward: Callable[[dict], object] | None = None,
+) -> dict[str, PyTree]:
+    """The kernel of every GEMM of this recipe in FP8: cast with the scale that its state has now, or, where the recipe
+    has no state, with scales of its own; or taken from a cache that is still valid.
 
-    With a cache it is one `lax.cond` over the whole of it. Call it inside the jitted function that takes the cache, and
-    donate the cache there: then keeping it costs nothing, while a cache that is not donated is copied. (The compiler of
-    jax 0.10 copies it in any case; since 0.11 it does not.)
+    With a cache this is one `lax.cond` over the whole cache. Call it inside the jitted function that takes the cache,
+    and donate the cache there: then a valid cache costs nothing, while a cache that is not donated is copied. (The
+    compiler of jax 0.10 always copies it; since 0.11 it does not.)
 
     Args:
       variables: "params", and "fp8" where the recipe has state, as `model.init` returned them.
       recipe: the model's.
-      cache: of an earlier microbatch, or None: cast.
-      is_first_microbatch: bool, or bool[] that may be traced: cast. Where it is False or None, a cache is kept while
-        the params are those that it was made from, and made again otherwise: their version tells. That is a hash of the
-        first row and the first column of each kernel, so it can miss a change of a few elements; the first microbatch
-        of the next step does not.
+      cache: the cache of an earlier microbatch, or None, to cast.
+      is_first_microbatch: bool, or bool[] that may be traced. True: cast. False or None: cast only if the params have
+        another version than the cache. The version is a hash of the first row and the first column of each kernel, so
+        it can miss a change of a few elements, until the first microbatch of the next step.
       forward: a function of the variables that runs the model, `lambda variables: model.apply(variables, x)`. It is
-        traced, and nothing is computed: a recipe without state leaves no other trace of which layers are in FP8. Needed
-        for the first cache of such a recipe, and for nothing else.
+        traced to find the layers in FP8, and computes nothing. Only the first cache of a recipe without state needs it,
+        because such a recipe leaves no variables that name these layers.
 
     Returns:
       The collection for `variables["fp8_cache"]`.
     """
     variables = without_names(variables)
     _check_recipe(variables, recipe)
-    first = False if is_first_microbatch is None else is_first_microbatch
-    check_flag(first)
+    is_first = False if is_first_microbatch is None else is_first_microbatch
+    check_flag(is_first)
     gemms = _gemms_of(variables, recipe, cache, forward)
     if cache is None:
         return cast_listed(variables, recipe, gemms)
     _check_cache(cache, variables, recipe, gemms)
     _warn_of_copies(cache)
-    stale = first | is_stale(cache, variables)
-    return lax.cond(stale, lambda _: cast_listed(variables, recipe, gemms), dict, dict(cache))
+    must_cast = is_first | is_stale(cache, variables)
+    return lax.cond(must_cast, lambda _: cast_listed(variables, recipe, gemms), dict, dict(cache))
 
 
-def is_stale(cache: Mapping, variables: Mapping) -> jax.Array:
+def is_stale(cache: Mapping, variables: Variables) -> jax.Array:
     """Whether a cache was made from other params than these, bool[]."""
     return cache[VERSION] != _version(variables["params"], cache)
 
 
-def outdated(cache: Mapping) -> dict:
-    """A cache that whoever reads it casts again: its version is that of no params."""
+def outdated(cache: Mapping) -> dict[str, PyTree]:
+    """The cache with the complement of its version, so that its next reader casts again."""
     return {**cache, VERSION: ~cache[VERSION]}
 
 
-def renewed(cache: Mapping, variables: Mapping, recipe: Recipe) -> dict:
-    """A cache that belongs to these variables: this one, as a rule."""
+def renewed(cache: Mapping, variables: Variables, recipe: Recipe) -> dict[str, PyTree]:
+    """A cache of these variables: this one, unless it is stale."""
     return cast_weights(variables, recipe, cache) if cache else {}
 
 
-def cast_listed(variables: Mapping, recipe: Recipe, gemms: Collection[LayerPath]) -> dict:
-    """`cast_weights` of these GEMMs; {} where there are none."""
+def cast_listed(variables: Variables, recipe: Recipe, gemms: Collection[LayerPath]) -> dict[str, PyTree]:
+    """`cast_weights` for these GEMMs; {} where there are none."""
     params, fp8_state = variables["params"], variables.get("fp8", {}) if recipe.has_state else {}
     cache = cast_gemms(params, fp8_state, dict.fromkeys(gemms, recipe))
     return {**with_version(cache, params), CAST_BY: CastBy(recipe)} if cache else {}
 
 
-def with_version(cache: Mapping, params: Mapping) -> dict:
-    """A cache that says of which params it was made; {} if it holds nothing."""
+def with_version(cache: Mapping, params: Mapping) -> dict[str, PyTree]:
+    """The cache with the version of these params; {} if it is empty."""
     return {**cache, VERSION: _version(params, cache)} if cache else {}
 
 
@@ -127,8 +125,10 @@ def cached_gemms(cache: Mapping) -> list[LayerPath]:
     return [path for path, _ in _cached(cache)]
 
 
-def _gemms_of(variables, recipe, cache, forward) -> list[LayerPath]:
-    """The GEMMs whose weights are cast: those of the state; without one those of the cache, or that are traced."""
+def _gemms_of(
+    variables: Variables, recipe: Recipe, cache: Mapping | None, forward: Callable[[dict], object] | None
+) -> list[LayerPath]:
+    """The GEMMs whose weights are cast: those of the state; without state those of the cache, or of the forward."""
     if recipe.has_state:
         paths: list[LayerPath] = []
         map_gemms_with_path(lambda path, _: paths.append(path), variables["fp8"])
@@ -140,29 +140,30 @@ def _gemms_of(variables, recipe, cache, forward) -> list[LayerPath]:
             f"cast_weights must know which layers are in FP8, and {type(recipe).__name__} leaves no trace of them in "
             "the variables, got neither a cache nor forward; pass forward=lambda variables: model.apply(variables, x)"
         )
-    with listing() as found:
-        jax.eval_shape(lambda *given: forward(*given), variables)
-    paths = with_kernels([path for path, gemm in found.items() if gemm.recipe == recipe], variables["params"])
+    with listing() as listed:
+        # A new lambda: jax would not trace a function again that it has traced before.
+        jax.eval_shape(lambda own: forward(own), variables)
+    paths = with_kernels([path for path, gemm in listed.items() if gemm.recipe == recipe], variables["params"])
     if not paths:
         raise ValueError(
             f"forward must run layers with {recipe!r}, whose kernels are among the params by the path of their layer, "
-            f"got {len(found)} other layers in FP8; pass the recipe of the model"
+            f"got {len(listed)} other layers in FP8; pass the recipe of the model"
         )
     return paths
 
 
-def _version(params, cache) -> jax.Array:
-    """A hash, uint32[], of the kernels that have a cached copy: of their samples,
-    each times an odd number of its place."""
+def _version(params: Mapping, cache: Mapping) -> jax.Array:
+    """A hash, uint32[], of the kernels in a cache: the sum of their samples, each times an odd number that depends on
+    its position.
+    """
     samples = [_samples(kernel) for path, _ in _cached(cache) for kernel in kernels_of(path, params)]
     words = jnp.concatenate(samples)
-    place = jnp.arange(words.size, dtype=jnp.uint32)
-    return jnp.sum(words * (2 * place * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+    position = jnp.arange(words.size, dtype=jnp.uint32)
+    return jnp.sum(words * (2 * position * np.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
 
 
-def _samples(kernel) -> jax.Array:
-    """The bits of the first row and of the first column of (..., k, n):
-    one element of every column and of every row."""
+def _samples(kernel: jax.Array) -> jax.Array:
+    """The bits of the first row and the first column of (..., k, n): one element of every column and of every row."""
     sampled = [whole_first(kernel, dim).reshape(-1) for dim in (-2, -1)]
     bits = [lax.bitcast_convert_type(line, f"uint{8 * kernel.dtype.itemsize}") for line in sampled]
     return jnp.concatenate(bits).astype(jnp.uint32)
@@ -171,11 +172,11 @@ def _samples(kernel) -> jax.Array:
 def cast_requests(
     cache: Mapping, params: Mapping, fp8_state: Mapping
 ) -> dict[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, Cast]]:
-    """For `InPlace`: which weights an optimizer is to write in FP8, and how they are cast, with scales of `fp8_state`
-    or of their squares.
+    """For `InPlace`: the weights that an optimizer writes in FP8, and how they are cast, with scales of `fp8_state` or
+    with a scale for each square.
 
-    Left to `refresh` are layers stacked by `nn.scan`, which have a scale each; a recipe that measures a whole tensor
-    before it is cast; and kernels side by side of which two share a square.
+    The others are left to `refresh`: layers stacked by `nn.scan`, which have a scale each; recipes that measure a whole
+    tensor before its cast; and kernels side by side of which two share a square.
     """
     requests = {}
     for path, pair in _cached(cache):
@@ -189,9 +190,10 @@ def cast_requests(
     return requests
 
 
-def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = None) -> dict:
-    """The cache of new params or scales: as the optimizer wrote it, where `updates` are its,
-    and cast here where it did not."""
+def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: PyTree = None) -> dict[str, PyTree]:
+    """The cache of new params or scales. Weights that the optimizer has cast are taken from its `updates`; the others
+    are cast here.
+    """
     if not cache:
         return {}
     leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_fp8)
@@ -201,21 +203,21 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: Any = 
     others = [path for path, pair in written.items() if pair is None]
     for path in others:
         _check_has_scale(recipe, path, fp8_state)
-    renewed = cast_gemms(params, fp8_state, dict.fromkeys(others, recipe))
+    new_cache = cast_gemms(params, fp8_state, dict.fromkeys(others, recipe))
     for path, pair in written.items():
         if pair is not None:
-            put_at_path(renewed, path, {"kernel": pair})
-    return {**renewed, VERSION: _version(params, cache), CAST_BY: cache[CAST_BY]}
+            put_at_path(new_cache, path, {"kernel": pair})
+    return {**new_cache, VERSION: _version(params, cache), CAST_BY: cache[CAST_BY]}
 
 
-def _cast_of(recipe, gemm, fp8_state) -> Cast:
-    """How a kernel is cast, as far as that is known before it is there."""
+def _cast_of(recipe: Recipe, gemm: LayerPath, fp8_state: Mapping) -> Cast:
+    """The cast of a kernel, before the kernel is known: a recipe that asks for its amax gets 1."""
     _check_has_scale(recipe, gemm, fp8_state)
     scales = at_path(fp8_state, gemm)["scale"] if recipe.has_state else None
-    return recipe.cast(KERNEL, scales, lambda: np.float32(1))
+    return recipe.cast(KERNEL, scales, lambda: jnp.float32(1))
 
 
-def _check_has_scale(recipe, gemm, fp8_state) -> None:
+def _check_has_scale(recipe: Recipe, gemm: LayerPath, fp8_state: Mapping) -> None:
     state = at_path(fp8_state, gemm)
     if recipe.has_state and (not isinstance(state, Mapping) or "scale" not in state):
         raise ValueError(
@@ -224,8 +226,8 @@ def _check_has_scale(recipe, gemm, fp8_state) -> None:
         )
 
 
-def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
-    """Every GEMM with a cached weight."""
+def _cached(cache: Mapping, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
+    """Every GEMM with a cached weight, and this weight."""
     for name, node in sorted(cache.items()):
         if isinstance(node, Fp8Pair):
             yield path, node
@@ -233,7 +235,7 @@ def _cached(cache, path: LayerPath = ()) -> Iterator[tuple[LayerPath, Fp8Pair]]:
             yield from _cached(node, (*path, name))
 
 
-def _check_recipe(variables, recipe):
+def _check_recipe(variables: Variables, recipe: Recipe | None) -> None:
     check_variables(variables)
     check_recipe(recipe)
     if recipe is None or "params" not in variables or (recipe.has_state and not variables.get("fp8")):
@@ -243,7 +245,7 @@ def _check_recipe(variables, recipe):
         )
 
 
-def _check_cache(cache, variables, recipe, gemms):
+def _check_cache(cache: Mapping, variables: Variables, recipe: Recipe, gemms: Collection[LayerPath]) -> None:
     expected = jax.eval_shape(lambda: cast_listed(variables, recipe, gemms))
     difference = first_difference(expected, dict(cache))
     if difference is None and jax.tree.structure(expected) != jax.tree.structure(dict(cache)):
@@ -255,18 +257,19 @@ def _check_cache(cache, variables, recipe, gemms):
         )
 
 
-def check_flag(flag: Any) -> None:
+def check_flag(flag: object) -> None:
     """Raise unless this is one truth value, traced or not."""
-    if isinstance(flag, bool | np.bool_) or (getattr(flag, "dtype", None) == jnp.bool_ and jnp.shape(flag) == ()):
+    dtype, shape = getattr(flag, "dtype", None), getattr(flag, "shape", ())
+    if isinstance(flag, bool | np.bool_) or (dtype == jnp.bool_ and shape == ()):
         return
-    arrived = f"{flag.dtype}{list(flag.shape)}" if hasattr(flag, "dtype") else f"{type(flag).__name__} {flag!r}"
+    arrived = f"{type(flag).__name__} {flag!r}" if dtype is None else f"{dtype}{list(shape)}"
     raise ValueError(
         f"is_first_microbatch must be a bool or an array bool[], got {arrived}; pass `i == 0` for microbatch i"
     )
 
 
-def _warn_of_copies(cache):
-    """Outside jit nothing can be donated."""
+def _warn_of_copies(cache: Mapping) -> None:
+    """Warn where a cache is copied: outside jit it cannot be donated."""
     leaves = jax.tree.leaves(cache)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         size = sum(leaf.nbytes for leaf in leaves)

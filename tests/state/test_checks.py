@@ -267,7 +267,7 @@ def test_an_optimizer_that_changes_the_type_of_its_state():
         ((VARIABLES, optax.adamw), "tx must be an optax.GradientTransformation, got the function adamw; call it"),
         (
             ({"params": {}, "fp8": None}, TX),
-            r'variables\["fp8"\] must be a dict, got None; leave out what is not there',
+            r'variables\["fp8"\] must be a dict, got None; leave out collections without',
         ),
         ((MODULE, TX), 'variables must be a dict with "params", got a Dense; pass what model.init returned'),
         ((TX, VARIABLES), 'variables must be a dict with "params", got a GradientTransformationExtraArgs'),

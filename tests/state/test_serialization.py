@@ -38,7 +38,7 @@ def quantized() -> fp8.Fp8Array:
 def pair(shared: bool) -> Fp8Pair:
     array = quantized()
     if shared:
-        return Fp8Pair.of(array.values, array.values.T, array.scale, jnp.float32(3))
+        return Fp8Pair.with_shared_scale(array.values, array.values.T, array.scale, jnp.float32(3))
     return Fp8Pair(array, fp8.Fp8Array(array.values.T, jnp.float32(0.7)), jnp.float32(3))
 
 
@@ -77,7 +77,7 @@ def test_a_training_state_with_collections():
     check_through_bytes(without)
     assert set(serialization.to_state_dict(without)) == {"step", "params", "fp8", "opt_state", "cache"}
     for target, saved in ((with_stats, without), (without, with_stats)):
-        with pytest.raises(ValueError, match=r"a saved TrainState must hold .*; restore it into its like"):
+        with pytest.raises(ValueError, match=r"a saved TrainState must hold .*; restore it into one that holds"):
             serialization.from_bytes(target, serialization.to_bytes(saved))
 
 

@@ -121,7 +121,7 @@ def test_without_collections_a_state_has_the_leaves_that_it_had_before_there_wer
 
 
 def test_refuses_what_it_would_lose():
-    with pytest.raises(ValueError, match='"_overwrite_with_gradient" holds what gradients replace'):
+    with pytest.raises(ValueError, match='must not hold "_overwrite_with_gradient", which a step'):
         fp8.TrainState.create(variables={**variables(None), "_overwrite_with_gradient": {}}, tx=optax.sgd(1e-3))
     for leaf in ("text", np.array(["text"]), object()):
         with pytest.raises(

@@ -40,7 +40,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
         write_bytes(path, make_page(run).encode("utf-8", "replace"))  # JSON may hold halves of a character
     except OSError as error:
         raise ValueError(
-            f"a report must be written to a file, got {error.strerror} for {path}; choose another by --output"
+            f"a report must be written to a file, got {error.strerror} for {path}; choose another with --output"
         ) from None
     return path
 

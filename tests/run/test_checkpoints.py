@@ -295,7 +295,7 @@ def test_a_folder_that_vanished_is_not_made_again(saved):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
-    check_cannot_save(tmp_path / "checkpoints", f"find room in {tmp_path / 'checkpoints'}, got Not a directory; ")
+    check_cannot_save(tmp_path / "checkpoints", f"written to {tmp_path / 'checkpoints'}, got Not a directory; ")
     assert (tmp_path / "checkpoints").read_text() == "in the way"
 
 

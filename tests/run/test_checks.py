@@ -82,7 +82,10 @@ CANNOT_RUN = {
         ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
         "tensor=4 must divide a sequence, got --seq-len 26",
     ),
-    "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "needs a mesh with data, fsdp or pipe"),
+    "sums over one device": (
+        ["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"],
+        "needs a mesh with data, fsdp or pipe",
+    ),
     "a schedule that does not exist": (
         ["--mesh", "pipe=2", "--schedule", "2f2b"],
         "a schedule must be one of gpipe, 1f1b, interleaved, zero-bubble, got '2f2b'",

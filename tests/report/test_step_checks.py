@@ -53,7 +53,7 @@ def test_nans_in_the_gradients_of_several_layers():
     (finding,) = check_finite(diagnosed_of(log))
     assert finding.sentence.startswith("The gradient of h_0/mlp/down has 1 element")
     assert f"2 such layers among 10; the backward pass computes {LAYER} first" in finding.sentence
-    assert finding.sentence.endswith("It was so in 2 diagnosed steps.")
+    assert finding.sentence.endswith("This happened in 2 diagnosed steps.")
 
 
 def test_where_the_forward_breaks_it_begins_with_the_first_tensor():

@@ -198,7 +198,7 @@ def tune_rates(path: str) -> int:
     device, cublaslt = this_gpu()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax_fp8", "jax"))
     source = f"python -m jax_fp8 tune --rates, {datetime.date.today()}, cuBLASLt {cublaslt}, {versions}"
-    base = RateTable.load(path) if Path(path).exists() else RateTable.of(next(iter(GPUS)))
+    base = RateTable.load(path) if Path(path).exists() else RateTable.for_gpu(next(iter(GPUS)))
     table = base.renewed(device, source, **measure_rates(report=lambda line: print(line, flush=True)))
     table.save(path)
     kept = [name for name, found in table.sources.items() if found != source]

@@ -186,7 +186,7 @@ def test_measuring_rates(on_a_gpu_of_ones_own, monkeypatch, capsys):
     for memory in (3e12, 4e12):
         monkeypatch.setattr(cli, "measure_rates", lambda report, memory=memory: {"memory": memory})
         assert cli.main(["tune", "--rates", str(path)]) == 0
-        table, before = RateTable.load(path), RateTable.of("h200")
+        table, before = RateTable.load(path), RateTable.for_gpu("h200")
         assert table.rates.memory == memory and table.gpu == "NVIDIA H200"
         assert table.sources["memory"].startswith("python -m jax_fp8 tune --rates, 20")
         assert {**table.sources, "memory": ""} == {**before.sources, "memory": ""}

@@ -1,1 +1,1 @@
-"""What a training step would need on GPUs that are not here: memory, traffic, time."""
+"""Plans: memory, collectives and time of a training step on GPUs that this machine does not have."""

@@ -1,10 +1,10 @@
-"""What a GPT's step needs on a mesh, by arithmetic on its shapes: good enough to leave out what cannot fit, and to say
-which change would help. A compiler says it better; this takes no time.
+"""Memory and time of a GPT's training step on a mesh, estimated from shapes alone.
 
     Setting ─memory_of→ bytes of a device by kind
             ─seconds_of→ about how long a step takes
 
-docs/memory.md explains the bytes.
+The compiler's figures are exact, but take minutes; these formulas take no time. They are good enough to rule out meshes
+that cannot fit, to rank the others, and to say which change would make a step fit. docs/memory.md explains the bytes.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +13,19 @@ from jax_fp8.plan.described import HOST
 from jax_fp8.plan.rates import Rates, fp8_rate, rate_at
 from jax_fp8.plan.shape import Shape
 
-SCALES = 4 / 128  # bytes of an element of a line by tile, beside the one of its value
-AT_WORK = 2  # layers whose activations are there once more while a gradient is computed
+SCALES = 4 / 128  # bytes of scales for each FP8 element by tile: a float32 for a line of 128
+AT_WORK = 2  # layers whose activations exist a second time while their gradients are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A step: batch and sequence are in sequences and tokens, of all devices together.
+    """A GPT's training step, and how a mesh spreads it.
 
-    `by_tile`: in FP8 by `BlockScaling`. `fp8_attention`: attention in FP8, too. `offloaded`: of how many layers the
-    host keeps what the backward wants. `full`: all of a layer is computed again.
+    Args:
+      batch, sequence: sequences of all devices together, and tokens of each.
+      by_tile: whether the recipe is `BlockScaling`.
+      recompute, full: `remat="norms"`, `remat="full"`.
+      offloaded: the N of `remat="offload:N"`.
     """
 
     shape: Shape
@@ -51,32 +54,33 @@ class Setting:
 
     @property
     def tokens(self) -> float:
-        """That a device has in a microbatch."""
+        """Tokens of a microbatch on one device."""
         return self.batch * self.sequence / (self.data * self.fsdp * self.microbatches)
 
     @property
     def layers_of_a_step(self) -> float:
-        """That a device computes, of all its microbatches."""
+        """Layers that a device computes in a step, counted once for each microbatch."""
         return self.shape.layers * self.microbatches / self.pipe
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which a stage waits; a forward, an input and a weight gradient take equally long."""
+        """The share of time in which a stage waits, if forward, input and weight gradients take equally long."""
         microbatches, others = self.microbatches, self.pipe - 1
         if self.schedule != "zero-bubble":
             return others / (self.chunks * microbatches + others)
-        # Weight gradients in what would be a bubble: the first where there is a second group, more from the third.
+        # So many weight gradients fill the bubble: one if there is a second group of microbatches, more from the third.
         hidden = min(others, max(microbatches > self.pipe, microbatches - 2 * self.pipe + 1))
         return (2 * others - hidden) / (3 * microbatches + 2 * others - hidden)
 
     @property
     def slots(self) -> float:
-        """What a stage keeps of microbatches: of so many, what all its layers keep of one."""
+        """For how many microbatches a stage keeps the residuals of all its layers at the same time."""
         if self.pipe == 1:
             return 1
         if self.schedule == "gpipe":
             return self.microbatches
-        before = self.schedule != "zero-bubble" and self.microbatches >= 2 * self.pipe  # one is done by then
+        # With enough microbatches, the first one is done by then, and its slot is free.
+        before = self.schedule != "zero-bubble" and self.microbatches >= 2 * self.pipe
         first = min(self.microbatches - before, 3 * self.pipe - 2)
         return (first + (self.chunks - 1) * self.pipe) / self.chunks
 
@@ -87,7 +91,7 @@ class Setting:
 
     @property
     def flags(self) -> str:
-        """Of `plan`, that say how a step is spread."""
+        """The flags of `python -m jax_fp8 plan` that spread the step like this."""
         of_pipe = [f"--schedule {self.schedule}"] if self.pipe > 1 else []
         of_pipe += [f"--chunks {self.chunks}"] if self.chunks > 1 else []
         microbatches = [f"--microbatches {self.microbatches}"] if self.microbatches > 1 else []
@@ -110,11 +114,13 @@ class Memory:
     """Bytes of one device.
 
     Args:
-      weights: of layers, as the GEMMs read them.
-      tables: embedding and head, gathered; and in a pipeline their gradients of a microbatch.
-      activations: kept for the backward, and those of the layers at work.
-      sums: of the gradients of microbatches.
-      gradients: whole, as collectives read them, and summed over devices.
+      params: the device's shards.
+      optimizer: moments, and with bfloat16 params the rest of their float32 masters.
+      weights: the layers' kernels, gathered and cast as the GEMMs read them.
+      tables: embedding and head, gathered; in a pipeline also their gradients of one microbatch.
+      activations: residuals for the backward pass, and activations of the layers that are being computed.
+      sums: gradients accumulated over microbatches.
+      gradients: whole gradients, which collectives read, and the shards that they write.
     """
 
     params: float
@@ -127,86 +133,91 @@ class Memory:
 
     @property
     def together(self) -> float:
-        """Gradients come as weights and activations go. Collectives that sum them are waited for in the end."""
+        """The peak: gradients reuse memory that weights and activations have freed."""
         steady = self.params + self.optimizer + self.tables + self.sums
         return steady + max(self.weights + self.activations, self.gradients)
 
 
 def memory_of(setting: Setting) -> Memory:
+    """The bytes that one device needs for this step."""
     shape, fsdp, tensor, pipe = setting.shape, setting.fsdp, setting.tensor, setting.pipe
     storage = fsdp * pipe
-    of_layers, of_tables = shape.of_layers / tensor / pipe, shape.of_tables / tensor  # that a device computes with
-    stored = (shape.of_layers + shape.of_tables) / tensor / storage
-    param = 2 if setting.bf16_params else 4
-    kept = (4 if setting.bf16_moments else 8) + (2 if setting.bf16_params else 0)
+    of_layers, of_tables = shape.of_layers / tensor / pipe, shape.of_tables / tensor  # params after the all-gather
+    stored = (shape.of_layers + shape.of_tables) / tensor / storage  # params of the device's own shards
+    param = 2 if setting.bf16_params else 4  # bytes of each
+    optimizer = (4 if setting.bf16_moments else 8) + (2 if setting.bf16_params else 0)
     several = setting.microbatches > 1
+    # FP8 weights in both orientations for several microbatches; in one orientation for one.
     weight = (2 if several else 1) if setting.fp8 else (param if pipe > 1 else 2)
     summed = stored if storage > 1 else 0
-    of_stage = shape.layers / pipe
-    of_a_token = of_stage * setting.slots * bytes_of_a_token(setting)
-    of_a_token += AT_WORK * _kept_of_a_token(replace(setting, full=False))
-    of_a_token += of_stage * setting.slots * _bytes_of_operands(setting)
-    of_a_microbatch = 0.0
-    if pipe > 1:  # what enters the first layer and leaves the last one, of all microbatches; and losses between layers
-        of_a_token += 2 * setting.microbatches * shape.width / (tensor if setting.sequence_parallel else 1)
-        of_a_token += 2 * shape.vocab / tensor
-        of_a_microbatch = 2 * 4 * of_tables  # gradients, before and after they are added
+    layers_of_stage = shape.layers / pipe
+    token_bytes = layers_of_stage * setting.slots * bytes_of_a_token(setting)
+    token_bytes += AT_WORK * _residuals_of_a_token(replace(setting, full=False))
+    token_bytes += layers_of_stage * setting.slots * _bytes_of_operands(setting)
+    table_gradients = 0.0
+    if pipe > 1:
+        # The inputs of the first layer and the outputs of the last one, of all microbatches.
+        token_bytes += 2 * setting.microbatches * shape.width / (tensor if setting.sequence_parallel else 1)
+        token_bytes += 2 * shape.vocab / tensor  # logits, as losses are computed between the layers' ticks
+        table_gradients = 2 * 4 * of_tables  # of one microbatch, and the sum
     return Memory(
         params=param * stored,
-        optimizer=kept * stored,
+        optimizer=optimizer * stored,
         weights=weight * of_layers,
-        tables=param * of_tables + of_a_microbatch if storage > 1 else 0,
-        activations=of_a_token * setting.tokens,
+        tables=param * of_tables + table_gradients if storage > 1 else 0,
+        activations=token_bytes * setting.tokens,
         sums=4 * (of_layers + of_tables) if several else 0,
         gradients=4 * summed if several else param * (of_layers + of_tables + summed),
     )
 
 
 def bytes_of_a_token(setting: Setting) -> float:
-    """What one layer keeps of it for the backward, on the device; the mean of all layers."""
-    whole, layers = _kept_of_a_token(setting), setting.shape.layers
+    """Bytes of residuals that one layer keeps on the device for each token; the mean over all layers."""
+    whole, layers = _residuals_of_a_token(setting), setting.shape.layers
     return whole - setting.offloaded / layers * _offloaded_of_a_token(setting)
 
 
 def _offloaded_of_a_token(setting: Setting) -> float:
-    """Of what a layer keeps, all but the result of attention, which stays."""
-    return _kept_of_a_token(setting) - _width_in_attention(setting) * setting.shape.query_width / setting.tensor
+    """Bytes of a token's residuals that an offloaded layer moves to the host: all but the output of attention."""
+    return _residuals_of_a_token(setting) - _attention_itemsize(setting) * setting.shape.query_width / setting.tensor
 
 
-def _width_in_attention(setting: Setting) -> int:
-    """Bytes of an element of queries, keys, values and the result, as they are kept."""
+def _attention_itemsize(setting: Setting) -> int:
+    """Bytes of an element of queries, keys, values and output of attention, as residuals."""
     return 1 if setting.fp8_attention else 2
 
 
 def host_bytes_of(setting: Setting) -> float:
-    """That a step moves from a device to the host, and back again."""
+    """Bytes that a step moves from a device to the host, and back again."""
     tokens = setting.tokens * setting.microbatches
     return setting.offloaded * tokens * _offloaded_of_a_token(setting)
 
 
 def host_seconds_of(setting: Setting, rates: Rates) -> float:
-    """For which a step waits for the host: the copies of a layer have the time of the forward of as many layers as
-    stand between two that are offloaded, on the way there as on the way back (grads/by_layer.py).
+    """Seconds for which a step waits for copies to the host and back. The copies of an offloaded layer run while the
+    layers up to the next offloaded one are computed, in both directions (grads/by_layer.py); the step waits for the
+    rest of their time.
     """
     if not setting.offloaded:
         return 0
-    of_layer = host_bytes_of(setting) / setting.offloaded / setting.microbatches / HOST_RATE
-    forward = _seconds_on_device(setting, rates) / 3 / setting.layers_of_a_step
-    exposed = max(0.0, of_layer - forward * setting.shape.layers / setting.offloaded)
+    copies = host_bytes_of(setting) / setting.offloaded / setting.microbatches / HOST_RATE  # of one layer
+    forward = _seconds_on_device(setting, rates) / 3 / setting.layers_of_a_step  # of one layer
+    exposed = max(0.0, copies - forward * setting.shape.layers / setting.offloaded)
     return 2 * setting.offloaded * setting.microbatches * exposed
 
 
-def _kept_of_a_token(setting: Setting) -> float:
+def _residuals_of_a_token(setting: Setting) -> float:
+    """Bytes of residuals that one layer needs for each token in its backward pass, on the device or on the host."""
     shape, tensor = setting.shape, setting.tensor
-    if setting.full:  # what enters the layer, and what attention returns, with their statistics
+    if setting.full:  # the input of the layer, and the output of attention, with their statistics
         return FULL * shape.width / (tensor if setting.sequence_parallel else 1)
-    if setting.pipe > 1 and not (setting.fp8 or setting.recompute):  # from tick to tick: all, also in float32
+    if setting.pipe > 1 and not (setting.fp8 or setting.recompute):  # kept across ticks: everything, partly in float32
         between = (24 + 6) * shape.width / (tensor if setting.sequence_parallel else 1)
         attention = 4 * shape.query_width + 4 * shape.kv_width
         return between + (attention + 18 * shape.mlp * (2 if shape.is_gated else 1)) / tensor
     norms = 4 * shape.width / (tensor if setting.sequence_parallel else 1)
     attention = shape.query_width / tensor + shape.kv_width / min(tensor, shape.kv_heads)
-    attention *= 2 * _width_in_attention(setting)
+    attention *= 2 * _attention_itemsize(setting)
     mlp = 2 * shape.mlp * (2 if shape.is_gated else 1) / tensor
     if setting.recompute:
         return norms + attention + mlp
@@ -215,35 +226,36 @@ def _kept_of_a_token(setting: Setting) -> float:
 
 
 def _bytes_of_operands(setting: Setting) -> float:
-    """Of weight gradients, for a token and layer: what `zero-bubble` keeps beside what every schedule does."""
+    """Bytes for each token and layer that only `zero-bubble` keeps: the operands of weight gradients."""
     if setting.schedule != "zero-bubble":
         return 0
     shape = setting.shape
     into_mlp, out_of_mlp = shape.mlp * (2 if shape.is_gated else 1), shape.mlp
-    of_attention = shape.query_width + 2 * shape.kv_width
-    of_parts = of_attention + into_mlp + out_of_mlp  # the last is computed again from what is kept
-    return ((1 + SCALES * setting.by_tile) if setting.fp8 else 2) * (of_parts / setting.tensor + 2 * shape.width)
+    attention = shape.query_width + 2 * shape.kv_width
+    split = attention + into_mlp + out_of_mlp  # the last is not a residual, but computed again from residuals
+    return ((1 + SCALES * setting.by_tile) if setting.fp8 else 2) * (split / setting.tensor + 2 * shape.width)
 
 
 def operations_of(setting: Setting) -> float:
-    """Of a step: forward and backward of every product, and causal attention."""
+    """Operations of a step on all devices: forward and backward of every product, and of causal attention."""
     shape = setting.shape
     attention = shape.layers * shape.query_width * setting.sequence
     return 6 * setting.batch * setting.sequence * (shape.of_layers + shape.vocab * shape.width + attention)
 
 
-# Fitted to the compiled steps of GPT-3 1.3B on one and on two GPUs, as plan/step_time.py estimates them.
-FULL = 4.5  # widths in bytes that a layer keeps of a token with remat="full"; docs/memory.md
+# Constants fitted to the compiled steps of GPT-3 1.3B on one and two GPUs, whose times plan/step_time.py estimates.
+FULL = 4.5  # bytes of a token's residuals in a layer with remat="full", divided by the width; docs/memory.md
 HOST_RATE = 50e9  # bytes a second between a device and its host's memory, each way; docs/performance.md
-AGAIN = 12  # widths in bytes of a token that `recompute` reads and writes once more in a layer
-TOUCHED = 7  # times that what a layer keeps is written or read, by it and by what is not kept
+AGAIN = 12  # bytes of a token that `recompute` reads and writes again in a layer, divided by the width
+TOUCHED = 7  # bytes that a layer reads and writes, as a multiple of its residuals
 ADAM_BYTES = 28  # read and written for each parameter
-CAST_BYTES = 4 + 2  # of a parameter that a step casts itself, in both orientations
-HIDDEN_COST, EXPOSED_COST = 0.3, 0.75  # of the time of collectives, without those inside of layers and with them
+CAST_BYTES = 4 + 2  # read and written for each parameter that a step casts, in both orientations
+# The share of the collectives' time that a step takes longer: of those beside kernels, and of those inside layers.
+HIDDEN_COST, EXPOSED_COST = 0.3, 0.75
 
 
 def seconds_of(setting: Setting, rates: Rates) -> float:
-    """Of a step, roughly: for an order among meshes."""
+    """Seconds of a step, roughly: good enough to rank meshes."""
     return _seconds_on_device(setting, rates) + host_seconds_of(setting, rates)
 
 
@@ -251,37 +263,40 @@ def _seconds_on_device(setting: Setting, rates: Rates) -> float:
     shape, devices, tensor = setting.shape, setting.devices, setting.tensor
     layers = setting.layers_of_a_step
     size = 2 * setting.tokens * shape.width * (shape.mlp / tensor)
-    of_fp8 = fp8_rate(rates, "1d2d" if setting.by_tile else "fast", size)
-    rate = of_fp8 if setting.fp8 else rate_at(rates.bf16, size)
-    of_attention = layers * setting.tokens * setting.sequence * shape.query_width / tensor
-    products = operations_of(setting) / devices - 6 * of_attention
-    if setting.full:  # one forward more
+    rate = rate_at(rates.bf16, size)
+    if setting.fp8:
+        rate = fp8_rate(rates, "1d2d" if setting.by_tile else "fast", size)
+    # Operations of one causal product of attention on one device: half of all pairs of tokens count.
+    one_product = layers * setting.tokens * setting.sequence * shape.query_width / tensor
+    products = operations_of(setting) / devices - 6 * one_product
+    if setting.full:  # the forward again
         products += 2 * layers * setting.tokens * shape.of_layers / shape.layers / tensor
-    kept = replace(setting, full=False, recompute=False, pipe=1 if setting.recompute else setting.pipe)
-    touched = TOUCHED * layers * setting.tokens * _kept_of_a_token(kept)
+    plain = replace(setting, full=False, recompute=False, pipe=1 if setting.recompute else setting.pipe)
+    touched = TOUCHED * layers * setting.tokens * _residuals_of_a_token(plain)
     touched += AGAIN * setting.recompute * layers * setting.tokens * shape.width / tensor
     touched += ADAM_BYTES * (shape.of_layers + shape.of_tables) / (setting.fsdp * setting.pipe * tensor)
-    if setting.by_tile:  # weights are cast anew
+    if setting.by_tile:  # the step casts the weights again
         touched += CAST_BYTES * shape.of_layers / (setting.fsdp * setting.pipe * tensor)
     if setting.by_tile and shape.width > 4096:  # both norms of a layer read their input twice, as some narrower ones do
         touched += 4 * layers * setting.tokens * shape.width / (tensor if setting.sequence_parallel else 1)
     curve = rates.attention_fp8 if setting.fp8_attention else rates.attention
-    attention = (9 if setting.full else 7) * of_attention / rate_at(curve, setting.sequence)
+    # Attention has 2 products forward and 5 backward.
+    attention = (9 if setting.full else 7) * one_product / rate_at(curve, setting.sequence)
     kernels = products / rate + attention + touched / rates.memory
     params, in_layers = _seconds_of_params(setting, rates), _seconds_in_layers(setting, rates)
-    if setting.pipe > 1:  # nothing is beside the loop over ticks, and nothing beside what is sent at the end of one
+    if setting.pipe > 1:  # no kernel runs beside the collectives of params, nor beside the transfers between ticks
         return (kernels + EXPOSED_COST * in_layers) / (1 - setting.bubble) + params + _seconds_of_ticks(setting, rates)
-    if tensor > 1:  # collectives run one after another: a layer that waits for its own waits for others, too
+    if tensor > 1:  # collectives run one after another, so a layer that waits for its own collective waits for others
         return kernels + EXPOSED_COST * (params + in_layers)
     return kernels + max(HIDDEN_COST * params, params - kernels)
 
 
 def _seconds_of_params(setting: Setting, rates: Rates) -> float:
-    """Of gathering params over `fsdp` and `pipe`, and of summing gradients in float32 over them and over `data`."""
+    """Seconds to gather params over `fsdp` and `pipe`, and to sum gradients in float32 over these and `data`."""
     shape, fsdp, tensor, pipe = setting.shape, setting.fsdp, setting.tensor, setting.pipe
     of_layers, of_tables = shape.of_layers / tensor / pipe, shape.of_tables / tensor
     weight = 1 if setting.fp8 else (4 if pipe > 1 else 2)
-    moved = (weight + 4) * of_layers + 8 * of_tables  # there, and the gradients back
+    moved = (weight + 4) * of_layers + 8 * of_tables  # weights one way, and float32 gradients the other
     of_fsdp = (fsdp - 1) / fsdp * moved / _rate_over(fsdp, tensor, rates)
     of_pipe = (pipe - 1) / pipe * moved / fsdp / _rate_over(pipe, setting.devices // pipe, rates)
     of_data = 2 * (setting.data - 1) / setting.data * 4 * (of_layers + of_tables / pipe) / fsdp
@@ -289,8 +304,8 @@ def _seconds_of_params(setting: Setting, rates: Rates) -> float:
 
 
 def _seconds_of_ticks(setting: Setting, rates: Rates) -> float:
-    """Of sending an activation and a gradient in bfloat16 to a neighbour, at the end of every tick."""
-    kinds = 3 if setting.schedule == "zero-bubble" else 2
+    """Seconds to send an activation and a gradient in bfloat16 to the neighbours, at the end of every tick."""
+    kinds = 3 if setting.schedule == "zero-bubble" else 2  # of units: forward, and one or two backward ones
     ticks = kinds * (setting.chunks * setting.microbatches + setting.pipe - 1)
     rows = setting.tokens / (setting.tensor if setting.sequence_parallel else 1)
     stride = setting.devices // setting.pipe  # each pair of neighbours has a network card of its own
@@ -299,13 +314,17 @@ def _seconds_of_ticks(setting: Setting, rates: Rates) -> float:
 
 
 def _seconds_in_layers(setting: Setting, rates: Rates) -> float:
-    """Of what a layer exchanges over `tensor`: four sums in bfloat16 a layer, or as many gathers and scatters."""
-    tensor, kept = setting.tensor, 1 if setting.fp8 else 2
-    bytes_ = 2 + kept if setting.sequence_parallel else 2 * 2
-    sent = (tensor - 1) / tensor * 4 * bytes_ * setting.shape.width * setting.layers_of_a_step * setting.tokens
+    """Seconds of a layer's collectives over `tensor`: four all-reduces in bfloat16, or with sequence parallelism four
+    pairs of an all-gather and a reduce-scatter.
+    """
+    tensor, gathered = setting.tensor, 1 if setting.fp8 else 2  # bytes of an element; FP8 layers gather FP8 values
+    element_bytes = 2 + gathered if setting.sequence_parallel else 2 * 2
+    sent = (tensor - 1) / tensor * 4 * element_bytes * setting.shape.width * setting.layers_of_a_step * setting.tokens
     return sent / _rate_over(tensor, 1, rates)
 
 
 def _rate_over(size: int, stride: int, rates: Rates) -> float:
-    """Of an axis whose devices are so far apart: within a host, or by the network cards of those that share one."""
+    """Bytes a second that a device sends over an axis of this size, whose neighbours are `stride` devices apart. An
+    axis that leaves the host uses the network cards of all its devices on a host at the same time.
+    """
     return rates.wire if size * stride <= HOST else min(rates.wire, max(1, HOST // stride) * rates.between_hosts)

@@ -1,9 +1,9 @@
-"""GPUs that are not here, described well enough to compile for: XLA:GPU asks such a description what it would ask a
-device.
+"""Described GPUs, which this machine need not have: XLA:GPU compiles for a description as it would for a device.
 
-    a name ─gpus/<name>.txtpb→ devices of a mesh ─a step lowered on it→ the program, its memory, what it sends
+    a name ─gpus/<name>.txtpb→ devices of a mesh ─lower and compile a step→ the program, its memory, its collectives
 
-Nothing can run on them, and what XLA finds out by timing is left out. It needs jax's CUDA plugin, not a GPU.
+Nothing can run on such devices, so XLA's autotuning, which times kernels, is switched off. Compiling needs jax's CUDA
+plugin, but no GPU.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ from jax.experimental import topologies
 
 GPUS = {"h200": 150_109_880_320}  # bytes of memory
 FOLDER = pathlib.Path(__file__).with_name("gpus")
-HOST = 8  # GPUs of one host, beyond which a topology has several
+HOST = 8  # GPUs of one host; a topology of more GPUs has several hosts
 
-# What is chosen by timing needs a device. Without Triton every GEMM that XLA makes is cuBLAS;
-# fusions take the emitter they would have without a tuner.
+# Autotuning needs a device. Without Triton, cuBLAS computes every GEMM that XLA makes; fusions take the emitter of
+# untuned ones.
 UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_experimental_enable_fusion_autotuner": False}
 
-# Fields that the schema inside jaxlib 0.10 has no name for; they describe timing.
+# Fields for timing, which jaxlib 0.10's schema of a description does not have.
 _FIELDS_SINCE_0_11 = (
     "collective_memory_granularity",
     "mem_clock_ghz",
@@ -35,7 +35,7 @@ _FIELDS_SINCE_0_11 = (
 
 
 def missing_reason() -> str | None:
-    """Why nothing can be compiled for a described GPU here, in one sentence with what to do; None when all is there."""
+    """Why this machine cannot compile for a described GPU, and what to do, in one sentence; None if it can."""
     found = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
     if not found:
         version = jax.__version__
@@ -48,7 +48,7 @@ def missing_reason() -> str | None:
 
 @functools.cache
 def described_gpus(count: int, gpu: str = "h200") -> tuple[Any, ...]:
-    """`count` described GPUs; they compile and cannot run."""
+    """`count` described GPUs, for which programs can be compiled but not run. jax has no public type for devices."""
     if gpu not in GPUS:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}, got {gpu!r}; choose one of these")
     if reason := missing_reason():
@@ -65,7 +65,7 @@ def described_gpus(count: int, gpu: str = "h200") -> tuple[Any, ...]:
 
 
 def load_cudnn() -> None:
-    """Make cuDNN known to this process: jax asks it for its version before it compiles attention for it."""
+    """Load cuDNN into this process: jax asks it for its version before it compiles attention for cuDNN."""
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations or () if spec else ()
     found = [str(path) for folder in folders for path in pathlib.Path(folder, "cudnn", "lib").glob("libcudnn.so.*")]

@@ -1,11 +1,12 @@
-"""Plans of GPTs, as `python -m jax_fp8 plan` makes them: of one mesh, or of the best among all of so many GPUs.
+"""Plans of GPTs for `python -m jax_fp8 plan`: for one mesh, or for the best among all meshes of a number of GPUs.
 
-Choices ─setting_of→ arithmetic: what fits, what helps
+Choices ─setting_of→ arithmetic: which meshes fit, which changes help
         ─plan_of→ the compiled step: a Plan
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -32,13 +33,13 @@ from jax_fp8.plan.suggest import left_out, meshes_of, rank, remedies
 from jax_fp8.train.train_step import make_train_step
 
 MOST_MICROBATCHES = 256  # that --suggest tries
-NAMES = 72  # columns
+NAMES = 72  # columns of a mesh's description in the table
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a user says of a step: the flags of `plan`, by their names."""
+    """A user's description of a step: the flags of `python -m jax_fp8 plan`, by their names."""
 
     preset: str
     mesh: str = "data=1"
@@ -71,26 +72,27 @@ class Choices:
 
     @property
     def sequences(self) -> int:
-        """Of all devices together; by default 8 a microbatch of each part."""
+        """Sequences of a step on all devices; by default 8 in each microbatch of each part of the batch."""
         if self.batch is not None:
             return self.batch
         return 8 * self.axes.get(DATA, 1) * self.axes.get(FSDP, 1) * self.microbatches_of_step
 
     @property
     def microbatches_of_step(self) -> int:
-        """By default 1, or 4 for each stage of a pipeline."""
+        """The number of microbatches; by default 1, or 4 for each stage of a pipeline."""
         if self.microbatches is not None:
             return self.microbatches
         return 4 * self.axes[PIPE] if self.axes.get(PIPE, 1) > 1 else 1
 
     def check(self) -> None:
+        """Raise a ValueError of one sentence for flags that contradict each other or are not supported."""
         layers_in(self.recipe, self.fast)
         check_integer("microbatches", self.microbatches_of_step)
         check_integer("batch", self.sequences)
         if self.config.num_experts:
-            raise ValueError(f"plan knows models without experts, got --preset {self.preset}; choose another preset")
+            raise ValueError(f"plan needs a model without experts, got --preset {self.preset}; choose another preset")
         if self.recompute and self.remat != "none":
-            raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; say one of them")
+            raise ValueError(f"--recompute is --remat norms, got also --remat {self.remat}; give one of them")
         if self.fp8_attention and self.recipe != "delayed":
             raise ValueError(f"--fp8-attention is for --recipe delayed, got {self.recipe}; leave out one of them")
         if self.fp8_attention:
@@ -101,47 +103,56 @@ class Choices:
 
 
 def layers_in(recipe: str, fast: bool = False) -> DelayedScaling | CurrentScaling | BlockScaling | None:
-    """The recipe of a GPT's layers, by its name; "bf16" is none."""
-    found = {**RECIPES, "bf16": None}[recipe]
-    if not fast or found is None:
-        return found
+    """The recipe of a GPT's layers by its name; None for "bf16"."""
+    by_name = {**RECIPES, "bf16": None}[recipe]
+    if not fast or by_name is None:
+        return by_name
     if recipe == "block":
         raise ValueError(
-            "--fast is for recipes whose GEMMs may add up fast, got --recipe block, which scales the sum of every 128 "
+            "--fast needs a recipe with fast accumulation, got --recipe block, which scales the sum of every 128 "
             "products in float32; leave out --fast, or choose --recipe delayed or --recipe current"
         )
-    return dataclasses.replace(found, split_accumulator=())
+    return dataclasses.replace(by_name, split_accumulator=())
 
 
 def head_in(recipe: str) -> CurrentScaling | BlockScaling:
-    """The recipe of a head in FP8: that of the layers where it has no state, as the head keeps no history."""
+    """The recipe of a head in FP8. The head keeps no amax history, so it takes a recipe without state."""
     return BlockScaling() if recipe == "block" else CurrentScaling()
 
 
 def plan_preset(suggest: bool = False, devices: int | None = None, tries: int = 4, **flags) -> int:
-    """Compile a GPT's training step for GPUs that are not here, and print what it needs. Returns the exit code."""
+    """Compile a GPT's training step for described GPUs, and print its memory and estimated time.
+
+    Args:
+      suggest: whether to try the meshes of this number of `devices`, and to compile for the best `tries` of them.
+      flags: the fields of `Choices`.
+
+    Returns:
+      The exit status: 0 if the step fits, or one of the suggested ones.
+    """
     choices = Choices(**flags)
     choices.check()
     rates = rates_for(choices)
     if suggest:
         return suggest_meshes(choices, devices, tries, rates)
     if devices is not None:
-        raise ValueError(f"--devices is for --suggest, got {devices} without it; say --mesh, or add --suggest")
+        raise ValueError(f"--devices is for --suggest, got {devices} without it; give --mesh, or add --suggest")
     get_ready()
-    found = plan_of(choices, rates)
-    print(found)
-    if not found.fits:
-        print("\n".join(_advice(setting_of(choices), found.peak, found.usable)))
-    return 0 if found.fits else 1
+    plan = plan_of(choices, rates)
+    print(plan)
+    if not plan.fits:
+        print("\n".join(_advice(setting_of(choices), plan.peak, plan.usable)))
+    return 0 if plan.fits else 1
 
 
 def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rates) -> int:
-    """Compile for the most promising meshes of so many GPUs, and print them, the fastest first."""
+    """Compile for the most promising meshes of this number of GPUs, and print them, the fastest first."""
     if devices is None or choices.batch is None:
         raise ValueError("--suggest needs a number of GPUs and a batch for all of them; add --devices 64 --batch 512")
     if choices.mesh != Choices.mesh or choices.sequence_parallel or choices.schedule or choices.chunks:
         raise ValueError(
-            "--suggest tries meshes, sequence parallelism and schedules itself; leave out what you say of them"
+            "--suggest tries all meshes and schedules itself, got one of --mesh, --sequence-parallel, --schedule and "
+            "--chunks; leave them out"
         )
     check_integer("devices", devices)
     check_integer("tries", tries)
@@ -157,13 +168,13 @@ def suggest_meshes(choices: Choices, devices: int | None, tries: int, rates: Rat
     if not fitting and settings:
         smallest = min(settings, key=lambda setting: memory_of(setting).together)
         needed = memory_of(smallest).together
-        print(f"None fits {usable / GIB:.1f} GiB. {smallest} needs least, about {needed / GIB:.0f} GiB.")
+        print(f"None fits into {usable / GIB:.1f} GiB. {smallest} needs the least, about {needed / GIB:.0f} GiB.")
         print("\n".join(_advice(smallest, needed, usable)))
     return 0 if fitting else 1
 
 
 def _as_in(setting: Setting, choices: Choices) -> Choices:
-    """Spread as in this setting."""
+    """The choices with mesh, schedule and microbatches of this setting."""
     schedule, chunks = (setting.schedule, setting.chunks) if setting.pipe > 1 else (None, None)
     return dataclasses.replace(
         choices,
@@ -176,15 +187,16 @@ def _as_in(setting: Setting, choices: Choices) -> Choices:
 
 
 def _advice(setting: Setting, peak: float, usable: float) -> list[str]:
-    found = remedies(setting, peak, usable)
-    if not found:
+    """Lines with the changes that would make this setting fit."""
+    changes = remedies(setting, peak, usable)
+    if not changes:
         return ["By arithmetic no change of these flags makes it fit."]
-    return ["By arithmetic it would fit with", *(f"  {change}" for change in found)]
+    return ["By arithmetic it would fit with", *(f"  {change}" for change in changes)]
 
 
-def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:
-    """What fits before what does not, and the fastest first."""
-    plans = sorted(plans, key=lambda found: (not found[1].fits, found[1].seconds))
+def _table(plans: Sequence[tuple[Setting, Plan]]) -> list[str]:
+    """Lines of a table: plans that fit come first, and the fastest first among them."""
+    plans = sorted(plans, key=lambda pair: (not pair[1].fits, pair[1].seconds))
     rows = [f"{'mesh':<{NAMES}}{'GiB':>8}{'':>14}{'ms':>9}{'tokens/s':>12}{'a GPU':>9}"] if plans else []
     for setting, plan in plans:
         seconds, fits = plan.seconds, "fits" if plan.fits else "does not fit"
@@ -195,6 +207,7 @@ def _table(plans: list[tuple[Setting, Plan]]) -> list[str]:
 
 
 def rates_for(choices: Choices) -> Rates:
+    """The rates of the chosen GPU or file, with the chosen rate between hosts."""
     rates = rates_of(choices.gpu) if choices.rates is None else RateTable.load(choices.rates).rates
     if choices.between_hosts is None:
         return rates
@@ -216,13 +229,13 @@ def shape_of(config: GPTConfig) -> Shape:
 
 
 def operations_of_a_token(config: GPTConfig) -> float:
-    """That training needs for each token of a whole sequence, model FLOPs: forward and backward of every product."""
+    """Model FLOPs of training on one token of a whole sequence: forward and backward of every product."""
     length = config.max_seq_len
     return operations_of(Setting(shape=shape_of(config), batch=1, sequence=length)) / length
 
 
 def setting_of(choices: Choices) -> Setting:
-    """What arithmetic knows of a step."""
+    """The step of these choices, for plan/arithmetic.py."""
     config = choices.config
     remat = Remat.parse(choices.remat, config.num_layers)
     return Setting(
@@ -249,15 +262,15 @@ def setting_of(choices: Choices) -> Setting:
 
 
 def get_ready() -> None:
-    """Raise unless steps can be compiled here for GPUs that are not."""
+    """Prepare this process to compile for described GPUs, and raise if it cannot."""
     if reason := extension.missing_reason():
         raise ValueError(reason)
-    jax.config.update("jax_enable_compilation_cache", False)  # a program that was kept has no listing of launches
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache has no listing of its launches
     load_cudnn()
 
 
 def plan_of(choices: Choices, rates: Rates) -> Plan:
-    """Of the compiled step; says what is compiled before, for it takes a while."""
+    """Compile the step, and return its plan. Compiling takes a while, so this first prints what it compiles."""
     config, model, microbatches = choices.config, _model(choices), choices.microbatches_of_step
     mesh = mesh_of_described(choices.axes, choices.gpu)
     parallel = Parallelism(mesh, (), choices.sequence_parallel, None, choices.schedule, choices.chunks)
@@ -271,14 +284,15 @@ def plan_of(choices: Choices, rates: Rates) -> Plan:
     )
     sequences, length = choices.sequences, config.max_seq_len
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32)
-    made_here = dataclasses.replace(model, attention_implementation=None)  # where there may be no cuDNN
-    state = step.state_shapes(made_here.init, jax.random.key(0), tokens)
+    # Shapes are traced for this machine, where attention by cuDNN may not be available.
+    local = dataclasses.replace(model, attention_implementation=None)
+    state = step.state_shapes(local.init, jax.random.key(0), tokens)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     flops = tokens.size * 6 * (num_params + config.num_layers * shape_of(config).query_width * length)
-    what = f"{sequences} x {length} tokens in {microbatches} microbatches, {parallel.mesh.size} {choices.gpu}"
+    size = f"{sequences} x {length} tokens in {microbatches} microbatches, {parallel.mesh.size} {choices.gpu}"
     described = f"{describe_mesh(parallel.mesh)}{', sequence parallel' if choices.sequence_parallel else ''}"
     print(
-        f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {what} ({described}); compiling",
+        f"{choices.preset}, {num_params / 1e9:.2f}B params, {choices.recipe}, {size} ({described}); compiling",
         flush=True,
     )
     batch = jax.ShapeDtypeStruct((sequences, length + 1), jnp.int32)
@@ -301,7 +315,6 @@ def _model(choices: Choices) -> GPT:
 
 
 def _optimizer(choices: Choices) -> optax.GradientTransformationExtraArgs:
-    settings: dict = {"master_dtype": "remainder"} if choices.bf16_params else {}
-    if choices.bf16_moments:
-        settings |= {"mu_dtype": jnp.bfloat16, "nu_dtype": jnp.bfloat16}
-    return fused_adamw(1e-4, **settings)
+    moments = jnp.bfloat16 if choices.bf16_moments else jnp.float32
+    master = "remainder" if choices.bf16_params else jnp.float32
+    return fused_adamw(1e-4, mu_dtype=moments, nu_dtype=moments, master_dtype=master)

@@ -1,15 +1,15 @@
-"""What GPUs could do at most, as NVIDIA says: operations a second of dense matrix products, without sparsity.
+"""NVIDIA's peak figures of its GPUs: operations a second of dense matrix products, without sparsity.
 
-    jax's name of a device ─peak_of→ Peak ─÷ operations that a step needs → utilization
+    jax's name of a device ─peak_of→ Peak; operations a second ÷ peak → utilization
 
-No program reaches these figures; plan/rates.py has what was measured.
+No program reaches these figures; plan/rates.py has measured rates.
 """
 
 from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """Operations a second of products in bfloat16 and in FP8."""
+    """Operations a second of matrix products in bfloat16 and in FP8."""
 
     bf16: float
     fp8: float
@@ -31,5 +31,5 @@ PEAKS = {
 
 
 def peak_of(device_kind: str) -> Peak | None:
-    """None for a device that the table does not have: a CPU, or a GPU that nobody has looked up."""
+    """The peak of a device; None for one that the table does not have: a CPU, or another GPU."""
     return PEAKS.get(device_kind)

@@ -1,6 +1,6 @@
-"""What the loop over the ticks of a pipeline takes, where a stage that has done its unit waits for the slowest.
+"""The time of a pipeline's loop over ticks: in each tick, the stages wait for the slowest one.
 
-Ticks, the compiled step ─pipeline_time→ how often the branches of a tick count, the bubble ─estimate→ StepTime
+Ticks, the compiled step ─pipeline_time→ how often each branch is the slowest of its tick, bubble ─estimate→ StepTime
 """
 
 import re
@@ -19,12 +19,12 @@ from jax_fp8.plan.step_time import branch_seconds
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Of a step on stages.
+    """The timing of one step.
 
     Args:
-      bubble: the share of the time of all units in which a stage waits for others, without transfers and losses.
-      counts: by the name of a conditional, in how many ticks each of its branches is what takes longest.
-      slot_bytes: of what a device keeps from forwards to backwards, and of what waits in its inboxes.
+      bubble: the share of time in which a stage waits for slower ones, without transfers and losses.
+      counts: by the name of a conditional, the number of ticks in which each of its branches is the slowest.
+      slot_bytes: bytes of the residuals that a device keeps from forward to backward, and of its inboxes.
     """
 
     bubble: float
@@ -32,25 +32,30 @@ class PipelineTime:
     slot_bytes: int
 
     def taken(self, conditional: Instruction) -> tuple[int, ...] | None:
-        """How often its branches run, as `estimate` asks for it."""
+        """How often the branches of this conditional run, for `estimate`; None for one that is not of a tick."""
         return self.counts.get(conditional.name)
 
 
 def pipeline_time(ticks: Ticks, instructions: Sequence[Instruction], rates: Rates) -> PipelineTime:
-    """What the ticks of a schedule mean for the compiled step, as `read_hlo` reads it."""
+    """The timing of a schedule's ticks in the compiled step.
+
+    Args:
+      instructions: the step, from `read_hlo`.
+    """
     units, losses = _conditionals(UNIT, instructions), _conditionals(LOSSES, instructions)[0]
     seconds = {unit.name: branch_seconds(unit, instructions, rates) for unit in units}
-    of_branches = np.array([0.0, *(each for of_unit in seconds.values() for each in of_unit[1:])])  # the first is idle
-    if len(of_branches) != 1 + len(ticks.branches):
+    # The first branch of each conditional does nothing: the stage is idle, or another conditional has its unit.
+    branches = np.array([0.0, *(branch for of_unit in seconds.values() for branch in of_unit[1:])])
+    if len(branches) != 1 + len(ticks.branches):
         raise ValueError(
             f"the step must have been compiled with these ticks, which have {1 + len(ticks.branches)} branches, "
-            f"got {len(of_branches)}; make both of one schedule"
+            f"got {len(branches)}; make both of one schedule"
         )
-    times = of_branches[ticks.branch]  # (ticks, stages)
+    times = branches[ticks.branch]  # (ticks, stages)
     slowest = np.take_along_axis(ticks.branch, times.argmax(axis=1, keepdims=True), axis=1)[:, 0]
     counts, first = {}, 1
     for name, of_unit in seconds.items():
-        own = np.bincount(slowest, minlength=len(of_branches))[first : first + len(of_unit) - 1]
+        own = np.bincount(slowest, minlength=len(branches))[first : first + len(of_unit) - 1]
         counts[name] = len(slowest) - int(own.sum()), *own.tolist()
         first += len(own)
     groups = int(np.count_nonzero(ticks.loss >= 0))
@@ -63,8 +68,10 @@ def pipeline_time(ticks: Ticks, instructions: Sequence[Instruction], rates: Rate
 
 
 def _conditionals(scope: str, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Those of a scope, by number; conditionals inside of their branches are of other scopes, too."""
+    """The conditionals of a named scope, ordered by its number. The pattern ends with the scope's own `cond`, so
+    conditionals inside their branches are left out.
+    """
     pattern = re.compile(rf"\b{scope}(?:_(\d+))?/cond$")
-    matches = [(pattern.search(found.op_name), found) for found in instructions if found.opcode in BRANCHES]
-    numbered = {int(match[1] or 0): found for match, found in matches if match}
+    matches = [(pattern.search(each.op_name), each) for each in instructions if each.opcode in BRANCHES]
+    numbered = {int(match[1] or 0): conditional for match, conditional in matches if match}
     return [numbered[number] for number in sorted(numbered)]

@@ -1,11 +1,19 @@
-"""The shape of a GPT as arithmetic knows it: numbers alone, without the model."""
+"""The shape of a GPT, for plan/arithmetic.py: numbers alone, without the model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a GPT, in elements; `mlp` is the width of its activation's result; `head_dim` None is `width / heads`."""
+    """The shape of a GPT, in elements.
+
+    Args:
+      mlp: width of the output of the MLP's activation function.
+      vocab: size of the vocabulary.
+      is_gated: whether the MLP has a gate.
+      is_tied: whether the head shares the embedding's table.
+      head_dim: features of one head; None means `width / heads`.
+    """
 
     layers: int
     width: int

@@ -1,18 +1,19 @@
-"""What a training step would need on GPUs that are not here: memory, bytes over the wire, an estimated time.
+"""The plan of a training step on described GPUs: memory, bytes of collectives, an estimated time.
 
-    step, shapes on described GPUs ─compile→ what the compiler would launch ─capture_report, estimate→ Plan
+    step, shapes on described GPUs ─compile→ the program that would be launched ─capture_report, estimate→ Plan
 
-Memory, collectives and launches are those of the real program, by XLA for these GPUs; only the time is an estimate
-(plan/step_time.py). Nothing is run, so what XLA finds out by timing is left out.
+XLA compiles the real program for these GPUs, so memory, collectives and launches are exact; only the time is an
+estimate (plan/step_time.py). Nothing is run, so XLA's autotuning, which times kernels, is switched off.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jax_fp8.core.types import Batch, PyTree
 from jax_fp8.inspect.capture import CaptureReport, capture_report
 from jax_fp8.inspect.hlo import Instruction, read_hlo
 from jax_fp8.parallel.mesh import Parallelism
@@ -27,12 +28,12 @@ from jax_fp8.train.cuda_graph import default_options
 from jax_fp8.train.train_step import TrainStep
 
 GIB = 2**30
-USABLE = 0.92  # of a GPU's memory: the rest is CUDA's, cuBLAS's and NCCL's
+USABLE = 0.92  # the share of a GPU's memory for a program; CUDA, cuBLAS and NCCL need the rest
 
 
 @dataclass(frozen=True)
 class HostCopies:
-    """By arithmetic: bytes that a step moves from a device to its host, and back again; seconds that it waits."""
+    """By arithmetic: bytes that a step moves from a device to its host and back again, and seconds that it waits."""
 
     size: float = 0
     seconds: float = 0
@@ -40,21 +41,21 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one device, and what a step does.
+    """Bytes of one device, and the work of a step.
 
     Args:
-      params, optimizer, others: of the state; `others` are scales, histories, and the step count.
-      batch: of one device.
-      report: of the compiled step; its scratch holds activations, gradients, FP8 weights and workspaces.
-      time: of a step, estimated.
-      rates: by which it was estimated.
-      memory: of the GPU.
-      devices, tokens: of a step.
-      model_flops: of a step; operations of the model's products, forward and backward.
-      about: what is in the scratch, by arithmetic. It is not all there at a time.
-      workspace: the largest that a kernel of a library takes in the scratch.
-      pipeline: of a mesh with stages.
-      host: what layers keep there.
+      params, optimizer, others: bytes of the state; `others` are scales, amax histories, and the step count.
+      batch: bytes of the device's part of the batch.
+      report: the compiled step's; its scratch holds activations, gradients, FP8 weights and workspaces.
+      time: the estimated time of a step.
+      rates: the rates of the estimate.
+      memory: bytes of the GPU.
+      devices, tokens: how many a step has.
+      model_flops: operations of the model's products in a step, forward and backward.
+      about: the parts of the scratch, by arithmetic. Not all of them exist at the same time.
+      workspace: bytes of the largest workspace of a kernel of a library, in the scratch.
+      pipeline: the timing of the stages; None without `pipe`.
+      host: the copies of offloaded residuals.
     """
 
     params: int
@@ -75,7 +76,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step, estimated."""
+        """The estimated seconds of a step."""
         return self.time.seconds + self.host.seconds
 
     @property
@@ -88,7 +89,7 @@ class Plan:
 
     @property
     def usable(self) -> int:
-        """Bytes of a device that a program may take."""
+        """Bytes of a device that a program may use."""
         return int(USABLE * self.memory)
 
     def __str__(self):
@@ -116,11 +117,11 @@ class Plan:
             )
         return "\n".join(lines)
 
-    def _between_hosts(self):
+    def _between_hosts(self) -> Iterator[tuple[str, str]]:
         if self.devices > HOST:
             yield "  where hosts are joined", f"{self.time.host_bytes / 2**20:8.0f} MiB"
 
-    def _kinds(self):
+    def _kinds(self) -> Iterator[tuple[str, float]]:
         yield from (("params", self.params), ("optimizer state", self.optimizer), ("FP8 state", self.others))
         yield from (("batch", self.batch), ("scratch", self.report.temp_bytes))
         if self.pipeline is not None:
@@ -129,11 +130,11 @@ class Plan:
         gradients = max(self.about.sums, self.about.gradients)
         yield from (("  gradients, about", gradients), ("  workspace", self.workspace))
 
-    def _bubble(self):
+    def _bubble(self) -> Iterator[tuple[str, str]]:
         if self.pipeline is not None:
             yield "bubble, of units", f"{100 * self.pipeline.bubble:8.1f} %"
 
-    def _parts(self):
+    def _parts(self) -> Iterator[tuple[str, float]]:
         time = self.time
         yield from (("kernels", time.kernels), ("waiting for collectives", time.exposed))
         yield "slower beside them", time.slowed
@@ -142,7 +143,7 @@ class Plan:
 
 
 def mesh_of_described(axes: dict[str, int], gpu: str) -> Mesh:
-    """An Explicit mesh of GPUs that are not here, with at least one axis."""
+    """An Explicit mesh of described GPUs; `axes` has at least one."""
     sizes = tuple(axes.values())
     devices = described_gpus(math.prod(sizes), gpu)
     return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
@@ -152,7 +153,7 @@ def plan_step(
     step: TrainStep,
     parallel: Parallelism,
     state: TrainState,
-    batch: Any,
+    batch: Batch,
     microbatches: int,
     gpu: str,
     model_flops: float,
@@ -163,13 +164,13 @@ def plan_step(
     """The plan of a step.
 
     Args:
-      step: made with what `parallel` says, and `compiler_options=options_of_plan()`.
+      step: made with `parallel=parallel` and `compiler_options=options_of_plan()`.
       state: from `step.state_shapes`.
-      batch: a tree of `jax.ShapeDtypeStruct`, of all devices together; (sequences, seq + 1) for tokens.
-      model_flops: of a step.
-      about: its memory, by arithmetic.
-      rates: of the GPU.
-      host: what its layers keep there.
+      batch: `jax.ShapeDtypeStruct`s of the whole batch, of all devices; tokens are (sequences, seq + 1).
+      model_flops: operations of the model's products in a step.
+      about: the memory of the step, by arithmetic.
+      rates: the GPU's.
+      host: the copies of offloaded residuals, by arithmetic.
     """
     parallel.check_rows(batch, microbatches)
     split = NamedSharding(parallel.mesh, parallel.batch_spec)
@@ -201,16 +202,16 @@ def plan_step(
 
 
 def options_of_plan(offloads: bool = False) -> dict[str, str | bool | int]:
-    """XLA's options: a step's own, without what needs a device."""
+    """XLA's options for a step on described GPUs: the usual ones of a step, without autotuning."""
     return default_options(on_mesh=True, offloads=offloads) | UNTIMED
 
 
 def _workspace(instruction: Instruction) -> int:
-    """Of a custom call: bytes among its results that have no type."""
+    """Bytes of a custom call's workspace, which is a result of plain bytes (u8 or s8)."""
     return sum(array.bytes for array in instruction.results if instruction.target and array.dtype in ("u8", "s8"))
 
 
-def _own_bytes(tree: Any) -> int:
-    """Of one device."""
+def _own_bytes(tree: PyTree) -> int:
+    """Bytes of one device's shards."""
     shapes = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)

@@ -1,12 +1,12 @@
-"""How long a compiled step would take on GPUs of known rates: an estimate, from what the compiler will launch.
+"""An estimate of a compiled step's time on GPUs with known rates, from the instructions that the step launches.
 
     instructions in the order of their launch ─seconds_of, Rates→ a time each ─two streams→ StepTime
 
-Kernels run one after another, and collectives one after another beside them, each from where its start is launched; a
-kernel that stands after the done waits for it. A kernel takes its operations or its bytes at the rate of the GPU,
-whichever is longer, and a collective what one device sends, at the rate within a host or between hosts. A loop takes
-its trips, and a conditional its branches as often as the caller says they run. Nothing is run, and caches, power and a
-host that is late are not in it.
+Kernels run one after another in one stream, collectives in another stream. A collective begins when its start is
+launched, and the kernels after its done wait for it. The time of a kernel is that of its operations or of its bytes,
+whichever is longer, at the GPU's rates; that of a collective is the time of the bytes that one device sends, at the
+rate within a host or between hosts. A loop counts its trips. A conditional counts its branches as often as the caller
+says that they run. Caches, power limits and a host that launches too late are not part of the estimate.
 """
 
 import functools
@@ -29,15 +29,15 @@ Taken = Callable[[Instruction], Sequence[float] | None]
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one call, and bytes that a device sends.
+    """Seconds of one step, and bytes that a device sends.
 
     Args:
-      kernels: the sum of all kernels, launches between them included.
+      kernels: the sum of all kernels, with the gaps between their launches.
       collectives: the sum of all collectives.
-      exposed: in which kernels wait for a collective.
-      slowed: by which kernels take longer beside collectives.
-      wire_bytes: that a device sends.
-      host_bytes: of them in collectives that join several hosts.
+      exposed: the time in which kernels wait for collectives.
+      slowed: the additional time of kernels that run beside collectives.
+      wire_bytes: all bytes that a device sends.
+      host_bytes: those of them in collectives that join several hosts.
     """
 
     kernels: float
@@ -58,18 +58,19 @@ class StepTime:
 
 
 def longest(conditional: Instruction) -> None:
-    """Says of no conditional how often its branches run."""
+    """The default of `taken`: nothing is known about any conditional, so its longest branch counts."""
 
 
 def estimate(instructions: Sequence[Instruction], rates: Rates, taken: Taken = longest, host: int = HOST) -> StepTime:
-    """The time of a scheduled module, as `read_hlo` reads it. A loop of unknown length runs once.
+    """The time of a scheduled module. A loop of unknown length runs once.
 
     Args:
-      rates: of the GPU.
-      taken: of a conditional, how often each of its branches runs, in the order of their index: counts or shares, of
-        which only the ratios count, so a conditional in a loop takes the mean of what is taken. Where it says None, the
-        branch that takes longest runs every time.
-      host: how many GPUs are one host's; devices are numbered host by host.
+      instructions: the module, from `read_hlo`.
+      rates: the GPU's.
+      taken: from a conditional, how often each of its branches runs, in the order of their index. Only the ratios of
+        these numbers count: a conditional takes the mean of its branches, weighted by them. With None, the branch that
+        takes longest runs every time.
+      host: the number of GPUs of one host; devices are numbered host by host.
     """
     program = _Program(by_computation(instructions), rates, taken, host)
     streams = _Streams(program)
@@ -83,13 +84,13 @@ def estimate(instructions: Sequence[Instruction], rates: Rates, taken: Taken = l
 def branch_seconds(
     conditional: Instruction, instructions: Sequence[Instruction], rates: Rates, host: int = HOST
 ) -> list[float]:
-    """How long each branch of a conditional takes by itself, in the order of their index."""
+    """The seconds of each branch of a conditional by itself, in the order of their index."""
     program = _Program(by_computation(instructions), rates, longest, host)
     return [program.length(name) for name in conditional.calls]
 
 
 class _Program:
-    """What is known of a module: how long each of its kernels and collectives takes, and what its branches do."""
+    """A module and the times of its parts: kernels, collectives, and the branches of its conditionals."""
 
     def __init__(self, computations: Mapping[str, list[Instruction]], rates: Rates, taken: Taken, host: int):
         self.computations, self.rates, self._taken, self._host = computations, rates, taken, host
@@ -99,10 +100,11 @@ class _Program:
         return seconds_of(kernel, self.computations, self.rates) + self.rates.launch
 
     def sending(self, collective: Instruction) -> tuple[float, int, int]:
-        """The seconds that a collective takes, the bytes that a device sends, and those if it joins several hosts.
+        """The seconds of a collective, the bytes that a device sends, and the same bytes if it joins several hosts,
+        else 0.
 
-        All devices that a group has on a host send to other hosts at the same time, each by its own network card. A
-        pair of source and target has one.
+        All devices of a group on one host send to other hosts at the same time, each over its own network card. In a
+        collective-permute, each pair of source and target uses one card.
         """
         sent = _wire_bytes(collective)
         hosts, devices = on_hosts(collective.groups, self._host)
@@ -112,18 +114,19 @@ class _Program:
         return seconds, sent, sent if hosts > 1 else 0
 
     def shares(self, conditional: Instruction) -> list[tuple[str, float]]:
-        """The branches that run, and which part of all times each does."""
+        """The branches that run, each with its share of all runs."""
         counts = self._taken(conditional)
         if counts is None:
             return [(max(conditional.calls, key=self.length), 1.0)]
         if len(counts) != len(conditional.calls) or min(counts) < 0 or not sum(counts):
             raise ValueError(
-                f"each of the {len(conditional.calls)} branches of {conditional.name} must have how often it runs, at "
-                f"least one of them above 0, got {list(counts)}; give a number for each, or None"
+                f"taken must give {len(conditional.calls)} numbers for the branches of {conditional.name}, none below "
+                f"0 and at least one above, got {list(counts)}; give a number for each branch, or None"
             )
         return [(name, count / sum(counts)) for name, count in zip(conditional.calls, counts, strict=True) if count]
 
     def collective_of(self, instruction: Instruction) -> Instruction | None:
+        """The collective that this instruction is, or starts asynchronously; None for other instructions."""
         if instruction.collective:
             return instruction
         if instruction.opcode != "async-start":
@@ -139,14 +142,15 @@ class _Program:
 
 
 class _Streams:
-    """Two clocks, until when kernels have run and until when collectives have, and what they add up to."""
+    """Two clocks, up to which kernels and collectives have run, and the sums that make a `StepTime`."""
 
     def __init__(self, program: _Program, now: float = 0.0, sent_until: float = 0.0):
         self._program, self.now, self.sent_until = program, now, sent_until
         self.totals: dict[str, float] = defaultdict(float)
 
     def run(self, computation: str) -> None:
-        ends: dict[str, float] = {}  # of what was started here, by the name that its done reads
+        """Run the instructions of a computation in their order."""
+        ends: dict[str, float] = {}  # when each collective that was started here ends, by the name that its done reads
         for instruction in self._program.computations[computation]:
             if (collective := self._program.collective_of(instruction)) is not None:
                 ends[instruction.name] = self._send(collective)
@@ -163,20 +167,22 @@ class _Streams:
             elif instruction.launches:
                 self._compute(self._program.seconds(instruction))
 
-    def _branch(self, conditional):
-        """The mean of its branches, each begun as things are now."""
-        ran = []
+    def _branch(self, conditional: Instruction) -> None:
+        """Run each branch from the present clocks, and take their weighted mean."""
+        branches = []
         for name, share in self._program.shares(conditional):
             streams = _Streams(self._program, self.now, self.sent_until)
             streams.run(name)
-            ran.append((streams, share))
-        self.now = sum(share * streams.now for streams, share in ran)
-        self.sent_until = sum(share * streams.sent_until for streams, share in ran)
-        for streams, share in ran:
+            branches.append((streams, share))
+        self.now = sum(share * streams.now for streams, share in branches)
+        self.sent_until = sum(share * streams.sent_until for streams, share in branches)
+        for streams, share in branches:
             self._add(streams.totals, share)
 
-    def _call(self, call):
-        """What it calls; the second trip of a loop, in which nothing from before is under way, stands for all later."""
+    def _call(self, call: Instruction) -> None:
+        """Run the computations that an instruction calls. Of a loop, the first two trips are run. Later trips are like
+        the second, in which no collective from before the loop is running any more.
+        """
         trips = 1 if call.trips is None else call.trips
         for trip in range(min(trips, 2)):
             began, before = self.now, dict(self.totals)
@@ -187,36 +193,37 @@ class _Streams:
                 self.sent_until += (trips - 2) * (self.now - began)
                 self.now += (trips - 2) * (self.now - began)
 
-    def _compute(self, seconds):
+    def _compute(self, seconds: float) -> None:
         self.now += seconds
         self._add({"computed": seconds})
 
-    def _send(self, collective) -> float:
+    def _send(self, collective: Instruction) -> float:
+        """Queue a collective, and return when it ends."""
         seconds, sent, across = self._program.sending(collective)
         self.sent_until = max(self.now, self.sent_until) + seconds
         self._add({"sent": seconds, "wire bytes": sent, "host bytes": across})
         return self.sent_until
 
-    def _wait(self, until):
+    def _wait(self, until: float) -> None:
         waited = max(0.0, until - self.now)
         self.now += waited
         self._add({"exposed": waited})
 
-    def _add(self, totals: Mapping[str, float], times: float = 1):
+    def _add(self, totals: Mapping[str, float], times: float = 1) -> None:
         for name, total in totals.items():
             self.totals[name] += times * total
 
 
 def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruction]], rates: Rates) -> float:
-    """What one kernel takes: its operations or its bytes."""
+    """The seconds of one kernel: those of its operations or of its bytes, whichever are more."""
     moved = _bytes_of(instruction, computations) / rates.memory
     target = instruction.target
-    if target == "jax_fp8_gemm":  # of a (m, k) and b (n, k), of which it may leave out some rows
+    if target == "jax_fp8_gemm":  # the operands are a (m, k) and b (n, k); m and n of the result may be fewer rows
         (m, n), k = instruction.results[0].shape, instruction.operands[0].shape[1]
         return max(moved, 2 * m * n * k / fp8_rate(rates, instruction.accumulation, 2 * m * n * k))
     if target.startswith(BF16_PRODUCTS) or instruction.opcode == "dot":
         sizes = [math.prod(array.shape) for array in (*instruction.operands[:2], instruction.results[0])]
-        operations = 2 * math.sqrt(math.prod(sizes))  # m k, k n and m n
+        operations = 2 * math.sqrt(math.prod(sizes))  # the sizes are m k, k n and m n, whatever the layouts
         return max(moved, operations / rate_at(rates.bf16, operations))
     if target.startswith("__cudnn$fmha"):
         curve = rates.attention_fp8 if target.endswith("F8") else rates.attention
@@ -226,8 +233,8 @@ def seconds_of(instruction: Instruction, computations: Mapping[str, list[Instruc
 
 
 def _attention_operations(instruction: Instruction) -> float:
-    """Causal attention of the shapes of cuDNN's call: its first three operands (batch, seq, heads, dim) are queries,
-    keys and values. Forward two products, backward five; half of all pairs.
+    """Operations of a call of cuDNN's causal attention; its first three operands (batch, seq, heads, dim) are queries,
+    keys and values. The forward has two products, the backward five, over half of all pairs of tokens.
     """
     queries, keys = instruction.operands[:2]
     batch, seq, heads, dim = queries.shape
@@ -236,11 +243,11 @@ def _attention_operations(instruction: Instruction) -> float:
 
 
 def _bytes_of(instruction: Instruction, computations: Mapping[str, list[Instruction]]) -> int:
-    """Bytes read and written. A fusion reads of an array only the part that it cuts out, and writes of one that it
-    updates in place only what is new.
+    """Bytes that a kernel reads and writes. A fusion that slices an array reads only the slice, and one that updates an
+    array in place writes only the update.
     """
     if instruction.opcode not in FUSIONS:
-        # The workspace of a custom call is a result, too: bytes of no type.
+        # The workspace of a custom call is a result too, of plain bytes, and does not count.
         results = [array for array in instruction.results if not (instruction.target and array.dtype in ("u8", "s8"))]
         return _total(instruction.operands) + _total(results)
     inside = [other for called in instruction.calls for other in computations[called]]

@@ -1,9 +1,9 @@
-"""Which meshes of so many GPUs are worth compiling for, and which change would make a step fit.
+"""Which meshes of a number of GPUs are worth compiling for, and which changes would make a step fit.
 
-    Setting, devices ─meshes_of→ settings, and why others cannot be ─rank→ a few to compile for; the rest ─left_out→ why
-    Setting, bytes that were found ─remedies→ changes, and about what a device would need with them
+    Setting, devices ─meshes_of→ settings, and excluded meshes ─rank→ a few to compile for; the rest ─left_out→ why
+    Setting, bytes of the compiled step ─remedies→ changes, and about how much a device would need with them
 
-Both by arithmetic (plan/arithmetic.py).
+Both estimate by arithmetic (plan/arithmetic.py).
 """
 
 import textwrap
@@ -16,37 +16,37 @@ from jax_fp8.plan.described import HOST
 from jax_fp8.plan.rates import Rates
 
 GIB = 2**30
-SHOWN = 8  # meshes of a kind
+SHOWN = 8  # meshes that a paragraph lists
 MOST_CHUNKS = 8
 COLUMNS = 120  # of a printed line
-CLOSE = 1.05  # what arithmetic finds this much too large may still fit, and what is only this much smaller may not
+CLOSE = 1.05  # the error of arithmetic: a step may fit that seems too large by this factor, and the other way round
 
 
 @dataclass(frozen=True)
-class Left:
-    """A mesh that is not tried, whatever its memory and time."""
+class Excluded:
+    """A mesh that cannot run the step, or makes no sense for it, whatever its memory and time."""
 
     setting: Setting
     reason: str
 
 
-def meshes_of(base: Setting, devices: int, microbatches: Sequence[int] = ()) -> tuple[list[Setting], list[Left]]:
-    """All ways to spread a step over so many devices, and those that cannot be or make no sense.
+def meshes_of(base: Setting, devices: int, microbatches: Sequence[int] = ()) -> tuple[list[Setting], list[Excluded]]:
+    """All ways to spread a step over this number of devices, and the meshes that are excluded.
 
     Args:
-      microbatches: to try; none: those of `base`.
+      microbatches: the numbers of microbatches to try; by default only that of `base`.
     """
-    found, left = [], []
+    settings, excluded = [], []
     for mesh in _meshes(base, devices):
         counts = microbatches or (base.microbatches,)
         enough = [count for count in counts if count >= mesh.pipe] or counts[-1:]
         several = [replace(mesh, microbatches=count) for count in enough]
         tried = [setting for one in several for setting in _schedules(one)]
         reasons = {setting: _why_not(setting) for setting in tried}
-        found += [setting for setting, reason in reasons.items() if not reason]
+        settings += [setting for setting, reason in reasons.items() if not reason]
         if all(reasons.values()):
-            left.append(Left(tried[0], reasons[tried[0]]))
-    return found, left
+            excluded.append(Excluded(tried[0], reasons[tried[0]]))
+    return settings, excluded
 
 
 def _meshes(base: Setting, devices: int) -> Iterator[Setting]:
@@ -55,12 +55,13 @@ def _meshes(base: Setting, devices: int) -> Iterator[Setting]:
             for fsdp in _divisors(devices // pipe // tensor):
                 data = devices // pipe // tensor // fsdp
                 for sequence_parallel in (False, True) if tensor > 1 else (False,):
-                    sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "tensor": tensor}
-                    yield replace(base, **sizes, sequence_parallel=sequence_parallel)
+                    yield replace(
+                        base, pipe=pipe, data=data, fsdp=fsdp, tensor=tensor, sequence_parallel=sequence_parallel
+                    )
 
 
 def _schedules(setting: Setting) -> Iterator[Setting]:
-    """With each schedule that may be the best on this mesh."""
+    """The setting with each schedule that may be the best one on its mesh."""
     yield replace(setting, schedule="1f1b", chunks=1)
     if setting.pipe > 1:
         yield replace(setting, schedule="zero-bubble", chunks=1)
@@ -69,8 +70,17 @@ def _schedules(setting: Setting) -> Iterator[Setting]:
 
 
 @dataclass(frozen=True)
+class Change:
+    """One change of a setting, in a user's words. A change replaces an earlier one of the same kind."""
+
+    kind: str
+    words: str
+    setting: Setting
+
+
+@dataclass(frozen=True)
 class Ranking:
-    """By arithmetic: the few meshes to compile for, others that should fit, and those that do not."""
+    """By arithmetic: the few settings to compile for, slower ones that should fit, and those that do not fit."""
 
     best: list[Setting]
     slower: list[Setting]
@@ -78,17 +88,17 @@ class Ranking:
 
 
 def rank(settings: Sequence[Setting], usable: float, rates: Rates, tries: int) -> Ranking:
-    """The fastest first; of each mesh the fastest schedule and microbatches that fit.
+    """Rank the meshes, the fastest first. Each mesh has the fastest schedule and number of microbatches that fit.
 
     Args:
-      usable: bytes of a device.
-      tries: for how many to compile.
+      usable: bytes of a device that a program may use.
+      tries: the number of settings to compile for.
     """
-    of_meshes: dict[tuple, list[Setting]] = {}
+    by_mesh: dict[tuple[str, bool], list[Setting]] = {}
     for setting in settings:
-        of_meshes.setdefault((setting.mesh, setting.sequence_parallel), []).append(setting)
+        by_mesh.setdefault((setting.mesh, setting.sequence_parallel), []).append(setting)
     fitting, too_large = [], []
-    for of_mesh in of_meshes.values():
+    for of_mesh in by_mesh.values():
         small = [setting for setting in of_mesh if memory_of(setting).together <= CLOSE * usable]
         if small:
             fitting.append(min(small, key=lambda setting: seconds_of(setting, rates)))
@@ -98,12 +108,12 @@ def rank(settings: Sequence[Setting], usable: float, rates: Rates, tries: int) -
     return Ranking(fitting[:tries], fitting[tries:], too_large)
 
 
-def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list[str]:
-    """Which meshes were not compiled for, and why, in a paragraph for each kind of reason."""
+def left_out(ranking: Ranking, excluded: Sequence[Excluded], rates: Rates) -> list[str]:
+    """Lines that say which meshes were not compiled for, in a paragraph for each kind of reason."""
     slower = [f"{setting} {1e3 * seconds_of(setting, rates):.0f}" for setting in ranking.slower]
     by_size = sorted(ranking.too_large, key=lambda setting: memory_of(setting).together)
     too_large = [f"{setting} {memory_of(setting).together / GIB:.0f}" for setting in by_size]
-    meshes = Counter(left.reason for left in impossible)
+    meshes = Counter(mesh.reason for mesh in excluded)
     reasons = [f"{reason}{f' ({count} times)' if count > 1 else ''}" for reason, count in meshes.items()]
     best = f", {1e3 * seconds_of(ranking.best[0], rates):.0f} for the best" if ranking.best else ""
     paragraphs = {
@@ -113,29 +123,32 @@ def left_out(ranking: Ranking, impossible: Sequence[Left], rates: Rates) -> list
     }
     return [
         line
-        for heading, found in paragraphs.items()
-        if found
+        for heading, parts in paragraphs.items()
+        if parts
         for line in textwrap.wrap(
-            f"{heading}: {'; '.join(_some(found))}.", COLUMNS, subsequent_indent="  ", break_on_hyphens=False
+            f"{heading}: {'; '.join(_some(parts))}.", COLUMNS, subsequent_indent="  ", break_on_hyphens=False
         )
     ]
 
 
-def _some(found: list[str]) -> list[str]:
-    return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more"]
+def _some(parts: list[str]) -> list[str]:
+    return parts if len(parts) <= SHOWN else [*parts[:SHOWN], f"and {len(parts) - SHOWN} more"]
 
 
 def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
-    """What to change so that a step fits which needs `peak` bytes: each change that is enough by itself or, if none is,
-    as many together as it takes, and how many more devices; nothing where nothing helps. What a change saves is
-    arithmetic; it is taken from the bytes that were found.
+    """Changes that would make a step fit which does not: each change that is enough by itself. If none is, several of
+    them that are enough together, and a larger number of devices. Empty if nothing helps.
+
+    Args:
+      peak: bytes that the compiled step needs. Arithmetic only gives what a change saves of them.
+      usable: bytes of a device that a program may use.
     """
     now, usable = memory_of(setting).together, usable / CLOSE
 
-    def needed(change):
+    def needed(change: Change) -> float:
         return peak + memory_of(change.setting).together - now
 
-    def line(words, change):
+    def line(words: str, change: Change) -> str:
         return f"{words}: about {needed(change) / GIB:.0f} GiB"
 
     enough: dict[str, Change] = {}
@@ -145,7 +158,7 @@ def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
     if enough:
         return [line(change.words, change) for change in enough.values()]
     lines = []
-    for without in ("--remat", ""):  # what costs a third of a step or more is the last resort
+    for without in ("--remat", ""):  # --remat costs a third of a step or more, so it is the last resort
         made = [Change("", "", setting)]
         while needed(made[-1]) > usable:
             possible = [change for change in _changes(made[-1].setting) if change.kind != without]
@@ -162,40 +175,30 @@ def remedies(setting: Setting, peak: float, usable: float) -> list[str]:
     return [*lines, *([line(more.words, more)] if more else [])]
 
 
-@dataclass(frozen=True)
-class Change:
-    """Of one thing, as a user says it; one of a kind replaces another."""
-
-    kind: str
-    words: str
-    setting: Setting
-
-
 def _on_more_devices(setting: Setting) -> Iterator[Change]:
-    """The mesh that needs least, of twice as many devices, of four times as many, and so on."""
+    """For twice as many devices, four times as many, and so on, the mesh that needs the least memory."""
     for devices in (setting.devices * 2**n for n in range(1, 11)):
-        found, _ = meshes_of(setting, devices)
-        if found:
-            best = min(found, key=lambda other: memory_of(other).together)
+        settings, _ = meshes_of(setting, devices)
+        if settings:
+            best = min(settings, key=lambda other: memory_of(other).together)
             yield Change("", f"{devices} GPUs by {best.flags}", best)
 
 
 def _changes(setting: Setting) -> Iterator[Change]:
-    """In the order in which we would try them, without those that cannot be."""
+    """Single changes that are possible, in the order in which they are worth trying."""
     data, fsdp, tensor = setting.data, setting.fsdp, setting.tensor
-    wanted: list[tuple[str, dict]] = [
-        ("--recompute", {"recompute": True}),
-        *(("--remat", {"offloaded": n}) for n in _divisors(setting.shape.layers)[1:-1]),
-        ("--remat", {"full": True}),
-        ("--sequence-parallel", {"sequence_parallel": tensor > 1}),
-        *(("--microbatches", {"microbatches": n * setting.microbatches}) for n in (2, 4, 8, 16)),
-        ("--mesh", {"data": 1, "fsdp": data * fsdp}),
-        *([("--mesh", {"fsdp": fsdp // 2, "tensor": 2 * tensor})] if fsdp % 2 == 0 else []),
-        ("--bf16-moments", {"bf16_moments": True}),
-        ("--bf16-params", {"bf16_params": True}),
+    candidates: list[tuple[str, Setting]] = [
+        ("--recompute", replace(setting, recompute=True)),
+        *(("--remat", replace(setting, offloaded=n)) for n in _divisors(setting.shape.layers)[1:-1]),
+        ("--remat", replace(setting, full=True)),
+        ("--sequence-parallel", replace(setting, sequence_parallel=tensor > 1)),
+        *(("--microbatches", replace(setting, microbatches=n * setting.microbatches)) for n in (2, 4, 8, 16)),
+        ("--mesh", replace(setting, data=1, fsdp=data * fsdp)),
+        *([("--mesh", replace(setting, fsdp=fsdp // 2, tensor=2 * tensor))] if fsdp % 2 == 0 else []),
+        ("--bf16-moments", replace(setting, bf16_moments=True)),
+        ("--bf16-params", replace(setting, bf16_params=True)),
     ]
-    for kind, fields in wanted:
-        changed = replace(setting, **fields)
+    for kind, changed in candidates:
         if changed != setting and not _why_not(changed):
             remat = "full" if changed.full else f"offload:{changed.offloaded}"
             values = {"--microbatches": changed.microbatches, "--mesh": changed.mesh, "--remat": remat}
@@ -204,7 +207,7 @@ def _changes(setting: Setting) -> Iterator[Change]:
 
 
 def _why_not(setting: Setting) -> str:
-    """Why a step cannot be spread like this; "" if it can."""
+    """Why a step cannot be spread like this, or should not be; "" if it can."""
     shape, tensor = setting.shape, setting.tensor
     parts = setting.data * setting.fsdp * setting.microbatches
     if shape.heads % tensor:
@@ -224,17 +227,17 @@ def _why_not(setting: Setting) -> str:
     if setting.microbatches < setting.pipe or (setting.chunks > 1 and setting.microbatches % setting.pipe):
         return f"pipe={setting.pipe} needs as many microbatches, or a multiple, not {setting.microbatches}"
     if setting.recompute + setting.full + bool(setting.offloaded) > 1:
-        return "a layer keeps what one option of remat says"
+        return "layers have only one option of remat"
     if setting.fp8_attention and setting.pipe > 1:
         return "a pipeline has no attention in FP8"
     if setting.offloaded and setting.pipe > 1:
-        return "the layers of a pipeline keep nothing on the host"
+        return "a pipeline cannot offload residuals to the host"
     if setting.batch % parts:
         return f"{parts} parts do not divide a batch of {setting.batch}"
     if tensor > HOST:
         return f"tensor={tensor} is more than the {HOST} GPUs of a host"
     if setting.sequence_parallel and setting.by_tile:
-        return "sequence parallelism gathers no activations with scales by tile"
+        return "sequence parallelism does not support BlockScaling"
     if setting.sequence_parallel and setting.tokens % tensor:
         return f"tensor={tensor} does not divide {setting.tokens:.0f} rows"
     return ""

@@ -1,6 +1,6 @@
-"""What changed when a step was skipped: its diagnosis against that of the last diagnosed step before.
+"""What changed when a step was skipped: its diagnosis compared with that of the last diagnosed step before it.
 
-Of each tensor and each gradient the one quantity that changed most, and the largest changes first.
+For each tensor and each gradient, only the quantity that changed most is listed. The largest changes come first.
 """
 
 import math
@@ -13,13 +13,13 @@ from jax_fp8.report.diagnosed import QUANTITIES, Diagnosed, Sample, gather
 from jax_fp8.report.formatting import UNKNOWN, number, percent, tensor_name
 from jax_fp8.report.step_checks import as_computed
 
-LEAST = 1.0  # doublings, or halvings: what batches differ by anyway
-# What is compared, with the size below which a change of it means nothing.
+LEAST = 1.0  # doublings or halvings; smaller changes are usual between batches
+# The quantities that are compared, with the size below which their changes mean nothing.
 FLOORS = {"amax": 0.0, "saturated": 1e-4, "underflowed": 1e-3, "error": 1e-2}
 
 
 class Change(NamedTuple):
-    """`size` is in doublings; infinite where numbers are no longer finite."""
+    """`size` is in doublings; infinite if the step has elements that are not finite."""
 
     what: str
     before: str
@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 
 def column_before(diagnosed: Diagnosed | None, step: int) -> int | None:
-    """The last diagnosed step before this one."""
+    """The column of the last diagnosed step before this one; None if there is none."""
     if diagnosed is None:
         return None
     column = int(np.searchsorted(diagnosed.steps, step)) - 1
@@ -37,10 +37,10 @@ def column_before(diagnosed: Diagnosed | None, step: int) -> int | None:
 
 
 def changes(sample: Sample, diagnosed: Diagnosed, column: int) -> list[Change]:
-    """Of a sample against one column of the steps before, the largest first."""
+    """The changes from one column of the diagnosed steps to a sample, the largest first."""
     now = gather([sample])
-    found = [*_of_tensors(now, diagnosed, column), *_of_gradients(now, diagnosed, column)]
-    return sorted((change for change in found if change.size >= LEAST), key=lambda change: -change.size)
+    every = [*_of_tensors(now, diagnosed, column), *_of_gradients(now, diagnosed, column)]
+    return sorted((change for change in every if change.size >= LEAST), key=lambda change: -change.size)
 
 
 def _of_tensors(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Change]:
@@ -84,7 +84,7 @@ def _of_gradients(now: Diagnosed, before: Diagnosed, column: int) -> Iterator[Ch
 
 
 def doublings(before: float, after: float, floor: float) -> float:
-    """How often a number doubled or halved; 0 where that is not known."""
+    """How often a number doubled or halved; 0 if it cannot be computed."""
     low, high = sorted((max(before, floor), max(after, floor)))
     return math.log2(high / low) if low > 0 and math.isfinite(low + high) else 0.0
 

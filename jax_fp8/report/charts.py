@@ -1,11 +1,13 @@
 """Curves over steps, as SVG that stretches with the page.
 
-The drawing stretches, and letters must not: numbers at the axes are HTML, placed by percent over an SVG without text.
+Text in a stretched SVG would be distorted. So the SVG has no text: the numbers at the axes are HTML elements, which CSS
+places over it in percent.
 """
 
 import itertools
 import json
 import math
+from collections.abc import Callable
 from html import escape
 from typing import NamedTuple
 
@@ -13,12 +15,12 @@ import numpy as np
 
 from jax_fp8.report.formatting import number
 
-POINTS = 400  # of a curve, at most: more than a screen has room for
-SIZE = 1000  # of the drawing, in its own units
+POINTS = 400  # of a curve, at most; a screen cannot show more
+SIZE = 1000  # width and height of the drawing, in its own units
 
 
 class Curve(NamedTuple):
-    """Values over steps; `dotted` are few and each is marked; `color` counts from 0."""
+    """Values over steps. A `dotted` curve has few points, and each is marked. `color` is an index from 0."""
 
     label: str
     steps: np.ndarray
@@ -28,7 +30,7 @@ class Curve(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Curves with one unit, and steps that are marked."""
+    """Curves that share a unit, with vertical marks at some steps."""
 
     title: str
     unit: str
@@ -38,7 +40,7 @@ class Chart(NamedTuple):
 
 
 def draw(chart: Chart, last_step: int) -> str:
-    """HTML of a chart; empty where no curve has a point."""
+    """The HTML of a chart; empty if no curve has a point."""
     curves = [thin(curve) for curve in map(known, chart.curves) if len(curve.steps)]
     if not curves:
         return ""
@@ -75,28 +77,28 @@ def draw(chart: Chart, last_step: int) -> str:
 
 
 def known(curve: Curve) -> Curve:
-    """Without the steps of which there is no value."""
+    """The curve without the steps whose value is not known."""
     finite = np.isfinite(curve.values)
     return curve._replace(steps=curve.steps[finite], values=curve.values[finite])
 
 
 def thin(curve: Curve) -> Curve:
-    """At most so many points, with the least and the largest of each bin: a spike stays."""
+    """The curve with at most POINTS points, the least and the largest of each bin, so that spikes stay visible."""
     count = len(curve.steps)
     if count <= POINTS:
         return curve
     edges = np.linspace(0, count, POINTS // 2 + 1).astype(int)
-    kept = set()
+    extremes = set()
     for start, stop in itertools.pairwise(edges.tolist()):
         part = curve.values[start:stop]
-        kept |= {start + int(part.argmin()), start + int(part.argmax())}
-    rows = sorted({*kept, count - 1})
+        extremes |= {start + int(part.argmin()), start + int(part.argmax())}
+    rows = sorted({*extremes, count - 1})
     return curve._replace(steps=curve.steps[rows], values=curve.values[rows])
 
 
 def ticks_of(low: float, high: float, count: int) -> list[float]:
-    """Round numbers, some `count` of them, from at most `low` to at least `high`."""
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # nearly the same, to the digits of a float
+    """About `count` round numbers, from at most `low` to at least `high`."""
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # equal, but for rounding
         high = low + (abs(low) or 1)
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
@@ -105,13 +107,19 @@ def ticks_of(low: float, high: float, count: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def _path(curve: Curve, across, down) -> str:
+def _path(curve: Curve, across: Callable[[float], float], down: Callable[[float], float]) -> str:
+    """The SVG paths of a curve.
+
+    Args:
+      across: from a step to its place from 0 at the left to 1 at the right.
+      down: from a value to its place from 0 at the top to 1 at the bottom.
+    """
     points = [
         f"{SIZE * across(step):.1f} {SIZE * down(value):.1f}"
         for step, value in zip(curve.steps, curve.values, strict=True)
     ]
     line = f'<path class="line c{curve.color}{" thin" if curve.dotted else ""}" d="M{"L".join(points)}"/>'
-    if len(points) == 1 or (curve.dotted and len(points) <= POINTS // 4):  # a dot: no length, and round ends
+    if len(points) == 1 or (curve.dotted and len(points) <= POINTS // 4):  # a dot is a line of length 0 with round ends
         line += f'<path class="dot c{curve.color}" d="{"".join(f"M{point}h0" for point in points)}"/>'
     return line
 
@@ -126,6 +134,6 @@ def _key(curve: Curve) -> str:
 
 
 def _points(curves: list[Curve], last: int) -> str:
-    """What the script shows of the step under the pointer."""
+    """JSON of the curves, from which the script shows the values of the step under the pointer."""
     points = [[curve.steps.tolist(), [float(f"{value:.4g}") for value in curve.values]] for curve in curves]
     return json.dumps({"last": last, "curves": points}, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""One thing that stands out in a run, as the report says it."""
+"""A finding: one sentence of the report about a problem in the run, and its remedy."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,14 @@ CRITICAL, WARNING, NOTE = LEVELS = ("critical", "warning", "note")
 
 
 class Finding(NamedTuple):
-    """A sentence, and what to do.
+    """A sentence about a run, and what to do.
 
     Args:
-      kind: what it is about; findings of a kind stand together.
-      weight: how bad it is among its kind, larger is worse.
-      place: the row of the map that shows it.
-      run: that it is about.
+      level: one of LEVELS.
+      kind: the kind of problem; the report groups findings by it.
+      weight: orders the findings of a kind; larger is worse.
+      place: the tensor that it is about, if any: the row of the map to show.
+      run: the name of the run that it is about.
     """
 
     level: str

@@ -1,4 +1,4 @@
-"""All findings of a folder, the worst first."""
+"""All findings of a run's folder, the worst first."""
 
 from jax_fp8.report.finding import LEVELS, Finding
 from jax_fp8.report.run_folder import Event, RunFolder
@@ -7,7 +7,7 @@ from jax_fp8.report.tensor_checks import check_tensors
 
 
 def find(folder: RunFolder) -> list[Finding]:
-    """What stands out. Critical ones come first; those of a kind stand together, in the order of their weights."""
+    """The findings, sorted by level, then by kind, then by weight."""
     found: list[Finding] = []
     events: dict[str, list[Event]] = {}
     for event in folder.events:

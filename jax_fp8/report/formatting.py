@@ -9,7 +9,7 @@ UNKNOWN = "–"
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all of a whole number: 0.0123, 4.57, 1,234, 3.2e-07."""
+    """Three significant digits, or all digits before the point: 0.0123, 4.57, 1,234, 3.20e-07."""
     if not math.isfinite(value):
         return UNKNOWN
     size = abs(value)
@@ -19,7 +19,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Of a share from 0 to 1."""
+    """A share from 0 to 1 in percent."""
     if not math.isfinite(share):
         return UNKNOWN
     if 0 < share < 1e-5:
@@ -28,7 +28,7 @@ def percent(share: float) -> str:
 
 
 def tensor_name(place: Place) -> str:
-    """In a sentence: "output gradient of h_3/mlp/down"."""
+    """A tensor's name in a sentence: "output gradient of h_3/mlp/down"."""
     layer, tensor = place
     return f"{tensor_word(tensor)} of {layer}"
 

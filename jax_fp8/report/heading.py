@@ -1,11 +1,11 @@
-"""The head of a report: what was trained, on what and when, and a line of key numbers."""
+"""The head of a report: model, recipe, device and dates of the run, and a line of key numbers."""
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from jax_fp8.report.formatting import number, percent
 from jax_fp8.report.run_folder import RunFolder
+from jax_fp8.report.run_format import JsonObject
 
 
 def heading(folder: RunFolder) -> str:
@@ -17,11 +17,11 @@ def heading(folder: RunFolder) -> str:
 
 
 def written(text: str) -> str:
-    """Text as HTML, in which a number keeps its percent sign."""
+    """Text as HTML, without a line break between a number and its percent sign."""
     return escape(text).replace(" %", "\u00a0%")
 
 
-def _model(config: dict[str, Any]) -> list[str]:
+def _model(config: JsonObject) -> list[str]:
     settings, model = (_part(config, name) for name in ("settings", "model"))
     words = (
         ("num_layers", "layers"),
@@ -33,7 +33,7 @@ def _model(config: dict[str, Any]) -> list[str]:
     return [str(settings["preset"]), *known] if settings.get("preset") else known
 
 
-def _how(config: dict[str, Any]) -> list[str]:
+def _how(config: JsonObject) -> list[str]:
     settings = _part(config, "settings")
     parts = [f"recipe {settings['recipe']}"] if settings.get("recipe") else []
     parts += ["fast accumulation"] if settings.get("fast") else []
@@ -54,31 +54,31 @@ def _when(folder: RunFolder) -> str:
 
 
 def last_step(folder: RunFolder) -> int:
-    """The last step of which any file says something."""
+    """The last step that any file has a row of."""
     steps = [int(rows.steps[-1]) for rows in (*folder.metrics.values(), *folder.diagnosed.values())]
     return max([*steps, *(event.step for event in folder.events)], default=0)
 
 
-def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _part(config: JsonObject, name: str) -> JsonObject:
     part = config.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _counted(value: Any) -> str:
+def _counted(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def tiles(folder: RunFolder) -> str:
-    """Key numbers of the first run, with those of others beside them."""
-    found = "".join(
+    """Key numbers of the first run, with those of other runs in small letters below."""
+    divisions = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{written(value)} <em>{unit}</em><small>{written(note)}</small></dd></div>"
         for name, value, unit, note in _key_numbers(folder)
     )
-    return f'<dl class="tiles">{found}</dl>'
+    return f'<dl class="tiles">{divisions}</dl>'
 
 
 def _key_numbers(folder: RunFolder) -> Iterator[tuple[str, str, str, str]]:
-    """Name, value, unit, and what stands below them."""
+    """Name, value and unit of each number, and the note below it."""
     words = (
         ("loss", "Training loss", "", "nats a token, step {step}"),
         ("val_loss", "Validation loss", "", "nats a token, step {step}"),
@@ -103,6 +103,6 @@ def _key_numbers(folder: RunFolder) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _peak_of_fp8(folder: RunFolder, key: str, run: str) -> list[str]:
-    """The other peak that a utilization can be a share of."""
+    """The note with the share of the FP8 peak, below the share of the bfloat16 peak; empty for other numbers."""
     last = folder.metrics[run].last("fp8_utilization") if key == "bf16_utilization" else None
     return [f"{percent(last[1])} of the FP8 peak"] if last else []

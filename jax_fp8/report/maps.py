@@ -1,29 +1,33 @@
-"""Maps over steps: rows are tensors or layers in program order, columns are diagnosed steps, a color is a quantity.
+"""Maps over steps: rows are tensors or layers in program order, columns are diagnosed steps, colors show a quantity.
 
-The page has the values themselves, and a script (page.js) that draws them: so the quantity can be switched, and every
-cell can say what it is. 288 tensors in 2,000 diagnosed steps are 240 columns, and two megabytes of page.
+The page has the values themselves, and a script (page.js) draws them. So a reader can switch the quantity, and point at
+a cell to see its value. Maps of 288 tensors in 2,000 diagnosed steps have 240 columns and take two megabytes.
 """
 
 import base64
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jax_fp8.report.diagnosed import QUANTITIES, Diagnosed, bins, worst
 from jax_fp8.report.formatting import number, percent, tensor_word
+from jax_fp8.report.run_format import JsonObject
 from jax_fp8.report.step_checks import norm_ratios
 from jax_fp8.report.tensor_checks import severity
 
-COLUMNS = 240  # of a map, at most: what a screen has room for
-LEAST_COLUMNS, CELLS = 40, 64_000  # a model of very many layers gets fewer, so that the page stays small
+COLUMNS = 240  # of a map, at most; a screen has room for so many
+# A map with very many rows has fewer columns, so that it has at most so many cells and the page stays small.
+LEAST_COLUMNS, CELLS = 40, 64_000
 HEAT = ("heat0", "heat1", "heat2", "heat3", "heat4", "heat5", "heat6")
 AROUND = ("low2", "low1", "low0", "even", "high0", "high1", "high2")  # from too small to too large
 
 
 class Scale(NamedTuple):
-    """Colors of a quantity: class i has values from bound i - 1 on, below bound i. One more color than bounds."""
+    """The colors of a quantity. A value from bound i - 1 up to bound i has color i, so there is one more color than
+    bounds.
+    """
 
     name: str
     title: str
@@ -32,8 +36,8 @@ class Scale(NamedTuple):
     labels: tuple[str, ...]
 
 
-def _labels(bounds: Sequence[float], write) -> tuple[str, ...]:
-    """Of classes between bounds."""
+def _labels(bounds: Sequence[float], write: Callable[[float], str]) -> tuple[str, ...]:
+    """The label of each color, which says its bounds."""
     between = (f"{write(low)} to {write(high)}" for low, high in itertools.pairwise(bounds))
     return f"< {write(bounds[0])}", *between, f"≥ {write(bounds[-1])}"
 
@@ -62,18 +66,18 @@ RATIO_COLORS = ("high1", "high0", "even", "low0", "low1", "low2")
 UNITS = {name: "percent" for name in ("saturated", "underflowed", "nonfinite", "error")} | {"overall": "times"}
 
 
-def tensor_map(diagnosed: Diagnosed) -> dict[str, Any]:
-    """What page.js draws of FP8 tensors."""
+def tensor_map(diagnosed: Diagnosed) -> JsonObject:
+    """The data from which page.js draws the map of FP8 tensors."""
     starts = _columns(diagnosed, len(diagnosed.places))
-    values = {name: worst(diagnosed.of(name), starts, name) for name in QUANTITIES}
+    values = {name: worst(diagnosed.quantity(name), starts, name) for name in QUANTITIES}
     values["overall"] = worst(severity(diagnosed), starts, "overall")
     rows = [[layer, tensor_word(tensor)] for layer, tensor in diagnosed.places]
     broken = np.maximum.reduceat(diagnosed.broken_tensors, starts, axis=1)
     return _map(diagnosed, starts, rows, TENSOR_SCALES, values, broken)
 
 
-def gradient_map(diagnosed: Diagnosed) -> dict[str, Any]:
-    """What page.js draws of gradient norms."""
+def gradient_map(diagnosed: Diagnosed) -> JsonObject:
+    """The data from which page.js draws the map of gradient norms."""
     starts = _columns(diagnosed, len(diagnosed.layers))
     values = {
         "ratio": worst(norm_ratios(diagnosed.norms), starts, "ratio"),
@@ -91,18 +95,34 @@ def gradient_map(diagnosed: Diagnosed) -> dict[str, Any]:
 
 
 def _columns(diagnosed: Diagnosed, rows: int) -> np.ndarray:
-    """Where each column begins among the diagnosed steps."""
+    """The first diagnosed step of each column of a map with so many rows."""
     return bins(len(diagnosed.steps), max(LEAST_COLUMNS, min(COLUMNS, CELLS // rows)))
 
 
 def _decades(norms: np.ndarray) -> tuple[float, ...]:
-    """Six bounds between the small and the large norms, at equal ratios."""
+    """Six bounds from the 2 % to the 98 % quantile of the norms, with equal ratios between neighbours."""
     positive = norms[norms > 0]
     low, high = np.quantile(positive, (0.02, 0.98)) if len(positive) else (0.1, 10.0)
     return tuple(float(f"{bound:.2g}") for bound in np.geomspace(low, max(high, 2 * low), len(HEAT) - 1))
 
 
-def _map(diagnosed: Diagnosed, starts: np.ndarray, rows: list, scales: tuple, values: dict, broken: np.ndarray) -> dict:
+def _map(
+    diagnosed: Diagnosed,
+    starts: np.ndarray,
+    rows: list[list[str]],
+    scales: tuple[Scale, ...],
+    values: Mapping[str, np.ndarray],
+    broken: np.ndarray,
+) -> JsonObject:
+    """The data of one map.
+
+    Args:
+      starts: the first diagnosed step of each column.
+      rows: layer and tensor of each row.
+      scales: the quantities that a reader can choose.
+      values: by quantity, (rows, columns).
+      broken: bool (rows, columns): cells with elements that are not finite.
+    """
     ends = np.append(starts[1:], len(diagnosed.steps)) - 1
     return {
         "rows": rows,
@@ -115,7 +135,7 @@ def _map(diagnosed: Diagnosed, starts: np.ndarray, rows: list, scales: tuple, va
 
 
 def encode(values: np.ndarray) -> str:
-    """Three bytes a value, the upper ones of a float32: four digits and more. page.js reads them."""
+    """Base64 of the upper three bytes of each value as float32, rounded: at least four digits. page.js decodes them."""
     largest = np.finfo(np.float32).max
     bits = np.clip(values, -largest, largest).astype(np.float32).view(np.uint32)
     rounded = np.where(np.isfinite(values), bits + 0x80, bits) >> 8

@@ -1,4 +1,4 @@
-"""The page: one file of HTML that needs no network and no library. Style and script are page.css and page.js."""
+"""The page of a report: one HTML file, which needs no network and no library. page.css and page.js are part of it."""
 
 from html import escape
 from pathlib import Path
@@ -18,29 +18,29 @@ from jax_fp8.report.sections import (
 )
 
 NAME = "report.html"
-# A browser that keeps to this loads nothing, whatever a file of the run says.
+# With this policy a browser loads nothing from the network, whatever the files of the run contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 ABOUT_TENSORS = (
     "Each layer has an input, a kernel and an output gradient, from top to bottom. <b>Saturated</b>: the share of "
-    "elements that are too large for FP8 at their scale, and are cut off. <b>Underflowed</b>: the share that "
-    "becomes zero, for they are too small. <b>Error</b>: how far the tensor in FP8 is off, as a relative "
-    "root mean square. <b>Headroom</b>: the largest number that the scale can hold, over the amax; below 1 the tensor "
-    "saturates. <b>Overall</b>: how many times the threshold of a finding is passed by the worst of the first three."
+    "elements that are too large for FP8 at their scale, and are clipped. <b>Underflowed</b>: the share of elements "
+    "that are too small, and become zero. <b>Error</b>: the error of the tensor in FP8, as a relative root mean "
+    "square. <b>Headroom</b>: the largest number that the scale can hold, divided by the amax; below 1 the tensor "
+    "saturates. <b>Overall</b>: the worst of the first three, as a multiple of its threshold for a finding."
 )
-ABOUT_GRADIENTS = "The norm of each layer's gradient, and how many times the median of the steps before it is."
+ABOUT_GRADIENTS = "The norm of each layer's gradient, and its ratio to the median of earlier diagnosed steps."
 
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of a run's folder, by default to its report.html; returns where. A link there is replaced, and
-    what it leads to stays as it is.
+    """Write the report of a run's folder, by default to report.html in it, and return the path. A link at that path is
+    replaced; the file that it points to stays as it is.
     """
     run = read_run(folder)
     path = run.path / NAME if output is None else Path(output)
     try:
-        write_bytes(path, make_page(run).encode("utf-8", "replace"))  # JSON may hold halves of a character
+        write_bytes(path, make_page(run).encode("utf-8", "replace"))  # JSON may have half of a surrogate pair
     except OSError as error:
         raise ValueError(
-            f"a report must be written to a file, got {error.strerror} for {path}; choose another by --output"
+            f"a report must be written to a file, got {error.strerror} for {path}; choose another with --output"
         ) from None
     return path
 
@@ -74,7 +74,7 @@ def _remarks(folder: RunFolder) -> str:
 
 
 def _diagnosed_sections(folder: RunFolder) -> list[str]:
-    """Of each diagnosed run: its maps, and its worst tensors."""
+    """For each diagnosed run, its maps and its worst tensors."""
     sections = []
     for run, diagnosed in folder.diagnosed.items():
         of_run = f" of {run}" if len(folder.diagnosed) > 1 else ""

@@ -1,5 +1,6 @@
-"""The worst-scaled tensors of a run, as rows of a table: what they had last, and what was worst at which step."""
+"""The worst-scaled tensors of a run, as rows of a table: their last values, and the worst ones with their steps."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,14 @@ MOST = 15  # rows
 
 
 class Cell(NamedTuple):
-    """The last value, and the worst with its step; `worst` is empty where there is no other."""
+    """The last value, and the worst one with its step; `worst` is empty if all values are equal."""
 
     last: str
     worst: str = ""
 
 
-COLUMNS = (
+# Each quantity, how it is written, and how the worst of several values is picked.
+COLUMNS: tuple[tuple[str, Callable[[float], str], np.ufunc | None], ...] = (
     ("saturated", percent, np.fmax),
     ("underflowed", percent, np.fmax),
     ("error", percent, np.fmax),
@@ -29,7 +31,7 @@ COLUMNS = (
 
 
 def worst_tensors(diagnosed: Diagnosed) -> list[tuple[str, list[Cell]]]:
-    """Names and cells, the worst first."""
+    """Name and cells of each tensor, the worst first."""
     worst = np.fmax.reduce(severity(diagnosed), axis=1, initial=0.0)
     return [
         (tensor_name(diagnosed.places[row]), [_cell(diagnosed, row, *column) for column in COLUMNS])
@@ -37,8 +39,8 @@ def worst_tensors(diagnosed: Diagnosed) -> list[tuple[str, list[Cell]]]:
     ]
 
 
-def _cell(diagnosed: Diagnosed, row: int, name: str, write, pick) -> Cell:
-    values = diagnosed.of(name)[row]
+def _cell(diagnosed: Diagnosed, row: int, name: str, write: Callable[[float], str], pick: np.ufunc | None) -> Cell:
+    values = diagnosed.quantity(name)[row]
     last = write(float(values[-1]))
     if pick is None or np.isnan(values).all() or (values == values[-1]).all():
         return Cell(last)

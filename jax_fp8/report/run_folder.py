@@ -1,16 +1,16 @@
-"""Read what a run left in its folder, whose format is in run_format.py: configuration and logs.
+"""Read the configuration and the logs of a run from its folder. run_format.py has their format.
 
-A folder has one run, or two that were compared: "delayed" and "bf16". A program that was killed leaves a last line that
-is half-written, and one that went on from a checkpoint may have taken steps again: of these the last counts.
+A folder has one run, or the two runs of `--compare`: "delayed" and "bf16", for example. A killed process leaves a last
+line that is incomplete; it is ignored. A resumed run may log steps again; the last row of a step counts.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jax_fp8.report.run_format import (
     MEASURED,
     METRICS,
     MOST_CONFIG,
+    JsonObject,
     check_row,
 )
 
@@ -31,25 +32,27 @@ FILES = (CONFIG, *LOGS)
 NO_ROW = (TypeError, KeyError, AttributeError, ValueError, OverflowError, RecursionError)
 MOST_LINE, MOST_LOG = 2**26, 2**33  # bytes of a row, and of a log
 LAST_TIME = 253_402_300_799.0  # the last second of the year 9999
-LARGEST = 1e30  # of what a log measures: beyond it there is nothing to draw
+LARGEST = 1e30  # of a number in a log; larger ones cannot be drawn, and count as not measured
 
 Row = TypeVar("Row")
 
 
 class Metrics(NamedTuple):
-    """Rows of the log of one run: steps i64 (rows,), ascending, and what was measured f64 (rows,), or NaN."""
+    """The rows of one run in metrics.jsonl: steps i64 (rows,), ascending, and by name the values f64 (rows,), NaN where
+    nothing was measured.
+    """
 
     steps: np.ndarray
     values: dict[str, np.ndarray]
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """The last value that there is, and its step."""
-        found = np.flatnonzero(np.isfinite(self.values[name]))
-        return (int(self.steps[found[-1]]), float(self.values[name][found[-1]])) if len(found) else None
+        """The step and the value of the last row with a finite value; None if there is none."""
+        rows = np.flatnonzero(np.isfinite(self.values[name]))
+        return (int(self.steps[rows[-1]]), float(self.values[name][rows[-1]])) if len(rows) else None
 
 
 class Event(NamedTuple):
-    """A step that was skipped, or after which the run stopped; `sample` is empty where it was not diagnosed."""
+    """A step that was skipped, or after which the run stopped; `sample` has no tensors if it was not diagnosed."""
 
     run: str
     event: str
@@ -64,17 +67,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a folder says.
+    """The content of a run's folder.
 
     Args:
-      config: what config.json has, empty without it.
+      config: the content of config.json; empty if there is no such file.
       metrics, diagnosed: by the name of a run, in the order in which they ran.
-      remarks: sentences on what is missing, or was left out.
+      remarks: sentences about missing files, and about rows that were ignored.
       begun, ended: when the first and the last of its files were written.
     """
 
     path: Path
-    config: dict[str, Any]
+    config: JsonObject
     metrics: dict[str, Metrics]
     diagnosed: dict[str, Diagnosed]
     events: tuple[Event, ...]
@@ -88,7 +91,7 @@ class RunFolder:
 
 
 def read_run(folder: str | Path) -> RunFolder:
-    """Read a run; ValueError where the folder has none."""
+    """Read a run; ValueError if the folder has none."""
     path = Path(folder)
     try:
         return _read_run(path)
@@ -96,15 +99,15 @@ def read_run(folder: str | Path) -> RunFolder:
         raise _cannot_read(error.filename, error.strerror) from None
 
 
-def _cannot_read(path, arrived) -> ValueError:
+def _cannot_read(path: object, arrived: object) -> ValueError:
     return ValueError(
-        f"a report needs to read the files of a run, got {arrived} for {path}; change its rights, or move it"
+        f"a report needs to read the files of a run, got {arrived} for {path}; change its permissions, or move it"
     )
 
 
 def _read_run(path: Path) -> RunFolder:
-    found = [path / name for name in FILES if (path / name).exists()]
-    if not found:
+    files = [path / name for name in FILES if (path / name).exists()]
+    if not files:
         raise ValueError(
             f"a report is made of a run's folder with at least one of {', '.join(FILES)}, got {path} without; "
             "name a folder that `python -m jax_fp8 train` wrote, such as runs/tiny-delayed"
@@ -114,8 +117,8 @@ def _read_run(path: Path) -> RunFolder:
     metrics = _by_run(_read_rows(path / METRICS, _metrics_of, remarks))
     diagnosed = _by_run(_read_rows(path / DIAGNOSTICS, sample_of, remarks))
     events = _read_rows(path / EVENTS, _event_of, remarks)
-    remarks += _missing(path, config, metrics, diagnosed)
-    seconds = [min(max(file.stat().st_mtime, 0.0), LAST_TIME) for file in found]
+    remarks += _missing(config, metrics, diagnosed)
+    seconds = [min(max(file.stat().st_mtime, 0.0), LAST_TIME) for file in files]
     times = [datetime.fromtimestamp(second, UTC) for second in seconds]
     return RunFolder(
         path,
@@ -129,7 +132,7 @@ def _read_run(path: Path) -> RunFolder:
     )
 
 
-def _read_config(path: Path, remarks: list[str]) -> dict[str, Any]:
+def _read_config(path: Path, remarks: list[str]) -> JsonObject:
     if not path.exists():
         return {}
     try:
@@ -139,16 +142,18 @@ def _read_config(path: Path, remarks: list[str]) -> dict[str, Any]:
     try:
         return parse_json(content, _unknown)
     except Unreadable as error:
-        remarks.append(f"{path.name} is not a JSON object, and was left out: it has {error}.")
+        remarks.append(f"{path.name} is not a JSON object, and was ignored: it has {error}.")
         return {}
 
 
 def _unknown(_: str) -> None:
-    """What is not a finite number is null, however it was written."""
+    """Reads the constants NaN and Infinity as null."""
 
 
-def _read_rows(path: Path, convert: Callable[[dict], Row], remarks: list[str]) -> list[tuple[str, Row]]:
-    """Rows with their runs. What is no row is left out and remarked on, but for a last line that was not finished."""
+def _read_rows(path: Path, convert: Callable[[JsonObject], Row], remarks: list[str]) -> list[tuple[str, Row]]:
+    """The rows of a log, each with the name of its run. Adds a remark about lines that are not rows and were ignored,
+    unless it is only a last line that is incomplete.
+    """
     rows: list[tuple[str, Row]] = []
     if not path.exists():
         return rows
@@ -164,13 +169,13 @@ def _read_rows(path: Path, convert: Callable[[dict], Row], remarks: list[str]) -
     if broken:
         count = "1 line" if len(broken) == 1 else f"{len(broken):,} lines"
         remarks.append(
-            f"{count} of {path.name} could not be read, the first is line {broken[0]:,}; here it is without."
+            f"{count} of {path.name} could not be read, the first is line {broken[0]:,}; the report ignores such lines."
         )
     return rows
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines of a log; of one that is longer than a row can be, its beginning."""
+    """The lines of a log; a line that is longer than MOST_LINE is cut short."""
     try:
         with reading(path, MOST_LOG) as file:
             while line := file.readline(MOST_LINE):
@@ -180,7 +185,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _ended(line: bytes, file: IO[bytes]) -> bytes:
-    """The line, after whose end the file stands then."""
+    """The line that begins with these bytes, cut short if it is longer. Moves the file to the next line."""
     rest = line
     while not rest.endswith(b"\n"):
         rest = file.readline(MOST_LINE)
@@ -189,12 +194,12 @@ def _ended(line: bytes, file: IO[bytes]) -> bytes:
     return line if rest is line else line[:80] + b"\n"
 
 
-def _metrics_of(row: dict[str, Any]) -> tuple[int, list[float]]:
+def _metrics_of(row: JsonObject) -> tuple[int, list[float]]:
     values = [number_of(row.get(name)) for name in MEASURED]
     return row["step"], [value if abs(value) < LARGEST else math.nan for value in values]
 
 
-def _event_of(row: dict[str, Any]) -> Event:
+def _event_of(row: JsonObject) -> Event:
     fault = row.get("fault")
     return Event(
         row["run"], str(row["event"]), number_of(row.get("limit")), "" if fault is None else str(fault), sample_of(row)
@@ -215,8 +220,8 @@ def _columns(rows: list[tuple[int, list[float]]]) -> Metrics:
     return Metrics(steps, dict(zip(MEASURED, table.T, strict=True)))
 
 
-def _missing(path: Path, config: dict, metrics: dict, diagnosed: dict) -> list[str]:
-    """What a reader would look for and not find, and how to get it."""
+def _missing(config: JsonObject, metrics: Collection[str], diagnosed: Mapping[str, list[Sample]]) -> list[str]:
+    """Remarks about the parts of a report that cannot be shown, and how to get them."""
     remarks = []
     if not config:
         remarks.append(f"{CONFIG} is missing or empty: model, recipe and device are not known.")

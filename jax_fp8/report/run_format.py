@@ -1,32 +1,35 @@
-"""The format of a run's folder: which files there are, and what each of them has. The room `run` writes it, the report
-reads it.
+"""The format of a run's folder: its files, and the entries of each file. The room `run` writes them, this room reads
+them.
 
-    runs/<name>/config.json             "settings", "model", and what the run was computed with
+    runs/<name>/config.json             "settings", "model", device and versions
                 metrics.jsonl           loss and speed (MEASURED), one row every few steps
-                diagnostics.jsonl       what FP8 does to each tensor, one row a diagnosed step: `Diagnostics.rows()`
-                events.jsonl            steps that were skipped, and why
+                diagnostics.jsonl       how each tensor was cast to FP8: `Diagnostics.rows()`, one row a diagnosed step
+                events.jsonl            skipped steps, and why they were skipped
                 loss.png                the curves
-                tokenizer.json          of a run that has learnt one
+                tokenizer.json          only if the run has learnt one
                 checkpoints/<step>/     arrays (params, opt_state, fp8), and notes: everything else, as JSON
-                checkpoints-baseline/   those of the second run of `--compare`
+                checkpoints-baseline/   checkpoints of the second run of `--compare`
                 profile/, tensorboard/  a folder for each run
 
-Each row has the name of its run and a step. Logs grow; every other file is written under a new name and moved into its
-place. A file may be damaged, or written by a stranger, so each entry is checked when it is read.
+Each row has the name of its run and a step. Rows are appended to the logs; every other file is written under a new name
+and then renamed. A file may be damaged, or come from a stranger, so the reader checks each entry.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 from jax_fp8.core.files import Unreadable, read_json, shown, write_text
+
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object, as the module `json` has it. Its entries are checked, or about to be."""
 
 CONFIG, PICTURE, TOKENIZER = "config.json", "loss.png", "tokenizer.json"
 METRICS, DIAGNOSTICS, EVENTS = LOGS = ("metrics.jsonl", "diagnostics.jsonl", "events.jsonl")
 CHECKPOINTS, BASELINE = "checkpoints", "checkpoints-baseline"  # of the run, and of the bfloat16 run of `--compare`
 PROFILE, TENSORBOARD = "profile", "tensorboard"
-NOTES = "notes/metadata"  # in the folder of a checkpoint
+NOTES = "notes/metadata"  # of a checkpoint: a path in its folder
 MEASURED = (
     "loss",
     "val_loss",
@@ -36,8 +39,8 @@ MEASURED = (
     "fp8_utilization",
     "peak_memory_gib",
 )
-MOST_CONFIG, MOST_NOTES = 2**24, 2**28  # bytes; notes have a line for each of a million arrays
-LAST_STEP = 2**53  # which a page can still count to
+MOST_CONFIG, MOST_NOTES = 2**24, 2**28  # bytes; enough for notes of a million arrays
+LAST_STEP = 2**53  # numbers of JavaScript, which the page uses, are exact up to here
 
 
 class CannotResume(ValueError):
@@ -47,51 +50,51 @@ class CannotResume(ValueError):
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def is_number(value: Any) -> bool:
-    """Also one that is not finite."""
+def is_number(value: object) -> bool:
+    """NaN is a number here; infinity is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > 1e300
 
 
-def is_known(value: Any) -> bool:
-    """A number, or nothing where it was not measured."""
+def is_known(value: object) -> bool:
+    """A number, or null where nothing was measured."""
     return value is None or is_number(value)
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> TypeGuard[JsonObject]:
     return isinstance(value, dict)
 
 
-def _are_counts(value: Any) -> bool:
-    """Rows of a log by the names of runs."""
+def _are_counts(value: object) -> bool:
+    """Numbers of rows, by the names of runs."""
     return is_object(value) and all(map(is_count, value.values()))
 
 
-def _are_numbers(value: Any) -> bool:
+def _are_numbers(value: object) -> bool:
     return isinstance(value, list) and all(map(is_number, value))
 
 
-def _are_arrays(value: Any) -> bool:
-    """Of each item, by the paths of its arrays: dtype, shape and the sum of bits."""
+def _are_arrays(value: object) -> bool:
+    """By item and path, the dtype, shape and checksum of each array."""
     return is_object(value) and all(is_object(item) and all(map(_is_array, item.values())) for item in value.values())
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 3:
         return False
     dtype, shape, total = value
     return is_text(dtype) and isinstance(shape, list) and all(map(is_count, shape)) and is_count(total)
 
 
-def _are_spikes(value: Any) -> bool:
-    """The losses of the last steps, and how many steps were skipped since."""
+def _are_spikes(value: object) -> bool:
+    """The losses of the last steps, and how many steps in a row were skipped since."""
     if not is_object(value) or not isinstance(value.get("losses"), list) or not is_count(value.get("skipped")):
         return False
     return all(
@@ -103,14 +106,16 @@ def _are_spikes(value: Any) -> bool:
 # ---- config.json -----------------------------------------------------------------------------------------------------
 
 
-def write_config(folder: Path, settings: Mapping, model: Mapping, computed_with: Mapping) -> None:
-    """`computed_with`: "device", and versions by their packages."""
+def write_config(
+    folder: Path, settings: Mapping[str, object], model: Mapping[str, object], computed_with: Mapping[str, object]
+) -> None:
+    """`computed_with`: "device", and versions by the names of packages."""
     config = {"settings": settings, "model": model} | dict(computed_with)
     write_text(folder / CONFIG, json.dumps(config, indent=2, default=str) + "\n")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """`Unreadable` where it is none, or its settings are no object."""
+def read_config(path: Path) -> JsonObject:
+    """The config that a file has; `Unreadable` if it is no JSON object, or its settings are not one."""
     config = read_json(path, MOST_CONFIG, constant=float)
     if not is_object(config.get("settings")):
         raise Unreadable(f"settings that are {shown(config.get('settings'))}")
@@ -119,22 +124,26 @@ def read_config(path: Path) -> dict[str, Any]:
 
 # ---- rows of logs ----------------------------------------------------------------------------------------------------
 
-OF_ALL: dict[str, Callable[[Any], bool]] = {
+OF_ALL: dict[str, Callable[[object], bool]] = {
     "run": is_text,
-    "step": lambda value: is_count(value) and value < LAST_STEP,
+    "step": lambda value: isinstance(value, int) and is_count(value) and value < LAST_STEP,
 }
-# A run that continues draws the losses of metrics.jsonl again.
+# A resumed run plots the losses of metrics.jsonl again.
 NEEDED = {METRICS: OF_ALL | {"loss": is_known, "val_loss": is_known}, DIAGNOSTICS: OF_ALL, EVENTS: OF_ALL}
 
 
 def metrics_row(measured: Mapping[str, float | None]) -> dict[str, float | None]:
-    """What a row of metrics.jsonl has beside run and step; None where nothing was measured."""
+    """The entries of a row of metrics.jsonl beside "run" and "step"; None where nothing was measured."""
     assert set(measured) <= set(MEASURED), measured
     return {name: measured.get(name) for name in MEASURED}
 
 
-def check_row(row: Mapping[str, Any], needed: Mapping[str, Callable[[Any], bool]] = OF_ALL) -> None:
-    """`Unreadable` unless a row has these entries."""
+def check_row(row: Mapping[str, object], needed: Mapping[str, Callable[[object], bool]] = OF_ALL) -> None:
+    """Raise `Unreadable` unless a row has these entries.
+
+    Args:
+      needed: by the name of an entry, whether its value is valid.
+    """
     for name, holds in needed.items():
         if not holds(row.get(name)):
             raise Unreadable(f"a row whose {name} is {shown(row.get(name))}")
@@ -142,7 +151,7 @@ def check_row(row: Mapping[str, Any], needed: Mapping[str, Callable[[Any], bool]
 
 # ---- notes of checkpoints --------------------------------------------------------------------------------------------
 
-ENTRIES: dict[str, Callable[[Any], bool]] = {
+ENTRIES: dict[str, Callable[[object], bool]] = {
     "step": is_count,
     "settings": is_object,
     "model": is_object,
@@ -155,16 +164,17 @@ ENTRIES: dict[str, Callable[[Any], bool]] = {
     "other_rows": lambda value: is_object(value) and all(map(_are_counts, value.values())),
     "spikes": _are_spikes,
 }
-# What a model that generates needs, and what a run that continues needs; older notes have no other entries.
+# The entries that generating needs, and those that resuming needs. Older notes lack the other entries.
 OF_A_MODEL = ("settings", "model", "tokenizer")
 OF_A_RUN = (*OF_A_MODEL, "text", "rows", "losses", "val_loss")
 
 
-def read_notes(path: Path, step: int, needed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The notes of the checkpoint of this step; ValueError where they cannot be its own, or lack an entry that is
-    needed beside step and arrays.
+def read_notes(path: Path, step: int, needed: tuple[str, ...] = ()) -> JsonObject:
+    """The notes of a checkpoint; ValueError if they are of another step, or lack "step", "arrays" or an entry that is
+    needed.
     """
-    notes = read_json(path, MOST_NOTES, constant=float)  # before the first validation there is none, and NaN says so
+    # The constant NaN is allowed: it is the validation loss before the first validation.
+    notes = read_json(path, MOST_NOTES, constant=float)
     missing = next((name for name in ("step", "arrays", *needed) if name not in notes), None)
     if missing is not None:
         raise ValueError(f"notes without {missing}")
@@ -176,13 +186,13 @@ def read_notes(path: Path, step: int, needed: tuple[str, ...] = ()) -> dict[str,
     return notes
 
 
-def rows_as_notes(counts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """The entries that say how many rows each log has of each run."""
+def rows_as_notes(counts: Mapping[str, Mapping[str, int]]) -> JsonObject:
+    """The entries of notes for these numbers of rows, by log and name of a run."""
     others = {Path(log).stem: counts[log] for log in (DIAGNOSTICS, EVENTS)}
     return {"rows": counts[METRICS], "other_rows": others}
 
 
-def rows_in_notes(notes: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """The same, by the names of logs."""
+def rows_in_notes(notes: JsonObject) -> dict[str, dict[str, int]]:
+    """The numbers of rows that notes have, by log and name of a run."""
     others = notes.get("other_rows", {})
     return {METRICS: notes["rows"]} | {log: others.get(Path(log).stem, {}) for log in (DIAGNOSTICS, EVENTS)}

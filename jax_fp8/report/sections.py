@@ -1,9 +1,8 @@
-"""Sections of a report, as HTML: findings, curves, maps, tables. All that comes from files is escaped."""
+"""The sections of a report as HTML: findings, curves, maps, tables. All text from files is escaped."""
 
 import json
 import math
 from html import escape
-from typing import Any
 
 from jax_fp8.report.changes import Change, changes, column_before
 from jax_fp8.report.charts import Chart, Curve, draw
@@ -13,16 +12,17 @@ from jax_fp8.report.formatting import counted, number, tensor_word
 from jax_fp8.report.heading import last_step, written
 from jax_fp8.report.ranking import COLUMNS, MOST, worst_tensors
 from jax_fp8.report.run_folder import Event, Metrics, RunFolder
+from jax_fp8.report.run_format import JsonObject
 from jax_fp8.report.step_checks import loss_against_limit
 
-SHOWN = 3  # findings of a kind; the others fold away
+SHOWN = 3  # findings of a kind; the others are folded
 EVENTS_SHOWN = 20
 CHANGES_SHOWN = 12
-BROKEN_SHOWN = 4  # of these, those that are not finite: what follows from the first is told by it
+BROKEN_SHOWN = 4  # of these, tensors that are not finite; the others only follow from the first
 
 
 def findings_section(findings: list[Finding], folder: RunFolder) -> str:
-    """The findings, folded by their kinds."""
+    """The findings, grouped by kind."""
     if not findings:
         return f"<h2>Findings</h2>{_nothing_found(folder)}"
     groups: dict[tuple[str, str, str], list[Finding]] = {}
@@ -39,7 +39,7 @@ def _nothing_found(folder: RunFolder) -> str:
 
 
 def _item(alike: list[Finding], names_run: bool) -> str:
-    """Findings of one kind: the first few, the others behind them, and what to do about all."""
+    """The findings of one kind: the first few, the others folded, and their common remedy."""
     first, rest = alike[0], alike[SHOWN:]
     shown = "".join(f"<p>{_sentence(finding)}</p>" for finding in alike[:SHOWN])
     folded = "".join(f"<p>{_sentence(finding)}</p>" for finding in rest)
@@ -61,7 +61,7 @@ def _sentence(finding: Finding) -> str:
 
 
 def _with_code(text: str) -> str:
-    """Our own text, in which code stands between backticks."""
+    """HTML of a text of this package, in which code is between backticks."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
 
@@ -97,8 +97,14 @@ def _curves(folder: RunFolder, name: str) -> list[Curve]:
     return [curve(color, run, rows) for color, (run, rows) in enumerate(folder.metrics.items())]
 
 
-def map_section(title: str, about: str, name: str, data: dict[str, Any]) -> str:
-    """A map, with its switches; page.js draws it. `name` is what findings call it by."""
+def map_section(title: str, about: str, name: str, data: JsonObject) -> str:
+    """A map with its switches, which page.js draws.
+
+    Args:
+      about: HTML that explains the map.
+      name: by which the buttons of findings find the map.
+      data: from `tensor_map` or `gradient_map`.
+    """
     parts = list(dict.fromkeys(part for _, part in data["rows"] if part))
     switches = _switch(name, "scale", [(scale["name"], scale["title"]) for scale in data["scales"]])
     if len(parts) > 1:
@@ -139,12 +145,12 @@ def tensors_section(title: str, diagnosed: Diagnosed) -> str:
 
 
 def _breakable(name: str) -> str:
-    """A name of a tensor as HTML, which may go on in the next line after a slash."""
+    """A tensor's name as HTML, which may be broken into lines after a slash."""
     return escape(name).replace("/", "/<wbr>")
 
 
 def events_section(folder: RunFolder) -> str:
-    """What changed in each step that was skipped."""
+    """Each event, and what changed in its step."""
     if not folder.events:
         return ""
     shown = "".join(_event(event, folder) for event in folder.events[:EVENTS_SHOWN])
@@ -170,18 +176,19 @@ def _event(event: Event, folder: RunFolder) -> str:
     return f"<h3>Step {event.step:,} of {escape(event.run)}</h3><p>{written(sentence)}</p>{table}"
 
 
-def _changes(found: list[Change], before: int, after: int) -> str:
-    if not found:
+def _changes(every: list[Change], before: int, after: int) -> str:
+    """The table of the largest changes between two steps; `every` begins with those that are not finite."""
+    if not every:
         return "<p><small>No tensor and no gradient changed by more than a factor of 2.</small></p>"
-    broken = [change for change in found if math.isinf(change.size)]
-    shown = [*broken[:BROKEN_SHOWN], *found[len(broken) :]][:CHANGES_SHOWN]
+    broken = [change for change in every if math.isinf(change.size)]
+    shown = [*broken[:BROKEN_SHOWN], *every[len(broken) :]][:CHANGES_SHOWN]
     rows = "".join(
         f"<tr><td>{_breakable(change.what)}</td>"
         f"<td>{change.before}</td><td>{change.after}</td><td>{change.change}</td></tr>"
         for change in shown
     )
     left_out = max(0, len(broken) - BROKEN_SHOWN)
-    rest = len(found) - len(shown) - left_out
+    rest = len(every) - len(shown) - left_out
     words = f"{left_out:,} more tensors or gradients are not finite, " if left_out else ""
     words += f"{rest:,} more changed by a factor of 2 or more."
     more = f"<p><small>{words}</small></p>" if left_out + rest else ""

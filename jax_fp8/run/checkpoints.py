@@ -1,15 +1,16 @@
-"""Checkpoints of a run: what is in one, how it is written and read, and what may be another when a run goes on.
+"""Checkpoints of a run: what one contains, how it is written and read, and what may differ when a run is resumed.
 
-    runs/<name>/checkpoints/<step>/    params, opt_state, fp8    arrays, wherever they lie
+    runs/<name>/checkpoints/<step>/    params, opt_state, fp8    arrays, sharded or not
                                        notes                     everything else, as JSON
 
-Orbax copies the arrays to the host, and writes them beside training. A folder gets its name last, so one that is called
-like a step is complete. Of every array the notes hold a sum, which tells whether what is read is what was saved.
+Orbax copies the arrays to the host and writes them while training continues. It renames the folder to the step's number
+only when all files are written, so a folder with such a name is complete. The notes hold a checksum of every array: an
+array that was damaged on the disk is detected when it is read.
 
-The weights in FP8 are not saved; they follow from params and scales. The position in the data and the random state are
-two numbers, step and seed, for batches are a function of both, and nothing is drawn while training.
+The FP8 copies of the weights are not saved; params and scales determine them. A batch is a function of step and seed,
+and so are the keys of dropout, so these two numbers replace a position in the data and a random state.
 
-Every complaint is a ValueError of one sentence: what must hold, what arrived, what to do.
+Every error is one sentence: what must hold, what arrived, what to do.
 """
 
 import contextlib
@@ -21,7 +22,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from jax.typing import ArrayLike
 
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.limits import config_of
-from jax_fp8.report.run_format import NOTES, CannotResume, read_notes
+from jax_fp8.report.run_format import NOTES, CannotResume, JsonObject, read_notes
 from jax_fp8.run.orbax_errors import quietly, reason
 from jax_fp8.run.settings import settings_from
 from jax_fp8.state.train_state import TrainState
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
-SETTLED = 0.5  # seconds after which what was written beside an array that failed has failed too
-UNFINISHED = "*.orbax-checkpoint-tmp*"
+SETTLED = 0.5  # seconds in which Orbax's other threads fail too, once the write of one array has failed
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # names of the folders that Orbax is still writing
 
 
 class CannotSave(OSError):
@@ -46,34 +48,35 @@ class CannotSave(OSError):
 
 
 class Checkpoints:
-    """Those of one training run. `last` has the notes of the last one, if the run is to go on from it.
+    """The checkpoints of one training run. `last` has the notes of the last one, if the run resumes from it.
 
     Args:
-      folder: their own; it need not exist.
-      every: steps between two; 0 saves none.
-      keep: how many of them stay.
+      folder: has nothing but checkpoints; it need not exist.
+      every: steps between two checkpoints; 0 saves none.
+      keep: how many checkpoints stay; older ones are removed.
       resume: whether to look for the last one.
     """
 
     def __init__(self, folder: Path, every: int, keep: int, resume: bool):
         self.folder, self.every, self.keep = folder.absolute(), every, keep
         self.last = read_last(folder) if resume else None
-        self._manager = self._unfinished = None  # the step that is being written
+        self._manager: ocp.CheckpointManager | None = None
+        self._unfinished: int | None = None  # the step whose checkpoint is being written
         self._quiet = contextlib.ExitStack()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()
 
     def is_due(self, step: int, steps: int) -> bool:
         return self.every > 0 and (step % self.every == 0 or step == steps)
 
     def check_room(self, state: TrainState) -> None:
-        """Refuse before training what will not fit; the state, or its shapes."""
+        """Raise before training if the disk has no room for the checkpoints of this state, of arrays or of shapes."""
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(_items(state)))
-        needed = size * (self.keep + 1 - len(steps_in(self.folder)))  # one is written before the oldest goes
+        needed = size * (self.keep + 1 - len(steps_in(self.folder)))  # a new one is written before the oldest goes
         free = shutil.disk_usage(self.folder.parent).free
         if self.every and needed > free:
             raise CannotSave(
@@ -81,8 +84,10 @@ class Checkpoints:
                 f"{free / 2**20:,.1f} MiB in {self.folder.parent}; free some space, or choose another --output"
             )
 
-    def save(self, step: int, state: TrainState, notes: dict[str, Any]) -> None:
-        """Begin to write; the state may be donated at once. The one before is finished first."""
+    def save(self, step: int, state: TrainState, notes: JsonObject) -> None:
+        """Finish the previous checkpoint, then begin to write this one. The state may be donated as soon as this
+        returns.
+        """
         if not self.every or (self.last is not None and self.last["step"] == step):
             return
         items = _items(state)
@@ -94,8 +99,8 @@ class Checkpoints:
             self._opened().save(step, args=ocp.args.Composite(notes=ocp.args.JsonSave(notes), **arguments))
         self.last, self._unfinished = notes, step
 
-    def _check_folder(self):
-        """Raise where Orbax would wait for minutes, or make a folder again that somebody took away."""
+    def _check_folder(self) -> None:
+        """Raise where Orbax would wait for minutes, or create a folder again that somebody has removed."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(f"no folder {self.folder.parent}")
         if self.folder.exists() and not self.folder.is_dir():
@@ -104,22 +109,23 @@ class Checkpoints:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def finish(self) -> None:
-        """Wait until the last one is written."""
+        """Wait until the last checkpoint is written."""
         with self._writing():
             self._wait()
             if self._manager is not None:
                 self._manager.close()
         self._close()
 
-    def restore(self, like: TrainState, new_fp8: Callable[[], Any]) -> tuple[TrainState, bool]:
-        """The state of the last one, and whether its FP8 state is new: that of another recipe is.
+    def restore(self, like: TrainState, new_fp8: Callable[[], PyTree]) -> tuple[TrainState, bool]:
+        """The state of the last checkpoint, and whether its FP8 state is new, because another recipe saved the
+        checkpoint.
 
         Args:
-          like: `step.state_shapes(...)`; what has no sharding is put on the first device.
-          new_fp8: makes the FP8 state before the first step.
+          like: `step.state_shapes(...)`; a leaf without a sharding is put on the first device.
+          new_fp8: makes the FP8 state as it is before the first step.
         """
-        assert self.last is not None, "there is one"
-        like = jax.tree.map(_with_place, like)
+        assert self.last is not None, "there is a checkpoint"
+        like = jax.tree.map(_with_sharding, like)
         wanted = _items(like)
         has_scales = _types(self.last["arrays"].get("fp8", {})) == describe(wanted.get("fp8", {}))
         if not has_scales:
@@ -130,13 +136,15 @@ class Checkpoints:
         step = _put(self.last["step"], like.step)
         return TrainState(step, items["params"], fp8_state, items["opt_state"]), is_new
 
-    def restore_variables(self, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Some of "params" and "fp8" of the last one, for a program that does not train; `like` as in `restore`."""
-        return self._read({name: jax.tree.map(_with_place, tree) for name, tree in like.items()})
+    def restore_variables(self, like: Variables) -> dict[str, PyTree]:
+        """The collections "params" and "fp8" of the last checkpoint, as far as `like` has them, for a program that does
+        not train; `like` as in `restore`.
+        """
+        return self._read({name: jax.tree.map(_with_sharding, tree) for name, tree in like.items()})
 
-    def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Some of the items, each in the places of its like, and as it was saved."""
-        assert self.last is not None, "there is one"
+    def _read(self, wanted: dict[str, PyTree]) -> dict[str, PyTree]:
+        """These items of the last checkpoint, sharded as in `wanted`. Raises if an array is not as it was saved."""
+        assert self.last is not None, "there is a checkpoint"
         step, saved = self.last["step"], self.last["arrays"]
         for name, tree in wanted.items():
             _check_types(name, _types(saved.get(name, {})), describe(tree))
@@ -144,29 +152,29 @@ class Checkpoints:
         with self._writing():
             manager = self._opened()
         with _reading(self.folder, step):
-            found = manager.restore(step, args=ocp.args.Composite(**arguments))
+            restored = manager.restore(step, args=ocp.args.Composite(**arguments))
             for name in wanted:
-                wrong = [path for path, array in describe(found[name]).items() if array != saved[name][path]]
+                wrong = [path for path, array in describe(restored[name]).items() if array != saved[name][path]]
                 if wrong:
                     raise ValueError(f"other numbers in {name}{wrong[0]}")
-            return {name: found[name] for name in wanted}
+            return {name: restored[name] for name in wanted}
 
     def _opened(self) -> ocp.CheckpointManager:
         if self._manager is None:
             if self.every:
                 options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, cleanup_tmp_directories=True)
-            else:  # another process may be writing the next one
+            else:  # another process may be writing the next checkpoint
                 options = ocp.CheckpointManagerOptions(read_only=True)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
             self._quiet.enter_context(quietly())
         return self._manager
 
-    def _close(self):
+    def _close(self) -> None:
         self._manager = None
         self._quiet.close()
 
-    def _wait(self):
-        """For what is being written: it must be there then."""
+    def _wait(self) -> None:
+        """Wait for the checkpoint that is being written, and raise if its folder does not exist then."""
         if self._unfinished is None:
             return
         step, self._unfinished = self._unfinished, None
@@ -176,7 +184,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """What went wrong, in one sentence; what is unfinished takes no room then."""
+        """Turn an error of the block into a `CannotSave` of one sentence, and remove the unfinished checkpoint."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -189,13 +197,15 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
             self._close()
             steps = steps_in(self.folder)
-            remains = f"that of step {steps[-1]} is whole, --resume goes on from it" if steps else "there is none yet"
-            raise CannotSave(f"a checkpoint must find room in {self.folder}, got {reason(error)}; {remains}") from error
+            remedy = "choose another --output: no checkpoint is complete yet"
+            if steps:
+                remedy = f"the checkpoint of step {steps[-1]} is complete, --resume continues from it"
+            raise CannotSave(f"a checkpoint must be written to {self.folder}, got {reason(error)}; {remedy}") from error
 
 
 @contextlib.contextmanager
 def _reading(folder: Path, step: int) -> Iterator[None]:
-    """What went wrong, in one sentence."""
+    """Turn an error of the block into a `CannotResume` of one sentence."""
     try:
         with quietly():
             yield
@@ -204,19 +214,22 @@ def _reading(folder: Path, step: int) -> Iterator[None]:
         if type(error) is not Exception and not isinstance(error, OSError | ValueError | KeyError):
             raise
         path, before = folder / str(step), [number for number in steps_in(folder) if number < step]
-        remedy = f"remove it, and --resume goes on from step {before[-1]}" if before else "there is no other"
+        remedy = "there is no other, so begin a new run"
+        if before:
+            remedy = f"remove it, and --resume continues from step {before[-1]}"
         raise CannotResume(f"the checkpoint {path} must be as it was saved, got {reason(error)}; {remedy}") from None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of which steps there are checkpoints, in order."""
-    found = (path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
-    return sorted(int(path.name) for path in found if path.name == str(int(path.name)))  # and not 007
+    """The steps that have a checkpoint in this folder, ascending."""
+    numbered = (path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+    return sorted(int(path.name) for path in numbered if path.name == str(int(path.name)))  # and not 007
 
 
-def read_last(folder: Path, needed: tuple[str, ...] = ()) -> dict[str, Any] | None:
-    """The notes of the last checkpoint in a folder, which must have these entries. No more than a file is read: with
-    Orbax, all processes would have to come.
+def read_last(folder: Path, needed: tuple[str, ...] = ()) -> JsonObject | None:
+    """The notes of the last checkpoint in a folder, which must have these entries; None where there is no checkpoint.
+
+    The file is read without Orbax, whose reads all processes would have to join.
     """
     steps = steps_in(folder)
     if not steps:
@@ -230,16 +243,18 @@ def read_last(folder: Path, needed: tuple[str, ...] = ()) -> dict[str, Any] | No
         return notes
 
 
-def _check_settings(described: dict[str, Any]) -> None:
-    """Raise unless settings are such as a command line gives. Older checkpoints have fewer of them."""
+def _check_settings(described: Mapping[str, object]) -> None:
+    """Raise unless a command line could give these settings. Checkpoints of older versions have fewer of them."""
     for name in ("preset", "recipe", "tokenizer", "vocab_size"):
         if name not in described:
             raise ValueError(f"notes whose settings are without {name}")
     settings_from(described)
 
 
-def describe(tree: Any) -> dict[str, list]:
-    """Of every array its dtype and shape, and the sum of its bits, unless it is only a shape."""
+def describe(tree: PyTree) -> dict[str, list]:
+    """By path, the dtype and shape of every leaf; for arrays the checksum of their bits as well, which a
+    `jax.ShapeDtypeStruct` does not have.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get([_sum_of_bits(leaf) for _, leaf in leaves if isinstance(leaf, jax.Array)])
     numbers = iter(sums)
@@ -252,46 +267,50 @@ def describe(tree: Any) -> dict[str, list]:
 
 @jax.jit
 def _sum_of_bits(array: jax.Array) -> jax.Array:
-    """uint32[]: every element has an odd factor of its own, so that one that changes shows, and two that change places.
-    The same wherever the array lies, for sums of integers have no order.
+    """uint32[]: the sum of all elements' bits, each times an odd factor of its own. So the sum changes when one element
+    changes, and when two elements swap places.
+
+    Sums of integers do not depend on the order, so every sharding gives the same checksum.
     """
     bits = lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
-    place = jnp.zeros((), jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)  # of each element in the flattened array
     for dim, size in enumerate(array.shape):
-        place = place * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, array.shape, dim)
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+        index = index * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, array.shape, dim)
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
-def _items(state: TrainState) -> dict[str, Any]:
-    """What is saved of a state; nothing of what is empty."""
+def _items(state: TrainState) -> dict[str, PyTree]:
+    """The trees of a state that a checkpoint has, without empty ones."""
     items = {"params": state.params, "opt_state": state.opt_state, "fp8": state.fp8}
     return {name: tree for name, tree in items.items() if jax.tree.leaves(tree)}
 
 
 def _types(arrays: dict[str, list]) -> dict[str, list]:
+    """Dtype and shape of each array that `describe` describes, without the checksum."""
     return {path: array[:2] for path, array in arrays.items()}
 
 
-def _check_types(name, saved, wanted) -> None:
-    """Raise unless arrays are there, and are kept in the dtypes and shapes that this run has."""
+def _check_types(name: str, saved: Mapping[str, list], wanted: Mapping[str, list]) -> None:
+    """Raise unless the checkpoint has the arrays of this run, in the same dtypes and shapes."""
     for path in [*wanted, *saved]:
         if saved.get(path) != wanted.get(path):
-            one, other = (_written(arrays.get(path)) for arrays in (wanted, saved))
+            own, other = (_in_words(arrays.get(path)) for arrays in (wanted, saved))
             raise CannotResume(
-                f"{name}{path} must be {one} in this run, got {other} in the checkpoint; train with the options "
+                f"{name}{path} must be {own} in this run, got {other} in the checkpoint; train with the options "
                 "that it was saved with"
             )
 
 
-def _written(array: list | None) -> str:
+def _in_words(array: list | None) -> str:
     return "absent" if array is None else f"{array[0]}{array[1]}"
 
 
-def _with_place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    place = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _put(value: Any, like: Any) -> jax.Array:
+def _put(value: ArrayLike, like: jax.Array) -> jax.Array:
+    """The whole array, which every process has, sharded as `like`."""
     whole = np.asarray(value, like.dtype)
     return jax.make_array_from_callback(whole.shape, like.sharding, lambda index: whole[index])

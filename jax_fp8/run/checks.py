@@ -1,8 +1,8 @@
-"""What a run refuses, beside what the library refuses when the step is made: a ValueError of one sentence, before
-anything is computed.
+"""Checks of a run's settings, before anything is computed: each raises a ValueError of one sentence.
 
-Whether a mesh splits a model, or a schedule runs, the library says: job.py makes the step first. Here is what it would
-say only when the step is traced, and what only a run knows.
+The library itself refuses a mesh that cannot split the model and a schedule that cannot run, as soon as job.py makes
+the step. The checks here are those that the library would only do when it traces the step, and those of the command
+line, the text and the processes, which the library does not know.
 """
 
 import os
@@ -25,7 +25,7 @@ AT_LEAST = {"steps": 1, "batch_size": 1, "seq_len": 1, "microbatches": 1, "eval_
 
 
 def check(settings: Settings) -> None:
-    """Raise for settings that cannot be trained, whatever the devices and the text."""
+    """Raise for settings that no device and no text could be trained with."""
     for field, least in AT_LEAST.items():
         if (value := getattr(settings, field)) < least:
             raise ValueError(f"--{field.replace('_', '-')} must be at least {least}, got {value}")
@@ -40,18 +40,18 @@ def check(settings: Settings) -> None:
     if settings.hidden_size < 16 or settings.hidden_size % 16:
         raise ValueError(f"--hidden-size must be a multiple of 16 for FP8 GEMMs, got {settings.hidden_size}")
     if settings.name != Path(settings.name).name or settings.name == "..":
-        raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder by --output")
+        raise ValueError(f"--name must be a plain folder name, got {settings.name!r}; choose the folder with --output")
     parse_steps(settings.profile, settings.steps)
     _check_recipe(settings)
     _check_processes(settings)
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """`20:24` → the steps from 20 to 24; none of an empty text."""
+    """`20:24` → the steps from 20 to 24; an empty text has no steps."""
     if not text:
         return range(0)
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last <= steps:
         raise ValueError(
             f"--profile must be FIRST:LAST, two of the steps 1 to {steps}, got {text!r}; "
@@ -60,46 +60,51 @@ def parse_steps(text: str, steps: int) -> range:
     return range(first, last + 1)
 
 
-def _check_recipe(settings):
+def _check_recipe(settings: Settings) -> None:
     if settings.recipe == "bf16" and settings.compare:
-        raise ValueError("--compare sets an FP8 recipe beside bf16; choose --recipe delayed, current or block")
+        raise ValueError(
+            "--compare trains an FP8 recipe and bf16, got --recipe bf16; choose --recipe delayed, current or block"
+        )
     if settings.recipe == "bf16" and (settings.fast or settings.fp8_head):
         raise ValueError(
-            "--fast and --fp8-head are about FP8, got --recipe bf16; choose --recipe delayed or --recipe current"
+            "--fast and --fp8-head need an FP8 recipe, got --recipe bf16; choose --recipe delayed or --recipe current"
         )
     if settings.fp8_attention and settings.recipe != "delayed":
         raise ValueError(
-            f"--fp8-attention casts by scales of earlier steps, got --recipe {settings.recipe}; leave it out, or "
+            f"--fp8-attention casts with scales from earlier steps, got --recipe {settings.recipe}; leave it out, or "
             "choose --recipe delayed"
         )
     if settings.fp8_attention and settings.seq_len % 128:
         raise ValueError(
-            f"--fp8-attention needs a multiple of 128 tokens, got --seq-len {settings.seq_len}; change it, or leave "
+            f"--fp8-attention needs --seq-len to be a multiple of 128, got {settings.seq_len}; change it, or leave "
             "--fp8-attention out"
         )
 
 
-def _check_processes(settings):
+def _check_processes(settings: Settings) -> None:
     by_hand = {
         "--coordinator": settings.coordinator or None,
         "--num-processes": settings.num_processes,
         "--process-id": settings.process_id,
     }
-    given = [flag for flag, value in by_hand.items() if value is not None]
-    if settings.distributed and given:
-        raise ValueError(f"--distributed asks the environment for its processes, got also {given[0]}; give one of them")
-    if given and len(given) < 3:
-        missing = [flag for flag in by_hand if flag not in given]
-        raise ValueError(f"{', '.join(by_hand)} belong together, got no {missing[0]}; give all three, or --distributed")
-    if not given:
+    flags = [flag for flag, value in by_hand.items() if value is not None]
+    if settings.distributed and flags:
+        raise ValueError(
+            f"--distributed reads the processes from the environment, got also {flags[0]}; give one of them"
+        )
+    if not flags:
         return
+    num_processes, process_id = settings.num_processes, settings.process_id
+    if not settings.coordinator or num_processes is None or process_id is None:
+        missing = next(flag for flag in by_hand if flag not in flags)
+        raise ValueError(f"{', '.join(by_hand)} belong together, got no {missing}; give all three, or --distributed")
     host, _, port = settings.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"--coordinator must be HOST:PORT of the first process, got {settings.coordinator!r}")
-    if settings.num_processes < 1:
-        raise ValueError(f"--num-processes must be at least 1, got {settings.num_processes}")
-    if not 0 <= settings.process_id < settings.num_processes:
-        raise ValueError(f"--process-id must be from 0 to {settings.num_processes - 1}, got {settings.process_id}")
+    if num_processes < 1:
+        raise ValueError(f"--num-processes must be at least 1, got {num_processes}")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"--process-id must be from 0 to {num_processes - 1}, got {process_id}")
 
 
 def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
@@ -124,24 +129,30 @@ def check_on_mesh(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
         )
     if settings.gradient_dtype != "float32" and stages * data * fsdp == 1:
         raise ValueError(
-            f"--gradient-dtype is that of sums over data, fsdp and pipe, got --mesh {settings.mesh}; add one of them"
+            f"--gradient-dtype needs a mesh with data, fsdp or pipe to sum gradients over, got --mesh {settings.mesh}; "
+            "add one of them"
         )
     if settings.fp8_attention and stages > 1:
         raise ValueError(
-            f"the layers of a pipeline attend in bfloat16, got --fp8-attention and --mesh {settings.mesh}; "
+            f"a pipeline computes attention in bfloat16, got --fp8-attention and --mesh {settings.mesh}; "
             "leave out --fp8-attention, or pipe"
         )
     _check_widths(settings, model, tensor, stages * fsdp * tensor)
 
 
-def _check_widths(settings, model, tensor, parts):
-    """Each device multiplies whole lines of 16; by tile it casts whole tiles, since validation casts a kernel where
-    it lies.
+def _check_widths(settings: Settings, model: GPTConfig, tensor: int, parts: int) -> None:
+    """Raise unless the part of each width that a device has is a multiple of 16, as FP8 GEMMs need it, or of 128 with
+    the recipe block: in validation each device casts its own part of a kernel, which must be whole tiles.
+
+    Args:
+      tensor: devices of the mesh's axis `tensor`.
+      parts: into which params are split, over `pipe`, `fsdp` and `tensor`.
     """
     if tensor == 1 and (settings.recipe != "block" or parts == 1):
         return
     split, unit = (parts, 128) if settings.recipe == "block" else (tensor, 16)
-    kv_parts = tensor if model.kv_heads % tensor == 0 or settings.recipe == "block" else 1  # with fewer, each has all
+    # With fewer heads of keys and values than devices, each device has all of them.
+    kv_parts = tensor if model.kv_heads % tensor == 0 or settings.recipe == "block" else 1
     widths = {
         "--hidden-size": (model.hidden_size, split),
         "the width of the MLP": (model.mlp_hidden_size or 4 * model.hidden_size, split),
@@ -162,10 +173,10 @@ def _check_widths(settings, model, tensor, parts):
 
 
 def check_memory(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
-    """Raise where not even params and optimizer state have room, whatever else a step needs."""
-    found = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **mesh.shape))
+    """Raise if a device has no room for params and optimizer state alone; a step needs more than these."""
+    memory = memory_of(Setting(shape=shape_of(model), batch=1, sequence=model.max_seq_len, **mesh.shape))
     moments = sum(jnp.dtype(dtype).itemsize for dtype in (settings.mu_dtype, settings.nu_dtype))
-    needed, room = found.params + found.optimizer * moments / 8, _memory(mesh)  # which takes them to be float32
+    needed, room = memory.params + memory.optimizer * moments / 8, _memory(mesh)  # `memory_of` takes float32 moments
     if needed > room:
         raise ValueError(
             f"params and optimizer state must fit into {room / 2**30:.1f} GiB of a device, got "
@@ -173,15 +184,15 @@ def check_memory(settings: Settings, mesh: Mesh, model: GPTConfig) -> None:
         )
 
 
-def _memory(mesh) -> float:
-    """Bytes of a device; CPU devices share those of their host."""
+def _memory(mesh: Mesh) -> float:
+    """Bytes of a device; CPU devices share their host's memory."""
     devices = mesh.local_devices
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
 
 
 def check_length(train: int, held_out: int, settings: Settings) -> None:
-    """Raise where there are too few tokens."""
+    """Raise if the text has too few tokens for one batch, or for validation."""
     needed = settings.batch_size * settings.seq_len + 1
     if train < needed:
         raise ValueError(

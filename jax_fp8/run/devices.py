@@ -1,6 +1,6 @@
 """The devices of a run: its mesh, and the processes that share it, on one host or on many.
 
-Each process runs the whole program, on its own part of every batch. The first one writes and prints.
+Each process runs the whole program on its own rows of every batch. Only the first process writes files and prints.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_fp8.parallel.mesh import AXES, DATA, FSDP, parse_axes
 from jax_fp8.run.settings import Settings
 
-TOLD = 2**14  # bytes that one process can tell the others
+MESSAGE_BYTES = 2**14  # of the message that the first process can broadcast
 CANNOT = bytes(32)  # the fingerprint of a process that cannot run
 
 
@@ -22,7 +22,7 @@ CANNOT = bytes(32)  # the fingerprint of a process that cannot run
 
 
 def make_mesh(text: str) -> Mesh:
-    """`data=2,tensor=4` → a mesh with all AXES, of the first devices; with several processes, of all devices."""
+    """`data=2,tensor=4` → a mesh with all AXES, of the first devices. Several processes must use all their devices."""
     sizes, devices = parse_axes(text), jax.devices()
     count = math.prod(sizes.values())
     if count > len(devices):
@@ -35,28 +35,31 @@ def make_mesh(text: str) -> Mesh:
             f"--mesh must have all {len(devices)} devices of the {jax.process_count()} processes, got {text}; "
             f"say data={len(devices)}, or split them over the axes"
         )
-    # Auto: validation and sample are plain jitted functions, which the compiler splits as params and batch are.
+    # Auto: validation and sample are plain jitted functions, which XLA partitions by the shardings of params and batch.
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:count])
 
 
 def own_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """The rows of a batch that devices of this process have."""  # (rows,)
-    of_devices = _by_sequence(mesh, 0).addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in of_devices]))
+    """The rows of a batch that the devices of this process have."""  # (rows,)
+    indices = _by_sequence(mesh, 0).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in indices]))
 
 
 def on_mesh(mesh: Mesh, rows: np.ndarray) -> jax.Array:
-    """A batch (rows, seq), or several (count, rows, seq), on the mesh: of each, this process has its own rows.
+    """A batch (rows, seq), or several (count, rows, seq), as an array of the whole mesh; `rows` are those of this
+    process.
 
-    On one device as an array of no mesh, as params are: a step of another kind of batch would be compiled once more.
+    On one device the array has no mesh, and neither do the params: with another kind of sharding, jax would compile the
+    step once more.
     """
     if mesh.size == 1:
         return jax.device_put(rows, mesh.devices.item())
     return jax.make_array_from_process_local_data(_by_sequence(mesh, rows.ndim - 2), rows)
 
 
-def _by_sequence(mesh, dim) -> NamedSharding:
+def _by_sequence(mesh: Mesh, dim: int) -> NamedSharding:
+    """Splits this dim, that of the sequences, over `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(*[None] * dim, (DATA, FSDP)))
 
 
@@ -64,7 +67,7 @@ def _by_sequence(mesh, dim) -> NamedSharding:
 
 
 def start(settings: Settings) -> None:
-    """Find the other processes, before jax looks for devices. A run of one process finds nobody."""
+    """Connect to the other processes, which must happen before jax looks for devices. A single process does nothing."""
     if settings.distributed:
         try:
             jax.distributed.initialize()
@@ -78,26 +81,28 @@ def start(settings: Settings) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process writes and prints; nobody is asked where there is only one."""
+    """Whether this process writes and prints. It does not ask jax for devices unless there are several processes."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def all_end(step: int) -> bool:
-    """Whether all processes are to end after this step: jax agrees on one as soon as any of them gets a SIGTERM."""
+    """Whether all processes must end after this step: jax chooses one step for all as soon as one of them gets a
+    SIGTERM.
+    """
     return multihost_utils.reached_preemption_sync_point(step)
 
 
 def fingerprint(*parts: bytes) -> bytes:
-    """32 bytes that are others where a part is."""
+    """32 bytes that differ if any part differs."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 
 def agree(own: bytes = CANNOT) -> None:
-    """Wait for all processes, and raise unless they are about to do the same: one that trains on another text, or that
-    ends here, would leave the others to a wrong loss, or waiting.
+    """Wait for all processes, and raise unless they have the same fingerprint. A process that trained on another text
+    would make the loss of all wrong, and the others would wait for one that has ended.
 
     Args:
-      own: the `fingerprint` of what this process is about to do; without it, it cannot run, and has said why.
+      own: the `fingerprint` of this process's options and text; `CANNOT` if it cannot run and has said why.
     """
     if not jax.distributed.is_initialized():
         return
@@ -107,7 +112,9 @@ def agree(own: bytes = CANNOT) -> None:
     others = [number for number, theirs in enumerate(everyone) if theirs.tobytes() != own]
     cannot = [number for number in others if everyone[number].tobytes() == CANNOT]
     if cannot:
-        raise ValueError(f"all processes must be able to run, but process {cannot[0]} is not, and says why; mend that")
+        raise ValueError(
+            f"all processes must be able to run, but process {cannot[0]} is not; it prints the reason, fix that"
+        )
     if others:
         raise ValueError(
             "all processes must have the same options and the same text, "
@@ -116,10 +123,10 @@ def agree(own: bytes = CANNOT) -> None:
 
 
 def tell_all(text: str) -> str:
-    """What the first process says, in all of them."""
+    """Broadcast the text of the first process to all; `text` of the others is ignored."""
     if not jax.distributed.is_initialized():
         return text
-    room = np.zeros(TOLD, np.uint8)
-    said = np.frombuffer(text.encode(), np.uint8)
-    room[: len(said)] = said
-    return bytes(multihost_utils.broadcast_one_to_all(room)).rstrip(b"\0").decode()
+    message = np.zeros(MESSAGE_BYTES, np.uint8)  # all processes must pass arrays of one shape
+    content = np.frombuffer(text.encode(), np.uint8)
+    message[: len(content)] = content
+    return bytes(multihost_utils.broadcast_one_to_all(message)).rstrip(b"\0").decode()

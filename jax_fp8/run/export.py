@@ -1,4 +1,4 @@
-"""Write the params of a run's last checkpoint to a file, with the shape of their model, and the tokenizer beside it.
+"""Write the params of a run's last checkpoint to a file with the model's config, and the tokenizer beside it.
 
     python -m jax_fp8 export mine --to mine.safetensors
     python -m jax_fp8 convert --from mine.safetensors --to huggingface mine-hf
@@ -26,11 +26,11 @@ class Export:
     """Write the params of a run to a file."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """A run's folder, or its name among those of --output."""
+    """A run's folder, or the name of a run in --output."""
     to: Path
-    """The file, *.safetensors."""
+    """The file to write, NAME.safetensors."""
     output: Path = Path("runs")
-    """Where run folders are."""
+    """The folder that has the run folders."""
 
 
 def read_export(argv: list[str]) -> Export:
@@ -38,30 +38,34 @@ def read_export(argv: list[str]) -> Export:
 
 
 def export(wanted: Export) -> str:
-    """Write it, and say what it is."""
+    """Write the file, and return a sentence that says what was written."""
     if wanted.to.suffix != PARAMS:
         raise ValueError(f"--to must be a file with the ending {PARAMS}, got {wanted.to}")
     trained = load_run(find(Request(run=wanted.run, output=wanted.output)))
-    beside = wanted.to.with_name(TOKENIZER)
+    tokenizer_file = wanted.to.with_name(TOKENIZER)
     tokenizer = trained.encoder.text() if isinstance(trained.encoder, PairEncoder) else None
-    check_is_alone(beside, tokenizer)
+    check_no_other(tokenizer_file, tokenizer)
     save_params(wanted.to, trained.variables["params"], trained.model.config)
     if tokenizer is None:
         return f"{wanted.to} has {trained.origin}; its tokens are bytes"
-    write_text(beside, tokenizer)
-    return f"{wanted.to} has {trained.origin}, {beside} its tokenizer"
+    write_text(tokenizer_file, tokenizer)
+    return f"{wanted.to} has {trained.origin}, {tokenizer_file} its tokenizer"
 
 
-def check_is_alone(beside: Path, tokenizer: str | None) -> None:
-    """Raise where a tokenizer of another model lies where that of this one belongs: one of them would be lost."""
-    if not os.path.lexists(beside):
+def check_no_other(tokenizer_file: Path, tokenizer: str | None) -> None:
+    """Raise if the file exists and is another model's tokenizer: writing this model's would overwrite it; keeping it
+    would give this model the wrong one.
+    """
+    if not os.path.lexists(tokenizer_file):
         return
     try:
-        is_own = read_text(beside) == tokenizer
+        is_own = read_text(tokenizer_file) == tokenizer
     except Unreadable:
         is_own = False
     if not is_own:
-        raise ValueError(f"--to must be in a folder without another model's {TOKENIZER}, got {beside}; choose another")
+        raise ValueError(
+            f"--to must be in a folder without another model's {TOKENIZER}, got {tokenizer_file}; choose another"
+        )
 
 
 def main(argv: list[str]) -> int:

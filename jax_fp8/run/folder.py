@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<name>/`: made, locked and written. Its format is in report/run_format.py."""
+"""The folder of a run, `runs/<name>/`: how it is created, locked and written. report/run_format.py has its format."""
 
 import contextlib
 import errno
@@ -10,38 +10,47 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from jax_fp8.core.files import write_bytes, write_text
-from jax_fp8.report.run_format import LOGS, METRICS, PICTURE, TOKENIZER, CannotResume, write_config
+from jax_fp8.report.run_format import LOGS, METRICS, PICTURE, TOKENIZER, CannotResume, JsonObject, write_config
 from jax_fp8.run.logs import Log
 
-PICTURE_BYTES = 2**20  # and configuration, at most
-TRIAL_BYTES = 2**24  # that are written to see whether there is room; beyond them the disk is asked
+PICTURE_BYTES = 2**20  # of picture and configuration together, at most
+TRIAL_BYTES = 2**24  # at most so many are written as a trial; for the rest, the disk's free space is compared
 
 
 class Existing(NamedTuple):
-    """A run that continues: its folder, and of each of its logs how many rows it had of each of its runs."""
+    """A run to resume: its folder and, by log and name of a run, how many rows were there at the checkpoint."""
 
     path: Path
     rows: dict[str, dict[str, int]]
 
 
 class Folder:
-    """A new `runs/<name>/`, with room for logs of so many bytes; or that of a run that goes on. `rows` are those of
-    metrics.jsonl.
+    """A new folder `runs/<name>/`, or that of a resumed run. `rows` are those of metrics.jsonl.
 
-    A name already taken gets a number: nothing is ever overwritten. ValueError where nothing can be written.
-    Of several processes one writes; to the others it is a folder that they leave alone.
+    If the name is taken, the new folder gets a number: nothing is ever overwritten. Of several processes only one
+    writes; for the others every method that writes does nothing.
+
+    Args:
+      parent: the folder that has the run folders.
+      size: bytes of all logs, which the disk must have room for.
+      is_written: whether this process writes.
+      existing: the run to resume, if any.
+
+    Raises:
+      ValueError: where the folder cannot be written to.
     """
 
     def __init__(self, parent: Path, name: str, size: int, is_written: bool = True, existing: Existing | None = None):
-        self.is_written, self.rows, self.existing = is_written, [], existing
+        self.is_written, self.existing = is_written, existing
+        self.rows: list[JsonObject] = []
         self._logs: dict[str, Log] = {}
         self.path = existing.path if existing else parent / name
         if not is_written:
@@ -63,11 +72,11 @@ class Folder:
                 number += 1
             except OSError as error:
                 raise ValueError(
-                    f"a run needs a folder to write to, got {error.strerror} for {self.path}; choose one by --output"
+                    f"a run needs a folder to write to, got {error.strerror} for {self.path}; choose one with --output"
                 ) from None
 
     def _try_to_write(self, size: int) -> None:
-        """Write as much as a run will, and remove it: a full disk shows now, and not after training."""
+        """Write as much as the run will, and remove it: so a full disk ends the run before training, not after it."""
         try:
             with tempfile.TemporaryFile(dir=self.path) as trial:
                 trial.write(bytes(min(size, TRIAL_BYTES)))
@@ -77,54 +86,56 @@ class Folder:
             self.remove()
             raise ValueError(
                 f"a run writes up to {math.ceil(size / 2**20):,} MiB, got {error.strerror} in {self.path.parent}; "
-                "free some space, or choose another folder by --output"
+                "free some space, or choose another folder with --output"
             ) from None
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from going on with the run meanwhile: rows and checkpoints of both would mix. The system
-        takes the lock away when the process ends, however it does.
+        """Lock the folder, so that no other process resumes the same run: rows and checkpoints of both would mix. The
+        operating system releases the lock when the process ends, however it ends.
         """
         if not self.is_written:
             yield
             return
         number = os.open(self.path, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # of a file system without locks
+            with contextlib.suppress(OSError):  # raised by a file system without locks
                 try:
                     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise CannotResume(
-                        f"a run must be alone in its folder, but another process is writing to {self.path}; wait until "
-                        "it has ended, or choose another --name"
+                        f"only one process may write to {self.path}, but another one is writing to it; wait until it "
+                        "has ended, or choose another --name"
                     ) from None
             yield
         finally:
             os.close(number)
 
-    def like_that_of_the_first(self, path: Path, goes_on: bool) -> "Folder":
-        """Of a process that writes no log: where the first one writes, and all of them their parts of checkpoints."""
-        self.path, self.existing = path, Existing(path, {}) if goes_on else None
+    def follow(self, path: Path, is_resumed: bool) -> "Folder":
+        """Use the folder that the first process has chosen: all processes write their shards of checkpoints to it."""
+        self.path, self.existing = path, Existing(path, {}) if is_resumed else None
         return self
 
     def remove(self) -> None:
-        """Leave nothing of a run that cannot begin."""
+        """Remove the new folder of a run that cannot begin."""
         if self.is_written and self.existing is None:
             self.path.rmdir()
 
-    def write_config(self, settings: dict, model: dict, computed_with: dict) -> None:
+    def write_config(
+        self, settings: Mapping[str, object], model: Mapping[str, object], computed_with: Mapping[str, object]
+    ) -> None:
         if self.is_written:
             write_config(self.path, settings, model, computed_with)
 
     def write_tokenizer(self, text: str) -> None:
-        """Once, for programs that read checkpoints."""
+        """Write tokenizer.json, which `generate` and `export` read, unless it is there."""
         path = self.path / TOKENIZER
         if self.is_written and not path.exists():
             write_text(path, text)
 
     def take_up(self) -> None:
-        """Keep of the log what was there when the checkpoint was saved, and read it: what came later will come again.
-        Of a new run there is nothing to keep, and it is done once.
+        """Cut the logs of a resumed run back to the rows from before its checkpoint, and read these: training logs the
+        later steps again. Does nothing for a new run, or when called again.
         """
         existing, self.existing = self.existing, None
         if existing is None or not self.is_written:
@@ -135,22 +146,22 @@ class Folder:
                 self.rows = rows
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Of each log the rows of each run, for `take_up`; on the disk, when this returns."""
+        """By log and name of a run, how many rows there are, for `take_up`. They are on the disk when this returns."""
         return {name: self._log(name).counts() for name in LOGS}
 
-    def append(self, log: str, row: dict) -> None:
+    def append(self, log: str, row: JsonObject) -> None:
         if log == METRICS:
             self.rows.append(row)
         self._log(log).append(row)
 
-    def _log(self, name) -> Log:
+    def _log(self, name: str) -> Log:
         if name not in self._logs:
             self._logs[name] = Log(self.path / name, self.is_written)
         return self._logs[name]
 
     def plot(self, title: str) -> None:
-        """Training and validation loss of every run of this folder, on one plot; the first is drawn thin, over the
-        second, for they may lie on each other.
+        """Plot training and validation loss of every run of this folder. The curve of the first run is thin and drawn
+        over the thick one of the second, so that both can be seen where they coincide.
         """
         if not self.is_written:
             return
@@ -164,8 +175,17 @@ class Folder:
                 ]
                 alpha = 0.5 if key == "loss" else 1.0
                 steps, losses = zip(*points, strict=True) if points else ((), ())
-                look = {"color": color, "alpha": alpha, "linewidth": width, "markersize": 4 + width, "zorder": -width}
-                axes.plot(steps, losses, style, label=f"{run}, {label}", **look)
+                axes.plot(
+                    steps,
+                    losses,
+                    style,
+                    label=f"{run}, {label}",
+                    color=color,
+                    alpha=alpha,
+                    linewidth=width,
+                    markersize=4 + width,
+                    zorder=-width,
+                )
         axes.set(title=title, xlabel="step", ylabel="cross entropy, nats per token")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -174,8 +194,8 @@ class Folder:
         write_bytes(self.path / PICTURE, picture.getvalue())
 
 
-def versions(mesh: Mesh) -> dict[str, Any]:
-    """What a run was computed with."""
+def versions(mesh: Mesh) -> dict[str, str]:
+    """The device of a run, and the versions of Python and of the packages that compute."""
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     device = mesh.devices.flat[0]
     return {

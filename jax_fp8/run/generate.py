@@ -1,5 +1,5 @@
-"""Generate text from a run's last checkpoint, with the recipe and the tokenizer that it was trained with; or from a
-model of Hugging Face, in bfloat16, or a file that `python -m jax_fp8 convert` made of one.
+"""Generate text from a run's last checkpoint, with the recipe and the tokenizer of the run; or in bfloat16 from a
+Hugging Face model, or from a file that `python -m jax_fp8 convert` made of one.
 
     python -m jax_fp8 train --name mine --checkpoint-every 100
     python -m jax_fp8 generate mine --prompt "def " --tokens 100 --temperature 0.8 --top-k 40
@@ -7,20 +7,21 @@ model of Hugging Face, in bfloat16, or a file that `python -m jax_fp8 convert` m
 
 notes of the checkpoint → model; its arrays → variables; prompt → tokens ─generate→ tokens → text
 
-It writes no file: the run may continue meanwhile. The model must fit on one device.
+Generating writes no file, so the run may train at the same time. The model must fit on one device.
 """
 
 import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
 import tyro
 
 from jax_fp8.core.files import Unreadable, read_json
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.models.generate import generate
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.huggingface.weights import load_huggingface
@@ -34,36 +35,36 @@ from jax_fp8.run.settings import settings_from
 from jax_fp8.run.text import ByteEncoder, Encoder, PairEncoder
 
 PARAMS = ".safetensors"
-TEMPERATURE = 0.8  # of a run's sample: below 1 prefers likely tokens
+TEMPERATURE = 0.8  # of the sample that a run ends with; below 1 prefers likely tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Generate text from a checkpoint of a run, or from a model of Hugging Face."""
+    """Generate text from a checkpoint of a run, or from a Hugging Face model."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
-    """A run's folder, or its name among those of --output; or a model's folder or file."""
+    """A run's folder, or the name of a run in --output; or a model's folder or *.safetensors file."""
     prompt: str = ""
     """The text that the model continues."""
     tokens: int = 100
-    """How many it generates; with the prompt, no more than the model can read."""
+    """Number of tokens to generate; prompt and new tokens must fit into the model's --seq-len."""
     temperature: float = 0.8
-    """Below 1 prefers likely tokens; 0 takes the most likely one."""
+    """Divides the logits: below 1 prefers likely tokens; 0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw from so many most likely tokens."""
+    """Sample only from the K most likely tokens; by default from all."""
     top_p: float | None = None
-    """Draw from the fewest most likely tokens that have this probability together."""
+    """Sample only from the fewest most likely tokens whose probabilities sum to P; by default from all."""
     seed: int = 0
-    """Of what is drawn."""
+    """Random seed of the sampling."""
     output: Path = Path("runs")
-    """Where run folders are."""
+    """The folder that has the run folders."""
 
 
 class Trained(NamedTuple):
-    """A model that can generate."""
+    """A model that can generate; `origin` says where it is from, for a message."""
 
     model: GPT
-    variables: dict[str, Any]
+    variables: Variables
     encoder: Encoder
     origin: str
 
@@ -73,9 +74,9 @@ def read_request(argv: list[str]) -> Request:
 
 
 def check(request: Request) -> None:
-    """Raise a ValueError of one sentence for what cannot be, whatever the run is."""
+    """Raise a ValueError of one sentence for options that are wrong for every run."""
     if not request.run:
-        raise ValueError(f"a run must be named, got none; say a folder, or the name of one in {request.output}")
+        raise ValueError(f"a run must be named, got none; give its folder, or its name in {request.output}")
     if not request.prompt:
         raise ValueError("--prompt must have some text to continue, got none; give the first words")
     if request.tokens < 1:
@@ -94,44 +95,44 @@ def check(request: Request) -> None:
 
 def find(request: Request) -> Path:
     """The run's folder, or the model's folder or file."""
-    places = [Path(request.run), request.output / request.run]
-    found = next((path for path in places if path.is_dir() or (path.suffix == PARAMS and path.is_file())), None)
-    if found is None:
+    paths = [Path(request.run), request.output / request.run]
+    existing = next((path for path in paths if path.is_dir() or (path.suffix == PARAMS and path.is_file())), None)
+    if existing is None:
         raise ValueError(
-            f"a run must be a folder, or one of {request.output}, got {request.run!r}; name one that is there"
+            f"a run must be a folder, or the name of one in {request.output}, got {request.run!r}; name one that exists"
         )
-    return found
+    return existing
 
 
 def load(path: Path) -> Trained:
-    """The model of a run, or one that was converted."""
+    """The model of a run, of a Hugging Face folder, or of a file of params."""
     return load_converted(path) if path.is_file() or _is_of_huggingface(path) else load_run(path)
 
 
 def load_converted(path: Path) -> Trained:
-    """A model of Hugging Face, or a file of params with its shape; the tokenizer lies beside."""
+    """The model of a Hugging Face folder, with its tokenizer, or of a file of params, whose tokenizer is beside it."""
     if path.is_file():
-        config, params, beside = load_config(path), load_params(path), path.with_name(TOKENIZER)
+        config, params, tokenizer = load_config(path), load_params(path), path.with_name(TOKENIZER)
     else:
-        (config, params), beside = load_huggingface(path), path / TOKENIZER
-    if not beside.is_file():
-        raise ValueError(f"{beside} must have the tokenizer of the model, got no such file; copy it there")
+        (config, params), tokenizer = load_huggingface(path), path / TOKENIZER
+    if not tokenizer.is_file():
+        raise ValueError(f"{tokenizer} must have the tokenizer of the model, got no such file; copy it there")
     model = GPT(config, recipe=None)
     return Trained(
-        model, {"params": jax.device_put(params)}, PairEncoder.load(beside, "copy it again"), f"{path}, bf16"
+        model, {"params": jax.device_put(params)}, PairEncoder.load(tokenizer, "copy it again"), f"{path}, bf16"
     )
 
 
 def _is_of_huggingface(folder: Path) -> bool:
-    """Runs have a config.json, too."""
+    """Only Hugging Face's config.json has a "model_type"; runs have a config.json, too."""
     try:
         return "model_type" in read_json(folder / CONFIG, constant=float)
-    except Unreadable:  # of a run that does not need it
+    except Unreadable:  # a run whose config.json is missing or damaged can generate all the same
         return False
 
 
 def load_run(run: Path) -> Trained:
-    """The model of a run as its last checkpoint has it."""
+    """The model of a run, with the variables of its last checkpoint."""
     notes = read_last(run / CHECKPOINTS, OF_A_MODEL)
     if notes is None:
         raise ValueError(f"{run} must have a checkpoint, got none; train with --checkpoint-every")
@@ -139,26 +140,27 @@ def load_run(run: Path) -> Trained:
     encoder = ByteEncoder() if settings.tokenizer == "bytes" else _pairs(run, notes["tokenizer"])
     model = make_model(settings, config_of(notes["model"], str(run)), settings.recipe)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), np.int32))
-    with Checkpoints(run / CHECKPOINTS, every=0, keep=1, resume=True) as kept:
-        variables = kept.restore_variables(shapes)
+    with Checkpoints(run / CHECKPOINTS, every=0, keep=1, resume=True) as checkpoints:
+        variables = checkpoints.restore_variables(shapes)
     return Trained(model, variables, encoder, f"{run} after step {notes['step']}, {settings.recipe}")
 
 
 def _pairs(run: Path, identity: str) -> PairEncoder:
+    """The byte-pair tokenizer of a run, which must have the identity that the checkpoint notes."""
     path = run / TOKENIZER
     if not path.is_file():
-        raise ValueError(f"{path} must have the tokenizer of the run, got no such file; go on with the run to write it")
-    encoder = PairEncoder.load(path, "remove it, and go on with the run to write it again")
+        raise ValueError(f"{path} must have the tokenizer of the run, got no such file; resume the run to write it")
+    encoder = PairEncoder.load(path, "remove it, and resume the run to write it again")
     if encoder.identity != identity:
         raise ValueError(f"{path} must be the tokenizer of the checkpoint, got another one; put back that of the run")
     return encoder
 
 
 def continued(trained: Trained, request: Request) -> str:
-    """What the model generates after the prompt."""
+    """The text that the model generates after the prompt."""
     prompt = trained.encoder.encode(request.prompt.encode(errors="surrogateescape"))
     window = trained.model.config.max_seq_len
-    room = window - len(prompt) + 1  # the last token that is generated is not read
+    room = window - len(prompt) + 1  # the model never reads the last token that it generates
     if request.tokens > room:
         remedy = f"ask for at most {room}" if room > 0 else "give a shorter prompt"
         raise ValueError(
@@ -178,17 +180,19 @@ def continued(trained: Trained, request: Request) -> str:
     return trained.encoder.decode(np.asarray(generated)[0])
 
 
-def sample(model: GPT, variables: Any, prompt: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """So many tokens after a prompt (tokens,), also more than the model can read: it generates half a window at a time,
-    after the last half of what is there. On several devices all processes run it.
+def sample(model: GPT, variables: PyTree, prompt: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """`count` tokens after a prompt (tokens,). `count` may exceed the model's window: the model generates half a window
+    at a time, after the last half window of the tokens so far. With several processes, all of them must call it.
     """
     key, half = jax.random.key(seed), max(1, model.config.max_seq_len // 2)
-    text, end = prompt, len(prompt) + count
-    while len(text) < end:
+    tokens, end = prompt, len(prompt) + count
+    while len(tokens) < end:
         key, own = jax.random.split(key)
-        settings: Any = {"max_new_tokens": min(half, count), "temperature": TEMPERATURE, "key": own}
-        text = np.append(text, generate(model, variables, text[None, -half:], **settings))
-    return text[len(prompt) : end]
+        new = generate(
+            model, variables, tokens[None, -half:], max_new_tokens=min(half, count), temperature=TEMPERATURE, key=own
+        )
+        tokens = np.append(tokens, new)
+    return tokens[len(prompt) : end]
 
 
 def main(argv: list[str]) -> int:

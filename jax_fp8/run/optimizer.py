@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW in one kernel, which also clips, and the learning rate by the step count.
+"""The optimizer of a run: AdamW in one kernel, which also clips gradients, and the schedule of the learning rate.
 
 warmup ↗ peak ─ linear, cosine ↘ final, constant →, or warmup-stable-decay → then ↘ final
 """
@@ -12,7 +12,7 @@ from jax_fp8.run.settings import Settings
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
-    """ValueError where a number is none that Adam can have."""
+    """The optimizer that the settings describe; `fused_adamw` raises a ValueError for numbers that Adam cannot have."""
     return fused_adamw(
         learning_rate_schedule(settings),
         settings.b1,
@@ -21,14 +21,14 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformationExtraArgs:
         settings.weight_decay,
         mu_dtype=settings.mu_dtype,
         nu_dtype=settings.nu_dtype,
-        max_grad_norm=settings.max_grad_norm or None,  # this norm also says whether a gradient is not finite
+        max_grad_norm=settings.max_grad_norm or None,  # the norm also shows whether any gradient is not finite
         skip_nonfinite=True,
     )
 
 
 def learning_rate_schedule(settings: Settings) -> optax.Schedule:
-    """The learning rate of a step, counted from 0. A decay would be at its end one step after the last, so that the
-    last one still learns.
+    """The learning rate by step, counted from 0. The decay reaches its end one step after the last one, so the last
+    step still learns when the end is 0.
     """
     check_schedule(settings)
     steps, peak, final = settings.steps, settings.learning_rate, settings.final_learning_rate
@@ -51,7 +51,7 @@ def learning_rate_schedule(settings: Settings) -> optax.Schedule:
 
 
 def check_schedule(settings: Settings) -> None:
-    """Raise a ValueError of one sentence unless the options of the learning rate belong together."""
+    """Raise a ValueError of one sentence unless the options of the learning rate fit together."""
     peak, final = settings.learning_rate, settings.final_learning_rate
     if not 0 < peak < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {peak}")

@@ -1,7 +1,7 @@
-"""What went wrong in Orbax, in a few words, and nothing else on the screen.
+"""The reason of an error in Orbax, in a few words, and no other output.
 
-Of one array that cannot be written or read, Orbax and what it stands on tell at length, and Python tells of all that
-was dropped with it. Here one sentence says it.
+When one array cannot be written or read, Orbax and TensorStore log long messages, and Python warns of every coroutine
+that was dropped with it. This module silences them; `reason` has the few words that the run's own message needs.
 """
 
 import contextlib
@@ -28,17 +28,19 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Where one array fails, Orbax drops what it was doing with the others, of which Python would tell one by one, also
-    when this has ended: threads of its own come back later. So then it stays quiet.
+    """Suppress Python's warnings about coroutines that Orbax drops when one array fails.
+
+    After an error they stay suppressed, because Orbax's own threads drop coroutines later as well. If the block ends
+    well, Python's hook is restored.
     """
     hook = sys.unraisablehook
 
-    def tell(unraisable):
+    def warn(unraisable: "sys.UnraisableHookArgs") -> None:
         error = unraisable.exc_value
         if type(error) is not Exception and "Event loop is closed" not in str(error):
             hook(unraisable)
 
-    sys.unraisablehook = tell
+    sys.unraisablehook = warn
     try:
         yield
     except BaseException:
@@ -48,7 +50,7 @@ def quietly() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in a few words: Orbax and what it stands on say much more."""
+    """Why it failed, in a few words that fit after "got"; the text of Orbax's own errors is much longer."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
@@ -56,6 +58,6 @@ def reason(error: BaseException) -> str:
     if type(error) is Exception:
         return "an array that cannot be read"
     text = str(error.args[0] if error.args else error)
-    if found := re.search(r"os_error_code='(\d+)'", text):
-        return os.strerror(int(found[1]))
+    if match := re.search(r"os_error_code='(\d+)'", text):
+        return os.strerror(int(match[1]))
     return REASONS.get(text.partition(":")[0], " ".join(text.split())[:150])

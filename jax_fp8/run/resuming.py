@@ -1,7 +1,7 @@
-"""Which run goes on, and whether it may: `--resume RUN|auto`, and what of a run must stay as it is.
+"""Which run `--resume RUN|auto` resumes, and which of its settings must stay the same.
 
-A model of another shape or another tokenizer is refused. All else may change, and is named: options of the step, the
-mesh, the recipe, even the text. What then comes is no longer the run that would have been without an interruption.
+A run is refused if the model's config or the tokenizer differs. All else may change: options of the step, the mesh, the
+recipe, even the text. The run prints what changed, for its losses are then not those of an uninterrupted run.
 """
 
 import dataclasses
@@ -9,8 +9,8 @@ import glob
 import json
 import re
 from pathlib import Path
-from typing import Any
 
+from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.limits import config_of
 from jax_fp8.report.run_format import (
     BASELINE,
@@ -19,6 +19,7 @@ from jax_fp8.report.run_format import (
     METRICS,
     OF_A_RUN,
     CannotResume,
+    JsonObject,
     read_config,
     rows_in_notes,
 )
@@ -26,22 +27,27 @@ from jax_fp8.run.checkpoints import read_last, steps_in
 from jax_fp8.run.folder import Existing
 from jax_fp8.run.settings import OF_THE_PROCESS, Settings, describe, settings_from
 
-# Settings that do not change what is computed.
+# Settings that do not change what is computed. A change of the text itself is told by its fingerprint.
 ASIDE = {"resume", "checkpoint_every", "keep", "name", "output", "cache", "data", "validation_data", "compare"}
 ASIDE |= {"sample_tokens", "profile", *OF_THE_PROCESS}
 FLAGS = {"hidden_size": "--hidden-size", "num_layers": "--num-layers", "num_heads": "--num-heads",
          "max_seq_len": "--seq-len"}  # fmt: skip
 
 
-def find_run(settings: Settings, name: str, run: dict[str, Any]) -> Existing | None:
-    """The run that goes on, which the one that is described here can take up; None for a new one."""
+def find_run(settings: Settings, name: str, run: JsonObject) -> Existing | None:
+    """The run to resume; None for a new run.
+
+    Args:
+      name: of the new run; `--resume auto` looks for the last run of this name.
+      run: the new run, as `describe_run` describes it. Raises if it cannot continue the one that was found.
+    """
     if not settings.resume:
         return None
     if settings.resume == "auto":
         path = _last_run(settings.output, name)
     else:
-        places = settings.output / settings.resume, Path(settings.resume)
-        path = next((place for place in places if steps_in(place / CHECKPOINTS)), None)
+        folders = settings.output / settings.resume, Path(settings.resume)
+        path = next((folder for folder in folders if steps_in(folder / CHECKPOINTS)), None)
         if path is None:
             raise CannotResume(
                 f"--resume must name a run with checkpoints in {settings.output}, got {settings.resume!r}; "
@@ -61,25 +67,25 @@ def find_run(settings: Settings, name: str, run: dict[str, Any]) -> Existing | N
                 before[label] = max(count, before.get(label, 0))
         if folder == CHECKPOINTS:
             changed = differences(notes, run)
-            other = f"; other than before: {changed}" if changed else ""
-            print(f"{path} goes on after step {notes['step']}{other}")
+            other = f"; changed: {changed}" if changed else ""
+            print(f"{path} continues after step {notes['step']}{other}")
     return Existing(path, rows)
 
 
 def _last_run(output: Path, name: str) -> Path | None:
-    """Of the runs `name`, `name-2`, `name-3`, ... that may go on, the last one."""
-    found = [path for path in output.glob(f"{glob.escape(name)}*") if _number(path, name) and _may_go_on(path)]
-    return max(found, key=lambda path: _number(path, name), default=None)
+    """The last of the runs `name`, `name-2`, `name-3`, ... that can be resumed."""
+    runs = [path for path in output.glob(f"{glob.escape(name)}*") if _number(path, name) and _can_resume(path)]
+    return max(runs, key=lambda path: _number(path, name), default=None)
 
 
-def _number(path, name) -> int:
+def _number(path: Path, name: str) -> int:
     """1 for `name` itself, 2 for `name-2`; 0 for a run of another name."""
-    found = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", path.name)
-    return int(found[1] or 1) if found else 0
+    match = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", path.name)
+    return int(match[1] or 1) if match else 0
 
 
-def _may_go_on(run: Path) -> bool:
-    """Whether a run has checkpoints, or has ended before its first one."""
+def _can_resume(run: Path) -> bool:
+    """Whether a run has checkpoints, or would have saved some but ended before the first one."""
     if steps_in(run / CHECKPOINTS):
         return True
     config = run / CONFIG
@@ -93,36 +99,44 @@ def _may_go_on(run: Path) -> bool:
         ) from None
 
 
-def describe_run(settings: Settings, model: Any, tokenizer: str, text: str) -> dict[str, Any]:
-    """What a checkpoint says of its run, as JSON has it."""
+def describe_run(settings: Settings, model: GPTConfig, tokenizer: str, text: str) -> JsonObject:
+    """The entries of a checkpoint's notes that describe its run: settings, model, and the fingerprints of tokenizer and
+    text.
+    """
     described = {"model": dataclasses.asdict(model), "tokenizer": tokenizer, "text": text}
     return json.loads(json.dumps({"settings": describe(settings)} | described))
 
 
-def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
-    """Raise where a run cannot go on from a checkpoint of another one."""
+def check_same(saved: JsonObject, run: JsonObject) -> None:
+    """Raise if a run cannot resume from a checkpoint, because its arrays or its tokens have another meaning.
+
+    Args:
+      saved: notes of the checkpoint.
+      run: the run, as `describe_run` describes it.
+    """
     then, now = saved["settings"], run["settings"]
+    # Each pair: what a message calls it, its value in the checkpoint, and its value now.
     pairs = [("--tokenizer", then["tokenizer"], now["tokenizer"])]
-    # Its scales are more of the state.
+    # FP8 attention has scales of its own in the FP8 state.
     pairs.append(("--fp8-attention", then.get("fp8_attention", False), now["fp8_attention"]))
     if now["tokenizer"] == "bpe":
         pairs.append(("--vocab-size", then["vocab_size"], now["vocab_size"]))
         pairs.append(("--data, from which bpe was learnt,", f"text {saved['tokenizer']}", f"text {run['tokenizer']}"))
-    any_dropout = {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}  # no part of what is trained
-    before, after = (dataclasses.asdict(config_of(of["model"] | any_dropout, "the notes")) for of in (saved, run))
+    no_dropout = {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}  # dropout has no params, so it may change
+    before, after = (dataclasses.asdict(config_of(one["model"] | no_dropout, "the notes")) for one in (saved, run))
     for field, flag in FLAGS.items():
         pairs.append((flag, before[field], after[field]))
     if before != after:  # older checkpoints have fewer fields
         pairs.append(("--preset", then["preset"], now["preset"]))
         pairs += [(f"{field} of the model", before[field], after[field]) for field in before]
-    for flag, was, given in pairs:
-        if was != given:
+    for flag, value_then, value_now in pairs:
+        if value_then != value_now:
             raise CannotResume(
-                f"{flag} must be {was} as in the checkpoint, got {given}; begin a new run for another one"
+                f"{flag} must be {value_then} as in the checkpoint, got {value_now}; begin a new run to change it"
             )
     if now["steps"] < saved["step"]:
         raise CannotResume(
-            f"--steps must be at least {saved['step']}, after which the checkpoint was saved, got {now['steps']}; "
+            f"--steps must be at least {saved['step']}, the step of the checkpoint, got {now['steps']}; "
             "give more, or begin a new run"
         )
     if now["compare"] and then["recipe"] != now["recipe"]:
@@ -131,8 +145,8 @@ def check_same(saved: dict[str, Any], run: dict[str, Any]) -> None:
         )
 
 
-def differences(saved: dict[str, Any], run: dict[str, Any]) -> str:
-    """What is another than in the checkpoint, in words; empty if the run goes on as it was."""
+def differences(saved: JsonObject, run: JsonObject) -> str:
+    """The settings that differ from the checkpoint's, in words; empty if none does."""
     then, now = describe(Settings()) | saved["settings"], run["settings"]  # older ones have fewer
     changed = [
         f"--{field.replace('_', '-')} {now[field]} (was {then[field]})"
@@ -142,14 +156,14 @@ def differences(saved: dict[str, Any], run: dict[str, Any]) -> str:
     return ", ".join(changed + (["another text"] if saved["text"] != run["text"] else []))
 
 
-def interruption(settings: Settings, run: Path, rows: list[dict]) -> str:
-    """Where a run was when it was interrupted, what it left, and how to go on."""
+def interruption(settings: Settings, run: Path, rows: list[JsonObject]) -> str:
+    """The step at which a run was interrupted, the files that it left, and how to resume it."""
     if not rows:
         return f"interrupted before the first step; the configuration is in {run}"
     if steps := steps_in(run / CHECKPOINTS):
-        remedy = f"the same command with --resume {run.name} goes on after step {steps[-1]}"
+        remedy = f"the same command with --resume {run.name} continues after step {steps[-1]}"
     else:
-        remedy = "to go on from there another time, give it --checkpoint-every"
+        remedy = "with --checkpoint-every, a run can be resumed"
     return (
         f"interrupted after step {rows[-1]['step']} of {settings.steps} of {rows[-1]['run']}; "
         f"log, configuration and the curves so far are in {run}; {remedy}"

@@ -1,6 +1,8 @@
-"""What a run can be told: the command line, the defaults of each model size, and the settings that files have.
+"""The settings of a run: the options of its command line, their defaults for each model size, and settings in files.
 
---preset → defaults ─or --config FILE→ settings of that run ─flags→ Settings
+--preset → its defaults, or --config FILE → the settings of that run; then ─flags→ Settings
+
+The docstrings of the fields of `Settings` are the texts of `python -m jax_fp8 train --help`.
 """
 
 import dataclasses
@@ -8,11 +10,11 @@ import json
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from jax_fp8.core.files import Unreadable, shown
 from jax_fp8.models.config import GPTConfig
-from jax_fp8.report.run_format import is_count, is_number, read_config
+from jax_fp8.report.run_format import JsonObject, is_count, is_number, read_config
 from jax_fp8.run import command_line
 
 
@@ -21,136 +23,139 @@ class Settings:
     """Train a GPT in FP8 on real text."""
 
     preset: str = "tiny"
-    """Model size; it also chooses the defaults below."""
+    """Model size; it also chooses the defaults of the other options."""
     config: Path | None = None
-    """Repeat the run whose config.json this is; flags given beside it win."""
+    """Take all settings from a run's config.json, to repeat that run; other flags override them."""
     recipe: Literal["delayed", "current", "block", "bf16"] = "delayed"
-    """How the scales of FP8 tensors are found; bf16 is no FP8 at all."""
+    """How FP8 scales are computed: from earlier steps, from each tensor, or from blocks of it; bf16 has no FP8."""
     fast: bool = False
-    """Let all GEMMs of the layers accumulate fast; by default those of gradients do not, and of block none."""
+    """Use fast accumulation in all GEMMs of the layers; by default gradients use split accumulation. Not with block."""
     fp8_head: bool = False
-    """Multiply the output head in FP8 too."""
+    """Compute the output head in FP8, too."""
     fp8_attention: bool = False
-    """Attend in FP8 too, for long sequences; needs heads of 128 features, and delayed."""
+    """Compute attention in FP8, too, for long sequences; needs heads of 128 features, and --recipe delayed."""
     compare: bool = False
-    """Train in bfloat16 too, from the same parameters and on the same batches, and plot both."""
+    """Train in bfloat16, too, from the same parameters and on the same batches, and plot both losses."""
     data: Path | None = None
-    """A text file or a folder of them; by default the Python standard library's own sources."""
+    """A text file, or a folder of text files; by default the sources of Python's standard library."""
     validation_data: Path | None = None
-    """A text file or a folder of them to validate on; by default a twentieth of --data, which is not trained on."""
+    """A text file, or a folder of text files, to validate on; by default a twentieth of --data, held out."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """Bytes, or byte pairs learnt from the training text (and cached)."""
+    """One token a byte, or byte-pair encoding learnt from the training text (and cached)."""
     vocab_size: int = 16384
-    """Tokens that bpe may learn."""
+    """Size of bpe's vocabulary, at most."""
     steps: int = 450
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int = 8
-    """Sequences a step."""
+    """Sequences in a step, of all devices together."""
     seq_len: int = 128
-    """Tokens a sequence."""
+    """Tokens in a sequence."""
     microbatches: int = 1
-    """Parts a batch is split into, to save memory; gradients are accumulated over them."""
+    """Split each batch into this many microbatches to save memory; gradients are accumulated over them."""
     learning_rate: float = 1e-3
-    """Peak of the schedule: linear warmup, then decay."""
+    """Peak learning rate, after the linear warmup."""
     decay: Literal["linear", "cosine", "constant", "warmup-stable-decay"] = "linear"
-    """How the learning rate falls after warmup: all the way, not at all, or only in the last --decay-steps."""
+    """How the learning rate decays after warmup; warmup-stable-decay decays only in the last --decay-steps."""
     final_learning_rate: float = 0.0
-    """Where the decay ends."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int | None = None
-    """By default a tenth of all steps, but at most 200."""
+    """Steps of the linear warmup; by default a tenth of all steps, but at most 200."""
     decay_steps: int | None = None
-    """With warmup-stable-decay: steps of the decay; by default a fifth of all."""
+    """Steps of the decay with warmup-stable-decay; by default a fifth of all steps."""
     weight_decay: float = 0.1
-    """Of AdamW: decoupled, in units of the learning rate."""
+    """AdamW's decoupled weight decay; it is multiplied by the learning rate."""
     b1: float = 0.9
-    """Decay of Adam's first moment."""
+    """Decay rate of Adam's first moment."""
     b2: float = 0.95
-    """Decay of Adam's second moment."""
+    """Decay rate of Adam's second moment."""
     eps: float = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Added to the square root of Adam's second moment."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 does not clip."""
+    """Clip gradients to this global norm; 0 does not clip."""
     mu_dtype: Literal["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "float32"
-    """In which Adam's first moment is kept."""
+    """Dtype in which Adam's first moment is stored."""
     nu_dtype: Literal["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = "float32"
-    """In which Adam's second moment is kept."""
+    """Dtype in which Adam's second moment is stored."""
     dropout: float = 0.0
-    """How much training drops of embeddings and of what attention and MLP add to them, as GPT-2's 0.1."""
+    """Dropout rate of the embeddings and of the outputs of attention and MLP; GPT-2 has 0.1."""
     seed: int = 0
-    """Of parameters, data order, dropout and sample."""
+    """Random seed of parameters, data order, dropout and sample."""
     remat: str = "none"
-    """What layers keep for the backward: none (all it wants), norms (less), full (what enters them), or offload:N (all,
-    but of N layers in the host's memory)."""
+    """What layers keep for the backward pass: none (keep all), norms (compute norms and activations again), full (keep
+    only each layer's input), or offload:N (keep all, and that of N layers in the host's memory)."""
     mesh: str = "data=1"
-    """Devices by axis, as in data=2,tensor=4: data splits the batch, fsdp params too, tensor the layers; each device of
-    pipe has some of the layers, and microbatches pass from one to the next."""
+    """Devices by axis, such as data=2,tensor=4. data splits the batch, fsdp batch and params, tensor each layer; pipe
+    makes pipeline stages, each with a part of the layers."""
     sequence_parallel: bool = False
-    """Over tensor, let each device keep its part of the tokens between layers."""
+    """Between layers, split the tokens over the axis tensor."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are summed over data and fsdp, and sent over pipe; bfloat16 sends half the bytes."""
+    """Dtype in which gradients are summed over data and fsdp, and sent over pipe; bfloat16 sends half the bytes."""
     schedule: str = ""
-    """With pipe, in which order its devices work: 1f1b (the default), gpipe, interleaved or zero-bubble."""
+    """Pipeline schedule, with pipe: 1f1b (the default), gpipe, interleaved or zero-bubble."""
     chunks: int = 0
-    """With interleaved, how many groups of layers each device of pipe has; 0 is 2."""
+    """Chunks of layers on each pipeline stage, with --schedule interleaved; 0 means 2."""
     distributed: bool = False
-    """Run as one of several processes, of which Slurm, Open MPI or Kubernetes tell jax."""
+    """Run as one of several processes, which Slurm, Open MPI or Kubernetes describe to jax."""
     coordinator: str = ""
-    """Run as one of several processes that nothing tells jax of: HOST:PORT of the first one."""
+    """Run as one of several processes, without such an environment: HOST:PORT of the first process."""
     num_processes: int | None = None
-    """With --coordinator: how many there are."""
+    """Number of processes, with --coordinator."""
     process_id: int | None = None
-    """With --coordinator: which one this is, from 0; 0 writes and prints."""
+    """Index of this process from 0, with --coordinator; process 0 writes and prints."""
     hidden_size: int = 0
-    """Width of the model."""
+    """Width of the model, in features; by default the preset's."""
     num_layers: int = 0
-    """Depth of the model."""
+    """Number of layers; by default the preset's."""
     num_heads: int = 0
-    """Attention heads a layer."""
+    """Attention heads in a layer; by default the preset's."""
     eval_every: int = 50
     """Steps between two validations."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints, from which --resume goes on; 0 saves none."""
+    """Steps between two checkpoints, from which --resume continues; 0 saves none."""
     keep: int = 2
-    """Checkpoints that stay; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
     resume: str = ""
-    """Go on with this run of --output, whatever --name is, from its last checkpoint; auto: with the last run of this
-    name, or begin it."""
+    """Resume this run of --output from its last checkpoint, whatever --name is; auto resumes the last run of this name,
+    or begins it."""
     skip_spikes: bool = False
-    """Skip steps whose loss is far above those before, as steps with a loss that is no number always are."""
+    """Skip steps whose loss is far above earlier losses. Steps with a loss that is not finite are always skipped."""
     stop_after_skips: int = 3
-    """End the run when so many steps in a row were skipped."""
+    """End the run when this many steps in a row were skipped."""
     diagnose_every: int = 0
-    """Steps between two of which all tensors and gradients are looked at; 0: none but those that were skipped."""
+    """Steps between two diagnosed steps, whose FP8 tensors and gradients are logged; 0 diagnoses only skipped steps."""
     tensorboard: bool = False
     """Write the logs for TensorBoard, too."""
     profile: str = ""
-    """FIRST:LAST: write a profile of these steps by jax.profiler; the first step of all is compilation."""
+    """FIRST:LAST writes a jax.profiler trace of these steps; step 1 would be mostly compilation."""
     sample_tokens: int = 256
-    """Length of the text generated at the end; 0 is none."""
+    """Tokens of the text that is generated after training; 0 generates none."""
     name: str = ""
-    """Of the run's folder; by default the preset and the recipe."""
+    """Name of the run's folder; by default the preset and the recipe."""
     output: Path = Path("runs")
-    """Where run folders are made."""
+    """The folder in which run folders are created."""
     cache: Path = Path.home() / ".cache" / "jax_fp8"
-    """Where trained tokenizers are kept."""
+    """The folder in which trained tokenizers are cached."""
 
 
-OF_THE_MODEL = ("hidden_size", "num_layers", "num_heads")  # which a preset chooses
-OF_THE_PROCESS = ("config", "resume", "distributed", "coordinator", "num_processes", "process_id")  # not repeated
+OF_THE_MODEL = ("hidden_size", "num_layers", "num_heads")  # a preset chooses them
+# --config does not repeat these.
+OF_THE_PROCESS = ("config", "resume", "distributed", "coordinator", "num_processes", "process_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The options that choose the defaults of all others."""
+    """The options on which the defaults of all others depend."""
 
     preset: str | None = None
     config: Path | None = None
 
 
 def defaults(preset: str) -> Settings:
-    """Settings that suit a preset; ValueError names the presets if there is none of this name."""
+    """The default settings of a preset; for an unknown one, a ValueError that names the presets."""
     model = GPTConfig.preset(preset)
-    shape = Settings(preset=preset, **{name: getattr(model, name) for name in OF_THE_MODEL})
+    shape = Settings(
+        preset=preset, hidden_size=model.hidden_size, num_layers=model.num_layers, num_heads=model.num_heads
+    )
     if preset == "tiny":
         return shape
     pairs = dataclasses.replace(shape, tokenizer="bpe", steps=1000, eval_every=100)
@@ -160,8 +165,8 @@ def defaults(preset: str) -> Settings:
 
 
 def parse(argv: list[str]) -> Settings:
-    """Command line → settings."""
-    chosen = command_line.read_part(Chosen, argv)
+    """The settings of a command line."""
+    chosen = command_line.read_part(Chosen, argv)  # their values decide the defaults for the second reading
     if chosen.config is None:
         return command_line.read(Settings, argv, "train", default=defaults(chosen.preset or Settings.preset))
     saved = repeated(chosen.config)
@@ -172,7 +177,7 @@ def parse(argv: list[str]) -> Settings:
 
 
 def repeated(path: Path) -> Settings:
-    """The settings of a config.json, to be used for another run."""
+    """The settings of a config.json, for another run."""
     try:
         described = read_config(path)["settings"]
         unknown = sorted(set(described) - {field.name for field in dataclasses.fields(Settings)})
@@ -181,45 +186,48 @@ def repeated(path: Path) -> Settings:
         preset = described.get("preset", Settings.preset)
         if not isinstance(preset, str):
             raise Unreadable(f"settings whose preset is {shown(preset)}")
-        own = {name: value for name, value in described.items() if name not in OF_THE_PROCESS}
-        return settings_from(own, defaults(preset))
+        repeated_ones = {name: value for name, value in described.items() if name not in OF_THE_PROCESS}
+        return settings_from(repeated_ones, defaults(preset))
     except ValueError as error:
         raise ValueError(f"--config must be the config.json of a run of this version, got {error} in {path}") from None
 
 
-def settings_from(described: Mapping[str, Any], others: Settings | None = None) -> Settings:
-    """The settings that JSON describes. Those that it lacks are as in `others`, those that are unknown are left out;
-    ValueError, in words that fit after "got", where one has another type.
+def settings_from(described: Mapping[str, object], others: Settings | None = None) -> Settings:
+    """The settings that a JSON object has. A setting that it lacks is taken from `others`; an unknown one is ignored.
+
+    Raises:
+      ValueError: in words that fit after "got", if a value has the wrong type.
     """
-    kinds, found = get_type_hints(Settings), {}
-    for name in kinds.keys() & described.keys():
-        if not _holds(kinds[name], described[name]):
+    hints, values = get_type_hints(Settings), {}
+    for name in hints.keys() & described.keys():
+        if not _is_of_type(hints[name], described[name]):
             raise ValueError(f"settings whose {name} is {shown(described[name])}")
-        found[name] = _converted(kinds[name], described[name])
-    return dataclasses.replace(others or Settings(), **found)
+        values[name] = _converted(hints[name], described[name])
+    return dataclasses.replace(others or Settings(), **values)
 
 
-def describe(settings: Settings) -> dict[str, Any]:
-    """As JSON has them."""
+def describe(settings: Settings) -> JsonObject:
+    """The settings as a JSON object."""
     return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
 
 
-def _holds(kind: Any, value: Any) -> bool:
-    """Whether a value of JSON is one of this type."""
-    if get_origin(kind) is types.UnionType:
-        return any(_holds(one, value) for one in get_args(kind))
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if kind is types.NoneType:
+def _is_of_type(hint: object, value: object) -> bool:
+    """Whether a value of JSON has the type of this hint."""
+    if get_origin(hint) is types.UnionType:
+        return any(_is_of_type(one, value) for one in get_args(hint))
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if hint is types.NoneType:
         return value is None
-    if kind is float:
+    if hint is float:
         return is_number(value)
-    if kind is int:
+    if hint is int:
         return is_count(value)
-    return isinstance(value, str if kind is Path else kind)
+    return isinstance(value, bool) if hint is bool else isinstance(value, str)
 
 
-def _converted(kind: Any, value: Any) -> Any:
-    if isinstance(value, str) and Path in (kind, *get_args(kind)):
+def _converted(hint: object, value: object) -> object:
+    """A value of JSON as the type of this hint."""
+    if isinstance(value, str) and Path in (hint, *get_args(hint)):
         return Path(value)
-    return float(value) if kind is float else value
+    return float(value) if hint is float and isinstance(value, int | float) else value

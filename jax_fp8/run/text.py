@@ -3,8 +3,8 @@
 files → documents → (train, held out) → token ids → windows of `seq_len + 1` tokens: a model reads the first `seq_len`
 of them and predicts the last `seq_len`.
 
-Everything is deterministic: the same files, seed and step give the same batch, whatever recipe the model trains in.
-That is what makes two loss curves comparable.
+Everything is deterministic: the same files, seed and step give the same batch, whatever the recipe. So the loss curves
+of two recipes can be compared.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jax_fp8.core.files import Unreadable, parse_json, read_bytes, read_text, shortened, write_text
 
-HELD_OUT_EVERY = 20  # every 20th file, or the last 20th of a few files, is kept for validation
-CHUNK = 1 << 16  # characters handed to the tokenizer library at once
+HELD_OUT_EVERY = 20  # every 20th file is held out for validation; of fewer files, the last 20th of their text
+CHUNK = 1 << 16  # characters in each text that the tokenizer library gets
 
 
 class Corpus(NamedTuple):
-    """Text to train on, and text the model never sees."""
+    """Text to train on, and text that is held out for validation."""
 
     train: bytes
     held_out: bytes
@@ -37,7 +37,7 @@ def standard_library() -> list[Path]:
 
 
 def python_sources(root: Path, excluded: Collection[str] = ()) -> list[Path]:
-    """Every `.py` file below `root`, in a fixed order, but for those in a folder of an excluded name."""
+    """Every `.py` file below `root`, in a fixed order, without those in a folder that has an excluded name."""
     return [path for path in sorted(root.rglob("*.py")) if not set(excluded).intersection(path.relative_to(root).parts)]
 
 
@@ -56,31 +56,32 @@ def user_files(path: Path, flag: str = "--data") -> list[Path]:
 
 
 def files_below(root: Path, flag: str) -> Iterator[Path]:
-    """Regular files below a folder, without hidden ones. What else is there is named; ValueError for a folder whose
-    files cannot be listed, for a part of the text would be missing without a word.
+    """Regular files below a folder, without hidden ones. Prints which others it leaves out. A folder that cannot be
+    listed is a ValueError, or else a part of the text would be missing silently.
     """
 
-    def refuse(error: OSError):
+    def refuse(error: OSError) -> None:
         raise ValueError(
             f"{flag} must hold folders that can be read, got {error.strerror} for {error.filename}; name other files, "
-            "or change its rights"
+            "or change its permissions"
         ) from None
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in [name for name in folders if os.path.islink(os.path.join(folder, name))]:
-            print(f"left out {Path(folder, name)}: it is a link to a folder, name that as well")
+            print(f"left out {Path(folder, name)}: it is a link to a folder; name that folder to read it")
         for file in (Path(folder, name) for name in names if not name.startswith(".")):
             if os.path.isfile(file):
                 yield file
             else:
-                print(f"left out {file}: it is no file that can be read")
+                print(f"left out {file}: it is not a regular file")
 
 
 def read_corpus(files: list[Path], max_bytes: int | None = None, validation: list[Path] | None = None) -> Corpus:
-    """Read files in order, up to `max_bytes` in all; what is held out are the files `validation`, or else a part.
+    """Read files in order, up to `max_bytes` in all. The text of the files `validation` is held out.
 
-    Of many files every 20th is held out, so both parts look alike. Of a few it is the last 20th of their text.
+    Without `validation`, every 20th file is held out, so that both parts are alike. If there are fewer than 20 files,
+    the last 20th of their text is.
     """
     documents = read_documents(files, "--data", max_bytes)
     if validation is not None:
@@ -95,8 +96,8 @@ def read_corpus(files: list[Path], max_bytes: int | None = None, validation: lis
 
 
 def read_documents(files: list[Path], flag: str, max_bytes: int | None = None) -> list[bytes]:
-    """The content of each file that is text. Among several files those that are not UTF-8 text (pictures, archives) are
-    left out, and named; ValueError if none is left.
+    """The content of each file that is UTF-8 text. Prints which files it leaves out (pictures, archives); if that is
+    every file, it is a ValueError.
     """
     documents, size, left_out = [], 0, 0
     for file in files:
@@ -127,7 +128,7 @@ def read_documents(files: list[Path], flag: str, max_bytes: int | None = None) -
 
 
 def is_text(content: bytes) -> bool:
-    """Whether this is UTF-8 without zeros, which text has none of."""
+    """Whether this is UTF-8 without zero bytes, which text does not have."""
     if b"\0" in content:
         return False
     try:
@@ -138,7 +139,7 @@ def is_text(content: bytes) -> bool:
 
 
 class Encoder(Protocol):
-    """What a tokenizer offers: ids below `vocab_size`, from bytes and back; `identity` is another for another one."""
+    """A tokenizer: bytes to ids below `vocab_size`, and back. `identity` tells two tokenizers apart."""
 
     vocab_size: int
     identity: str
@@ -149,7 +150,7 @@ class Encoder(Protocol):
 
 
 class ByteEncoder:
-    """One token per byte: nothing to train, nothing unknown."""
+    """One token a byte: there is nothing to learn, and no text that it cannot encode."""
 
     vocab_size = 256
     identity = "bytes"
@@ -162,7 +163,7 @@ class ByteEncoder:
 
 
 class PairEncoder:
-    """Byte-level byte-pair encoding: frequent sequences of bytes become one token; any text can be written."""
+    """Byte-level byte-pair encoding: a frequent sequence of bytes becomes one token, and any text can be encoded."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -171,7 +172,7 @@ class PairEncoder:
 
     @classmethod
     def trained_on(cls, text: bytes, vocab_size: int, cache: Path) -> "PairEncoder":
-        """The encoder trained on `text`, read from the cache folder if the same text was seen before."""
+        """The encoder trained on `text`; read from the cache folder if one was trained on the same text before."""
         if vocab_size <= 256:
             raise ValueError(f"--vocab-size must exceed the 256 single bytes, got {vocab_size}")
         path = cache / f"bpe-{vocab_size}-{hashlib.sha256(text).hexdigest()[:16]}.json"
@@ -183,18 +184,20 @@ class PairEncoder:
                 raise ValueError(
                     f"--cache must be a folder that can be written to, got {error.strerror} for {cache}; choose another"
                 ) from error
-        encoder = cls.load(path, "remove it, and it is learnt again")
+        encoder = cls.load(path, "remove it, and the run learns it again")
         if encoder.vocab_size > vocab_size or max(encoder.tokenizer.get_vocab().values()) >= encoder.vocab_size:
             raise ValueError(
                 f"{path} must have at most {vocab_size} tokens, numbered from 0, got {encoder.vocab_size}; remove it, "
-                "and it is learnt again"
+                "and the run learns it again"
             )
         return encoder
 
     @classmethod
     def load(cls, path: Path, remedy: str) -> "PairEncoder":
-        """Of a tokenizer.json, or a ValueError of one sentence, which ends with the remedy. One that cuts or pads
-        texts, as some are saved, does neither here.
+        """The encoder of a tokenizer.json. Truncation and padding, which some files switch on, are switched off.
+
+        Args:
+          remedy: what the user can do if the file cannot be used; the end of the ValueError's sentence.
         """
         try:
             text = read_text(path)
@@ -204,7 +207,7 @@ class PairEncoder:
             raise ValueError(f"{path} must be a tokenizer, got {error}; {remedy}") from None
 
     def text(self) -> str:
-        """For a file that `load` reads."""
+        """The content of a tokenizer.json, which `load` reads."""
         return self.tokenizer.to_str()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -216,7 +219,7 @@ class PairEncoder:
 
 
 def _train(text: bytes, vocab_size: int, path: Path) -> None:
-    """Learn pairs, and write them to a file; two runs at once never read half of one."""
+    """Learn pairs and write them to a file, whole, so that another run at the same time never reads half a file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -231,13 +234,13 @@ def _tokenizer_of(text: str) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode_batch_fast(["a text"])  # which some of them cannot, though they load
+        tokenizer.encode_batch_fast(["a text"])  # some files load, but cannot encode
         return tokenizer
     except Exception as error:
-        # The library raises Exception itself where a text is no tokenizer.
+        # The library raises Exception itself if the text is not a tokenizer.
         if type(error) is not Exception:
             raise
-        raise Unreadable(f"none that the library tokenizers knows ({shortened(str(error))})") from None
+        raise Unreadable(f"none that the library tokenizers can load ({shortened(str(error))})") from None
 
 
 def chunks(text: bytes) -> list[str]:
@@ -251,7 +254,7 @@ ALL_ROWS = slice(None)
 def training_batch(
     tokens: np.ndarray, step: int, seed: int, batch_size: int, seq_len: int, rows: np.ndarray | slice = ALL_ROWS
 ) -> np.ndarray:
-    """The batch of one step, or these rows of it: windows at random places, a function of seed and step alone."""
+    """These rows of the batch of one step: windows at random starts, which depend on seed and step alone."""
     generator = np.random.default_rng((seed, step))
     starts = generator.integers(0, len(tokens) - seq_len, size=batch_size)
     return windows(tokens, starts[rows], seq_len)  # (rows, seq + 1)
@@ -260,10 +263,11 @@ def training_batch(
 def validation_batches(
     tokens: np.ndarray, count: int, batch_size: int, seq_len: int, rows: np.ndarray | slice = ALL_ROWS
 ) -> np.ndarray:
-    """`count` batches, or these rows of each: windows spread evenly over the held-out tokens, always the same."""
+    """These rows of each of `count` batches: windows spread evenly over the held-out tokens, always the same."""
     starts = np.linspace(0, len(tokens) - seq_len - 1, count * batch_size).astype(int)
     return windows(tokens, starts.reshape(count, batch_size)[:, rows], seq_len)  # (count, rows, seq + 1)
 
 
 def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    """`seq_len + 1` tokens from each start, (*starts, seq + 1)."""
     return tokens[starts[..., None] + np.arange(seq_len + 1)].astype(np.int32)

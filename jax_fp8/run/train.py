@@ -7,13 +7,13 @@
     python -m jax_fp8 train --preset gpt3-13b --mesh fsdp=2,tensor=4 --sequence-parallel
     python -m jax_fp8 train --preset gpt3-1.3b --mesh pipe=4 --schedule zero-bubble --microbatches 8
 
-The comparison is one of recipes alone: both runs begin with the same parameters, read the same batches, and are
-measured on the same held-out text. What else sets two runs apart is noise. It grows with the learning rate, from
-rounding alone, so this one is low and ends at zero; benchmarks/results/first_run_seeds.md has five seeds.
+`--compare` compares recipes alone: both runs begin with the same parameters, read the same batches, and are validated
+on the same text. Any other difference is noise from rounding, which grows with the learning rate. So the default
+learning rate is low and decays to zero; benchmarks/results/first_run_seeds.md has five seeds.
 
     argv → Settings → Job, Folder ─train, once for each recipe→ logs, checkpoints, Trained → picture, sample, summary
 
-Each of several processes runs this from top to bottom.
+With several processes, each of them runs all of this.
 """
 
 import contextlib
@@ -23,12 +23,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fp8.core.types import Batch, Variables
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.loss import next_token_loss
 from jax_fp8.report.run_format import BASELINE, CHECKPOINTS, PROFILE, CannotResume
@@ -48,11 +49,14 @@ from jax_fp8.run.settings import Settings, describe, parse
 from jax_fp8.run.spikes import Watch
 from jax_fp8.run.text import PairEncoder, training_batch, validation_batches
 from jax_fp8.state.train_state import TrainState
+from jax_fp8.train.diagnostics import Diagnostics
 from jax_fp8.train.train_step import TrainStep
 
+# Settings in which the processes of one run may differ.
+OF_ONE_PROCESS = {"coordinator", "process_id", "data", "validation_data", "output", "cache", "config"}
 VALIDATION_BATCHES = 8  # at least
-VALIDATION_TOKENS = 2**15  # at least, where so many are held out: the mean of fewer is noise itself
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it; leaving.py has that of other signals
+VALIDATION_TOKENS = 2**15  # at least, if so many are held out: the mean over fewer tokens is too noisy
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells; leaving.py has that of other signals
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def begin(settings: Settings) -> tuple[Job, Folder]:
-    """The job and the folder of its run, once all processes have both."""
+    """The job and the folder of its run. Returns once all processes have both, and raises if they disagree."""
     try:
         job = prepare(settings)
         name = settings.name or f"{settings.preset}-{settings.recipe}"
@@ -81,50 +85,48 @@ def begin(settings: Settings) -> tuple[Job, Folder]:
     except (ValueError, OSError):
         agree()
         raise
-    of_one = {"coordinator": "", "process_id": None, "data": None, "validation_data": None, "output": None,
-              "cache": None, "config": None}  # fmt: skip
-    shared = dataclasses.replace(settings, **of_one)
+    shared = {name: value for name, value in dataclasses.asdict(settings).items() if name not in OF_ONE_PROCESS}
     try:
         agree(fingerprint(repr(shared).encode(), job.train.tobytes(), job.held_out.tobytes()))
     except ValueError:
         folder.remove()
         raise
-    path, goes_on = json.loads(tell_all(json.dumps([str(folder.path.absolute()), existing is not None])))
-    return job, folder if is_first() else folder.like_that_of_the_first(Path(path), goes_on)
+    path, is_resumed = json.loads(tell_all(json.dumps([str(folder.path.absolute()), existing is not None])))
+    return job, folder if is_first() else folder.follow(Path(path), is_resumed)
 
 
 class Trained(NamedTuple):
     model: GPT
-    variables: Any
+    variables: Variables
     val_loss: float
 
 
-def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Leaving) -> Trained:
-    """One run: the model in one recipe, from the seed's parameters or a checkpoint, over the seed's batches."""
-    settings, last = job.settings, kept.last
+def train(job: Job, recipe: str, folder: Folder, checkpoints: Checkpoints, leaving: Leaving) -> Trained:
+    """One run: the model with one recipe, from the seed's parameters or a checkpoint, on the seed's batches."""
+    settings, last = job.settings, checkpoints.last
     shape, rows = (settings.batch_size, settings.seq_len), job.rows
     model, train_step = make_step(job, recipe)
 
-    def batch(step):
+    def batch(step: int) -> jax.Array:
         return on_mesh(job.mesh, training_batch(job.train, step, settings.seed, *shape, rows))
 
-    state = first_state(job, model, train_step, batch, kept)
+    state = first_state(job, model, train_step, batch, checkpoints)
     folder.take_up()
     held_out, mean_loss = validation(job), make_validation(next_token_loss(model, deterministic=True))
 
-    def validate():
+    def validate() -> jax.Array:
         with progress.calling("validation"):
             return mean_loss(state.variables, held_out)
 
-    def diagnose(step):
+    def diagnose(step: int) -> Diagnostics:
         return train_step.diagnose(state, batch(step))
 
     log = Logbook(folder, recipe, settings.tensorboard, last["step"] if last else 0)
     watch = Watch(log, settings, diagnose, last)
-    progress = Progress(log, settings.steps, math.prod(shape), Speed.of(job.model, job.mesh), watch, last)
+    progress = Progress(log, settings.steps, math.prod(shape), Speed.for_model(job.model, job.mesh), watch, last)
     profiled = parse_steps(settings.profile if folder.is_written else "", settings.steps)
     profile = Profile(folder.path / PROFILE / recipe, profiled, progress)
-    with leaving.after_a_step(), kept, log, progress, profile:
+    with leaving.after_a_step(), checkpoints, log, progress, profile:
         if last is None:
             progress.start(validate())
         for step in range(progress.last_step + 1, settings.steps + 1):
@@ -135,54 +137,67 @@ def train(job: Job, recipe: str, folder: Folder, kept: Checkpoints, leaving: Lea
             progress.add(step, metrics, validate() if due else None)
             profile.end(step)
             is_last = leaving.is_asked(step)
-            if is_last or kept.is_due(step, settings.steps):
+            if is_last or checkpoints.is_due(step, settings.steps):
                 with progress.pause():
-                    kept.save(step, state, job.description | progress.notes())
+                    checkpoints.save(step, state, job.description | progress.notes())
             if is_last:
                 raise KeyboardInterrupt
     return Trained(model, state.variables, progress.val_loss)
 
 
 def validation(job: Job) -> jax.Array:
-    """Batches of held-out text (count, batch, seq + 1), as many as are needed."""
-    measured, shape = min(VALIDATION_TOKENS, len(job.held_out)), (job.settings.batch_size, job.settings.seq_len)
-    count = max(VALIDATION_BATCHES, math.ceil(measured / math.prod(shape)))
+    """Batches of held-out text (count, batch, seq + 1), with at least VALIDATION_TOKENS tokens if there are so many."""
+    wanted, shape = min(VALIDATION_TOKENS, len(job.held_out)), (job.settings.batch_size, job.settings.seq_len)
+    count = max(VALIDATION_BATCHES, math.ceil(wanted / math.prod(shape)))
     return on_mesh(job.mesh, validation_batches(job.held_out, count, *shape, job.rows))
 
 
-def first_state(job: Job, model: GPT, train_step: TrainStep, batch: Callable, kept: Checkpoints) -> TrainState:
-    """The seed's parameters, or what the last checkpoint has, with new scales if that was another recipe's."""
+def first_state(
+    job: Job, model: GPT, train_step: TrainStep, batch: Callable[[int], Batch], checkpoints: Checkpoints
+) -> TrainState:
+    """The state of the last checkpoint, with new scales if another recipe saved it; for a new run, the state of the
+    seed's parameters.
+
+    Args:
+      batch: gives the batch of a step, from which new scales are computed.
+    """
     arguments, shapes = init_arguments(job, model), state_shapes(job, model, train_step)
-    if kept.every or kept.last is not None:
-        kept.check_room(shapes)
-    if kept.last is None:
+    if checkpoints.every or checkpoints.last is not None:
+        checkpoints.check_room(shapes)
+    if checkpoints.last is None:
         state = train_step.init_state(*arguments)
-        # Programs of arrays that say where they are, as those of a step do, are others.
+        # The step returns arrays that are committed to their device. For uncommitted ones jax would compile it twice.
         return jax.device_put(state, job.mesh.devices.item()) if job.mesh.size == 1 else state
-    state, is_new = kept.restore(shapes, lambda: jax.jit(lambda *inputs: model.init(*inputs)["fp8"])(*arguments[1:]))
-    return train_step.warm_start(state, batch(kept.last["step"] + 1)) if is_new else state
+
+    def new_fp8() -> Variables:
+        return jax.jit(lambda *inputs: model.init(*inputs)["fp8"])(*arguments[1:])
+
+    state, is_new = checkpoints.restore(shapes, new_fp8)
+    return train_step.warm_start(state, batch(checkpoints.last["step"] + 1)) if is_new else state
 
 
-def make_validation(loss_fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
-    """The mean loss of batches (count, batch, seq + 1): one program, for which the host need not wait. Variables stay
-    where training has put them, and the compiler splits it.
+def make_validation(
+    loss_fn: Callable[[Variables, Batch], jax.Array],
+) -> Callable[[Variables, Batch], jax.Array]:
+    """The mean loss of batches (count, batch, seq + 1) as one program, for which the host does not wait. The variables
+    keep their shardings from training, by which XLA partitions the program.
     """
 
     @jax.jit
-    def mean_loss(variables, batches):
+    def mean_loss(variables: Variables, batches: Batch) -> jax.Array:
         return jnp.mean(jax.lax.map(partial(loss_fn, variables), batches))
 
     return mean_loss
 
 
 def run_or_say_why(job: Job, folder: Folder) -> int:
-    """The run, and one sentence where it ends early."""
+    """Run the job, and print one sentence if it ends early. Returns the exit status."""
     with Leaving(all_end if jax.process_count() > 1 else None) as leaving:
         try:
             with folder.alone():
                 return run(job, folder, leaving)
         except KeyboardInterrupt:
-            if not folder.is_written:  # what there is to say, the first process says
+            if not folder.is_written:  # only the first process prints
                 return leaving.status
             if folder.rows:
                 folder.plot(title(job))
@@ -195,7 +210,8 @@ def run_or_say_why(job: Job, folder: Folder) -> int:
         except CannotSave as error:
             return _complain(error, FAILED)
         except OSError as error:
-            return _complain(f"what the run writes must find room in {folder.path}, got {error}; it ends here", FAILED)
+            sentence = f"the run must be able to write to {folder.path}, got {error}; fix that, and start it again"
+            return _complain(sentence, FAILED)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -207,30 +223,30 @@ def title(job: Job) -> str:
 
 
 def run(job: Job, folder: Folder, leaving: Leaving) -> int:
-    """What a run is once nothing in its settings is wrong: train, plot, write a sample, sum up."""
-    settings, found = job.settings, versions(job.mesh)
-    existing = folder.existing  # of a run that continues
+    """Train, plot the losses, generate a sample and print a summary. Returns the exit status."""
+    settings, computed_with = job.settings, versions(job.mesh)
+    existing = folder.existing  # of a resumed run
 
-    def train_in(recipe, name):
-        kept = Checkpoints(folder.path / name, settings.checkpoint_every, settings.keep, existing is not None)
-        return train(job, recipe, folder, kept, leaving)
+    def train_with(recipe: str, name: str) -> Trained:
+        checkpoints = Checkpoints(folder.path / name, settings.checkpoint_every, settings.keep, existing is not None)
+        return train(job, recipe, folder, checkpoints, leaving)
 
     if existing is None or not existing.rows:
-        folder.write_config(describe(settings), dataclasses.asdict(job.model), found)
+        folder.write_config(describe(settings), dataclasses.asdict(job.model), computed_with)
     if isinstance(job.encoder, PairEncoder):
         folder.write_tokenizer(job.encoder.text())
     print(
-        f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {found['device']}; "
+        f"{settings.preset}: {settings.num_layers} layers, {settings.hidden_size} wide, on {computed_with['device']}; "
         f"{len(job.train):,} tokens to train on, {len(job.held_out):,} held out"
     )
-    trained = train_in(settings.recipe, CHECKPOINTS)
-    baseline = train_in("bf16", BASELINE) if settings.compare else None
+    trained = train_with(settings.recipe, CHECKPOINTS)
+    baseline = train_with("bf16", BASELINE) if settings.compare else None
     folder.plot(title(job))
     if settings.sample_tokens:
         prompt = job.held_out[: settings.seq_len].astype(np.int32)
         text = sample(trained.model, trained.variables, prompt, settings.sample_tokens, settings.seed)
         prompt, text = job.encoder.decode(prompt), job.encoder.decode(text)
-        print(f"\n--- after the held-out text\n{prompt}\n--- the model writes\n{text}\n---")
+        print(f"\n--- after the held-out text\n{prompt}\n--- the model generates\n{text}\n---")
     summary = f"validation loss: {settings.recipe} {trained.val_loss:.4f}"
     if baseline is not None:
         difference = 100 * (trained.val_loss / baseline.val_loss - 1)
@@ -239,6 +255,6 @@ def run(job: Job, folder: Folder, leaving: Leaving) -> int:
     return 0
 
 
-def _complain(sentence: Any, status: int) -> int:
+def _complain(sentence: object, status: int) -> int:
     several = jax.distributed.is_initialized() and jax.process_count() > 1
     return complain(f"train{f', process {jax.process_index()}' if several else ''}", sentence, status)

@@ -236,7 +236,7 @@ def test_refusals():
         jax.make_jaxpr(layer.apply)(split, jax.device_put(x, NamedSharding(mesh, P("data", None))))
     with pytest.raises(ValueError, match=r"a model for Hugging Face must be as .* normalize_router_weights=True"):
         family_of(fp8.GPTConfig.preset("mixtral-8x7b", normalize_router_weights=False))
-    with pytest.raises(ValueError, match="plan knows models without experts, got --preset mixtral-8x7b"):
+    with pytest.raises(ValueError, match="plan needs a model without experts, got --preset mixtral-8x7b"):
         Choices(preset="mixtral-8x7b").check()
     for changes, sentence in (
         ({"experts_per_token": 9}, "experts_per_token must be at most num_experts, got 9 of 8"),

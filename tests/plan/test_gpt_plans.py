@@ -122,7 +122,7 @@ def test_attention_in_fp8_keeps_half_and_takes_a_rate_of_its_own():
 
 
 def test_rates_of_a_file_and_of_a_flag(tmp_path):
-    RateTable.of("h200").renewed("here", "now", memory=3e12).save(path := tmp_path / "rates.json")
+    RateTable.for_gpu("h200").renewed("here", "now", memory=3e12).save(path := tmp_path / "rates.json")
     assert rates_for(Choices(preset="tiny")) == rates_of("h200")
     found = rates_for(Choices(preset="tiny", rates=str(path), between_hosts=25))
     assert (found.memory, found.between_hosts, found.wire) == (3e12, 25e9, rates_of("h200").wire)
@@ -175,7 +175,7 @@ def test_where_nothing_fits_the_smallest_is_helped(compiled, capsys):
     assert cli.main(["plan", "--preset", "llama3-70b", "--suggest", "--devices", "8", "--batch", "64"]) == 1
     assert compiled == []
     text = capsys.readouterr().out
-    assert "None fits 128.6 GiB. " in text and " GPUs by --mesh" in text
+    assert "None fits into 128.6 GiB. " in text and " GPUs by --mesh" in text
 
 
 def test_what_does_not_fit_is_helped(compiled, monkeypatch, capsys):
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_helped(compiled, monkeypatch, capsys):
 REFUSED = {
     "no devices": (["--suggest", "--batch", "64"], "--suggest needs a number of GPUs and a batch"),
     "no batch": (["--suggest", "--devices", "8"], "--suggest needs a number of GPUs and a batch"),
-    "a mesh": (["--suggest", "--devices", "8", "--batch", "8", "--mesh", "data=8"], "--suggest tries meshes"),
+    "a mesh": (["--suggest", "--devices", "8", "--batch", "8", "--mesh", "data=8"], "--suggest tries all meshes"),
     "no GPUs": (["--suggest", "--devices", "0", "--batch", "8"], "devices must be an integer of at least 1, got 0"),
     "no tries": (
         ["--suggest", "--devices", "8", "--batch", "8", "--tries", "0"],
@@ -201,7 +201,7 @@ REFUSED = {
     "devices": (["--devices", "8"], "--devices is for --suggest, got 8 without it"),
     "fast block": (
         ["--recipe", "block", "--fast"],
-        "--fast is for recipes whose GEMMs may add up fast, got --recipe b",
+        "--fast needs a recipe with fast accumulation, got --recipe b",
     ),
     "attention": (
         ["--recipe", "current", "--fp8-attention"],
@@ -223,7 +223,7 @@ def test_what_is_refused_is_one_sentence(case, compiled, capsys):
 
 
 def test_what_layers_keep_is_said_once_and_must_be_known():
-    with pytest.raises(ValueError, match=r"--recompute is --remat norms, got also --remat full; say one of them"):
+    with pytest.raises(ValueError, match=r"--recompute is --remat norms, got also --remat full; give one of them"):
         Choices(preset="tiny", recompute=True, remat="full").check()
     with pytest.raises(ValueError, match=r"remat must be none, norms, full, offload:N with N of 4 layers"):
         Choices(preset="tiny", remat="offload:5").check()

@@ -9,7 +9,7 @@ from jax_fp8.plan.rates import RateTable
 
 def test_what_was_measured_lies_below_the_peak():
     """Of the GPU that has rates, and above half of it: sparsity would double a peak."""
-    table = RateTable.of("h200")
+    table = RateTable.for_gpu("h200")
     peak = peak_of(table.gpu)
     assert peak is not None
     for curve, most in ((table.rates.fp8, peak.fp8), (table.rates.fp8_split, peak.fp8), (table.rates.bf16, peak.bf16)):

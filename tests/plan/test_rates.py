@@ -12,14 +12,14 @@ from jax_fp8.plan.rates import Rates, RateTable, rate_at, rates_of
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_described_gpu_has_rates_and_says_where_they_come_from(gpu):
-    table = RateTable.of(gpu)
+    table = RateTable.for_gpu(gpu)
     assert table.rates == rates_of(gpu) and list(table.sources) == [field.name for field in dataclasses.fields(Rates)]
     assert all(table.sources.values())
     assert table.sources["between_hosts"].startswith("not measured")
 
 
 def test_a_file_has_what_was_measured_and_keeps_the_rest(tmp_path):
-    table = RateTable.of("h200")
+    table = RateTable.for_gpu("h200")
     renewed = table.renewed("NVIDIA H100", "tune, today", memory=3e12, fp8=((1e9, 1e14), (1e12, 1e15)))
     renewed.save(path := tmp_path / "folder" / "rates.json")
     found = RateTable.load(path)
@@ -65,7 +65,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", [*WRONG, *OTHERS, "a missing one", "no JSON", "a list", "no file", "a pipe"])
 def test_what_is_no_file_of_rates_is_one_sentence(case, tmp_path):
-    RateTable.of("h200").save(path := tmp_path / "rates.json")
+    RateTable.for_gpu("h200").save(path := tmp_path / "rates.json")
     content = json.loads(path.read_text())
     for name, value in WRONG.get(case, {}).items():
         content["rates"][name]["value"] = value
@@ -84,8 +84,8 @@ def test_what_is_no_file_of_rates_is_one_sentence(case, tmp_path):
 
 def test_what_is_no_place_for_rates(tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"rates must find room in .*folder, got Is a directory; choose another path"):
-        RateTable.of("h200").save(tmp_path / "folder")
+    with pytest.raises(ValueError, match=r"rates must be written to .*folder, got Is a directory; choose another path"):
+        RateTable.for_gpu("h200").save(tmp_path / "folder")
 
 
 def test_an_unknown_gpu_is_refused():

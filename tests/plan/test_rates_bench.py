@@ -50,7 +50,7 @@ def test_rates_are_operations_or_bytes_of_a_call_by_its_seconds():
             [7 * 2 * (n * n / 2) * 2 * 8 / seconds for n in (16, 32)]
         )
     assert [line.split()[0] for line in lines] == list(found)
-    renewed = RateTable.of("h200").renewed("here", "measured here", **found)
+    renewed = RateTable.for_gpu("h200").renewed("here", "measured here", **found)
     assert renewed.rates.fp8 == found["fp8"] and renewed.sources["memory"] == "measured here"
 
 

@@ -203,7 +203,7 @@ def test_a_collective_in_a_branch_counts_as_often():
 
 @pytest.mark.parametrize("counts", [(1,), (1, 2, 3), (0, 0), (-1, 2)])
 def test_counts_that_are_not_those_of_the_branches_are_refused(counts):
-    with pytest.raises(ValueError, match=r"each of the 2 branches of %c must have how often it runs"):
+    with pytest.raises(ValueError, match=r"taken must give 2 numbers for the branches of %c, none below 0"):
         time_of(BRANCH, others=LOOP, taken=lambda conditional: counts)
 
 

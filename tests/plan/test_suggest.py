@@ -53,7 +53,7 @@ def test_pipelines_in_every_schedule_where_there_are_microbatches():
 @pytest.mark.parametrize(
     ("devices", "change", "reason"),
     [
-        (4, {"by_tile": True}, "sequence parallelism gathers no activations with scales by tile"),
+        (4, {"by_tile": True}, "sequence parallelism does not support BlockScaling"),
         (3, {}, "tensor=3 does not divide 32 heads"),
         (16, {}, "tensor=16 is more than the 8 GPUs of a host"),
         (4, {"batch": 2}, "4 parts do not divide a batch of 2"),

@@ -15,7 +15,7 @@ def test_rows_stand_in_program_order_and_columns_in_that_of_steps():
     assert diagnosed.layers == tuple(entry["layer"] for entry in first["gradients"])
     for name in QUANTITIES:
         expected = [[entry[name] for entry in row["tensors"]] for row in log.diagnostics]
-        np.testing.assert_allclose(diagnosed.of(name), np.array(expected).T, rtol=1e-6)
+        np.testing.assert_allclose(diagnosed.quantity(name), np.array(expected).T, rtol=1e-6)
     expected = [[entry["norm"] for entry in row["gradients"]] for row in log.diagnostics]
     np.testing.assert_allclose(diagnosed.norms, np.array(expected).T, rtol=1e-6)
 
@@ -27,9 +27,9 @@ def test_a_tensor_that_comes_later_has_no_values_before():
     log.diagnostics[2]["tensors"].append(late)
     diagnosed = gather(map(sample_of, log.diagnostics))
     assert diagnosed.places[-1] == ("head", "input")
-    np.testing.assert_array_equal(diagnosed.of("amax")[-1], [np.nan, 2, 2])
+    np.testing.assert_array_equal(diagnosed.quantity("amax")[-1], [np.nan, 2, 2])
     np.testing.assert_allclose(
-        diagnosed.of("amax")[0],
+        diagnosed.quantity("amax")[0],
         [row["tensors"][i]["amax"] for row, i in zip(log.diagnostics, (0, 1, 0), strict=True)],
         rtol=1e-6,
     )
@@ -52,7 +52,7 @@ def test_null_is_unknown_and_what_is_not_finite_is_told_from_it():
         ],
     }
     diagnosed = gather([sample_of(row)])
-    assert np.isnan(diagnosed.of("amax")).all() and np.isnan(diagnosed.losses).all()
+    assert np.isnan(diagnosed.quantity("amax")).all() and np.isnan(diagnosed.losses).all()
     assert diagnosed.broken_tensors.ravel().tolist() == [True, False]
     assert diagnosed.broken_gradients.ravel().tolist() == [True, True, False, True, False]
 

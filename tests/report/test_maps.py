@@ -38,7 +38,7 @@ def test_a_map_has_rows_columns_and_exact_values():
     assert drawn["broken"] == [23 * 12 + 5]
     assert {*drawn["values"]} == {*QUANTITIES, "overall"}
     for name in QUANTITIES:
-        np.testing.assert_allclose(decode(drawn["values"][name]), diagnosed.of(name).ravel(), rtol=2e-5)
+        np.testing.assert_allclose(decode(drawn["values"][name]), diagnosed.quantity(name).ravel(), rtol=2e-5)
 
 
 def test_every_scale_has_a_color_and_a_label_for_each_class():

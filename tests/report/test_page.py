@@ -210,5 +210,5 @@ def test_another_place_for_the_page(tmp_path):
     path = healthy(layers=1, count=2).write(tmp_path / "mine")
     assert write_report(path, tmp_path / "page.html") == tmp_path / "page.html"
     assert not (path / "report.html").exists()
-    with pytest.raises(ValueError, match=r"must be written to a file, got No such file .*; choose another by --output"):
+    with pytest.raises(ValueError, match=r"written to a file, got No such file .*; choose another with --output"):
         write_report(path, tmp_path / "nowhere/page.html")

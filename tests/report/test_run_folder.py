@@ -44,7 +44,9 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_line_is_said(tmp_path
     text = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text("not a row\n" + text)
     folder = read_run(path)
-    assert folder.remarks == ("1 line of metrics.jsonl could not be read, the first is line 1; here it is without.",)
+    assert folder.remarks == (
+        "1 line of metrics.jsonl could not be read, the first is line 1; the report ignores such lines.",
+    )
     assert len(folder.metrics["delayed"].steps) == 7
 
 
@@ -152,7 +154,7 @@ def test_a_row_that_is_longer_than_rows_are(tmp_path, monkeypatch):
 def test_a_configuration_that_is_none_is_left_out(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     folder = read_run(tmp_path)
-    assert folder.config == {} and folder.remarks[0].startswith("config.json is not a JSON object, and was left out: ")
+    assert folder.config == {} and folder.remarks[0].startswith("config.json is not a JSON object, and was ignored: ")
 
 
 def test_a_time_that_no_calendar_has(tmp_path):
@@ -171,7 +173,7 @@ def test_more_names_than_memory_has_room_for(tmp_path, monkeypatch):
     assert len(read_run(tmp_path).diagnosed["a"].layers) == 10
     (tmp_path / "diagnostics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(
-        ValueError, match="room for 100 tensors in steps, got 0 tensors and 11 layers in 11 steps; leave"
+        ValueError, match="room for 100 tensors times steps, got 0 tensors and 11 layers in 11 steps; remove"
     ):
         read_run(tmp_path)
 

@@ -94,9 +94,9 @@ def test_notes_that_are_damaged(change, good, run):
         read_last(folder, OF_A_RUN)
     sentence = str(raised.value)
     assert sentence.startswith(f"the checkpoint {folder / '8'} must be as it was saved, got ")
-    assert sentence.endswith("; there is no other") and "\n" not in sentence and len(sentence) < 400
+    assert sentence.endswith("; there is no other, so begin a new run") and "\n" not in sentence and len(sentence) < 400
     run(good, step=4)  # not looked at
-    with pytest.raises(CannotResume, match=r"; remove it, and --resume goes on from step 4$"):
+    with pytest.raises(CannotResume, match=r"; remove it, and --resume continues from step 4$"):
         read_last(folder, OF_A_RUN)
 
 
@@ -134,7 +134,7 @@ def test_what_is_no_file_of_notes(good, run):
     folder = run(good) / "checkpoints"
     (folder / "8/notes/metadata").unlink()
     (folder / "8/notes/metadata").symlink_to("/dev/zero")
-    with pytest.raises(CannotResume, match="got a device; there is no other"):
+    with pytest.raises(CannotResume, match="got a device; there is no other, so begin a new run"):
         read_last(folder)
     for name in ("007", "\u0669", "1_0"):
         (folder / name).mkdir()

@@ -52,8 +52,8 @@ def test_nans_in_the_gradients_of_several_layers():
         break_gradient(log, layer, 9)
     (finding,) = check_finite(diagnosed_of(log))
     assert finding.sentence.startswith("The gradient of h_0/mlp/down has 1 element")
-    assert f"2 of 10 layers; the backward pass meets {LAYER} first" in finding.sentence
-    assert finding.sentence.endswith("It was so in 2 diagnosed steps.")
+    assert f"2 such layers among 10; the backward pass computes {LAYER} first" in finding.sentence
+    assert finding.sentence.endswith("This happened in 2 diagnosed steps.")
 
 
 def test_where_the_forward_breaks_it_begins_with_the_first_tensor():
@@ -63,7 +63,7 @@ def test_where_the_forward_breaks_it_begins_with_the_first_tensor():
     (finding,) = check_finite(diagnosed_of(log))
     assert finding.place == (LAYER, "input")
     assert f"The input of {LAYER} is not finite in 12.5 % of its elements at step 80" in finding.sentence
-    assert "3 of 24 had" in finding.sentence and "backward" not in finding.sentence
+    assert "all 24 tensors 3 had" in finding.sentence and "backward" not in finding.sentence
 
 
 def test_where_the_backward_breaks_it_begins_with_the_last_layer():
@@ -71,7 +71,7 @@ def test_where_the_backward_breaks_it_begins_with_the_last_layer():
     for layer in ("h_0/mlp/down", LAYER, "h_1/attention/out"):
         log.tensor(7, layer, "output_gradient").update(amax=None, nonfinite=0.5)
     (finding,) = check_finite(diagnosed_of(log))
-    assert finding.place == (LAYER, "output_gradient") and "the backward pass meets it first" in finding.sentence
+    assert finding.place == (LAYER, "output_gradient") and "the backward pass computes it first" in finding.sentence
 
 
 def test_a_loss_that_is_not_finite():
@@ -116,7 +116,7 @@ def test_the_gradient_of_one_layer_jumps():
     assert finding.level == "warning" and f"The gradient norm of {LAYER} jumped to" in finding.sentence
     log.gradient(30, LAYER)["norm"] /= 6  # above its own median, but not all gradients together
     (finding,) = check_jumps(diagnosed_of(log))
-    assert finding.level == "note" and "That of all gradients was" in finding.sentence
+    assert finding.level == "note" and "The norm of all gradients was" in finding.sentence
 
 
 def test_what_grows_from_nearly_nothing_is_no_jump():

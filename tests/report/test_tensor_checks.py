@@ -124,7 +124,7 @@ def test_a_large_error_of_unknown_cause(tensor, error):
     for column in (3, 4, 5):
         log.tensor(column, LAYER, tensor)["error"] = error
     (finding,) = findings_of(log)
-    assert finding.kind == ERRS and f"is off by {100 * error:.0f} %" in finding.sentence
+    assert finding.kind == ERRS and f"has an error of {100 * error:.0f} %" in finding.sentence
     for column in (3, 4, 5):
         log.tensor(column, LAYER, tensor)["error"] = 0.7 * error
     assert findings_of(log) == []

@@ -235,7 +235,7 @@ def test_what_is_damaged_is_one_sentence_and_the_one_before_is_whole(damage, sav
         restore(saved)
     sentence = str(raised.value)
     assert f"the checkpoint {saved / '4'} must be as it was saved, got " in sentence and "\n" not in sentence
-    assert sentence.endswith("remove it, and --resume goes on from step 2") and len(sentence) < 300
+    assert sentence.endswith("remove it, and --resume continues from step 2") and len(sentence) < 300
     assert capfd.readouterr() == ("", "")
     shutil.rmtree(saved / "4")
     check_equal(restore(saved).params, make_state(2).params)
@@ -264,8 +264,8 @@ def check_cannot_save(folder, expected):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(saved, small_files, capfd):
-    sentence = check_cannot_save(saved, "got File too large; that of step 4 is whole")
-    assert "--resume goes on from it" in sentence
+    sentence = check_cannot_save(saved, "got File too large; the checkpoint of step 4 is complete")
+    assert "--resume continues from it" in sentence
     assert sorted(path.name for path in saved.iterdir()) == ["2", "4"]
     check_equal(restore(saved).params, make_state(4).params)
     assert capfd.readouterr() == ("", "")
@@ -284,7 +284,7 @@ def test_what_will_not_fit_is_found_before_training(saved, monkeypatch):
 
 
 def test_a_folder_that_vanished_is_not_made_again(saved):
-    with pytest.raises(checkpoints.CannotSave, match=rf"got no folder {saved.parent}; there is none yet"):
+    with pytest.raises(checkpoints.CannotSave, match=rf"got no folder {saved.parent}; choose another --output"):
         with checkpoints.Checkpoints(saved, every=2, keep=2, resume=True) as kept:
             kept.save(6, make_state(6), NOTES)
             kept.finish()
@@ -295,7 +295,7 @@ def test_a_folder_that_vanished_is_not_made_again(saved):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
-    check_cannot_save(tmp_path / "checkpoints", f"find room in {tmp_path / 'checkpoints'}, got Not a directory; ")
+    check_cannot_save(tmp_path / "checkpoints", f"written to {tmp_path / 'checkpoints'}, got Not a directory; ")
     assert (tmp_path / "checkpoints").read_text() == "in the way"
 
 
@@ -304,7 +304,7 @@ def test_a_folder_without_permission(saved, monkeypatch):
     if os.geteuid() == 0:
         monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (saved, os.W_OK))
     saved.chmod(0o500)
-    check_cannot_save(saved, "got Permission denied; that of step 4 is whole")
+    check_cannot_save(saved, "got Permission denied; the checkpoint of step 4 is complete")
     assert sorted(path.name for path in saved.iterdir()) == ["2", "4"]
     saved.chmod(0o700)
     check_equal(restore(saved).params, make_state(4).params)

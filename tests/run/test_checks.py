@@ -82,7 +82,10 @@ CANNOT_RUN = {
         ["--mesh", "tensor=4", "--sequence-parallel", "--seq-len", "26"],
         "tensor=4 must divide a sequence, got --seq-len 26",
     ),
-    "sums over one device": (["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"], "sums over data, fsdp and pipe"),
+    "sums over one device": (
+        ["--mesh", "tensor=2", "--gradient-dtype", "bfloat16"],
+        "needs a mesh with data, fsdp or pipe",
+    ),
     "a schedule that does not exist": (
         ["--mesh", "pipe=2", "--schedule", "2f2b"],
         "a schedule must be one of gpipe, 1f1b, interleaved, zero-bubble, got '2f2b'",
@@ -128,12 +131,12 @@ CANNOT_RUN = {
     "odd microbatch": (["--batch-size", "3", "--seq-len", "10"], "multiple of 16"),
     "comparing bf16": (["--recipe", "bf16", "--compare"], "--compare"),
     "fast block": (["--recipe", "block", "--fast"], "got --recipe block, which scales the sum of every 128"),
-    "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head are about FP8"),
+    "fast bf16": (["--recipe", "bf16", "--fast"], "--fast and --fp8-head need an FP8 recipe"),
     "FP8 attention of another recipe": (
         ["--recipe", "current", "--fp8-attention"],
-        "--fp8-attention casts by scales of earlier steps, got --recipe current",
+        "--fp8-attention casts with scales from earlier steps, got --recipe current",
     ),
-    "FP8 attention in a pipeline": ([*PIPE, "--fp8-attention"], "the layers of a pipeline attend in bfloat16"),
+    "FP8 attention in a pipeline": ([*PIPE, "--fp8-attention"], "a pipeline computes attention in bfloat16"),
     "bf16 with an FP8 head": (["--recipe", "bf16", "--fp8-head"], "--recipe delayed"),
     "name": (["--name", "../mine"], "--name must be a plain folder name"),
     "parent folder": (["--name", ".."], "--name must be a plain folder name"),
@@ -266,7 +269,7 @@ def test_what_is_not_text_is_one_sentence(content, expected, in_folder, tmp_path
 def test_a_folder_that_cannot_be_made_is_found_before_training(book, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     code = train.main([*SMALL, "--data", str(book), "--output", str(tmp_path / "file")])
-    check_one_sentence(code, capsys.readouterr(), "choose one by --output")
+    check_one_sentence(code, capsys.readouterr(), "choose one with --output")
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_processes_begin_together_or_not_at_all(second_of_two):
     assert agree(ours) is None  # says that this one cannot run: its own complaint is said already
     with pytest.raises(ValueError, match=r"those of process 0 differ; give all of them the same --data"):
         agree(others, ours)
-    with pytest.raises(ValueError, match=r"process 0 is not, and says why"):
+    with pytest.raises(ValueError, match=r"process 0 is not; it prints the reason"):
         agree(devices.CANNOT, ours)
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_the_others_do_not_begin_leaves_no_folder(second_of_two, book
     monkeypatch.setattr(train, "agree", lambda *own: agree(devices.CANNOT, *own))
     small = "--num-layers 1 --hidden-size 32 --num-heads 2 --batch-size 4 --seq-len 16".split()
     assert train.main([*small, "--data", str(book), "--output", str(tmp_path / "runs")]) == 2
-    assert "process 0 is not, and says why" in capsys.readouterr().err
+    assert "process 0 is not; it prints the reason" in capsys.readouterr().err
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -57,7 +57,7 @@ def test_a_folder_with_the_tokenizer_of_another_model(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere", "--to", "a.safetensors"], "a run must be a folder, or one of runs, got 'nowhere'"),
+        (["nowhere", "--to", "a.safetensors"], "a run must be a folder, or the name of one in runs, got 'nowhere'"),
         (["mine", "--to", "a.bin"], "--to must be a file with the ending .safetensors, got a.bin"),
         (["mine", "--to", "nowhere/a.safetensors"], "params must find room in nowhere/a.safetensors, got"),
         (["mine"], "(--help lists the options)"),

@@ -15,7 +15,7 @@ def test_a_run_is_alone_in_its_folder(tmp_path):
         with pytest.raises(CannotResume) as raised, second.alone():
             pass
     assert str(raised.value) == (
-        f"a run must be alone in its folder, but another process is writing to {path}; wait until it has ended, or "
+        f"only one process may write to {path}, but another one is writing to it; wait until it has ended, or "
         "choose another --name"
     )
     with second.alone():  # the first has ended

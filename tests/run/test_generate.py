@@ -123,11 +123,11 @@ def test_a_model_of_hugging_face_writes(write, book, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere", "--prompt", "a"], "a run must be a folder, or one of runs, got 'nowhere'; name one that is there"),
+        (["nowhere", "--prompt", "a"], "a run must be a folder, or the name of one in runs, got 'nowhere'"),
         (["empty", "--prompt", "a"], "runs/empty must have a checkpoint, got none; train with --checkpoint-every"),
         (["empty", "--prompt", ""], "--prompt must have some text to continue, got none"),
         (["empty"], "--prompt must have some text"),
-        (["--prompt", "a"], "a run must be named, got none; say a folder, or the name of one in runs"),
+        (["--prompt", "a"], "a run must be named, got none; give its folder, or its name in runs"),
         (["empty", "--prompt", "a", "--tokens", "some"], "'some' (--help lists the options)"),
         (["empty", "--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["empty", "--prompt", "a", "--temperature", "-1"], "--temperature must be 0 or a positive number, got -1.0"),

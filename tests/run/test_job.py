@@ -42,7 +42,7 @@ def test_attention_in_fp8(book):
     made = prepare(parse([*wide, "--seq-len", "128"]))
     assert make_model(made.settings, made.model, "delayed").fp8_attention
     assert not make_model(made.settings, made.model, "bf16").fp8_attention
-    with pytest.raises(ValueError, match="--fp8-attention needs a multiple of 128 tokens, got --seq-len 64"):
+    with pytest.raises(ValueError, match="--fp8-attention needs --seq-len to be a multiple of 128, got 64"):
         check(parse([*wide, "--seq-len", "64"]))
     with pytest.raises(ValueError, match=r"FP8 attention needs a head_dim of 128, .* got 64; change the heads"):
         prepare(parse([*wide, "--seq-len", "128", "--num-heads", "4"]))

@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_counts_its_own_steps(make):
 
 def test_figures_are_those_of_a_device():
     model = fp8.GPTConfig.preset("gpt2-124m")
-    one, eight = (progress.Speed.of(model, make_mesh(f"data={count}")) for count in (1, 8))
+    one, eight = (progress.Speed.for_model(model, make_mesh(f"data={count}")) for count in (1, 8))
     assert one.figures(8e4)["model_tflops"] == pytest.approx(8 * eight.figures(8e4)["model_tflops"], rel=1e-3)
     assert one.figures(None) == dict.fromkeys(one.figures(1.0))
 

@@ -74,7 +74,8 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, capfd, monk
     assert sorted(path.name for path in (runs.output / "mine/checkpoints").iterdir()) == ["4", "5"]
     said = capfd.readouterr().err.splitlines()
     assert "ends after this step; once more, and it ends at once" in said
-    assert said[-1].endswith(f"are in {runs.output / 'mine'}; the same command with --resume mine goes on after step 5")
+    sentence = "the same command with --resume mine continues after step 5"
+    assert said[-1].endswith(f"are in {runs.output / 'mine'}; {sentence}")
     assert (runs.output / "mine/loss.png").read_bytes().startswith(b"\x89PNG")
     assert [row[1] for row in runs.losses("mine")] == [0, 4, 5]
     before = json.loads((runs.output / "mine/checkpoints/4/notes/metadata").read_text())["arrays"]
@@ -84,7 +85,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(runs, capfd, monk
         with (runs.output / f"mine/{name}.jsonl").open("a") as log:
             log.write('{"run": "delayed", "step": 6, "loss": 1}\n{"run": "delayed", "lo')  # killed in a line
     assert runs("--name", "mine", *options, "--resume", "auto") == 0
-    assert "mine goes on after step 5\n" in capfd.readouterr().out
+    assert "mine continues after step 5\n" in capfd.readouterr().out
     assert runs.losses("mine") == runs.losses("whole")
     assert [row[1] for row in runs.losses("mine")] == [0, 4, 6]
     assert runs.last("mine") == runs.last("whole")
@@ -136,7 +137,7 @@ def test_a_run_goes_on_in_another_recipe_and_on_another_mesh(recipe, mesh, runs,
     other = {"bf16": "delayed", "delayed": "bf16"}[recipe]
     assert runs("--name", "mine", "--recipe", recipe, stop=3, number=signal.SIGTERM) == 143
     assert runs("--resume", "mine", "--recipe", other, "--mesh", mesh) == 0
-    assert f"other than before: --recipe {other} (was {recipe})" in capfd.readouterr().out
+    assert f"changed: --recipe {other} (was {recipe})" in capfd.readouterr().out
     assert warmed == ([3] if other == "delayed" else [])
     losses = runs.losses("mine")
     assert [row[:2] for row in losses] == [(recipe, 0), (other, 4), (other, 6)]
@@ -170,8 +171,8 @@ def test_a_disk_that_fills_ends_the_run_with_one_sentence(runs, capfd, keeps_no_
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == (
-        f"python -m jax_fp8 train: a checkpoint must find room in {folder}, got File too large; "
-        "that of step 2 is whole, --resume goes on from it"
+        f"python -m jax_fp8 train: a checkpoint must be written to {folder}, got File too large; "
+        "the checkpoint of step 2 is complete, --resume continues from it"
     )
     assert [path.name for path in folder.iterdir()] == ["2"]
     assert runs("--name", "mine", "--recipe", "bf16", "--resume", "auto") == 0
@@ -213,7 +214,7 @@ def described(**changes):
         ({"seq_len": 64}, "--seq-len must be 128 as in the checkpoint, got 64"),
         ({"fp8_attention": True}, "--fp8-attention must be False as in the checkpoint, got True"),
         ({"tokenizer": "bpe"}, "--tokenizer must be bytes as in the checkpoint, got bpe"),
-        ({"steps": 11}, "--steps must be at least 12, after which the checkpoint was saved, got 11"),
+        ({"steps": 11}, "--steps must be at least 12, the step of the checkpoint, got 11"),
         ({"compare": True, "recipe": "current"}, "--compare needs --recipe delayed from the first step on"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_diagnosis_that_has_no_memory_ends_no_run(make):
     message = "RESOURCE_EXHAUSTED"
     read(1, math.nan, 1)
     said = read(2, math.nan, 1)
-    assert asked == [1] and said[0].startswith("there is not enough device memory to diagnose steps")
+    assert asked == [1] and said[0].startswith("there is not enough device memory to diagnose skipped steps")
     assert said[1:] == [f"step {step} of delayed was skipped: its loss is nan" for step in (1, 2)]
     assert [row["fault"] for row in rows("events")] == [None, None]
     _, read, _ = make(diagnose)

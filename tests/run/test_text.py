@@ -67,9 +67,9 @@ def test_what_is_left_out_of_a_folder_is_named(tmp_path, capsys):
     os.mkfifo(data / "pipe")
     assert [file.name for file in text.user_files(data)] == ["link.txt", "a.txt"]
     assert sorted(capsys.readouterr().out.splitlines()) == [
-        f"left out {data / 'broken'}: it is no file that can be read",
-        f"left out {data / 'linked'}: it is a link to a folder, name that as well",
-        f"left out {data / 'pipe'}: it is no file that can be read",
+        f"left out {data / 'broken'}: it is not a regular file",
+        f"left out {data / 'linked'}: it is a link to a folder; name that folder to read it",
+        f"left out {data / 'pipe'}: it is not a regular file",
     ]
     with pytest.raises(ValueError, match=r"--data must name a file or a folder, but .* is something else; name a text"):
         text.user_files(data / "pipe")
@@ -131,7 +131,7 @@ def test_a_damaged_tokenizer_is_one_sentence(damage, book, tmp_path):
         (os.mkfifo if damage == "a pipe" else os.mkdir)(path)
     with pytest.raises(ValueError, match=f"{path} must (be a tokenizer|have at most 300 tokens).*, got ") as raised:
         pairs.trained_on(content, 300, tmp_path / "cache")
-    assert str(raised.value).endswith("; remove it, and it is learnt again") and "\n" not in str(raised.value)
+    assert str(raised.value).endswith("; remove it, and the run learns it again") and "\n" not in str(raised.value)
 
 
 def test_a_tokenizer_that_cuts_texts_does_not_cut_here(book, tmp_path):

@@ -62,7 +62,7 @@ def test_a_run_leaves_log_configuration_and_picture(book, tmp_path):
 
     last = finished.stdout.splitlines()[-1]
     assert re.search(r"delayed \d\.\d+, bf16 \d\.\d+, difference [+-]\d+\.\d+ %", last) and str(folder) in last
-    assert "the model writes" in finished.stdout
+    assert "the model generates" in finished.stdout
     for shown in ("delayed 6/6 |", "bf16 6/6 |", "loss ", "val ", " tok/s", " left"):
         assert shown in finished.stderr  # the progress bar
 

@@ -20,7 +20,7 @@ import optax
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.update_state import as_metrics, count_joined, finish_step
-from jax_fp8.optim.skipping import Skips, choose, kept_unless, skips, was_taken, wrote_only_if
+from jax_fp8.optim.skipping import Skips, choose, choose_step, skips, was_taken, wrote_only_if
 from jax_fp8.optim.updates import InPlace, NotLastError, apply_updates
 from jax_fp8.state.train_state import TrainState
 from jax_fp8.state.weight_cache import cast_requests, refresh
@@ -90,7 +90,7 @@ class OptimizerStep:
         taken = was_taken(apply, updates, reports, gradients)
         if taken is not None:
             before = state.params, state.opt_state
-            params, opt_state = kept_unless(taken, updates, (params, opt_state), before)
+            params, opt_state = choose_step(taken, updates, (params, opt_state), before)
         return params, opt_state, updates, taken
 
     def _updates(self, state: TrainState, gradients: PyTree, request: InPlace) -> tuple[PyTree, PyTree, Skips]:

@@ -28,8 +28,8 @@ CALLS = 20  # of a program, unless the results would exceed:
 RESULT_BYTES = 4 * 2**30
 B_SCALE = 0.125  # keeps sums of random products within float16
 
-# |d - exact| <= ACCUMULATION * sum|a||b| + ROUNDING * |numbers that are rounded to the result's dtype|. Tensor cores keep
-# about 13 fraction bits of the largest partial sum; split accumulation loses less.
+# |d - exact| <= ACCUMULATION * sum|a||b| + ROUNDING * |numbers that are rounded to the result's dtype|. Tensor cores
+# keep about 13 fraction bits of the largest partial sum; split accumulation loses less.
 ACCUMULATION = {"fast": 2.0**-10, "split": 2.0**-12} | dict.fromkeys(("1d2d", "2d1d", "1d1d"), 2.0**-12)
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
@@ -107,7 +107,7 @@ def count_copies_and_calls(problem: GemmProblem) -> tuple[int, int]:
 def seconds_of(
     program: Callable[[], object], clock: Callable[[], float], samples: int = 7, programs: int = 10
 ) -> float:
-    """Median time of a program. It is dispatched several times in a row, so that the device does not wait for the host."""
+    """Median time of a program, dispatched several times in a row, so that the device does not wait for the host."""
     for _ in range(3):
         jax.block_until_ready(program())
     times = []

@@ -1,5 +1,5 @@
-"""The fastest candidates for a machine's GEMMs: `tune` measures them once, a file keeps them, and only programs that are
-traced inside `tuned_gemms` use them.
+"""The fastest candidates for a machine's GEMMs: `tune` measures them once, a file keeps them, and only programs that
+are traced inside `tuned_gemms` use them.
 
     table = fp8.tune(step, state, batch)  # measures on the device, and writes a file
     with fp8.tuned_gemms(table):

@@ -173,7 +173,7 @@ def explain(fn: Callable, *args: PyTree, strict: bool = False) -> Explanation:
     """List every matrix product of `fn(*args)` as written; the compiler drops those whose result nothing uses.
 
     Its `collectives` are those that the function writes inside a `jax.shard_map`. The compiler inserts others for
-    arrays that it splits itself, on Auto and Explicit axes: `capture_report` lists all.
+    arrays that it splits itself, on Auto and Explicit axes: `capture_report` lists these, too.
 
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.

@@ -1,12 +1,14 @@
 """The state of `fused_adam`: the arrays that it keeps for each param, their dtypes, and how it makes and checks them.
 
-params ─Storage.init→ a ParamState for each ─from_param_states→ FusedAdamState, which `update` takes and returns
+    params ─Storage.init→ a ParamState for each ─from_param_states→ FusedAdamState, which `update` takes and returns
 
-                master (dtype as the user wishes)               fp8
-float32 param   none: the param is its own master               none
-bfloat16        float32, float16, or the remainder, 16 bits     none
-float16         float32 or float16                              none
-Fp8Array        float32 or float16                              amax for the next scale; the transposed values
+                    master, by `master_dtype`                       fp8
+    float32 param   none: the param is its own master               none
+    bfloat16        float32, float16, or the remainder, 16 bits     none
+    float16         float32 or float16                              none
+    Fp8Array        float32 or float16                              amax for the next scale, transposed values
+
+Every param has two moments. Moments in FP8 are `Fp8Array`s; kernels/storage.py says why so few bits are enough.
 """
 
 from collections.abc import Sequence

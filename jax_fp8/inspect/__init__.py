@@ -1,1 +1,1 @@
-"""What a function will do, read before it runs: `explain` reads its jaxpr, `capture_report` what XLA compiled."""
+"""What a function will do before it runs: `explain` reads its jaxpr, `capture_report` the program that XLA compiled."""

@@ -1,15 +1,15 @@
-"""What a compiled step became: CUDA graphs, casts of weights, copies, what goes over the wire. Read off the compiler's
-texts; nothing is run.
+"""A report about a compiled step: its CUDA graphs, casts of weights, copies and collectives. It is read from the
+compiler's texts; nothing runs.
 
-A step should be one CUDA graph, cast every weight once, and copy no weight in FP8; on several devices it should send
-little, and compute meanwhile. All of it is the compiler's to decide, and none of it shows in the results when it
-decides otherwise.
+    lowered ─compile→ optimized HLO, thunk listing ─capture_report→ CaptureReport
 
-    lowered ─compile, listing what will be launched→ HLO, thunks ─capture_report→ CaptureReport
+A step should be one CUDA graph, cast every weight once, and copy no weight in FP8. On several devices it should send
+little, and compute meanwhile. The compiler decides all of this, and its results are the same when it decides otherwise:
+only these texts show it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -21,7 +21,7 @@ from jax_fp8.train.lowering import Compilation, Lowering
 
 CAST_TARGETS = ("jax_fp8_quantize", "jax_fp8_quantize_transpose", "jax_fp8_quantize_by_tile")
 FP8_DTYPES = ("f8e4m3fn", "f8e5m2")
-SMALLEST_COPY = 64 * 1024  # bytes; copies that do not exceed this cost a launch, not bandwidth
+SMALLEST_COPY = 64 * 1024  # bytes; a copy up to this size costs a launch, and hardly any bandwidth
 SHOWN_COPIES = 8  # in a printed report
 
 _CAST_SCOPE = re.compile(r"\bcast_weights\b")
@@ -29,7 +29,9 @@ _CAST_SCOPE = re.compile(r"\bcast_weights\b")
 
 @dataclass(frozen=True)
 class Branch:
-    """What one branch of a conditional does when it is taken; of a conditional inside it, all branches."""
+    """The work of one branch of a conditional when it is taken. If it has conditionals inside, all their branches
+    count.
+    """
 
     weight_casts: int
     kernels: int
@@ -42,22 +44,22 @@ class Branch:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What one call of a compiled program launches, casts and copies;
-    what stands in a loop counts as often as the loop runs it.
+    """What one call of a compiled program launches, casts and copies. An instruction in a loop counts as often as the
+    loop runs it.
 
     Args:
-      graphs: CUDA graphs; those inside a loop of the host's count once.
-      cuts: kinds of work launched outside every graph, and how many; empty when one graph holds all.
-      weight_casts: casts of weights to FP8 whatever branches are taken, so those of branches are not among them.
+      graphs: CUDA graphs. A graph inside a loop that the host drives counts once.
+      cuts: work launched outside all graphs: its kinds and how many of each; empty when one graph holds everything.
+      weight_casts: casts of weights to FP8 outside of branches: those that run in every call.
       conditionals: the branches of every conditional, in the order of their index; of a `lax.cond`, false and true.
       weight_copies: copies of FP8 arrays of rank 2 or more, in all branches, largest first.
-      all_copies_bytes: bytes of all arrays over 64 KiB that are copied, in all branches.
-      gemms: FP8 matrix products whatever branches are taken.
+      all_copies_bytes: bytes of all copied arrays over 64 KiB, in all branches.
+      gemms: FP8 matrix products outside of branches.
       temp_bytes: scratch memory of one device.
       aliased_bytes: bytes of results of one device that overwrite a donated argument.
       argument_bytes: bytes of arguments of one device.
-      unknown_trips: loops whose length the compiler does not know; what they hold counts once.
-      collectives: what goes over the wire, in all branches. Not among them: `jax.lax.psend` and `precv`.
+      unknown_trips: loops whose length the compiler does not know; their instructions count once.
+      collectives: in all branches, but without `jax.lax.psend` and `precv`.
     """
 
     graphs: int
@@ -75,16 +77,16 @@ class CaptureReport:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends in one call, whatever branches are taken, so those of branches are not among them.
-
-        Counted as on a ring; `jax_fp8.inspect.collectives.ring_bytes` says how.
+        """Bytes that a device sends in every call, so without collectives in branches. They are counted as on a ring,
+        see `jax_fp8.inspect.collectives.ring_bytes`.
         """
         return sum(collective.wire_bytes for collective in self.collectives if not collective.in_branch)
 
     @property
     def _beside_branches(self) -> str:
-        """Said of a count of what runs whatever branches are taken, where branches have more of it."""
-        return " outside of branches" if any(branch.gemms for of in self.conditionals for branch in of) else ""
+        """What the report adds to the count of FP8 products, if branches have more of them."""
+        has_gemms = any(branch.gemms for branches in self.conditionals for branch in branches)
+        return " outside of branches" if has_gemms else ""
 
     def __str__(self):
         rows = [
@@ -109,10 +111,10 @@ class CaptureReport:
 
 
 def capture_report(program: "Lowering | Compilation | jax.stages.Lowered") -> CaptureReport:
-    """Report what a program became that was compiled for a CUDA device, present or described.
+    """Report on a program that is compiled for a CUDA device, which may be described and absent.
 
     Args:
-      program: `step.lower(state, batch)`, compiled here; or what its `compile` returned.
+      program: `step.lower(state, batch)`, which is compiled here; or the result of its `compile`.
     """
     compilation = _compilation(program)
     memory = compilation.memory_analysis()
@@ -143,7 +145,7 @@ def capture_report(program: "Lowering | Compilation | jax.stages.Lowered") -> Ca
     )
 
 
-def _compilation(program) -> Compilation:
+def _compilation(program: object) -> Compilation:
     if isinstance(program, Compilation):
         return program
     if isinstance(program, jax.stages.Lowered):
@@ -152,15 +154,15 @@ def _compilation(program) -> Compilation:
         return program.compile()
     if isinstance(program, jax.stages.Compiled):
         raise ValueError(
-            "capture_report needs the listing that is written only while compiling, got a compiled program without it; "
-            "pass the lowered one: capture_report(jax.jit(f).lower(...))"
+            "capture_report needs the thunk listing, which XLA writes only while it compiles, got a compiled program "
+            "without it; pass the lowered one: capture_report(jax.jit(f).lower(...))"
         )
     raise ValueError(
         f"capture_report needs a lowered program, got {type(program).__name__}; pass step.lower(state, batch)"
     )
 
 
-def _branch(computations, name: str) -> Branch:
+def _branch(computations: Mapping[str, list[Instruction]], name: str) -> Branch:
     inside = executed(computations, name, CALLS | FUSIONS | BRANCHES)
     launched = list(executed(computations, name, CALLS | BRANCHES))
     return Branch(
@@ -178,7 +180,7 @@ def _copies_weight(copy: Instruction) -> bool:
     return copy.results[0].dtype in FP8_DTYPES and len(copy.results[0].shape) >= 2
 
 
-def _largest_first(copies):
+def _largest_first(copies: Iterable[tuple[Instruction, int]]) -> list[tuple[Instruction, int]]:
     return sorted(copies, key=lambda copy_times: -_bytes(copy_times[0]) * copy_times[1])
 
 

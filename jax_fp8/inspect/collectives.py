@@ -1,11 +1,10 @@
-"""What a compiled program sends to other devices: which collectives, in which dtype, how many bytes, and whether
-something else runs in the meantime.
+"""The collectives of a compiled program: their dtypes and bytes, and whether kernels run in the meantime.
 
     instructions in the order of their launch ─collectives_of→ Collective, one for each place ─table→ rows
 
-XLA:GPU lists instructions as it will launch them. A collective that may run beside other work is a pair of start and
-done: what stands between them runs while the bytes are on their way. One without a pair, or with nothing in between,
-is exposed: the device waits for it.
+XLA:GPU lists instructions in the order in which it will launch them. A collective that may run beside other work is a
+pair of start and done: the instructions between them run while it sends. A collective without such a pair, or with
+nothing in between, is exposed: the device waits for it.
 """
 
 import re
@@ -24,11 +23,12 @@ class Collective:
 
     Args:
       kind: as HLO calls it: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute".
-      arrays: what it gathers; of every other kind, its operands. XLA may combine several into one collective.
-      devices: that take part in one group.
+      arrays: the results of an all-gather, the operands of every other kind. XLA may combine several arrays into one
+        collective.
+      devices: how many exchange data in one group.
       times: how often a call of the program runs it.
-      launches: kernels that are launched between its start and its done, other collectives aside; 0 is exposed.
-      products: matrix products and attention among them.
+      launches: kernels between its start and its done, without other collectives; with 0 it is exposed.
+      products: how many of these kernels are matrix products or attention.
       in_branch: whether it stands in a branch of a conditional, and runs as often as that branch is taken;
         `times` is then how often the conditional runs.
     """
@@ -43,7 +43,7 @@ class Collective:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """In HLO's names: "f8e4m3fn", "bf16"; several where arrays of several dtypes are combined."""
+        """As HLO names them, "f8e4m3fn" or "bf16"; several where XLA combined arrays of several dtypes."""
         return tuple(sorted({array.dtype for array in self.arrays}))
 
     @property
@@ -56,7 +56,7 @@ class Collective:
         return sum(map(self.wire_bytes_of, self.dtypes))
 
     def wire_bytes_of(self, dtype: str) -> int:
-        """As `wire_bytes`, of the arrays of one dtype."""
+        """`wire_bytes` of the arrays of one dtype alone."""
         array_bytes = sum(array.bytes for array in self.arrays if array.dtype == dtype)
         return self.times * ring_bytes(self.kind, array_bytes, self.devices)
 
@@ -68,9 +68,7 @@ class Collective:
 
 
 def ring_bytes(kind: str, array_bytes: int, devices: int) -> int:
-    """Bytes that each of the devices sends on a ring.
-
-    A switch that adds up by itself needs less for an all-reduce.
+    """Bytes that each of the devices sends on a ring. Where the switch itself adds, an all-reduce sends less.
 
     Args:
       kind: as of a `Collective`.
@@ -84,20 +82,20 @@ def ring_bytes(kind: str, array_bytes: int, devices: int) -> int:
 
 
 def collectives_of(instructions: Sequence[Instruction]) -> tuple[Collective, ...]:
-    """The collectives of a scheduled module; one that runs inside and outside of branches is there twice."""
+    """The collectives of a scheduled module. One that runs inside and outside of branches makes two entries."""
     computations = by_computation(instructions)
     entry = next(instruction.computation for instruction in instructions if instruction.in_entry)
     always = _runs(executed(computations, entry, CALLS | FUSIONS))
     anywhere = _runs(executed(computations, entry, CALLS | FUSIONS | BRANCHES))
     asynchronous = {called: start for start in instructions for called in _wrapped(start)}
-    found = []
+    collectives = []
     for instruction, times in anywhere.items():
-        launches, products = _company(computations, asynchronous.get(instruction.computation, instruction))
+        launches, products = _overlap(computations, asynchronous.get(instruction.computation, instruction))
         for in_branch, count in ((False, always[instruction]), (True, times - always[instruction])):
             if count:
-                arrays, devices = _arrays(instruction), instruction.devices or 1
-                found.append(Collective(instruction.collective, arrays, devices, count, launches, products, in_branch))
-    return tuple(found)
+                kind, arrays, devices = instruction.collective, _arrays(instruction), instruction.devices or 1
+                collectives.append(Collective(kind, arrays, devices, count, launches, products, in_branch))
+    return tuple(collectives)
 
 
 def _runs(instructions: Iterable[tuple[Instruction, int]]) -> Counter[Instruction]:
@@ -115,12 +113,14 @@ def _wrapped(start: Instruction) -> tuple[str, ...]:
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
-    """A start has its operands among its results, in front of what is gathered."""
+    """The arrays by which a collective is counted. An all-gather's start lists its operands among its results, in front
+    of the gathered arrays.
+    """
     operands = instruction.operands
     return instruction.results[-len(operands) :] if instruction.collective == "all-gather" else operands
 
 
-def _company(computations: Mapping[str, list[Instruction]], start: Instruction) -> tuple[int, int]:
+def _overlap(computations: Mapping[str, list[Instruction]], start: Instruction) -> tuple[int, int]:
     """How many kernels are launched between a start and its done, and how many of them are products."""
     if not start.opcode.endswith("-start"):
         return 0, 0
@@ -131,15 +131,15 @@ def _company(computations: Mapping[str, list[Instruction]], start: Instruction) 
 
 
 def _between(block: list[Instruction], start: Instruction) -> list[Instruction]:
-    """What stands between a start and its done; without a done here, all that follows."""
-    found, name = [], start.name
+    """The instructions between a start and its done; without a done in this block, all that follow."""
+    between, name = [], start.name
     for instruction in block[block.index(start) + 1 :]:
         if name in instruction.inputs and instruction.opcode.endswith("-done"):
             break
         if name in instruction.inputs and instruction.opcode.endswith("-update"):
             name = instruction.name
-        found.append(instruction)
-    return found
+        between.append(instruction)
+    return between
 
 
 def _is_product(instruction: Instruction) -> bool:
@@ -149,8 +149,8 @@ def _is_product(instruction: Instruction) -> bool:
 def table(collectives: Iterable[Collective]) -> list[str]:
     """The rows of a printed report, a row for each kind, dtype and size of group; none without collectives.
 
-    A collective of several dtypes counts in the row of each, with its arrays of that dtype. Those in branches count as
-    if every branch were taken whenever its conditional runs: a step sends no more than that.
+    A collective of several dtypes counts in the row of each, with its arrays of that dtype. Collectives in branches
+    count as if every branch were taken whenever its conditional runs, so their rows are upper limits.
     """
     groups: dict[tuple, list[Collective]] = {}
     for collective in collectives:

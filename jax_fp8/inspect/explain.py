@@ -1,19 +1,23 @@
-"""What a function multiplies in FP8, what not, and why, and what its shards send to each other: read off its jaxpr as
-it would run on CUDA; nothing is run or compiled.
+"""The matrix products of a function: which of them are in FP8, and why others are not. Also what its shards send to
+each other. Both are read from its jaxpr as it would run on CUDA; nothing runs or compiles.
 
-A list has a product for each place in the program, a printed table a row for each kind: products that differ only in
-the number of their layer are one row, `layer_{0..23}/mlp/up/fprop`, and their counts are added.
+    function ─traced→ jaxpr ─products→ MatrixProduct, one for each place ─kinds→ equal ones as one ─str→ table
+
+Products that differ only in the number of their layer are one row of the table, `layer_{0..23}/mlp/up/fprop`, with the
+sum of their counts.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from jax_fp8.inspect.written_collectives import WrittenCollective, table, written
+from jax_fp8.core.types import PyTree
+from jax_fp8.inspect.written_collectives import WrittenCollective, shaped, table, written
 from jax_fp8.jaxprs.equations import inner_jaxprs, turns
 from jax_fp8.kernels import dispatch, extension, grouped_gemm, weight_gradient
 from jax_fp8.kernels.gemm import REFERENCE_SCOPE, TARGET
@@ -26,8 +30,8 @@ from jax_fp8.ops.router import ROUTER_SCOPE
 class MatrixProduct:
     """One matrix product (m, k) · (k, n), executed `count` times per call.
 
-    `target` is the custom call, "reference" where kernels do not run, or "xla". `by_design` marks a product that is
-    as it was asked for: in FP8, or in a higher precision by choice.
+    `target` is the custom call, "reference" where kernels do not run, or "xla". `by_design` is True for a product in
+    FP8, or in a higher precision by choice; False for one that was left out of FP8.
     """
 
     layer: str
@@ -71,7 +75,7 @@ MAY_NOT_PAY = (
 
 
 class Explanation(tuple):
-    """A tuple of `MatrixProduct`, in program order; printing it gives a table, and says where FP8 may not pay.
+    """A tuple of `MatrixProduct`, in program order. It prints as a table, with a note where FP8 may not pay.
 
     `collectives` are those written inside a `jax.shard_map`, in program order.
     """
@@ -90,7 +94,7 @@ class Explanation(tuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether the layers' FP8 products are all as small as those that FP8 made no faster on an H200."""
+        """Whether the layers' FP8 products are all so small that FP8 made such a step hardly faster on an H200."""
         sizes = [gemm.m * gemm.n * gemm.k for gemm in self if gemm.is_fp8 and "/fprop" in gemm.layer]
         return bool(sizes) and max(sizes) <= TOO_SMALL
 
@@ -105,7 +109,7 @@ class Explanation(tuple):
 
 
 def _row(kind: MatrixProduct, notes: dict[str, str]) -> tuple[str, ...]:
-    """The columns of a table. A reason other than the recipe becomes a note below it."""
+    """The columns of a row. A reason other than the recipe becomes a note below the table."""
     mark = "" if kind.reason == BY_RECIPE else " " + notes.setdefault(kind.reason, f"({len(notes) + 1})")
     dtypes = kind.dtype.replace("float8_", "").replace("bfloat16", "bf16").replace("float32", "f32")
     return "FP8" if kind.is_fp8 else "", f"x{kind.count}", kind.shape, dtypes, f"{kind.layer}{mark}"
@@ -115,8 +119,8 @@ _NUMBER = re.compile(r"(?<=_)\d+(?=[/)]|$)")  # that a layer's name ends with
 
 
 def kinds(products: Iterable[MatrixProduct]) -> list[MatrixProduct]:
-    """The products, with those that differ only in the number of their layer, or in nothing, as one:
-    `layer_{0..23}/mlp/up`.
+    """The products, where equal ones and those that differ only in the number of their layer are one:
+    `layer_{0..23}/mlp/up`. A path may have several numbers; each position is merged in turn.
     """
     counts: dict[MatrixProduct, int] = {}
     for product in products:
@@ -128,18 +132,20 @@ def kinds(products: Iterable[MatrixProduct]) -> list[MatrixProduct]:
     return [replace(row, layer=_with_numbers(row.layer, numbers)) for numbers, row in rows]
 
 
-def _numbers(layer: str) -> tuple[frozenset[int], ...]:
+Numbers = tuple[frozenset[int], ...]  # at each position of a path that has a number: the numbers of its layers
+
+
+def _numbers(layer: str) -> Numbers:
     return tuple(frozenset([int(number)]) for number in _NUMBER.findall(layer))
 
 
-def _merged(rows, position: int) -> list[tuple[tuple[frozenset[int], ...], MatrixProduct]]:
-    """Rows that differ only in the number at this position of their path, as one."""
-    groups: dict[Any, list] = {}
+def _merged(rows: Iterable[tuple[Numbers, MatrixProduct]], position: int) -> list[tuple[Numbers, MatrixProduct]]:
+    """The rows, where those that differ only in the number at this position of their path are one."""
+    groups: dict[tuple, list[tuple[Numbers, MatrixProduct]]] = {}
     for numbers, row in rows:
         others = (*numbers[:position], *numbers[position + 1 :])
-        groups.setdefault((others, len(numbers), replace(row, layer=_NUMBER.sub("#", row.layer))), []).append(
-            (numbers, row)
-        )
+        key = others, len(numbers), replace(row, layer=_NUMBER.sub("#", row.layer))
+        groups.setdefault(key, []).append((numbers, row))
     merged = []
     for group in groups.values():
         numbers, row = group[0]
@@ -150,9 +156,9 @@ def _merged(rows, position: int) -> list[tuple[tuple[frozenset[int], ...], Matri
     return merged
 
 
-def _with_numbers(layer: str, numbers: tuple[frozenset[int], ...]) -> str:
-    found = iter(numbers)
-    return _NUMBER.sub(lambda _: _span(sorted(next(found))), layer)
+def _with_numbers(layer: str, numbers: Numbers) -> str:
+    spans = iter(numbers)
+    return _NUMBER.sub(lambda _: _span(sorted(next(spans))), layer)
 
 
 def _span(numbers: list[int]) -> str:
@@ -163,23 +169,22 @@ def _span(numbers: list[int]) -> str:
     return "{" + (f"{numbers[0]}..{numbers[-1]}" if whole else ",".join(map(str, numbers))) + "}"
 
 
-def explain(fn: Callable, *args: Any, strict: bool = False) -> Explanation:
+def explain(fn: Callable, *args: PyTree, strict: bool = False) -> Explanation:
     """List every matrix product of `fn(*args)` as written; the compiler drops those whose result nothing uses.
 
-    Its `collectives` are what shards of a `jax.shard_map` send to each other. What the compiler inserts for arrays that
-    it splits itself, on Auto and Explicit axes, is not among them: `capture_report` says that.
+    Its `collectives` are those that the function writes inside a `jax.shard_map`. The compiler inserts others for
+    arrays that it splits itself, on Auto and Explicit axes: `capture_report` lists these, too.
 
     Args:
       fn: a function, such as `model.apply`, a gradient or a training step.
       *args: arrays or `jax.ShapeDtypeStruct`s.
       strict: raise a ValueError unless every product that is meant for FP8 will run in the FP8 kernels of this machine.
-        It names those that will not: made outside jax_fp8's layers, or by the reference, for want of kernels or of a
-        GPU that has FP8. Where jax computes on no GPU, everything runs by the reference, so strict raises and names
-        the platform. What is in a higher precision by choice is as it should be: layers with recipe=None, a head
-        without head_recipe, attention scores.
+        It names those that will not: outside of jax_fp8's layers, or by the reference because there are no kernels or
+        no GPU with FP8. Without a GPU everything runs by the reference, so strict raises and names the platform.
+        Products in a higher precision by choice are allowed: layers with recipe=None, a head without head_recipe,
+        attention scores.
 
-    To ask on any machine whether something was left out of FP8, look for products that are neither `is_fp8` nor
-    `by_design`.
+    To find products that were left out of FP8, on any machine, look for those with neither `is_fp8` nor `by_design`.
     """
     jaxpr = traced(fn, *args)
     gemms = Explanation((_matrix_product(*product) for product in products(jaxpr)), written(jaxpr))
@@ -197,7 +202,7 @@ def _check_kernels_run(gemms: Explanation) -> None:
     if any(gemm.is_fp8 for gemm in gemms) and platform != "gpu" and not outside:
         raise ValueError(
             f"strict needs an NVIDIA GPU, for FP8 kernels run on nothing else, got the platform {platform!r}, where "
-            "the reference multiplies; ask on the machine that trains, or without strict"
+            "the reference multiplies; call it on the machine that trains, or without strict"
         )
     left_out = outside or [gemm for gemm in gemms if gemm.is_fp8 and gemm.target not in FP8_TARGETS]
     if left_out:
@@ -211,11 +216,9 @@ def _check_kernels_run(gemms: Explanation) -> None:
         )
 
 
-def traced(fn: Callable, *args: Any) -> Any:
-    """The jaxpr of `fn(*args)`.
-
-    What is jitted, such as a training step, is traced as it is:
-    with compiler options it cannot be part of another program.
+def traced(fn: Callable, *args: PyTree) -> Jaxpr:
+    """The jaxpr of `fn(*args)`. A jitted function, such as a training step, is traced by its own method: with compiler
+    options it cannot be part of another program.
     """
     trace = getattr(fn, "trace", None)
     if trace is None and (not callable(fn) or hasattr(fn, "apply")):
@@ -225,9 +228,9 @@ def traced(fn: Callable, *args: Any) -> Any:
     return (trace(*args).jaxpr if trace else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
-def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any, str, int]]:
-    """The equations of a jaxpr that multiply matrices as it would run on CUDA,
-    with their scope and how often a call executes them.
+def products(jaxpr: Jaxpr, scope: str = "", count: int = 1) -> Iterator[tuple[JaxprEqn, str, int]]:
+    """The equations of a jaxpr that multiply matrices, as it would run on CUDA, with their scope and how often a call
+    executes them.
     """
     for equation in jaxpr.eqns:
         path = _path(scope, str(equation.source_info.name_stack))
@@ -238,22 +241,22 @@ def products(jaxpr: Any, scope: str = "", count: int = 1) -> Iterator[tuple[Any,
                 yield from products(inner, path, count * turns(equation, unknown=1))
 
 
-def is_fp8_gemm(equation: Any) -> bool:
+def is_fp8_gemm(equation: JaxprEqn) -> bool:
     """Whether an equation of a jaxpr is the library's custom call of one product."""
     return _is_call(equation, TARGET)
 
 
-def _is_call(equation, *targets):
+def _is_call(equation: JaxprEqn, *targets: str) -> bool:
     return equation.primitive.name == "ffi_call" and equation.params["target_name"] in targets
 
 
-def _path(scope, name_stack):
-    """Scope names joined by "/", each once where a layer and its op repeat one."""
+def _path(scope: str, name_stack: str) -> str:
+    """Scope names joined by "/". A name that a layer and its op both have stands there once."""
     names = f"{scope}/{name_stack}".strip("/").split("/")
     return "/".join(name for i, name in enumerate(names) if i == 0 or name != names[i - 1])
 
 
-def _matrix_product(equation, path, count) -> MatrixProduct:
+def _matrix_product(equation: JaxprEqn, path: str, count: int) -> MatrixProduct:
     if _is_call(equation, *FP8_TARGETS):
         return _fp8_gemm(equation, path, count)
     if equation.primitive.name == "ragged_dot_general":
@@ -261,36 +264,36 @@ def _matrix_product(equation, path, count) -> MatrixProduct:
     return (_dot if equation.primitive.name == "dot_general" else _weight_gradient)(equation, path, count)
 
 
-def _fp8_gemm(equation, path, count):
-    """Groups of rows as one product of all rows, which they have the multiplications of."""
-    a, b = (var.aval for var in equation.invars[:2])
-    (m, k), n = a.shape, equation.outvars[0].aval.shape[-1]  # b may have rows for more columns
+def _fp8_gemm(equation: JaxprEqn, path: str, count: int) -> MatrixProduct:
+    """A grouped GEMM counts as one product of all rows: it has as many multiplications."""
+    a, b = map(shaped, equation.invars[:2])
+    (m, k), n = a.shape, shaped(equation.outvars[0]).shape[-1]  # b may have rows for more columns
     target = equation.params["target_name"]
     reason = BY_RECIPE if target == TARGET else BY_EXPERTS
     return MatrixProduct(path, m, n, k, _names(a, b), target, count, is_fp8=True, by_design=True, reason=reason)
 
 
-def _ragged_dot(equation, path, count):
+def _ragged_dot(equation: JaxprEqn, path: str, count: int) -> MatrixProduct:
     """Rows by experts, or their gradient, as one product of all rows."""
-    a, b = (var.aval for var in equation.invars[:2])
+    a, b = map(shaped, equation.invars[:2])
     (contracted, _), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     k = math.prod(a.shape[i] for i in contracted)
     by_design, reason = _why_not_fp8(path, batched=False)
     reason = f"{reason}; {BY_RAGGED_DOT}"
-    m, n = a.size // k, equation.outvars[0].aval.shape[-1]
+    m, n = a.size // k, shaped(equation.outvars[0]).shape[-1]
     return MatrixProduct(path, m, n, k, _names(a, b), "xla", count, is_fp8=False, by_design=by_design, reason=reason)
 
 
-def _weight_gradient(equation, path, count):
-    dy, x = (var.aval for var in equation.invars[:2])
+def _weight_gradient(equation: JaxprEqn, path: str, count: int) -> MatrixProduct:
+    dy, x = map(shaped, equation.invars[:2])
     (k, m), n = dy.shape, x.shape[1]
     target, reason = weight_gradient.TARGET, IN_THE_HEAD
     return MatrixProduct(path, m, n, k, _names(dy, x), target, count, is_fp8=False, by_design=True, reason=reason)
 
 
-def _dot(equation, path, count):
+def _dot(equation: JaxprEqn, path: str, count: int) -> MatrixProduct:
     (contract_a, contract_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
-    a, b = (var.aval for var in equation.invars)
+    a, b = map(shaped, equation.invars)
     k = math.prod(a.shape[i] for i in contract_a)
     m = math.prod(size for i, size in enumerate(a.shape) if i not in (*contract_a, *batch_a))
     n = math.prod(size for i, size in enumerate(b.shape) if i not in (*contract_b, *batch_b))
@@ -310,8 +313,8 @@ def _why_no_kernel() -> str:
     return extension.missing_reason() or dispatch.too_old_gpu() or _OTHER_TILES
 
 
-def _why_not_fp8(path, batched) -> tuple[bool, str]:
-    """Whether a product of XLA's own is as it should be, and the reason."""
+def _why_not_fp8(path: str, batched: bool) -> tuple[bool, str]:
+    """Whether a product of XLA's own is by design, and the reason."""
     if batched:
         return True, "a batched product of activations, such as attention"
     if PLAIN_HEAD_SCOPE in path:
@@ -323,5 +326,5 @@ def _why_not_fp8(path, batched) -> tuple[bool, str]:
     return False, "not made by a jax_fp8 layer; use jax_fp8.Dense, with recipe=None if it is to stay as it is"
 
 
-def _names(a, b) -> str:
+def _names(a: ShapedArray, b: ShapedArray) -> str:
     return f"{a.dtype.name} {b.dtype.name}"

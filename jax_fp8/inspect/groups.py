@@ -1,10 +1,10 @@
-"""Which devices exchange something in a collective, read from HLO's text, and how they lie on hosts.
+"""The groups of devices that exchange data in a collective, read from HLO's text, and how they lie on hosts.
 
     replica_groups=[2,4]<=[8]                      (0, 1, 2, 3), (4, 5, 6, 7)
     replica_groups=mesh['a'=2,'b'=4] {'a'}         (0, 4), (1, 5), (2, 6), (3, 7)
-    source_target_pairs={{0,1},{1,0},{2,3}}        (0, 1), (2, 3): what pairs join
+    source_target_pairs={{0,1},{1,0},{2,3}}        (0, 1), (2, 3): devices that pairs connect
 
-Devices are numbered in the order of the mesh, and hosts have the same number of them each, in this order.
+Devices are numbered in the order of the mesh. Every host has the same number of them, in this order.
 """
 
 import functools
@@ -17,7 +17,8 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
-# {{0,1},{2,3}} or {}; [2,2]<=[4]T(1,0), groups by devices; mesh['a'=2,'b'=4] {'b':(1)2,'a'}, axes or parts of axes
+# HLO writes groups in three ways: listed, {{0,1},{2,3}} or {}; as a reshaped and transposed iota of (groups, devices),
+# [2,2]<=[4]T(1,0); or by axes of a mesh, or parts of axes, mesh['a'=2,'b'=4] {'b':(1)2,'a'}.
 _LISTED = re.compile(r"\breplica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _IOTA = re.compile(rf"\breplica_groups=\[([\d,]+)\]<={_ORDER}")
@@ -28,18 +29,18 @@ _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def groups_of(attributes: str, devices: int) -> Groups:
-    """The groups of a collective: every device exchanges something with the others of its group.
+    """The groups of a collective: every device exchanges data with the others of its group.
 
     Args:
-      attributes: what stands behind the operands of the instruction.
-      devices: of the program.
+      attributes: the text of the instruction behind its operands.
+      devices: how many the program runs on.
     """
     if iota := _IOTA.search(attributes):
         return _rows(_in_order(*iota.groups()[1:]).reshape(-1, _numbers(iota[1])[-1]))
     if mesh := _MESH.search(attributes):
         return _rows(_groups_of_mesh(mesh[1], mesh["ids"], mesh[3]))
     if pairs := _PAIRS.search(attributes):
-        return _joined([_numbers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
+        return _connected([_numbers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
     listed = _LISTED.search(attributes)
     groups = [_numbers(group) for group in re.findall(r"[\d,]+(?=\})", listed[1])] if listed else []
     return tuple(groups) or (tuple(range(devices)),)  # {} is all devices
@@ -47,16 +48,18 @@ def groups_of(attributes: str, devices: int) -> Groups:
 
 @functools.cache
 def on_hosts(groups: Groups, per_host: int) -> tuple[int, int]:
-    """On how many hosts the widest group is, and how many devices it has on that of them where it has the fewest."""
+    """How many hosts the widest group spans, and the smallest number of devices that it has on one of them."""
     hosts = [Counter(device // per_host for device in group) for group in groups]
     widest, fewest = max(((len(host), -min(host.values())) for host in hosts), default=(1, -1))
     return widest, -fewest
 
 
 def _groups_of_mesh(sizes: str, ids: str | None, names: str) -> np.ndarray:
-    """A row of devices for each group: those that differ only in the axes, or parts of axes, that are named."""
+    """A row of devices for each group: devices that differ only in the named axes, or named parts of axes. An axis with
+    named parts is cut into several dims; then the named dims are moved to the end.
+    """
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(sizes)}
-    parts = {name: [] for name in axes}
+    parts: dict[str, list[tuple[int, int]]] = {name: [] for name in axes}
     for name, before, size in _GROUP_AXIS.findall(names):
         parts[name].append((int(before or 1), int(size or axes[name])))
     dims: list[tuple[int, bool]] = []  # of the mesh with axes cut into parts: the size, and whether it is named
@@ -78,18 +81,18 @@ def _groups_of_mesh(sizes: str, ids: str | None, names: str) -> np.ndarray:
 
 
 def _in_order(shape: str, order: str | None) -> np.ndarray:
-    """Devices in the order of `[2,4]T(1,0)`: numbered in this shape, then read with its dims in another order."""
+    """Devices in the order of `[2,4]T(1,0)`: numbered in this shape, which is then transposed."""
     sizes = _numbers(shape)
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) if order else None).reshape(-1)
 
 
-def _joined(pairs: list[tuple[int, ...]]) -> Groups:
-    """Devices that pairs of source and target join: (0, 1) and (2, 3) of {0,1},{1,0},{2,3}."""
-    joined = {device: {device} for device in itertools.chain(*pairs)}
+def _connected(pairs: list[tuple[int, ...]]) -> Groups:
+    """Devices that pairs of source and target connect: (0, 1) and (2, 3) of {0,1},{1,0},{2,3}."""
+    group_of = {device: {device} for device in itertools.chain(*pairs)}
     for source, target in pairs:
-        both = joined[source] | joined[target]
-        joined |= dict.fromkeys(both, both)
-    return tuple(dict.fromkeys(tuple(sorted(devices)) for _, devices in sorted(joined.items())))
+        both = group_of[source] | group_of[target]
+        group_of |= dict.fromkeys(both, both)
+    return tuple(dict.fromkeys(tuple(sorted(devices)) for _, devices in sorted(group_of.items())))
 
 
 def _rows(devices: np.ndarray) -> Groups:

@@ -1,11 +1,10 @@
-"""What the compiler wrote, read back: the instructions of an optimised HLO module,
-and the thunks that XLA:GPU launches.
+"""Readers of the compiler's texts: of an optimized HLO module, and of the thunks that XLA:GPU launches.
 
     HLO text ─read_hlo→ instructions ─executed→ each with how often a call runs it
-    thunk listing ─read_thunks→ CUDA graphs, and what is launched outside them
+    thunk listing ─read_thunks→ CUDA graphs, and the thunks outside them
 
-HLO says what is computed, in which loop and which branch. What shares a CUDA graph is decided after it, and only the
-thunk listing (`xla_dump_to`) tells.
+HLO says what is computed, and in which loop and branch. After HLO, XLA decides which thunks share a CUDA graph; only
+the thunk listing (`xla_dump_to`) shows that.
 """
 
 import math
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 
 from jax_fp8.inspect.groups import Groups, groups_of
 
-# What enters the computations it names: once, a known number of times, or, of a conditional's branches, one of them.
+# Opcodes that run the computations they name: once or, for a loop, many times; of a conditional only one of them.
 CALLS = frozenset({"call", "call-start", "async-start", "while"})
 FUSIONS = frozenset({"fusion", "fusion-start"})
 BRANCHES = frozenset({"conditional"})
@@ -64,42 +63,42 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One HLO instruction: what it computes from what, and where in the user's program it comes from."""
+    """One HLO instruction: its operation, operands and results, and its origin in the user's program."""
 
     opcode: str
     results: tuple[Array, ...]
     operands: tuple[Array, ...]
     target: str  # of a custom call, else ""
     op_name: str  # the path of jax transformations and Flax modules that led here
-    computation: str  # the fusion, loop body or entry it stands in
-    in_entry: bool  # whether that is where the program starts
+    computation: str  # the fusion, loop body or entry computation it stands in
+    in_entry: bool  # whether it stands in the entry computation, where the program starts
     sources: tuple[str, ...]  # the opcodes of the operands
     calls: tuple[str, ...]  # the computations it names; of a conditional, the branches in the order of their index
     trips: int | None  # of a loop, when the compiler knows
     name: str
     inputs: tuple[str, ...]  # the names of the operands
     accumulation: str  # of this library's products in FP8: "fast" or "split", by tile "1d2d", ...; else ""
-    groups: Groups  # of a collective: which devices exchange something; () of anything else
+    groups: Groups  # of a collective: which devices exchange data; () of anything else
 
     @property
     def devices(self) -> int | None:
-        """Of a collective: how many take part in one group, in the largest where they differ."""
+        """The number of devices in a collective's largest group; None of anything else."""
         return max(map(len, self.groups), default=1) if self.collective else None
 
     @property
     def collective(self) -> str:
-        """Which collective this is, or starts; "" of anything else."""
+        """The kind of collective that this is, or that it starts; "" of anything else."""
         opcode = self.opcode.removesuffix("-start")
         return opcode if opcode in COLLECTIVES else ""
 
     @property
     def copies(self) -> bool:
-        """Whether it reads an array only to write it elsewhere; a copied constant is a fill."""
+        """Whether it only copies an array. A copy of a constant is a fill, and reads no array."""
         return self.opcode in ("copy", "copy-start") and not set(self.sources) <= _FILLS
 
     @property
     def launches(self) -> bool:
-        """Whether the device does something for it; what a fusion holds is launched as one."""
+        """Whether it makes the device work: a kernel, a copy or a collective. A whole fusion is one launch."""
         return self.opcode not in _NOT_LAUNCHED and not self.opcode.endswith("-done")
 
     def __str__(self):
@@ -117,13 +116,13 @@ def by_computation(instructions: Iterable[Instruction]) -> dict[str, list[Instru
 def executed(
     computations: Mapping[str, list[Instruction]], name: str, entering: Collection[str], times: int = 1
 ) -> Iterator[tuple[Instruction, int]]:
-    """The instructions of a computation and of those it calls, with how often they run when it runs once.
+    """The instructions of a computation and of those it calls, with how often they run.
 
     Args:
       computations: of a module, by name.
       name: of the computation to begin with.
-      entering: the opcodes to follow into what they call: `CALLS`, `FUSIONS`, `BRANCHES` or some of them together.
-      times: how often the computation itself runs. A loop of unknown length runs once.
+      entering: the opcodes whose computations count, too: `CALLS`, `FUSIONS`, `BRANCHES` or a union of them.
+      times: how often the computation itself runs. A loop of unknown length counts as one turn.
     """
     for instruction in computations[name]:
         yield instruction, times
@@ -150,25 +149,31 @@ _MODULE_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 
 
 def read_hlo(text: str) -> tuple[Instruction, ...]:
-    """The instructions of an HLO module's text. It gives operands by name only, so their types are looked up."""
-    header, found, devices = None, [], 1
+    """The instructions of an HLO module's text. The text has operands by name only, so their types are looked up."""
+    header, matches, devices = None, [], 1
     for line in text.splitlines():
         if line.startswith("HloModule"):
             devices = math.prod(map(int, _MODULE_DEVICES.findall(line)))
         elif started := _COMPUTATION.match(line):
             header = started
         elif header and (match := _INSTRUCTION.match(line)):
-            found.append((header, match))
-    arrays = {match["name"]: _arrays(match["type"]) for _, match in found}
-    opcodes = {match["name"]: match["opcode"] for _, match in found}
-    return tuple(_instruction(header, match, arrays, opcodes, devices) for header, match in found)
+            matches.append((header, match))
+    arrays = {match["name"]: _arrays(match["type"]) for _, match in matches}
+    opcodes = {match["name"]: match["opcode"] for _, match in matches}
+    return tuple(_instruction(header, match, arrays, opcodes, devices) for header, match in matches)
 
 
-def _arrays(type_text):
+def _arrays(type_text: str) -> tuple[Array, ...]:
     return tuple(Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(type_text))
 
 
-def _instruction(header, match, arrays, opcodes, devices):
+def _instruction(
+    header: re.Match[str],
+    match: re.Match[str],
+    arrays: Mapping[str, tuple[Array, ...]],
+    opcodes: Mapping[str, str],
+    devices: int,
+) -> Instruction:
     operands, _, attributes = match["rest"].partition(")")
     names = [name for name in _NAME.findall(operands) if name in arrays]
     target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
@@ -191,27 +196,29 @@ def _instruction(header, match, arrays, opcodes, devices):
     )
 
 
-def _accumulation(attributes) -> str:
+def _accumulation(attributes: str) -> str:
     fast, scaling = _FAST.search(attributes), _SCALING.search(attributes)
     if scaling:
         return scaling[1]
     return {"true": "fast", "false": "split"}[fast[1]] if fast else ""
 
 
-def _called(attributes):
-    """The computations that an instruction names. Of two branches it names the true one, whose index is 1, first."""
-    found = _CALLED.findall(attributes)
-    found.sort(key=lambda named: named[0] == "true_computation")
-    return tuple(name for _, names in found for name in _NAME.findall(names))
+def _called(attributes: str) -> tuple[str, ...]:
+    """The computations that an instruction names, branches in the order of their index. HLO writes the true branch of
+    two first, whose index is 1.
+    """
+    calls = _CALLED.findall(attributes)
+    calls.sort(key=lambda call: call[0] == "true_computation")
+    return tuple(name for _, names in calls for name in _NAME.findall(names))
 
 
 _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>k\w+)")
 
 
 def read_thunks(text: str) -> tuple[int, Counter]:
-    """The number of CUDA graphs in XLA's thunk listing, and the kinds of thunks outside them.
+    """The number of CUDA graphs in XLA's thunk listing, and how many thunks of each kind are outside them.
 
-    One thunk a line; the thunks of a graph, and those of a loop's body or a branch, are indented below it.
+    The listing has one thunk a line. The thunks of a graph, of a loop's body or of a branch are indented below it.
     """
     graphs, outside, graph_indent = 0, Counter(), None
     for line in text.splitlines():

@@ -1,16 +1,17 @@
-"""What the shards of a `jax.shard_map` send to each other, read from a traced function.
+"""The collectives that a traced function writes itself, inside a `jax.shard_map`.
 
     jaxpr ─written→ WrittenCollective, one for each array and place ─merged→ equal ones as one ─table→ rows
 
-Here stands what was written. What the compiler adds for arrays that it splits itself is in no jaxpr.
+The compiler adds collectives for arrays that it splits itself. These are in no jaxpr; `capture_report` finds them.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jax_fp8.inspect.collectives import ring_bytes
 from jax_fp8.jaxprs.collectives import COLLECTIVES, axes_of
@@ -32,15 +33,15 @@ _IN_HLO = {
 
 @dataclass(frozen=True)
 class WrittenCollective:
-    """One array that a function sends to other devices, as it is written.
+    """One array that a function sends to other devices.
 
     Args:
       name: of the function in `jax.lax`: "psum", "all_gather", "psum_scatter", "all_to_all", "ppermute", ...
-      dtype, shape: of what an all_gather makes; of the operand of any other.
-      axes: of the mesh, over which it goes.
-      devices: that take part in one group.
+      dtype, shape: of the result of an all_gather; of the operand of any other.
+      axes: the mesh axes over which it sends.
+      devices: how many exchange data in one group.
       count: how often a call executes it.
-      bytes_each: that a device sends each time, on a ring.
+      bytes_each: how much a device sends each time, on a ring.
     """
 
     name: str
@@ -57,13 +58,19 @@ class WrittenCollective:
         return self.count * self.bytes_each
 
 
-def written(jaxpr: Any, sizes: Mapping[str, int] | None = None, count: int = 1) -> Iterator[WrittenCollective]:
-    """The collectives of a jaxpr as it would run on CUDA, in program order; those of a conditional in all its branches,
-    and those of a loop of unknown length once.
+def shaped(atom: Var | Literal) -> ShapedArray:
+    """The shape and dtype of an operand or a result."""
+    assert isinstance(atom.aval, ShapedArray), "an array"
+    return atom.aval
+
+
+def written(jaxpr: Jaxpr, sizes: Mapping[str, int] | None = None, count: int = 1) -> Iterator[WrittenCollective]:
+    """The collectives of a jaxpr as it would run on CUDA, in program order. All branches of a conditional count, and a
+    loop of unknown length counts as one turn.
 
     Args:
       jaxpr: of a function.
-      sizes: of the axes of the mesh around it.
+      sizes: of the mesh axes around it; None takes those of the mesh in the caller's context.
       count: how often a call executes it.
     """
     sizes = dict(jax.sharding.get_abstract_mesh().shape) if sizes is None else sizes
@@ -77,8 +84,8 @@ def written(jaxpr: Any, sizes: Mapping[str, int] | None = None, count: int = 1) 
             yield from written(inner, inside, count * turns(equation, unknown=1))
 
 
-def _collectives(equation: Any, sizes: Mapping[str, int], count: int) -> Iterator[WrittenCollective]:
-    """One for each array that goes over a mesh; what is summed over a mapped axis stays on the device."""
+def _collectives(equation: JaxprEqn, sizes: Mapping[str, int], count: int) -> Iterator[WrittenCollective]:
+    """One for each array that an equation sends over the mesh. A sum over an axis of `jax.vmap` sends nothing."""
     params = equation.params
     name = COLLECTIVES[equation.primitive.name]
     kind, axes = _IN_HLO[name], tuple(axis for axis in axes_of(equation) if axis in sizes)
@@ -87,15 +94,17 @@ def _collectives(equation: Any, sizes: Mapping[str, int], count: int) -> Iterato
     groups = params.get("axis_index_groups")
     devices = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     if all(source == target for source, target in params.get("perm", [(0, 1)])):
-        devices = 1  # each keeps its own
+        devices = 1  # each device sends to itself: nothing goes over the wire
     arrays = equation.outvars if kind == "all-gather" else equation.invars
-    for aval in (array.aval for array in arrays[: 1 if kind == "ragged-all-to-all" else None]):
+    # The other operands of a ragged_all_to_all are its output and the offsets and sizes of its pieces.
+    for array in arrays[: 1 if kind == "ragged-all-to-all" else None]:
+        aval = shaped(array)
         bytes_each = ring_bytes(kind, math.prod(aval.shape) * aval.dtype.itemsize, devices)
         yield WrittenCollective(name, aval.dtype.name, aval.shape, axes, devices, count, bytes_each)
 
 
 def merged(collectives: Iterable[WrittenCollective]) -> list[WrittenCollective]:
-    """Those that differ in nothing, as one; their counts are added."""
+    """The collectives, with equal ones as one, whose count is their sum."""
     counts: dict[WrittenCollective, int] = {}
     for collective in collectives:
         same = replace(collective, count=0)

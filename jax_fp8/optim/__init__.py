@@ -1,1 +1,1 @@
-"""The optimizer: a fused Adam as an Optax transform, its state, and what it hands back."""
+"""The optimizer: a fused Adam as an Optax transform, its state, and the updates that it returns."""

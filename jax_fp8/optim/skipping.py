@@ -1,45 +1,46 @@
-"""A step that is not taken: params and the state of any optimizer stay as they were, to the bit.
+"""Skipped steps: params and the state of any optimizer stay as they were, to the bit.
 
-`fused_adam` that works in place does not write when it is told so (`InPlace.apply`), or when it finds a gradient that
-is not finite, which costs nothing. All else is chosen afterwards, old or new, one more pass over it: what stands beside
-`fused_adam` in a chain has seen the same gradients, and knows nothing of the skip.
+`fused_adam` in place skips at no cost: its kernel does not write if `InPlace.apply` is False, or if
+`skip_nonfinite=True` and a gradient is not finite. It reports this by `note_applied`. Other transforms in its chain do
+not know of the skip. So the step chooses between their old and new states afterwards, one more pass over them.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import take_current_trace
 
 from jax_fp8.core.fp8_array import is_fp8
+from jax_fp8.core.types import PyTree
 from jax_fp8.optim.adam_state import FusedAdamState
 from jax_fp8.optim.updates import NewParam, was_applied
 
 
 class Skips:
-    """What optimizers say of a step while their update is traced: whether they take it.
+    """The reports of optimizers, while their update is traced: whether they take the step.
 
-    One that is traced in a branch (`optax.MultiSteps`) cannot say it to who is outside; it can say only that it skips.
+    An optimizer in a branch, such as one in `optax.MultiSteps`, cannot hand its tracer out of the branch. Then it is
+    known only that it may skip.
     """
 
     def __init__(self):
-        self._trace, self._answers, self._hides = _current_trace(), [], False
+        self._trace, self._reports, self._some_are_in_branches = _current_trace(), [], False
 
     def note(self, applied: jax.Array) -> None:
         if _current_trace() is self._trace:
-            self._answers.append(applied)
+            self._reports.append(applied)
         else:
-            self._hides = True
+            self._some_are_in_branches = True
 
-    def applied(self, gradients: Any) -> jax.Array | None:
-        """Whether the step was taken, bool[]; None if nobody skips. Of who cannot say it: whether the gradients that
-        the whole optimizer got are finite, so that none that is not is added to sums.
+    def applied(self, gradients: PyTree) -> jax.Array | None:
+        """Whether the step was taken, bool[]; None if no optimizer skips steps. For those in branches, the step counts
+        as taken if its gradients are finite: `optax.MultiSteps` would add others to its sums.
         """
-        answers = self._answers + ([_all_finite(gradients)] if self._hides else [])
-        return jnp.all(jnp.stack(answers)) if answers else None
+        reports = self._reports + ([all_finite(gradients)] if self._some_are_in_branches else [])
+        return jnp.all(jnp.stack(reports)) if reports else None
 
 
 _SKIPS: ContextVar[Skips | None] = ContextVar("skips", default=None)
@@ -47,44 +48,55 @@ _SKIPS: ContextVar[Skips | None] = ContextVar("skips", default=None)
 
 @contextmanager
 def skips() -> Iterator[Skips]:
-    """Collect what optimizers say while their updates are traced in this context."""
-    token = _SKIPS.set(found := Skips())
+    """Collect the reports of optimizers whose updates are traced in this context."""
+    token = _SKIPS.set(reports := Skips())
     try:
-        yield found
+        yield reports
     finally:
         _SKIPS.reset(token)
 
 
 def note_applied(applied: jax.Array) -> None:
-    """An optimizer says whether it takes a step, bool[], to whoever asks."""
-    found = _SKIPS.get()
-    if found is not None:
-        found.note(applied)
+    """Report whether an optimizer takes a step, bool[], to the innermost `skips()`."""
+    reports = _SKIPS.get()
+    if reports is not None:
+        reports.note(applied)
 
 
-def was_taken(apply: jax.Array | None, updates: Any, found: Skips, gradients: Any) -> jax.Array | None:
+def was_taken(apply: jax.Array | None, updates: PyTree, reports: Skips, gradients: PyTree) -> jax.Array | None:
     """Whether a step is taken, bool[]; None if it never is skipped.
 
     Args:
-      apply: bool[], what the optimizer was told, if it was asked to work in place; None is True.
-      updates: from the optimizer.
-      found: what it said meanwhile.
-      gradients: what it got.
+      apply: bool[], the `InPlace.apply` of the request; None is True.
+      updates, reports: from the optimizer.
+      gradients: those that it got.
     """
     applied = was_applied(updates)
-    if applied is not None:  # `apply` is in it
+    if applied is not None:  # the optimizer has already combined it with `apply`
         return applied
-    applied = found.applied(gradients)
+    applied = reports.applied(gradients)
     if apply is None or applied is None:
         return apply if applied is None else applied
     return apply & applied
 
 
-def kept_unless(apply: jax.Array, updates: Any, new: tuple[Any, Any], old: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The new params and optimizer state where bool[] `apply` says so, else the old ones.
+def all_finite(gradients: PyTree, norm: jax.Array | None = None) -> jax.Array:
+    """Whether all gradients are finite, bool[]. Their norm says so without reading them again; it also overflows where
+    squares are too large for float32.
+    """
+    if norm is not None:
+        return jnp.isfinite(norm)
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients)], jnp.bool_))
+
+
+def choose_step(
+    apply: jax.Array, updates: PyTree, new: tuple[PyTree, PyTree], old: tuple[PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
+    """The new params and optimizer state if bool[] `apply` is True, else the old ones. Arrays that `fused_adam` wrote
+    in place by the same `apply` need no choice.
 
     Args:
-      updates: from the optimizer, which may have been told to change nothing.
+      updates: from the optimizer.
       new, old: params, and the state of the optimizer.
     """
     leaves = jax.tree.leaves(updates)
@@ -92,34 +104,30 @@ def kept_unless(apply: jax.Array, updates: Any, new: tuple[Any, Any], old: tuple
     params, tree = jax.tree.flatten(new[0], is_leaf=is_fp8)
     pairs = zip(params, tree.flatten_up_to(old[0]), written, strict=True)
     params = tree.unflatten([new if is_written else choose(apply, new, old) for new, old, is_written in pairs])
-    all_know = any(written) and wrote_only_if(apply, updates)
+    adam_has_chosen = any(written) and wrote_only_if(apply, updates)
 
-    def of_state(new, old):
-        return new if _is_adam(new) and all_know else choose(apply, new, old)
+    def next_state(new: PyTree, old: PyTree) -> PyTree:
+        return new if _is_adam(new) and adam_has_chosen else choose(apply, new, old)
 
-    return params, jax.tree.map(of_state, new[1], old[1], is_leaf=_is_adam)
+    return params, jax.tree.map(next_state, new[1], old[1], is_leaf=_is_adam)
 
 
-def wrote_only_if(apply: jax.Array, updates: Any) -> bool:
-    """Whether everything that was written in place was left alone where bool[] `apply` is False. Of two `fused_adam` in
-    one optimizer each skips by its own gradients.
+def wrote_only_if(apply: jax.Array, updates: PyTree) -> bool:
+    """Whether bool[] `apply` decided over everything that was written in place. It may not have with two `fused_adam`
+    in one optimizer: each skips by its own gradients.
     """
     return all(leaf.applied is apply for leaf in jax.tree.leaves(updates) if isinstance(leaf, NewParam))
 
 
-def choose(apply: jax.Array, new: Any, old: Any) -> Any:
-    """One of two trees, by bool[]."""
+def choose(apply: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """The new tree if bool[] `apply` is True, else the old one."""
     return jax.tree.map(lambda new, old: jnp.where(apply, new, old), new, old)
 
 
-def _is_adam(node) -> bool:
+def _is_adam(node: object) -> bool:
     return isinstance(node, FusedAdamState)
 
 
-def _all_finite(gradients) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(gradient)) for gradient in jax.tree.leaves(gradients)]))
-
-
-def _current_trace() -> Any:
+def _current_trace() -> object:
     with take_current_trace() as trace:
         return trace

@@ -1,15 +1,17 @@
-"""What an optimizer hands back: numbers to add to the params or, when it was asked to work in place, the new params
-themselves.
+"""The updates that an optimizer returns: deltas to add to the params or, with `in_place`, the new params themselves.
 
-Optax adds updates to params, which costs a pass over both. `update(grads, state, params, in_place=InPlace())` passes
-through `optax.chain` and its like to `fused_adam`, which then returns a `NewParam` for every leaf. Nothing can be
-computed with a `NewParam`: a transform that would change the updates after `fused_adam` ends in a `NotLastError`
-instead of scaling the params.
+    update(grads, state, params)                         → float32 deltas; Fp8Array with NewValues for params in FP8
+    update(grads, state, params, in_place=InPlace(...))  → NewParam for every param
+    apply_updates(params, updates)                       → the new params, from either
+
+Adding updates costs a pass over updates and params, which working in place saves. `optax.chain` and its like pass
+`in_place` through to `fused_adam`. Nothing can be computed with a `NewParam`: a transform behind `fused_adam` that
+would scale updates raises a `NotLastError`, and so cannot scale the params by mistake.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +20,80 @@ import numpy as np
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import describe, flatten_like
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, is_fp8
-from jax_fp8.core.paths import LayerPath
+from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.types import PyTree
+from jax_fp8.kernels.adam_arrays import Leaf
 from jax_fp8.kernels.quantize import quantize_rowwise
+from jax_fp8.kernels.shared_cast import SharedCast
+from jax_fp8.kernels.storage import REMAINDER, same_numbers
+from jax_fp8.optim.adam_state import Param
+
+KernelNames: TypeAlias = LayerPath | tuple[LayerPath, ...]
+"""The path of one kernel, or those of several that stand side by side in one copy, from left to right."""
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """The request for new params.
+    """The request for new params in place of updates.
 
-    `casts`: weights to write in FP8 as well, by the names that lead to them: the copies to overwrite, and the scale
-    f32[] to write them with, or a `Cast`: of a scale that is known before, or in squares. Kernels that stand side by
-    side in one copy go by the tuple of their names, from left to right.
-    `apply`: bool[], False for a step that changes nothing; None is True.
+    Args:
+      casts: weights to write in FP8, too. For each the copies to overwrite, and the scale f32[] to write them with, or
+        a `Cast`, which has a known scale or a scale for each square.
+      apply: bool[], False for a step that changes nothing; None is True.
     """
 
-    casts: Mapping[LayerPath | tuple[LayerPath, ...], tuple[Fp8Pair, jax.Array | Cast]] = field(default_factory=dict)
+    casts: Mapping[KernelNames, tuple[Fp8Pair, jax.Array | Cast]] = field(default_factory=dict)
     apply: jax.Array | None = None
+
+
+def requested_casts(
+    in_place: InPlace | None, params: PyTree
+) -> tuple[list[tuple[Fp8Pair, Cast] | None], list[SharedCast]]:
+    """The casts of a request as the Adam kernel takes them.
+
+    Returns:
+      For each param its own copy with one scale and its cast, or None; and the shared casts: copies of several kernels,
+      or with a scale for each square. A shared cast is left out if one of its kernels is not among these params, as
+      when `optax.masked` hides it.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_fp8)
+    requests = {} if in_place is None else {path: _as_cast(*request) for path, request in in_place.casts.items()}
+    numbers: dict[object, int] = {
+        names_of(path): number for number, (path, param) in enumerate(leaves) if not is_fp8(param)
+    }
+    own: dict[KernelNames, tuple[Fp8Pair, Cast]] = {}
+    shared = []
+    for path, (pair, cast) in requests.items():
+        if isinstance(path[0], str) and cast.rule.tile is None:
+            own[path] = pair, cast
+            continue
+        kernels = (path,) if isinstance(path[0], str) else path
+        if all(kernel in numbers for kernel in kernels):
+            shared.append(_shared_cast(pair, cast, tuple(numbers[kernel] for kernel in kernels)))
+    return [own.get(names_of(path)) for path, _ in leaves], shared
+
+
+def _as_cast(pair: Fp8Pair, cast: jax.Array | Cast) -> tuple[Fp8Pair, Cast]:
+    return pair, cast if isinstance(cast, Cast) else Cast.with_scale(pair.rowwise.dtype, cast)
+
+
+def _shared_cast(pair: Fp8Pair, cast: Cast, leaves: tuple[int, ...]) -> SharedCast:
+    if cast.rule.tile is None:
+        return SharedCast(pair, cast.known_scale, leaves)
+    return SharedCast(pair, None, leaves, cast.rule)
 
 
 @dataclass(frozen=True, eq=False)
 class NewParam:
-    """A new param in the place of an update, and the FP8 copies of it that were asked for; not an array.
+    """A new param in the place of an update, with the FP8 copies that `InPlace` asked for; not an array.
 
-    `cast`: None where none was asked for. A copy of kernels side by side is with the first of them.
-    `applied`: bool[], False where the step was skipped and nothing changed; None where steps are never skipped.
+    Args:
+      value: the new param.
+      cast: its copies in FP8, if asked for. The first of several kernels side by side has the copy of all.
+      applied: bool[], False if the step was skipped and nothing changed; None where steps are never skipped.
     """
 
-    value: Any
+    value: Param
     cast: Fp8Pair | None = None
     applied: jax.Array | None = None
 
@@ -59,15 +108,15 @@ class NotLastError(ValueError):
         )
 
 
-def _refuse(*_):
+def _refuse(*_: object) -> NoReturn:
     raise NotLastError
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class NewValues:
-    """The FP8 values of a new param, an `Fp8Array` in the place of an update: to be read like the array, and not to be
-    added to the old ones, which would be a sum of bytes that mean something else.
+    """The values of an `Fp8Array` in the place of an update. They can be read like an array. Operators raise: values of
+    two FP8 arrays have different scales, so their sum means nothing.
     """
 
     array: jax.Array
@@ -79,15 +128,16 @@ class NewValues:
             raise AttributeError(name)
         return getattr(self.array, name)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.array, dtype)
 
     @classmethod
-    def of(cls, param: Fp8Array) -> Fp8Array:
+    def as_update(cls, param: Fp8Array) -> Fp8Array:
+        """A new param in FP8 as the update that replaces the old one."""
         return Fp8Array(cls(param.values), param.scale)  # type: ignore[arg-type]
 
 
-def _refuse_values(*_):
+def _refuse_values(*_: object) -> NoReturn:
     raise ValueError(
         "the update of an FP8 param takes its place, but something computes with it, such as optax.apply_updates, "
         "which adds it; use jax_fp8.apply_updates, and let fused_adam be the last transform of a chain"
@@ -103,29 +153,63 @@ for _name in ASKED_OF_ARRAYS:
     setattr(NewParam, _name, property(_refuse))
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def delta_to(param: Param, leaf: Leaf, update: jax.Array) -> Param:
+    """What to add to a param to arrive at the new one; of a param in FP8 the new one itself."""
+    if isinstance(param, Fp8Array):
+        return NewValues.as_update(fp8_values(leaf).rowwise)
+    if leaf.master is None:
+        return update
+    new, old = leaf.param.astype(jnp.float32), param.astype(jnp.float32)
+    return jnp.where(new == old, -jnp.float32(0), new - old)  # adding -0 changes nothing, not even a -0
+
+
+def with_landed_master(param: Param, delta: PyTree, leaf: Leaf) -> Leaf:
+    """The leaf, with masters that fit the sum of param and delta in float32. No float32 delta leads from a bfloat16
+    param to one that is 2**16 times smaller: there the sum is another number, and becomes the master.
+    """
+    if leaf.master is None or isinstance(param, Fp8Array):
+        return leaf
+    landed = (param.astype(jnp.float32) + delta).astype(param.dtype)
+    own = jnp.zeros((), REMAINDER) if leaf.master.dtype == REMAINDER else landed.astype(leaf.master.dtype)
+    return replace(leaf, master=jnp.where(same_numbers(landed, leaf.param), leaf.master, own))
+
+
+def new_param(param: Param, leaf: Leaf, shared_pair: Fp8Pair | None, applied: jax.Array | None) -> NewParam:
+    """The result for a param in place; `shared_pair`: the copy of several kernels of which it is the first."""
+    if is_fp8(param):
+        return NewParam(fp8_values(leaf).rowwise, None, applied)
+    return NewParam(leaf.param, leaf.cast or shared_pair, applied)
+
+
+def fp8_values(leaf: Leaf) -> Fp8Pair:
+    """The values of a param in FP8."""
+    assert leaf.cast is not None, "a leaf of such a param has them"
+    return leaf.cast
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """The updated params.
 
     Args:
       params: a tree of arrays, and of `Fp8Array` for params in FP8.
       updates: for each param a delta, which is added in float32 and rounded once to the param's dtype (a param in FP8
-        keeps its scale); or an `Fp8Array`, or what `fused_adam` returns when it works in place: these take the param's
-        place.
+        keeps its scale); or its replacement: an `Fp8Array`, or the result of `fused_adam` in place.
     """
     tree = jax.tree.structure(params, is_leaf=is_fp8)
-    found = flatten_like("updates", tree, updates, "pass what update returned")
-    return tree.unflatten(list(map(_apply, tree.flatten_up_to(params), found)))
+    leaves = flatten_like("updates", tree, updates, "pass what update returned")
+    return tree.unflatten(list(map(_apply, tree.flatten_up_to(params), leaves)))
 
 
-def was_applied(updates: Any) -> jax.Array | None:
-    """Whether the step was taken, bool[], from the updates of an optimizer that may skip it and works in place;
-    None if it never skips."""
+def was_applied(updates: PyTree) -> jax.Array | None:
+    """Whether the step was taken, bool[], from the updates of an optimizer that works in place; None if it never skips
+    a step.
+    """
     answers = [leaf.applied for leaf in jax.tree.leaves(updates) if isinstance(leaf, NewParam)]
     answers = list({id(applied): applied for applied in answers if applied is not None}.values())
     return jnp.all(jnp.stack(answers)) if len(answers) > 1 else next(iter(answers), None)
 
 
-def _apply(param, update):
+def _apply(param: Param, update: Param | NewParam) -> Param:
     if isinstance(update, NewParam):
         return update.value
     if isinstance(update, Fp8Array):

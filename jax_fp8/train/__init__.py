@@ -1,4 +1,4 @@
-"""Training: the step with its warm pass and its CUDA graph, and the parts of a loop that a user writes.
+"""Training: the step with its warm pass and its CUDA graph, and functions for a training loop of one's own.
 
-Takes functions; knows neither modules nor models.
+This room takes losses and optimizers as functions; it knows neither modules nor models.
 """

@@ -1,13 +1,13 @@
-"""What a training loop of one's own calls, on one device or on a mesh: gradients with staged amaxes, first scales, and
-where variables lie.
+"""For a training loop of one's own, on one device or on a mesh: gradients with staged amaxes, first scales, and the
+shardings of variables.
 
     variables, batch ─value_and_grad→ loss, grads, fp8_state ─optimizer, update_state→ variables
 
-On a mesh all of it runs inside the caller's `jax.jit`, by the program of `make_train_step` (distributed/mesh_pass.py).
+On a mesh these functions run inside the caller's `jax.jit`. They use the same `MeshPass` as `make_train_step`
+(distributed/mesh_pass.py).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax_fp8.core.checks import check_bool, check_flags, describe
 from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.core.shards import declared_shardings
 from jax_fp8.core.state import stage_joined
+from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.distributed.mesh_pass import MeshPass
 from jax_fp8.grads.delayed import delayed_gradients
 from jax_fp8.grads.gradients import take_gradients, with_first_scales
@@ -39,27 +40,28 @@ def value_and_grad(
     parallel: Parallelism | Mesh | None = None,
     delay_wgrad_compute: bool = False,
 ) -> Callable:
-    """Like `jax.value_and_grad` over the params of a variable dict,
-    and hands back the FP8 state with this pass's amaxes staged.
+    """Like `jax.value_and_grad` over the params of a variable dict, but also returns the FP8 state with this pass's
+    amaxes staged.
 
     Args:
       loss_fn: `loss_fn(variables, *args, **kwargs)`, a scalar, or `(scalar, aux)` with `has_aux`.
         `variables` is a Flax variable dict.
-      has_aux: as in `jax.value_and_grad`. On a mesh, aux is that of all parts of the batch, as in `make_train_step`.
-      parallel: a mesh, or a `Parallelism` with options; refused with the axis `pipe`, as schedule and chunks are
-        without it. Call it under `jax.jit` then. Every array of `args` is split by its first dim over `data` and
-        `fsdp`, and the loss is the mean over its parts.
-      delay_wgrad_compute: leave the GEMMs of weight gradients for later, to `backward_dw`; not with a mesh. What needs
-        no such GEMM is in `grads` as always: biases, norms, embeddings, the head, and what reaches a kernel on another
-        way, such as a penalty. So are kernels of layers in a branch of `lax.cond` or under `jax.vmap`, and those that
-        do not reach their layer as they are in `params`, because the loss casts, scales or masks them.
+      has_aux: as in `jax.value_and_grad`. On a mesh, aux combines all parts of the batch, as in
+        `make_train_step`.
+      parallel: a mesh, or a `Parallelism` with options; call the function under `jax.jit` then. The axis `pipe`, a
+        schedule and chunks are refused. Every array of `args` is split by its first dim over `data` and `fsdp`, and the
+        loss is the mean over its parts.
+      delay_wgrad_compute: leave the GEMMs of weight gradients for later, to `backward_dw`; refused with a mesh. `grads`
+        has all gradients that need no such GEMM: of biases, norms, embeddings, the head, and of a penalty on kernels.
+        It also has those of kernels that cannot be delayed: of layers in a branch of `lax.cond` or under `jax.vmap`,
+        and of kernels that the loss casts, scales or masks before their layer reads them.
 
     Returns:
       A function of the same arguments that returns `(loss, grads, fp8_state)`, or `((loss, aux), grads, fp8_state)`.
-      `grads` matches `variables["params"]`, on a mesh also in where it lies; `fp8_state` is `variables["fp8"]` with
-      slot 0 of each history raised to the amaxes of this pass, to be finished by `update_state`, or {} where there is
-      no state. With `delay_wgrad_compute` a fourth result, `DeferredGradients`: the operands of these GEMMs in FP8, a
-      pytree. `grads` has zeros in place of what they will make.
+      `grads` matches `variables["params"]`, on a mesh also in its sharding. `fp8_state` is `variables["fp8"]` with
+      slot 0 of each history raised to the amaxes of this pass; pass it to `update_state`. It is {} where there is no
+      state. With `delay_wgrad_compute` there is a fourth result, `DeferredGradients`, a pytree with the operands of the
+      delayed GEMMs in FP8; `grads` has zeros in place of the gradients that they will compute.
     """
     check_loss_fn(loss_fn)
     check_flags(has_aux=has_aux, delay_wgrad_compute=delay_wgrad_compute)
@@ -74,15 +76,15 @@ def value_and_grad(
         return _value_and_grad_on_mesh(parallel, loss_fn, has_aux)
 
     @inside_its_mesh
-    def run(variables: Mapping, *args: Any, **kwargs: Any) -> tuple:
+    def run(variables: Variables, *args: PyTree, **kwargs: PyTree) -> tuple:
         if not delay_wgrad_compute:
             return results(variables, take_gradients(loss_fn, has_aux)(variables, *args, **kwargs))
         result, deferred = delayed_gradients(loss_fn, has_aux)(variables, *args, **kwargs)
         return *results(variables, result), deferred
 
-    def results(variables: Mapping, found: PassResult) -> tuple:
-        value = (found.loss, found.aux) if has_aux else found.loss
-        return value, found.grads, stage_joined(fp8_state_of(variables), found.amaxes)
+    def results(variables: Variables, result: PassResult) -> tuple:
+        value = (result.loss, result.aux) if has_aux else result.loss
+        return value, result.grads, stage_joined(fp8_state_of(variables), result.amaxes)
 
     return run
 
@@ -94,8 +96,8 @@ def warm_start(
     *,
     parallel: Parallelism | Mesh | None = None,
 ) -> Callable:
-    """Scales for the first step, when there is no history yet: from a pass in which every tensor is scaled by its own
-    amax. `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
+    """Scales for the first step, when there is no history yet: from a pass that scales every tensor by its own amax.
+    `make_train_step` does this by itself; a loop of one's own calls it once, before its first step.
 
         fp8_state = jax.jit(fp8.warm_start(loss_fn, recipe))(variables, batch)
 
@@ -104,8 +106,8 @@ def warm_start(
       recipe: that of the model's layers.
 
     Returns:
-      A function of the same arguments as `loss_fn` that returns the FP8 state, the amaxes of this pass its first
-      history. Rows that have a history already, calibrated ones, are left as they are; {} where there is no state.
+      A function of the same arguments as `loss_fn` that returns the FP8 state, with the amaxes of this pass as its
+      first history; {} where there is no state. Rows that have a history already, such as calibrated ones, keep it.
     """
     check_loss_fn(loss_fn)
     check_recipe(recipe)
@@ -116,7 +118,7 @@ def warm_start(
         return _warm_start_on_mesh(parallel, loss_fn, recipe, has_aux)
     first_pass = take_gradients(loss_fn, has_aux, from_current=True)
 
-    def run(variables, *args, **kwargs):
+    def run(variables: Variables, *args: PyTree, **kwargs: PyTree) -> Mapping:
         with same_recipe(recipe, "warm_start"):
             amaxes = first_pass(variables, *args, **kwargs).amaxes
         return with_first_scales(fp8_state_of(variables), amaxes, recipe)
@@ -124,16 +126,16 @@ def warm_start(
     return run
 
 
-def shardings(init_fn: Callable, *args: Any, parallel: Parallelism | Mesh) -> Any:
-    """Where variables lie on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`.
+def shardings(init_fn: Callable, *args: PyTree, parallel: Parallelism | Mesh) -> PyTree:
+    """The shardings of variables on a mesh, for `jax.jit(..., out_shardings=...)` and `jax.device_put`.
 
         variables = jax.jit(model.init, out_shardings=fp8.shardings(model.init, key, x, parallel=mesh))(key, x)
 
     Args:
-      init_fn: `model.init`, or another function that returns a dict with "params". What else is in the dict and has
-        names and shapes of params, such as moments of an optimizer, lies as they do; the rest is whole on every device.
-      args: what it takes; only shapes count.
-      parallel: a mesh, or a `Parallelism`, whose rules count; None is refused.
+      init_fn: `model.init`, or another function that returns a dict with "params". Other entries with the names and
+        shapes of params, such as moments of an optimizer, are sharded like the params; the rest is replicated.
+      args: the arguments of `init_fn`; only their shapes count.
+      parallel: a mesh, or a `Parallelism`, whose rules are followed; None is refused.
 
     Returns:
       A tree like the result, of `jax.sharding.NamedSharding`s.
@@ -141,33 +143,33 @@ def shardings(init_fn: Callable, *args: Any, parallel: Parallelism | Mesh) -> An
     spread = as_parallelism(parallel)
     if spread is None:
         raise ValueError("shardings are those on a mesh, got parallel=None; pass a mesh, or leave out out_shardings")
-    with declared_shardings() as found:
+    with declared_shardings() as declared:
         shapes = jax.eval_shape(init_fn, *args)
     if not isinstance(shapes, Mapping) or "params" not in shapes:
         raise ValueError(f'init_fn must return a dict with "params", got {describe(shapes)}; pass model.init')
-    return place_params(spread, shapes["params"], found).shardings(shapes)
+    return place_params(spread, shapes["params"], declared).shardings(shapes)
 
 
 def _value_and_grad_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool) -> Callable:
-    def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> PassResult:
+    def local(share: Callable, state_of: Callable[[], TrainState], batch: Batch, *_: object) -> PassResult:
         return take_gradients(share, has_aux)(state_of().variables, batch)
 
-    def run(mesh_pass, state, batch):
-        found = mesh_pass.settled(state, batch).gradients(local, state, batch, ())
-        value = found.loss
+    def run(mesh_pass: MeshPass, state: TrainState, batch: Batch) -> tuple:
+        result = mesh_pass.settled(state, batch).gradients(local, state, batch, ())
+        value = result.loss
         if has_aux:
-            aux = found.aux
+            aux = result.aux
             value = value, {**aux.rest, **aux.collections} if isinstance(aux.rest, dict) else aux.rest
-        return value, found.grads, stage_joined(state.fp8, found.amaxes)
+        return value, result.grads, stage_joined(state.fp8, result.amaxes)
 
     return _with_state_on_mesh(parallel, loss_fn, has_aux, run)
 
 
 def _warm_start_on_mesh(parallel: Parallelism, loss_fn: Callable, recipe: Recipe | None, has_aux: bool) -> Callable:
-    def local(share: Callable, state_of: Callable, batch: Any, *_: Any) -> jax.Array:
+    def local(share: Callable, state_of: Callable[[], TrainState], batch: Batch, *_: object) -> jax.Array:
         return take_gradients(share, has_aux, from_current=True)(state_of().variables, batch).amaxes
 
-    def run(mesh_pass, state, batch):
+    def run(mesh_pass: MeshPass, state: TrainState, batch: Batch) -> Mapping:
         with same_recipe(recipe, "warm_start"):
             amaxes, _ = mesh_pass.first_amaxes(local, state, batch)
         return with_first_scales(state.fp8, amaxes, recipe)
@@ -176,18 +178,18 @@ def _warm_start_on_mesh(parallel: Parallelism, loss_fn: Callable, recipe: Recipe
 
 
 def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool, run: Callable) -> Callable:
-    """`run(mesh_pass, state, batch)` as a function of `(variables, *batch)`, wherever these lie."""
+    """`run(mesh_pass, state, batch)` as a function of `(variables, *batch)`, whatever their shardings."""
     if has_aux:
         loss_fn = AuxLoss(loss_fn)
 
-    def of_batch(variables, batch):
+    def loss_of_batch(variables: Variables, batch: Batch) -> PyTree:
         return loss_fn(variables, *batch)
 
     @inside_its_mesh
-    def run_on_mesh(variables, *batch, **kwargs):
+    def run_on_mesh(variables: Variables, *batch: PyTree, **kwargs: PyTree) -> PyTree:
         if kwargs:
             raise ValueError(
-                f"arguments must be positional on a mesh, where their arrays are split, got {', '.join(kwargs)}=...; "
+                f"arguments must be positional on a mesh, which splits their arrays, got {', '.join(kwargs)}=...; "
                 "pass them by position, or bind them to the loss"
             )
         check_batch(batch, 1)
@@ -195,19 +197,25 @@ def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool,
             raise ValueError("gradients on a mesh must be taken under jax.jit, got arrays; call jax.jit(function)")
         state = _as_state(variables)
         parallel.check_rows(batch, 1)
-        own = checked(of_batch, has_aux)
-        trace = LossTrace.from_function(own, state.variables, batch)
+        checked_loss = checked(loss_of_batch, has_aux)
+        trace = LossTrace.from_function(checked_loss, state.variables, batch)
         if has_aux and parallel.batch_parts > 1:
             part = shapes_of_part(batch, parallel.batch_parts)
-            check_shapes_of_parts(LossTrace.from_function(own, state.variables, part).out, trace.out)
-        mesh_pass = MeshPass.of(parallel, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
+            check_shapes_of_parts(LossTrace.from_function(checked_loss, state.variables, part).out, trace.out)
+        mesh_pass = MeshPass.of(parallel, loss_of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
         return run(mesh_pass, mesh_pass.constrain(state), batch)
 
     return run_on_mesh
 
 
-def _as_state(variables) -> TrainState:
-    """Variables as a step has them."""
-    fp8_state, others = fp8_state_of(variables), others_of(variables)
-    own = variables["params"], fp8_state, None, variables.get("fp8_cache", {})
-    return TrainState(jnp.zeros((), jnp.int32), *own, others)
+def _as_state(variables: Variables) -> TrainState:
+    """Variables as the `TrainState` of a step without an optimizer."""
+    fp8_state = fp8_state_of(variables)  # raises where there are no params
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=variables["params"],
+        fp8=fp8_state,
+        opt_state=None,
+        cache=variables.get("fp8_cache", {}),
+        collections=others_of(variables),
+    )

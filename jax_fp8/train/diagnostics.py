@@ -1,11 +1,11 @@
-"""What a step can say about its numbers beside the loss: how each tensor was cast to FP8, and the gradients by layer.
+"""Diagnostics of a step beside its loss: how each tensor was cast to FP8, and the gradients by layer.
 
-    passes ─measured, by maximum→ health of inputs and output gradients ┐
-    params, scales → health of kernels                                         ├→ one vector, `Diagnostics`
-    gradients → norms, counts of what is not finite                            ┘
+    passes ─measurements, by maximum→ statistics of inputs and output gradients ┐
+    params, scales → statistics of kernels                                      ├→ one vector, `Diagnostics`
+    gradients → norms, counts of elements that are not finite                   ┘
 
-A layer measures where it casts (ops/operands.py), and only in a step that was asked to diagnose: that is a program of
-its own, which computes the same state, and looks at some rows of most activations once more.
+A layer measures where it casts (ops/operands.py), and only in a step that diagnoses. Such a step is a program of its
+own: it computes the same new state, and reads some rows of most activations once more.
 """
 
 import functools
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED
 from jax_fp8.core.health import STATISTICS, measure
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, names_of, shown
 from jax_fp8.core.recipe import Recipe
+from jax_fp8.core.types import PyTree
 from jax_fp8.grads.tape import Measurement
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference
@@ -38,8 +39,11 @@ TENSORS = {INPUT: "input", KERNEL: "kernel", OUTPUT_GRADIENT: "output_gradient"}
 SHARES = ("saturated", "underflowed", "nonfinite")
 OF_GRADIENT = ("norm", "nonfinite")
 ROUTER = "router"  # its name in a layer of experts
-HEALTH = len(OBSERVED), len(STATISTICS)  # the shape of what a pass records of a GEMM
-NOTABLE_SATURATION = 1e-3  # share of a tensor: a scale that is a step late cuts off far less
+HEALTH = len(OBSERVED), len(STATISTICS)  # the shape of a pass's measurement of one GEMM
+NOTABLE_SATURATION = 1e-3  # share of a tensor; a scale from the step before saturates far fewer elements
+
+Row: TypeAlias = dict[str, Any]
+"""One row of `Diagnostics.rows()`: names as strings, and numbers or None."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +55,24 @@ class ObservedGemm:
     stacked: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, path: LayerPath, recipe: Recipe, params: Mapping) -> "ObservedGemm":
+    def from_params(cls, path: LayerPath, recipe: Recipe, params: Mapping) -> "ObservedGemm":
         return cls(path, recipe, kernels_of(path, params)[0].shape[:-2])
 
     @property
-    def measured(self) -> Measurement:
+    def measurement(self) -> Measurement:
         layers = (math.prod(self.stacked),) if self.stacked else ()
         return Measurement(self.path, CAST_STATISTICS, (*layers, *HEALTH), is_needed=False)
 
 
 @dataclass(frozen=True)
 class ObservedRouter:
-    """A router that is asked for the share of tokens that each of its experts gets; `path` leads to its kernel."""
+    """A router that measures the share of tokens that each of its experts gets; `path` leads to its kernel."""
 
     path: LayerPath
     experts: int
 
     @property
-    def measured(self) -> Measurement:
+    def measurement(self) -> Measurement:
         return Measurement(self.path, EXPERT_SHARES, (self.experts,), is_needed=False)
 
 
@@ -76,30 +80,37 @@ Observations = tuple[ObservedGemm | ObservedRouter, ...]  # GEMMs first
 
 
 def observe(recipes: Mapping[LayerPath, Recipe], params: Mapping) -> Observations:
-    """These GEMMs, and the routers before those of experts that are not stacked."""
-    gemms = [ObservedGemm.of(path, recipe, params) for path, recipe in recipes.items()]
+    """What a step observes: these GEMMs, and the routers of those of experts. A router that `nn.scan` stacks is left
+    out.
+    """
+    gemms = [ObservedGemm.from_params(path, recipe, params) for path, recipe in recipes.items()]
     paths = dict.fromkeys((*path[:-1], ROUTER) for path in recipes if is_of_experts(path))
-    kernels: dict[LayerPath, Any] = {path: at_path(params, (*path, "kernel")) for path in paths}
+    kernels: dict[LayerPath, jax.Array] = {path: at_path(params, (*path, "kernel")) for path in paths}
     routers = [ObservedRouter(path, kernel.shape[-1]) for path, kernel in kernels.items() if kernel.ndim == 2]
     return *gemms, *routers
 
 
-def _routers(observed) -> list[ObservedRouter]:
+def _routers(observed: Observations) -> list[ObservedRouter]:
     return [router for router in observed if isinstance(router, ObservedRouter)]
 
 
-def observed_gemms(observed) -> list[ObservedGemm]:
+def observed_gemms(observed: Observations) -> list[ObservedGemm]:
     return [gemm for gemm in observed if isinstance(gemm, ObservedGemm)]
 
 
-def _size(observed) -> int:
-    return sum(math.prod(of.measured.shape) for of in observed)
+def _size(gemms: Sequence[ObservedGemm]) -> int:
+    return sum(math.prod(gemm.measurement.shape) for gemm in gemms)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands where in the vector of `Diagnostics`: names of GEMMs, of each three tensors, of the layers that have
-    gradients, and of those that have experts, with their number.
+    """The order of the numbers in the vector of `Diagnostics`: STATISTICS of the three tensors of each GEMM, norm and
+    count of each layer's gradients, and a share for each expert.
+
+    Args:
+      gemms: their names.
+      layers: names of the layers that have gradients.
+      routers: names of the layers that have experts, and how many.
     """
 
     gemms: tuple[str, ...]
@@ -107,7 +118,7 @@ class Layout:
     routers: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, observed: Observations, params: Any) -> "Layout":
+    def for_observations(cls, observed: Observations, params: PyTree) -> "Layout":
         gemms = tuple(name for gemm in observed_gemms(observed) for name in _numbered(shown(gemm.path), gemm.stacked))
         routers = tuple(("/".join(router.path[:-1]), router.experts) for router in _routers(observed))
         return cls(gemms, tuple(_gradients_by_layer(params, observed)), routers)
@@ -136,42 +147,49 @@ class Diagnostics:
     layout: Layout = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, observed: Observations, measured: jax.Array, params: Any, fp8_state: Mapping, gradients: Any):
-        """What a step knows.
+    def from_step(
+        cls,
+        observed: Observations,
+        measured: jax.Array,
+        params: PyTree,
+        fp8_state: Mapping,
+        gradients: PyTree,
+    ) -> "Diagnostics":
+        """The diagnostics of a step.
 
         Args:
-          measured: by the passes: of inputs and output gradients, and of routers.
-          params, fp8_state: those with which it computed.
+          measured: by its passes: statistics of inputs and output gradients, then shares of experts.
+          params, fp8_state: before the step.
           gradients: like the params.
         """
         gemms = observed_gemms(observed)
         health, shares = measured[: _size(gemms)].reshape(-1, *HEALTH), measured[_size(gemms) :]
         kernels = [_kernel_health(gemm, params, fp8_state).reshape(-1, len(STATISTICS)) for gemm in gemms]
-        of_all = health
+        tensors = health
         if kernels:
-            of_tensor = {
+            by_tensor = {
                 **dict(zip(OBSERVED, jnp.moveaxis(health, 1, 0), strict=True)),
                 KERNEL: jnp.concatenate(kernels),
             }
-            of_all = jnp.stack([of_tensor[tensor] for tensor in TENSORS], axis=1)
-        found = _gradients_by_layer(gradients, observed)
-        norms = [jnp.stack(_of_gradients(leaves)) for leaves in found.values()]
-        layout = Layout.of(observed, params)
-        return cls(jnp.concatenate([of_all.reshape(-1), *norms, shares]), layout)
+            tensors = jnp.stack([by_tensor[tensor] for tensor in TENSORS], axis=1)
+        by_layer = _gradients_by_layer(gradients, observed)
+        norms = [jnp.stack(_norm_and_nonfinite(leaves)) for leaves in by_layer.values()]
+        layout = Layout.for_observations(observed, params)
+        return cls(jnp.concatenate([tensors.reshape(-1), *norms, shares]), layout)
 
-    def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """The same in words that JSON knows; waits for the device. Numbers that are not finite are None.
+    def rows(self) -> dict[str, list[Row]]:
+        """The same as dicts for JSON; waits for the device. Numbers that are not finite are None.
 
         Returns:
-          "tensors": of each GEMM in program order, three of them, a dict of "layer", "tensor" ("input", "kernel" or
-            "output_gradient"), "amax", "scale", "headroom" (`fp8_max * scale / amax`: below 1 it was too large for its
-            scale), "saturated", "underflowed", "nonfinite" (shares of its elements) and "error" (relative root mean
-            square of what the cast changed). Where several microbatches, uses or devices had the tensor, the worst of
-            them. What could not be measured, as under `jax.vmap`, is None.
-          "gradients": by layer, the module that owns the params: "norm" of the finite elements, "nonfinite" their
-            number.
-          "experts", where there are any: by layer "fractions", the share of all tokens that each expert gets; of
-            several microbatches the largest.
+          "tensors": three rows for each GEMM, in program order: "layer", "tensor" ("input", "kernel" or
+            "output_gradient"), "amax", "scale", "headroom" (`fp8_max * scale / amax`; below 1 the tensor was too large
+            for its scale), "saturated", "underflowed", "nonfinite" (shares of its elements) and "error" (relative root
+            mean square error of the cast). Several microbatches, uses or devices of a tensor make one row, with the
+            worst number of each kind. Numbers that could not be measured, as under `jax.vmap`, are None.
+          "gradients": one row for each layer, the module that owns the params: "norm" of the finite elements, and
+            "nonfinite", how many elements are not.
+          "experts", where there are any: one row for each layer, with "fractions", the share of all tokens that each
+            expert gets; the largest over microbatches.
         """
         values = np.asarray(self.values, np.float64)
         count = len(self.layout.gemms) * len(TENSORS)
@@ -181,8 +199,8 @@ class Diagnostics:
         ends = np.cumsum([experts for _, experts in self.layout.routers], dtype=int)
         shares = np.split(values[self.layout.first_share :], ends[:-1])
         experts = [
-            {"layer": layer, "fractions": [_finite(share) for share in own]}
-            for (layer, _), own in zip(self.layout.routers, shares, strict=False)
+            {"layer": layer, "fractions": [_finite(share) for share in fractions]}
+            for (layer, _), fractions in zip(self.layout.routers, shares, strict=False)
         ]
         return {
             "tensors": [_tensor_row(*name, row) for name, row in zip(names, tensors, strict=True)],
@@ -194,15 +212,18 @@ class Diagnostics:
         }
 
 
-def find_fault(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
-    """What stands out in `Diagnostics.rows()`, as a clause: where numbers that are not finite begin, in the order in
-    which a step computes; else the tensor of which most was cut off; None if neither is there.
+def find_fault(rows: Mapping[str, Sequence[Row]]) -> str | None:
+    """A clause about the worst number in `Diagnostics.rows()`, or None if there is no fault.
+
+    It names the first tensor that is not finite, in the order in which a step computes them, else the first such
+    gradient, else the tensor with the largest share of saturated elements.
     """
     if not isinstance(rows, Mapping) or not {"tensors", "gradients"} <= set(rows):
         raise ValueError(f'rows must hold "tensors" and "gradients", got {describe(rows)}; pass diagnostics.rows()')
     tensors = rows["tensors"]
-    of_gradients = [row for row in reversed(tensors) if row["tensor"] == TENSORS[OUTPUT_GRADIENT]]
-    in_order = [row for row in tensors if row["tensor"] != TENSORS[OUTPUT_GRADIENT]] + of_gradients
+    # A step computes inputs from the first layer to the last, and then output gradients from the last to the first.
+    output_gradients = [row for row in reversed(tensors) if row["tensor"] == TENSORS[OUTPUT_GRADIENT]]
+    in_order = [row for row in tensors if row["tensor"] != TENSORS[OUTPUT_GRADIENT]] + output_gradients
     for row in in_order:
         if row["nonfinite"]:
             return f"{100 * row['nonfinite']:.3g} % of {_described(row)} is not finite"
@@ -216,78 +237,83 @@ def find_fault(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str | None:
     return f"{100 * worst['saturated']:.3g} % of {_described(worst)} is larger than its scale allows"
 
 
-def _described(row) -> str:
+def _described(row: Row) -> str:
     return f"the {row['tensor'].replace('_', ' ')} of {row['layer']}"
 
 
-def _tensor_row(layer, tensor, values) -> dict[str, Any]:
-    found = dict(zip(STATISTICS, values, strict=True))
-    if not found["scale"]:  # nobody has measured it
+def _tensor_row(layer: str, tensor: str, values: np.ndarray) -> Row:
+    statistics = dict(zip(STATISTICS, values, strict=True))
+    if not statistics["scale"]:  # the statistics of a tensor that no layer measured are zeros
         return {"layer": layer, "tensor": tensor, **dict.fromkeys(("amax", "scale", "headroom", *SHARES, "error"))}
-    headroom = 1 / found["reach"] if found["reach"] else math.inf
-    numbers = {"amax": found["amax"], "scale": found["scale"], "headroom": headroom}
-    numbers |= {name: found[name] for name in (*SHARES, "error")}
+    headroom = 1 / statistics["reach"] if statistics["reach"] else math.inf
+    numbers = {"amax": statistics["amax"], "scale": statistics["scale"], "headroom": headroom}
+    numbers |= {name: statistics[name] for name in (*SHARES, "error")}
     return {"layer": layer, "tensor": tensor, **{name: _finite(number) for name, number in numbers.items()}}
 
 
-def _finite(number) -> float | None:
+def _finite(number: float) -> float | None:
     return float(number) if math.isfinite(number) else None
 
 
-def _kernel_health(gemm: ObservedGemm, params, fp8_state) -> jax.Array:
-    """STATISTICS of its kernels, side by side, f32[*stacked, 7]; zeros where they are no arrays."""
+def _kernel_health(gemm: ObservedGemm, params: PyTree, fp8_state: Mapping) -> jax.Array:
+    """STATISTICS of a GEMM's kernels, side by side, f32[*stacked, 7]; zeros of kernels that are FP8 arrays already."""
     kernels = kernels_of(gemm.path, params)
     if any(is_fp8(kernel) for kernel in kernels):
         return jnp.zeros((*gemm.stacked, len(STATISTICS)), jnp.float32)
     state = at_path(fp8_state, gemm.path)
     scales = state["scale"] if gemm.recipe.has_state and state else jnp.ones((*gemm.stacked, 3), jnp.float32)
 
-    def of_one(scales, *kernels):
+    def statistics(scales: jax.Array, *kernels: jax.Array) -> jax.Array:
         amax = functools.reduce(jnp.maximum, map(amax_reference, kernels))
         cast = gemm.recipe.cast(KERNEL, scales if gemm.recipe.has_state else None, lambda: amax)
-        if cast.rule.tile is not None:  # of shards, tiles would be others
+        if cast.rule.tile is not None:  # a shard may end in the middle of a tile, so tiles are those of whole kernels
             kernels = tuple(whole(kernel) for kernel in kernels)
         return measure(lambda *rows: rows, kernels, cast_reference(jnp.concatenate(kernels, axis=1), cast), amax)
 
     for _ in gemm.stacked:
-        of_one = jax.vmap(of_one)
-    return of_one(scales, *kernels)
+        statistics = jax.vmap(statistics)
+    return statistics(scales, *kernels)
 
 
-def _gradients_by_layer(tree: Any, observed: Observations) -> dict[str, list]:
-    """The leaves of each layer, the module that owns them, in the order in which people count."""
+LayerLeaf = tuple[
+    jax.Array, tuple[int | np.intp, ...]
+]  # a leaf and the index of one layer in it, () unless layers are stacked
+
+
+def _gradients_by_layer(tree: PyTree, observed: Observations) -> dict[str, list[LayerLeaf]]:
+    """The leaves of each layer, the module that owns them; layer_10 comes after layer_9."""
     stacks = {gemm.path[0]: gemm.stacked for gemm in observed_gemms(observed) if gemm.path and gemm.stacked}
-    found: dict[str, list] = {}
+    by_layer: dict[str, list[LayerLeaf]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_fp8):
         names = names_of(path)
         stacked = stacks.get(names[0], ())
         if leaf.shape[: len(stacked)] != stacked:
             stacked = ()
         for number, name in enumerate(_numbered(names[:-1] or names, stacked)):
-            found.setdefault(name, []).append((leaf, np.unravel_index(number, stacked) if stacked else ()))
+            by_layer.setdefault(name, []).append((leaf, np.unravel_index(number, stacked) if stacked else ()))
     return dict(
-        sorted(found.items(), key=lambda item: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", item[0])])
+        sorted(by_layer.items(), key=lambda item: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", item[0])])
     )
 
 
-def _of_gradients(leaves) -> tuple[jax.Array, jax.Array]:
-    """Norm and number of elements that are not finite."""
+def _norm_and_nonfinite(leaves: Sequence[LayerLeaf]) -> tuple[jax.Array, jax.Array]:
+    """The norm of the finite elements, and how many elements are not finite."""
     squares, count = jnp.float32(0), jnp.float32(0)
     for leaf, index in leaves:
         gradient = leaf[index].astype(jnp.float32)
         is_finite = jnp.isfinite(gradient)
         numbers = jnp.where(is_finite, gradient, 0) ** 2, (~is_finite).astype(jnp.float32)
-        of_leaf = lax.reduce(numbers, (np.float32(0),) * 2, _add, range(gradient.ndim))  # one pass, not two
+        of_leaf = lax.reduce(numbers, (np.float32(0),) * 2, _add, range(gradient.ndim))  # one pass over it, not two
         squares, count = _add((squares, count), of_leaf)
     return jnp.sqrt(squares), count
 
 
-def _add(one, other):
+def _add(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return one[0] + other[0], one[1] + other[1]
 
 
-def _numbered(path, stacked) -> Iterator[str]:
-    """The name of each of the layers that are stacked here."""
+def _numbered(path: LayerPath, stacked: tuple[int, ...]) -> Iterator[str]:
+    """The name of a layer, or of each of the layers that are stacked there: "block[0]", "block[1]"."""
     name = "/".join(map(str, path)) or "model"
     if not stacked:
         yield name

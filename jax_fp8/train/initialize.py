@@ -1,73 +1,77 @@
-"""A state made array by array, each put where it belongs as soon as it is there.
+"""Makes the first state array by array, and puts each array on its devices as soon as it is computed.
 
-As one program, the initialisation of a model takes longer to compile than its step: random numbers of every array are a
-kernel of their own, also where shapes are the same. Operation by operation there is one for each shape. And no more
-than one array at a time is whole on a device: what is split over a mesh may be larger than a device as a whole.
+    jaxpr of `init` ─equation by equation→ each result with its sharding
+
+As one program, the initialization of a model takes longer to compile than its step: XLA makes one kernel for the random
+numbers of every array, also where arrays have the same shape. Equation by equation, jax compiles one kernel for each
+shape. It also keeps no more than one array whole on a device: a state that a mesh splits may not fit into one device.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import NamedSharding
 
+from jax_fp8.core.types import PyTree
 from jax_fp8.jaxprs.dead_code import without_dead_code
 from jax_fp8.jaxprs.equations import variables
 
 
-def make_by_array(program: Any, shapes: Any, shardings: Any, *args: Any) -> Any:
-    """What a traced function returns, operation by operation; of all that it computes only what its results need.
+def make_by_array(program: ClosedJaxpr, shapes: PyTree, shardings: PyTree, *args: PyTree) -> PyTree:
+    """The results of a traced function, computed equation by equation, without equations that no result needs.
 
     Args:
       program, shapes: what `jax.make_jaxpr(function, return_shape=True)(*args)` returned.
-      shardings: a tree like the results, of where they are to be; None leaves them where they are made.
+      shardings: a tree like the results, of their shardings; None leaves them on the device that makes them.
     """
     leaves, tree = jax.tree.flatten(shapes)
-    places = [None] * len(leaves) if shardings is None else tree.flatten_up_to(shardings)
+    result_shardings = [None] * len(leaves) if shardings is None else tree.flatten_up_to(shardings)
     jaxpr = without_dead_code(program).jaxpr
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
 
     last_use = {var: number for number, equation in enumerate(jaxpr.eqns) for var in variables(equation.invars)}
-    results = _Results(jaxpr.outvars, places)
+    results = _Results(jaxpr.outvars, result_shardings)
     for var, value in values.items():
         results.take(var, value)
     for number, equation in enumerate(jaxpr.eqns):
-        made = _evaluate(jaxpr, equation, values)
-        for var, value in zip(equation.outvars, made, strict=True):
+        for var, value in zip(equation.outvars, _evaluate(jaxpr, equation, values), strict=True):
             results.take(var, value)
             if last_use.get(var, -1) > number:
                 values[var] = value
         for var in variables(equation.invars):
-            if last_use[var] == number:
+            if last_use[var] == number:  # its memory is free for the arrays that follow
                 values.pop(var, None)
     return tree.unflatten(results.finished())
 
 
 class _Results:
-    """The results so far, each in its place."""
+    """The results so far, each with its sharding."""
 
-    def __init__(self, outvars, places):
-        self._outvars, self._places = outvars, places
-        self._values: list[Any] = [var.val if isinstance(var, Literal) else None for var in outvars]
-        self._wanted: dict[Any, list[int]] = {}
-        for number, var in enumerate(outvars):
+    def __init__(self, outvars: Sequence[Var | Literal], shardings: Sequence[NamedSharding | None]):
+        self._outvars, self._shardings = outvars, shardings
+        self._values: list[jax.Array | None] = [None] * len(outvars)
+        self._positions: dict[Var, list[int]] = {}  # a variable may be several results
+        for position, var in enumerate(outvars):
             if not isinstance(var, Literal):
-                self._wanted.setdefault(var, []).append(number)
+                self._positions.setdefault(var, []).append(position)
 
-    def take(self, var, value) -> None:
-        for number in self._wanted.get(var, ()):
-            self._values[number] = _put(value, self._places[number])
+    def take(self, var: Var, value: jax.Array) -> None:
+        for position in self._positions.get(var, ()):
+            self._values[position] = _put(value, self._shardings[position])
 
-    def finished(self) -> list[Any]:
-        """Every result an array of its own."""
-        numbers = (number for number, var in enumerate(self._outvars) if isinstance(var, Literal))
-        for number in numbers:
-            self._values[number] = _put(np.asarray(self._values[number]), self._places[number])
+    def finished(self) -> list[jax.Array | None]:
+        """All results, also those that are constants of the program; each is an array of its own."""
+        for position, var in enumerate(self._outvars):
+            if isinstance(var, Literal):
+                self._values[position] = _put(np.asarray(var.val), self._shardings[position])
         return self._values
 
 
-def _put(value, sharding) -> jax.Array:
+def _put(value: jax.Array | np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """A copy of a value with this sharding: a step may donate it."""
     if sharding is None:
         return jax.numpy.array(value)
     if jax.process_count() == 1:
@@ -76,8 +80,8 @@ def _put(value, sharding) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def _evaluate(jaxpr, equation, values) -> list[Any]:
-    """What one equation makes: a program of its own, which jax compiles once for all that are alike."""
+def _evaluate(jaxpr: Jaxpr, equation: JaxprEqn, values: dict[Var, jax.Array]) -> list[jax.Array]:
+    """The results of one equation: a program of its own, which jax compiles once for all equations that are alike."""
     operands = variables(equation.invars)
     alone = jaxpr.replace(constvars=[], invars=operands, outvars=list(equation.outvars), eqns=[equation])
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(values[operand] for operand in operands))

@@ -1,10 +1,10 @@
-"""A program on its way through the compiler, with the one thing that jax does not keep:
-the listing of what will be launched.
+"""jax's lowered and compiled programs, together with XLA's thunk listing, which says what a program launches.
 
-    lowered ─Lowering.compile→ Compilation: jax's own, and the thunk listing
+    lowered ─Lowering.compile→ Compilation: jax's `Compiled` and the thunk listing
 
-XLA gives the optimised HLO at any time, but decides what shares a CUDA graph later, and tells only in files that it
-writes while compiling. So a `Lowering` compiles into a folder and its `Compilation` keeps what was found there.
+XLA returns the optimized HLO at any time. But only after that does it decide which thunks share a CUDA graph, and it
+writes this only into dump files while it compiles. So `Lowering.compile` has XLA dump into a temporary folder, and
+reads the listing from there.
 """
 
 import pathlib
@@ -15,18 +15,18 @@ from typing import Any
 
 import jax
 
+from jax_fp8.core.types import PyTree
+
 
 @dataclass(frozen=True)
 class Compilation:
-    """jax's `Compiled`, to be called and asked as that, and the thunk listing of its compilation;
-    None when there was none.
-    """
+    """jax's `Compiled`, with all of its methods, and the thunk listing of its compilation, None if there was none."""
 
     compiled: jax.stages.Compiled
     thunks: str | None
 
     def listing(self) -> str:
-        """The thunks, or an error that says why there are none."""
+        """The thunk listing; raise if there is none, with the reason."""
         if self.thunks is not None:
             return self.thunks
         shardings = jax.tree.leaves((self.compiled.input_shardings, self.compiled.output_shardings))
@@ -41,7 +41,7 @@ class Compilation:
             "switch off jax's compilation cache, which skips the compiler, and set no xla_dump_to"
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self.compiled(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -50,12 +50,12 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Lowering:
-    """jax's `Lowered`, to be asked as that, whose `compile` keeps the listing of what will be launched."""
+    """jax's `Lowered`, with all of its methods; `compile` also keeps the thunk listing."""
 
     lowered: jax.stages.Lowered
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
-        """Compile; with an `xla_dump_to` of the caller's, the listing is there and not in the `Compilation`."""
+    def compile(self, compiler_options: Mapping[str, str | bool | int | float] | None = None) -> Compilation:
+        """Compile. If the caller sets `xla_dump_to`, the listing is there, and not in the `Compilation`."""
         with tempfile.TemporaryDirectory() as folder:
             options = {"xla_dump_to": folder, **(compiler_options or {})}
             compiled = self.lowered.compile(compiler_options=options)
@@ -66,10 +66,8 @@ class Lowering:
 
 
 def _dumped_thunks(folder: pathlib.Path) -> str | None:
-    """The listing written last: of the program, not of what was compiled on the way to time it,
-    and after the passes that make CUDA graphs.
-
-    If these changed nothing, XLA wrote only the listing before them.
+    """The listing that XLA wrote last: earlier ones are of kernels that it compiled for autotuning, or from before the
+    passes that make CUDA graphs. If these passes changed nothing, XLA wrote only the listing from before them.
     """
     paths = folder.glob("*.thunk_sequence*.txt")
     last = max(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)

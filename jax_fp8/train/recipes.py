@@ -1,13 +1,13 @@
-"""The recipe of a model and that of a step are two copies of one truth, compared where they meet: while a pass is
-traced.
+"""The check that a model and a step have the same recipe.
 
-The layers cast by theirs. A step makes scales from amaxes by its own, and casts weights for several microbatches.
+A user passes the recipe twice. Layers cast by the model's recipe; a step makes scales from amaxes by its own, and with
+it casts weights that several microbatches share. So both are compared while a pass is traced: the layers report their
+recipes then.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import recipes_met
@@ -15,12 +15,13 @@ from jax_fp8.core.recorder import recipes_met
 
 @contextmanager
 def same_recipe(recipe: Recipe | None, asked: str = "make_train_step") -> Iterator[None]:
-    """While a pass is traced: raise unless the layers of a loss have the recipe that a step, or a warm start, was told:
-    all that have state, for their scales are made by it; of others at least one. A model may have bfloat16 layers, and
-    a head that has another recipe without state.
+    """Trace a pass in this context; raise unless the layers of its loss have this recipe.
+
+    A recipe with state must be that of all layers with state, for the step makes their scales by it. A recipe without
+    state must be that of one layer at least: a model may have a head with another recipe, and bfloat16 layers.
 
     Args:
-      asked: to whom `recipe` was given.
+      asked: the function that took `recipe`.
     """
     with recipes_met() as met:
         yield
@@ -29,24 +30,25 @@ def same_recipe(recipe: Recipe | None, asked: str = "make_train_step") -> Iterat
 
 
 def _check_recipes(met: Mapping[str, Recipe], recipe: Recipe, asked: str) -> None:
-    wrong = {layer: of_layer for layer, of_layer in met.items() if of_layer != recipe}
+    others = {layer: other for layer, other in met.items() if other != recipe}
     if recipe.has_state:
-        wrong = {layer: of_layer for layer, of_layer in wrong.items() if of_layer.has_state}
-    elif len(wrong) < len(met):
+        others = {layer: other for layer, other in others.items() if other.has_state}
+    elif len(others) < len(met):
         return
-    if wrong or (not met and not recipe.has_state):
-        layer, of_layer = next(iter(wrong.items()), ("all of them", None))
-        told, found = _in_short(recipe, of_layer), _in_short(of_layer, recipe)
+    if others or (not met and not recipe.has_state):
+        layer, other = next(iter(others.items()), ("all of them", None))
         raise ValueError(
-            f"the recipe of {asked} must be that of the model's layers, got {told} and, in {layer}, {found}; pass the "
-            "same recipe to both"
+            f"the recipe of {asked} must be that of the model's layers, got {_difference(recipe, other)} and, in "
+            f"{layer}, {_difference(other, recipe)}; pass the same recipe to both"
         )
 
 
-def _in_short(recipe: Any, other: Any) -> str:
-    """A recipe by what the other one has not, if both are of one kind."""
+def _difference(recipe: Recipe | None, other: Recipe | None) -> str:
+    """A recipe with the fields in which it differs from another of its class; of another class its name alone."""
+    if recipe is None:
+        return "None"
     if type(recipe) is not type(other) or not dataclasses.is_dataclass(recipe):
-        return repr(recipe) if recipe is None else f"{type(recipe).__name__}(...)"
+        return f"{type(recipe).__name__}(...)"
     values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     differing = [f"{name}={value!r}" for name, value in values.items() if value != getattr(other, name)]
     return f"{type(recipe).__name__}({', '.join(differing)})"

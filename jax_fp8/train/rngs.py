@@ -1,16 +1,15 @@
-"""Random keys for a loss that draws, such as one with dropout: of their own for each step, each microbatch and each
-device's part of the batch.
+"""Random keys for a loss that draws, such as one with dropout. Each step, each microbatch and each device's part of the
+batch gets its own keys.
 
-    step, batch ─drawn→ batch with (step, row) beside each row ─microbatches, devices→ a part of it
-    seeds, the first (step, row) of the part → keys → loss
+    step, batch ─drawn→ batch with (step, row number) beside each row ─microbatches, devices→ a part of it
+    seeds, the first (step, row number) of the part ─fold_in→ keys → loss
 
-A batch is split by rows, and so no two parts of it begin with the same. Nothing is kept: a run that goes on draws what
-it would have drawn, for it has the step.
+A batch is split by rows. Each part starts at a different row, so each gets its own keys. The keys depend only on seeds,
+step and row. So the state keeps no key, and a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import numpy as np
 
 from jax_fp8.core.checks import describe
 from jax_fp8.core.layered_loss import LayeredLoss
+from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.distributed.microbatches import PendingStep
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.state.checks import check_batch
@@ -27,9 +27,9 @@ from jax_fp8.state.train_state import TrainState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DrawnBatch:
-    """A batch, and for each of its rows u32[rows, 2]: the step, and a number of its own."""
+    """A batch, and u32[rows, 2]: for each of its rows the step, and the row's number in the step."""
 
-    batch: Any
+    batch: Batch
     rows: jax.Array
 
 
@@ -38,16 +38,16 @@ class DrawingLoss:
 
     Args:
       loss_fn: the loss.
-      rngs: the seeds: a random key for each stream, by its name.
+      rngs: the seeds: a random key for each stream, such as "dropout".
     """
 
     def __init__(self, loss_fn: Callable, rngs: Mapping[str, jax.Array]):
         self._loss_fn = loss_fn
         self.whole_batch = getattr(loss_fn, "whole_batch", None)
-        # As numbers of the program: an array would lie on one device.
+        # NumPy arrays become constants of the program, on every device of a mesh. A jax array would lie on one device.
         self._seeds = {name: (np.asarray(jax.random.key_data(key)), _impl(key)) for name, key in rngs.items()}
 
-    def __call__(self, variables: Mapping, drawn: DrawnBatch) -> Any:
+    def __call__(self, variables: Variables, drawn: DrawnBatch) -> PyTree:
         step, row = drawn.rows[0]
         seeds = {
             name: jax.random.wrap_key_data(jnp.asarray(data), impl=impl) for name, (data, impl) in self._seeds.items()
@@ -56,8 +56,8 @@ class DrawingLoss:
         return self._loss_fn(variables, drawn.batch, rngs=rngs)
 
 
-def drawn(loss_fn: Callable, state: TrainState, batch: Any, microbatch: int | jax.Array = 0) -> Any:
-    """The batch as the loss takes it: that of this step, or this microbatch of it."""
+def drawn(loss_fn: Callable, state: TrainState, batch: Batch, microbatch: int | jax.Array = 0) -> Batch:
+    """The batch of this step, or its microbatch of this number, as the loss takes it: with row numbers if it draws."""
     if not isinstance(loss_fn, DrawingLoss):
         return batch
     check_batch(batch, 1)
@@ -69,10 +69,8 @@ def drawn(loss_fn: Callable, state: TrainState, batch: Any, microbatch: int | ja
     return DrawnBatch(batch, jnp.stack([steps, numbers], axis=1))
 
 
-def drawn_whole(loss_fn: Callable, state: TrainState, batch: Any, microbatches: int) -> Any:
-    """The same of a whole batch that is split afterwards: a loss that asks for it sees it before (see
-    `WholeBatchLoss`).
-    """
+def drawn_whole(loss_fn: Callable, state: TrainState, batch: Batch, microbatches: int) -> Batch:
+    """`drawn` of a whole batch before it is split. A `WholeBatchLoss` prepares the batch first."""
     prepare = getattr(loss_fn, "whole_batch", None)
     if microbatches > 1 and prepare is not None:
         check_batch(batch, microbatches)
@@ -81,17 +79,17 @@ def drawn_whole(loss_fn: Callable, state: TrainState, batch: Any, microbatches: 
 
 
 def drawn_next(
-    loss_fn: Callable, state: TrainState, pending: PendingStep, microbatch: Any, is_first: bool | jax.Array
-) -> Any:
-    """The same of the microbatch that is added to `pending`."""
+    loss_fn: Callable, state: TrainState, pending: PendingStep, microbatch: Batch, is_first: bool | jax.Array
+) -> Batch:
+    """`drawn` of the next microbatch of `pending`."""
     if not isinstance(loss_fn, DrawingLoss):
         return microbatch
-    fresh = is_first | (pending.step != state.step)
-    return drawn(loss_fn, state, microbatch, jnp.where(fresh, 0, pending.count))
+    begins = is_first | (pending.step != state.step)
+    return drawn(loss_fn, state, microbatch, jnp.where(begins, 0, pending.count))
 
 
-def check_rngs(rngs: Any, loss_fn: Callable, parallel: Parallelism | None) -> None:
-    """Raise unless a step can draw from these."""
+def check_rngs(rngs: object, loss_fn: Callable, parallel: Parallelism | None) -> None:
+    """Raise unless these are seeds from which a step can draw."""
     if not isinstance(rngs, Mapping) or not rngs or not all(isinstance(name, str) for name in rngs):
         raise ValueError(
             f"rngs must be a dict of random keys by the names of their streams, got {describe(rngs)}; "
@@ -103,15 +101,15 @@ def check_rngs(rngs: Any, loss_fn: Callable, parallel: Parallelism | None) -> No
             raise ValueError(f"rngs[{name!r}] must be one random key, got {describe(key)}; pass jax.random.key(seed)")
     if parallel is not None and parallel.stages > 1:
         raise ValueError(
-            "a pipeline runs layers one by one, which draw nothing, got rngs with a mesh that has the axis pipe; leave "
-            "out one of them"
+            "a pipeline runs layers one by one and passes them no keys, got rngs with a mesh that has the axis pipe; "
+            "leave out one of them"
         )
     if isinstance(loss_fn, LayeredLoss) and loss_fn.on_host:
         raise ValueError(
-            "a loss whose layers keep something on the host runs them one by one, which draw nothing, got it with "
-            'rngs; take another remat than "offload:N", or leave out rngs'
+            "a loss whose layers keep activations on the host runs layers one by one and passes them no keys, got it "
+            'with rngs; take another remat than "offload:N", or leave out rngs'
         )
 
 
-def _impl(key) -> str:
+def _impl(key: jax.Array) -> str:
     return str(jax.random.key_impl(key))

@@ -1,17 +1,15 @@
 """One optimizer step as one jitted program with donated state: on a GPU, one CUDA graph.
 
-    weights → FP8, once
-    batch → microbatches ─scan→ gradients (mean, float32), amaxes (max) → finish_step, once, in place → fp8, scales
-                                   └→ optimizer, in place → params, opt_state,
-                                      and the weight cache cast with these scales
+    weights ─cast once→ FP8
+    batch → microbatches ─scan→ gradients (mean, float32) ─optimizer, in place→ params, opt_state, weight cache
+                              └ amaxes (maximum) ─finish_step, once, in place→ new scales ┘
 
-Donated buffers keep their addresses from step to step, and the rest of a step does too (cuda_graph.py), so the graph is
-recorded once; nothing waits for the host.
+Donated buffers keep their addresses from step to step, and so does all other memory of a step (cuda_graph.py). So the
+graph is recorded once, and the device never waits for the host.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,7 @@ from jax.sharding import Mesh
 from jax_fp8.core.checks import check_flags, check_integer, check_number
 from jax_fp8.core.layered_loss import LayeredLoss
 from jax_fp8.core.recipe import Recipe, check_recipe
+from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.core.unpicklable import Unpicklable
 from jax_fp8.distributed.microbatches import PendingStep, warn_of_copies
 from jax_fp8.distributed.pipeline_checks import check_pipeline
@@ -54,22 +53,26 @@ from jax_fp8.train.warming import WarmUp
 class TrainStep(Unpicklable):
     """`state, metrics = step(state, batch)`; made by `make_train_step`.
 
-    The argument `state` is donated: use the returned one. `metrics` holds device scalars: "loss" (float32, mean over
-    microbatches); "nonfinite_amaxes" (int32, tensors with an infinity or a NaN, whose scale was therefore left alone);
-    "underflowing_amaxes" (int32, tensors so small at their scale that little more than zeros was left of them: more
-    than 0 for many steps says that an outlier has blown up scales; see `DelayedScaling(forget_outliers=True)`); with
-    `has_aux`, "aux", what the loss returned beside its number.
+    The argument `state` is donated: use the returned one. `metrics` holds device scalars:
 
-    Two options of a call, each a program of its own, compiled when it is first asked for:
+        "loss"                   float32, mean over microbatches
+        "nonfinite_amaxes"       int32, how many tensors had an infinity or a NaN; their scales stay as they were
+        "underflowing_amaxes"    int32, how many tensors were so small at their scale that FP8 kept little more than
+                                 zeros. More than 0 for many steps: an outlier made scales too large; see
+                                 `DelayedScaling(forget_outliers=True)`
+        "aux"                    with `has_aux`: what the loss returned beside its number
+
+    A call has two options. Each makes a program of its own, compiled at its first use:
 
         step(state, batch, diagnose=True)     the same step, and `metrics["diagnostics"]`, a `Diagnostics`:
                                               how each tensor was cast, and gradients by layer
         step(state, batch, skip_above=4.0)    a step whose loss is larger, or not finite, changes nothing but the step
-                                              count: then `metrics["skipped"]` (int32) is 1; `metrics["skip_above"]` is
-                                              the limit. 1 as well where `fused_adam(skip_nonfinite=True)` has skipped
-                                              in place. math.inf is no limit, and the loss must be finite
+                                              count. Then `metrics["skipped"]` (int32) is 1, as it also is where
+                                              `fused_adam(skip_nonfinite=True)` has skipped in place.
+                                              `metrics["skip_above"]` is the limit; with math.inf only a loss that is
+                                              not finite skips
 
-    `step.diagnose(state, batch)` is what that step would say, and leaves the state alone.
+    `step.diagnose(state, batch)` returns the diagnostics of that step, and leaves the state as it is.
 
     The same step in pieces, for callers who drive the microbatches themselves:
 
@@ -78,8 +81,8 @@ class TrainStep(Unpicklable):
             pending = step.accumulate_step(state, pending, next(data), is_first_microbatch=i == 0)
         state, pending, metrics = step.apply_step(state, pending)
 
-    On a mesh, `init_state` makes the state where it belongs, `place` puts one there, and a batch or microbatch of NumPy
-    arrays is split over the devices: with several processes, each passes its own part.
+    On a mesh, `init_state` makes a sharded state, and `place` shards a state that is already there. A step splits a
+    batch or microbatch of NumPy arrays over the devices; with several processes, each passes its own part.
     """
 
     _cannot_be_pickled = (
@@ -87,12 +90,12 @@ class TrainStep(Unpicklable):
     )
 
     def __init__(self, programs: Programs, donate: bool, compiler_options: dict, warm_start: bool):
-        def jit(function, donated):
+        def jit(function: Callable, donated: int | tuple[int, ...]) -> jax.stages.Wrapped:
             return jax.jit(
                 inside_its_mesh(function), donate_argnums=donated if donate else (), compiler_options=compiler_options
             )
 
-        checked = same_recipe(programs.recipe)  # where a loss is traced
+        checked = same_recipe(programs.recipe)  # around programs that trace the loss
         self._step, self._start = jit(checked(programs.step), (0, 2)), jax.jit(programs.start)
         self._accumulate, self._apply = jit(checked(programs.accumulate), 1), jit(programs.apply, (0, 1))
         self._diagnose, self._no_diagnostics = jit(checked(programs.diagnose), ()), None
@@ -102,25 +105,25 @@ class TrainStep(Unpicklable):
         self._arrivals = Arrivals(None if programs.parallel is None else programs.parallel.mesh)
         self._donate, self._room, self._programs = donate, None, programs
 
-    def init_state(self, init_fn: Callable, *args: Any) -> TrainState:
-        """The state before the first step, of the variables that `init_fn(*args)` returns; on a mesh made in shards, so
-        that it may be larger than a device.
+    def init_state(self, init_fn: Callable, *args: PyTree) -> TrainState:
+        """The state before the first step, from the variables that `init_fn(*args)` returns. On a mesh it is made in
+        shards, so it may be larger than the memory of one device.
 
         Args:
           init_fn: `model.init`.
-          args: what it takes: a random key, and inputs, of which only the shapes count.
+          args: its arguments: a random key, and inputs, of which only the shapes count.
         """
         return make_by_array(*self._programs.create(init_fn, *args), *args)
 
-    def state_shapes(self, init_fn: Callable, *args: Any) -> TrainState:
-        """What `init_state` makes, as `jax.ShapeDtypeStruct`s with their shardings: for `lower`, before anything is
-        made.
+    def state_shapes(self, init_fn: Callable, *args: PyTree) -> TrainState:
+        """The state of `init_state` as `jax.ShapeDtypeStruct`s with shardings. `lower` takes them before there is a
+        state.
         """
         _, shapes, shardings = self._programs.create(init_fn, *args)
         return shapes if shardings is None else placed_shapes(shapes, shardings)
 
-    def place(self, state: TrainState, batch: Any) -> TrainState:
-        """A state that lies elsewhere, put where steps on the mesh want it; `batch` as they take it, for its shapes."""
+    def place(self, state: TrainState, batch: Batch) -> TrainState:
+        """The state, moved to the mesh with the shardings of a step; of `batch` only the shapes count."""
         check_given(state, batch)
         check_not_donated(state)
         if self._programs.parallel is None:
@@ -130,11 +133,11 @@ class TrainStep(Unpicklable):
         return jax.device_put(state, placed_state(placement, state))
 
     def __call__(
-        self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, state: TrainState, batch: Batch, *, diagnose: bool = False, skip_above: float | None = None
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         check_given(state, batch)
         self._check_options(diagnose, skip_above)
-        if isinstance(state.step, Tracer):  # being looked at, not run
+        if isinstance(state.step, Tracer):  # the caller traces the step and does not run it
             return self._step(state, batch, self._zeros(state, batch, diagnose, skip_above))
         with explain_donation(state):
             if self._programs.parallel is not None:
@@ -148,28 +151,28 @@ class TrainStep(Unpicklable):
         self._arrivals.returned(state)
         return state, metrics
 
-    def diagnose(self, state: TrainState, batch: Any) -> Diagnostics:
-        """How the tensors of a step from this state would be cast, and its gradients by layer; the state stays."""
+    def diagnose(self, state: TrainState, batch: Batch) -> Diagnostics:
+        """How a step from this state would cast its tensors, and its gradients by layer; the state stays as it is."""
         check_given(state, batch)
         check_not_donated(state)
         return self._diagnose(state, self._placed(state, batch))
 
-    def _check_options(self, diagnose, skip_above) -> None:
+    def _check_options(self, diagnose: bool, skip_above: float | None) -> None:
         check_flags(diagnose=diagnose)
         if skip_above is not None and skip_above != math.inf:
             check_number("skip_above", skip_above, "or math.inf", lambda _: True, "None never skips")
 
-    def _zeros(self, state, batch, diagnose, skip_above) -> dict[str, Any]:
+    def _zeros(self, state: TrainState, batch: Batch, diagnose: bool, skip_above: float | None) -> dict[str, PyTree]:
         if diagnose and self._no_diagnostics is None:
             self._no_diagnostics = self._programs.no_diagnostics(state, batch)
         return zero_metrics(skip_above, self._no_diagnostics if diagnose else None)
 
-    def warm_start(self, state: TrainState, batch: Any) -> TrainState:
-        """A state with scales from this batch, as a step makes them by itself where there are none: for a loop of
-        `accumulate_step`, or a step with `warm_start=False`. The argument `state` is donated.
+    def warm_start(self, state: TrainState, batch: Batch) -> TrainState:
+        """A state with first scales from this batch, as a step finds them by itself: for a loop of `accumulate_step`,
+        or a step with `warm_start=False`. The argument `state` is donated.
 
-        Rows of the FP8 state that have a scale already are left as they are, and so are all of them if an amax of this
-        batch is not finite. Without a recipe that has state there is nothing to do.
+        Rows of the FP8 state that have a scale already keep it. If an amax of this batch is not finite, all rows stay
+        as they are. A recipe without state has nothing to warm.
         """
         check_given(state, batch)
         if self._warm is None:
@@ -177,23 +180,23 @@ class TrainStep(Unpicklable):
         check_not_donated(state)
         return self._warm(state, self._placed(state, batch))[0]
 
-    def _placed(self, state, batch) -> Any:
-        """The batch where a step wants it; the state must be there."""
+    def _placed(self, state: TrainState, batch: Batch) -> Batch:
+        """The batch, split over the mesh; raise unless the state is on it."""
         if self._programs.parallel is None or isinstance(state.step, Tracer):
             return batch
         check_on_mesh(state, self._programs.parallel.mesh)
         return self._programs.parallel.place_batch(batch, self._programs.microbatches)
 
     def start(self, state: TrainState) -> PendingStep:
-        """What `accumulate_step` adds to: sums at zero and, for delayed scaling or a state that carries them, the
-        weights in FP8. It can be used for every step from now on.
+        """The first `pending` for `accumulate_step`: sums of zeros and, for delayed scaling or a state with a weight
+        cache, the weights in FP8. It serves all steps from now on.
 
-        Of a recipe without state, only the loss of a batch would tell which weights; where the state does not carry
-        them, they are cast in every microbatch here, while a step as a whole casts them once.
+        With a recipe without state, only the loss of a batch says which weights are in FP8. Unless the state has a
+        weight cache, every microbatch casts them here, while `step(state, batch)` casts them once.
 
-        On a mesh sums are shards, as the params are, and the first `accumulate_step` makes room for the weights in FP8,
-        with either recipe: each device keeps what it computes with, gathered over `fsdp`. With `cache_weights=False`
-        nothing is kept, and every microbatch gathers.
+        On a mesh the sums are sharded like the params. The first `accumulate_step` allocates the weights in FP8, with
+        either recipe: each device keeps those that it computes with, gathered over `fsdp`. With `cache_weights=False`
+        every microbatch gathers them anew.
         """
         check_is("state", state, TrainState, STATE_REMEDY)
         check_not_donated(state)
@@ -202,19 +205,19 @@ class TrainStep(Unpicklable):
         return self._start(state)
 
     def accumulate_step(
-        self, state: TrainState, pending: PendingStep, microbatch: Any, is_first_microbatch: bool | jax.Array
+        self, state: TrainState, pending: PendingStep, microbatch: Batch, is_first_microbatch: bool | jax.Array
     ) -> PendingStep:
         """Add the gradients of a microbatch; on a mesh, their sum over the devices.
 
-        The weights are cast and the sums begin at zero at the first microbatch, and whenever `pending` belongs to
-        another state than this one: after an optimizer step, or when params were overwritten. There is no warm start:
-        rows without history have scales of 1 until `step.warm_start` or a calibration gives them others.
+        At the first microbatch the step casts the weights and sets the sums to zero. It also does so whenever `pending`
+        belongs to another state than this one: after an optimizer step, or when params were overwritten. There is no
+        warm start: rows without history have scales of 1 until `step.warm_start` or a calibration gives them others.
 
         Args:
           state: not donated, and not changed.
           pending: from `start`, `accumulate_step` or `apply_step`; donated.
-          microbatch: as the loss takes it, which knows no other: a loss with a mask is the mean over this one's own
-            learned tokens.
+          microbatch: as the loss takes it. The loss knows no other microbatch: a loss with a mask is the mean over the
+            learned tokens of this one alone.
           is_first_microbatch: bool, or bool[] on the device; one program serves both values.
         """
         check_given(state, microbatch)
@@ -233,9 +236,8 @@ class TrainStep(Unpicklable):
     ) -> tuple[TrainState, PendingStep, dict[str, jax.Array]]:
         """The optimizer step after the last microbatch. Both arguments are donated.
 
-        Unless `pending` holds exactly the `microbatches` of this state that the step was made with, nothing changes and
-        the loss is NaN: a mean of fewer, or a second use of the same gradients,
-        would be another step than the one that was asked for.
+        `pending` must hold as many microbatches of this state as `microbatches` of `make_train_step` says. Otherwise
+        nothing changes and the loss is NaN: so a mean of fewer, or gradients used twice, cannot move the params.
 
         Returns:
           The state, `pending` for the next step's microbatches, and the metrics of a step with "microbatches" (int32,
@@ -245,22 +247,22 @@ class TrainStep(Unpicklable):
         return self._apply(state, pending)
 
     def lower(
-        self, state: TrainState, batch: Any, *, diagnose: bool = False, skip_above: float | None = None
+        self, state: TrainState, batch: Batch, *, diagnose: bool = False, skip_above: float | None = None
     ) -> Lowering:
         """Lower the step for inspection, as `capture_report` does; arrays or `jax.ShapeDtypeStruct`s.
 
-        Its third input is `zero_metrics()`.
+        The third input of the program is `zero_metrics()`.
         """
         self._check_options(diagnose, skip_above)
         return Lowering(self._step.lower(state, batch, self._zeros(state, batch, diagnose, skip_above)))
 
-    def trace(self, state: TrainState, batch: Any) -> jax.stages.Traced:
+    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
         """Trace the step for inspection; arrays or `jax.ShapeDtypeStruct`s."""
         return self._step.trace(state, batch, zero_metrics())
 
 
 def make_train_step(
-    loss_fn: Callable[[dict, Any], Any],
+    loss_fn: Callable[[Variables, Batch], PyTree],
     tx: optax.GradientTransformation,
     recipe: Recipe | None,
     microbatches: int = 1,
@@ -268,7 +270,7 @@ def make_train_step(
     cache_weights: bool = True,
     warm_start: bool = True,
     donate: bool = True,
-    compiler_options: dict[str, Any] | None = None,
+    compiler_options: dict[str, object] | None = None,
     parallel: Parallelism | Mesh | None = None,
     rngs: Mapping[str, jax.Array] | None = None,
     has_aux: bool = False,
@@ -277,33 +279,32 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(variables, batch)`, or `loss_fn(variables, batch, rngs=...)`: the mean loss of a (micro)batch, a
-        scalar. A model, and a function of other arguments, are refused. With `fsdp`, it must read the kernels of FP8
-        layers through these only: they are gathered in FP8, and what else reads one finds NaN.
+        scalar. A model, and a function of other arguments, are refused. With `fsdp`, only FP8 layers may read their
+        kernels: these are gathered in FP8, and any other use of one finds NaN.
       tx: the optimizer, an `optax.GradientTransformation`; others are refused. `fused_adam` writes params, masters,
-        moments and the weight cache in one kernel where it is the last transform that touches the updates. Where
-        another one computes with what it returns, the step warns, and adds updates to params as with any optimizer.
-      recipe: the recipe of the model's layers, or None for plain bfloat16; another than that of a layer is refused when
+        moments and the weight cache in one kernel, if it is the last transform that touches the updates. If another
+        one computes with its result, the step warns, and adds updates to params as with any optimizer.
+      recipe: the recipe of the model's layers, or None for plain bfloat16. A layer with another recipe is refused when
         the loss is traced.
-      microbatches: split the batch, whose leaves all have one leading dim, into this many, 1 by default; gradients and
-        loss are their mean, amaxes their maximum, and the FP8 state moves once. A batch that they do not divide is
-        refused.
-      cache_weights: True casts the weights once for all microbatches; False casts them in every one, for the same
-        numbers more slowly, and is refused with `pipe`. A state that carries them is read in any case.
+      microbatches: into how many the batch is split, whose leaves all have one leading dim; 1 by default. Gradients and
+        loss are means over them, amaxes maxima, and the FP8 state moves once. They must divide the batch.
+      cache_weights: True casts the weights once for all microbatches. False casts them in every one, which gives the
+        same numbers more slowly; refused with `pipe`. A weight cache in the state is read in any case.
       warm_start: True runs the loss once with current scaling before a step that would meet rows of the FP8 state
         without history: before step 0, after a first step that was skipped, and when a layer runs for the first time.
         With False these rows have a scale of 1.
-      donate: True updates the state in place; False keeps the state that was passed, at the price of a second one.
-      compiler_options: XLA options; None is one CUDA graph per step where the default backend is a GPU, and on a mesh
-        collectives beside compute (parallel/overlap.py). What is not a dict is refused.
-      parallel: spread the step over the devices of this mesh, or as this `Parallelism` says; None runs it on one
-        device, or as jax splits it by the shardings of its arguments. The loss of a batch is the mean of those of its
-        parts. The axis `pipe` needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it.
-      rngs: keys for a loss that draws, such as {"dropout": jax.random.key(0)}; None for one that does not. The loss is
-        handed others, made of these and of the step count: of its own for each microbatch and each device's part of the
-        batch. Refused with `pipe`, and with layers that keep activations on the host.
+      donate: True updates the state in place; False leaves the argument `state` alive, for the memory of a second one.
+      compiler_options: a dict of XLA options. None makes one CUDA graph per step where the default backend is a GPU,
+        and on a mesh runs collectives beside compute (parallel/overlap.py).
+      parallel: spread the step over the devices of this mesh, or as this `Parallelism` says. None runs it on one
+        device, or as jax splits it by the shardings of its arguments. The loss of a batch is the mean over its parts.
+        The axis `pipe` needs a `LayeredLoss`, as `next_token_loss` of a `GPT` returns it.
+      rngs: keys for a loss that draws, such as {"dropout": jax.random.key(0)}; None for one that does not. From these
+        and the step count, the step makes other keys for each microbatch and each device's part of the batch, and
+        passes them to the loss. Refused with `pipe`, and with layers that keep activations on the host.
       has_aux: True for a loss that returns `(loss, aux)`. Entries of a dict `aux` that are named like
         `state.collections`, such as "batch_stats", become those of the state; `metrics["aux"]` is the rest. Over
-        microbatches and devices that split the batch, floats are means. Of the rest, integers are sums and flags are
+        microbatches and devices that split the batch, floats are means. Of the rest, integers are sums, and flags are
         true where any is; of collections, integers and flags are maxima. Refused with `pipe`, a `LayeredLoss`, and
         `accumulate_step`.
     """

@@ -1,21 +1,22 @@
-"""The fastest candidates of a machine's GEMMs: measured once, kept in a file, used only where someone says so.
+"""The fastest candidates for a machine's GEMMs: `tune` measures them once, a file keeps them, and only programs that
+are traced inside `tuned_gemms` use them.
 
-    table = fp8.tune(step, state, batch)  # measures on the device, remembers in a file
+    table = fp8.tune(step, state, batch)  # measures on the device, and writes a file
     with fp8.tuned_gemms(table):
         state, metrics = step(state, batch)
 
-One table, one result; without a table, the heuristic's. What a candidate is: `jax_fp8/kernels/tuned_gemms.py`.
+One table gives one result, to the last bit. Without a table, cuBLASLt's heuristic chooses. What a candidate is:
+`jax_fp8/kernels/tuned_gemms.py`.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -28,7 +29,7 @@ HEADINGS = f"{'first us':>9} {'TFLOP/s':>7} {'best us':>9} {'TFLOP/s':>7} {'rank
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest candidate and what was measured, in microseconds a call.
+    """The fastest candidate, and the time of a call by the first and by the fastest, in microseconds.
 
     `skipped`: which ranks were left out, and why.
     """
@@ -41,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class GemmTable:
-    """Choices for one kind of GPU and one version of cuBLASLt; hashable, and printing it gives a table."""
+    """Choices for one kind of GPU and one version of cuBLASLt; hashable, and it prints as a table."""
 
     device: str
     cublaslt: str
@@ -49,16 +50,16 @@ class GemmTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "GemmTable":
-        """Read a table; None is this machine's own, in the user's cache folder. Needs a GPU only for that."""
+        """Read a table; None reads this machine's own in the user's cache folder, for which it needs the GPU."""
         path = Path(path) if path is not None else default_path(*this_gpu())
         if not os.path.exists(path):
             raise ValueError(f"no table of tuned GEMMs is at {path}; make it with `python -m jax_fp8 tune` or fp8.tune")
         return _parse(path)
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the table, with what else the file already holds.
+        """Write the table, together with other choices that the file already holds.
 
-        Another process sees the old file or the new one, never a part.
+        Another process sees the old file or the new one, never a part of it.
         """
         path = Path(path) if path is not None else default_path(self.device, self.cublaslt)
         merged = _parse(path).updated(self) if os.path.exists(path) else self
@@ -74,7 +75,9 @@ class GemmTable:
         return path
 
     def updated(self, other: "GemmTable") -> "GemmTable":
-        """With the choices of another table of the same GPU and cuBLASLt, which win."""
+        """This table with the choices of another one of the same GPU and cuBLASLt. Where both have one, the other's
+        counts.
+        """
         if (self.device, self.cublaslt) != (other.device, other.cublaslt):
             raise ValueError(
                 "tables of tuned GEMMs can be merged for one GPU and cuBLASLt, "
@@ -82,22 +85,22 @@ class GemmTable:
             )
         return GemmTable(self.device, self.cublaslt, tuple({**self._by_problem, **other._by_problem}.items()))
 
-    def of(self, problems: Iterable[GemmProblem]) -> "GemmTable":
-        """The part of the table that is about these problems, in their order."""
-        found = ((problem, self._by_problem[problem]) for problem in problems if problem in self._by_problem)
-        return GemmTable(self.device, self.cublaslt, tuple(found))
+    def restricted_to(self, problems: Iterable[GemmProblem]) -> "GemmTable":
+        """The table with the choices for these problems alone, in their order."""
+        choices = ((problem, self._by_problem[problem]) for problem in problems if problem in self._by_problem)
+        return GemmTable(self.device, self.cublaslt, tuple(choices))
 
     def candidate(self, problem: GemmProblem) -> int:
-        """The rank to take; 0, the heuristic's own choice, for a product that was not tuned."""
+        """The rank of the choice; 0, the heuristic's own, for a product that was not tuned."""
         return self.ranks.get(problem, 0)
 
     def rows(self) -> list[str]:
-        """A line for every GEMM, to stand under `HEADINGS`."""
+        """A line for every GEMM, to be printed below `HEADINGS`."""
         return [_row(*pair) for pair in self.choices]
 
     @cached_property
     def ranks(self) -> Ranks:
-        """What GEMMs need of the table."""
+        """The rank of each choice, for `using_ranks`."""
         return Ranks({problem: choice.candidate for problem, choice in self.choices})
 
     @property
@@ -115,11 +118,10 @@ class GemmTable:
 def tuned_gemms(table: GemmTable | None) -> AbstractContextManager:
     """Use a table for the FP8 GEMMs that are traced in this context; None is cuBLASLt's own choice, the default.
 
-    The algorithm is part of the program, so the table must be there when a function is traced, and jit keeps one
-    program a table: a step called inside the context and outside is compiled twice. Put the whole loop inside. With
-    several processes, give all of them the same table, as one file: they would otherwise differ in the last bits. A
-    product that is not in the table takes the heuristic's choice, as does one of arrays that do not start at multiples
-    of 256 bytes, which jax's do.
+    The algorithm is part of the program. So jit keeps one program for each table, and compiles a step twice that is
+    called inside and outside of the context: put the whole loop inside. With several processes, give all of them one
+    file; with different tables they would differ in the last bits. A product that is not in the table takes the
+    heuristic's choice. So does one whose arrays do not start at multiples of 256 bytes, as all arrays of jax do.
     """
     if table is not None and not isinstance(table, GemmTable):
         raise ValueError(f"tuned_gemms needs a GemmTable or None, got {table!r}; pass fp8.GemmTable.load(path)")
@@ -147,7 +149,7 @@ def this_gpu() -> tuple[str, str]:
 
 
 def default_path(device: str, cublaslt: str) -> Path:
-    """Where the table of a machine is kept."""
+    """The file of a machine's table, in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "jax_fp8" / "gemm" / f"{re.sub(r'[^A-Za-z0-9.]+', '_', device)}-cublaslt-{cublaslt}.json"
 
@@ -181,9 +183,9 @@ def _parse(path: Path) -> GemmTable:
         ) from None
 
 
-def _read(entry: Any) -> tuple[GemmProblem, Choice]:
-    """What an entry says, once each field has the type and the range that it was written with."""
-    holds = {
+def _read(entry: object) -> tuple[GemmProblem, Choice]:
+    """The choice that an entry of a file holds; raise unless each field has the type and range that `save` writes."""
+    checks: dict[str, Callable[..., bool]] = {
         **dict.fromkeys("mnk", lambda size: _is_integer(size) and 0 < size < 2**31),
         **dict.fromkeys(("a", "b", "dtype", "accumulation"), lambda name: isinstance(name, str)),
         **dict.fromkeys(("has_bias", "has_c"), lambda flag: isinstance(flag, bool)),
@@ -191,9 +193,9 @@ def _read(entry: Any) -> tuple[GemmProblem, Choice]:
         **dict.fromkeys(("first_us", "best_us"), _is_time),
         "skipped": lambda words: isinstance(words, list) and all(isinstance(word, str) for word in words),
     }
-    if not isinstance(entry, dict) or not set(holds) <= set(entry):
-        raise Unreadable(f"no fields {', '.join(holds)} in {shown(entry)}")
-    for name, is_good in holds.items():
+    if not isinstance(entry, dict) or not set(checks) <= set(entry):
+        raise Unreadable(f"no fields {', '.join(checks)} in {shown(entry)}")
+    for name, is_good in checks.items():
         if not is_good(entry[name]):
             raise Unreadable(f"no {name} of a GEMM but {shown(entry[name])}")
     if entry["best_us"] > entry["first_us"]:
@@ -202,10 +204,10 @@ def _read(entry: Any) -> tuple[GemmProblem, Choice]:
     return problem, Choice(entry["candidate"], entry["first_us"], entry["best_us"], tuple(entry["skipped"]))
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_time(value: Any) -> bool:
-    """In microseconds, of which none is a year."""
+def _is_time(value: object) -> bool:
+    """Whether this is a positive number of microseconds, below four months."""
     return isinstance(value, float | int) and not isinstance(value, bool) and 0 < value < 1e13

@@ -130,10 +130,10 @@ def test_weights_of_attention():
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"dropout_rate=0.3 is trained with a random stream, got none; pass rngs="):
         losses(seed=None)
-    with pytest.raises(ValueError, match="a loss whose layers keep something on the host runs them one by one"):
+    with pytest.raises(ValueError, match="a loss whose layers keep activations on the host runs layers one by one"):
         losses(of_model={"remat": "offload:2"})
     pipe = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="a pipeline runs layers one by one, which draw nothing, got rngs"):
+    with pytest.raises(ValueError, match="a pipeline runs layers one by one and passes them no keys, got rngs"):
         losses(parallel=pipe, microbatches=2)
     with pytest.raises(
         ValueError, match=r"run layers one by one, which do not drop, got dropout_rate=0.3; use another"

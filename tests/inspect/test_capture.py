@@ -214,7 +214,7 @@ def test_what_holds_no_listing_is_refused():
     on_cpu = program.lower(jnp.ones(3))
     with pytest.raises(ValueError, match="needs a program compiled for a CUDA device, got platform cpu; lower it with"):
         capture_report(on_cpu)
-    with pytest.raises(ValueError, match="written only while compiling, got a compiled program without it; pass the"):
+    with pytest.raises(ValueError, match="writes only while it compiles, got a compiled program without it; pass the"):
         capture_report(on_cpu.compile())
     with pytest.raises(ValueError, match=r"needs a lowered program, got PjitFunction; pass step\.lower"):
         capture_report(program)

@@ -177,5 +177,5 @@ def test_rows_and_places_are_checked():
     other = fp8.make_train_step(
         lambda variables, batch: 0.0, TX, RECIPES["current"], MICROBATCHES, parallel=make_mesh(data=2)
     )
-    with pytest.raises(ValueError, match=r"must know where params lie, .* call accumulate_step first"):
+    with pytest.raises(ValueError, match=r"must know the shardings of params, .* call accumulate_step first"):
         other.apply_step(state, step.start(state))

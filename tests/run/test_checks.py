@@ -155,11 +155,11 @@ CANNOT_RUN = {
     "dropout": (["--dropout", "1"], "dropout_rate must be a finite number of at least 0 and below 1, got 1.0"),
     "dropout in a pipeline": (
         [*PIPE, "--dropout", "0.1"],
-        "a pipeline runs layers one by one, which draw nothing, got rngs with a mesh that has the axis pipe",
+        "a pipeline runs layers one by one and passes them no keys, got rngs with a mesh that has the axis pipe",
     ),
     "dropout beside the host": (
         ["--dropout", "0.1", "--remat", "offload:1"],
-        "runs them one by one, which draw nothing, got it with rngs; take another remat",
+        "runs layers one by one and passes them no keys, got it with rngs; take another remat",
     ),
     "negative seed": (["--seed", "-1"], "--seed must be from 0"),
     "large seed": (["--seed", str(2**63)], "--seed must be from 0"),

@@ -125,7 +125,7 @@ def restored(step, change):
 
 def test_masters_of_other_params_are_told_once():
     step = plain_step()
-    with pytest.warns(UserWarning, match="must round to their params, got 1,056 elements that do not, .* restore into"):
+    with pytest.warns(UserWarning, match="must round to their params, got 1,056 elements that do not; .* restore into"):
         after, _ = step(restored(3, 65_535.0), X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -198,7 +198,7 @@ REFUSED = {
     "arrays": (lambda: gradient()(first_variables(), BATCH), "must be taken under jax.jit, got arrays; call jax.jit"),
     "arguments by name": (
         lambda: jax.eval_shape(gradient(), SHAPES, batch=BATCH),
-        "must be positional on a mesh, where their arrays are split, got batch=...; pass them by position, or bind",
+        "must be positional on a mesh, which splits their arrays, got batch=...; pass them by position, or bind",
     ),
     "rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:3]), r"2 parts of a .* got 3 rows of batch\[0\]; pass"),
     "no rows": (lambda: jax.eval_shape(gradient(), SHAPES, BATCH[:0]), "a batch must have at least one row, got batch"),

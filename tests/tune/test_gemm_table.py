@@ -138,7 +138,7 @@ def test_the_file_is_plain_json(tmp_path):
 
 def test_a_table_is_a_value():
     assert hash(table({problem(): 3})) == hash(table({problem(): 3})) != hash(table({problem(): 4}))
-    assert table({problem(16): 1, problem(32): 2}).of([problem(32), problem(48)]) == table({problem(32): 2})
+    assert table({problem(16): 1, problem(32): 2}).restricted_to([problem(32), problem(48)]) == table({problem(32): 2})
 
 
 def test_a_printed_table_has_rates_and_gain():

@@ -15,6 +15,8 @@ A layer with `logical_axes=True` puts the params that it initializes into boxes 
     norm        vectors as wide as the residual stream: of norms, and biases of what is added to it
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 from flax.core.meta import AxisMetadata
@@ -32,7 +34,7 @@ def names_of_linear(sharding: ParamSharding) -> tuple[Names | None, Names | None
     return by_dim[sharding.dim] if sharding.dim is not None else (None, None)
 
 
-def named(init: Initializer, names: Names | None, is_wanted: bool) -> Initializer:
+def named(init: Callable[..., jax.Array | AxisMetadata], names: Names | None, is_wanted: bool) -> Initializer:
     """`init` with a box of names around its arrays, where `is_wanted`. A box that `init` makes itself stays."""
     if not is_wanted or names is None:
         return init

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.norm import check_norm
-from jax_fp8.nn.checks import check_dtype, check_told
+from jax_fp8.nn.checks import check_dtype, check_padding
 from jax_fp8.nn.dropout import is_rate
 from jax_fp8.ops.rotary import ROTARY_BASE, check_rotary
 
@@ -87,7 +87,7 @@ def check_call(
     for name, array in (("labels", labels), ("mask", mask)):
         if array is not None and not is_array(array):
             raise ValueError(f"{name} must be an array like tokens, got {describe(array)}; pass jnp.asarray({name})")
-    check_told("GPT", segment_ids, lengths, tokens.shape)
+    check_padding("GPT", segment_ids, lengths, tokens.shape)
     longest = config.max_seq_len
     if tokens.shape[-1] > longest:
         raise ValueError(f"a sequence must be at most max_seq_len={longest} tokens long, got {tokens.shape[-1]}")
@@ -130,7 +130,7 @@ def check_batch(batch: Any) -> dict[str, Any]:
         )
     tokens, mask, labels = batch["tokens"], batch.get("loss_mask"), batch.get("labels")
     check_tokens(tokens, "(batch, seq + 1)", least=2)
-    check_told("a batch", batch.get("segment_ids"), batch.get("lengths"), tokens.shape)
+    check_padding("a batch", batch.get("segment_ids"), batch.get("lengths"), tokens.shape)
     if mask is not None and labels is not None:
         raise ValueError(
             "a batch: what is learned is told by loss_mask or by labels, got both; pass labels that are ignore_label "

@@ -1,11 +1,10 @@
-"""What a model may be at most whose shape comes from a file: a few words of a stranger's file must not fill a host.
+"""Limits for models whose shape comes from a file: a few words in a stranger's file must not exhaust a host.
 
-Nothing is made of a shape before it has passed here. The limits are far above every model that there is, and below what
-takes minutes or overflows an int32 only to be looked at.
+Every shape from a file is checked here before anything is allocated. The limits are far above every existing model, and
+low enough that no size overflows an int32, and no check takes minutes.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from jax_fp8.core.files import shortened, shown
 from jax_fp8.models.config import GPTConfig
@@ -24,19 +23,19 @@ MOST = {
     "experts_per_token": 2**14,
 }
 FLOATS = ("rotary_base", "norm_epsilon", "router_aux_loss", "router_z_loss", "dropout_rate", "attention_dropout_rate")
-MOST_LENGTH = 2**31 - 1  # tokens of the texts before rotary positions were scaled
+MOST_LENGTH = 2**31 - 1  # tokens: the sequence length for which rotary positions were trained before they were scaled
 MOST_TENSORS = 2**21  # of all layers with all experts
 
 
-def check_limits(described: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None) -> None:
-    """Raise unless the sizes of a shape, by the names of a `GPTConfig`, are within the limits; other types are left to
-    whoever makes one.
+def check_limits(described: Mapping[str, object], where: str, names: Mapping[str, str] | None = None) -> None:
+    """Raise unless all sizes of a shape are within the limits. `GPTConfig` itself refuses values that are no numbers.
 
     Args:
+      described: fields of a `GPTConfig` by name.
       where: the file, for messages.
-      names: what the file calls a size.
+      names: the file's own names of these fields, for messages.
     """
-    sizes = {name: described[name] for name in MOST if isinstance(described.get(name), int | float)}
+    sizes = {name: value for name in MOST if isinstance(value := described.get(name), int | float)}
     for name, value in sizes.items():
         if not value <= MOST[name]:
             raise ValueError(
@@ -51,8 +50,8 @@ def check_limits(described: Mapping[str, Any], where: str, names: Mapping[str, s
         )
 
 
-def config_of(described: Any, where: str) -> GPTConfig:
-    """A GPTConfig of what a file says of its fields; ValueError of one sentence where it cannot be one."""
+def config_of(described: object, where: str) -> GPTConfig:
+    """The GPTConfig that a file describes by its fields; ValueError in one sentence where it is not valid."""
     if not isinstance(described, Mapping):
         raise ValueError(f"{where} must describe a model by the fields of a GPTConfig, got {shown(described)}")
     check_limits(described, where)
@@ -62,8 +61,8 @@ def config_of(described: Any, where: str) -> GPTConfig:
         raise ValueError(f"{where} must describe a model: {shortened(str(error), 300)}") from None
 
 
-def _with_floats(described: Mapping[str, Any]) -> dict[str, Any]:
-    """With floats where JSON has whole numbers, which may be larger than an array can take."""
+def _with_floats(described: Mapping[str, object]) -> dict[str, object]:
+    """With floats in the fields that are floats. JSON may have integers there, too large ones for arrays as well."""
     floats = {name: _as_float(described[name]) for name in FLOATS if name in described}
     scaling = described.get("rotary_scaling")
     if isinstance(scaling, Mapping):
@@ -75,5 +74,5 @@ def _with_floats(described: Mapping[str, Any]) -> dict[str, Any]:
     return {**described, **floats}
 
 
-def _as_float(value: Any) -> Any:
+def _as_float(value: object) -> object:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

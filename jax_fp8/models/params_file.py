@@ -1,16 +1,15 @@
-"""Params as one plain file, for other programs: safetensors, with the names that lead to each array joined by ".".
+"""Params as one safetensors file that other programs can read. The name of an array is its path, joined by ".".
 
     {"layer_0": {"mlp": {"up": {"kernel": ...}}}}  ↔  layer_0.mlp.up.kernel
 
-Dtypes stay as they are, also bfloat16 and FP8. A file has params, and the shape of their model if that is given: to go
-on with a training run, save its whole state.
+Dtypes stay as they are, bfloat16 and FP8 too. A file holds params, and the shape of their model where that is given. To
+continue a training run, save its whole state instead.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from flax.typing import Dtype
 from jax_fp8.core.checks import describe
 from jax_fp8.core.files import MOST_DEPTH, Unreadable, parse_json, shortened, shown
 from jax_fp8.core.paths import put_at_path
+from jax_fp8.core.types import PyTree
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.limits import config_of
 from jax_fp8.models.tensor_file import Tensor, map_arrays, read_metadata, write_arrays
@@ -29,20 +29,20 @@ CONFIG = "jax_fp8.GPTConfig"  # the name of the JSON in the file's metadata
 
 def save_params(
     path: str | os.PathLike,
-    params: Mapping,
+    params: PyTree,
     config: GPTConfig | None = None,
     *,
     dtype: Dtype | None = None,
     report: Callable[[int], None] = lambda written: None,
 ) -> None:
-    """Write params to a safetensors file; one that is there is replaced.
+    """Write params to a safetensors file; an older file at this path is replaced.
 
     Args:
       path: conventionally `*.safetensors`.
-      params: nested dicts of arrays, as `variables["params"]` or `state.params`. Those on several devices are gathered.
+      params: nested dicts of arrays, as `variables["params"]` or `state.params`, also of arrays on several devices.
       config: the shape of their model, which `load_config` returns.
-      dtype: of the file; None leaves each as it is.
-      report: called with the bytes of each array, when it is written.
+      dtype: of all arrays in the file; None keeps the dtype of each.
+      report: called after each array, with its bytes.
     """
     if config is not None and not isinstance(config, GPTConfig):
         raise ValueError(f"config must be a GPTConfig or None, got {describe(config)}; pass that of the model")
@@ -57,31 +57,31 @@ def save_params(
             raise ValueError(
                 f"params to save must be plain arrays, got {describe(leaf)} for {name}; take jax.random.key_data(key)"
             )
-        tensors[name] = Tensor.of(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), dtype)
+        tensors[name] = Tensor.from_array(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), dtype)
     metadata = None if config is None else {CONFIG: json.dumps(dataclasses.asdict(config))}
     write_arrays(path, tensors, metadata, report)
 
 
-def load_params(path: str | os.PathLike, like: Any = None) -> Any:
-    """Read what `save_params` wrote, or any safetensors file whose names are paths.
+def load_params(path: str | os.PathLike, like: PyTree = None) -> PyTree:
+    """Read a file of `save_params`, or any safetensors file whose names are paths.
 
     Args:
       path: the file.
-      like: params, or their shapes, as of `step.state_shapes(...).params`: the file must have the same arrays, and they
-        are put where these are. None reads nested dicts of what is there, onto the default device.
+      like: params, or their shapes, such as `step.state_shapes(...).params`. The file must have the same arrays, and
+        each is put on the devices of its counterpart. None reads all arrays as nested dicts onto the default device.
     """
     if like is None:
         return jax.tree.map(jnp.array, map_params(path))
     _check_is_file(path)
     arrays = map_arrays(path)
-    wanted = named_leaves(like)
-    _check_names(path, set(arrays), set(wanted))
-    leaves = [_like(path, name, arrays[name], leaf) for name, leaf in wanted.items()]
+    expected = named_leaves(like)
+    _check_names(path, set(arrays), set(expected))
+    leaves = [_placed_like(path, name, arrays[name], leaf) for name, leaf in expected.items()]
     return jax.tree.structure(like).unflatten(leaves)
 
 
 def load_config(path: str | os.PathLike) -> GPTConfig:
-    """The shape of the model whose params `save_params` wrote with it, or that `python -m jax_fp8 convert` did."""
+    """The shape of the model in a file that `save_params` or `python -m jax_fp8 convert` wrote."""
     _check_is_file(path)
     described = read_metadata(path).get(CONFIG)
     if described is None:
@@ -95,19 +95,19 @@ def load_config(path: str | os.PathLike) -> GPTConfig:
         raise ValueError(f"{path} must describe its model in JSON, got {error}; save it again") from None
 
 
-def map_params(path: str | os.PathLike) -> dict:
-    """Nested dicts of what is in a file: NumPy's arrays, of which nothing is read yet."""
+def map_params(path: str | os.PathLike) -> dict[str, PyTree]:
+    """The arrays of a file as nested dicts of NumPy arrays, mapped: nothing of them is read yet."""
     _check_is_file(path)
     arrays = map_arrays(path)
     _check_is_tree(path, arrays)
-    found: dict = {}
+    params: dict[str, PyTree] = {}
     for name, array in arrays.items():
         *parents, last = name.split(".")
-        put_at_path(found, tuple(parents), {last: array})
-    return found
+        put_at_path(params, tuple(parents), {last: array})
+    return params
 
 
-def named_leaves(params) -> dict[str, Any]:
+def named_leaves(params: PyTree) -> dict[str, jax.Array]:
     """The leaves by their names, in the order of the tree."""
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -119,13 +119,13 @@ def named_leaves(params) -> dict[str, Any]:
     return named
 
 
-def _check_is_file(path) -> None:
+def _check_is_file(path: str | os.PathLike) -> None:
     if not os.path.isfile(path):
         raise ValueError(f"params must be read from a file, but there is none at {path}; save one by save_params")
 
 
-def _check_is_tree(path, names) -> None:
-    """Raise where a name leads to an array and to others behind it, or does not end."""
+def _check_is_tree(path: str | os.PathLike, names: Collection[str]) -> None:
+    """Raise where a name has too many parts, or is both an array and the beginning of another array's name."""
     for name in names:
         parts = name.split(".", MOST_DEPTH)
         if len(parts) > MOST_DEPTH:
@@ -139,8 +139,8 @@ def _check_is_tree(path, names) -> None:
                 )
 
 
-def _check_names(path, names, wanted) -> None:
-    for name in sorted(names ^ wanted):
+def _check_names(path: str | os.PathLike, names: set[str], expected: set[str]) -> None:
+    for name in sorted(names ^ expected):
         here, there = ("the file", "the model") if name in names else ("the model", "the file")
         raise ValueError(
             f"{path} must have the params of the model, but {shortened(name)} is in {here} and not in {there}; "
@@ -148,7 +148,7 @@ def _check_names(path, names, wanted) -> None:
         )
 
 
-def _like(path, name, array, leaf) -> jax.Array:
+def _placed_like(path: str | os.PathLike, name: str, array: np.ndarray, leaf: jax.Array) -> jax.Array:
     if array.shape != leaf.shape or array.dtype != leaf.dtype:
         raise ValueError(
             f"{name} in {path} must be {leaf.dtype}{list(leaf.shape)} as in the model, got "

@@ -21,9 +21,9 @@ class TransformerBlock(Fp8Module):
 
     Variables: `attention/{norm, query, key, value, out}` and `mlp/{norm, up, down}`, with a gated activation `mlp/gate`
     too. `residual_init` initializes the two kernels that write into the residual stream; None is `kernel_init`.
-    `recompute` keeps less for the backward: of what a GEMM wants, norms and casts are computed again (see
-    `LayerNormMLP`). With `num_experts` the MLP is a mixture of so many, `LayerNormMoE`. The other fields are those of
-    `SelfAttention`, `LayerNormMLP` and `LayerNormMoE`.
+    `recompute` keeps less for the backward, which computes norms and casts again (see `LayerNormMLP`). With
+    `num_experts` the MLP is a `LayerNormMoE` of so many experts. The other fields are those of `SelfAttention`,
+    `LayerNormMLP` and `LayerNormMoE`.
     """
 
     num_heads: int
@@ -61,7 +61,7 @@ class TransformerBlock(Fp8Module):
         lengths: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """(batch, seq, width) to (batch, seq, width); the other arguments are as of `SelfAttention`."""
+        """(batch, seq, width) to (batch, seq, width); the other arguments are those of `SelfAttention`."""
         check_layer(self, x, ("num_heads", "num_kv_heads", "head_dim", "mlp_hidden_features"), INPUT_DIMS)
         check_integer(f"{layer_name(self)}: num_experts", self.num_experts, least=0)
         attention = SelfAttention(

@@ -1,13 +1,13 @@
-"""What must hold of a layer's fields and of its input, said before anything is computed."""
+"""Checks of a layer's fields and of its input. They run first, so that a bad value is reported by its name."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_bool, check_integer, check_number, describe, is_array
-from jax_fp8.core.shards import TensorParallel, split_dim_of
+from jax_fp8.core.shards import SplitDim, TensorParallel, split_dim_of
 
 FLAGS = (
     "use_bias",
@@ -24,55 +24,55 @@ FLAGS = (
 )
 
 
-def check_segment_ids(of: str, segment_ids: Any, shape: tuple[int, ...]) -> None:
-    """Raise unless these number the documents of as many tokens; `of` says whose they are."""
+def check_segment_ids(owner: str, segment_ids: jax.Array, shape: tuple[int, ...]) -> None:
+    """Raise unless these are integers of this shape; `owner` is the layer or input that messages name."""
     is_integer = is_array(segment_ids) and jnp.issubdtype(segment_ids.dtype, jnp.integer)
     if not is_integer or segment_ids.shape != shape:
         raise ValueError(
-            f"{of}: segment_ids must be an integer array {shape}, a number for each token that says which document it "
-            f"belongs to, got {describe(segment_ids)}; cast or reshape it"
+            f"{owner}: segment_ids must be an integer array {shape}, for each token the number of its document, "
+            f"got {describe(segment_ids)}; cast or reshape it"
         )
 
 
-def check_lengths(of: str, lengths: Any, shape: tuple[int, ...]) -> None:
-    """Raise unless these are the lengths of as many sequences; `of` says whose they are."""
+def check_lengths(owner: str, lengths: jax.Array, shape: tuple[int, ...]) -> None:
+    """Raise unless these are integers of this shape, one for each sequence; `owner` as in `check_segment_ids`."""
     is_integer = is_array(lengths) and jnp.issubdtype(lengths.dtype, jnp.integer)
     if not is_integer or lengths.shape != shape:
         raise ValueError(
-            f"{of}: lengths must be an integer array {shape}, for each sequence how many tokens stand before its "
+            f"{owner}: lengths must be an integer array {shape}, for each sequence the number of tokens before its "
             f"padding, got {describe(lengths)}; cast or reshape it"
         )
 
 
-def check_told(of: str, segment_ids: Any, lengths: Any, shape: tuple[int, ...]) -> None:
-    """Raise unless at most one of both says which of these tokens (batch, seq) belong together."""
+def check_padding(owner: str, segment_ids: jax.Array | None, lengths: jax.Array | None, shape: tuple[int, ...]) -> None:
+    """Raise unless at most one of both is there, and fits tokens of this shape (batch, seq)."""
     if segment_ids is not None:
-        check_segment_ids(of, segment_ids, shape)
+        check_segment_ids(owner, segment_ids, shape)
     if lengths is not None:
-        check_lengths(of, lengths, shape[:-1])
+        check_lengths(owner, lengths, shape[:-1])
     if segment_ids is not None and lengths is not None:
         raise ValueError(
-            f"{of}: padding is told by segment_ids or by lengths, got both; give padding a number of its own among the "
-            "segment_ids"
+            f"{owner}: padding must be marked by segment_ids or by lengths, got both; leave lengths out, and give "
+            "padding a number of its own among the segment_ids"
         )
 
 
-def check_context(module: nn.Module, x: Any, context: Any) -> None:
-    """Raise unless attention of `x` can be to this."""
+def check_context(module: nn.Module, x: jax.Array, context: jax.Array) -> None:
+    """Raise unless `x` can attend to `context`."""
     _check_input(f"{layer_name(module)}, context", context, (x.ndim,))
     if context.shape[:-2] != x.shape[:-2]:
         raise ValueError(
-            f"{layer_name(module)}: x and context must have as many sequences, got {describe(x)} and "
+            f"{layer_name(module)}: x and context must have equally many sequences, got {describe(x)} and "
             f"{describe(context)}; repeat those of one"
         )
 
 
-def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
-    """Raise unless a layer can be made of its fields, and can take this input.
+def check_layer(module: nn.Module, x: jax.Array, sizes: tuple[str, ...], dims: tuple[int, ...] = ()) -> None:
+    """Raise unless the layer's fields are valid and it can take this input.
 
     Args:
       sizes: fields that are positive integers, or None where None is their default.
-      dims: how many the input may have; any from one on where this is empty.
+      dims: how many dims the input may have; empty allows any number from 1 on.
     """
     layer, fields = layer_name(module), vars(module)
     for name in sizes:
@@ -94,19 +94,19 @@ def check_layer(module: nn.Module, x: Any, sizes: tuple[str, ...], dims: tuple[i
 
 
 def layer_name(module: nn.Module) -> str:
-    """The path of a layer in its model, or the name of its class."""
+    """The path of a layer in its model; for a layer that is itself the model, the name of its class."""
     return "/".join(module.path) or type(module).__name__
 
 
-def check_tensor_split(module: nn.Module, split: Any, sides: tuple[str, ...]) -> None:
-    """Raise unless this is None or one of the dims that a layer can split."""
+def check_tensor_split(module: nn.Module, split: SplitDim | None, sides: tuple[SplitDim, ...]) -> None:
+    """Raise unless this is None or one of the sides that the layer can split."""
     if split is not None and split not in sides:
         wanted = " or ".join(["None", *(f'"{name}"' for name in sides)])
         raise ValueError(f"{layer_name(module)}: tensor_split must be {wanted}, got {split!r}")
 
 
 def check_is_split(name: str, parts: int, tensor: TensorParallel | None) -> None:
-    """Raise unless a param that a step on shards must split is split over all devices of `tensor`."""
+    """Raise unless a param is split over all devices of `tensor`; `parts` says over how many it is split."""
     if tensor is not None and parts != tensor.size:
         raise ValueError(
             f"{name} must be split over {tensor.axis}={tensor.size}, but is whole on every device; "
@@ -115,32 +115,32 @@ def check_is_split(name: str, parts: int, tensor: TensorParallel | None) -> None
 
 
 def check_are_split_alike(module: nn.Module, names: Sequence[str]) -> None:
-    """Raise unless the kernels of these layers inside of `module`, which one GEMM multiplies by, are split alike."""
+    """Raise unless these sublayers of `module`, whose kernels one GEMM multiplies by, are all split alike."""
     sides = {name: split_dim_of((*module.path, name, "kernel")) for name in names}
     if len(set(sides.values())) > 1:
-        found = " and ".join(
+        arrived = " and ".join(
             f"{name} {f'split by {split_dim}' if split_dim else 'whole'}" for name, split_dim in sides.items()
         )
         raise ValueError(
-            f"{layer_name(module)}: kernels that one GEMM multiplies by must be split alike, got {found}; "
+            f"{layer_name(module)}: kernels that one GEMM multiplies by must be split alike, got {arrived}; "
             "let the rules name all of them, or none"
         )
 
 
-def check_dtype(name: str, dtype: Any) -> None:
-    """Raise unless this is a dtype to compute in or to keep params in."""
+def check_dtype(name: str, dtype: jax.typing.DTypeLike | None) -> None:
+    """Raise unless layers can compute in this dtype and keep params in it."""
     try:
-        found = None if dtype is None else jnp.dtype(dtype)
+        numpy_dtype = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        numpy_dtype = None
+    if numpy_dtype is None or not jnp.issubdtype(numpy_dtype, jnp.floating) or numpy_dtype.itemsize < 2:
         raise ValueError(f"{name} must be jnp.bfloat16, jnp.float16 or jnp.float32, got {dtype!r}")
 
 
-def _check_input(layer, x, dims):
+def _check_input(layer: str, x: jax.Array, dims: tuple[int, ...]) -> None:
     if not is_array(x):
         raise ValueError(
-            f"{layer} needs an array, got {describe(x)}; pass jnp.asarray(x), and of an Fp8Array dequantize()"
+            f"{layer} needs an array, got {describe(x)}; pass jnp.asarray(x), or the dequantize() of an Fp8Array"
         )
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError(f"{layer} needs real numbers, got {describe(x)}; pass real and imaginary parts side by side")

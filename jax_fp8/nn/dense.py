@@ -25,9 +25,10 @@ class Dense(Fp8Module):
 
     Args:
       recompute: keep `x` for the backward and quantize it again, instead of keeping its transpose in FP8:
-        less memory where `x` is kept anyway.
-      tensor_split: in a step on shards: "columns" for the first of two layers, whose result stays split, and "rows" for
-        the second, which takes it; None leaves the layer whole on every device.
+        less memory where something else keeps `x`.
+      tensor_split: in a step on shards, how the axis `tensor` splits the kernel: by "columns" in the first of two
+        layers, whose result stays split, and by "rows" in the second, which takes that result. None: every device has
+        the whole layer.
     """
 
     features: int
@@ -40,9 +41,17 @@ class Dense(Fp8Module):
         check_layer(self, x, ("features",))
         check_tensor_split(self, self.tensor_split, ("columns", "rows"))
         sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
-        gemm = declare_gemm(self, x.shape[-1], self.features, sharding)
-        options: Any = {"recompute": self.recompute, "tensor": gemm.tensor, "split_dim": gemm.split_dim}
-        y, amaxes = linear(x, gemm.parameters, gemm.fp8, self.dtype, residual=residual, **options)
+        gemm = declare_gemm(self, x.shape[-1], self.features, self.use_bias, sharding)
+        y, amaxes = linear(
+            x,
+            gemm.parameters,
+            gemm.fp8,
+            self.dtype,
+            residual=residual,
+            recompute=self.recompute,
+            tensor=gemm.tensor,
+            split_dim=gemm.split_dim,
+        )
         gemm.stage(amaxes)
         return y
 
@@ -50,7 +59,8 @@ class Dense(Fp8Module):
 class NormVariables(nn.Module):
     """The parameters of a norm, named as Flax names them: `scale`, and `bias` for LayerNorm.
 
-    `of_heads`: it normalizes heads, of which each device of a step on shards has its own.
+    `of_heads`: the norm is of single heads. In a step on shards each device has heads of its own, and so the gradient
+    of these parameters is a sum over devices.
     """
 
     norm: str
@@ -78,11 +88,11 @@ class LayerNormDense(Fp8Module):
     """`Dense(norm(x))` as one differentiable op; `norm` is "layernorm" or "rmsnorm", its parameters are `params/norm`.
 
     Args:
-      return_input: return `(y, x)`. A residual branch that goes on with this `x` has its gradient added in the norm's
-        backward pass.
+      return_input: return `(y, x)`. Where the residual branch continues with this `x`, the norm's backward pass adds
+        the branch's gradient itself.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
-      tensor_split: in a step on shards: "columns" leaves the result split, for a `Dense` by "rows"; None leaves the
-        layer whole on every device.
+      tensor_split: in a step on shards, "columns" splits the kernel by columns over the axis `tensor`, and the result
+        stays split for a `Dense` by "rows". None: every device has the whole layer.
     """
 
     features: int
@@ -98,8 +108,17 @@ class LayerNormDense(Fp8Module):
         check_tensor_split(self, self.tensor_split, ("columns",))
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(x.shape[-1])
         sharding = ParamSharding(self.tensor_split and DIM_OF[self.tensor_split])
-        gemm = declare_gemm(self, x.shape[-1], self.features, sharding)
-        options = {"return_input": self.return_input, "recompute": self.recompute, "tensor": gemm.tensor}
-        y, amaxes = norm_linear(x, norm, gemm.parameters, gemm.fp8, self.epsilon, self.dtype, **options)
+        gemm = declare_gemm(self, x.shape[-1], self.features, self.use_bias, sharding)
+        y, amaxes = norm_linear(
+            x,
+            norm,
+            gemm.parameters,
+            gemm.fp8,
+            self.epsilon,
+            self.dtype,
+            return_input=self.return_input,
+            recompute=self.recompute,
+            tensor=gemm.tensor,
+        )
         gemm.stage(amaxes)
         return y

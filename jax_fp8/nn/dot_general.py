@@ -2,17 +2,18 @@
 
     x (..., in)   kernel (in..., out...) ─as matrices→ (rows, k) · (k, n) ─linear→ (..., out...)
 
-Any dims are contracted, and none is shared by both. Where these are the last of `x` and the first of the kernel, as in
-Flax's layers, matrices are the same bytes and nothing is moved.
+Any dims may be contracted; batch dims are refused. Flax's layers contract the last dims of `x` with the first of the
+kernel. Then the matrices are reshapes, and nothing moves in memory.
 
-The kernel of `nn.Dense` and `nn.DenseGeneral` is read as it is in the params, before Flax casts it. If it is a matrix,
-the GEMM is that layer's: state and weight cache lie where those of `fp8.Dense` do. Otherwise the GEMM has a name of its
-own, which leads to no kernel (core/paths.py), and so it has in other layers, which may have changed theirs before.
+In `nn.Dense` and `nn.DenseGeneral` the kernel is read from the params, before Flax casts it. If it is a matrix, the
+GEMM belongs to that layer: state and weight cache lie where those of `fp8.Dense` do. If it is not, the GEMM has a name
+of its own that leads to no kernel (core/paths.py). The same holds in any other layer, which may have changed its kernel
+before the product.
 """
 
 import inspect
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -28,7 +29,8 @@ from jax_fp8.nn.gemm import DeclaredGemm, GemmState, declare_state
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
 
-DimensionNumbers = tuple[tuple[Any, Any], tuple[Any, Any]]
+Dims = Sequence[int]
+DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]  # ((contracted of x, of kernel), (batch dims))
 
 
 class DotGeneral(nn.Module):
@@ -37,7 +39,7 @@ class DotGeneral(nn.Module):
         nn.Dense(features, dot_general_cls=functools.partial(fp8.DotGeneral, recipe=recipe))
 
     Also for `nn.DenseGeneral`, and as `qkv_dot_general_cls` and `out_dot_general_cls` of Flax's attention. The layer
-    adds its bias afterwards, in its dtype. State is in the collection "fp8", as that of all layers here.
+    adds its bias afterwards, in its dtype. Like every layer here, this keeps its state in the collection "fp8".
 
     Args:
       recipe: how tensors are quantized; None is `lax.dot_general`.
@@ -53,7 +55,7 @@ class DotGeneral(nn.Module):
         x: jax.Array,
         kernel: jax.Array,
         dimension_numbers: DimensionNumbers,
-        precision: Any = None,
+        precision: lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
         """As `lax.dot_general`; the second operand is the kernel, and no dims are batch dims."""
@@ -61,45 +63,48 @@ class DotGeneral(nn.Module):
         check_bool(f"{self._layer}: recompute", self.recompute)
         if self.recipe is None:
             return lax.dot_general(x, kernel, dimension_numbers, precision, preferred_element_type)
-        contracted, of_kernel = self._contracted(x, kernel, dimension_numbers)
+        x_contracted, kernel_contracted = self._contracted(x, kernel, dimension_numbers)
         self._check_precision(precision)
         dtype = jnp.result_type(x, kernel) if preferred_element_type is None else preferred_element_type
         check_dtype(f"{self._layer}: dtype", dtype)
-        kept = [dim for dim in range(x.ndim) if dim not in contracted]
-        columns = [dim for dim in range(kernel.ndim) if dim not in of_kernel]
-        rows = _moved(x, [*kept, *contracted]).reshape(*(x.shape[dim] for dim in kept), -1)
-        gemm = self._declared(kernel, of_kernel, columns)
+        leading = [dim for dim in range(x.ndim) if dim not in x_contracted]
+        columns = [dim for dim in range(kernel.ndim) if dim not in kernel_contracted]
+        rows = _transposed(x, [*leading, *x_contracted]).reshape(*(x.shape[dim] for dim in leading), -1)
+        gemm = self._declare(kernel, kernel_contracted, columns)
         y, amaxes = linear(rows, gemm.parameters, gemm.fp8, dtype, recompute=self.recompute)
         gemm.stage(amaxes)
         return y.reshape(*rows.shape[:-1], *(kernel.shape[dim] for dim in columns))
 
-    def _declared(self, kernel, contracted, columns) -> DeclaredGemm:
-        own = _own_kernel(self.parent)
-        if own is not None and own.shape == kernel.shape:
-            kernel = own
-            if kernel.ndim == 2 and contracted == [0]:
+    def _declare(self, kernel: jax.Array, contracted: list[int], columns: list[int]) -> DeclaredGemm:
+        """The GEMM by this kernel, by its param where the layer is Flax's own."""
+        layer = self.parent
+        param = _kernel_param(layer)
+        if param is not None and param.shape == kernel.shape:
+            kernel = param
+            if isinstance(layer, nn.Module) and kernel.ndim == 2 and contracted == [0]:
                 check_layer_name(self.path[:-1])
-                parameters = LinearParameters(kernel, None)
-                return declare_state(self.parent, parameters, self.recipe, None)  # type: ignore[arg-type]
+                return declare_state(layer, LinearParameters(kernel, None), self.recipe, None)
         k = math.prod(kernel.shape[dim] for dim in contracted)
-        matrix = _moved(kernel, [*contracted, *columns]).reshape(k, -1)
+        matrix = _transposed(kernel, [*contracted, *columns]).reshape(k, -1)
         product = GemmState(self.recipe, self._layer, name=UNNAMED)
         return product(LinearParameters(matrix, None), None)
 
     @property
     def _layer(self) -> str:
-        """The layer that this is in, for messages."""
+        """The layer around this product, for messages."""
         return "/".join(self.path[:-1]) or type(self.parent or self).__name__
 
-    def _contracted(self, x, kernel, dimension_numbers) -> tuple[list[int], list[int]]:
-        """The dims of both operands, in an order in which those of the kernel ascend."""
-        (of_x, of_kernel), (batch, _) = dimension_numbers
+    def _contracted(
+        self, x: jax.Array, kernel: jax.Array, dimension_numbers: DimensionNumbers
+    ) -> tuple[list[int], list[int]]:
+        """The contracted dims of both operands, in pairs, sorted by the dim of the kernel."""
+        (x_dims, kernel_dims), (batch, _) = dimension_numbers
         if len(batch):
             raise ValueError(
                 f"{self._layer}: an FP8 product has no batch dims, got {dimension_numbers} for {x.shape} and "
                 f"{kernel.shape}; leave dot_general_cls out of this layer"
             )
-        pairs = sorted((b % kernel.ndim, a % x.ndim) for a, b in zip(of_x, of_kernel, strict=True))
+        pairs = sorted((b % kernel.ndim, a % x.ndim) for a, b in zip(x_dims, kernel_dims, strict=True))
         if not pairs:
             raise ValueError(
                 f"{self._layer}: an FP8 product contracts at least one dim, got {dimension_numbers}; "
@@ -107,7 +112,7 @@ class DotGeneral(nn.Module):
             )
         return [dim for _, dim in pairs], [dim for dim, _ in pairs]
 
-    def _check_precision(self, precision):
+    def _check_precision(self, precision: lax.PrecisionLike) -> None:
         if precision not in (None, "default", lax.Precision.DEFAULT):
             raise ValueError(
                 f"{self._layer}: precision must be None where the product is in FP8, got {precision!r}; leave it out, "
@@ -115,15 +120,15 @@ class DotGeneral(nn.Module):
             )
 
 
-def _own_kernel(layer: Any) -> jax.Array | None:
-    """The kernel of a Flax layer as it is in the params; None of any other layer, also of one that overrides how Flax's
-    is called.
+def _kernel_param(layer: object) -> jax.Array | None:
+    """The param `kernel` of `nn.Dense` or `nn.DenseGeneral`; None for other layers, and for subclasses that override
+    `__call__`.
     """
     calls = [inspect.unwrap(cls.__call__) for cls in (nn.Dense, nn.DenseGeneral)]
-    if not callable(layer) or inspect.unwrap(type(layer).__call__) not in calls:
+    if not isinstance(layer, nn.Dense | nn.DenseGeneral) or inspect.unwrap(type(layer).__call__) not in calls:
         return None
     return meta.unbox(layer.get_variable("params", "kernel"))
 
 
-def _moved(x: jax.Array, order: list[int]) -> jax.Array:
+def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
     return x if order == [*range(x.ndim)] else jnp.transpose(x, order)

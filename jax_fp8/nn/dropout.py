@@ -1,5 +1,5 @@
-"""Dropout of what a layer adds to the residual stream, in Flax's words: `dropout_rate`, `deterministic`, the random
-stream "dropout".
+"""Dropout on the branch that a layer adds to the residual stream. The names are Flax's: `dropout_rate`,
+`deterministic`, and the random stream "dropout".
 """
 
 import flax.linen as nn
@@ -15,28 +15,28 @@ def is_rate(rate: float) -> bool:
     return 0 <= rate < 1
 
 
-def drops(module, deterministic: bool | None, rate: str = "dropout_rate") -> bool:
-    """Whether a layer drops anything, or raise unless its caller or its field says whether it is to.
+def drops(module: nn.Module, deterministic: bool | None, rate: str = "dropout_rate") -> bool:
+    """Whether dropout is active in this call. Raise unless either the field or the argument `deterministic` is set.
 
     Args:
-      module: with the fields `deterministic` and `rate`.
-      deterministic: what its caller says.
+      module: a layer with a field `deterministic`, and one named `rate`.
+      deterministic: the argument of the layer's call.
     """
-    layer, value = layer_name(module), getattr(module, rate)
+    layer, fields = layer_name(module), vars(module)
+    value = fields[rate]
     check_number(f"{layer}: {rate}", value, "of at least 0 and below 1", is_rate)
     if value == 0:
         return False
-    said = [flag for flag in (module.deterministic, deterministic) if flag is not None]
-    if len(said) != 1:
+    flags = [flag for flag in (fields["deterministic"], deterministic) if flag is not None]
+    if len(flags) != 1:
         raise ValueError(
-            f"{layer}: a layer with {rate}={value} must know whether to drop, by its field deterministic or by the "
-            f"argument of its call, got {'neither' if not said else 'both'}; pass deterministic=False in training, and "
-            "True elsewhere"
+            f"{layer}: a layer with {rate}={value} needs deterministic as its field or as an argument of its call, got "
+            f"{'both' if flags else 'neither'}; pass deterministic=False in training, and True elsewhere"
         )
-    check_bool(f"{layer}: deterministic", said[0])
-    return not said[0]
+    check_bool(f"{layer}: deterministic", flags[0])
+    return not flags[0]
 
 
 def drop(module: nn.Module, branch: jax.Array, rate: float, residual: jax.Array | None = None) -> jax.Array:
-    """What is left of a branch, and the residual."""
+    """The branch after dropout, plus the residual."""
     return dropout(branch, module.make_rng("dropout"), rate, residual, current_tensor())

@@ -1,10 +1,9 @@
-"""Attention in FP8 inside a layer: its states, and what it refuses.
+"""Attention in FP8 inside a layer: the states of its GEMMs, and the cases that it refuses.
 
 fp8/<layer>/{~scores, ~values, ~gradients}/{scale, amax_history}      see ops/fp8_attention.py
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ from jax_fp8.core.paths import kernelless_name
 from jax_fp8.kernels.fp8_attention import check_head_dim, check_tokens
 from jax_fp8.nn.checks import layer_name
 from jax_fp8.nn.gemm import GemmState
+from jax_fp8.nn.multi_head import MultiHead
 from jax_fp8.ops.attention import attention
 from jax_fp8.ops.fp8_attention import AttentionGemms, fp8_attention
 from jax_fp8.ops.parameters import LinearParameters
@@ -21,7 +21,7 @@ STATES = ("scores", "values", "gradients")
 
 
 def attend_in_fp8(
-    module: Any,
+    module: MultiHead,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -29,53 +29,67 @@ def attend_in_fp8(
     causal: bool,
     implementation: str,
     window: int | None = None,
-    **told: Any,
+    segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of (batch, seq, heads, head_dim) in FP8, with the state of `module`. While its variables are made, in
-    16 bits, so that any length will do.
+    """Attention of (batch, seq, heads, head_dim) in FP8, with the state of `module`.
+
+    `module.init` computes attention in 16 bits instead, so that its sequences may have any length.
 
     Args:
-      implementation: who computes attention here.
-      window, told: what else `attention` takes; anything but None is refused.
+      implementation: "cudnn" or "xla", as `attention` takes it.
+      window, ...: the other arguments of `attention`. FP8 attention has none of them, and refuses each that is set.
     """
     layer = layer_name(module)
-    _check(module, layer, {"sliding_window": window, **told})
+    refused = {
+        "sliding_window": window,
+        "segment_ids": segment_ids,
+        "lengths": lengths,
+        "key_segment_ids": key_segment_ids,
+        "key_lengths": key_lengths,
+        "dropout_rate": dropout_rate or None,
+        "dropout_key": dropout_key,
+    }
+    _check(module, layer, [name for name, value in refused.items() if value is not None])
     check_head_dim(layer, query.shape[-1])
     no_kernels = LinearParameters((), None)
     declared = [
         GemmState(module.recipe, f"{layer}/{name}", name=kernelless_name(name))(no_kernels, None) for name in STATES
     ]
-    if module.is_initializing():  # nobody keeps what comes out
+    if module.is_initializing():  # `init` discards the result
         by = implementation if jax.default_backend() == "gpu" else "xla"
         return attention(query, key, value, causal=causal, implementation=by)
     check_tokens(layer, query.shape[-3], key.shape[-3])
     scores, values, gradients = declared
-    of_product: Any = values.fp8
-    values = replace(values, fp8=replace(of_product, unused=(INPUT,)))  # what it multiplies by values has no row
-    of_states: Any = scores.fp8, values.fp8, gradients.fp8
-    attended, (of_scores, of_values) = fp8_attention(
-        query, key, value, AttentionGemms(*of_states), causal=causal, implementation=implementation
+    # Scales of attention weights are constant, so the input row of the state "values" has no tensor.
+    assert scores.fp8 and values.fp8 and gradients.fp8  # each has a recipe
+    gemms = AttentionGemms(scores.fp8, replace(values.fp8, unused=(INPUT,)), gradients.fp8)
+    attended, (scores_amaxes, values_amaxes) = fp8_attention(
+        query, key, value, gemms, causal=causal, implementation=implementation
     )
-    scores.stage(of_scores)
-    values.stage(of_values)
+    scores.stage(scores_amaxes)
+    replace(values, fp8=gemms.values).stage(values_amaxes)
     return attended
 
 
-def _check(module: Any, layer: str, told: dict[str, Any]) -> None:
-    recipe, wanted = module.recipe, module.implementation
+def _check(module: MultiHead, layer: str, refused: list[str]) -> None:
+    recipe, implementation = module.recipe, module.implementation
     if recipe is None or not recipe.has_state:
         raise ValueError(
-            f"{layer}: FP8 attention needs DelayedScaling, for its kernel casts gradients whose scales must be known "
-            f"before they are, got recipe={recipe!r}; change the recipe, or use fp8_attention=False"
+            f"{layer}: FP8 attention needs DelayedScaling, because its kernel must know the scales of gradients before "
+            f"it computes them, got recipe={recipe!r}; change the recipe, or use fp8_attention=False"
         )
-    if wanted == "xla":
+    if implementation == "xla":
         raise ValueError(
             f'{layer}: FP8 attention is cuDNN\'s on a GPU, got implementation="xla" (attention_implementation="xla" of '
             "a GPT or a TransformerBlock); leave it out, or use fp8_attention=False"
         )
-    given = [name for name, value in told.items() if value is not None]
-    if given:
+    if refused:
         raise ValueError(
-            f"{layer}: cuDNN's attention in FP8 knows neither windows, padding nor documents and drops nothing, got "
-            f"{' and '.join(given)}; leave that out, or use fp8_attention=False"
+            f"{layer}: cuDNN's attention in FP8 has no windows, padding, documents or dropout, got "
+            f"{' and '.join(refused)}; leave that out, or use fp8_attention=False"
         )

@@ -2,9 +2,9 @@
 
     params/<layer>/{kernel, bias}               of each layer whose kernel it multiplies by
     fp8/<gemm>/{scale, amax_history}            under delayed scaling
-    fp8_cache/<gemm>/kernel                     if there is one: the kernels in FP8, side by side
+    fp8_cache/<gemm>/kernel                     with a weight cache: the kernels in FP8, side by side
 
-`<gemm>` is the layer; where several layers make one product, their names joined (core/paths.py).
+`<gemm>` is the layer, or the joined names of several layers that make one product (core/paths.py).
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ class Fp8Module(nn.Module, kw_only=True):
       dtype: of inputs, results and of products that are not in FP8.
       param_dtype: of the parameters.
       kernel_init, bias_init: initializers of kernels (in, features) and biases (features,).
-      recompute: keep less for the backward, and quantize again what it wants; each layer says what. Without a recipe,
-        what products and collectives return is kept, and all else is computed again.
-      logical_axes: `init` returns params with the names of their dims, as `nn.with_logical_partitioning` makes them:
-        see nn/names.py. Initializers may also name them themselves.
+      recompute: keep less for the backward, which then quantizes again; each layer says what it leaves out. Without a
+        recipe, the results of products and collectives are kept, and everything else is computed again.
+      logical_axes: `init` returns params with names for their dims, as `nn.with_logical_partitioning` makes them: see
+        nn/names.py. An initializer may also give names itself.
     """
 
     recipe: Recipe | None = DelayedScaling()
@@ -64,10 +64,10 @@ class Fp8Module(nn.Module, kw_only=True):
     logical_axes: bool = False
 
 
-def shared_fields(module: Any, cls: type[nn.Module]) -> dict[str, Any]:
-    """The fields of a module, or of a config, that a module inside it has too: all of one name mean the same."""
+def shared_fields(outer: object, cls: type[nn.Module]) -> dict[str, Any]:
+    """The fields of a module, or of a config, that modules `cls` inside it have too. Equal names mean the same."""
     names = {field.name for field in dataclasses.fields(cls)} - {"name", "parent"}
-    return {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in names}
+    return {name: value for name, value in vars(outer).items() if name in names}
 
 
 class LinearVariables(nn.Module):
@@ -83,16 +83,18 @@ class LinearVariables(nn.Module):
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> LinearParameters:
-        return declare_linear(self, in_features, features, self.sharding)
+        return declare_linear(self, in_features, features, self.use_bias, self.sharding)
 
 
-def declare_linear(module: Any, in_features: int, features: int, sharding: ParamSharding) -> LinearParameters:
-    """Declare kernel and bias in `module`, whose fields say the rest.
+def declare_linear(
+    module: LinearVariables | Fp8Module, in_features: int, features: int, use_bias: bool, sharding: ParamSharding
+) -> LinearParameters:
+    """Declare kernel and bias in `module`, with its dtypes and initializers.
 
     Args:
-      in_features: of the input as it is here: in a step on shards those of this device.
-      features: of the whole kernel.
-      sharding: of the kernel; that of the bias follows.
+      in_features: of the input as it is here; in a step on shards, this device's part of it.
+      features: of the whole kernel, over all devices.
+      sharding: of the kernel; the sharding of the bias follows from it.
     """
     kernel_path, bias_path = (*module.path, "kernel"), (*module.path, "bias")
     is_by_columns = sharding.dim == COLUMNS
@@ -101,11 +103,11 @@ def declare_linear(module: Any, in_features: int, features: int, sharding: Param
     declare_sharding(kernel_path, sharding)
     _check_own_rows(module, in_features)
     columns = features // parts_of(kernel_path, COLUMNS)
-    of_kernel, of_bias = names_of_linear(sharding)
-    kernel_init = named(module.kernel_init, of_kernel, module.logical_axes)
-    bias_init = named(module.bias_init, of_bias, module.logical_axes)
+    kernel_names, bias_names = names_of_linear(sharding)
+    kernel_init = named(module.kernel_init, kernel_names, module.logical_axes)
+    bias_init = named(module.bias_init, bias_names, module.logical_axes)
     kernel = module.param("kernel", kernel_init, (in_features, columns), module.param_dtype)
-    if not module.use_bias:
+    if not use_bias:
         return LinearParameters(kernel, None)
     dim = COLUMNS if is_by_columns else None
     declare_sharding(bias_path, replace(sharding, dim=dim, dtype=None, by_rule=(COLUMNS,), columns_of=kernel_path))
@@ -114,8 +116,9 @@ def declare_linear(module: Any, in_features: int, features: int, sharding: Param
 
 @dataclass(frozen=True)
 class DeclaredGemm:
-    """What a layer hands to a composite op, and the door through which the amaxes come back;
-    `fp8` is None without FP8, `tensor` and `split_dim` unless the kernel is split in a step on shards.
+    """What a layer hands to a composite op, and `stage`, which takes the amaxes that the op returns.
+
+    `fp8` is None without FP8. `tensor` and `split_dim` are None unless a step on shards splits the kernel.
     """
 
     parameters: LinearParameters
@@ -125,12 +128,11 @@ class DeclaredGemm:
     split_dim: SplitDim | None = None
 
     def stage(self, amaxes: jax.Array | None) -> None:
-        """Stage the forward amaxes f32[2] wherever this call may:
-        in a mutable collection, and in `value_and_grad`'s record.
+        """Stage the forward amaxes f32[2] in the collection "fp8" if it is mutable, and in `value_and_grad`'s record.
 
-        The backward records them too, so this matters to layers that no gradient reaches. A layer under `nn.scan`
-        relies on its backward: Flax's scan refuses a body that writes. So does one under `jax.vmap` or in a branch of
-        `lax.cond`, where no Ref is.
+        The backward records them too, so only layers that no gradient reaches need this. A layer under `nn.scan` has
+        its backward alone, because Flax's scan refuses a body that writes. So has a layer under `jax.vmap` or in a
+        branch of `lax.cond`, where there is no Ref.
         """
         if amaxes is None or self.fp8 is None:
             return
@@ -148,12 +150,12 @@ class GemmVariables(LinearVariables, kw_only=True):
 
     @nn.compact
     def __call__(self, in_features: int, features: int) -> DeclaredGemm:
-        return declare_gemm(self, in_features, features, self.sharding)
+        return declare_gemm(self, in_features, features, self.use_bias, self.sharding)
 
 
 class GemmState(nn.Module):
-    """The FP8 state of a GEMM by several layers, or of one that is no layer's, or has no kernel, in a module of its
-    name; `layer`: what messages call it, if not by its path.
+    """The FP8 state of a GEMM that several layers share, that no layer owns, or that has no kernel. The module has the
+    name of the GEMM. Messages call it `layer`, or by its path if that is None.
     """
 
     recipe: Recipe | None
@@ -164,26 +166,33 @@ class GemmState(nn.Module):
         return declare_state(self, parameters, self.recipe, split_dim, self.layer)
 
 
-def declare_gemm(module: Any, in_features: int, features: int, sharding: ParamSharding) -> DeclaredGemm:
+def declare_gemm(
+    module: GemmVariables | Fp8Module, in_features: int, features: int, use_bias: bool, sharding: ParamSharding
+) -> DeclaredGemm:
     """The GEMM of a layer that has one: parameters and state in `module` itself."""
     if module.recipe is not None:
         check_layer_name(module.path)
-    parameters = declare_linear(module, in_features, features, sharding)
+    parameters = declare_linear(module, in_features, features, use_bias, sharding)
     return declare_state(module, parameters, module.recipe, split_dim_of((*module.path, "kernel")))
 
 
 def declare_gemm_of(
-    module: Any,
+    module: Fp8Module,
     names: tuple[str, ...],
     in_features: int,
     features: tuple[int, ...],
     shardings: tuple[ParamSharding, ...],
-    **own,
+    *,
+    use_bias: bool,
+    kernel_init: Initializer | None = None,
 ) -> DeclaredGemm:
-    """One GEMM by the kernels of several layers side by side, or of one, each a module of its name inside `module`.
+    """One GEMM by the kernels of these layers side by side, each a module of its name inside `module`.
 
-    `shardings` are those of the layers' kernels, `own` fields of the layers that are not those of `module`.
+    Args:
+      shardings: of the layers' kernels.
+      kernel_init: of all kernels; None is that of `module`.
     """
+    own = {"use_bias": use_bias, "kernel_init": kernel_init or module.kernel_init}
     if len(names) == 1:
         fields = shared_fields(module, GemmVariables) | own
         return GemmVariables(**fields, sharding=shardings[0], name=names[0])(in_features, *features)
@@ -192,7 +201,8 @@ def declare_gemm_of(
     layers = [LinearVariables(**fields, sharding=sharding, name=name)(in_features, n) for name, n, sharding in rows]
     parameters = LinearParameters.beside(*layers)
     split_dim = split_dim_of((*module.path, names[0], "kernel"))
-    check_are_split_alike(module, [name for name, of in zip(names, shardings, strict=True) if not of.or_whole])
+    always_split = [name for name, sharding in zip(names, shardings, strict=True) if not sharding.or_whole]
+    check_are_split_alike(module, always_split)
     if module.recipe is None:
         return _on_shards(DeclaredGemm(parameters), split_dim)
     return GemmState(module.recipe, name=joined_name(names))(parameters, split_dim)
@@ -209,8 +219,11 @@ def declare_state(
     split_dim: SplitDim | None,
     layer: str | None = None,
 ) -> DeclaredGemm:
-    """The state of a GEMM, in `module`, if its recipe has any; `split_dim`: which dim of its kernels is split here;
-    `layer`: what messages call it, None by its path.
+    """Declare the state of a GEMM in `module`, if its recipe has any.
+
+    Args:
+      split_dim: the dim of its kernels that is split here.
+      layer: what messages call it; None is its path.
     """
     check_recipe(recipe)
     if recipe is None:
@@ -228,7 +241,7 @@ def declare_state(
             f"{layer}: {recipe!r} keeps no state, but these variables hold amax histories of delayed scaling; "
             'leave the collection "fp8" out, or give the model the recipe that they were made with'
         )
-    recorder = module.get_variable("fp8", RECORDER)  # there while gradients are taken
+    recorder = module.get_variable("fp8", RECORDER)  # None unless a GradientTape has put one there
     weight = module.get_variable("fp8_cache", "kernel")
     if kernels:
         marked = register_gemm(module.path, recipe, parameters.kernel, weight is not None)
@@ -238,8 +251,10 @@ def declare_state(
     return _on_shards(DeclaredGemm(parameters, gemm, history if staging else None), split_dim)
 
 
-def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Variable]:
-    """The scales f32[3], and the variable of the history."""
+def _delayed_state(
+    module: nn.Module, layer: str, parameters: LinearParameters, recipe: Any
+) -> tuple[jax.Array, nn.Variable]:
+    """The scales f32[3], and the variable of the history. The recipe is `DelayedScaling`: no other has state."""
     if not module.is_initializing() and not module.has_variable("fp8", "scale"):
         raise ValueError(
             f'{layer}: delayed scaling needs the collection "fp8", which these variables lack; '
@@ -257,8 +272,8 @@ def _delayed_state(module, layer, parameters, recipe) -> tuple[jax.Array, nn.Var
     return scale.value, history
 
 
-def _check_own_rows(module, in_features):
-    """Raise where a device has other rows of a kernel than features of its input."""
+def _check_own_rows(module: nn.Module, in_features: int) -> None:
+    """Raise where a device's part of a kernel has fewer or more rows than its input has features."""
     kernel = module.get_variable("params", "kernel") if current_tensor() is not None else None
     if kernel is not None and kernel.shape[-2] != in_features:
         raise ValueError(

@@ -14,20 +14,20 @@ from jax_fp8.ops.norm_mlp import norm_mlp
 
 
 class LayerNormMLP(Fp8Module):
-    """`down(activation(up(norm(x))))` as one differentiable op, back to the width of `x`.
+    """`down(activation(up(norm(x))))` as one differentiable op; the result is as wide as `x`.
 
     Variables: `params/{norm, up, down}` and `fp8/{up, down}`. A gated activation ("swiglu", "geglu", "reglu") is
     `down(f(gate(norm(x))) * up(norm(x)))`: `params/gate` and `params/up` each (in, hidden_features), multiplied as one
-    GEMM with the state `fp8/gate+up`. Columns of `gate` and `up` and rows of `down` can be split over devices without
-    moving any.
+    GEMM with the state `fp8/gate+up`. Devices can split the columns of `gate` and `up` and the rows of `down`, and
+    nothing moves.
 
     Args:
       down_init: initializer of the kernel of `down`; None is `kernel_init`.
       residual: return `x + down(...)`, added by the last GEMM, and its gradient by the norm's backward.
       recompute: normalize and quantize again in the backward, instead of keeping the normalized input in FP8.
-      dropout_rate: how much of `down(...)` is dropped, by the random stream "dropout"; the residual is added afterwards
-        then, in a pass of its own: see ops/dropout.py.
-      deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
+      dropout_rate: the fraction of `down(...)` that is dropped, by the random stream "dropout". The residual is then
+        added afterwards, in a pass of its own: see ops/dropout.py.
+      deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
     """
 
     hidden_features: int
@@ -42,22 +42,33 @@ class LayerNormMLP(Fp8Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool | None = None) -> jax.Array:
-        """(..., in) to (..., in); `deterministic` True drops nothing, None: the field says so."""
+        """(..., in) to (..., in); `deterministic` as in the fields, None leaves the choice to the field."""
         check_layer(self, x, ("hidden_features",))
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
-        into = ("gate", "up") if is_gated(self.activation) else ("up",)
+        names = ("gate", "up") if is_gated(self.activation) else ("up",)
         by_columns = ParamSharding(COLUMNS, hidden, "hidden features")
         by_rows = ParamSharding(ROWS, hidden, "hidden features")
-        up = declare_gemm_of(self, into, features, (hidden,) * len(into), (by_columns,) * len(into))
+        widths, shardings, use_bias = (hidden,) * len(names), (by_columns,) * len(names), self.use_bias
+        up = declare_gemm_of(self, names, features, widths, shardings, use_bias=use_bias)
         own_hidden = up.parameters.widths[0]  # in a step on shards, those of this device
-        down_init = self.down_init or self.kernel_init
-        down = declare_gemm_of(self, ("down",), own_hidden, (features,), (by_rows,), kernel_init=down_init)
-        gemms = (up.fp8, down.fp8) if up.fp8 and down.fp8 else None
+        down = declare_gemm_of(
+            self, ("down",), own_hidden, (features,), (by_rows,), use_bias=use_bias, kernel_init=self.down_init
+        )
         is_dropped = drops(self, deterministic)
-        options = {"residual": self.residual and not is_dropped, "recompute": self.recompute, "tensor": up.tensor}
-        parameters = norm, up.parameters, down.parameters
-        y, amaxes = norm_mlp(x, *parameters, gemms, self.activation, self.epsilon, self.dtype, **options)
+        y, amaxes = norm_mlp(
+            x,
+            norm,
+            up.parameters,
+            down.parameters,
+            (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
+            self.activation,
+            self.epsilon,
+            self.dtype,
+            residual=self.residual and not is_dropped,
+            recompute=self.recompute,
+            tensor=up.tensor,
+        )
         if amaxes is not None:
             up.stage(amaxes[0])
             down.stage(amaxes[1])

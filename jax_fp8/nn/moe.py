@@ -3,11 +3,10 @@
     x ─norm─→ router → experts of each token, weights
          └──→ rows, sorted by expert → MLPs in FP8 ─combine─→ + x
 
-The router and its softmax are float32. What it adds to the training loss leaves by the collection "losses", scaled
-already: whoever makes a loss adds up what is there, as `next_token_loss` does.
+The router and its softmax are float32. The layer sows its auxiliary losses, already weighted, into the collection
+"losses". The training loss adds them up, as `next_token_loss` does.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +20,12 @@ from jax_fp8.core.fp8_gemm import Record
 from jax_fp8.core.paths import experts_name, joined_name
 from jax_fp8.core.recorder import RECORDER
 from jax_fp8.core.shards import ParamSharding, current_tensor, declare_sharding
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import normalize
 from jax_fp8.kernels.quantize import as_tuple
-from jax_fp8.nn.checks import check_layer, check_told, layer_name
+from jax_fp8.nn.checks import check_layer, check_padding, layer_name
 from jax_fp8.nn.dense import NormVariables
 from jax_fp8.nn.dropout import drop, drops
 from jax_fp8.nn.gemm import DeclaredGemm, Fp8Module, GemmState
@@ -41,25 +41,27 @@ LOSSES = "losses"
 
 
 class LayerNormMoE(Fp8Module):
-    """`Σ weight · down(activation(up(norm(x))))` over the experts of each token, back to the width of `x`.
+    """`Σ weight · down(activation(up(norm(x))))` over the experts of each token; the result is as wide as `x`.
 
     Variables: `params/{norm, router, up, down}`, with a gated activation `gate` too; kernels of experts are
     (num_experts, in, out), the router's is f32 (in, num_experts). Under delayed scaling `fp8/{+up, +down}` or
-    `fp8/{+gate+up, +down}`: all experts share the three scales of a GEMM. There are no biases. No token is dropped.
+    `fp8/{+gate+up, +down}`: all experts share the three scales of a GEMM. There are no biases. Every token reaches all
+    of its experts: there is no capacity limit.
 
-    It sows into the collection "losses", where that is mutable, what is to be added to the training loss; and into
+    The layer sows into two collections, where they are mutable: into "losses" its weighted auxiliary losses, and into
     "intermediates" `expert_fractions`, f32[num_experts], the share of tokens that each expert gets.
 
     Args:
       hidden_features: of each expert.
       experts_per_token: how many experts a token goes to.
       normalize_router_weights: divide the weights of a token by their sum, as Mixtral does.
-      router_aux_loss, router_z_loss: how much the load-balancing loss and the z-loss count: see ops/router.py.
+      router_aux_loss, router_z_loss: weights of the load-balancing loss and of the z-loss: see ops/router.py.
       down_init: initializer of the kernels of `down`; None is `kernel_init`.
       residual: return `x + ...`, added before the one rounding.
       recompute: sort and quantize again in the backward, instead of keeping the rows of all experts in FP8.
-      dropout_rate: how much of the experts' sum is dropped, by the random stream "dropout", before the residual comes.
-      deterministic: True drops nothing. It or the argument must be given where there is a dropout_rate.
+      dropout_rate: the fraction of the experts' sum that is dropped, by the random stream "dropout", before the
+        residual is added.
+      deterministic: True turns dropout off. With a dropout_rate, either this field or the argument must be set.
     """
 
     hidden_features: int
@@ -81,75 +83,86 @@ class LayerNormMoE(Fp8Module):
         """(..., in) to (..., in).
 
         Args:
-          deterministic: True drops nothing, None: the field says so.
-          lengths: int (batch,), of `x` (batch, seq, in): what comes after so many positions is padding, which goes to
-            no expert, and counts in no loss of the router.
+          deterministic: as in the fields; None leaves the choice to the field.
+          lengths: int (batch,), of `x` (batch, seq, in): positions from there on are padding, which goes to no expert
+            and counts in no loss of the router.
         """
         check_layer(self, x, ("hidden_features", "num_experts", "experts_per_token"))
         if lengths is not None:
-            check_told(layer_name(self), None, lengths, x.shape[:-1])
+            check_padding(layer_name(self), None, lengths, x.shape[:-1])
         _check_fields(self)
         features, hidden = x.shape[-1], self.hidden_features
         norm = NormVariables(self.norm, self.param_dtype, self.logical_axes, name="norm")(features)
         kernel, record = _Router(self.kernel_init, self.logical_axes, name="router")(features, self.num_experts)
-        into = ("gate", "up") if is_gated(self.activation) else ("up",)
-        up = self._declare(into, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
+        names = ("gate", "up") if is_gated(self.activation) else ("up",)
+        up = self._declare(names, features, hidden, self.kernel_init, ("expert", "embed", "mlp"))
         down_init = self.down_init or self.kernel_init
         down = self._declare(("down",), hidden, features, down_init, ("expert", "mlp", "residual"))
-        gemms = (up.fp8, down.fp8) if up.fp8 and down.fp8 else None
 
         tokens = as_matrix(x.astype(self.dtype))
         normalized = normalize(tokens, norm, self.epsilon, self.dtype)[0]
-        told = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
-        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, told)
+        mask = None if lengths is None else as_matrix(is_token(lengths, x.shape[-2])[..., None])[:, 0]
+        routing = route(normalized, kernel, self.experts_per_token, self.normalize_router_weights, mask)
         record.measure(EXPERT_SHARES, routing.fractions)
         self._sow(routing)
-        where = sort_tokens(routing.experts, self.num_experts)
-        own = up.parameters, down.parameters
-        rows, amaxes = expert_mlp(normalized, where, *own, gemms, self.activation, self.dtype, recompute=self.recompute)
+        expert_rows = sort_tokens(routing.experts, self.num_experts)
+        rows, amaxes = expert_mlp(
+            normalized,
+            expert_rows,
+            up.parameters,
+            down.parameters,
+            (up.fp8, down.fp8) if up.fp8 and down.fp8 else None,
+            self.activation,
+            self.dtype,
+            recompute=self.recompute,
+        )
         if amaxes is not None:
             up.stage(amaxes[0])
             down.stage(amaxes[1])
         residual = tokens if self.residual else None
         if drops(self, deterministic):
-            branch = combine_rows(rows, routing.weights, where, None)
+            branch = combine_rows(rows, routing.weights, expert_rows, None)
             return drop(self, branch, self.dropout_rate, residual).reshape(x.shape)
-        return combine_rows(rows, routing.weights, where, residual).reshape(x.shape)
+        return combine_rows(rows, routing.weights, expert_rows, residual).reshape(x.shape)
 
-    def _declare(self, names, in_features, features, init, axes) -> DeclaredGemm:
-        """One grouped GEMM by the kernels of these layers side by side."""
+    def _declare(
+        self, names: tuple[str, ...], in_features: int, features: int, init: Initializer, axes: tuple[str, ...]
+    ) -> DeclaredGemm:
+        """One grouped GEMM by the kernels of these layers side by side; `axes` are the names of their dims."""
         shape = self.num_experts, in_features, features
-        fields = {"shape": shape, "kernel_init": init, "axes": axes if self.logical_axes else None}
-        kernels = tuple(_Experts(**fields, param_dtype=self.param_dtype, name=name)() for name in names)
+        axes_if_named = axes if self.logical_axes else None
+        kernels = tuple(_Experts(shape, init, axes_if_named, self.param_dtype, name=name)() for name in names)
         if self.recipe is None:
             return DeclaredGemm(_side_by_side(kernels))
         layer = "/".join((layer_name(self), joined_name(names)))
         check_multiples_of_16(layer, in_features, (features,) * len(names))
         state = GemmState(self.recipe, layer, name=experts_name(names))
         declared = state(_side_by_side(tuple(map(as_one_matrix, kernels))), None)
-        named = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
-        return replace(declared, parameters=_side_by_side(named))
+        kernels = tuple(kernel.reshape(shape) for kernel in as_tuple(declared.parameters.kernel))
+        return replace(declared, parameters=_side_by_side(kernels))
 
     def _sow(self, routing: Routing) -> None:
-        if self.is_initializing():  # or `init` would return losses among the variables
+        if self.is_initializing():  # otherwise `init` would return losses among the variables
             return
         weighted = self.router_aux_loss * routing.balance_loss + self.router_z_loss * routing.z_loss
         self.sow(LOSSES, "router_loss", weighted)
         self.sow("intermediates", "expert_fractions", routing.fractions)
 
 
-def _side_by_side(kernels) -> LinearParameters:
-    return LinearParameters(kernels if len(kernels) > 1 else kernels[0], None)
+def _side_by_side(kernels: tuple[jax.Array, ...]) -> LinearParameters:
+    return LinearParameters(kernels[0] if len(kernels) == 1 else kernels, None)
 
 
-def apply_with_losses(model: nn.Module, variables: Mapping, *args: Any, **options: Any) -> tuple[Any, Any]:
-    """What `model.apply` returns, and the sum of the losses that its layers, stacked ones too, have sown."""
-    out, left = model.apply(variables, *args, **options, mutable=[LOSSES])  # type: ignore[misc]
-    return out, sum(jnp.sum(loss) for loss in jax.tree.leaves(left))
+def apply_with_losses(
+    model: nn.Module, variables: Variables, *args: PyTree, **options: Any
+) -> tuple[PyTree, jax.Array | int]:
+    """The result of `model.apply`, and the sum of the losses that its layers have sown, stacked layers included."""
+    out, sown = model.apply(variables, *args, **options, mutable=[LOSSES])  # type: ignore[misc]
+    return out, sum(jnp.sum(loss) for loss in jax.tree.leaves(sown))
 
 
 class _Router(nn.Module):
-    """The kernel f32 (in, experts) of a router, and where it leaves who goes where, if anybody asks."""
+    """The kernel f32 (in, experts) of a router, and the record that takes its measurements."""
 
     kernel_init: Initializer
     logical_axes: bool
@@ -175,15 +188,16 @@ class _Experts(nn.Module):
     def __call__(self) -> jax.Array:
         declare_sharding((*self.path, "kernel"), ParamSharding())
 
-        def init_each(key, shape, dtype):
-            experts, *of_one = shape
-            return jax.vmap(lambda key: self.kernel_init(key, tuple(of_one), dtype))(jax.random.split(key, experts))
+        def init_each(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+            experts, *kernel_shape = shape
+            keys = jax.random.split(key, experts)
+            return jax.vmap(lambda key: self.kernel_init(key, tuple(kernel_shape), dtype))(keys)
 
         return self.param("kernel", named(init_each, self.axes, self.axes is not None), self.shape, self.param_dtype)
 
 
 def _check_fields(module: LayerNormMoE) -> None:
-    """Raise unless the fields that other layers lack are as they must be, on devices that a mixture can run on."""
+    """Raise unless the fields of routing are valid, and no mesh axis splits layers."""
     layer = layer_name(module)
     for name in ("router_aux_loss", "router_z_loss"):
         check_number(f"{layer}: {name}", getattr(module, name), "that is not negative", lambda weight: weight >= 0)
@@ -195,6 +209,6 @@ def _check_fields(module: LayerNormMoE) -> None:
     tensor = current_tensor()
     if tensor is not None:
         raise ValueError(
-            f"{layer}: a mixture of experts has all experts on every device, got {tensor.axis}={tensor.size}; "
+            f"{layer}: a mixture of experts needs all experts on every device, got {tensor.axis}={tensor.size}; "
             "use a mesh with the axes data and fsdp alone"
         )

@@ -1,10 +1,10 @@
-"""What layers of attention have in common: their fields, the projections before it, and the way out behind it.
+"""The parts that all attention layers share: fields, the projections before attention, and the one after it.
 
 x ─norm─ queries, keys, values ─qk_norm→ heads ...attention... → out ─dropout, residual→
 """
 
 from dataclasses import KW_ONLY
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +29,26 @@ class MultiHead(Fp8Module):
     """The fields of `SelfAttention` and `CrossAttention`.
 
     Args:
-      num_heads: query heads; must divide the width of `x`, unless `head_dim` says how wide one is.
+      num_heads: query heads; must divide the width of `x`, unless `head_dim` is set.
       num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` queries; None is `num_heads`.
-      norm: normalize `x` first, by "layernorm" or "rmsnorm"; None takes it as it is.
-      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has 16 bits, as
-        cuDNN wants it.
+      norm: normalize `x` first, by "layernorm" or "rmsnorm"; None leaves it out.
+      implementation: "cudnn", "xla", or None: cuDNN where the default backend is a GPU and `dtype` has the 16 bits that
+        cuDNN needs.
       out_init: initializer of the kernel of `out`; None is `kernel_init`.
       residual: return `x + out(...)`, added by the last GEMM, and its gradient by the norm's backward.
       head_dim: features of a head; None is the width of `x` divided by `num_heads`.
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which `out` has.
-      qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before they
-        are turned, with `params/{query_norm, key_norm}/scale` (head_dim,).
-      dropout_rate: how much of `out(...)` is dropped, by the random stream "dropout"; the residual is added afterwards
-        then, in a pass of its own: see ops/dropout.py.
-      attention_dropout_rate: how much of the softmax weights is dropped, by the same stream: what `dropout_rate` means
-        in Flax's own attention. XLA's attention drops, cuDNN's refuses to: see ops/dropped_attention.py.
+      qk_norm: RMSNorm of each head of the queries and of the keys (https://arxiv.org/abs/2505.09388), before rotary
+        positions, with `params/{query_norm, key_norm}/scale` (head_dim,).
+      dropout_rate: the fraction of `out(...)` that is dropped, by the random stream "dropout". The residual is then
+        added afterwards, in a pass of its own: see ops/dropout.py.
+      attention_dropout_rate: the fraction of the softmax weights that is dropped, by the same stream. Flax's own
+        attention calls this `dropout_rate`. XLA's attention can do it, cuDNN's refuses: see ops/dropped_attention.py.
       fp8_attention: attend in FP8, with `DelayedScaling`, heads of 128 features and sequences of a multiple of 128
-        tokens, without windows, padding or documents: see ops/fp8_attention.py. What `generate` writes is attended to
-        in `dtype`.
-      deterministic: True drops nothing. It or the argument must be given where there is a rate.
-      recompute: normalize again in the backward, and quantize again what cuDNN's attention keeps anyway;
-        see `LayerNormDense` and `Dense`.
+        tokens, without windows, padding or documents: see ops/fp8_attention.py. `generate` attends in `dtype`.
+      deterministic: True turns dropout off. With a rate, either this field or the argument must be set.
+      recompute: in the backward, normalize again, and quantize again the result of cuDNN's attention, which cuDNN keeps
+        in `dtype` anyway; see `LayerNormDense` and `Dense`.
     """
 
     num_heads: int
@@ -70,8 +69,15 @@ class MultiHead(Fp8Module):
     deterministic: bool | None = None
 
 
-def heads_of(module: MultiHead, width: int) -> tuple[int, int]:
-    """Features of a head, and the number of key and value heads, or raise unless there are such heads in this width."""
+class WeightDropout(NamedTuple):
+    """Dropout of softmax weights, as `attention` takes it."""
+
+    rate: float = 0.0
+    key: jax.Array | None = None
+
+
+def head_sizes(module: MultiHead, width: int) -> tuple[int, int]:
+    """Features of a head, and the number of key and value heads. Raise where this width has no such heads."""
     layer, heads = layer_name(module), module.num_heads
     kv_heads = heads if module.num_kv_heads is None else module.num_kv_heads
     if module.head_dim is None and width % heads:
@@ -92,13 +98,13 @@ def project(
     x: jax.Array,
     widths: tuple[int, ...],
     shardings: tuple[ParamSharding, ...],
-    norm,
+    norm: str | None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, TensorParallel | None]:
-    """`x` behind a norm of this name, or None, by the kernels of these layers, which are one GEMM.
+    """Normalize `x` if `norm` names a norm, and multiply it by the kernels of these layers in one GEMM.
 
     Returns:
-      Each product, (batch, seq, heads * head_dim); `x`, for the residual branch; and over which axis heads are split in
-      a step on shards, or None.
+      Each product, (batch, seq, heads * head_dim); `x`, for the residual branch; and the axis that splits heads in a
+      step on shards, or None.
     """
     width = x.shape[-1]
     norms = None if norm is None else NormVariables(**shared_fields(module, NormVariables), name="norm")(width)
@@ -107,18 +113,30 @@ def project(
     kernel = *module.path, names[0], "kernel"
     check_is_split("/".join(kernel), parts_of(kernel, COLUMNS), current_tensor())
     if norms is None:
-        options = {"tensor": gemm.tensor, "split_dim": gemm.split_dim}
-        products, amaxes = linear(x, gemm.parameters, gemm.fp8, module.dtype, **options)
+        products, amaxes = linear(
+            x, gemm.parameters, gemm.fp8, module.dtype, tensor=gemm.tensor, split_dim=gemm.split_dim
+        )
     else:
-        options = {"return_input": module.residual, "recompute": module.recompute, "tensor": gemm.tensor}
-        out, amaxes = norm_linear(x, norms, gemm.parameters, gemm.fp8, module.epsilon, module.dtype, **options)
+        out, amaxes = norm_linear(
+            x,
+            norms,
+            gemm.parameters,
+            gemm.fp8,
+            module.epsilon,
+            module.dtype,
+            return_input=module.residual,
+            recompute=module.recompute,
+            tensor=gemm.tensor,
+        )
         products, x = out if module.residual else (out, x)
     gemm.stage(amaxes)
     return products if len(names) > 1 else (products,), x, gemm.tensor
 
 
 def normalize_heads(module: MultiHead, *parts: jax.Array) -> tuple[jax.Array, ...]:
-    """With `qk_norm` RMSNorm of each head of queries and of keys (batch, seq, heads, head_dim), all by one scale."""
+    """Queries and keys (batch, seq, heads, head_dim), with `qk_norm` after RMSNorm of each head. All heads of the
+    queries share one scale, and all heads of the keys another.
+    """
     if not module.qk_norm:
         return parts
     fields = shared_fields(module, NormVariables) | {"norm": "rmsnorm", "of_heads": True}
@@ -128,8 +146,8 @@ def normalize_heads(module: MultiHead, *parts: jax.Array) -> tuple[jax.Array, ..
     )
 
 
-def implementation_of(module: MultiHead) -> Literal["cudnn", "xla"]:
-    """Who computes attention, or raise where it cannot."""
+def choose_implementation(module: MultiHead) -> Literal["cudnn", "xla"]:
+    """The library that computes attention. Raise where the field asks for one that cannot."""
     layer, wanted = layer_name(module), module.implementation
     has_16_bits = jnp.dtype(module.dtype).itemsize == 2
     if wanted not in (None, "cudnn", "xla"):
@@ -142,27 +160,27 @@ def implementation_of(module: MultiHead) -> Literal["cudnn", "xla"]:
     return wanted or ("cudnn" if jax.default_backend() == "gpu" and has_16_bits else "xla")
 
 
-def drop_weights(module: MultiHead, deterministic: bool | None, tensor: TensorParallel | None) -> dict[str, Any]:
-    """What `attention` takes to drop weights, if it is to; over `tensor` each device has masks of its own, as it has
-    heads of its own.
+def weight_dropout(module: MultiHead, deterministic: bool | None, tensor: TensorParallel | None) -> WeightDropout:
+    """The dropout of softmax weights in this call. Over `tensor` each device has heads of its own, and so masks of its
+    own.
     """
     if not drops(module, deterministic, "attention_dropout_rate"):
-        return {}
-    check_drops_weights(implementation_of(module), layer_name(module))
+        return WeightDropout()
+    check_drops_weights(choose_implementation(module), layer_name(module))
     key = module.make_rng("dropout")
     key = key if tensor is None else jax.random.fold_in(key, lax.axis_index(tensor.axis))
-    return {"dropout_rate": module.attention_dropout_rate, "dropout_key": key}
+    return WeightDropout(module.attention_dropout_rate, key)
 
 
 def multiply_out(
     module: MultiHead, attended: jax.Array, width: int, x: jax.Array, deterministic: bool | None = None
 ) -> jax.Array:
-    """What was attended to (batch, seq, heads, head_dim), back to the residual branch `x` (batch, seq, width)."""
+    """Project attention's result (batch, seq, heads, head_dim) to (batch, seq, width), and add the residual `x`."""
     residual = x if module.residual else None
     fields = shared_fields(module, Dense) | {
         "kernel_init": named(module.out_init or module.kernel_init, ("heads", "residual"), module.logical_axes),
         # cuDNN's backward keeps its result in `dtype`; XLA's does not, nor does attention in FP8.
-        "recompute": module.recompute and implementation_of(module) == "cudnn" and not module.fp8_attention,
+        "recompute": module.recompute and choose_implementation(module) == "cudnn" and not module.fp8_attention,
     }
     out = Dense(width, **fields, tensor_split="rows", name="out")
     attended = attended.reshape(*attended.shape[:-2], -1)

@@ -3,8 +3,8 @@
     model ─convert, or layers of this package─ value_and_grad → loss, gradients; amaxes staged in the model
     optimizer.update, update_state → model
 
-State is in variables of a type of its own, `Fp8State`, beside the kernels. Numerics are those of the Linen layers: both
-call the same operations.
+The FP8 state lies beside the kernels, in variables of their own type, `Fp8State`. Linen and NNX layers call the same
+operations, so their numbers are the same.
 """
 
 from jax_fp8.nnx.convert import Conversion, convert

@@ -1,9 +1,9 @@
-"""An NNX model whose linear layers are swapped for those in FP8, in one call."""
+"""Swap the linear layers of an NNX model for FP8 layers, in one call."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from flax import nnx
 from flax.nnx import filterlib
@@ -14,8 +14,9 @@ from jax_fp8.core.recipe import Recipe, check_recipe
 from jax_fp8.nnx.layers import DELAYED, Linear
 from jax_fp8.nnx.linear_general import LinearGeneral
 
-SWAPPED: dict[type, Any] = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral}
-MULTIPLIES = nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.LoRALinear  # by a kernel of their own
+SWAPPED = nnx.Linear, nnx.LinearGeneral
+MULTIPLIES = *SWAPPED, nnx.Einsum, nnx.LoRALinear  # layers that multiply by a kernel of their own
+Sizes = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Conversion:
 
     Args:
       converted: layers that are in FP8 now.
-      left: layers that are as they were, and why.
+      left: layers that convert did not change, each with the reason.
     """
 
     converted: tuple[str, ...]
@@ -35,23 +36,24 @@ class Conversion:
         return "\n".join([f"{len(self.converted)} layers in FP8", *reasons])
 
 
-def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: Any = ...) -> Conversion:
-    """Swap every `nnx.Linear` of a model for `jax_fp8.nnx.Linear`, in place, with the same parameters, and every
-    `nnx.LinearGeneral`, as the projections of `nnx.MultiHeadAttention` are, for ours.
+def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: filterlib.Filter = ...) -> Conversion:
+    """Swap every `nnx.Linear` and `nnx.LinearGeneral` of a model for the FP8 layer of that name, in place and with the
+    same parameters. The projections of `nnx.MultiHeadAttention` are `nnx.LinearGeneral`, so they are swapped too.
 
         print(jax_fp8.nnx.convert(model, recipe, where=nnx.Not(nnx.PathContains("head"))))
 
-    The `nnx.Param` objects are the same, at the same paths, so that optimizers and checkpoints made before stay right.
-    A layer's dtype is kept: one that computes in float32 hands on float32.
+    The `nnx.Param` objects and their paths stay the same, so earlier optimizers and checkpoints still fit. A layer
+    keeps its dtype: one that computes in float32 returns float32.
 
     Args:
-      model: with the layers somewhere inside; itself no `nnx.Linear`.
+      model: holds the layers, and is itself neither of the two.
       recipe: of the layers.
-      where: an NNX filter, or a function of path and layer: which layers are asked for.
+      where: an NNX filter, or a function of path and layer, that selects the layers to swap.
 
     Returns:
-      The paths that were converted, and those of layers that multiply and were not, with reasons: the filter, sizes
-      that are no multiples of 16, settings that FP8 has not, or another class, also one that is derived from these.
+      The paths of the swapped layers, and of those that multiply by a kernel and were not swapped, with reasons: the
+      filter, sizes that are not multiples of 16, settings that FP8 does not have, or another class. A class derived
+      from the two counts as another one.
     """
     check_recipe(recipe)
     if recipe is None:
@@ -61,7 +63,7 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: Any = ...) -> Co
             f"convert swaps the layers inside of a model, got {type(model).__name__}; make a jax_fp8.nnx.Linear instead"
         )
     is_wanted = filterlib.to_predicate(where)
-    made: dict[int, Linear | LinearGeneral] = {}
+    in_fp8: dict[int, nnx.Module] = {}  # by the id of the layer that each replaces
     converted, left = [], {}
     layers = {path: layer for path, layer in nnx.iter_modules(model) if isinstance(layer, MULTIPLIES)}
     for path, layer in layers.items():
@@ -70,19 +72,20 @@ def convert(model: nnx.Module, recipe: Recipe = DELAYED, where: Any = ...) -> Co
         if reason is not None:
             left[name] = reason
             continue
-        made[id(layer)] = _in_fp8(layer, recipe)
+        assert isinstance(layer, SWAPPED)  # `_why_not` has a reason for every other class
+        in_fp8[id(layer)] = _in_fp8(layer, recipe)
         converted.append(name)
     for _, module in list(nnx.iter_modules(model)):
         for attribute, value in list(vars(module).items()):
-            new = _swapped(value, made)
+            new = _swapped(value, in_fp8)
             if new is not value:
                 setattr(module, attribute, new if isinstance(new, nnx.Module) else nnx.data(new))
     return Conversion(tuple(converted), left)
 
 
-def _why_not(layer) -> str | None:
-    """Why FP8 does not have this layer."""
-    if type(layer) not in SWAPPED:
+def _why_not(layer: nnx.Module) -> str | None:
+    """The reason not to swap this layer, or None."""
+    if not isinstance(layer, SWAPPED) or type(layer) not in SWAPPED:
         return f"its class is {type(layer).__name__}, none that convert knows"
     k, n = (math.prod(_as_tuple(sizes)) for sizes in (layer.in_features, layer.out_features))
     if k % 16 or n % 16:
@@ -99,39 +102,39 @@ def _why_not(layer) -> str | None:
     return f"has its own {' and '.join(settings)}" if settings else None
 
 
-def _in_fp8(layer: Any, recipe: Recipe) -> Linear | LinearGeneral:
-    """Ours with the parameters of Flax's, which may be stacked."""
+def _in_fp8(layer: nnx.Linear | nnx.LinearGeneral, recipe: Recipe) -> Linear | LinearGeneral:
+    """The FP8 layer with the parameters of Flax's, which may have leading dims of stacked layers."""
     kernel = layer.kernel[...]
     k, n = (_as_tuple(sizes) for sizes in (layer.in_features, layer.out_features))
     stacked = kernel.shape[: kernel.ndim - len(k) - len(n)]
-    others: Any = {"axis": layer.axis} if isinstance(layer, nnx.LinearGeneral) else {}
-    made = SWAPPED[type(layer)](
-        layer.in_features,
-        layer.out_features,
+    if isinstance(layer, nnx.LinearGeneral):
+        swap = partial(LinearGeneral, layer.in_features, layer.out_features, axis=layer.axis)
+    else:
+        swap = partial(Linear, layer.in_features, layer.out_features)
+    in_fp8 = swap(
         use_bias=False,
         dtype=layer.dtype,
         param_dtype=layer.param_dtype,
         kernel_init=lambda *_: kernel.reshape(*stacked, math.prod(k), math.prod(n)),
         recipe=recipe,
         rngs=nnx.Rngs(0),
-        **others,
     )
-    made.kernel, made.bias, made.use_bias = layer.kernel, layer.bias, layer.use_bias
-    return made
+    in_fp8.kernel, in_fp8.bias, in_fp8.use_bias = layer.kernel, layer.bias, layer.use_bias
+    return in_fp8
 
 
-def _as_tuple(sizes: Any) -> tuple[int, ...]:
-    return tuple(sizes) if isinstance(sizes, tuple) else (sizes,)
+def _as_tuple(sizes: Sizes) -> tuple[int, ...]:
+    return sizes if isinstance(sizes, tuple) else (sizes,)
 
 
-def _swapped(value: Any, made: Mapping[int, Any]) -> Any:
-    """The same value with other layers in it, or itself."""
-    if id(value) in made:
-        return made[id(value)]
-    if type(value) in (list, tuple):
-        new = [_swapped(item, made) for item in value]
+def _swapped(value: object, in_fp8: Mapping[int, nnx.Module]) -> object:
+    """An attribute with its layers swapped: a layer, or a list, tuple or dict of layers. Others return unchanged."""
+    if id(value) in in_fp8:
+        return in_fp8[id(value)]
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        new = [_swapped(item, in_fp8) for item in value]
         return value if all(a is b for a, b in zip(new, value, strict=True)) else type(value)(new)
     if type(value) is dict:
-        new = {key: _swapped(item, made) for key, item in value.items()}
+        new = {key: _swapped(item, in_fp8) for key, item in value.items()}
         return value if all(new[key] is item for key, item in value.items()) else new
     return value

@@ -1,4 +1,4 @@
-"""A linear map over several dims, as the projections of `nnx.MultiHeadAttention` are: one product of matrices.
+"""A linear map over several dims as one product of matrices; the projections of `nnx.MultiHeadAttention` are such maps.
 
 x (..., in...)   kernel (in..., out...) ─as matrices→ (rows, k) · (k, n) ─linear→ (..., out...)
 """
@@ -15,7 +15,8 @@ from flax.typing import Dtype, Initializer
 from jax_fp8.core.checks import describe, is_array
 from jax_fp8.core.paths import UNNAMED
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, check_fields, check_sharding, gemm_of, scope_of, stage_in
+from jax_fp8.nnx.checks import check_fields, check_sharding
+from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, prepare_gemm, scope_name, stage_in
 from jax_fp8.nnx.state import GemmState
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
@@ -26,14 +27,14 @@ Dims = int | Sequence[int]
 class LinearGeneral(nnx.Module):
     """A linear map from some dims of `x` to others in FP8, in the place of `nnx.LinearGeneral`.
 
-    Variables: `kernel` (*in, *out) and `bias` (*out,). A kernel of two dims is that of a `Linear`, to a weight cache,
-    too. Of more dims, the state lies in `fp8["~product"]`, and no weight cache knows the kernel.
+    Variables: `kernel` (*in, *out) and `bias` (*out,). With a kernel of two dims the state and the weight cache are
+    those of a `Linear`. With more dims the state lies in `fp8["~product"]`, and weight caches leave the kernel out.
 
     Args:
-      in_features, out_features: sizes, whose products are multiples of 16 unless `recipe` is None.
-      axis: the dims of `x` that are contracted, one for each of `in_features`; in ascending order.
+      in_features, out_features: sizes. The product of each must be a multiple of 16, unless `recipe` is None.
+      axis: the dims of `x` that are contracted, one for each of `in_features`, in ascending order.
       use_bias, dtype, param_dtype, kernel_init, bias_init, recipe, recompute, rngs, kernel_metadata, bias_metadata: as
-        of `Linear`; initializers are given the shapes of matrices.
+        in `Linear`; initializers get the shapes of the matrices.
     """
 
     def __init__(
@@ -71,22 +72,23 @@ class LinearGeneral(nnx.Module):
         self.fp8 = nnx.data(state if is_matrix or state is None else nnx.Dict({UNNAMED: state}))
 
     def __call__(self, x: jax.Array, out_sharding: None = None) -> jax.Array:
-        """The dims that are left, and then `out_features`; `out_sharding` as of `Linear`."""
+        """(..., in...) to (..., out...): the other dims of `x`, then `out_features`. `out_sharding` as in `Linear`."""
         check_sharding(self._layer, out_sharding)
         contracted = self._contracted(x)
-        kept = [dim for dim in range(x.ndim) if dim not in contracted]
-        rows = jnp.transpose(x, [*kept, *contracted]).reshape(*(x.shape[dim] for dim in kept), self._k)
+        leading = [dim for dim in range(x.ndim) if dim not in contracted]
+        rows = jnp.transpose(x, [*leading, *contracted]).reshape(*(x.shape[dim] for dim in leading), self._k)
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...].reshape(self._n)
         state = self.fp8[UNNAMED] if isinstance(self.fp8, nnx.Dict) else self.fp8
         matrix = kernel.reshape(self._k, self._n)
-        parameters, gemm = gemm_of(self._layer, state, LinearParameters(matrix, bias))
+        parameters, gemm = prepare_gemm(self._layer, state, LinearParameters(matrix, bias))
         dtype = jnp.result_type(x, kernel) if self.dtype is None else self.dtype
-        with jax.named_scope(scope_of(self._layer, gemm)):
+        with jax.named_scope(scope_name(self._layer, gemm)):
             y, amaxes = linear(rows, parameters, gemm, dtype, recompute=self.recompute)
         stage_in(state, gemm, amaxes)
         return y.reshape(*rows.shape[:-1], *self.out_features)
 
-    def _contracted(self, x) -> list[int]:
+    def _contracted(self, x: jax.Array) -> list[int]:
+        """The dims of `x` that the kernel contracts, ascending."""
         fits = is_array(x) and x.size and x.ndim >= len(self.axis)
         dims = sorted(dim % x.ndim for dim in self.axis) if fits else []  # as Flax sorts them
         if not fits or tuple(x.shape[dim] for dim in dims) != self.in_features:
@@ -97,5 +99,5 @@ class LinearGeneral(nnx.Module):
         return dims
 
 
-def _as_tuple(sizes: Any) -> tuple[int, ...]:
+def _as_tuple(sizes: Dims) -> tuple[int, ...]:
     return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)

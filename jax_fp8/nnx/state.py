@@ -1,11 +1,12 @@
-"""The FP8 state of an NNX model: two variables per GEMM, and what they are called in one nested dict.
+"""The FP8 state of an NNX model: two variables per GEMM, and the same as one nested dict.
 
     model.mlp.up.fp8.{scale, amax_history}, Fp8State ─fp8_state→ {"mlp": {"up": {"scale", "amax_history"}}}
 
-The dict is what the collection "fp8" is to a Linen model, so all that knows such a collection knows an NNX model.
+The dict has the form of a Linen model's collection "fp8", so every function that takes such a collection also takes the
+state of an NNX model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +22,8 @@ from jax_fp8.core.paths import LayerPath, at_path, check_gemm_path, check_layer_
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import RECORDER, register_gemm
 from jax_fp8.core.state import stage
-from jax_fp8.kernels.quantize import as_tuple
+from jax_fp8.core.types import PyTree
+from jax_fp8.kernels.quantize import Matrices, as_tuple
 from jax_fp8.kernels.update_state import update_state as update_collection
 from jax_fp8.ops.layer_gemm import first_state, layer_gemm
 from jax_fp8.ops.parameters import LinearParameters
@@ -37,24 +39,23 @@ class GemmState(nnx.Module):
     """The state of one GEMM.
 
     Variables under a recipe with state: `scale` f32[3] and `amax_history` f32[3, L], with leading dims where layers are
-    stacked. While gradients are taken there is `recorder`, too, and while weights are cached `weight`; both are put
-    there by `attach`, for one trace.
+    stacked. For one trace, `attach` adds `recorder` where gradients are taken, and `weight` where weights are cached.
 
     Args:
       recipe: of its layer.
       kernels: (..., k, n_i), side by side.
     """
 
-    def __init__(self, recipe: Recipe, kernels: Any):
+    def __init__(self, recipe: Recipe, kernels: Matrices):
         self.recipe = recipe
         self.path: LayerPath | None = None
-        # As of `nnx.BatchNorm`: False, which `model.train()` sets, lets a forward pass stage its amaxes by itself.
+        # As in `nnx.BatchNorm`, `model.train()` sets this to False. A forward pass then stages its amaxes itself.
         self.use_running_average = True
         if recipe.has_state:
             state = _first_state(recipe, as_tuple(kernels))
             self.scale, self.amax_history = Fp8State(state["scale"]), Fp8State(state["amax_history"])
 
-    def set_view(self, use_running_average: bool | None = None):
+    def set_view(self, use_running_average: bool | None = None) -> None:
         """For `nnx.view`.
 
         Args:
@@ -64,7 +65,7 @@ class GemmState(nnx.Module):
             self.use_running_average = use_running_average
 
     def gemm(self, layer: str, parameters: LinearParameters) -> tuple[LinearParameters, Fp8Gemm]:
-        """What the layer hands to its op; messages call it by its path, if that is known."""
+        """Parameters and GEMM as the layer's op takes them. Messages name the layer by its path where that is known."""
         recorder, weight = (getattr(self, name).get_value() if hasattr(self, name) else None for name in ATTACHED)
         if self.path is not None:
             marked = register_gemm(self.path, self.recipe, parameters.kernel, weight is not None)
@@ -74,7 +75,7 @@ class GemmState(nnx.Module):
         return parameters, layer_gemm(layer, self.recipe, parameters, scales, recorder, weight)
 
     def stage(self, gemm: Fp8Gemm, amaxes: jax.Array) -> None:
-        """Stage the amaxes f32[2] of a forward pass where this pass may: in its record, or in the state itself."""
+        """Stage the amaxes f32[2] of a forward pass, in its record or, in training mode, in the state itself."""
         gemm.record_forward(amaxes)
         if self.recipe.has_state and not gemm.is_recorded and not self.use_running_average:
             history = self.amax_history.get_value()
@@ -84,41 +85,42 @@ class GemmState(nnx.Module):
 ATTACHED = RECORDER, "weight"
 
 
-def _first_state(recipe: Any, kernels) -> dict[str, jax.Array]:
-    first: Callable = partial(first_state, recipe)
-    for _ in kernels[0].shape[:-2]:
-        first = jax.vmap(first)
-    return first(kernels)
+def _first_state(recipe: Any, kernels: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    """By `DelayedScaling`: no other recipe has state."""
+    make_state = partial(first_state, recipe)
+    for _ in kernels[0].shape[:-2]:  # dims of stacked layers
+        make_state = jax.vmap(make_state)
+    return make_state(kernels)
 
 
-def gemms_of(node: Any) -> dict[LayerPath, GemmState]:
-    """All GEMMs of a model, or of a tree of them, by the path of their layer; a list's numbers are names, too."""
-    found = {}
+def gemms_of(node: PyTree) -> dict[LayerPath, GemmState]:
+    """All GEMMs of a model, or of a tree of models, by the paths of their layers. Positions in lists are names too."""
+    gemms = {}
     for path, module in nnx.iter_modules(node):
         if isinstance(module, GemmState):
-            last = max(place for place, name in enumerate(path) if name == OWN_NAME)
+            last = max(position for position, name in enumerate(path) if name == OWN_NAME)
             names = names_of((*path[:last], *path[last + 1 :]))
             check_gemm_path(names)
-            if last == len(path) - 1:  # the layer has one GEMM, which has its name
+            if last == len(path) - 1:  # the layer has one GEMM, with the layer's name
                 check_layer_name(names)
-            found[names] = module
-    return found
+            gemms[names] = module
+    return gemms
 
 
-def names_of(path: tuple) -> LayerPath:
+def names_of(path: Iterable[Hashable]) -> LayerPath:
     return tuple(map(str, path))
 
 
-def fp8_state(model: Any) -> dict:
-    """The scales and amax histories of a model as nested dicts, by the paths of its layers: for `fp8.count_amaxes`, and
-    to look at.
+def fp8_state(model: PyTree) -> dict[str, PyTree]:
+    """The scales and amax histories of a model as nested dicts, by the paths of its layers; `fp8.count_amaxes` takes
+    them.
     """
     return state_of(gemms_of(model))
 
 
-def state_of(gemms: Mapping[LayerPath, GemmState], recipe: Recipe | None = None) -> dict:
-    """The state of these GEMMs, or of those with one recipe."""
-    tree: dict = {}
+def state_of(gemms: Mapping[LayerPath, GemmState], recipe: Recipe | None = None) -> dict[str, PyTree]:
+    """The state of these GEMMs, or of those with this recipe."""
+    tree: dict[str, PyTree] = {}
     for path, gemm in gemms.items():
         if gemm.recipe.has_state and recipe in (None, gemm.recipe):
             leaves = {"scale": gemm.scale.get_value(), "amax_history": gemm.amax_history.get_value()}
@@ -126,8 +128,8 @@ def state_of(gemms: Mapping[LayerPath, GemmState], recipe: Recipe | None = None)
     return tree
 
 
-def write(gemms: Mapping[LayerPath, GemmState], state: Mapping) -> None:
-    """Put a state, or a part of it, into the model."""
+def write(gemms: Mapping[LayerPath, GemmState], state: Mapping[str, PyTree]) -> None:
+    """Write a state, or a part of it, into the model."""
     for path, gemm in gemms.items():
         leaves = at_path(state, path) if gemm.recipe.has_state else None
         if leaves:
@@ -135,37 +137,41 @@ def write(gemms: Mapping[LayerPath, GemmState], state: Mapping) -> None:
             gemm.amax_history.set_value(leaves["amax_history"])
 
 
-def update_state(model: Any) -> None:
-    """Finish an optimizer step: turn the amaxes that were staged in a model into the scales of the next one, in place.
+def update_state(model: PyTree) -> None:
+    """Finish an optimizer step: turn the amaxes staged in a model into the scales of the next step, in place.
 
-    Call it once per step, after the optimizer. One fused computation serves all GEMMs of a recipe. It changes nothing
-    of GEMMs of which nothing was staged.
+    Call it once per step, after the optimizer. One fused computation serves all GEMMs of a recipe. GEMMs without staged
+    amaxes keep their state.
     """
     finish_step(gemms_of(model))
 
 
 def finish_step(gemms: Mapping[LayerPath, GemmState]) -> None:
-    """`update_state` of these GEMMs, for each recipe with state; as a rule there is one."""
+    """`update_state` of these GEMMs, once for each recipe with state; most models have one recipe."""
     for recipe in dict.fromkeys(gemm.recipe for gemm in gemms.values() if gemm.recipe.has_state):
         write(gemms, update_collection(state_of(gemms, recipe), recipe))
 
 
-def attach(gemms: Mapping[LayerPath, GemmState], recorded: Mapping, cache: Mapping = MappingProxyType({})) -> None:
-    """Put recorders and cached weights beside the state, where `GemmState.gemm` finds them, and say where that is.
+def attach(
+    gemms: Mapping[LayerPath, GemmState],
+    recorded: Mapping[str, PyTree],
+    cache: Mapping[str, PyTree] = MappingProxyType({}),
+) -> None:
+    """Put recorders and cached weights beside the state, where `GemmState.gemm` finds them, and tell each GEMM its
+    path.
 
-    They are variables of the state's type: what transformations do to these, they do to them.
+    They are `Fp8State` variables, so NNX transformations treat them like the state.
     """
     for path, gemm in gemms.items():
         gemm.path = path
-        for name, value in zip(
-            ATTACHED, (at_path(recorded, (*path, RECORDER)), at_path(cache, (*path, "kernel"))), strict=True
-        ):
+        values = at_path(recorded, (*path, RECORDER)), at_path(cache, (*path, "kernel"))
+        for name, value in zip(ATTACHED, values, strict=True):
             if value is not None:
                 setattr(gemm, name, Fp8State(value))
 
 
 def detach(gemms: Mapping[LayerPath, GemmState]) -> None:
-    """Take away what `attach` has put there."""
+    """Remove what `attach` added."""
     for gemm in gemms.values():
         gemm.path = None
         for name in ATTACHED:

@@ -143,7 +143,10 @@ def test_what_is_refused():
     variables, loss_fn = jax.eval_shape(model.init, jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
     segment_ids = jnp.ones_like(BATCH["tokens"])
     for wrong, message in (
-        (BATCH | {"segment_ids": segment_ids}, "a batch: padding is told by segment_ids or by lengths, got both; give"),
+        (
+            BATCH | {"segment_ids": segment_ids},
+            "padding must be marked by segment_ids or by lengths, got both; leave lengths",
+        ),
         (
             BATCH | {"mask": segment_ids},
             'or of "tokens" and "lengths", and with .* "loss_mask" or "labels", .*\'mask\'',
@@ -153,7 +156,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             loss_fn(variables, wrong)
-    with pytest.raises(ValueError, match="GPT: padding is told by segment_ids or by lengths, got both"):
+    with pytest.raises(ValueError, match="GPT: padding must be marked by segment_ids or by lengths, got both"):
         model.apply(variables, BATCH["tokens"], segment_ids=segment_ids, lengths=BATCH["lengths"])
     with pytest.raises(ValueError, match="layers one by one, which do not know the lengths of a batch"):
         loss_fn.first(variables, BATCH)

@@ -34,7 +34,7 @@ def run(capsys, tmp_path, monkeypatch):
 def test_there_and_back(run, tmp_path):
     status, said, error = run("--from huggingface theirs --to mine.safetensors")
     assert (status, error) == (0, "")
-    assert said.startswith("qwen2, 2 layers, 0.00B params in float32\n") and "mine.safetensors has it: 0.00 GB" in said
+    assert said.startswith("qwen2, 2 layers, 0.00B params in float32\n") and "mine.safetensors: 0.00 GB" in said
     assert said.count(" of 0.0 GB\n") >= 5  # tenths
     config, params = fp8.load_huggingface(tmp_path / "theirs")
     assert fp8.load_config("mine.safetensors") == config
@@ -61,13 +61,16 @@ def test_what_can_be_changed_on_the_way(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--from theirs --to mine", "say --from huggingface FOLDER --to FILE, or .*; got --from theirs --to mine"),
-        ("--from huggingface theirs --to huggingface ours", "say --from huggingface FOLDER"),
-        ("--from huggingface theirs --to one two", "say --from huggingface FOLDER --to FILE"),
+        (
+            "--from theirs --to mine",
+            "convert needs --from huggingface FOLDER --to FILE, or .*; got --from theirs --to mine",
+        ),
+        ("--from huggingface theirs --to huggingface ours", "needs --from huggingface FOLDER"),
+        ("--from huggingface theirs --to one two", "needs --from huggingface FOLDER --to FILE"),
         ("--from huggingface nowhere --to mine", "must be a folder, or a file in it, but there is none at nowhere"),
         ("--from nowhere --to huggingface ours", "params must be read from a file, but there is none at nowhere"),
         ("--from huggingface theirs --to nowhere/mine", "params must find room in nowhere/mine"),
-        ("--from huggingface theirs --to mine --vocab-size 8", "--vocab-size cuts what --to huggingface writes, got 8"),
+        ("--from huggingface theirs --to mine --vocab-size 8", "--vocab-size needs --to huggingface, .* got 8"),
         ("--from mine --to huggingface ours --part-gb 0", "--part-gb must be above 0, got 0.0"),
         ("--from mine", "the following arguments are required: --to"),
     ],

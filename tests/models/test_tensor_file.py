@@ -18,7 +18,7 @@ def test_the_file_is_the_librarys(tmp_path):
     random, metadata = np.random.default_rng(0), {"format": "pt"}
     arrays = {f"layer.{i}.größe": random.normal(size=(3, i + 1)).astype(np.float32) for i in range(12)}
     arrays |= {"scalar": np.asarray(np.float32(2)), "nothing": np.zeros((0, 4), np.float32), "z": np.ones(3, np.uint8)}
-    write_arrays(tmp_path / "ours", {name: Tensor.of(array) for name, array in arrays.items()}, metadata)
+    write_arrays(tmp_path / "ours", {name: Tensor.from_array(array) for name, array in arrays.items()}, metadata)
     safetensors_numpy.save_file(arrays, tmp_path / "theirs", metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert read_metadata(tmp_path / "ours") == metadata
@@ -27,7 +27,7 @@ def test_the_file_is_the_librarys(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES.values())
 def test_what_is_mapped_is_what_was_written(dtype, tmp_path):
     array = np.arange(12).reshape(3, 4).astype(jnp.dtype(dtype))
-    write_arrays(tmp_path / "file", {"a": Tensor.of(array.T), "b": Tensor.of(jnp.asarray(array))})
+    write_arrays(tmp_path / "file", {"a": Tensor.from_array(array.T), "b": Tensor.from_array(jnp.asarray(array))})
     found = map_arrays(tmp_path / "file")
     assert all(isinstance(each, np.memmap) and each.dtype == array.dtype for each in found.values())
     assert found["a"].tobytes() == array.T.tobytes() and found["b"].tobytes() == array.tobytes()
@@ -48,15 +48,15 @@ def test_arrays_are_made_one_at_a_time_and_cast(tmp_path):
 
 
 def test_a_file_that_is_mapped_can_be_replaced_by_what_is_in_it(tmp_path):
-    write_arrays(tmp_path / "file", {"a": Tensor.of(np.arange(8.0, dtype=np.float32))})
+    write_arrays(tmp_path / "file", {"a": Tensor.from_array(np.arange(8.0, dtype=np.float32))})
     mapped = map_arrays(tmp_path / "file")["a"]
-    write_arrays(tmp_path / "file", {"a": Tensor.of(mapped[::-1])})
+    write_arrays(tmp_path / "file", {"a": Tensor.from_array(mapped[::-1])})
     np.testing.assert_array_equal(map_arrays(tmp_path / "file")["a"], np.arange(8.0)[::-1])
     np.testing.assert_array_equal(mapped, np.arange(8.0))
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_one_before(tmp_path):
-    write_arrays(tmp_path / "file", {"a": Tensor.of(np.ones(2, np.float32))})
+    write_arrays(tmp_path / "file", {"a": Tensor.from_array(np.ones(2, np.float32))})
 
     def fail():
         raise OSError("no space left")
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_one_before(tmp_path):
 def test_the_library_may_be_missing(tmp_path, monkeypatch):
     """Only who reads needs it."""
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    write_arrays(tmp_path / "file", {"a": Tensor.of(np.ones(2, np.float32))})
+    write_arrays(tmp_path / "file", {"a": Tensor.from_array(np.ones(2, np.float32))})
     with pytest.raises(ValueError, match="which is not installed; pip install safetensors"):
         map_arrays(tmp_path / "file")
 
@@ -149,7 +149,7 @@ def test_what_is_no_file(tmp_path):
 )
 def test_arrays_that_would_not_come_back(tensors, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence):
-        write_arrays(tmp_path / "file", {name: Tensor.of(array) for name, array in tensors.items()})
+        write_arrays(tmp_path / "file", {name: Tensor.from_array(array) for name, array in tensors.items()})
     assert not list(tmp_path.iterdir())
 
 
@@ -160,10 +160,10 @@ def test_two_writers_and_a_link_in_the_way(tmp_path):
     (tmp_path / "file.part").symlink_to(precious)
 
     def while_another_writes():
-        write_arrays(path, {name: Tensor.of(np.full(4, 9, np.float32)) for name in "ab"})
+        write_arrays(path, {name: Tensor.from_array(np.full(4, 9, np.float32)) for name in "ab"})
         return np.full(4, 7, np.float32)
 
-    first = Tensor.of(np.full(4, 7, np.float32))
+    first = Tensor.from_array(np.full(4, 7, np.float32))
     write_arrays(path, {"a": first, "b": Tensor((4,), np.float32, while_another_writes)})
     found = map_arrays(path)
     assert {float(value) for name in "ab" for value in found[name]} == {7.0}

@@ -205,10 +205,10 @@ def test_more_devices_than_key_and_value_heads_are_refused():
 @pytest.mark.parametrize(
     ("args", "told", "message"),
     [
-        ((64, (3, 12, 48)), {}, r"x and context must have as many sequences, got float32\[4, 8, 64\] and float32\[3, "),
+        ((64, (3, 12, 48)), {}, r"must have equally many sequences, got float32\[4, 8, 64\] and float32\[3, "),
         ((64, (12, 48)), {}, r"CrossAttention, context needs an array of 3 dims, got float32\[12, 48\]"),
         ((66, (4, 12, 48)), {}, "num_heads must divide the width, got num_heads=4 and width 66"),
-        ((64, (4, 12, 48)), {"segment_ids": jnp.ones((4, 8), int)}, "documents of x and of context, got those of one"),
+        ((64, (4, 12, 48)), {"segment_ids": jnp.ones((4, 8), int)}, "segment_ids belong together, got one of them"),
         ((64, (4, 12, 48)), {"context_lengths": jnp.ones(3, int)}, r"context: lengths must be an integer array \(4,\)"),
     ],
 )

@@ -108,8 +108,8 @@ def test_under_scan_and_remat():
 @pytest.mark.parametrize(
     ("fields", "called", "message"),
     [
-        ({}, {}, r"dropout_rate=0.5 must know whether to drop, .*got neither; pass deterministic=False in training"),
-        ({"deterministic": True}, {"deterministic": False}, "must know whether to drop, .*got both"),
+        ({}, {}, r"dropout_rate=0.5 needs deterministic as .*got neither; pass deterministic=False in training"),
+        ({"deterministic": True}, {"deterministic": False}, "needs deterministic as its field or .*got both"),
         ({"deterministic": 1}, {}, "deterministic must be True or False, got 1"),
         ({"dropout_rate": 1.0}, {"deterministic": True}, "of at least 0 and below 1, got 1.0"),
         ({"dropout_rate": "a"}, {"deterministic": True}, "of at least 0 and below 1, got 'a'"),
@@ -143,7 +143,7 @@ def test_weights_of_attention_are_dropped(name):
     assert (dropped(2) != dropped(4)).mean() > 0.5 and (dropped(2) != plain.apply(variables, *inputs)).mean() > 0.5
     both = cls(*args, **fields, attention_dropout_rate=0.5, dropout_rate=0.5)
     assert (dropped(2, both) != dropped(2)).mean() > 0.2
-    with pytest.raises(ValueError, match=r"attention_dropout_rate=0.5 must know whether to drop, .*got neither"):
+    with pytest.raises(ValueError, match=r"attention_dropout_rate=0.5 needs deterministic as .*got neither"):
         layer.apply(variables, *inputs)
 
 

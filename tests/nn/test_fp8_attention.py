@@ -185,14 +185,14 @@ def test_what_generate_writes_is_attended_to_in_16_bits():
         (
             {"sliding_window": 8},
             {},
-            "knows neither windows, padding nor documents .*got sliding_window; leave that out",
+            "has no windows, padding, documents or dropout, got sliding_window; leave that out",
         ),
         ({}, {"lengths": jnp.int32([3, 4])}, "got lengths; leave that out, or use fp8_attention=False"),
         ({}, {"segment_ids": jnp.ones((2, SEQ), jnp.int32)}, "got segment_ids"),
         (
             {"attention_dropout_rate": 0.1, "deterministic": False},
             {},
-            "drops nothing, got dropout_rate and dropout_key",
+            "documents or dropout, got dropout_rate and dropout_key",
         ),
         ({"head_dim": 64}, {}, "SelfAttention: FP8 attention needs a head_dim of 128, .*got 64"),
         ({"fp8_attention": 1}, {}, "fp8_attention must be True or False, got 1"),

@@ -88,7 +88,6 @@ def test_only_a_matrix_is_cast_for_a_cache():
         (lambda **own: fp8.nnx.LinearGeneral((2, 32), 32, **own), r"axis must have a dim for each of in_features"),
         (lambda **own: fp8.nnx.LinearGeneral(64, 32, **own)(X), r"needs an array whose dims \(-1,\) are \(64,\), got"),
         (lambda **own: fp8.nnx.LinearGeneral(32, 32, **own)(X, out_sharding="x"), r"out_sharding must be None"),
-        (lambda **own: fp8.nnx.Linear(32, 32, **own)(X, "x"), r"Linear\(32, 32\): out_sharding must be None where"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

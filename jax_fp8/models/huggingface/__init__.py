@@ -1,6 +1,7 @@
 """Models of Hugging Face, in and out: config.json ↔ GPTConfig, their tensors ↔ params.
 
-config_json.py   which families there are, and what of a config.json makes a GPTConfig, or is refused
-layouts.py       a table for each family: the tensor in a file, and the params that it is
-weights.py       files in and out
+config_json.py   the families, and how their config.json becomes a GPTConfig or is refused
+fields.py        the fields of a config.json, with their types and defaults
+layouts.py       a table for each family: the names of tensors in files, and their params
+weights.py       reads and writes the files
 """

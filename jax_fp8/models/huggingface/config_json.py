@@ -1,10 +1,11 @@
 """config.json of Hugging Face's Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GPT-2, as a GPTConfig and back.
 
-A field that changes what a model computes has to be one that a GPT has; else it is refused, and named. What says
-nothing of the shape (dropout, the tokens that begin and end a text) is not read, and comes out as null or not at all.
+If a field changes what a model computes and a GPT has no such field, the file is refused, and the message names the
+field. Fields that do not change the shape (dropout, the tokens that begin and end a text) are ignored when reading, and
+written as null or not at all.
 
-The load-balancing loss of transformers is one of all layers, of shares that add up to the experts of a token. Here each
-layer has its own, of shares that add up to 1, so that it counts `experts_per_token / num_layers` times as much.
+transformers has one load-balancing loss for all layers, and its shares add up to the number of experts of a token. Here
+each layer has a loss, and shares add up to 1. So the coefficient is multiplied by `experts_per_token / num_layers`.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,7 @@ LLAMA_LIKE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3":
 WITH_EXPERTS = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 ARCHITECTURES = {**LLAMA_LIKE, **WITH_EXPERTS, "gpt2": "GPT2LMHeadModel"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
-# Fields that are the same in all models that a GPT can be: what they are where they are not there, and what they must
-# be.
+# Fields for which a GPT has one value only: the value where the field is missing, and the values that are accepted.
 FIXED = {
     "llama": {"hidden_act": ("silu", ["silu"])},
     "qwen2": {"hidden_act": ("silu", ["silu"]), "use_sliding_window": (False, [False])},
@@ -47,16 +47,14 @@ FIXED = {
         "add_cross_attention": (False, [False]),
     },
 }
-OF_ALL = {"quantization_config": (None, [None]), "partial_rotary_factor": (1.0, [1.0, None])}
+ALL_FAMILIES = {"quantization_config": (None, [None]), "partial_rotary_factor": (1.0, [1.0, None])}
 SCALING = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
-
-
-# What a size of a GPTConfig is called.
+# The sizes of a GPTConfig by the names of config.json, for messages.
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -69,7 +67,7 @@ SIZES = {
     "num_experts": "the number of experts",
     "experts_per_token": "num_experts_per_tok",
 }
-SIZES_OF_GPT2 = {
+GPT2_SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "n_layer",
     "num_heads": "n_head",
@@ -80,21 +78,21 @@ SIZES_OF_GPT2 = {
 
 
 def read_config(described: Mapping[str, Any], where: str) -> GPTConfig:
-    """The GPTConfig of a config.json, which is in `where`."""
+    """The GPTConfig of a config.json; messages name its file `where`."""
     family = described.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ValueError(f"model_type in {where} must be one of {', '.join(ARCHITECTURES)}, got {shown(family)}")
-    for name, (default, allowed) in (FIXED[family] | OF_ALL).items():
+    for name, (default, allowed) in (FIXED[family] | ALL_FAMILIES).items():
         if described.get(name, default) not in allowed:
             wanted = " or ".join(map(repr, allowed))
             arrived = shown(described[name])
             raise ValueError(f"{name} in {where} must be {wanted}, got {arrived}; no other can be converted")
     fields = Fields(described, where, family)
-    made = _of_gpt2(fields) if family == "gpt2" else _of_llama(fields)
-    check_limits(made, where, SIZES_OF_GPT2 if family == "gpt2" else SIZES)
-    _check_layer_types(fields, made["num_layers"])
+    shape = _read_gpt2(fields) if family == "gpt2" else _read_llama(fields)
+    check_limits(shape, where, GPT2_SIZES if family == "gpt2" else SIZES)
+    _check_layer_types(fields, shape["num_layers"])
     try:
-        return GPTConfig(**made)
+        return GPTConfig(**shape)
     except ValueError as error:
         raise ValueError(f"{where} must describe a model: {shortened(str(error), 300)}") from error
 
@@ -109,15 +107,15 @@ def _check_layer_types(fields: Fields, layers: int) -> None:
         raise ValueError(f"layer_types in {fields.where} must be one for each of {layers} layers, got {len(kinds)}")
 
 
-def _of_llama(fields: Fields) -> dict[str, Any]:
-    """The fields of a GPTConfig."""
+def _read_llama(fields: Fields) -> dict[str, Any]:
+    """The fields of a GPTConfig, from a config.json of any family but GPT-2."""
     family, heads, width = fields.family, fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads, head_dim = fields.optional_integer("num_key_value_heads"), fields.optional_integer("head_dim")
-    in_attention, in_mlp = (family == "llama" and fields.flag(f"{part}_bias") for part in ("attention", "mlp"))
-    if in_attention != in_mlp:
+    attention_bias, mlp_bias = (family == "llama" and fields.flag(f"{part}_bias") for part in ("attention", "mlp"))
+    if attention_bias != mlp_bias:
         raise ValueError(
-            f"attention_bias and mlp_bias must be alike, got {in_attention} and {in_mlp}; a GPT has biases in both, or "
-            "of queries, keys and values alone"
+            f"attention_bias and mlp_bias must be equal, got {attention_bias} and {mlp_bias}; a GPT has both biases, "
+            "or those of queries, keys and values alone"
         )
     base, scaling = _read_rotary(fields)
     return {
@@ -131,7 +129,7 @@ def _of_llama(fields: Fields) -> dict[str, Any]:
         "norm": "rmsnorm",
         "activation": "swiglu",
         "positions": "rotary",
-        "use_bias": in_mlp,
+        "use_bias": mlp_bias,
         "tie_embeddings": fields.flag("tie_word_embeddings"),
         "rotary_base": base,
         "rotary_scaling": scaling,
@@ -139,16 +137,17 @@ def _of_llama(fields: Fields) -> dict[str, Any]:
         "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "use_qkv_bias": True if family == "qwen2" else None,
         "qk_norm": family in ("qwen3", "qwen3_moe"),
-        **(_of_experts(fields) if family in WITH_EXPERTS else {}),
+        **(_read_experts(fields) if family in WITH_EXPERTS else {}),
     }
 
 
-def _of_experts(fields: Fields) -> dict[str, Any]:
+def _read_experts(fields: Fields) -> dict[str, Any]:
+    # transformers accepts either name of the number of experts; each family writes its own.
     own, other = ("num_experts", "num_local_experts")[:: -1 if fields.family == "mixtral" else 1]
     experts = fields.integer(own if own in fields.described or other not in fields.described else other)
     if fields.has(own) and fields.has(other) and fields.integer(other) != experts:
         raise ValueError(
-            f"{own} and {other} in {fields.where} must be alike, got {experts} and {fields.integer(other)}; remove one"
+            f"{own} and {other} in {fields.where} must be equal, got {experts} and {fields.integer(other)}; remove one"
         )
     choices, layers = fields.integer("num_experts_per_tok"), fields.integer("num_hidden_layers")
     return {
@@ -160,32 +159,32 @@ def _of_experts(fields: Fields) -> dict[str, Any]:
 
 
 def _read_rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling: fields of their own, or in transformers 5 together."""
+    """Base and scaling of rotary positions. transformers 5 writes them as one object, older versions as two fields."""
     if fields.part("rope_parameters") and fields.part("rope_scaling"):
         raise ValueError(
-            f"{fields.where} must say once how rotary positions are scaled, got rope_parameters and rope_scaling; "
+            f"{fields.where} must have one field that scales rotary positions, got rope_parameters and rope_scaling; "
             "remove one"
         )
-    found = fields.part("rope_parameters") or fields.part("rope_scaling")
-    base = (Fields(found, fields.where, fields.family) if "rope_theta" in found else fields).number("rope_theta")
-    kind = found.get("rope_type", found.get("type"))
-    plain = {"rope_theta": found.get("rope_theta"), "rope_type": kind, "type": kind, "partial_rotary_factor": 1.0}
-    others = {name: value for name, value in found.items() if name not in plain or plain[name] != value}
+    rope = fields.part("rope_parameters") or fields.part("rope_scaling")
+    base = (Fields(rope, fields.where, fields.family) if "rope_theta" in rope else fields).number("rope_theta")
+    kind = rope.get("rope_type", rope.get("type"))
+    plain = {"rope_theta": rope.get("rope_theta"), "rope_type": kind, "type": kind, "partial_rotary_factor": 1.0}
+    others = {name: value for name, value in rope.items() if name not in plain or plain[name] != value}
     if kind in (None, "default") and not others:
         return base, None
     if kind != "llama3" or set(others) != set(SCALING.values()) or not all(map(is_number, others.values())):
         wanted = f"default, or llama3 with {', '.join(SCALING.values())}"
-        raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {shown(found, 300)}")
-    length = Fields(found, fields.where, fields.family).integer(SCALING["original_length"])
-    numbers = {name: float(found[theirs]) for name, theirs in SCALING.items() if name != "original_length"}
+        raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {shown(rope, 300)}")
+    length = Fields(rope, fields.where, fields.family).integer(SCALING["original_length"])
+    numbers = {name: float(rope[theirs]) for name, theirs in SCALING.items() if name != "original_length"}
     try:
         return base, RotaryScaling(**numbers, original_length=length)
     except ValueError as error:
         raise ValueError(f"{fields.where} must describe a model: {shortened(str(error), 300)}") from error
 
 
-def _of_gpt2(fields: Fields) -> dict[str, Any]:
-    """The fields of a GPTConfig."""
+def _read_gpt2(fields: Fields) -> dict[str, Any]:
+    """The fields of a GPTConfig, from a config.json of GPT-2."""
     return {
         "vocab_size": fields.integer("vocab_size"),
         "num_layers": fields.integer("n_layer"),
@@ -200,43 +199,43 @@ def _of_gpt2(fields: Fields) -> dict[str, Any]:
 
 
 def family_of(config: GPTConfig) -> str:
-    """Whose layout a model has, one of ARCHITECTURES."""
-    has_bias, of_qkv = config.use_bias, config.use_bias if config.use_qkv_bias is None else config.use_qkv_bias
+    """The family in whose layout a model can be written, one of ARCHITECTURES."""
+    has_bias, has_qkv_bias = config.use_bias, config.use_bias if config.use_qkv_bias is None else config.use_qkv_bias
     kind = config.positions, config.norm, config.activation
     if config.sliding_window is not None:
         raise ValueError(
-            "a model for Hugging Face must see all tokens before a token, as the layouts known here do, "
-            f"got sliding_window={config.sliding_window}; only a model without one can be written"
+            "a model for Hugging Face must attend to all earlier tokens, as the supported families do, got "
+            f"sliding_window={config.sliding_window}; only a model without one can be written"
         )
     if kind == ("rotary", "rmsnorm", "swiglu") and config.num_experts:
-        if config.qk_norm and not has_bias and not of_qkv:
+        if config.qk_norm and not has_bias and not has_qkv_bias:
             return "qwen3_moe"
-        if config.normalize_router_weights and not config.qk_norm and not has_bias and not of_qkv:
+        if config.normalize_router_weights and not config.qk_norm and not has_bias and not has_qkv_bias:
             return "mixtral"
     elif kind == ("rotary", "rmsnorm", "swiglu"):
-        if config.qk_norm and not has_bias and not of_qkv:
+        if config.qk_norm and not has_bias and not has_qkv_bias:
             return "qwen3"
-        if not config.qk_norm and of_qkv and not has_bias:
+        if not config.qk_norm and has_qkv_bias and not has_bias:
             return "qwen2"
-        if not config.qk_norm and has_bias == of_qkv:
+        if not config.qk_norm and has_bias == has_qkv_bias:
             return "llama"
     is_gpt2 = kind[:2] == ("learned", "layernorm") and config.activation in GPT2_ACTIVATIONS.values()
-    of_whole_heads = config.kv_heads * config.features_of_head == config.hidden_size and config.head_dim is None
-    if is_gpt2 and of_whole_heads and has_bias and of_qkv and not config.qk_norm and not config.num_experts:
+    has_all_heads = config.kv_heads * config.features_of_head == config.hidden_size and config.head_dim is None
+    if is_gpt2 and has_all_heads and has_bias and has_qkv_bias and not config.qk_norm and not config.num_experts:
         return "gpt2"
     raise ValueError(
-        "a model for Hugging Face must be as Llama, Qwen2 or Qwen3 (rotary positions, rmsnorm, swiglu; biases of "
+        "a model for Hugging Face must be like Llama, Qwen2 or Qwen3 (rotary positions, rmsnorm, swiglu; biases of "
         "queries, keys and values alone only with qk_norm=False), as Mixtral or Qwen3-MoE (the same with experts, no "
         "biases; without qk_norm normalize_router_weights=True) or as GPT-2 (learned positions, layernorm, gelu, "
         f"biases, as many heads of keys as of queries), got {config}"
     )
 
 
-def write_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, whose tensors have this dtype."""
+def write_config(config: GPTConfig, dtype: str) -> dict[str, object]:
+    """The config.json of a model whose tensors have this dtype."""
     family = family_of(config)
     assert is_gated(config.activation) == (family != "gpt2")
-    described = {
+    described: dict[str, object] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": config.vocab_size,
@@ -271,7 +270,7 @@ def write_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
         "rope_scaling": scaling
         and {"rope_type": "llama3"} | {theirs: getattr(scaling, name) for name, theirs in SCALING.items()},
     }
-    of_family = {
+    by_family: dict[str, dict[str, object]] = {
         "llama": {"attention_bias": config.use_bias, "mlp_bias": config.use_bias},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
@@ -286,12 +285,14 @@ def write_config(config: GPTConfig, dtype: str) -> dict[str, Any]:
             "mlp_only_layers": [],
         },
     }
-    return described | of_family[family] | (_write_router(config) if config.num_experts else {})
+    return described | by_family[family] | (_write_router(config) if config.num_experts else {})
 
 
-def _write_router(config) -> dict[str, Any]:
+def _write_router(config: GPTConfig) -> dict[str, object]:
     coefficient = config.router_aux_loss * max(config.num_layers, 1) / config.experts_per_token
     return {
         "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": float(f"{coefficient:.12g}"),  # as it was before it was divided
+        "router_aux_loss_coef": float(
+            f"{coefficient:.12g}"
+        ),  # rounded to the number that was divided in `_read_experts`
     }

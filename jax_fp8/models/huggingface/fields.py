@@ -1,8 +1,8 @@
-"""The fields of a config.json, each asked for with the type and the size that it must have.
+"""The fields of a config.json, each with the type and the size that it must have.
 
-A file may come from anybody, so that a list may stand where a number must, and a number may be 10**9. `Fields` says so
-in one sentence, with the name of the field and of the file. What a family takes for a field that is not there is in the
-table below: it is what `transformers` 5.24 takes, for a model that was written without the field was trained so.
+A file may come from a stranger, who may put a list where a number belongs, or a number such as 10**9. `Fields` refuses
+both in one sentence that names field and file. The table below has each family's default for a missing field. These are
+the defaults of `transformers` 5.24: a model whose file lacks a field was trained with its default.
 """
 
 import math
@@ -12,10 +12,9 @@ from typing import Any
 
 from jax_fp8.core.files import shown
 
-# The families of which something is read, and what their fields are where they are not there. A field without a default
-# must be there: what a model is large is never guessed.
+# Defaults of the fields of each family. A field without a default must be there: sizes of a model are never guessed.
 _LLAMA = {
-    "num_key_value_heads": None,  # as many as heads
+    "num_key_value_heads": None,  # num_attention_heads
     "head_dim": None,  # hidden_size / num_attention_heads
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
@@ -43,25 +42,25 @@ LARGEST_INTEGER = 2**31 - 1
 
 @dataclass(frozen=True)
 class Fields:
-    """Those of one config.json, which is in `where`."""
+    """The fields of one config.json; messages name its file `where`."""
 
     described: Mapping[str, Any]
     where: str
     family: str
 
     def has(self, *names: str) -> bool:
-        """Whether one of these fields is there, and is not null."""
+        """Whether the file has one of these fields, with a value other than null."""
         return any(self.described.get(name) is not None for name in names)
 
     def get(self, name: str) -> Any:
-        """What is there, or else the default of the family; ValueError where there is none."""
+        """The field, or the default of the family; ValueError where there is neither."""
         defaults = DEFAULTS[self.family]
         if name not in self.described and name not in defaults:
-            raise ValueError(f"{self.where} must have the field {name!r}, which a {self.family} needs, but has it not")
+            raise ValueError(f"{self.where} must have the field {name!r}, which a {self.family} needs, but lacks it")
         return self.described.get(name, defaults.get(name))
 
     def integer(self, name: str) -> int:
-        """A count or a size. Whether it is too small is said by what is made of it."""
+        """A count or a size. `GPTConfig` refuses one that is too small."""
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or abs(value) > LARGEST_INTEGER:
             raise self.error(name, f"an integer of at most {LARGEST_INTEGER:,}", value)
@@ -84,24 +83,24 @@ class Fields:
         return value
 
     def part(self, name: str) -> dict[str, Any]:
-        """An object in the object; an empty one where it is null or not there."""
+        """A field that is an object itself; an empty one where it is null or missing."""
         value = self.described.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "an object", value)
         return value or {}
 
     def names(self, name: str) -> list[str]:
-        """A list of words; an empty one where it is null or not there."""
+        """A field that is a list of words; an empty one where it is null or missing."""
         value = self.described.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
             raise self.error(name, "a list of words", value)
         return value or []
 
-    def error(self, name: str, wanted: str, value: Any) -> ValueError:
+    def error(self, name: str, wanted: str, value: object) -> ValueError:
         return ValueError(f"{name} in {self.where} must be {wanted}, got {shown(value)}; no other can be converted")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether this is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

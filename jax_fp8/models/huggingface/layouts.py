@@ -1,14 +1,13 @@
-"""Which tensor of a Hugging Face model is which of our params: a table for each family.
+"""Tables from the tensors of Hugging Face models to our params, one table for each family.
 
-A kernel of ours is (in, features), as in Flax and in GPT-2's Conv1D. PyTorch's Linear is its transpose. Rotary
-positions turn pairs (i, i + head_dim / 2) on both sides, so that no columns change places. Files have a tensor for each
-expert, where we have one for all; that transformers 5 puts them together when it loads does not show there.
+Our kernels are (in, features), as in Flax and in GPT-2's Conv1D. PyTorch's Linear is the transpose. Rotary positions
+rotate pairs (i, i + head_dim / 2) on both sides, so columns keep their order. Files have one tensor for each expert,
+and we have one param for all experts. transformers 5 stacks experts when it loads them, but its files do not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.huggingface.config_json import family_of
 
-# A tensor of a layer: its name without .weight or .bias, and ours. Kernels are transposed, unless they are GPT-2's.
+# Tensors of a layer: their name without .weight or .bias, and ours. Kernels are transposed, except GPT-2's.
 ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
 LLAMA_LAYER = {
     "input_layernorm": ("attention/norm",),
@@ -29,7 +28,7 @@ LLAMA_LAYER = {
     "post_attention_layernorm": ("mlp/norm",),
     **{f"mlp.{name}_proj": (f"mlp/{name}",) for name in ("gate", "up", "down")},
 }
-# The same with experts, whose numbers stand where {} is.
+# The same with experts; {} is the number of the expert.
 WITHOUT_MLP = {theirs: ours for theirs, ours in LLAMA_LAYER.items() if not theirs.startswith("mlp.")}
 MIXTRAL_LAYER = WITHOUT_MLP | {
     "block_sparse_moe.gate": ("mlp/router",),
@@ -49,7 +48,7 @@ GPT2_LAYER = {
     "mlp.c_fc": ("mlp/up",),
     "mlp.c_proj": ("mlp/down",),
 }
-# Of both: tensors beside the layers, and what stands before the number of a layer.
+# Tensors outside of the layers.
 LLAMA_TOP = {"model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_head": "head"}
 GPT2_TOP = {
     "transformer.wte": "embedding",
@@ -57,25 +56,26 @@ GPT2_TOP = {
     "transformer.ln_f": "final_norm",
     "lm_head": "head",
 }
+# Of each family: the name before the number of a layer, the tensors of a layer, and those outside of the layers.
 LLAMA = "model.layers", LLAMA_LAYER, LLAMA_TOP
 TABLES = {
     "gpt2": ("transformer.h", GPT2_LAYER, GPT2_TOP),
     "mixtral": ("model.layers", MIXTRAL_LAYER, LLAMA_TOP),
     "qwen3_moe": ("model.layers", QWEN3_MOE_LAYER, LLAMA_TOP),
 }
-LEAVES = {"weight": (("kernel",), ("scale",), ()), "bias": (("bias",),)}  # of a module of ours; a table has none
+LEAVES = {"weight": (("kernel",), ("scale",), ()), "bias": (("bias",),)}  # leaves of our modules; () is a table
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, and the params that it is.
+    """A tensor of a file, and the params that it holds.
 
     Args:
       name: in the file.
-      paths: of our params; of several, their columns stand side by side in the tensor.
+      paths: of our params. Several params stand side by side in the columns of the tensor.
       shapes: of these params.
       is_transposed: the tensor is the transpose of the param.
-      expert: the tensor is that of one expert of a param (experts, in, out), the one with this number.
+      expert: the tensor belongs to the expert with this number, of a param (experts, in, out). None: no experts.
     """
 
     name: str
@@ -92,13 +92,13 @@ class Entry:
         return shape[::-1] if self.is_transposed else shape
 
     def params_of(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Views of it: of a param, or of one expert's part."""
+        """The params, or one expert's part of each, as views of the tensor."""
         ends = list(accumulate(shape[-1] for shape in self.shapes))
         parts = np.split(tensor, ends[:-1], axis=-1) if len(ends) > 1 else [tensor]
         return [part.T if self.is_transposed else part for part in parts]
 
-    def tensor_of(self, params: list[Any]) -> np.ndarray:
-        """The mirror image; params may be jax's arrays, which are fetched here."""
+    def tensor_of(self, params: list[jax.Array]) -> np.ndarray:
+        """The tensor of these params; arrays of a device are fetched here."""
         arrays = [np.asarray(param if self.expert is None else param[self.expert]) for param in params]
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
         return whole.T if self.is_transposed else whole
@@ -106,43 +106,46 @@ class Entry:
 
 def entries_of(config: GPTConfig) -> list[Entry]:
     """All tensors of a model, in the order of its layers."""
-    of_layer, others = _shapes(config)
+    layer_shapes, other_shapes = _shapes(config)
     family = family_of(config)
     (prefix, layer, top), linear_is_transposed = TABLES.get(family, LLAMA), family != "gpt2"
-    found = [entry for name, ours in top.items() for entry in _entries(name, (ours,), others.get, False)]
+    entries = [entry for name, ours in top.items() for entry in _entries(name, (ours,), other_shapes.get, False)]
     for index in range(config.num_layers):
         for name, ours in layer.items():
             paths = tuple(f"layer_{index}/{path}" for path in ours)
-            in_first = lambda path: of_layer.get(("layer_0", *path[1:]))  # noqa: E731
+            in_first = lambda path: layer_shapes.get(("layer_0", *path[1:]))  # noqa: E731
             own = list(_entries(f"{prefix}.{index}.{name}", paths, in_first, linear_is_transposed))
-            found += _of_experts(own, config.num_experts) if "{}" in name else own
-    mapped = [path for entry in found for path in entry.paths if not entry.expert]
-    assert len(mapped) == len(set(mapped)) == len(others) + config.num_layers * len(of_layer)
-    return found
+            entries += _for_experts(own, config.num_experts) if "{}" in name else own
+    mapped = [path for entry in entries for path in entry.paths if not entry.expert]
+    assert len(mapped) == len(set(mapped)) == len(other_shapes) + config.num_layers * len(layer_shapes)
+    return entries
 
 
 def _entries(
-    name: str, modules: tuple[str, ...], shape_of: Callable[[LayerPath], Any], is_transposed: bool
+    name: str,
+    modules: tuple[str, ...],
+    shape_of: Callable[[LayerPath], tuple[int, ...] | None],
+    is_transposed: bool,
 ) -> Iterator[Entry]:
-    """Weight and bias of a module, as far as the model has them."""
+    """Weight and bias of a module, where the model has them."""
     for leaf, ours in LEAVES.items():
         for last in ours:
             paths = tuple((*module.split("/"), *last) for module in modules)
-            shapes = tuple(shape_of(path) for path in paths)
-            if all(shapes):
+            shapes = tuple(shape for path in paths if (shape := shape_of(path)))
+            if len(shapes) == len(paths):
                 yield Entry(f"{name}.{leaf}", paths, shapes, is_transposed and last == ("kernel",))
 
 
-def _of_experts(entries, experts) -> Iterator[Entry]:
+def _for_experts(entries: Iterable[Entry], experts: int) -> Iterator[Entry]:
     for entry in entries:
         for expert in range(experts):
             yield replace(entry, name=entry.name.format(expert), expert=expert)
 
 
-def _shapes(config) -> tuple[dict[LayerPath, tuple[int, ...]], dict[LayerPath, tuple[int, ...]]]:
-    """Of the params of the first layer, which all are like, and of what is beside the layers."""
+def _shapes(config: GPTConfig) -> tuple[dict[LayerPath, tuple[int, ...]], dict[LayerPath, tuple[int, ...]]]:
+    """The shapes of the first layer's params, which all layers share, and of the params outside of the layers."""
     model = GPT(replace(config, num_layers=1), recipe=None)
     params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
-    found = {names_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    of_layer = {path: shape for path, shape in found.items() if path[0] == "layer_0"}
-    return of_layer, {path: shape for path, shape in found.items() if path not in of_layer}
+    shapes = {names_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    in_layer = {path: shape for path, shape in shapes.items() if path[0] == "layer_0"}
+    return in_layer, {path: shape for path, shape in shapes.items() if path not in in_layer}

@@ -1,9 +1,9 @@
 """Folders of Hugging Face in and out: config.json, and model.safetensors or its parts with their index.
 
-    load_huggingface   folder → GPTConfig, params: NumPy's arrays, mapped from the files
+    load_huggingface   folder → GPTConfig, params: NumPy arrays, mapped from the files
     save_huggingface   GPTConfig, params → folder, one tensor at a time
 
-No number changes either way, unless another dtype is asked for.
+Both keep every number, unless the caller asks for another dtype.
 """
 
 import json
@@ -21,6 +21,7 @@ from flax.typing import Dtype
 from jax_fp8.core.checks import check_integer, describe
 from jax_fp8.core.files import MOST_BYTES, Unreadable, is_plain_name, read_json, shortened, shown, write_text
 from jax_fp8.core.paths import LayerPath, put_at_path
+from jax_fp8.core.types import PyTree
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.huggingface.config_json import read_config, write_config
 from jax_fp8.models.huggingface.layouts import Entry, entries_of
@@ -29,39 +30,39 @@ from jax_fp8.models.tensor_file import Tensor, map_arrays, write_arrays
 from jax_fp8.nn.checks import check_dtype
 
 WHOLE, INDEX, SETTINGS = "model.safetensors", "model.safetensors.index.json", "config.json"
-OF_GPT2 = "transformer."  # which files of the model without a head do not have before their names
+OF_GPT2 = "transformer."  # the prefix of tensor names, which files of GPT-2 without a head lack
 DTYPES = ("float32", "bfloat16", "float16")
-# What follows from other tensors, and which some files have: frequencies of rotary positions, masks of GPT-2.
+# Buffers that some files have and no model needs: frequencies of rotary positions, masks of GPT-2.
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 LARGEST_PART = 5 * 10**9  # bytes
 MOST_SETTINGS = 2**20  # bytes of a config.json
 
 
-def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict]:
+def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> tuple[GPTConfig, dict[str, PyTree]]:
     """Read a model of Hugging Face: Llama (2, 3, 3.1, 3.2), Qwen2, Qwen2.5, Qwen3 (dense or with experts), Mixtral or
     GPT-2.
 
     Args:
       path: its folder, with config.json and safetensors files; or one such file beside its config.json.
-      dtype: of the params; None leaves each as it is in the files.
+      dtype: of the params; None keeps the dtypes of the files.
 
     Returns:
-      The config, and the params of `GPT(config)`: nested dicts of NumPy's arrays in the host's memory. Without `dtype`
-      they are mapped from the files, which must stay, and nothing is read before it is used; but experts, which have a
-      tensor each, are put together in memory. `jax.device_put(params)` puts params on a device, `step.place(state)` on
-      a mesh.
+      The config, and the params of `GPT(config)`: nested dicts of NumPy arrays in the host's memory. Without `dtype`
+      they are mapped from the files, which must stay there: nothing is read before it is used. Only experts, which have
+      one tensor each, are stacked in memory. `jax.device_put(params)` puts params on a device, `step.place(state)` on a
+      mesh.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
     files = _files_of(Path(path))
     settings = (files[0].parent if os.path.isfile(path) else Path(path)) / SETTINGS
-    described = _read_json(settings, "a model of Hugging Face has its shape there", MOST_SETTINGS)
+    described = _read_json(settings, "it has the shape of the model", MOST_SETTINGS)
     config = read_config(described, str(settings))
     tensors = _named_as_whole_models(_map_all(files), config)
     _check_has_layers(path, tensors, config)
     entries = entries_of(config)
     _check_tensors(path, tensors, entries)
-    params: dict = {}
+    params: dict[str, PyTree] = {}
     for param_path, param in _whole_params(entries, tensors):
         *parents, last = param_path
         put_at_path(params, tuple(parents), {last: param if dtype is None else param.astype(dtype)})
@@ -71,7 +72,7 @@ def load_huggingface(path: str | os.PathLike, *, dtype: Dtype | None = None) -> 
 def save_huggingface(
     folder: str | os.PathLike,
     config: GPTConfig,
-    params: Mapping,
+    params: PyTree,
     *,
     dtype: Dtype | None = None,
     vocab_size: int | None = None,
@@ -80,21 +81,21 @@ def save_huggingface(
 ) -> None:
     """Write params as a model of Hugging Face: config.json and safetensors files, which `transformers` loads.
 
-    The layout is that of Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE or GPT-2, whichever the config fits; other shapes are
-    refused. Tokenizer and generation_config.json are not written: copy them from where the model came from.
+    The layout is that of Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE or GPT-2, whichever fits the config; other shapes are
+    refused. Tokenizer and generation_config.json are not written: copy them from the model that training began with.
 
     Args:
-      folder: is made; must not have a model yet.
-      params: of `GPT(config)`; on whatever devices of this process.
-      dtype: of the files; None leaves each as it is.
-      vocab_size: the tokens that there are, where the vocabulary of `config` was padded: rows beyond are left out.
-      max_part_bytes: a model that is larger is written as several files with an index.
-      report: called with the bytes of each tensor, when it is written.
+      folder: is created; must not have a model yet.
+      params: of `GPT(config)`, on any devices of this process.
+      dtype: of the files; None keeps the dtype of each array.
+      vocab_size: the number of real tokens, where the vocabulary of `config` is padded: later rows are left out.
+      max_part_bytes: a larger model is written as several files with an index.
+      report: called after each tensor, with its bytes.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
     check_integer("max_part_bytes", max_part_bytes)
-    tensors = _tensors_of(config, params, dtype, vocab_size)
+    tensors = _make_tensors(config, params, dtype, vocab_size)
     config = config if vocab_size is None else replace(config, vocab_size=vocab_size)
     parts = _parts(tensors, max_part_bytes)
     described = write_config(config, jnp.dtype(next(iter(tensors.values())).dtype).name)
@@ -103,9 +104,9 @@ def save_huggingface(
     for name, part in parts.items():
         write_arrays(folder / name, part, {"format": "pt"}, report)
     if len(parts) > 1:
-        where = {name: file for file, part in parts.items() for name in part}
+        part_of = {name: file for file, part in parts.items() for name in part}
         total = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": part_of})
     _write_json(folder / SETTINGS, described)
 
 
@@ -125,13 +126,13 @@ def _files_of(path: Path) -> list[Path]:
         raise ValueError(
             f"{path} must have {WHOLE}, or its parts with {INDEX}, got {arrived}; save it as safetensors first"
         )
-    where = _read_json(path / INDEX, "it names the parts").get("weight_map")
-    if not isinstance(where, dict):
-        raise ValueError(f"{path / INDEX} must have an object weight_map, got {shown(where)}; copy it again")
-    wrong = [name for name in where.values() if not is_plain_name(name)]
+    part_of = _read_json(path / INDEX, "it names the parts").get("weight_map")
+    if not isinstance(part_of, dict):
+        raise ValueError(f"{path / INDEX} must have an object weight_map, got {shown(part_of)}; copy it again")
+    wrong = [name for name in part_of.values() if not is_plain_name(name)]
     if wrong:
         raise ValueError(f"{path / INDEX} must name files of its own folder, got {shown(wrong[0])}; copy it again")
-    files = [path / name for name in sorted(set(where.values()))]
+    files = [path / name for name in sorted(set(part_of.values()))]
     missing = [file.name for file in files if not os.path.isfile(file)]
     if missing or not files:
         lacks = shown(missing) if missing else "all"
@@ -140,32 +141,34 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _map_all(files: Iterable[Path]) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for file in files:
         arrays = map_arrays(file)
-        twice = sorted(set(arrays) & set(found))
+        twice = sorted(set(arrays) & set(tensors))
         if twice:
             raise ValueError(
                 f"each tensor must be in one file, but {shortened(twice[0])} is also in {file}; copy the model again"
             )
-        found |= arrays
-    return found
+        tensors |= arrays
+    return tensors
 
 
-def _named_as_whole_models(tensors, config) -> dict[str, np.ndarray]:
-    """Without buffers, without a head that is the embedding, and with the names that a model with a head has."""
-    found = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
-    if "wte.weight" in found:
-        found = {name if name.startswith("lm_head.") else OF_GPT2 + name: array for name, array in found.items()}
-    table = found.get("model.embed_tokens.weight", found.get(f"{OF_GPT2}wte.weight"))
-    if config.tie_embeddings and table is not None and "lm_head.weight" in found:
-        if np.array_equal(found["lm_head.weight"], table):
-            del found["lm_head.weight"]
-    return found
+def _named_as_whole_models(tensors: Mapping[str, np.ndarray], config: GPTConfig) -> dict[str, np.ndarray]:
+    """The tensors with the names of a model with a head, without buffers, and without a head that is the embedding."""
+    named = {name: array for name, array in tensors.items() if not name.endswith(BUFFERS)}
+    if "wte.weight" in named:
+        named = {name if name.startswith("lm_head.") else OF_GPT2 + name: array for name, array in named.items()}
+    table = named.get("model.embed_tokens.weight", named.get(f"{OF_GPT2}wte.weight"))
+    if config.tie_embeddings and table is not None and "lm_head.weight" in named:
+        if np.array_equal(named["lm_head.weight"], table):
+            del named["lm_head.weight"]
+    return named
 
 
-def _check_has_layers(path, tensors, config: GPTConfig) -> None:
-    """Raise before all names of a model are made, where there are fewer tensors than layers and experts."""
+def _check_has_layers(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], config: GPTConfig) -> None:
+    """Raise where there are fewer tensors than layers and experts. This runs before a table of a model of that size is
+    made, which a wrong config.json could make huge.
+    """
     least = config.num_layers * max(config.num_experts, 1)
     if len(tensors) < least:
         raise ValueError(
@@ -174,7 +177,7 @@ def _check_has_layers(path, tensors, config: GPTConfig) -> None:
         )
 
 
-def _check_tensors(path, tensors, entries: list[Entry]) -> None:
+def _check_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], entries: list[Entry]) -> None:
     wanted = {entry.name: entry for entry in entries}
     missing = [name for name in wanted if name not in tensors]
     if missing:
@@ -199,8 +202,8 @@ def _check_tensors(path, tensors, entries: list[Entry]) -> None:
             )
 
 
-def _whole_params(entries: list[Entry], tensors) -> Iterator[tuple[LayerPath, np.ndarray]]:
-    """Params by their paths, of those of several experts all together."""
+def _whole_params(entries: list[Entry], tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[LayerPath, np.ndarray]]:
+    """Params with their paths; the tensors of experts are stacked into one param."""
     of_experts: dict[LayerPath, list[np.ndarray]] = {}
     for entry in entries:
         for path, param in zip(entry.paths, entry.params_of(tensors[entry.name]), strict=True):
@@ -224,31 +227,31 @@ def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, Any]:
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def _tensors_of(config, params, dtype, vocab_size) -> dict[str, Tensor]:
+def _make_tensors(config: GPTConfig, params: PyTree, dtype: Dtype | None, vocab_size: int | None) -> dict[str, Tensor]:
     if not isinstance(config, GPTConfig):
         raise ValueError(f"config must be a GPTConfig, got {describe(config)}; pass that of the model")
     if vocab_size is not None:
         check_integer("vocab_size", vocab_size, most=config.vocab_size)
     leaves, tensors = named_leaves(params), {}
     entries = entries_of(config)
-    wanted = {".".join(path): shape for entry in entries for path, shape in zip(entry.paths, entry.shapes, strict=True)}
-    for name in sorted(set(wanted) ^ set(leaves)):
-        here, there = ("the config", "the params") if name in wanted else ("the params", "the config")
+    shapes = {".".join(path): shape for entry in entries for path, shape in zip(entry.paths, entry.shapes, strict=True)}
+    for name in sorted(set(shapes) ^ set(leaves)):
+        here, there = ("the config", "the params") if name in shapes else ("the params", "the config")
         raise ValueError(f"params must be those of the config, but {name} is in {here} and not in {there}")
     for name, leaf in leaves.items():
-        if leaf.shape != wanted[name] or jnp.dtype(leaf.dtype).name not in DTYPES:
+        if leaf.shape != shapes[name] or jnp.dtype(leaf.dtype).name not in DTYPES:
             raise ValueError(
-                f"{name} must be of shape {list(wanted[name])} and of {', '.join(DTYPES)}, got {describe(leaf)}"
+                f"{name} must be of shape {list(shapes[name])} and of {', '.join(DTYPES)}, got {describe(leaf)}"
             )
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(f"params to save must lie on devices of this process, but {name} does not; gather them")
     for entry in entries:
-        own = [leaves[".".join(path)] for path in entry.paths]
-        tensors[entry.name] = _tensor(entry, own, dtype, vocab_size)
+        entry_params = [leaves[".".join(path)] for path in entry.paths]
+        tensors[entry.name] = _make_tensor(entry, entry_params, dtype, vocab_size)
     return tensors
 
 
-def _tensor(entry, params, dtype, vocab_size) -> Tensor:
+def _make_tensor(entry: Entry, params: list[jax.Array], dtype: Dtype | None, vocab_size: int | None) -> Tensor:
     dtypes = {jnp.dtype(param.dtype).name for param in params}
     if dtype is None and len(dtypes) > 1:
         raise ValueError(f"the params of {entry.name} must have one dtype, got {', '.join(sorted(dtypes))}; give dtype")
@@ -258,7 +261,7 @@ def _tensor(entry, params, dtype, vocab_size) -> Tensor:
 
 
 def _parts(tensors: Mapping[str, Tensor], largest: int) -> dict[str, dict[str, Tensor]]:
-    """Files by their names, in the order of the tensors; one that is larger than a file may be has its own."""
+    """Files by their names, in the order of the tensors. A tensor larger than `largest` gets a file of its own."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -282,7 +285,7 @@ def _make_folder(folder: Path) -> None:
         raise ValueError(f"{folder} must not have a model yet, got {others[0]}; choose another folder")
 
 
-def _write_json(path: Path, described: Any) -> None:
+def _write_json(path: Path, described: Mapping[str, object]) -> None:
     try:
         write_text(path, json.dumps(described, indent=2) + "\n")
     except OSError as error:

@@ -74,7 +74,7 @@ def test_rotary_positions_as_transformers_5_writes_them():
         ),
         ("llama", {"model_type": None}, "model_type in here must be one of .*, got None"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act in here must be 'silu', got 'gelu'"),
-        ("llama", {"attention_bias": True}, "attention_bias and mlp_bias must be alike, got True and False"),
+        ("llama", {"attention_bias": True}, "attention_bias and mlp_bias must be equal, got True and False"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config in here must be None, got {'bits': 4}"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor in here must be 1.0 or None, got 0.5"),
         ("llama", {"rope_scaling": {"type": "yarn"}}, "must be of rope_type default, or llama3 with factor, .*'yarn'"),
@@ -153,7 +153,7 @@ def test_experts_as_published():
 @pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"])
 def test_a_field_that_is_missing(field):
     described = {name: value for name, value in oracle.LLAMA.items() if name != field}
-    with pytest.raises(ValueError, match=f"here must have the field '{field}', which a llama needs, but has it not"):
+    with pytest.raises(ValueError, match=f"here must have the field '{field}', which a llama needs, but lacks it"):
         read_config(described, "here")
 
 
@@ -172,17 +172,17 @@ def test_a_field_that_is_missing(field):
 )
 def test_shapes_that_no_family_has(fields):
     config = fp8.GPTConfig.preset("tiny", **fields)
-    with pytest.raises(ValueError, match=r"a model for Hugging Face must be as Llama, .* got GPTConfig\("):
+    with pytest.raises(ValueError, match=r"a model for Hugging Face must be like Llama, .* got GPTConfig\("):
         write_config(config, "float32")
 
 
 def test_llamas_that_no_family_has():
     for fields in ({"use_qkv_bias": True, "qk_norm": True}, {"use_bias": True, "use_qkv_bias": False}):
-        with pytest.raises(ValueError, match="a model for Hugging Face must be as Llama"):
+        with pytest.raises(ValueError, match="a model for Hugging Face must be like Llama"):
             family_of(fp8.GPTConfig.preset("tiny-llama", **fields))
 
 
 def test_a_window_is_not_lost():
     """No layout that is known here has one, so a model that has must not be written as one without."""
-    with pytest.raises(ValueError, match=r"must see all tokens before a token, .* got sliding_window=64"):
+    with pytest.raises(ValueError, match=r"must attend to all earlier tokens, .* got sliding_window=64"):
         write_config(fp8.GPTConfig.preset("tiny-llama", sliding_window=64), "float32")

@@ -96,7 +96,7 @@ LONG = "x" * 10**6
         (
             "llama",
             {"rope_scaling": oracle.SCALING, "rope_parameters": {"rope_theta": 1e4}},
-            "here must say once how rotary positions are scaled, got rope_parameters and rope_scaling; remove one",
+            "here must have one field that scales rotary positions, got rope_parameters and rope_scaling; remove one",
         ),
         ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings in here must be true or false, got 'yes'"),
         ("llama", {"attention_bias": 1}, "attention_bias in here must be true or false, got 1"),
@@ -108,7 +108,7 @@ LONG = "x" * 10**6
         ("gpt2", {"activation_function": ["gelu"]}, r"activation_function in here must be .*, got \['gelu'\]"),
         ("gpt2", {"n_inner": "a"}, "n_inner in here must be an integer"),
         ("mixtral", {"num_local_experts": 10**9}, "the number of experts in here must be at most 16,384, got 10000"),
-        ("mixtral", {"num_experts": 5}, "num_local_experts and num_experts in here must be alike, got 4 and 5"),
+        ("mixtral", {"num_experts": 5}, "num_local_experts and num_experts in here must be equal, got 4 and 5"),
         ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok in here must be an integer"),
         ("mixtral", {"router_aux_loss_coef": []}, r"router_aux_loss_coef in here must be a finite number, got \[\]"),
         ("qwen3 with experts", {"norm_topk_prob": 1}, "norm_topk_prob in here must be true or false, got 1"),

@@ -204,7 +204,7 @@ def test_files_that_are_not_there(tmp_path, folder_of):
     (folder / "config.json").write_text("{")
     refused(r"config.json must be a file with one JSON object, got no JSON \(Expecting .*\); copy it again")
     (folder / "config.json").unlink()
-    refused("config.json must be there: a model of Hugging Face has its shape there; copy it too")
+    refused("config.json must be there: it has the shape of the model; copy it too")
     assert not any("\n" in sentence for sentence in refusals)
 
 

@@ -270,7 +270,7 @@ def make_train_step(
     cache_weights: bool = True,
     warm_start: bool = True,
     donate: bool = True,
-    compiler_options: dict[str, object] | None = None,
+    compiler_options: Mapping[str, object] | None = None,
     parallel: Parallelism | Mesh | None = None,
     rngs: Mapping[str, jax.Array] | None = None,
     has_aux: bool = False,

@@ -1,40 +1,39 @@
 """How a tensor is cast to FP8, as one value: to which dtype, in which tiles, and where its scale comes from.
 
-A recipe makes it, kernels follow it, and nobody in between looks inside.
+A recipe makes it, kernels follow it, and no code in between looks inside.
 
     recipe.cast(tensor, scales, measure) → Cast → quantize, norm, activation → Fp8Pair
 
-Where a scale is one of several, or follows from an amax, the kernel that casts finds it itself: as operations of their
-own these few instructions would be a launch each, three times a GEMM.
+The kernel that casts picks its scale out of several, or computes it from an amax, by itself. As XLA operations these
+few instructions would be one launch each, three times for every GEMM.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Formula = Callable[[jax.Array, Any], jax.Array]  # (amax, dtype) -> scale; see `ScaleFormula`
+Formula = Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]  # (amax, dtype) -> scale; see `ScaleFormula`
 Tile = tuple[int, int]  # rows and columns of a matrix that share a scale
 LINE, SQUARE = (1, 128), (128, 128)  # the tiles of block scaling: what cuBLASLt multiplies on Hopper
 
 
 @dataclass(frozen=True)
 class CastRule:
-    """What is static of a cast.
+    """The static part of a cast.
 
     Args:
       dtype: E4M3 or E5M2.
-      row: the element of the source that counts, where it is a vector.
-      formula: how the scale follows from an amax; None where the source holds the scale itself.
-      tile: what shares a scale of the rowwise orientation; None is the whole tensor. By tile, amaxes are found in the
-        same pass, and the source says nothing.
-      columnwise_tile: the same of the columnwise orientation, a matrix of its own; None only where `tile` is.
+      row: which element of the source to use, where the source is a vector.
+      formula: computes the scale from an amax; None where the source holds the scale itself.
+      tile: the rows and columns of the rowwise matrix that share a scale; None is the whole tensor. By tile, the kernel
+        finds the amaxes in the same pass and does not read the source.
+      columnwise_tile: the same for the columnwise matrix; None only where `tile` is.
     """
 
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     row: int = 0
     formula: Formula | None = None
     tile: Tile | None = None
@@ -48,7 +47,7 @@ class CastRule:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cast:
-    """How a tensor is cast: a rule, and the array f32[] or f32[r] that it begins with, a scale, scales or an amax."""
+    """How a tensor is cast: a rule, and the source f32[] or f32[r] that it reads: a scale, scales or an amax."""
 
     source: jax.Array
     rule: CastRule = field(metadata={"static": True})
@@ -74,7 +73,7 @@ class Cast:
 
     @classmethod
     def from_amax(cls, dtype: jax.typing.DTypeLike, amax: jax.Array, formula: Formula) -> "Cast":
-        """With the scale that follows from the tensor's amax f32[]."""
+        """With the scale that the formula gives for the tensor's amax f32[]."""
         amax = jnp.asarray(amax, jnp.float32)
         if amax.shape != ():
             raise ValueError(f"an amax must be a scalar, got shape {amax.shape}; pass that of the whole tensor")
@@ -84,7 +83,7 @@ class Cast:
     def by_tile(
         cls, dtype: jax.typing.DTypeLike, tile: Tile, formula: Formula, columnwise_tile: Tile | None = None
     ) -> "Cast":
-        """With a scale a tile of each orientation, by its own amax; by default both have tiles of one shape."""
+        """With one scale for each tile, from its own amax; by default both orientations have tiles of one shape."""
         tiles = tile, columnwise_tile or tile
         for one in tiles:
             if not isinstance(one, tuple) or len(one) != 2 or any(length < 1 for length in one):
@@ -93,12 +92,10 @@ class Cast:
 
     @property
     def known_scale(self) -> jax.Array:
-        """The scale f32[] of a cast that begins with it."""
-        assert self.rule.formula is None, "the source is a scale, or one of several"
+        """The scale f32[] of a cast whose source holds it."""
+        assert self.rule.formula is None, "the source must hold scales, not an amax"
         return self.source[self.rule.row] if self.source.ndim else self.source
 
     def again(self, scale: jax.Array) -> "Cast":
-        """The cast that gives the same tensor the same bits once more, when its scale f32[] is known;
-        by tile, this one.
-        """
+        """The cast that gives the same tensor the same bits again, with its scale f32[]; by tile, this one."""
         return self if self.rule.tile is not None else Cast.with_scale(self.rule.dtype, scale)

@@ -1,12 +1,12 @@
-"""Files of a user in and out: whole or not at all when they are written, of a known kind and size when they are read.
+"""Reading and writing a user's files. A file is written whole or not at all; its kind and size are checked at reading.
 
     replacing(path)    a new file of its own name in the same folder ─os.replace→ path
     read_bytes(path)   a regular file of at most so many bytes, or `Unreadable`
     read_json(path)    the same, and one JSON object: each name once, not nested deeply
 
-A file may come from a stranger. A device has no end, a pipe has no beginning, and a few bytes of JSON may ask for more
-memory than there is. So everything is checked before it is read. Whoever asks for a file knows what it must be and what
-to do: `Unreadable` says only what arrived, in a few words that fit after "got".
+A file may come from a stranger. A device never ends, a pipe blocks its reader, and a few bytes of JSON may ask for more
+memory than there is. So everything is checked before it is read. The caller knows what the file must be and what the
+user should do: `Unreadable` says only what arrived, in a few words that fit after "got".
 """
 
 import contextlib
@@ -17,12 +17,14 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
+
+JsonObject = dict[str, Any]  # values by name
 
 MOST_BYTES = 2**26  # of a file that is read whole, unless its reader says otherwise
-MOST_DEPTH = 64  # of lists and objects of JSON in one another
-LONGEST_NAME = 255  # bytes, as file systems have it
-SHOWN = 100  # characters of what a file says, in a message
+MOST_DEPTH = 64  # of nested lists and objects in JSON
+LONGEST_NAME = 255  # bytes, the limit of file systems
+SHOWN = 100  # characters of a file's content in a message
 KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -33,7 +35,7 @@ KINDS = (
 
 
 class Unreadable(ValueError):
-    """What arrived in place of a file that can be read, in a few words."""
+    """Says in a few words what arrived in place of a file that can be read."""
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -41,17 +43,17 @@ class Unreadable(ValueError):
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    """A new file for bytes, which takes the place of `path` when the block ends well, and is removed when it does not.
+    """A new file for bytes, which takes the place of `path` when the block ends, and is removed when the block raises.
 
-    Readers and other writers see the old file or one of the new ones, never a part. A link at `path` is replaced, and
-    what it leads to stays as it is. The permissions are those of any new file. OSError where this cannot be done, as
-    where `path` is a folder or a device.
+    Readers and other writers see the old file or a whole new one, never a part. A link at `path` is replaced, and its
+    target stays as it is. The permissions are those of any new file. OSError where `path` cannot be replaced, such as a
+    folder or a device.
     """
     path = Path(path)
     _check_can_be_replaced(path)
-    unfinished, number = _create_beside(path)
+    unfinished, descriptor = _create_beside(path)
     try:
-        with os.fdopen(number, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file)
@@ -62,7 +64,7 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
-    """Write a file whole, or leave what is there; as `replacing`."""
+    """Write a file whole, or leave the old one; as `replacing`."""
     with replacing(path) as file:
         file.write(content)
 
@@ -74,10 +76,10 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 def _check_can_be_replaced(path: Path) -> None:
     try:
-        mode = path.stat().st_mode  # of what a link leads to: one to a device is a device
+        mode = path.stat().st_mode  # of the target of a link: a link to a device is a device
     except FileNotFoundError:
         return
-    except ValueError:  # a path with a zero in it
+    except ValueError:  # a path with a zero byte
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path)) from None
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -86,12 +88,12 @@ def _check_can_be_replaced(path: Path) -> None:
 
 
 def _create_beside(path: Path) -> tuple[Path, int]:
-    """A file in the same folder whose name nobody knows, and its open descriptor."""
+    """A new file in the same folder under a random name, and its open descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
     while True:
         unfinished = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.part")
         with contextlib.suppress(FileExistsError):
-            return unfinished, os.open(unfinished, flags, 0o666)  # less what the umask takes away
+            return unfinished, os.open(unfinished, flags, 0o666)  # the umask takes bits away
 
 
 # ---- in --------------------------------------------------------------------------------------------------------------
@@ -102,36 +104,36 @@ def reading(path: str | os.PathLike, most: int | None = None) -> Iterator[IO[byt
     """A regular file, open for reading bytes; `Unreadable` where it is none, or has more than `most` bytes. Links are
     followed.
     """
-    with _in_words():
-        # Without waiting for whoever writes to a pipe.
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with _as_unreadable():
+        # O_NONBLOCK: opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
-        _check_is_regular(os.fstat(number), most)
+        _check_is_regular(os.fstat(descriptor), most)
     except BaseException:
-        os.close(number)
+        os.close(descriptor)
         raise
-    with os.fdopen(number, "rb") as file:
+    with os.fdopen(descriptor, "rb") as file:
         yield file
 
 
-def _check_is_regular(found: os.stat_result, most: int | None) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise Unreadable(next((words for is_kind, words in KINDS if is_kind(found.st_mode)), "no regular file"))
-    if most is not None and found.st_size > most:
-        raise Unreadable(f"{found.st_size:,} bytes, of which at most {most:,} are read")
+def _check_is_regular(status: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise Unreadable(next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file"))
+    if most is not None and status.st_size > most:
+        raise Unreadable(f"{status.st_size:,} bytes, of which at most {most:,} are read")
 
 
 def read_bytes(path: str | os.PathLike, most: int | None = MOST_BYTES) -> bytes:
     """All bytes of a regular file; `Unreadable` where it is none, or has more than `most`."""
-    with reading(path, most) as file, _in_words():
-        content = file.read() if most is None else file.read(most + 1)  # files of the system tell a size of 0
+    with reading(path, most) as file, _as_unreadable():
+        content = file.read() if most is None else file.read(most + 1)  # files such as those in /proc have a size of 0
     if most is not None and len(content) > most:
         raise Unreadable(f"more than {most:,} bytes")
     return content
 
 
 def read_text(path: str | os.PathLike, most: int | None = MOST_BYTES) -> str:
-    """The same as text in UTF-8, with or without a byte order mark."""
+    """A regular file as text in UTF-8, with or without a byte order mark; `Unreadable` as for `read_bytes`."""
     content = read_bytes(path, most)
     try:
         return content.decode("utf-8-sig")
@@ -140,20 +142,20 @@ def read_text(path: str | os.PathLike, most: int | None = MOST_BYTES) -> str:
 
 
 def read_json(
-    path: str | os.PathLike, most: int = MOST_BYTES, constant: Callable[[str], Any] | None = None
-) -> dict[str, Any]:
-    """The JSON object that a file is; `Unreadable` where it is none. `constant` as in `parse_json`."""
+    path: str | os.PathLike, most: int = MOST_BYTES, constant: Callable[[str], object] | None = None
+) -> JsonObject:
+    """The JSON object in a file; `Unreadable` where there is none. `constant` as in `parse_json`."""
     return parse_json(read_text(path, most), constant)
 
 
-def parse_json(text: str | bytes, constant: Callable[[str], Any] | None = None) -> dict[str, Any]:
-    """The JSON object that a text is; `Unreadable` where it is none.
+def parse_json(text: str | bytes, constant: Callable[[str], object] | None = None) -> JsonObject:
+    """The JSON object in a text; `Unreadable` where there is none.
 
     Args:
-      constant: what NaN and Infinity stand for, which Python writes and JSON does not have; None refuses them.
+      constant: gives the value for NaN and Infinity, which Python writes and JSON does not have; None refuses them.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_without_twins, parse_constant=constant or _no_constant)
+        parsed = json.loads(text, object_pairs_hook=_without_twins, parse_constant=constant or _no_constant)
     except Unreadable:
         raise
     except RecursionError:
@@ -162,61 +164,62 @@ def parse_json(text: str | bytes, constant: Callable[[str], Any] | None = None) 
         raise Unreadable("bytes that are not UTF-8") from None
     except ValueError as error:
         raise Unreadable(f"no JSON ({shortened(str(error))})") from None
-    if not isinstance(found, dict):
-        raise Unreadable(f"{_described(found)} in place of a JSON object")
-    if _is_deep(found):
+    if not isinstance(parsed, dict):
+        raise Unreadable(f"{_described(parsed)} in place of a JSON object")
+    if _is_deep(parsed):
         raise Unreadable("JSON that is nested too deeply")
-    return found
+    return parsed
 
 
-def is_plain_name(name: Any) -> bool:
-    """Whether this is the name of a file in a folder, and no way out of it."""
+def is_plain_name(name: object) -> bool:
+    """Whether this can be the name of a file in a folder, and does not lead out of the folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() or set(name) & set("/\\"):
         return False
     return len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
 
 
-def shown(value: Any, most: int = SHOWN) -> str:
-    """A value that a file has, for a message: on one line, and not longer than a message may be."""
+def shown(value: object, most: int = SHOWN) -> str:
+    """A value from a file, as a message shows it: on one line, in at most so many characters."""
     return shortened(repr(value[:most] if isinstance(value, str | bytes | list) else value), most)
 
 
 def shortened(text: str, most: int = SHOWN) -> str:
-    """On one line, and at most so many characters of it."""
+    """A text on one line, cut to at most so many characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 @contextlib.contextmanager
-def _in_words() -> Iterator[None]:
+def _as_unreadable() -> Iterator[None]:
+    """Raise errors of the operating system as `Unreadable`."""
     try:
         yield
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from None
-    except ValueError:  # a path with a zero in it
+    except ValueError:  # a path with a zero byte
         raise Unreadable("a name that no file can have") from None
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _without_twins(pairs: list[tuple[str, object]]) -> JsonObject:
+    values: JsonObject = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise Unreadable(f"JSON that says {shown(name)} twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise Unreadable(f"JSON with {name}, which is no number of JSON")
 
 
-def _described(found: Any) -> str:
+def _described(value: object) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(found), "a number")
+    return names.get(type(value), "a number")
 
 
-def _is_deep(found: Any) -> bool:
-    level = [found]
+def _is_deep(value: dict | list) -> bool:
+    level = [value]
     for _ in range(MOST_DEPTH):
         level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
         level = [child for child in level if isinstance(child, dict | list)]

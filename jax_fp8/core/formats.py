@@ -36,8 +36,8 @@ class Format:
                 "Format.forward must be E4M3, got E5M2: Hopper multiplies no E5M2 by E5M2; pass jax_fp8.HYBRID"
             )
 
-    def of(self, tensor: int) -> jax.typing.DTypeLike:
-        """The dtype of one of a GEMM's tensors: INPUT, KERNEL or OUTPUT_GRADIENT."""
+    def dtype_of(self, tensor: int) -> jax.typing.DTypeLike:
+        """The dtype of a tensor of a GEMM: INPUT, KERNEL or OUTPUT_GRADIENT."""
         return self.backward if tensor == OUTPUT_GRADIENT else self.forward
 
 

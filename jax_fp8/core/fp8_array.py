@@ -1,11 +1,11 @@
-"""A quantized array, FP8 values beside the float32 scales that give them back their size;
-and a matrix in the two orientations that GEMMs want.
+"""A quantized array: FP8 values and their float32 scales; and a matrix in the two orientations that GEMMs read.
 
-A GEMM on Hopper reads both operands contiguous along the contracting dim, and a training step contracts every matrix
-along both of its dims. So a matrix (m, n) is kept twice, rowwise (m, n) and columnwise (n, m),
-in the words of Transformer Engine.
+An FP8 GEMM on Hopper reads both operands contiguous along the contracting dim, and a training step contracts every
+matrix along both of its dims. So a matrix (m, n) is kept twice, rowwise (m, n) and columnwise (n, m), as Transformer
+Engine calls them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jax_fp8.core.types import PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +28,7 @@ class Fp8Array:
     Args:
       values: E4M3 or E5M2, of any shape.
       scale: f32[], or one for each tile.
-      tile: how many elements of each dim share a scale; None where it follows from the shapes. Static.
+      tile: how many elements of each dim share a scale; None where the shapes tell. Static.
     """
 
     values: jax.Array
@@ -38,7 +40,7 @@ class Fp8Array:
         return self.values.shape
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.values.dtype
 
     @property
@@ -51,7 +53,7 @@ class Fp8Array:
 
     @property
     def T(self) -> "Fp8Array":
-        """The transpose, values and scales; a view for numbers, not an operand of a GEMM."""
+        """The transpose of values and scales, to compute with; not the layout that a GEMM reads."""
         return Fp8Array(self.values.T, self.scale.T, None if self.tile is None else self.tile[::-1])
 
     @property
@@ -65,8 +67,8 @@ class Fp8Array:
         """`values * scale`, computed in float32 and rounded once to `dtype`."""
         return (self.values.astype(jnp.float32) * spread(self.scale, self.shape, self.tile)).astype(dtype)
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        """What NumPy sees: the dequantized numbers, float32 unless it asks for another dtype."""
+    def __array__(self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        """The array as NumPy sees it: dequantized, float32 unless NumPy asks for another dtype."""
         if copy is False:
             raise ValueError(
                 "an Fp8Array becomes a NumPy array by a multiplication, never without a copy; leave copy out"
@@ -75,7 +77,7 @@ class Fp8Array:
 
 
 def tile_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements of each dim that share a scale, of an array with so many scales."""
+    """How many elements of each dim share a scale, in an array with scales of this shape."""
     if len(shape) != len(scale_shape) or any(
         not tiles or size % tiles for size, tiles in zip(shape, scale_shape, strict=True)
     ):
@@ -86,13 +88,13 @@ def tile_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, 
     return tuple(size // tiles for size, tiles in zip(shape, scale_shape, strict=True))
 
 
-def tiles_of(shape: tuple[int, ...], tile: tuple[int, ...]) -> Any:
-    """How many tiles each dim has, a tuple; the last one may be cut."""
+def tiles_of(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...]:
+    """How many tiles each dim has; the last one may be cut."""
     return tuple(-(-size // length) for size, length in zip(shape, tile, strict=True))
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...], tile: tuple[int, ...] | None = None) -> jax.Array:
-    """Scales as they multiply an array of this shape: a scalar as it is, those of tiles repeated."""
+    """Scales that multiply an array of this shape: a scalar as it is, the scales of tiles repeated for each element."""
     if scale.ndim == 0:
         return scale
     tile = tile_of(shape, scale.shape) if tile is None else tile
@@ -111,47 +113,50 @@ def spread(scale: jax.Array, shape: tuple[int, ...], tile: tuple[int, ...] | Non
 class Fp8Pair:
     """A matrix (m, n) in FP8, cast once for both of its GEMMs.
 
-    Each orientation has scales of its own, for tiles along the contracting dim differ. One scale for the whole matrix
-    serves both, and is one leaf of the tree: `of` makes such a pair.
+    Each orientation has scales of its own, because tiles lie along the contracting dim, and the two GEMMs contract
+    different dims. One scale for the whole matrix serves both, and is one leaf of the tree: `with_shared_scale` makes
+    such a pair.
 
     Args:
-      rowwise: (m, n), or None where nobody wants it.
-      columnwise: the transpose (n, m), or None where nobody wants it, or no GEMM could take it.
-      amax: f32[], the largest magnitude of what was cast.
-      shares_scale: both orientations have the same scale.
+      rowwise: `Fp8Array` (m, n), or None where no GEMM reads it.
+      columnwise: `Fp8Array` (n, m), the transpose, or None where no GEMM reads it, or none could.
+      amax: f32[], the largest magnitude of the matrix before the cast.
+      shares_scale: whether both orientations have the same scale.
     """
 
-    rowwise: Any
-    columnwise: Any
-    amax: Any
+    rowwise: PyTree
+    columnwise: PyTree
+    amax: PyTree
     shares_scale: bool = False
 
     @classmethod
-    def of(cls, values: Any, values_t: Any, scale: Any, amax: Any) -> "Fp8Pair":
-        """A matrix with one scale f32[]; `values_t` None for one orientation."""
+    def with_shared_scale(
+        cls, values: jax.Array, values_t: jax.Array | None, scale: jax.Array, amax: jax.Array
+    ) -> "Fp8Pair":
+        """A matrix with one scale f32[] for both orientations; with `values_t` None it has the rowwise one only."""
         columnwise = None if values_t is None else Fp8Array(values_t, scale)
         return cls(Fp8Array(values, scale), columnwise, amax, shares_scale=columnwise is not None)
 
     @property
-    def arrays(self) -> tuple[Any, Any, Any, Any]:
-        """What `of` takes: of a matrix with one scale, its values, their transpose or None, the scale, the amax."""
+    def arrays(self) -> tuple[jax.Array, PyTree, jax.Array, jax.Array]:
+        """The arguments of `with_shared_scale`: the values, their transpose or None, the scale and the amax."""
         values_t = None if self.columnwise is None else self.columnwise.values
         return self.rowwise.values, values_t, self.rowwise.scale, self.amax
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], bool]:
         leaves = {"rowwise": self.rowwise, "columnwise": self.columnwise, "amax": self.amax}
         if self.shares_scale:
             leaves = dict(zip(("values", "values_t", "scale", "amax"), self.arrays, strict=True))
         return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in leaves.items()], self.shares_scale
 
     @classmethod
-    def tree_unflatten(cls, shares_scale, children):
+    def tree_unflatten(cls, shares_scale: bool, children: Sequence[PyTree]) -> "Fp8Pair":
         if not shares_scale:
             return cls(*children)
         values, values_t, scale, amax = children
         return cls(Fp8Array(values, scale), Fp8Array(values_t, scale), amax, shares_scale)
 
 
-def is_fp8(node: Any) -> bool:
-    """Whether this node of a tree is an FP8 array: one leaf to an optimizer, though it holds two arrays."""
+def is_fp8(node: object) -> bool:
+    """Whether this node of a tree is an FP8 array. An optimizer takes it as one leaf, though it holds two arrays."""
     return isinstance(node, Fp8Array)

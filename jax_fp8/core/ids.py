@@ -1,9 +1,9 @@
-"""Numbers of tokens as they arrive, of any integer dtype, and as int32, in which all of the library compares them.
+"""Token ids: they arrive in any integer dtype, and the library compares them in int32.
 
     uint8, uint16, int64, ... ─as_ids→ int32
 
-Bytes come as uint8 and files of tokens as uint16. A vocabulary or -100 does not fit into these: compared as they are,
-numbers would wrap, and be those of other tokens.
+Bytes come as uint8 and files of tokens as uint16. The size of a vocabulary, or -100, does not fit into these dtypes:
+in a comparison it would wrap around and equal the id of another token.
 """
 
 from typing import Any
@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp8.core.checks import describe, is_array
+from jax_fp8.core.checks import ARRAYS, describe
+from jax_fp8.core.types import Batch
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 
 
 def as_ids(ids: Any) -> Any:
-    """Integers as int32. One that int32 cannot hold becomes its smallest or its largest number, which is no token.
+    """Integers as int32. One that int32 cannot hold becomes the smallest or the largest int32, which is no token.
     NumPy's arrays stay NumPy's.
     """
     if ids.dtype == np.int32:
@@ -31,9 +32,9 @@ def as_ids(ids: Any) -> Any:
     return ids.astype(np.int32)
 
 
-def check_ids(name: str, ids: Any) -> None:
-    """Raise unless these are integers, of any dtype: True is no token, and neither is 1.0."""
-    if not is_array(ids) or not jnp.issubdtype(ids.dtype, jnp.integer):
+def check_ids(name: str, ids: object) -> None:
+    """Raise unless this is an array of integers, of any dtype. True is no token, and neither is 1.0."""
+    if not isinstance(ids, ARRAYS) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {describe(ids)}; pass token numbers")
 
 
@@ -42,8 +43,8 @@ def is_token(ids: jax.Array, vocab: int) -> jax.Array:
     return (ids >= 0) & (ids < vocab)
 
 
-def check_integers_are_kept(batch: Any) -> None:
-    """Raise where jax would cut an integer of NumPy's 64 bits to its last 32, and so make another number of it."""
+def check_integers_are_kept(batch: Batch) -> None:
+    """Raise where jax would cut a 64-bit integer of NumPy to its last 32 bits, which are another number."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

@@ -1,48 +1,50 @@
-"""A loss by its layers, as a pipeline takes it: what comes before them, the layers one by one, what comes after them.
+"""A loss in pieces, as a pipeline needs it: a first piece, the layers one by one, and a last piece.
 
     variables, batch ─first→ x ─layer "layer_0"→ x ─layer "layer_1"→ ... x ─last→ loss
 
-A pipeline gives each stage some of the layers. What comes before and after them is spread over all stages by
-microbatches, and sees whole ones.
+A pipeline gives each stage some of the layers. The first and the last piece are computed by all stages, each of which
+takes some of the microbatches, whole ones.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from jax_fp8.core.types import Batch, PyTree, Variables
 
 
 @dataclass(frozen=True)
 class LayeredLoss:
-    """`loss_fn(variables, batch)`, made of layers that are alike. `fp8.next_token_loss(GPT(...))` is one.
+    """`loss_fn(variables, batch)` in pieces, with layers that all have variables of the same structure, shapes and
+    dtypes. `fp8.next_token_loss(GPT(...))` is one.
 
     Args:
-      layers: their names, in order: each is a key of every collection that the layers have variables in. Their
-        variables have the same structure, shapes and dtypes.
+      layers: the names of the layers, in order. Each is a key of every collection in which the layers have variables.
       first: `first(variables, batch) -> x`, an array of one microbatch. It and `last` read no variables of the layers.
       layer: `layer(variables, x, name) -> x`, of the same shape and dtype. `variables` hold the collections with this
         layer's entry alone.
       last: `last(variables, x, batch) -> loss`, the mean loss of the microbatch, a scalar.
-      whole: the same loss in one, `whole(variables, batch)`, which may take more, such as rngs; None composes it of the
-        pieces.
-      on_host: the layers that keep something in the host's memory (core/checkpoint_names.py): their gradients are
-        computed layer by layer, so that copies there and back have their place in the order.
-      whole_batch: as of a `WholeBatchLoss`, or None.
+      whole: the same loss as one function, `whole(variables, batch)`, which may take more, such as rngs; None composes
+        it of the pieces.
+      on_host: the layers with residuals in the host's memory (core/checkpoint_names.py). Gradients are then computed
+        layer by layer, so that the copies to the host and back have their place in the order.
+      whole_batch: as in `WholeBatchLoss`.
     """
 
     layers: tuple[str, ...]
-    first: Callable[[Mapping, Any], Any]
-    layer: Callable[[Mapping, Any, str], Any]
-    last: Callable[[Mapping, Any, Any], Any]
-    whole: Callable[[Mapping, Any], Any] | None = None
+    first: Callable[[Variables, Batch], PyTree]
+    layer: Callable[[Variables, PyTree, str], PyTree]
+    last: Callable[[Variables, PyTree, Batch], PyTree]
+    whole: Callable[..., PyTree] | None = None
     on_host: tuple[str, ...] = ()
-    whole_batch: Callable[[Any], Any] | None = None
+    whole_batch: Callable[[Batch], Batch] | None = None
 
-    def __call__(self, variables: Mapping, batch: Any, **options: Any) -> Any:
+    def __call__(self, variables: Variables, batch: Batch, **options: Any) -> PyTree:
         if self.whole is not None:
             return self.whole(variables, batch, **options)
         if options:
             raise ValueError(
-                f"a loss by its layers takes variables and a batch, got {', '.join(options)}; give it whole"
+                f"a LayeredLoss without `whole` takes variables and a batch, got {', '.join(options)}; pass whole="
             )
         x = self.first(variables, batch)
         for name in self.layers:
@@ -52,22 +54,22 @@ class LayeredLoss:
 
 @dataclass(frozen=True)
 class WholeBatchLoss:
-    """`loss_fn(variables, batch)` that must know of the whole batch what a part of it does not show, such as how many
-    of its tokens are learned.
+    """`loss_fn(variables, batch)` that needs a fact of the whole batch, such as its number of trained tokens, also when
+    it sees only a part.
 
     Args:
-      loss_fn: the loss; it takes what `whole_batch` returns, parts of it, and batches that were never split.
-      whole_batch: `whole_batch(batch) -> batch`, which a step calls once, before it splits the batch into microbatches.
-        Each array that it returns has the rows of the batch. None leaves the batch as it is.
+      loss_fn: the loss. Its batch is the result of `whole_batch` or a part of it, or a batch that was never split.
+      whole_batch: `whole_batch(batch) -> batch` adds such facts. A step calls it once, before it splits the batch into
+        microbatches, so each array of the result has the rows of the batch. None leaves the batch as it is.
     """
 
-    loss_fn: Callable
-    whole_batch: Callable[[Any], Any] | None
+    loss_fn: Callable[..., PyTree]
+    whole_batch: Callable[[Batch], Batch] | None
 
-    def __call__(self, variables: Mapping, batch: Any, **options: Any) -> Any:
+    def __call__(self, variables: Variables, batch: Batch, **options: Any) -> PyTree:
         return self.loss_fn(variables, batch, **options)
 
 
-def of_layer(variables: Mapping, name: str) -> dict:
-    """The variables of one layer, where they are."""
+def of_layer(variables: Variables, name: str) -> dict[str, PyTree]:
+    """The variables of one layer, in the collections that have any."""
     return {collection: {name: tree[name]} for collection, tree in variables.items() if name in tree}

@@ -1,8 +1,7 @@
-"""JAX's and Flax's own functions, where a user has asked for strict arithmetic.
+"""Calls of JAX's and Flax's own functions where a user has asked for strict arithmetic.
 
-What this library computes names every dtype and every shape, so it also runs under
-`jax.numpy_dtype_promotion("strict")` and `jax.numpy_rank_promotion("raise")`. JAX's attention and Flax's norms mix
-bfloat16 with float32, and do not.
+This library names every dtype and every shape, so it also runs under `jax.numpy_dtype_promotion("strict")` and
+`jax.numpy_rank_promotion("raise")`. JAX's attention and Flax's norms mix bfloat16 with float32, so they do not.
 """
 
 from collections.abc import Iterator
@@ -13,6 +12,6 @@ import jax
 
 @contextmanager
 def implicit_promotion() -> Iterator[None]:
-    """Let what is traced in this context mix dtypes and ranks as `jax.numpy` does by default."""
+    """Functions traced in this context may mix dtypes and ranks as `jax.numpy` allows by default."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

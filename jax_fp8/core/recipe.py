@@ -3,15 +3,15 @@ A recipe is a frozen value, safe to hash and to close over.
 
 Delayed scaling predicts a tensor's scale from the amaxes of earlier steps, so that one pass over it both casts and
 measures. Current scaling measures first and casts after: a second read, and no state. Block scaling has a scale for
-every 128 elements that a GEMM multiplies in one go: one pass, no state, and an outlier costs its neighbours only.
+every 128 elements along the contracting dim: one pass, no state, and an outlier costs precision only in its own tile.
 
-A recipe is whatever has what `Recipe` names. Nobody outside of this room asks which one it is:
-they ask whether it has state, and how it casts.
+Any object with the members of `Recipe` is a recipe. Other rooms never ask which recipe it is: they ask whether it has
+state, and how it casts.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -21,12 +21,12 @@ from jax_fp8.core.formats import E4M3, HYBRID, KERNEL, OUTPUT_GRADIENT, Format
 from jax_fp8.core.scale import ScaleFormula
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-MOST_MARGIN = 126  # 2**margin and 2**-margin are normal float32 numbers
+MOST_MARGIN = 126  # up to here, 2**margin and 2**-margin are normal float32 numbers
 
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What the library asks of a recipe."""
+    """The members that a recipe must have."""
 
     @property
     def fp8_format(self) -> Format: ...
@@ -38,9 +38,8 @@ class Recipe(Protocol):
 
     @property
     def has_state(self) -> bool:
-        """Whether its scales come from a history of amaxes, the Flax collection "fp8".
-
-        Only `DelayedScaling` knows how.
+        """Whether its scales come from a history of amaxes, the Flax collection "fp8", as those of `DelayedScaling`
+        alone do.
         """
         ...
 
@@ -49,7 +48,7 @@ class Recipe(Protocol):
 
         Args:
           tensor: INPUT, KERNEL or OUTPUT_GRADIENT.
-          scales: f32[3] of the GEMM's state; None where there is none, or where it is not to be trusted yet.
+          scales: f32[3] of the GEMM's state; None where there is no state, or no history in it yet.
           measure: finds the tensor's amax f32[], in a pass of its own.
         """
         ...
@@ -64,9 +63,9 @@ class DelayedScaling:
       margin: powers of two of headroom, from -126 to 126: `scale = amax * 2**margin / fp8_max`.
       amax_history_len: steps remembered.
       amax_compute_algo: "max" over the history, or the "most_recent" amax.
-      forget_outliers: leave amaxes out of the history that are so much larger than the newest one that its tensor would
-        vanish: below the smallest normal number, 2.9e4 times for E4M3 and 9.4e8 times for E5M2. Without it, one batch
-        with values of 1e30 leaves a layer without input for as many steps as the history is long.
+      forget_outliers: ignore amaxes of the history that are so much larger than the newest one that, with their scale,
+        the newest tensor would fall below the smallest normal number: 2.9e4 times for E4M3, 9.4e8 times for E5M2.
+        Without it, one batch with values of 1e30 leaves a layer without input for as many steps as the history is long.
       split_accumulator: GEMMs (of "fprop", "dgrad", "wgrad") that promote partial sums to float32;
         the others accumulate fast.
     """
@@ -83,8 +82,8 @@ class DelayedScaling:
         return True
 
     def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
-        """With the scale of the state; without one, as in the warm start, with that of the tensor's own amax."""
-        dtype = self.fp8_format.of(tensor)
+        """With the scale of the state; without `scales`, as in the warm start, with the scale of the tensor's amax."""
+        dtype = self.fp8_format.dtype_of(tensor)
         if scales is None:
             return Cast.from_amax(dtype, measure(), ScaleFormula(margin=self.margin))
         return Cast.with_row(dtype, scales, tensor)
@@ -100,7 +99,7 @@ class DelayedScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentScaling:
-    """Scale from the tensor at hand; no state.
+    """Scale from the amax of the tensor itself; no state.
 
     Args:
       fp8_format: dtypes of the forward operands and of the output gradient.
@@ -121,7 +120,7 @@ class CurrentScaling:
     def cast(self, tensor: int, scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
         """With the scale of the tensor's own amax."""
         formula = ScaleFormula(amax_epsilon=self.amax_epsilon, power_2_scale=self.power_2_scale)
-        return Cast.from_amax(self.fp8_format.of(tensor), measure(), formula)
+        return Cast.from_amax(self.fp8_format.dtype_of(tensor), measure(), formula)
 
     def __post_init__(self):
         _check_common(self)
@@ -133,15 +132,15 @@ class CurrentScaling:
 class BlockScaling:
     """A scale for each tile, from its own amax; no state (https://arxiv.org/abs/2412.19437, section 3.3).
 
-    Tiles are 1 x 128 along the dim that a GEMM contracts, of inputs and output gradients, and 128 x 128 of kernels; all
-    values are E4M3. GEMMs multiply the product of 128 elements by both scales, and add in float32.
+    Tiles of inputs and output gradients are 1 x 128, along the dim that a GEMM contracts; tiles of kernels are
+    128 x 128. All values are E4M3. GEMMs multiply each sum of 128 products by both scales, and add up in float32.
 
     Args:
       power_2_scale: round the multiplier `1 / scale` down to a power of two.
       amax_epsilon: smallest amax a scale is computed from.
-      wgrad: tiles of the output gradient in the weight gradient: "1d2d", 128 x 128, with which the GEMM is faster; or
-        "1d1d", 1 x 128 along the tokens. Those of the input are 1 x 128 in both.
-      split_accumulator: all three GEMMs, and nothing else: each sum of 128 products leaves the tensor cores.
+      wgrad: tiles of the output gradient in the weight gradient: "1d2d" is 128 x 128, with which the GEMM is faster;
+        "1d1d" is 1 x 128 along the tokens. Tiles of the input are 1 x 128 in both.
+      split_accumulator: always all three GEMMs: each sum of 128 products leaves the tensor cores.
     """
 
     power_2_scale: bool = True
@@ -151,7 +150,7 @@ class BlockScaling:
 
     @property
     def fp8_format(self) -> Format:
-        """E4M3 everywhere: a tile has the range of 128 elements."""
+        """E4M3 everywhere: a scale need only cover the range of one tile."""
         return Format(forward=E4M3, backward=E4M3)
 
     @property
@@ -183,7 +182,7 @@ def accumulation(recipe: Recipe, gemm: str) -> str:
     return "split" if gemm in recipe.split_accumulator else "fast"
 
 
-def check_recipe(recipe: Any) -> None:
+def check_recipe(recipe: object) -> None:
     """Raise unless `recipe` is a recipe or None (plain bfloat16)."""
     if recipe is not None and (isinstance(recipe, type) or not isinstance(recipe, Recipe)):
         arrived = repr(recipe) if isinstance(recipe, str | type | int | float) else describe(recipe)
@@ -192,7 +191,7 @@ def check_recipe(recipe: Any) -> None:
         )
 
 
-def _check_common(recipe):
+def _check_common(recipe: DelayedScaling | CurrentScaling) -> None:
     if not isinstance(recipe.fp8_format, Format):
         raise ValueError(f"fp8_format must be a Format, got {recipe.fp8_format!r}; pass jax_fp8.HYBRID")
     names = recipe.split_accumulator

@@ -1,11 +1,11 @@
-"""What the program of one device knows of the others, while a step runs on shards; and what layers say of their params.
+"""How arrays are split while a step runs on several devices, and how layers allow their params to be split.
 
 A step over several devices is one program that each of them runs on its part of the batch and of the params (see
-jax_fp8/parallel/). Layers are written once: a layer asks here how its params are split, and hands that to its op, which
-does the collectives. Outside of such a step there is nothing to know, and nothing changes.
+jax_fp8/parallel/). Layers are written once: a layer asks here how its params are split, and passes that to its op,
+which does the collectives. Outside of such a step every answer is: not split.
 
-Before that, layers are traced once as on one device, and declare which dim of a param a `tensor` axis may split:
-`ParamSharding`.
+Before the step, layers are traced once as on one device. In that trace each layer declares by a `ParamSharding` which
+dim of a param a `tensor` axis may split.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from jax_fp8.core.paths import LayerPath
 SplitDim = Literal["columns", "rows"]
 COLUMNS, ROWS = -1, -2  # dims of a kernel (..., in, features)
 DIM_OF: dict[SplitDim, int] = {"columns": COLUMNS, "rows": ROWS}
-# jax traces a jitted function once for all calls with such arguments; what is known here is none of them.
+# jax traces a jitted function once for all calls with the same types of arguments. The context variables below are no
+# arguments, so each context has a number of its own, under which jax traces again.
 _TRACED = jax.make_user_context(default_value=0)
 _NUMBERS = itertools.count(1)
 
@@ -35,9 +36,9 @@ class TensorParallel:
 
     Args:
       axis: its name.
-      size: how many devices it has.
-      sequence: between layers, each device keeps its part of the rows only (sequence parallelism): a block of the
-        flattened tokens, in an array of shape (batch, seq / size, features).
+      size: the number of devices along it.
+      sequence: whether between layers each device keeps only its part of the rows (sequence parallelism): a block of
+        the flattened tokens, in an array of shape (batch, seq / size, features).
     """
 
     axis: str
@@ -45,11 +46,11 @@ class TensorParallel:
     sequence: bool = False
 
     def all_rows(self, leading: tuple[int, ...]) -> tuple[int, ...]:
-        """Leading dims of what a layer computes inside, from those of its input."""
+        """Leading dims of the arrays inside of a layer, from those of its input."""
         return (*leading[:-1], leading[-1] * self.size) if self.sequence else leading
 
     def own_rows(self, leading: tuple[int, ...]) -> tuple[int, ...]:
-        """Leading dims of what a layer returns, from those of what it computes inside."""
+        """Leading dims of a layer's result, from those of the arrays inside of it."""
         return (*leading[:-1], leading[-1] // self.size) if self.sequence else leading
 
 
@@ -58,24 +59,24 @@ class ParamSharding:
     """How a layer lets a param be split over a `tensor` axis.
 
     Args:
-      dim: that is split, counted from the end; None: the layer needs all of the param.
-      pieces: of that dim, none of which may be cut: heads, features; None: each of its elements.
-      named: what they are, for messages.
-      or_whole: more devices than pieces may each keep the whole param.
-      is_shared: each device has all of it, and uses it for its own part of the layer alone, such as its heads: the
-        gradient is a sum over the devices.
-      dtype: in which the layer reads the param, if in one only; it may then be gathered in it.
-      splits_rows: with sequence parallelism, the layer returns each device's part of the rows from those of all.
+      dim: the dim that is split, counted from the end; None: the layer needs the whole param.
+      pieces: how many pieces of that dim must stay whole, such as heads; None: each element is a piece.
+      named: the word for such pieces in messages.
+      or_whole: with more devices than pieces, each device may keep the whole param.
+      is_shared: each device has the whole param, and uses it only for its own part of the layer, such as its heads, so
+        that the gradient is a sum over the devices.
+      dtype: the dtype in which the layer reads the param, if there is one only; the param may be gathered in it.
+      splits_rows: with sequence parallelism, the layer computes all rows and returns each device's part of them.
       by_rule: other dims that may be split instead, where a user's rule says so.
-      columns_of: the kernel that this is the bias of: it is split where the columns of the kernel are.
-      logical_name: of the dim, for params that carry the names of their dims (nn/names.py).
+      columns_of: for a bias, its kernel: the bias is split where the columns of the kernel are.
+      logical_name: the name of the dim, for params that carry the names of their dims (nn/names.py).
     """
 
     dim: int | None = None
     pieces: int | None = None
     named: str = "features"
     or_whole: bool = False
-    dtype: Any = None
+    dtype: jax.typing.DTypeLike | None = None
     splits_rows: bool = False
     by_rule: tuple[int, ...] = ()
     columns_of: LayerPath | None = None
@@ -85,13 +86,13 @@ class ParamSharding:
 
 @dataclass(frozen=True)
 class Shards:
-    """One device's view.
+    """How the arrays of a step are split, as one device sees it.
 
     Args:
       batch_axes: the mesh axes that split the batch.
       tensor: how layers are split, or None.
-      dims: for every param by its path, the dim that `tensor` splits, counted from the end, or None.
-      batch_parts: how many parts the batch has.
+      dims: by the path of a param, the dim that `tensor` splits, counted from the end, or None.
+      batch_parts: the number of parts of the batch.
     """
 
     batch_axes: tuple[str, ...]
@@ -101,7 +102,7 @@ class Shards:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those over which tensors are in parts, and their amaxes maxima."""
+        """The mesh axes that split tensors, over which amaxes are maxima."""
         return self.batch_axes if self.tensor is None else (*self.batch_axes, self.tensor.axis)
 
     def tensor_dim(self, path: LayerPath) -> int | None:
@@ -110,8 +111,8 @@ class Shards:
             return None
         if path not in self.dims:
             raise ValueError(
-                f"tensor parallelism finds how {'/'.join(path)} is split by its path in the params, which is not there;"
-                " apply the model to all variables of the state"
+                f"with tensor parallelism a layer must be at its path in the params, got {'/'.join(path)}, which is not"
+                " there; apply the model to all variables of the state"
             )
         return self.dims[path]
 
@@ -143,7 +144,7 @@ def current_amax_axes() -> tuple[str, ...]:
 
 
 def parts_of(path: LayerPath, dim: int) -> int:
-    """How many devices share this dim, counted from the end, of a param."""
+    """Over how many devices this dim of a param, counted from the end, is split."""
     shards = _CURRENT.get()
     if shards is None or shards.tensor is None or shards.tensor_dim(path) != dim:
         return 1
@@ -157,38 +158,38 @@ def split_dim_of(kernel: LayerPath) -> SplitDim | None:
 
 @contextmanager
 def declared_shardings() -> Iterator[dict[LayerPath, ParamSharding]]:
-    """Collect how the layers that are traced in this context let their params be split, by path."""
-    found: dict[LayerPath, ParamSharding] = {}
-    token = _DECLARED.set(found)
+    """Collect, by path, how the layers that are traced in this context let their params be split."""
+    declared: dict[LayerPath, ParamSharding] = {}
+    token = _DECLARED.set(declared)
     try:
         with _TRACED(next(_NUMBERS)):
-            yield found
+            yield declared
     finally:
         _DECLARED.reset(token)
 
 
 def declare_sharding(path: LayerPath, sharding: ParamSharding) -> None:
-    """A layer declares how a param of its may be split, to whoever collects it."""
-    found = _DECLARED.get()
-    if found is not None:
-        found[path] = sharding
+    """Declare how a param of a layer may be split; without `declared_shardings` around it, do nothing."""
+    declared = _DECLARED.get()
+    if declared is not None:
+        declared[path] = sharding
 
 
 def parts_of_batch() -> int:
-    """How many parts the batch has here."""
+    """The number of parts of the batch here."""
     shards = _CURRENT.get()
     return 1 if shards is None else shards.batch_parts
 
 
 def sum_over_batch(x: jax.Array) -> jax.Array:
-    """The sum of a number of this device's part of the batch over all parts."""
+    """The sum of `x` over all parts of the batch."""
     shards = _CURRENT.get()
     return x if shards is None or not shards.batch_axes else lax.psum(x, shards.batch_axes)
 
 
 def largest_amax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The maximum of amaxes over mesh axes, as integers: what is not negative orders as its bits, and a maximum of
-    floats may lose a NaN on its way.
+    """The maximum of amaxes over mesh axes, computed of their bits as integers: floats that are not negative have the
+    same order as their bits, and a maximum of floats over devices may lose a NaN.
     """
     if not axes:
         return x
@@ -196,10 +197,10 @@ def largest_amax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def scattered_sum(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
-    """The sum over the devices of these axes, of which each keeps its own part along `dim`.
+    """The sum over the devices of these axes; each device keeps its own part of it along `dim`.
 
-    Processes that `jax.distributed` has joined, of CPUs, add up everything, and each device takes its part: jax's
-    reduce-scatter gives the first of them wrong values there now and then, from 64 KiB on
+    CPU processes under `jax.distributed` compute the whole sum on each device instead, and take their part: there jax's
+    reduce-scatter sometimes gives the first process wrong values, from 64 KiB on
     (https://github.com/jax-ml/jax/issues/40830).
     """
     if not jax.distributed.is_initialized() or jax.default_backend() != "cpu":

@@ -9,6 +9,9 @@ from typing import Any, TypeAlias
 PyTree: TypeAlias = Any
 """Nested containers with leaves of one kind, arrays unless the name of the argument says otherwise."""
 
+TreeDef: TypeAlias = Any
+"""The structure of a tree, a `jax.tree_util.PyTreeDef`, which type checkers cannot name."""
+
 Variables: TypeAlias = Mapping[str, PyTree]
 """Flax's collections by name: `{"params": ..., "fp8": ...}`."""
 

@@ -98,7 +98,7 @@ class MeshPass:
             return cls._with_stages(
                 parallel, loss_fn, recipe, once, state, shapes_of_part(batch, microbatches), microbatches
             )
-        trace = trace or LossTrace.of(checked(loss_fn, has_aux), state.variables, batch)
+        trace = trace or LossTrace.from_function(checked(loss_fn, has_aux), state.variables, batch)
         placement = _place(parallel, state, trace)
         in_fp8 = shard_trace.can_be_gathered(placement, trace, state.fp8)
         gemms = trace.gemms_of(placement.by_path, state.fp8)

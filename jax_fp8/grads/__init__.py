@@ -1,1 +1,1 @@
-"""Gradients of a loss, and what backward passes hand over beside them. One class makes every pass, `GradientTape`."""
+"""Gradients of a loss, and the amaxes and measurements of its backward. Every pass is made by a `GradientTape`."""

@@ -1,21 +1,20 @@
-"""Gradients of a loss by its layers, where some keep values on the host: when these leave, and when they come back.
+"""Gradients layer by layer, for a loss with layers that offload residuals to the host: when the copies run.
 
     forward    layer 0 ─ layer 1 ─ layer 2 │ layer 3 ─ layer 4 ─ layer 5 │ loss          0 and 3 are offloaded
                └ 0 leaves ─────────────────┘ └ 3 leaves ─────────────────┘
     backward   ... ─ layer 5 │ layer 4 ─ layer 3 ─ layer 2 │ layer 1 ─ layer 0
                              └ 3 comes back                └ 0 comes back
 
-XLA's scheduler sees that a copy may run beside compute, but not how long it takes, and not that memory is short. Left
-to itself it puts copies to the host off until the backward, and fetches what a layer wants when it wants it. What a
-program computes it must compute in order, though: here x waits in front of a layer that is offloaded, and in front of
-the loss, until what the one before keeps has left; and what a layer keeps comes back no sooner than the backward of a
-layer above it begins. `lax.optimization_barrier` says so, and the scheduler obeys.
+XLA's scheduler knows that a copy may run beside compute, but neither how long it takes nor that memory is short. Left
+to itself it delays copies to the host until the backward, and starts a copy back when a layer needs it. But it keeps
+the order of operations that depend on each other. So `lax.optimization_barrier` adds dependencies: in front of an
+offloaded layer, and in front of the loss, x waits until the residuals of the offloaded layer before have left; and the
+residuals of a layer begin to come back only when the backward of a layer above it begins.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax import lax
 
 from jax_fp8.core.layered_loss import LayeredLoss, of_layer
 from jax_fp8.core.paths import LayerPath, names_of
+from jax_fp8.core.types import Batch, PyTree, Variables
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class ByLayer:
     """Differentiates a loss layer by layer.
 
     Args:
-      loss: its layers, and those of them that are offloaded.
+      loss: its pieces, and which layers are offloaded.
       variables: with recorders.
-      read_rows: what every piece does with f32[rows], whose cotangents are maxima, before it is traced.
-      sums: by the path of a kernel, where its gradient is added up instead of being returned.
+      read_rows: takes f32[rows], whose cotangents are maxima, whenever a piece is traced: `GradientTape.receive`.
+      sums: by the path of a kernel, the Ref to which its GEMM adds the gradient instead of returning it.
     """
 
     loss: LayeredLoss
-    variables: Mapping
+    variables: Variables
     read_rows: Callable[[jax.Array], None]
     sums: Mapping[LayerPath, jax.Ref]
 
-    def value_and_grads(self, rows: jax.Array, batch: Any) -> tuple[jax.Array, tuple[dict, jax.Array]]:
+    def value_and_grads(self, rows: jax.Array, batch: Batch) -> tuple[jax.Array, tuple[dict[str, PyTree], jax.Array]]:
         """The loss of a batch, and the gradients of params and of `rows`."""
         loss, params = self.loss, self.variables["params"]
         around = {name: tree for name, tree in params.items() if name not in loss.layers}
@@ -50,15 +50,17 @@ class ByLayer:
         x, pull_first = jax.vjp(first, around, rows)
         x, pullbacks = self._forward(rows, x)
         value, pull_last = jax.vjp(last, around, rows, x)
-        d_last, maxima, dx = pull_last(jnp.ones_like(value))
-        gradients, of_rows, dx = self._backward(pullbacks, dx)
-        d_first, of_first = pull_first(dx)
+        d_last, d_rows, dx = pull_last(jnp.ones_like(value))
+        gradients, d_rows_of_layers, dx = self._backward(pullbacks, dx)
+        d_first, d_rows_of_first = pull_first(dx)
         gradients |= jax.tree.map(jnp.add, d_last, d_first)
-        maxima = functools.reduce(jnp.maximum, (*of_rows, of_first), maxima)
-        return value, ({name: gradients[name] for name in params}, maxima)
+        d_rows = functools.reduce(jnp.maximum, (*d_rows_of_layers, d_rows_of_first), d_rows)
+        return value, ({name: gradients[name] for name in params}, d_rows)
 
-    def _forward(self, rows, x):
-        pullbacks, leaving = {}, None
+    def _forward(self, rows: jax.Array, x: PyTree) -> tuple[PyTree, dict[str, "_Pullback"]]:
+        """The result of the last layer, and the pullback of each layer."""
+        pullbacks: dict[str, _Pullback] = {}
+        leaving: _Pullback | None = None  # of the last offloaded layer
         for name in self.loss.layers:
             is_offloaded = name in self.loss.on_host
             if is_offloaded and leaving is not None:
@@ -70,38 +72,45 @@ class ByLayer:
             leaving = pullbacks[name] if is_offloaded else leaving
         return x if leaving is None else leaving.after(x), pullbacks
 
-    def _backward(self, pullbacks, dx):
-        """Gradients by layer, those of rows, and that of what enters the first layer."""
-        gradients, of_rows, of_above = {}, [], {}
+    def _backward(
+        self, pullbacks: Mapping[str, "_Pullback"], dx: PyTree
+    ) -> tuple[dict[str, PyTree], list[jax.Array], PyTree]:
+        """The gradients of params, those of `rows` by layer, and the gradient of the input of the first layer."""
+        gradients: dict[str, PyTree] = {}
+        gradients_above: dict[str, PyTree] = {}
+        d_rows: list[jax.Array] = []
         layers, coming_back = self.loss.layers, comes_back_beside(self.loss)
         for index in reversed(range(len(layers))):
-            dx, of_above = self._settle([pullbacks[name] for name in coming_back[index]], dx, of_above)
-            gradients |= of_above
-            of_above, of_these, dx = pullbacks[layers[index]](dx)
-            of_rows.append(of_these)
-        return gradients | of_above, of_rows, dx
+            starting = [pullbacks[name] for name in coming_back[index]]
+            dx, gradients_above = self._settle(starting, dx, gradients_above)
+            gradients |= gradients_above
+            gradients_above, d_rows_here, dx = pullbacks[layers[index]](dx)
+            d_rows.append(d_rows_here)
+        return gradients | gradients_above, d_rows, dx
 
-    def _settle(self, coming_back, dx, gradients):
-        """dx and the gradients of the layer above, which are there before the next backward begins and anything comes
-        back. A gradient of a kernel is wanted by nobody before the optimizer; XLA would compute it then, and keep what
-        it reads until then.
+    def _settle(self, coming_back: Sequence["_Pullback"], dx: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
+        """dx and the gradients of the layer above, computed before the next backward begins and copies start to come
+        back. Without this, XLA would compute a kernel's gradient only for the optimizer, and keep its operands until
+        then.
         """
         paths, structure = jax.tree.flatten_with_path(gradients)
         leaves = {names_of(path): leaf for path, leaf in paths}
         refs = {path: self.sums[path] for path in leaves if path in self.sums}
-        made = {path: refs[path][...] if path in refs else leaf for path, leaf in leaves.items()}
-        dx, made = lax.optimization_barrier((dx, [*made.values()]))
+        arrays = [refs[path][...] if path in refs else leaf for path, leaf in leaves.items()]
+        dx, arrays = lax.optimization_barrier((dx, arrays))
         for pullback in coming_back:
             dx = pullback.after(dx)
-        for path, array in zip(leaves, made, strict=True):
+        for path, array in zip(leaves, arrays, strict=True):
             if path in refs:
                 refs[path][...] = array
             else:
                 leaves[path] = array
         return dx, structure.unflatten(leaves.values())
 
-    def _piece(self, function, own):
-        def run(params, rows, *x):
+    def _piece(self, function: Callable[..., PyTree], own: Variables) -> Callable[..., PyTree]:
+        """A piece of the loss with these variables, as a function of their params, of `rows`, and of x."""
+
+        def run(params: PyTree, rows: jax.Array, *x: PyTree) -> PyTree:
             self.read_rows(rows)
             return function({**own, "params": params}, *x)
 
@@ -109,10 +118,10 @@ class ByLayer:
 
 
 def comes_back_beside(loss: LayeredLoss) -> list[list[str]]:
-    """By the index of a layer, which layers' values begin to come back with its backward.
+    """By the index of a layer, the layers whose residuals begin to come back with its backward.
 
-    The copies of a layer leave in the time of the layers up to the next one that is offloaded. A backward takes twice
-    the time of a forward, so half as many layers are enough for the way back, and one at least.
+    A layer's copies to the host have the time of all layers up to the next offloaded one. A backward takes twice as
+    long as a forward, so half as many layers are enough for the way back, and at least one.
     """
     beside: list[list[str]] = [[] for _ in loss.layers]
     above = len(loss.layers)
@@ -125,23 +134,24 @@ def comes_back_beside(loss: LayeredLoss) -> list[list[str]]:
 
 
 class _Pullback:
-    """That of a layer, which holds what the layer keeps: some of it on the host."""
+    """The pullback of a layer, with the layer's residuals, some of them on the host."""
 
     def __init__(self, pullback: Callable):
-        leaves, self._structure = jax.tree.flatten(pullback)
-        self._leaves: list[Any] = leaves
-        self._away = [number for number, leaf in enumerate(leaves) if _is_on_host(leaf)]
+        self._leaves, self._structure = jax.tree.flatten(pullback)
+        self._on_host = [number for number, leaf in enumerate(self._leaves) if _is_on_host(leaf)]
 
-    def after(self, tree: Any) -> Any:
-        """The same arrays, there once all has left; and all is there, to come back, once they are."""
-        tree, arrays = lax.optimization_barrier((tree, [self._leaves[number] for number in self._away]))
-        for number, array in zip(self._away, arrays, strict=True):
+    def after(self, tree: PyTree) -> PyTree:
+        """The same arrays, which wait until the residuals on the host have arrived there; and the copies back, which
+        read these residuals, wait until the arrays are computed.
+        """
+        tree, arrays = lax.optimization_barrier((tree, [self._leaves[number] for number in self._on_host]))
+        for number, array in zip(self._on_host, arrays, strict=True):
             self._leaves[number] = array
         return tree
 
-    def __call__(self, dy: jax.Array) -> Any:
+    def __call__(self, dy: jax.Array) -> PyTree:
         return self._structure.unflatten(self._leaves)(dy)
 
 
-def _is_on_host(leaf: Any) -> bool:
+def _is_on_host(leaf: jax.Array) -> bool:
     return getattr(jax.typeof(leaf), "memory_space", None) == jax.memory.Space.Host

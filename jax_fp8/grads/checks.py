@@ -1,16 +1,15 @@
-"""What a loss function must return, said as soon as it has returned."""
-
-from typing import Any
+"""The check of a loss function's result, made as soon as it has returned."""
 
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import describe
+from jax_fp8.core.types import PyTree
 
 ALONE, ALONE_OR_PAIR = "return the loss alone", "return the loss alone, or pass has_aux=True"
 
 
-def check_loss(loss: Any, has_aux: bool, remedy: str = ALONE_OR_PAIR) -> None:
-    """Raise unless a loss function returned a scalar, or with `has_aux` a pair; `remedy`: what to do about a pair."""
+def check_loss(loss: PyTree, has_aux: bool, remedy: str = ALONE_OR_PAIR) -> None:
+    """Raise unless a loss function returned a scalar, or with `has_aux` a pair; `remedy` is for an unexpected pair."""
     if has_aux and not (isinstance(loss, tuple) and len(loss) == 2):
         raise ValueError(f"loss_fn must return (loss, aux) with has_aux=True, got {describe(loss)}; return a pair")
     value = loss[0] if has_aux else loss

@@ -1,89 +1,92 @@
-"""What a loss returns beside its number: what the caller wants to see of a step, and the next values of collections.
+"""The aux of a loss: metrics for the caller, and the next values of collections such as "batch_stats".
 
     loss_fn(variables, batch) → loss, {"batch_stats": ..., "accuracy": ...}
-                                       └ as a collection of the variables   └ anything else → metrics["aux"]
-    of several parts of a batch ─joined→ one, as if they had been one batch
+                                       └ named like a collection            └ anything else → metrics["aux"]
+    the aux of several parts of a batch ─joined→ one aux, as if the parts had been one batch
 
-A part is a microbatch, or a device's part of one. All of them start from the same collections.
+A part is a microbatch, or a device's part of one. All parts start from the same collections.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import KeyPath
 
 from jax_fp8.core.checks import describe, first_difference
 from jax_fp8.core.layered_loss import LayeredLoss
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.grads.checks import check_loss
 
-OWN_COLLECTIONS = ("params", "fp8", "fp8_cache")  # which a step moves by itself
+OWN_COLLECTIONS = ("params", "fp8", "fp8_cache")  # a step updates these, not the loss
+Reduction = Callable[[jax.Array], jax.Array]  # joins the arrays of all parts
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Aux:
-    """`collections`: those that the loss has changed, by name; `rest`: what else it returned beside its number."""
+    """`collections`: the next values of those that the loss has changed, by name; `rest`: all else in the aux."""
 
-    collections: dict[str, Any]
-    rest: Any
+    collections: dict[str, PyTree]
+    rest: PyTree
 
 
 class AuxLoss:
-    """`loss_fn(variables, batch) -> (loss, aux)` as a loss of `(loss, Aux)`: entries of a dict `aux` that are named
-    like collections of the variables are their next values.
+    """`loss_fn(variables, batch) -> (loss, aux)` as a loss that returns `(loss, Aux)`. If `aux` is a dict, its entries
+    that are named like collections of the variables are the next values of these.
     """
 
     def __init__(self, loss_fn: Callable):
         if isinstance(loss_fn, LayeredLoss):
             raise ValueError(
-                "has_aux=True needs a loss in one that returns (loss, aux), got a LayeredLoss, whose last piece is a "
+                "has_aux=True needs a function that returns (loss, aux), got a LayeredLoss, whose last piece returns a "
                 "number; leave out has_aux, or pass a function that calls it and returns a pair"
             )
         self._loss_fn = loss_fn
         self.whole_batch = getattr(loss_fn, "whole_batch", None)
 
-    def __call__(self, variables: Mapping, *args: Any, **options: Any) -> tuple[Any, Aux]:
+    def __call__(self, variables: Variables, *args: PyTree, **options: object) -> tuple[jax.typing.ArrayLike, Aux]:
         out = self._loss_fn(variables, *args, **options)
         check_loss(out, has_aux=True)
         return out[0], _as_aux(out[1], others_of(variables))
 
 
-def others_of(variables: Mapping) -> dict[str, Any]:
+def others_of(variables: Variables) -> dict[str, PyTree]:
     """The collections that a loss may change, as plain dicts."""
     return {name: _plain(tree) for name, tree in variables.items() if name not in OWN_COLLECTIONS}
 
 
 def joined_microbatches(stacked: Aux) -> Aux:
-    """Of the microbatches of a step, whose arrays are stacked along a first dim."""
+    """The aux of a step from those of its microbatches, whose arrays are stacked along a first dim."""
     return _joined(
         stacked,
-        lambda x: jnp.mean(x, axis=0, dtype=_wide(x)).astype(x.dtype),
-        lambda x: jnp.sum(x, axis=0, dtype=x.dtype),
-        lambda x: jnp.max(x, axis=0),
+        mean=lambda x: jnp.mean(x, axis=0, dtype=_mean_dtype(x)).astype(x.dtype),
+        total=lambda x: jnp.sum(x, axis=0, dtype=x.dtype),
+        largest=lambda x: jnp.max(x, axis=0),
     )
 
 
 def joined_devices(aux: Aux, axes: tuple[str, ...]) -> Aux:
-    """Of the devices of these mesh axes, whose parts of the batch are equally large; inside a `shard_map`."""
+    """The aux of all devices along these mesh axes, whose parts of the batch have equal size; inside a `shard_map`."""
     if not axes:
         return aux
     return _joined(
         aux,
-        lambda x: lax.pmean(x.astype(_wide(x)), axes).astype(x.dtype),
-        lambda x: lax.psum(x, axes),
-        lambda x: lax.pmax(x, axes),
+        mean=lambda x: lax.pmean(x.astype(_mean_dtype(x)), axes).astype(x.dtype),
+        total=lambda x: lax.psum(x, axes),
+        largest=lambda x: lax.pmax(x, axes),
     )
 
 
-def check_shapes_of_parts(of_part: Any, of_whole: Any) -> None:
-    """Raise where the shapes of what a loss returns depend on how many rows it has: the mean over parts of a batch
-    would be one of different rows.
+def check_shapes_of_parts(of_part: PyTree, of_whole: PyTree) -> None:
+    """Raise where the shapes of a loss's aux depend on the number of rows: an array with an entry for each row cannot
+    be averaged over parts of a batch.
 
     Args:
-      of_part, of_whole: shapes of `(loss, Aux)`, of a part of a batch and of all of it.
+      of_part: shapes of `(loss, Aux)` for a part of a batch.
+      of_whole: the same for the whole batch.
     """
     difference = first_difference(of_whole[1].rest, of_part[1].rest)
     if difference is not None:
@@ -94,16 +97,18 @@ def check_shapes_of_parts(of_part: Any, of_whole: Any) -> None:
 
 
 def check_has_no_aux(has_aux: bool) -> None:
-    """Raise where microbatches in pieces would have to add up what a loss returns: nobody knows its shapes before."""
+    """Raise for microbatches in pieces: their aux would have to be added up before its shapes are known."""
     if has_aux:
         raise ValueError(
-            "microbatches in pieces are of a loss that returns a number alone, got a step with has_aux=True; call "
+            "microbatches in pieces need a loss that returns a number alone, got a step with has_aux=True; call "
             "step(state, batch), which splits the batch, or make another step without has_aux"
         )
 
 
-def _joined(aux: Aux, mean: Callable, total: Callable, largest: Callable) -> Aux:
-    def of_collection(x):
+def _joined(aux: Aux, mean: Reduction, total: Reduction, largest: Reduction) -> Aux:
+    """Floats: the mean. Integers and flags: in a collection the maximum; in the rest the sum, or any flag."""
+
+    def join_collection(x: jax.Array) -> jax.Array:
         if not _is_of_numbers(x.dtype):
             raise ValueError(
                 "a collection that parts of a batch change must hold numbers, whose mean or maximum is the next, got "
@@ -111,13 +116,13 @@ def _joined(aux: Aux, mean: Callable, total: Callable, largest: Callable) -> Aux
             )
         return mean(x) if _is_float(x) else largest(x)
 
-    def of_rest(x):
+    def join_rest(x: jax.Array) -> jax.Array:
         return mean(x) if _is_float(x) else largest(x) if x.dtype == bool else total(x)
 
-    return Aux(jax.tree.map(of_collection, aux.collections), jax.tree.map(of_rest, aux.rest))
+    return Aux(jax.tree.map(join_collection, aux.collections), jax.tree.map(join_rest, aux.rest))
 
 
-def _as_aux(aux, collections) -> Aux:
+def _as_aux(aux: PyTree, collections: Variables) -> Aux:
     aux = _plain(aux)
     if not isinstance(aux, dict):
         _check_has_none_inside(aux, collections)
@@ -136,7 +141,7 @@ def _as_aux(aux, collections) -> Aux:
     return Aux(changed, _as_numbers(rest))
 
 
-def _check_is_alike(name, before, after):
+def _check_is_alike(name: str, before: PyTree, after: PyTree) -> None:
     difference = first_difference(before, after)
     if difference is not None:
         raise ValueError(
@@ -146,41 +151,41 @@ def _check_is_alike(name, before, after):
         )
 
 
-def _check_has_none_inside(rest, collections):
-    """Raise where a collection is not at the top of aux: it would be taken for a metric, and stay as it was."""
+def _check_has_none_inside(rest: PyTree, collections: Variables) -> None:
+    """Raise where a collection is inside of an entry of aux: it would be taken for a metric, and not be updated."""
     trees = [tree for tree in collections.values() if any(map(jnp.ndim, jax.tree.leaves(tree)))]
 
-    def is_one(node):
+    def is_collection(node: PyTree) -> bool:
         if not isinstance(node, Mapping):
             return False
         named = collections.keys() & node.keys() or isinstance(node.get("fp8"), Mapping)
         return bool(named) or any(first_difference(tree, _plain(node)) is None for tree in trees)
 
-    for path, node in jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_one):
-        if is_one(node):
+    for path, node in jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_collection):
+        if is_collection(node):
             raise ValueError(
                 "collections must be entries of aux, a dict, by the names that they have in the state, got "
-                f"{describe(node)} at {_place(path)}; return (loss, {{**updates, ...}}) with the updates that "
+                f"{describe(node)} at {_shown(path)}; return (loss, {{**updates, ...}}) with the updates that "
                 "model.apply returned"
             )
 
 
-def _plain(tree) -> Any:
-    """Dicts where there are others, such as Flax's frozen ones."""
+def _plain(tree: PyTree) -> PyTree:
+    """The same tree with plain dicts in place of other mappings, such as Flax's frozen ones."""
     return {name: _plain(child) for name, child in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def _as_numbers(rest) -> Any:
+def _as_numbers(rest: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(_as_number, rest)
 
 
-def _as_number(path, leaf) -> jax.Array:
-    """An array, of one dtype for every number of parts: counts are added up, and in 8 or 16 bits they would wrap."""
+def _as_number(path: KeyPath, leaf: object) -> jax.Array:
+    """A leaf as an array. Integers get at least 32 bits: counts are added up, and in 8 or 16 bits they would wrap."""
     dtype = getattr(leaf, "dtype", None)
     is_number = isinstance(leaf, bool | int | float | complex) if dtype is None else _is_of_numbers(dtype)
     if not is_number:
         raise ValueError(
-            f"aux must hold numbers and flags, got {describe(leaf)} at {_place(path)}; leave it out of what loss_fn "
+            f"aux must hold numbers and flags, got {describe(leaf)} at {_shown(path)}; leave it out of what loss_fn "
             "returns"
         )
     array = jnp.asarray(leaf)
@@ -190,18 +195,18 @@ def _as_number(path, leaf) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.uint32 if is_unsigned else jnp.int32))
 
 
-def _is_of_numbers(dtype) -> bool:
+def _is_of_numbers(dtype: jax.typing.DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _place(path) -> str:
+def _shown(path: KeyPath) -> str:
     return f"aux{jax.tree_util.keystr(path)}"
 
 
-def _is_float(x) -> bool:
+def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _wide(x) -> Any:
-    """In which a mean is computed."""
+def _mean_dtype(x: jax.Array) -> jax.typing.DTypeLike:
+    """The dtype in which a mean is computed."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.float32

@@ -1,21 +1,21 @@
-"""What every pass that takes gradients is made of, whoever differentiates: jax, layer by layer, a pipeline, or NNX.
+"""`GradientTape`: every pass that takes gradients uses it, by `jax.grad`, layer by layer, in a pipeline, or with NNX.
 
-    tape = GradientTape(variables)                                    a recorder beside each GEMM's state
-    loss_fn(tape.variables, ...), differentiated by params and rows backward passes write to Refs
-    tape.read(loss, grads, of_rows)                                 PassResult(loss, grads, amaxes, measured)
+    tape = GradientTape(variables)                                    puts a recorder beside each GEMM's state
+    loss_fn(tape.variables, ...), differentiated by params and rows   backward passes write to the recorders' Refs
+    tape.read(loss, grads, d_rows)                                    PassResult(loss, grads, amaxes, measured)
 
 `rows` f32[rows] is the vector whose cotangent takes amaxes where Refs cannot be written to. Each function that is
-differentiated takes it, and calls `tape.receive(rows)` first.
+differentiated has it as an argument, and calls `tape.receive(rows)` first.
 
-Besides amaxes, backward passes hand over measurements, by maximum too. A new one is a `Measurement` in `observe`, and
-one line in the backward of an op: `gemm.record.measure(name, numbers)`.
+Backward passes also leave measurements, by maximum like amaxes. A new one takes a `Measurement` in `observe`, and one
+line in the backward of an op: `gemm.record.measure(name, numbers)`.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,23 +23,25 @@ import numpy as np
 from flax.linen.fp8_ops import fp32_max_grad
 from jax import lax
 
+from jax_fp8.core.deferral import Deferral
 from jax_fp8.core.fp8_gemm import GradientSum, Record
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, map_with_names, put_at_path
 from jax_fp8.core.recorder import RECORDER, Cotangents, Recorder, Refs
 from jax_fp8.core.state import check_dtypes, join_amaxes, map_gemms_with_path, no_amaxes
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.vma import vary
 from jax_fp8.ops.passes import share_wgrad
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers that backward passes of a layer leave by maximum: over uses, microbatches and devices.
+    """Numbers that backward passes of a layer leave, by maximum over uses, microbatches and devices.
 
     Args:
-      path: of the GEMM, or of another module that finds a recorder in its collection.
-      name: under which the layer writes them: see `Record.measure`.
-      shape: of the numbers, float32; the first dim is that of layers, where `nn.scan` stacks them.
-      is_needed: a pass that cannot carry them fails; otherwise it leaves zeros.
+      path: the path of the GEMM, or of another module that finds a recorder in its collection.
+      name: the name under which the layer writes them, by `Record.measure`.
+      shape: the shape of the numbers, float32; the first dim is that of layers, where `nn.scan` stacks them.
+      is_needed: whether a pass that cannot carry them fails; otherwise it returns zeros.
     """
 
     path: LayerPath
@@ -48,125 +50,125 @@ class Measurement:
     is_needed: bool = True
 
 
-Observed = Sequence[Measurement]
+Observed: TypeAlias = Sequence[Measurement]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass returns, and several of them together.
+    """The result of a pass, or of several passes together.
 
     Args:
       loss: a scalar.
-      grads: like the params; where gradients add up, their sums, float32.
-      amaxes: f32[rows], as `join_amaxes` joins them: for `finish_step` or `stage_joined`.
-      measured: f32[size], what was observed, one after the other.
-      aux: what the loss returned beside its number.
+      grads: like the params; with gradient accumulation the sums, float32.
+      amaxes: f32[rows], in the order of `join_amaxes`: for `finish_step` or `stage_joined`.
+      measured: f32[size], the measurements one after the other.
+      aux: the aux of the loss.
     """
 
     loss: jax.Array
-    grads: Any
+    grads: PyTree
     amaxes: jax.Array
     measured: jax.Array
-    aux: Any = None
+    aux: PyTree = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What backward passes have left, each GEMM's in an array of its own.
+    """The accumulated results of backward passes, with an array for each GEMM.
 
     Args:
-      sums: of gradients, like the params, float32; where none add up, the gradients.
-      amaxes: f32[3] by GEMM, f32[layers, 3] of layers that are stacked. In a pipeline they have a first dim of 1.
-      measured: f32[*shape] by GEMM and name, likewise.
+      sums: of gradients, like the params, float32; without gradient accumulation, the gradients.
+      amaxes: f32[3] by GEMM, f32[layers, 3] where layers are stacked. In a pipeline they have a first dim of 1.
+      measured: f32[*shape] by GEMM and name of the measurement, with the same first dim.
     """
 
-    sums: Any
+    sums: PyTree
     amaxes: dict[LayerPath, jax.Array]
     measured: dict[tuple[LayerPath, str], jax.Array]
 
     @classmethod
-    def none(cls, variables: Mapping, observe: Observed, sums: Any, first: tuple[int, ...] = ()) -> "Totals":
-        """Before the first backward; `first`: dims before the others."""
+    def none(cls, variables: Variables, observe: Observed, sums: PyTree, first: tuple[int, ...] = ()) -> "Totals":
+        """The totals before the first backward, zeros beside `sums`; `first`: dims in front of the others."""
         amaxes = {path: (*_layers(stacked), 3) for path, stacked in _states(fp8_state_of(variables)).items()}
-        measured = {(of.path, of.name): jnp.zeros((*first, *of.shape)) for of in observe}
+        measured = {(each.path, each.name): jnp.zeros((*first, *each.shape)) for each in observe}
         return cls(sums, {path: jnp.zeros((*first, *shape)) for path, shape in amaxes.items()}, measured)
 
 
 class GradientTape:
-    """Puts a recorder beside the state of each GEMM, and reads what a pass has left in it.
+    """Puts a recorder beside the state of each GEMM, and reads the recorders after a pass.
 
     Args:
       variables: with "params".
-      gemms: those without state, whose kernels may be among the sums, or whose operands are deferred.
+      gemms: GEMMs without state, whose kernels may be among the sums, or whose operands are deferred.
       sums: of gradients, float32, like the params: this pass adds its own to them. None: gradients are returned.
       weight: of this pass's gradients in the sums.
-      observe: what backward passes measure.
-      defer: by GEMM, where it leaves the operands of its kernels' gradients.
+      observe: the measurements that backward passes make.
+      defer: by GEMM, where its backward leaves the operands of the wgrad GEMM.
       from_current: scale every tensor by its own amax.
-      axes: over which what the loss takes varies, in a `shard_map` that checks.
-      earlier: what earlier units of work of a pipeline's stage have left, in place of `sums`. Then only backward
-        passes record: a forward without a backward records nothing.
+      axes: the mesh axes over which the loss's arguments vary, in a `shard_map` that checks this.
+      earlier: the totals of a pipeline stage's earlier units of work, in place of `sums`. Then only backward passes
+        record: a forward without a backward records nothing.
     """
 
     def __init__(
         self,
-        variables: Mapping,
+        variables: Variables,
         *,
         gemms: Collection[LayerPath] = (),
-        sums: Any = None,
+        sums: PyTree = None,
         weight: float = 1.0,
         observe: Observed = (),
-        defer: Mapping[LayerPath, Any] = MappingProxyType({}),
+        defer: Mapping[LayerPath, Deferral] = MappingProxyType({}),
         from_current: bool = False,
         axes: frozenset[str] = frozenset(),
         earlier: Totals | None = None,
     ):
-        self._given, self._state, self._axes = variables, fp8_state_of(variables), axes
+        self._plain, self._state, self._axes = variables, fp8_state_of(variables), axes
         check_dtypes(self._state)
         self._weight, self._before = weight, earlier or Totals.none(variables, observe, sums)
         added = () if self._before.sums is None else added_by_gemms(self._state, self._before.sums, gemms)
         self.sums = {path: jax.new_ref(at_path(self._before.sums, path)) for path in added}
         self._amaxes = {path: jax.new_ref(vary(start, axes)) for path, start in self._before.amaxes.items()}
-        self._measured = {of: jax.new_ref(vary(start, axes)) for of, start in self._before.measured.items()}
+        self._measured = {key: jax.new_ref(vary(start, axes)) for key, start in self._before.measured.items()}
         self._cotangents, self._recorders, first_row = Cotangents(), {}, 0
-        for path in dict.fromkeys([*self._amaxes, *gemms, *(of.path for of in observe)]):
+        for path in dict.fromkeys([*self._amaxes, *gemms, *(each.path for each in observe)]):
             has_state, stacked = path in self._amaxes, self._stacked(path)
             record = self._record(path, defer.get(path), path if from_current and has_state else None)
             slot = jnp.arange(math.prod(stacked), dtype=jnp.int32).reshape(stacked) if stacked else None
             if earlier is not None and (has_state or record.measured):
-                slot = jnp.int32(0)  # with which the backward alone records: see `Fp8Gemm.record_forward`
+                slot = jnp.int32(0)  # with a slot, only the backward records: see `Fp8Gemm.record_forward`
             if has_state or record.measured or record.gradient or record.deferral:
                 refs = Refs(
                     record=record,
                     from_current=from_current or not has_state,
                     cotangents=self._cotangents,
                     first_row=first_row,
-                    needed=tuple(of.name for of in observe if of.path == path and of.is_needed),
+                    needed=tuple(each.name for each in observe if each.path == path and each.is_needed),
                 )
                 self._recorders[path] = Recorder(refs, slot)
             first_row += 3 * math.prod(stacked) if has_state else 0
 
-    def _record(self, path: LayerPath, deferral: Any, staged: LayerPath | None) -> Record:
-        """The Refs of a GEMM; `staged`: its path, if anybody asks which rows are staged."""
+    def _record(self, path: LayerPath, deferral: Deferral | None, staged: LayerPath | None) -> Record:
+        """The Refs of a GEMM; `staged`: its path, where `reached_rows` is to know which rows are staged."""
         measured = {name: ref for (gemm, name), ref in self._measured.items() if gemm == path}
         sums = tuple(self.sums[kernel] for kernel in kernel_paths(path) if kernel in self.sums)
         gradient = GradientSum(sums, self._weight) if sums else None
         return Record(self._amaxes.get(path), gradient=gradient, deferral=deferral, measured=measured, path=staged)
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """What the loss is called with."""
-        return self.recorded(self._given)
+    def variables(self) -> dict[str, PyTree]:
+        """The variables with recorders, with which to call the loss."""
+        return self.recorded(self._plain)
 
     @property
     def rows(self) -> jax.Array:
-        """f32[rows] of zeros."""
+        """f32[rows] of zeros, to differentiate by."""
         return vary(no_amaxes(self._state), self._axes)
 
-    def recorded(self, variables: Mapping) -> dict[str, Any]:
-        """Variables like those of the tape, with its recorders."""
+    def recorded(self, variables: Variables) -> dict[str, PyTree]:
+        """Variables of the same structure as those of the tape, with its recorders."""
         state: dict = {}
         for path, recorder in self._recorders.items():
             own = at_path(variables["fp8"], path) if path in self._amaxes else {}
@@ -174,46 +176,46 @@ class GradientTape:
         return {**variables, "fp8": state} if state else {**variables}
 
     def receive(self, rows: jax.Array) -> None:
-        """A function that is being traced takes the rows by which it is differentiated."""
+        """Take the `rows` by which a function is differentiated, while the function is being traced."""
         self._cotangents.vector = sums_are_maxima(rows)
 
-    def read(self, loss: jax.Array, grads: Any, of_rows: jax.Array, aux: Any = None) -> PassResult:
-        """What the pass has left.
+    def read(self, loss: jax.Array, grads: PyTree, d_rows: jax.Array, aux: PyTree = None) -> PassResult:
+        """The result of the pass.
 
         Args:
-          grads: of whatever it was differentiated by; like the params where gradients add up.
-          of_rows: the gradient of `rows`.
+          grads: the gradients; like the params if there are sums.
+          d_rows: the gradient of `rows`.
         """
-        left = self.read_totals(grads, of_rows)
-        amaxes, measured = (join_amaxes([*arrays.values()]) for arrays in (left.amaxes, left.measured))
-        return PassResult(loss, left.sums, amaxes, measured, aux)
+        totals = self.read_totals(grads, d_rows)
+        amaxes, measured = (join_amaxes([*arrays.values()]) for arrays in (totals.amaxes, totals.measured))
+        return PassResult(loss, totals.sums, amaxes, measured, aux)
 
-    def read_totals(self, grads: Any, of_rows: jax.Array) -> Totals:
-        """`read`, of each GEMM by itself: what a unit of work of a pipeline's stage has left, and those before it."""
+    def read_totals(self, grads: PyTree, d_rows: jax.Array) -> Totals:
+        """`read` with an array for each GEMM: the totals of a pipeline stage up to this unit of work."""
         self._check_are_met()
         amaxes = {path: ref[...] for path, ref in self._amaxes.items()}
         if self._cotangents.is_used:
-            ends = np.cumsum([left.size for left in amaxes.values()])
-            of_gemms = zip(amaxes.items(), jnp.split(of_rows, ends[:-1]), strict=True)
-            amaxes = {path: jnp.maximum(left, rows.reshape(left.shape)) for (path, left), rows in of_gemms}
+            ends = np.cumsum([amax.size for amax in amaxes.values()])
+            by_gemm = zip(amaxes.items(), jnp.split(d_rows, ends[:-1]), strict=True)
+            amaxes = {path: jnp.maximum(amax, rows.reshape(amax.shape)) for (path, amax), rows in by_gemm}
         if self._before.sums is not None:
-            # A gradient that a GEMM has added up itself is zeros here. Adding it brings what reached the kernel another
-            # way, as a rule nothing.
+            # A gradient that a GEMM has added to its Ref is zeros here. If the loss uses the kernel in another way too,
+            # the gradient holds that part, so it is added.
             grads = jax.tree.map(lambda total, grad: add_share(total, self._weight, grad), self.added_up(), grads)
-        return Totals(grads, amaxes, {of: ref[...] for of, ref in self._measured.items()})
+        return Totals(grads, amaxes, {key: ref[...] for key, ref in self._measured.items()})
 
-    def added_up(self) -> Any:
-        """The sums, with what GEMMs have added to them: like the params."""
+    def added_up(self) -> PyTree:
+        """The sums, like the params, with the gradients that GEMMs have added to their Refs."""
         return map_with_names(
             lambda path, total: self.sums[path][...] if path in self.sums else total, self._before.sums
         )
 
     def _check_are_met(self) -> None:
-        """Raise where a measurement that must be there is of a layer that the loss does not run."""
+        """Raise where a needed measurement is of a layer that the loss does not run."""
         for path, recorder in self._recorders.items():
             if recorder.refs.needed and not recorder.refs.is_met:
                 raise ValueError(
-                    "what is observed must be measured in a layer that the loss runs, got "
+                    "a measurement must be made in a layer that the loss runs, got "
                     f"{', '.join(recorder.refs.needed)} of {'/'.join(path)}; pass the path of such a layer"
                 )
 
@@ -221,25 +223,25 @@ class GradientTape:
         """The dims along which `nn.scan` stacks the layers of a GEMM."""
         if path in self._amaxes:
             return at_path(self._state, path)["scale"].shape[:-1]
-        kernel = at_path(self._given["params"], next(iter(kernel_paths(path)), ()))
+        kernel = at_path(self._plain["params"], next(iter(kernel_paths(path)), ()))
         return getattr(kernel, "shape", ())[: -3 if is_of_experts(path) else -2]
 
 
-def add_share(total: Any, weight: float, gradient: jax.Array) -> Any:
-    """A sum of gradients, and one more: float32."""
+def add_share(total: jax.Array, weight: float, gradient: jax.Array) -> jax.Array:
+    """`total + weight * gradient`, in float32."""
     return total + share_of(weight, gradient)
 
 
 def share_of(weight: float, gradient: jax.Array) -> jax.Array:
-    """What a gradient adds to a sum, float32."""
+    """`weight * gradient`, in float32."""
     return np.float32(weight) * gradient.astype(jnp.float32)
 
 
-def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
-    """The kernels whose gradients are added up by the GEMMs that compute them, in place, and not by an addition after
-    the pass: of GEMMs with state, and of `gemms`.
+def added_by_gemms(fp8_state: Mapping, sums: PyTree, gemms: Collection[LayerPath] = ()) -> list[LayerPath]:
+    """The kernels, of GEMMs with state and of `gemms`, whose gradients the wgrad GEMMs themselves add to the sums in
+    place; those of other params are added after the pass.
 
-    They are matrices, not stacked by `nn.scan`, and large enough for a GEMM of their own.
+    Such kernels are matrices, not stacked by `nn.scan`, and large enough for a wgrad GEMM of their own.
     """
     added: dict[LayerPath, None] = {}
     for path in [*gemms, *_states(fp8_state)]:
@@ -252,14 +254,14 @@ def added_by_gemms(fp8_state: Mapping, sums: Mapping, gemms: Collection[LayerPat
 
 
 def nothing_measured(observe: Observed) -> jax.Array:
-    """What is `measured` before the first pass."""
-    return jnp.zeros(sum(math.prod(of.shape) for of in observe), jnp.float32)
+    """`PassResult.measured` before the first pass."""
+    return jnp.zeros(sum(math.prod(each.shape) for each in observe), jnp.float32)
 
 
 @jax.custom_vjp
 def sums_are_maxima(rows: jax.Array) -> jax.Array:
-    """f32[rows] in a dtype whose cotangents are "added" by taking the larger one."""
-    with jax.debug_nans(False):  # which cannot look at such a dtype outside of jit
+    """f32[rows] in a dtype whose cotangents jax "adds" by taking the larger one."""
+    with jax.debug_nans(False):  # debug_nans cannot check an array of such a dtype outside of jit
         return lax.convert_element_type(rows, fp32_max_grad)
 
 
@@ -269,7 +271,8 @@ sums_are_maxima.defvjp(
 )
 
 
-def fp8_state_of(variables: Any) -> Mapping:
+def fp8_state_of(variables: PyTree) -> Mapping[str, PyTree]:
+    """The collection "fp8", or {}. Raise unless the variables have "params"."""
     if not isinstance(variables, Mapping) or "params" not in variables:
         arrived = f"a dict with {sorted(variables)}" if isinstance(variables, Mapping) else type(variables).__name__
         raise ValueError(

@@ -1,3 +1,1 @@
-"""What is read from traced programs. This is the only room that knows how jax writes a jaxpr down; it knows nothing of
-FP8.
-"""
+"""Reading traced programs. Only this room knows how jax represents a jaxpr; it knows nothing of FP8."""

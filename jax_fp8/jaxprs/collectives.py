@@ -1,8 +1,11 @@
-"""Which equations are collectives, by the names of their primitives, and over which axes they go."""
+"""Which equations are collectives, by the names of their primitives, and over which axes they communicate."""
 
 from typing import Any
 
-# Primitive: the function of jax.lax that it is. Those that only cast between varying and invariant send nothing.
+from jax.extend.core import JaxprEqn
+
+# The name of a primitive, and the function of jax.lax that makes it. Primitives that only cast between varying and
+# invariant send nothing, and are not listed.
 COLLECTIVES = {
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), "psum"),
     **dict.fromkeys(("pmax", "unreduced_pmax"), "pmax"),
@@ -13,8 +16,8 @@ COLLECTIVES = {
 }
 
 
-def axes_of(equation: Any) -> tuple[Any, ...]:
-    """The axes of a collective, or of `axis_index`: those of a mesh by name, those of a `jax.vmap` also by number."""
+def axes_of(equation: JaxprEqn) -> tuple[Any, ...]:
+    """The axes of a collective, or of `axis_index`: mesh axes by name, axes of a `jax.vmap` by name or number."""
     params = equation.params
     named = params["axes"] if "axes" in params else params["axis_name"]
     return named if isinstance(named, tuple) else (named,)

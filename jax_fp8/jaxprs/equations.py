@@ -1,22 +1,24 @@
-"""What one equation of a jaxpr holds: the jaxprs in it, how its operands reach them, and how often they run.
+"""The inside of one equation of a jaxpr: the jaxprs in it, how its operands reach them, and how often they run.
 
-jax changes how it writes these down (a scan counts its operands in jax 0.10, and has a tree of them since 0.11; a
-jaxpr with its constants was a class of its own, and is a jaxpr since 0.11). Nobody else has to know.
+jax changes how it represents these: a scan counts its operands in jax 0.10 and has a tree of them since 0.11; a jaxpr
+with its constants was a class of its own and is a jaxpr since 0.11. Other files need not know.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+Atom = Var | Literal
 
 
 class ScanParts(NamedTuple):
-    """The body of a scan, and where constants, carry and xs are among the operands, carry and ys among the results. In
-    the body they are in the same places, of xs and ys an element each.
+    """The body of a scan, and the positions of constants, carry and xs among the operands, of carry and ys among the
+    results. The body has the same positions, with one element of xs and ys.
     """
 
-    body: Any
+    body: Jaxpr
     consts: slice
     carry: slice
     xs: slice
@@ -24,7 +26,7 @@ class ScanParts(NamedTuple):
     ys: slice
 
 
-def scan_parts(equation: Any) -> ScanParts:
+def scan_parts(equation: JaxprEqn) -> ScanParts:
     params, (body,) = equation.params, inner_jaxprs(equation)
     if "num_consts" in params:  # jax 0.10
         consts, carry = params["num_consts"], params["num_carry"]
@@ -36,47 +38,49 @@ def scan_parts(equation: Any) -> ScanParts:
     )
 
 
-def inner_jaxprs(equation: Any, platform: str | None = None) -> list[Any]:
-    """The jaxprs that an equation holds.
+def inner_jaxprs(equation: JaxprEqn, platform: str | None = None) -> list[Jaxpr]:
+    """The jaxprs in an equation.
 
     Args:
-      platform: of what `jax.lax.platform_dependent` made, only the branch for it; None is all branches.
+      platform: of the branches of `jax.lax.platform_dependent`, return only that for this platform; None is all.
     """
     platforms = equation.params.get("branches_platforms")
     inner = [*jaxprs_in_params(equation.params)]
     if platform is None or platforms is None:
         return inner
     own = (number for number, names in enumerate(platforms) if names and platform in names)
-    return [inner[next(own, len(inner) - 1)]]  # the default is the last one
+    return [inner[next(own, len(inner) - 1)]]  # the default branch is the last one
 
 
-def called_jaxpr(equation: Any) -> Any:
-    """The jaxpr that takes an equation's operands, in order, and makes its results, as in `jax.jit`, `jax.checkpoint`,
-    `jax.custom_vjp`, `jax.custom_jvp` and `jax.shard_map`; None of any other equation.
+def called_jaxpr(equation: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr that takes an equation's operands in order and returns its results, as in `jax.jit`, `jax.checkpoint`,
+    `jax.custom_vjp`, `jax.custom_jvp` and `jax.shard_map`; None for any other equation.
     """
     name, inner = equation.primitive.name, inner_jaxprs(equation)
     if name == "scan" or len(inner) != 1:
         return None
-    is_call = name == "shard_map" or _types(equation) == _types(inner[0])  # shards have other shapes
+    # Inside of a shard_map arrays have the shapes of shards, so types differ there.
+    is_call = name == "shard_map" or _types(equation) == _types(inner[0])
     return inner[0] if is_call else None
 
 
-def _types(of) -> list[list[tuple]]:
+def _types(program: JaxprEqn | Jaxpr) -> list[list[tuple[object, object]]]:
+    """Shapes and dtypes of the operands and of the results."""
     return [
         [(getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)) for atom in atoms]
-        for atoms in (of.invars, of.outvars)
+        for atoms in (program.invars, program.outvars)
     ]
 
 
-def turns(equation: Any, unknown: float = math.inf) -> Any:
-    """How often an equation executes what it holds; `unknown` where only a run can tell, as of a while loop."""
+def turns(equation: JaxprEqn, unknown: float = math.inf) -> Any:
+    """How often an equation runs the jaxprs in it; `unknown` for a while loop, whose iterations only a run can tell."""
     name = equation.primitive.name
     return equation.params["length"] if name == "scan" else unknown if name == "while" else 1
 
 
-def all_equations(jaxpr: Any, count: float = 1) -> Iterator[tuple[Any, float]]:
-    """The equations of a jaxpr and of all that it holds, in program order, and how often `count` calls execute each;
-    those of a conditional in all its branches.
+def all_equations(jaxpr: Jaxpr, count: float = 1) -> Iterator[tuple[JaxprEqn, float]]:
+    """The equations of a jaxpr and of all jaxprs in it, in program order, and how often `count` calls run each of them,
+    as if a conditional ran all of its branches.
     """
     for equation in jaxpr.eqns:
         yield equation, count
@@ -84,6 +88,6 @@ def all_equations(jaxpr: Any, count: float = 1) -> Iterator[tuple[Any, float]]:
             yield from all_equations(inner, count * turns(equation))
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]

@@ -1,24 +1,23 @@
-"""What a program says of values that have a name (`jax.ad_checkpoint.checkpoint_name`): which argument each of them is,
-and how often a call of the program comes by one.
+"""Values with a name (`jax.ad_checkpoint.checkpoint_name`) in a program: which argument of the program each of them is,
+and how often a call of the program computes them.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
-from jax_fp8.jaxprs.equations import all_equations, called_jaxpr, inner_jaxprs, scan_parts
+from jax_fp8.jaxprs.equations import Atom, all_equations, called_jaxpr, inner_jaxprs, scan_parts
 
-# Calls whose gradient is that of the function which they hold; a rule of its own may have any other.
+# Calls with the gradient of the function in them. A call with a rule of its own, such as custom_vjp, may have another.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
-UNCHANGED = ("name", "sharding_constraint")
+UNCHANGED = ("name", "sharding_constraint")  # primitives that return their operand
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Which argument a value is; or, after `depth` scans over leading dims, an element of it."""
+    """Which argument a value is; or, after `depth` scans over leading dims, which argument it is an element of."""
 
     argument: int
     depth: int = 0
@@ -27,51 +26,54 @@ class Origin:
 Origins = dict[str, set[Origin | None]]
 
 
-def origins(jaxpr: Any, given: Sequence[Origin | None], unchanged: Collection[str] = UNCHANGED) -> Origins:
-    """What carries a name in a jaxpr: each argument that it is, or None for anything else.
+def origins(jaxpr: Jaxpr, arguments: Sequence[Origin | None], unchanged: Collection[str] = UNCHANGED) -> Origins:
+    """By name, the origins of all values in a jaxpr with this name; None for a value that is not an argument.
 
     Args:
-      given: of the jaxpr's arguments.
-      unchanged: primitives whose result is what they take.
+      arguments: the origins of the jaxpr's arguments.
+      unchanged: primitives whose result counts as their operand.
     """
-    found: Origins = defaultdict(set)
-    _walk(jaxpr, given, found, unchanged)
-    return found
+    by_name: Origins = defaultdict(set)
+    _walk(jaxpr, arguments, by_name, unchanged)
+    return by_name
 
 
-def _walk(jaxpr, given, found: Origins, unchanged) -> list[Origin | None]:
-    """The origins of the results."""
-    known = dict(zip(jaxpr.invars, given, strict=True))
+def _walk(
+    jaxpr: Jaxpr, arguments: Sequence[Origin | None], by_name: Origins, unchanged: Collection[str]
+) -> list[Origin | None]:
+    """Add the origins of named values to `by_name`, and return those of the results."""
+    known: dict[Var, Origin | None] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def origin_of(atom):
+    def origin_of(atom: Atom) -> Origin | None:
         return None if isinstance(atom, Literal) else known.get(atom)
 
     for equation in jaxpr.eqns:
-        taken = [origin_of(atom) for atom in equation.invars]
+        operands = [origin_of(atom) for atom in equation.invars]
         name = equation.primitive.name
         called = called_jaxpr(equation) if name in _CALLS else None
         results: Sequence[Origin | None] = [None] * len(equation.outvars)
         if name in unchanged:
-            results = taken[:1]
+            results = operands[:1]
         elif called is not None:
-            results = _walk(called, taken, found, unchanged)
+            results = _walk(called, operands, by_name, unchanged)
         elif name == "scan":
             parts = scan_parts(equation)
-            elements = (of and Origin(of.argument, of.depth + 1) for of in taken[parts.xs])
-            in_a_turn = [*taken[parts.consts], *[None for _ in taken[parts.carry]], *elements]
-            _walk(parts.body, in_a_turn, found, unchanged)
+            elements = (origin and Origin(origin.argument, origin.depth + 1) for origin in operands[parts.xs])
+            # An iteration may replace the carry, so it counts as no argument.
+            in_body = [*operands[parts.consts], *[None for _ in operands[parts.carry]], *elements]
+            _walk(parts.body, in_body, by_name, unchanged)
         else:
             for inner in inner_jaxprs(equation):
-                of_inner = taken[1:] if name == "cond" else [None] * len(inner.invars)
-                _walk(inner, of_inner, found, unchanged)
+                in_inner = operands[1:] if name == "cond" else [None] * len(inner.invars)
+                _walk(inner, in_inner, by_name, unchanged)
         if name == "name":
-            found[equation.params["name"]].add(taken[0])
+            by_name[equation.params["name"]].add(operands[0])
         known |= dict(zip(equation.outvars, results, strict=True))
     return [origin_of(atom) for atom in jaxpr.outvars]
 
 
-def call_counts(jaxpr: Any) -> Counter[str]:
-    """How often one call of a jaxpr comes by each name; infinitely often in a loop of unknown length."""
+def call_counts(jaxpr: Jaxpr) -> Counter[str]:
+    """How often one call of a jaxpr computes a value of each name; infinitely often in a loop of unknown length."""
     counts: Counter[str] = Counter()
     for equation, count in all_equations(jaxpr):
         if equation.primitive.name == "name":

@@ -145,7 +145,7 @@ def fields_of(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 
     cast = None
     if "values" in arrays:
-        cast = Fp8Pair.of(arrays["values"], arrays.get("values_t"), arrays["scale"], arrays["amax"])
+        cast = Fp8Pair.with_shared_scale(arrays["values"], arrays.get("values_t"), arrays["scale"], arrays["amax"])
     weight = {name: arrays.get(name) for name in ("param", "master")}
     return {"mu": moment("mu"), "nu": moment("nu"), **weight, "cast": cast}
 

@@ -72,7 +72,7 @@ def adam_leaf(
         old, old_t, _, _ = leaf.cast.arrays
         values = quantize_reference(weight, old.dtype, leaf.scale)
         values_t = None if old_t is None else values.T
-        updated = replace(updated, cast=Fp8Pair.of(values, values_t, leaf.scale, amax_reference(weight)))
+        updated = replace(updated, cast=Fp8Pair.with_shared_scale(values, values_t, leaf.scale, amax_reference(weight)))
     unchanged = c.apply == 0
     updated = jax.tree.map(lambda old, new: jnp.where(unchanged, old, new), leaf, updated)
     return updated, jnp.where(unchanged, -jnp.float32(0), update)

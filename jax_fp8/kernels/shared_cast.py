@@ -57,7 +57,7 @@ class SharedCast:
         """The pair of the next of these arrays."""
         values, values_t, scale, amax = (next(arrays) for _ in SHARED_ARRAYS)
         if self.rule is None:
-            return Fp8Pair.of(values, values_t, scale, amax)
+            return Fp8Pair.with_shared_scale(values, values_t, scale, amax)
         rowwise = Fp8Array(values, scale, self.rule.tile)
         return Fp8Pair(rowwise, Fp8Array(values_t, next(arrays), self.rule.columnwise_tile), amax)
 

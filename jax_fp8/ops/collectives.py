@@ -55,7 +55,7 @@ def whole_pair(rowwise: Fp8Array, part: Fp8Pair, keep: bool = True) -> Fp8Pair:
     """
     if not rowwise.scale.ndim:
         if keep:
-            return Fp8Pair.of(rowwise.values, transpose(rowwise.values), rowwise.scale, part.amax)
+            return Fp8Pair.with_shared_scale(rowwise.values, transpose(rowwise.values), rowwise.scale, part.amax)
         return Fp8Pair(rowwise, None, part.amax)
     down, across = part.rowwise.granularity
     if part.columnwise is None or part.columnwise.granularity != (across, down) or part.rowwise.shape[0] % down:

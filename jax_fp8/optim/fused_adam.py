@@ -199,7 +199,7 @@ def _leaf(gradient, param, kept, cast, decays, coefficients, l2) -> Leaf:
     """One param as the op wants it."""
     leaf = Leaf(gradient, kept.mu, kept.nu, None if is_fp8(param) else param, kept.master, decays=decays)
     if is_fp8(param):
-        values = Fp8Pair.of(param.values, kept.fp8["transposed"], param.scale, kept.fp8["amax"])
+        values = Fp8Pair.with_shared_scale(param.values, kept.fp8["transposed"], param.scale, kept.fp8["amax"])
         leaf = replace(leaf, cast=values, scale=scale_from_amax(kept.fp8["amax"], param.dtype))
     elif cast is not None:
         leaf = replace(leaf, cast=cast[0], scale=cast[1].known_scale)

@@ -196,10 +196,10 @@ def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool,
         state = _as_state(variables)
         parallel.check_rows(batch, 1)
         own = checked(of_batch, has_aux)
-        trace = LossTrace.of(own, state.variables, batch)
+        trace = LossTrace.from_function(own, state.variables, batch)
         if has_aux and parallel.batch_parts > 1:
             part = shapes_of_part(batch, parallel.batch_parts)
-            check_shapes_of_parts(LossTrace.of(own, state.variables, part).out, trace.out)
+            check_shapes_of_parts(LossTrace.from_function(own, state.variables, part).out, trace.out)
         mesh_pass = MeshPass.of(parallel, of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
         return run(mesh_pass, mesh_pass.constrain(state), batch)
 

@@ -185,7 +185,7 @@ class Programs:
         """What the loss says of its layers; it is traced once for each shape of what it takes."""
         key = _key((state.variables, batch))
         if key not in self.traces:
-            self.traces[key] = LossTrace.of(checked(self.loss_fn, self.has_aux), state.variables, batch)
+            self.traces[key] = LossTrace.from_function(checked(self.loss_fn, self.has_aux), state.variables, batch)
         return self.traces[key]
 
     def _trace_of_part(self, state, batch) -> LossTrace:

@@ -249,7 +249,7 @@ def test_the_optimizer_casts_kernels_side_by_side_in_place(spec, gathers, axis_t
         values, values_t = sharded((WIDTH, whole), fp8.E4M3, spec[0]), sharded((whole, WIDTH), fp8.E4M3, None, spec[0])
         opt_state = jax.eval_shape(tx.init, params)
         opt_state = jax.tree.map(lambda x: sharded(x.shape, x.dtype, *(spec if x.ndim else ())), opt_state)
-        state = params, opt_state, Fp8Pair.of(values, values_t, scalar, scalar)
+        state = params, opt_state, Fp8Pair.with_shared_scale(values, values_t, scalar, scalar)
         program = h200.compile(jax.jit(step, donate_argnums=(0, 1, 2)), *state, params, scalar)
     shard_bytes = sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert program.custom_calls == {"jax_fp8_adam": 1}

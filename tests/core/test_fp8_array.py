@@ -121,7 +121,7 @@ def test_numpy_sees_numbers_and_never_objects():
 def pair(shared=True) -> Fp8Pair:
     values, scale = jnp.arange(6, dtype=jnp.float32).reshape(2, 3).astype(E4M3), jnp.float32(0.5)
     if shared:
-        return Fp8Pair.of(values, values.T, scale, jnp.float32(2.5))
+        return Fp8Pair.with_shared_scale(values, values.T, scale, jnp.float32(2.5))
     return Fp8Pair(Fp8Array(values, scale), Fp8Array(values.T, jnp.float32(2)), jnp.float32(2.5))
 
 
@@ -154,12 +154,12 @@ def test_a_pair_comes_through_transformations_as_it_went_in(shared):
 
 def test_one_orientation_alone():
     values = jnp.zeros((2, 3), E4M3)
-    alone = Fp8Pair.of(values, None, jnp.float32(1), jnp.float32(0))
+    alone = Fp8Pair.with_shared_scale(values, None, jnp.float32(1), jnp.float32(0))
     assert alone.columnwise is None and not alone.shares_scale
     assert jax.jit(lambda pair: pair)(alone).columnwise is None
     assert alone.arrays[1] is None and alone.arrays[0] is values
 
 
 def test_a_pair_is_made_of_the_arrays_it_gives():
-    again = Fp8Pair.of(*pair().arrays)
+    again = Fp8Pair.with_shared_scale(*pair().arrays)
     assert again.shares_scale and jax.tree.structure(again) == jax.tree.structure(pair())

@@ -57,7 +57,7 @@ def test_where_no_ref_is_what_is_needed_is_refused(transform):
         return {record.cotangent is not None and record.amax_ref is None for record in found}
 
     assert leaves() == {True}
-    with pytest.raises(ValueError, match=r"must reach a Ref, .* got dy_amax of a layer in one; take the layer out"):
+    with pytest.raises(ValueError, match=r"cannot reach its Ref, got one that measures dy_amax; take the layer out"):
         leaves(needed=("dy_amax",))
 
 

@@ -41,7 +41,7 @@ def test_inside_a_layer_knows_its_part():
         assert shards.current_amax_axes() == ("data", "tensor") and shards.parts_of_batch() == 2
         assert shards.parts_of(KERNEL, -1) == 4 and shards.parts_of(KERNEL, -2) == 1
         assert shards.split_dim_of(KERNEL) == "columns" and shards.split_dim_of(OTHER) is None
-        with pytest.raises(ValueError, match=r"how model/kernel is split by its path .* apply the model to all variab"):
+        with pytest.raises(ValueError, match=r"at its path .* got model/kernel, .* apply the model to all variab"):
             shards.parts_of(("model", "kernel"), -1)
     assert shards.current_tensor() is None
 

@@ -168,7 +168,7 @@ def updated(leaf, results):
     if cast is not None:
         values, values_t, scale, amax = cast.arrays
         values, values_t, amax, scale = map(take, (values, values_t, amax, scale))
-        cast = Fp8Pair.of(values, values_t, scale, amax)
+        cast = Fp8Pair.with_shared_scale(values, values_t, scale, amax)
     mu_scale, nu_scale = take(mu_scale), take(nu_scale)
     moments = {
         "mu": mu if mu_scale is None else Fp8Array(mu, mu_scale),

@@ -35,11 +35,13 @@ def test_what_pieces_say_is_what_the_loss_says():
     batch = tokens()
     variables = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
     loss = fp8.next_token_loss(model)
-    pieces, whole = LayerKinds.of(loss, variables, batch), LossTrace.of(loss, variables, batch)
+    pieces, whole = LayerKinds.of(loss, variables, batch), LossTrace.from_function(loss, variables, batch)
     assert pieces.trace == whole and list(pieces.trace.gemms) == list(whole.gemms)
     assert any(sharding.columns_of for sharding in whole.declared.values()) and len(whole.gemms) == 3 * 4
     assert set(pieces.kinds.values()) == {"layer_0"}
-    short = LossTrace.of(pieces.short_loss, {key: pieces.short(tree) for key, tree in variables.items()}, batch)
+    short = LossTrace.from_function(
+        pieces.short_loss, {key: pieces.short(tree) for key, tree in variables.items()}, batch
+    )
     assert pieces.of_all(short.gemms) == whole.gemms and len(short.gemms) == 4
 
 

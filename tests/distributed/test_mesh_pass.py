@@ -62,9 +62,7 @@ def test_a_loss_of_a_part_of_the_variables():
         on_mesh, own_losses = run(step, step.place(state_of_a_part(), X), X)
         np.testing.assert_allclose(own_losses, losses, 1e-5)
         jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, 1e-3, 1e-5), on_mesh[0], states[0])
-    with pytest.raises(
-        ValueError, match="finds how up/kernel is split by its path in the params, which is not there; ap"
-    ):
+    with pytest.raises(ValueError, match="must be at its path in the params, got up/kernel, which is not there; ap"):
         trace(make(of_a_part, parallel=make_mesh(tensor=2)), state_of_a_part(), X)
 
 

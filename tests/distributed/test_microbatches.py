@@ -252,7 +252,8 @@ def test_the_layers_of_a_recipe_without_state_are_found():
 
     variables = module.init(jax.random.key(0), BATCH)
     for _ in range(2):  # nothing is remembered
-        assert sorted(LossTrace.of(loss, variables, BATCH).gemms) == [("mlp", "down"), ("mlp", "up"), ("stacked",)]
+        trace = LossTrace.from_function(loss, variables, BATCH)
+        assert sorted(trace.gemms) == [("mlp", "down"), ("mlp", "up"), ("stacked",)]
     tx = optax.chain(RECORDED, optax.sgd(0.1))
     results = []
     for cache_weights in (True, False):

@@ -21,7 +21,8 @@ X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 
 
 def test_layers_say_what_they_are_when_they_are_traced():
-    of_loss, of_init = LossTrace.of(LOSS, SHAPES, BATCH), LossTrace.of(MODEL.init, jax.random.key(0), BATCH[:, :-1])
+    of_loss = LossTrace.from_function(LOSS, SHAPES, BATCH)
+    of_init = LossTrace.from_function(MODEL.init, jax.random.key(0), BATCH[:, :-1])
     assert (of_loss.declared, of_loss.gemms) == (of_init.declared, of_init.gemms)
     assert set(of_loss.gemms.values()) == {RECIPE} and not of_loss.changed
     assert tuple(of_loss.gemms) == (
@@ -37,14 +38,14 @@ def test_layers_say_what_they_are_when_they_are_traced():
     assert of_loss.declared[*attention, "key", "bias"] == of_bias
     assert of_loss.declared["embedding",].splits_rows
     assert of_loss.gemms_of({(*attention, "out", "kernel"): None}, SHAPES["fp8"]) == {(*attention, "out"): RECIPE}
-    plain = LossTrace.of(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
+    plain = LossTrace.from_function(gpt(None, num_layers=1).init, jax.random.key(0), BATCH[:, :-1])
     assert plain.gemms == {} and plain.declared["layer_0", "mlp", "up", "kernel"].dtype == jnp.bfloat16
 
 
 def test_a_jitted_loss_says_the_same_the_second_time():
     loss_fn = jax.jit(LOSS)
-    first, again = (LossTrace.of(loss_fn, SHAPES, BATCH) for _ in range(2))
-    assert first == again == LossTrace.of(LOSS, SHAPES, BATCH)
+    first, again = (LossTrace.from_function(loss_fn, SHAPES, BATCH) for _ in range(2))
+    assert first == again == LossTrace.from_function(LOSS, SHAPES, BATCH)
 
 
 class Columns(nn.Module):

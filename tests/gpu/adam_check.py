@@ -141,7 +141,7 @@ def oracle(leaf: Leaf, c: Coefficients, seed: int, number: int, adam_w_mode: boo
     weight = wide(updated.master if updated.param is None else updated.param)
     values = reference.quantize(weight, leaf.cast.rowwise.dtype.type, leaf.scale)[0]
     transposed = None if leaf.cast.columnwise is None else values.reshape(leaf.gradient.shape).T
-    return replace(updated, cast=Fp8Pair.of(values, transposed, leaf.scale, reference.amax(weight)))
+    return replace(updated, cast=Fp8Pair.with_shared_scale(values, transposed, leaf.scale, reference.amax(weight)))
 
 
 def oracle_pair(leaves: list[Leaf], cast: SharedCast) -> Fp8Pair:
@@ -152,7 +152,7 @@ def oracle_pair(leaves: list[Leaf], cast: SharedCast) -> Fp8Pair:
         arrays = (square_cast(matrix, cast.rule.formula) for matrix in (weight, weight.T))
         return Fp8Pair(*arrays, reference.amax(weight))
     values = reference.quantize(weight, cast.pair.rowwise.dtype.type, cast.scale)[0]
-    return Fp8Pair.of(values, values.T, cast.scale, reference.amax(weight))
+    return Fp8Pair.with_shared_scale(values, values.T, cast.scale, reference.amax(weight))
 
 
 def square_cast(matrix, formula: ScaleFormula) -> Fp8Array:
@@ -250,7 +250,7 @@ class Draw:
         if values is not None:
             transposable = len(shape) == 2 and not any(size % 16 for size in shape)
             values_t = np.zeros(shape[::-1], values) if transposable else None
-            cast = Fp8Pair.of(np.zeros(shape, values), values_t, self.scale(), self.scale())
+            cast = Fp8Pair.with_shared_scale(np.zeros(shape, values), values_t, self.scale(), self.scale())
         return Leaf(
             gradient=None,
             mu=self.scaled(mu),
@@ -276,7 +276,9 @@ class Draw:
                 rule = Cast.by_tile(E4M3, SQUARE, formula).rule
                 shared.append(SharedCast(Fp8Pair(*arrays, np.float32(99)), None, members, rule))
                 continue
-            pair = Fp8Pair.of(np.zeros(shape, dtype), np.zeros(shape[::-1], dtype), self.scale(), np.float32(99))
+            pair = Fp8Pair.with_shared_scale(
+                np.zeros(shape, dtype), np.zeros(shape[::-1], dtype), self.scale(), np.float32(99)
+            )
             shared.append(SharedCast(pair, self.scale(), members))
         return leaves, shared
 
@@ -669,7 +671,10 @@ def check_over_2_to_31_elements(report: Report):
 
         leaf = jax.tree.map(repeat, row)
         return replace(
-            leaf, cast=Fp8Pair.of(leaf.cast.rowwise.values, jnp.zeros((cols, rows), E4M3), *leaf.cast.arrays[2:])
+            leaf,
+            cast=Fp8Pair.with_shared_scale(
+                leaf.cast.rowwise.values, jnp.zeros((cols, rows), E4M3), *leaf.cast.arrays[2:]
+            ),
         ), repeat(gradient)
 
     def arrays_of(leaf):

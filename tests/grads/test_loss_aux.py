@@ -205,7 +205,7 @@ def test_metrics_with_the_names_of_variables_are_metrics():
 def test_microbatches_in_pieces_have_no_aux():
     step = fp8.make_train_step(loss_fn, TX, None, microbatches=2, has_aux=True)
     state = fp8.TrainState.create(variables=VARIABLES, tx=TX)
-    message = "in pieces are of a loss that returns a number alone, got a step with has_aux=True; call step"
+    message = "in pieces need a loss that returns a number alone, got a step with has_aux=True; call step"
     with pytest.raises(ValueError, match=message):
         step.start(state)
     without = fp8.make_train_step(lambda *given: loss_fn(*given)[0], TX, None, microbatches=2)
@@ -221,7 +221,7 @@ def test_microbatches_in_pieces_have_no_aux():
 def test_a_loss_by_its_layers_has_no_aux():
     model = fp8.GPT(fp8.GPTConfig.preset("tiny", num_layers=1), recipe=None)
     loss = fp8.next_token_loss(model)
-    with pytest.raises(ValueError, match=r"needs a loss in one that returns \(loss, aux\), got a LayeredLoss, whose"):
+    with pytest.raises(ValueError, match=r"needs a function that returns \(loss, aux\), got a LayeredLoss, whose"):
         fp8.make_train_step(loss, TX, None, has_aux=True)
     fp8.make_train_step(lambda v, tokens: (loss(v, tokens), {}), TX, None, has_aux=True)
 

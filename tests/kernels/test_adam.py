@@ -110,7 +110,7 @@ def make_leaf(kind, seed) -> Leaf:
         scale = jnp.float32(reference.scale_from_amax(reference.amax(master), kind.cast))
         values = np.full(kind.shape, 7, kind.cast)
         values_t = jnp.asarray(values.T) if kind.orientations == 2 else None
-        cast = Fp8Pair.of(jnp.asarray(values), values_t, jnp.float32(9), jnp.float32(8))
+        cast = Fp8Pair.with_shared_scale(jnp.asarray(values), values_t, jnp.float32(9), jnp.float32(8))
     return Leaf(
         jnp.asarray(gradient.astype(kind.gradient)),
         mu,

@@ -244,7 +244,7 @@ def cast_columns(shape, specs, axis_type, quantized):
     x[17, 40] = -99  # the amax, which one shard sees
     values, largest = reference.quantize(x, E4M3, 0.3)
     sums = x.astype(np.float32).sum(axis=0)
-    expected = Fp8Pair.of(values, values.T, np.float32(0.3), largest)
+    expected = Fp8Pair.with_shared_scale(values, values.T, np.float32(0.3), largest)
     devices = jax.devices()[: np.prod(shape)]
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
     with jax.set_mesh(mesh):

@@ -31,7 +31,7 @@ def kernel(width, param=F32, master=None, mu=F32, rows=ROWS, seed=0):
 
 def old_pair(width, dtype=E4M3, rows=ROWS):
     values, values_t = jnp.full((rows, width), 7, dtype), jnp.full((width, rows), 6, dtype)
-    return Fp8Pair.of(values, values_t, jnp.float32(9), jnp.float32(8))
+    return Fp8Pair.with_shared_scale(values, values_t, jnp.float32(9), jnp.float32(8))
 
 
 def expected(leaves, cast):
@@ -113,7 +113,7 @@ def test_shards(spec, axis_type, apply):
     pair = shared[0].pair
     values, values_t, *scalars = pair.arrays
     values, values_t = place(values, (spec[0],)), place(values_t, (None, spec[0]))
-    sharded_cast = replace(shared[0], pair=Fp8Pair.of(values, values_t, *place(scalars, ())))
+    sharded_cast = replace(shared[0], pair=Fp8Pair.with_shared_scale(values, values_t, *place(scalars, ())))
     with jax.set_mesh(mesh):
         actual = STEP(sharded, coefficients(PLAIN | {"apply": apply}), SEED, True, [sharded_cast])
     assert_same_pairs(jax.device_get(actual), jax.device_get(wanted))
@@ -127,7 +127,7 @@ def test_a_copy_whose_columns_are_split_comes_out_whole(axis_type):
     values, values_t, *scalars = SHARED[0].pair.arrays
     values = jax.device_put(values, NamedSharding(mesh, PartitionSpec(None, "x")))
     values_t = jax.device_put(values_t, NamedSharding(mesh, PartitionSpec("x")))
-    split = replace(SHARED[0], pair=Fp8Pair.of(values, values_t, *scalars))
+    split = replace(SHARED[0], pair=Fp8Pair.with_shared_scale(values, values_t, *scalars))
     with jax.set_mesh(mesh):
         actual = STEP(LEAVES, coefficients(PLAIN), SEED, True, [split, SHARED[1]])
     assert_same_pairs(jax.device_get(actual), jax.device_get(wanted))

@@ -85,7 +85,7 @@ def test_adam_writes_one_matrix_of_all_experts(moments):
     gradient = jax.random.normal(jax.random.key(1), (experts, k, n))
     scale = jnp.float32(0.01)
     values = jnp.zeros((experts * k, n), fp8.E4M3)
-    cast = Fp8Pair.of(values, values.T, scale, jnp.float32(0))
+    cast = Fp8Pair.with_shared_scale(values, values.T, scale, jnp.float32(0))
     tx = fp8.fused_adamw(1e-2, mu_dtype=moments, nu_dtype=moments)
     request = InPlace({("kernel",): (cast, scale)})
     found = []

@@ -78,7 +78,7 @@ def test_gemms_are_found_by_their_kernels():
     assert sorted(fp8.cast_weights(variables, RECIPE)) == ["cast_by", "first", "params_version", "second"]
     current, merge = fp8.nnx.split(MLP(nnx.Rngs(0), recipe=fp8.CurrentScaling()))
     assert current["fp8"] == {}
-    assert [*LossTrace.of(lambda v, x: loss(merge(v), x), current, X).gemms] == [("first",), ("second",)]
+    assert [*LossTrace.from_function(lambda v, x: loss(merge(v), x), current, X).gemms] == [("first",), ("second",)]
 
 
 def test_a_cached_weight_is_read():

@@ -41,7 +41,7 @@ def own_amaxes(refs=None, fp8_format=HYBRID, is_recorded=True, **fields):
 def with_scales(amaxes, fp8_format=HYBRID, **options):
     """Gemms that know the scales of all tensors from these amaxes of each state."""
     gemms = own_amaxes(fp8_format=fp8_format, **options)
-    largest = np.array([np.float32(jnp.finfo(fp8_format.of(row)).max) for row in range(3)])
+    largest = np.array([np.float32(jnp.finfo(fp8_format.dtype_of(row)).max) for row in range(3)])
     known = [jnp.asarray(np.where(amaxes[name] > 0, amaxes[name], np.float32(1)) / largest) for name in STATES]
     return AttentionGemms(*(replace(getattr(gemms, name), scales=of) for name, of in zip(STATES, known, strict=True)))
 

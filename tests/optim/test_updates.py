@@ -196,7 +196,9 @@ def test_the_amax_of_a_sharded_cast_is_that_of_the_whole(name, axis_type):
 
     @jax.jit
     def update(params, copies):
-        request = InPlace({("w",): (Fp8Pair.of(*copies, jnp.float32(1), jnp.float32(1)), jnp.float32(0.3))})
+        request = InPlace(
+            {("w",): (Fp8Pair.with_shared_scale(*copies, jnp.float32(1), jnp.float32(1)), jnp.float32(0.3))}
+        )
         updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, in_place=request)
         return updates["w"].value, updates["w"].cast
 
@@ -215,7 +217,9 @@ def test_the_amax_of_a_sharded_cast_is_that_of_the_whole(name, axis_type):
 def test_casts(dtype):
     params = {"layer": {"kernel": jnp.asarray(normal(0)["w"], dtype), "bias": jnp.zeros((32,), dtype)}}
     path, tx = ("layer", "kernel"), fp8.fused_adamw(0.1, skip_nonfinite=True)
-    copies = Fp8Pair.of(jnp.zeros((48, 32), fp8.E4M3), jnp.zeros((32, 48), fp8.E4M3), jnp.float32(9), jnp.float32(8))
+    copies = Fp8Pair.with_shared_scale(
+        jnp.zeros((48, 32), fp8.E4M3), jnp.zeros((32, 48), fp8.E4M3), jnp.float32(9), jnp.float32(8)
+    )
     grads = jax.tree.map(jnp.ones_like, params)
 
     @jax.jit

@@ -58,7 +58,7 @@ def test_names_of_gpt_can_say_what_is_the_default(fields):
     inputs = jax.random.key(0), tokens()[:, :-1]
     shapes = jax.eval_shape(model.init, *inputs)["params"]
     names = jax.eval_shape(model.clone(logical_axes=True).init, *inputs)
-    declared, mesh = LossTrace.of(model.init, *inputs).declared, make_mesh(fsdp=2, tensor=2)
+    declared, mesh = LossTrace.from_function(model.init, *inputs).declared, make_mesh(fsdp=2, tensor=2)
 
     def specs(rules):
         return place_params(Parallelism(mesh, rules), shapes, declared).specs

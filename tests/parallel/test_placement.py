@@ -231,7 +231,7 @@ MODELS = {
 def test_models_that_do_not_go_into_so_many_parts(case):
     changes, message = MODELS[case]
     model = gpt(fp8.CurrentScaling(), **({"vocab_size": 96, "num_layers": 1} | changes))
-    layers = LossTrace.of(model.init, jax.random.key(0), tokens()[:, :-1])
+    layers = LossTrace.from_function(model.init, jax.random.key(0), tokens()[:, :-1])
     params = jax.eval_shape(model.init, jax.random.key(0), tokens()[:, :-1])["params"]
     with pytest.raises(ValueError, match=message):
         place_params(Parallelism(make_mesh(tensor=3)), params, layers.declared)

@@ -38,7 +38,7 @@ def quantized() -> fp8.Fp8Array:
 def pair(shared: bool) -> Fp8Pair:
     array = quantized()
     if shared:
-        return Fp8Pair.of(array.values, array.values.T, array.scale, jnp.float32(3))
+        return Fp8Pair.with_shared_scale(array.values, array.values.T, array.scale, jnp.float32(3))
     return Fp8Pair(array, fp8.Fp8Array(array.values.T, jnp.float32(0.7)), jnp.float32(3))
 
 

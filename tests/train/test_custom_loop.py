@@ -184,9 +184,9 @@ def gradient(**options):
 
 SHAPES = jax.eval_shape(MODEL.init, KEY, INPUTS)
 REFUSED = {
-    "aux of a loss by its layers": (lambda: gradient(has_aux=True), "needs a loss in one that .* got a LayeredLoss"),
+    "aux of a loss by its layers": (lambda: gradient(has_aux=True), "needs a function that .* got a LayeredLoss"),
     "aux of a warm start": (
-        lambda: fp8.warm_start(LOSS, RECIPE, True, parallel=make_mesh(data=2)), "a loss in one that .*LayeredLoss",
+        lambda: fp8.warm_start(LOSS, RECIPE, True, parallel=make_mesh(data=2)), "a function that .*LayeredLoss",
     ),
     "another has_aux": (lambda: fp8.value_and_grad(LOSS, 1), "has_aux must be True or False, got 1"),
     "no mesh": (lambda: gradient(parallel=(2, 2)), "parallel must be a jax.sharding.Mesh or .*, got a tuple"),

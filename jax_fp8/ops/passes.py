@@ -41,14 +41,7 @@ from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
 from jax_fp8.ops.operands import GemmInput
-from jax_fp8.ops.parameters import (
-    LinearParameters,
-    ParamInfo,
-    gradients_like,
-    infos_of,
-    joined,
-    split_columns,
-)
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, infos_of, joined, split_columns
 
 Gradients = TypeVar("Gradients")
 
@@ -78,8 +71,7 @@ class GemmResidual:
     x_health: jax.Array | None = None
 
     def record(self, dy: Fp8Pair, gemm: Fp8Gemm) -> Fp8Gemm | None:
-        """Record amaxes and statistics of the GEMM's tensors at the end of its backward; returns the cotangent of
-        `gemm`."""
+        """Record amaxes and statistics at the end of the GEMM's backward; returns the cotangent of `gemm`."""
         gemm.record.measure(CAST_STATISTICS, self.x_health, OBSERVED.index(INPUT))
         return gemm.record_backward(jnp.append(self.amaxes, dy.amax))
 
@@ -124,7 +116,7 @@ def plain_linear(
 
 
 def keeping_products(function: Callable, recompute: bool) -> Callable:
-    """A function without FP8, whose backward with `recompute` keeps only inputs and results of products and collectives."""
+    """A function without FP8; with `recompute` its backward keeps only inputs, products and results of collectives."""
     return jax.checkpoint(function, policy=_is_product_or_collective) if recompute else function
 
 

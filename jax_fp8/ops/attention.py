@@ -28,7 +28,16 @@ from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.shards import TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.dispatch import on_shards
-from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
+from jax_fp8.kernels.explicit import (
+    AnyMesh,
+    Split,
+    collect,
+    divides,
+    explicit_mesh,
+    explicit_spec,
+    parse_rule,
+    whole_rows,
+)
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.dropped_attention import dropped_attention
 
@@ -216,7 +225,7 @@ def own_heads(x: jax.Array, heads: int, tensor: TensorParallel | None) -> jax.Ar
     return lax.dynamic_slice_in_dim(x, first, own, axis=-2)
 
 
-def _split(mesh: jax.sharding.Mesh, inputs: list[list[str]], operands: Sequence[jax.Array]) -> Split:
+def _split(mesh: AnyMesh, inputs: list[list[str]], operands: Sequence[jax.Array]) -> Split:
     """The axes that split the batch, and those that split the heads so that every device has whole groups."""
     split = collect(inputs, inputs[:1], [explicit_spec(operand) for operand in operands])
     kv_heads = operands[1].shape[2]

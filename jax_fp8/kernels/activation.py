@@ -303,7 +303,7 @@ def _backward_reference(
 
 
 def _check_halves(results: PairResults, activation: str, split: Split):
-    """Raise for a gated gradient by tile with split columns: tiles run along both halves, of which a shard has parts."""
+    """Raise for a gated gradient by tile with split columns: tiles run along both halves, of which it has parts."""
     if is_gated(activation) and results.rule.tile is not None and split.get("n"):
         raise ValueError(
             f"the gradient of {activation} cast by tile needs all columns on each device, got columns split over "

@@ -154,7 +154,7 @@ class ChunkWork:
         kernels = [at_path(self.variables["params"], kernel) for kernel in kernel_paths(gemm)]
         sums = GradientSum(tuple(tape.sums[kernel] for kernel in kernel_paths(gemm)), self.weight)
         fp8_gemm = Fp8Gemm(self.gemms[gemm], "/".join(gemm), record=Record(gradient=sums))
-        likes = LinearParameters(tuple(map(ParamInfo.of, kernels)), None)
+        likes = LinearParameters(tuple(map(ParamInfo.from_arrays, kernels)), None)
         x_only: Any = GemmResidual(x, None, None, None)  # type: ignore[arg-type]
         backward_wgrad(Fp8Pair(None, dy, None), None, x_only, likes, fp8_gemm, tuple(k.shape[-1] for k in kernels))
 

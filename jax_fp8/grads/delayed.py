@@ -117,7 +117,7 @@ def delayed_gradients(
         result = run_pass(variables["params"], _by_gemm([*gemms], products, stores), observe)
         called = [(product, store) for product, store in zip(products, stores, strict=True) if product.calls]
         operands = tuple(_read(store) for _, store in called)
-        likes = tuple((leaf.shape, ParamInfo.of(leaf)) for leaf in params)
+        likes = tuple((leaf.shape, ParamInfo.from_arrays(leaf)) for leaf in params)
         return result, DeferredGradients(operands, tuple(made for made, _ in called), likes, structure)
 
     return run

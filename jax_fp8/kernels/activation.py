@@ -1,20 +1,21 @@
 """Activations of a Transformer MLP, plain and gated, computed in float32, and the same followed by the cast to FP8.
 
-A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half,
-and returns `f(gate) * linear`, (..., n).
+A gated activation (https://arxiv.org/abs/2002.05202) takes (..., 2n), the gate in the first half, and returns
+`f(gate) * linear`, (..., n).
 
-What follows an activation, and what its gradient goes into, is a GEMM in FP8. So one kernel reads the input and writes
-the FP8 values in the orientations that are wanted, the amax and, of a gradient, the sums of its columns, the gradient
-of the bias; the activated tensor, rounded to the dtype of `x` before it is quantized, exists in registers only.
+An FP8 GEMM follows an activation, and one follows its gradient. So one kernel reads the input and writes the FP8 values
+in the wanted orientations and the amax, and for a gradient also the sums of its columns, the gradient of the bias. The
+activated tensor is rounded to the dtype of `x` before the cast, and exists in registers only.
 
     x ─activate, round, cast→ a pair: values and their transpose, amax
     dy, x ─gradient of x, round, cast→ a pair, sums of columns; and y in FP8, columnwise
 
-The backward makes the transpose of y, which only the gradient of a weight wants, from the `x` that it reads anyway. So
-the forward writes one orientation, and what lies between forward and backward is `x` alone.
+Only the weight gradient needs the transpose of y. The backward computes it from `x`, which it reads anyway. So the
+forward writes one orientation, and only `x` is kept for the backward.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -25,27 +26,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_fp8.core.cast import LINE, Cast
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.kernels.amax import amax_reference
-from jax_fp8.kernels.casting import (
-    SCALAR,
-    PairResults,
-    attributes,
-    check_cast,
-    has_kernel,
-    logical_scales,
-    source_dims,
-)
+from jax_fp8.kernels.casting import SCALAR, PairResults, attributes, check_cast, has_kernel, logical_scales, source_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, pmax, psum
+from jax_fp8.kernels.explicit import Axes
 from jax_fp8.kernels.quantize import column_sums_reference, sums_results
 
 TARGET = "jax_fp8_activation"
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """`x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x³)`,
-    as in GPT-2 and Flax (https://arxiv.org/abs/1606.08415).
+    """`x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x³)` (https://arxiv.org/abs/1606.08415), as in GPT-2.
 
-    Written as `x sigmoid(2u)`, which is the same function:
-    on a GPU an exponential and a division cost less than XLA's float32 tanh.
+    Computed as `x sigmoid(2u)`, the same function: on a GPU an exponential and a division cost less than XLA's float32
+    tanh.
     """
     return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
@@ -76,7 +69,7 @@ def activate(x: jax.Array, activation: str) -> jax.Array:
 
 
 def activate_backward(dy: jax.Array, x: jax.Array, activation: str) -> jax.Array:
-    """The gradient of `x`, recomputing the activation: nothing but its input is kept."""
+    """The gradient of `x`; recomputes the activation from its input."""
     _, pullback = jax.vjp(partial(activate, activation=activation), x)
     return pullback(dy)[0]
 
@@ -133,7 +126,7 @@ def activation_backward_quantize(
     _check_gradient("activation_backward_quantize", dy, x, gated)
     _check_known(activated_cast)
     results, activated = PairResults(cast.rule), PairResults(activated_cast.rule, "columnwise")
-    # The halves of a result, h, are those of x, g, unless these were split: nothing splits h.
+    # h, the halves of a result, are the halves g of x. No mesh axis splits h.
     dims, sums = (("m h n", "h n m", "m c"), "h n") if gated else (("m n", "n m"), "n")
     rule = (
         f"m n, {_dims(gated)}, {source_dims(cast)}, {source_dims(activated_cast)} -> "
@@ -161,7 +154,7 @@ def activation_backward_amax(dy: jax.Array, x: jax.Array, activation: str) -> ja
     return dispatch(f"m n, {_dims(gated)} -> ", kernel, reference, dy, _halves(x, gated))[0]
 
 
-def _check_input(operation, x, gated):
+def _check_input(operation: str, x: jax.Array, gated: bool):
     if x.ndim != 2 or (gated and x.shape[1] % 2):
         shape = "(m, 2n), gate and linear" if gated else "(m, n)"
         raise ValueError(f"{operation} needs x of shape {shape}, got {x.shape}; flatten the leading dims")
@@ -169,7 +162,7 @@ def _check_input(operation, x, gated):
         raise ValueError(f"{operation} needs float32, bfloat16 or float16, got {x.dtype}; cast first")
 
 
-def _check_gradient(operation, dy, x, gated):
+def _check_gradient(operation: str, dy: jax.Array, x: jax.Array, gated: bool):
     shape = (x.shape[0], x.shape[1] // (2 if gated else 1))
     if (dy.shape, dy.dtype) != (shape, x.dtype):
         raise ValueError(
@@ -177,7 +170,7 @@ def _check_gradient(operation, dy, x, gated):
         )
 
 
-def _check_known(activated_cast):
+def _check_known(activated_cast: Cast):
     rule, source = activated_cast.rule, activated_cast.source
     if rule.tile is None and (rule.formula is not None or source.ndim):
         raise ValueError(
@@ -186,57 +179,57 @@ def _check_known(activated_cast):
         )
 
 
-def _has_kernel(results, activated) -> bool:
-    """Whether a kernel makes both: by tile it casts both by one formula, and the activated tensor in lines."""
+def _has_kernel(results: PairResults, activated: PairResults) -> bool:
+    """Whether a kernel can write both results. By tile both must have one formula, and the activated tensor lines."""
     rule, again = results.rule, activated.rule
     if rule.tile is None and again.tile is None:
         return True
     return has_kernel(rule, again) and again.columnwise_tile == LINE and rule.formula == again.formula
 
 
-# In dispatch rules a gated x is (m, 2, n), so that shards of its columns are the same columns of both halves.
+# In dispatch rules a gated x is (m, 2, n), so that a shard of columns has the same columns of both halves.
 
 
-def _dims(gated):
+def _dims(gated: bool):
     return "m g n" if gated else "m n"
 
 
-def _halves(x, gated):
+def _halves(x: jax.Array, gated: bool):
     if not gated:
         return x
     m, n = _spec(x)
     return _reshape(x, (x.shape[0], 2, x.shape[1] // 2), m, None, n)
 
 
-def _spec(x):
+def _spec(x: jax.Array):
     """The Explicit mesh axes that split each dim."""
     return tuple(jax.typeof(x).sharding.spec) or (None,) * x.ndim
 
 
-def _reshape(x, shape, *spec):
-    """On an Explicit mesh, with these axes splitting the result:
-    what splits gate and linear as one is not what splits each.
+def _reshape(x: jax.Array, shape: tuple[int, ...], *spec: Axes):
+    """Reshape, on an Explicit mesh with these axes for the result: gate and linear together are split otherwise than
+    each alone.
     """
     if not any((*spec, *_spec(x))):
         return x.reshape(shape)
     return jnp.reshape(x, shape, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec)))
 
 
-def _joined(x, split):  # (m, n) or (m, g, n) -> (m, c), gate and linear whole
+def _joined(x: jax.Array, split: Split):  # (m, n) or (m, g, n) -> (m, c), gate and linear whole
     x = gathered(x, split, "", "g")
     return x.reshape(x.shape[0], 2 * x.shape[2]) if x.ndim == 3 else x
 
 
-def _activated(x, activation, split):
-    # What a kernel rounds to the dtype of x, the compiler must not keep in float32 for what follows.
+def _activated(x: jax.Array, activation: str, split: Split):
+    # A kernel rounds to the dtype of x. The barrier keeps the compiler from passing on float32 instead.
     return lax.optimization_barrier(activate(_joined(x, split), activation))
 
 
-def _gradient(dy, x, activation, split):
+def _gradient(dy: jax.Array, x: jax.Array, activation: str, split: Split):
     return lax.optimization_barrier(activate_backward(dy, _joined(x, split), activation))
 
 
-def _kernel(results, activation, x, source, split: Split):
+def _kernel(results: PairResults, activation: str, x: jax.Array, source: jax.Array, split: Split):
     x = _joined(x, split)
     m, n = x.shape[0], x.shape[1] // (2 if is_gated(activation) else 1)
     call = jax.ffi.ffi_call(_target("quantize", results), results.shapes((m, n)))
@@ -245,24 +238,33 @@ def _kernel(results, activation, x, source, split: Split):
     return results.from_kernel(found, split, "m", "n")
 
 
-def _target(name, results):
+def _target(name: str, results: PairResults):
     return f"{TARGET}_{name}{'' if results.rule.tile is None else '_by_tile'}"
 
 
-def _reference(results, activation, x, source, split: Split):
+def _reference(results: PairResults, activation: str, x: jax.Array, source: jax.Array, split: Split):
     return results.from_reference(_activated(x, activation, split), source, split, "m", "n")
 
 
-def _amax_kernel(activation, x, split: Split):
+def _amax_kernel(activation: str, x: jax.Array, split: Split):
     result = jax.ffi.ffi_call(f"{TARGET}_amax", SCALAR)(_joined(x, split), activation=activation)
     return (pmax(result, split, "m", "n"),)
 
 
-def _amax_reference(activation, x, split: Split):
+def _amax_reference(activation: str, x: jax.Array, split: Split):
     return (pmax(amax_reference(_activated(x, activation, split)), split, "m", "n"),)
 
 
-def _backward_kernel(results, activated, activation, dy, x, source, activated_source, split: Split):
+def _backward_kernel(
+    results: PairResults,
+    activated: PairResults,
+    activation: str,
+    dy: jax.Array,
+    x: jax.Array,
+    source: jax.Array,
+    activated_source: jax.Array,
+    split: Split,
+):
     _check_halves(results, activation, split)
     x = _joined(x, split)
     values, values_t, amax, *scales = results.shapes(x.shape)
@@ -279,11 +281,20 @@ def _backward_kernel(results, activated, activation, dy, x, source, activated_so
         values, values_t, amax, *scales, again, again_scales, sums, _ = call(shapes)(dy, x, **settings)
         again_scales = logical_scales(again_scales, LINE)
     pair = results.from_kernel((values, values_t, amax, *scales), split, "m", "n")
-    # The kernel measures the gradient only: of the activated tensor everything is known.
+    # The kernel measures only the gradient: the amax of the activated tensor is known from the forward.
     return _backward_results(pair, sums, (again, jnp.zeros_like(amax), again_scales), split, activation)
 
 
-def _backward_reference(results, activated, activation, dy, x, source, activated_source, split: Split):
+def _backward_reference(
+    results: PairResults,
+    activated: PairResults,
+    activation: str,
+    dy: jax.Array,
+    x: jax.Array,
+    source: jax.Array,
+    activated_source: jax.Array,
+    split: Split,
+):
     _check_halves(results, activation, split)
     dx = _gradient(dy, x, activation, split)
     pair = results.from_reference(dx, source, split, "m", "n")
@@ -291,8 +302,8 @@ def _backward_reference(results, activated, activation, dy, x, source, activated
     return _backward_results(pair, column_sums_reference(dx), again, split, activation)
 
 
-def _check_halves(results, activation, split):
-    """Tiles run along both halves of a gated gradient, of which a shard has a part each."""
+def _check_halves(results: PairResults, activation: str, split: Split):
+    """Raise for a gated gradient by tile with split columns: tiles run along both halves, of which it has parts."""
     if is_gated(activation) and results.rule.tile is not None and split.get("n"):
         raise ValueError(
             f"the gradient of {activation} cast by tile needs all columns on each device, got columns split over "
@@ -300,7 +311,9 @@ def _check_halves(results, activation, split):
         )
 
 
-def _backward_results(pair, sums, again, split, activation):
+def _backward_results(
+    pair: Sequence[jax.Array], sums: jax.Array, again: Sequence[jax.Array], split: Split, activation: str
+):
     (values, values_t, *others), sums = pair, psum(sums, split, "m")
     if is_gated(activation):
         m, n = values.shape[0], values.shape[1] // 2
@@ -308,10 +321,10 @@ def _backward_results(pair, sums, again, split, activation):
     return values, values_t, *others, sums, *again
 
 
-def _backward_amax_kernel(activation, dy, x, split: Split):
+def _backward_amax_kernel(activation: str, dy: jax.Array, x: jax.Array, split: Split):
     result = jax.ffi.ffi_call(f"{TARGET}_backward_amax", SCALAR)(dy, _joined(x, split), activation=activation)
     return (pmax(result, split, "m", "n"),)
 
 
-def _backward_amax_reference(activation, dy, x, split: Split):
+def _backward_amax_reference(activation: str, dy: jax.Array, x: jax.Array, split: Split):
     return (pmax(amax_reference(_gradient(dy, x, activation, split)), split, "m", "n"),)

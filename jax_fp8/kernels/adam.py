@@ -1,19 +1,17 @@
-"""Adam over a whole tree of parameters, each array read and written once, with the weights cast to FP8 on the way.
+"""Adam over a whole tree of parameters in one pass: each array is read and written once, and weights are cast to FP8.
 
-The equations are those of kernels/adam_leaf.py, and kernel and reference agree bit for bit.
+The equations are those of kernels/adam_leaf.py. Kernel and reference agree bit for bit.
 
-One launch serves many leaves, in place: XLA copies an array first only where it is still needed. A large tree takes
-several, so that on a mesh some params are updated while gradients of others are still being summed. A leaf with a
-`cast` is written in FP8 as well, with its transpose, its scale, and the maximum of its magnitudes, from which the next
-scale can be made; leaves side by side may share one such copy, and those of block scaling have a scale for each square
-(kernels/shared_cast.py). Every scalar of a leaf has its own buffer, as a state wants it: cutting them out of one vector
-would take a small kernel each.
+One launch updates many leaves in place; XLA copies an array first only where it is still needed. A large tree takes
+several launches, so that on a mesh some params are updated while gradients of others are still being reduced. A leaf
+with a `cast` is also written in FP8, with its transpose, its scale and its amax, from which the next scale follows.
+Kernels side by side may share one such copy, and block scaling has a scale for each square (kernels/shared_cast.py).
+Every scalar of a leaf has a buffer of its own, because slicing it out of a vector would launch a small kernel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +19,11 @@ import numpy as np
 
 from jax_fp8.core.cast import CastRule
 from jax_fp8.core.fp8_array import Fp8Pair
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.adam_arrays import (
     SCALARS,
     Coefficients,
+    Layout,
     Leaf,
     Scales,
     arrays_of,
@@ -38,6 +38,7 @@ from jax_fp8.kernels.casting import formula_attributes
 from jax_fp8.kernels.dispatch import Split, dispatch, pmax
 from jax_fp8.kernels.draws import Place, check_dims, place_words
 from jax_fp8.kernels.shared_cast import (
+    ColumnPlace,
     Members,
     SharedCast,
     arrays_by,
@@ -65,9 +66,9 @@ def adam(
     """Update all leaves.
 
     Args:
-      leaves: what to update.
-      coefficients: the numbers of this step.
-      seed: uint32 scalar, different at every step: for the rounding of moments in few bits.
+      leaves: the arrays to update.
+      coefficients: the scalars of this step.
+      seed: uint32 scalar, different at every step, for the stochastic rounding of moments in few bits.
       adam_w_mode: decoupled weight decay, else an L2 term.
       shared: casts of leaves side by side, to be written anew.
 
@@ -91,8 +92,8 @@ def adam(
 
 
 def launches(sizes: Sequence[int], shared: Sequence[Members]) -> Iterator[tuple[int, int]]:
-    """The first leaf and the end of each launch: as many leaves as have LAUNCH_ELEMENTS together, or one that has more.
-    The leaves of a shared cast stay together, with all that are between them.
+    """The first leaf and the end of each launch: leaves of at most LAUNCH_ELEMENTS together, or one larger leaf.
+    The leaves of a shared cast stay together, with all leaves between them.
     """
     last_of = {min(members): max(members) for members in shared}
     first, elements, must_have = 0, 0, -1
@@ -106,10 +107,17 @@ def launches(sizes: Sequence[int], shared: Sequence[Members]) -> Iterator[tuple[
         yield first, len(sizes)
 
 
-def _launch(leaves, coefficients, seed, adam_w_mode, shared, first_leaf) -> tuple[list[Leaf], list[Fp8Pair]]:
+def _launch(
+    leaves: Sequence[Leaf],
+    coefficients: Coefficients,
+    seed: jax.Array,
+    adam_w_mode: bool,
+    shared: Sequence[SharedCast],
+    first_leaf: int,
+) -> tuple[list[Leaf], list[Fp8Pair]]:
     members = tuple(cast.leaves for cast in shared)
     rule = shared[0].rule if shared else None
-    settings: dict[str, Any] = {"layouts": tuple(map(layout_of, leaves)), "shared": members, "rule": rule}
+    settings: dict[str, PyTree] = {"layouts": tuple(map(layout_of, leaves)), "shared": members, "rule": rule}
     settings |= {"first_leaf": first_leaf, "adam_w_mode": adam_w_mode}
     kernel, reference = (partial(_on_shard, form, **settings) for form in (_kernel, _reference))
     vector = jnp.stack([getattr(coefficients, number.name) for number in fields(Coefficients)])
@@ -128,7 +136,7 @@ def _scales(leaves: Sequence[Leaf], shared: Sequence[SharedCast]) -> jax.Array:
     """f32[leaves, 5]: `Scales` of each; 1 where there is none."""
     of_shared = {number: cast.scale for cast in shared for number in cast.leaves if cast.rule is None}
 
-    def row(number, leaf):
+    def row(number: int, leaf: Leaf):
         (_, mu), (_, nu) = values_and_scale(leaf.mu), values_and_scale(leaf.nu)
         return Scales(of_shared.get(number, leaf.scale), mu, leaf.mu_scale, nu, leaf.nu_scale)
 
@@ -155,8 +163,20 @@ def leaf_dims(ranks: Sequence[int], shared: Sequence[Members]) -> list[list[str]
     return [[rows_of.get(number, name) for name in dims[:1]] + dims[1:] for number, dims in enumerate(names)]
 
 
-def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared, rule, first_leaf, adam_w_mode):
-    """One of the two forms below on the arrays of this shard."""
+def _on_shard(
+    form: Callable,
+    vector: jax.Array,
+    scales: jax.Array,
+    seed: jax.Array,
+    *arrays: jax.Array,
+    split: Split,
+    layouts: Sequence[Layout],
+    shared: Sequence[Members],
+    rule: CastRule | None,
+    first_leaf: int,
+    adam_w_mode: bool,
+):
+    """Kernel or reference (`form`) on the arrays of this shard."""
     each = len(arrays_by(rule))
     casts, arrays = arrays[: each * len(shared)], arrays[each * len(shared) :]
     each_leaf = _by_leaf(arrays, layouts)
@@ -184,7 +204,18 @@ def _on_shard(form, vector, scales, seed, *arrays, split: Split, layouts, shared
 
 
 def _kernel(
-    vector, scales, seed, casts, arrays, layouts, shared, leaf_places, whereabouts, rule, first_leaf, adam_w_mode
+    vector: jax.Array,
+    scales: jax.Array,
+    seed: jax.Array,
+    casts: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    shared: Sequence[Members],
+    leaf_places: Sequence[ColumnPlace],
+    whereabouts: Sequence[Place],
+    rule: CastRule | None,
+    first_leaf: int,
+    adam_w_mode: bool,
 ):
     """The new arrays of each shared cast, and of all leaves."""
     shapes = [of_leaf["g"].shape for of_leaf in _by_leaf(arrays, layouts)]
@@ -199,14 +230,27 @@ def _kernel(
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
     numbers = {"layout": layouts}
     numbers |= {"shared_cast": [of.cast for of in leaf_places], "first_column": [of.first_column for of in leaf_places]}
-    how: dict[str, Any] = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
+    how: dict[str, PyTree] = {name: np.array(of_leaves, np.int32) for name, of_leaves in numbers.items()}
     how |= {"shared_casts": np.int32(len(shared)), "first_leaf": np.int32(first_leaf), "adam_w_mode": adam_w_mode}
     how |= {"by_tile": rule is not None, **formula_attributes(None if rule is None else rule.formula)}
     new, each = call(*operands, **how), len(arrays_by(rule))
     return [new[each * cast : each * (cast + 1)] for cast in range(len(shared))], new[len(casts) :]
 
 
-def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, whereabouts, rule, first_leaf, adam_w_mode):
+def _reference(
+    vector: jax.Array,
+    scales: jax.Array,
+    seed: jax.Array,
+    casts: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    shared: Sequence[Members],
+    _: object,
+    whereabouts: Sequence[Place],
+    rule: CastRule | None,
+    first_leaf: int,
+    adam_w_mode: bool,
+):
     leaves, each = [], len(arrays_by(rule))
     rows = zip(_by_leaf(arrays, layouts), layouts, scales, whereabouts, strict=True)
     for number, (of_leaf, layout, row, where) in enumerate(rows, start=first_leaf):
@@ -215,7 +259,7 @@ def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, whereabo
     written = [
         shared_cast_reference(
             [leaves[number].param for number in members],
-            casts[each * cast : each * (cast + 1)],
+            tuple(casts[each * cast : each * (cast + 1)]),
             Scales(*scales[members[0]]).cast_scale,
             rule,
             Coefficients(*vector).apply == 0,
@@ -225,23 +269,32 @@ def _reference(vector, scales, seed, casts, arrays, layouts, shared, _, whereabo
     return written, [array for leaf in leaves for array in list(arrays_of(leaf).values())[1:]]
 
 
-@partial(jax.jit, static_argnames=("layout", "adam_w_mode"))  # which is traced once for all leaves alike
-def _reference_of_leaf(vector, row, seed, number, arrays, whereabouts, layout, adam_w_mode) -> Leaf:
+@partial(jax.jit, static_argnames=("layout", "adam_w_mode"))  # equal leaves share one trace
+def _reference_of_leaf(
+    vector: jax.Array,
+    row: jax.Array,
+    seed: jax.Array,
+    number: jax.typing.ArrayLike,
+    arrays: dict[str, jax.Array],
+    whereabouts: Place,
+    layout: Layout,
+    adam_w_mode: bool,
+) -> Leaf:
     leaf = leaf_of(layout, Scales(*row), arrays)
     return adam_leaf(leaf, Coefficients(*vector), seed, number, adam_w_mode, whereabouts)[0]
 
 
-def _by_leaf(arrays, layouts) -> list[dict[str, jax.Array]]:
+def _by_leaf(arrays: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[dict[str, jax.Array]]:
     """The arrays of every leaf, by name."""
     remaining = iter(arrays)
     return [{name: next(remaining) for name in names_in(layout)} for layout in layouts]
 
 
 def _whole_amaxes(results: list[jax.Array], names: Sequence[str], split: Split) -> tuple[jax.Array, ...]:
-    """Results with each amax that of the whole weight, not of this shard."""
+    """The results, with each amax of the whole weight instead of this shard."""
     positions = [i for i, name in enumerate(names) if name == "amax"]
     if split and positions:
-        # pmax over every axis that splits any leaf: harmless to a leaf that is the same on all shards.
+        # One pmax over every axis that splits any leaf; it does not change amaxes that are equal on all devices.
         amaxes = pmax(jnp.stack([results[i] for i in positions]), split, *split)
         for i, amax in zip(positions, amaxes, strict=True):
             results[i] = amax

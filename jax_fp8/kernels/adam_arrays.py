@@ -1,26 +1,25 @@
-"""What the optimizer's kernel updates: leaves, each everything that belongs to one array of the tree, and their flat
-list of arrays.
+"""Leaves, as the optimizer's kernel updates them: everything that belongs to one array of the tree, and as a flat list.
 
-A leaf gives the kernel up to eleven arrays, always in the order of ARRAYS, and leaves out those that it does not have.
-Its Layout says which are there, so that the list can be read again. In Python they are a dict by name.
+A leaf has up to eleven arrays for the kernel, in the order of ARRAYS. It leaves out those that it does not have, and
+its Layout says which are there, so that the list can be read back. In Python they are a dict by name.
 """
 
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.types import PyTree
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Coefficients:
-    """The numbers of one step, float32 scalars in the kernel's order; `apply` is 1,
-    or 0 for a step that changes nothing."""
+    """The float32 scalars of one step, in the kernel's order; `apply` is 1, or 0 for a step that changes nothing."""
 
     rate: jax.Array
     b1: jax.Array
@@ -38,39 +37,37 @@ class Coefficients:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the tree and everything that belongs to it; all of one shape, save the columnwise cast, which is a
-    transposed matrix.
+    """One array of the tree and everything that belongs to it, all of one shape; the columnwise cast is transposed.
 
     Args:
       gradient: float32, bfloat16 or float16.
       mu, nu: the moments: float32, bfloat16, float16 or `Fp8Array`; in FP8, `nu` holds the square root.
       param: float32, bfloat16 or float16; None for a param in FP8, which is `values`.
       master: None for a float32 param, else float32 or float16, or uint16: the remainder of a bfloat16 param.
-      cast: the weight in FP8 with one scale, to be written anew, or None; without `columnwise` in one orientation.
-      scale, mu_scale, nu_scale: float32 scalars to write the cast and FP8 moments with, which become the scales of
-        these.
+      cast: the weight in FP8 with one scale, which the kernel overwrites, or None; without `columnwise` only rowwise.
+      scale, mu_scale, nu_scale: float32 scalars, the new scales of the cast and of FP8 moments.
       decays: whether weight decay applies; static.
     """
 
     gradient: jax.Array
     mu: jax.Array | Fp8Array
     nu: jax.Array | Fp8Array
-    param: Any
-    master: Any
+    param: PyTree
+    master: PyTree
     cast: Fp8Pair | None = None
-    scale: Any = None
-    mu_scale: Any = None
-    nu_scale: Any = None
+    scale: PyTree = None
+    mu_scale: PyTree = None
+    nu_scale: PyTree = None
     decays: bool = field(default=True, metadata={"static": True})
 
     def as_matrix(self) -> "Leaf":
-        """What a copy in FP8 is of: kernels of experts (experts, k, n) are one matrix (experts * k, n)."""
+        """The leaf as its FP8 copy has it: kernels of experts (experts, k, n) are one matrix (experts * k, n)."""
         return self.in_shape((-1, self.gradient.shape[-1])) if self.gradient.ndim > 2 else self
 
     def in_shape(self, shape: tuple[int, ...]) -> "Leaf":
-        """All arrays in this shape, but for the copy in FP8."""
+        """All arrays in this shape, except the FP8 copy."""
 
-        def reshaped(array):
+        def reshaped(array: jax.Array | Fp8Array | None):
             if isinstance(array, Fp8Array):
                 return replace(array, values=array.values.reshape(shape))
             return None if array is None else array.reshape(shape)
@@ -111,11 +108,11 @@ SCALARS = ("scale", "amax", "mu_scale", "nu_scale")
 class Scales(NamedTuple):
     """The scales of a leaf's FP8 numbers in the kernel's order: of the cast, of moments as they were and will be."""
 
-    cast_scale: Any
-    mu_scale_before: Any
-    mu_scale_after: Any
-    nu_scale_before: Any
-    nu_scale_after: Any
+    cast_scale: PyTree
+    mu_scale_before: PyTree
+    mu_scale_after: PyTree
+    nu_scale_before: PyTree
+    nu_scale_after: PyTree
 
 
 def names_in(layout: Layout) -> list[str]:
@@ -136,10 +133,10 @@ def arrays_of(leaf: Leaf) -> dict[str, jax.Array]:
     return {name: array for name, array in zip(ARRAYS, row, strict=True) if array is not None}
 
 
-def fields_of(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+def fields_of(arrays: dict[str, jax.Array]) -> dict[str, PyTree]:
     """The fields of a leaf that the kernel updates, from its arrays."""
 
-    def moment(name):
+    def moment(name: str):
         scale = arrays.get(f"{name}_scale")
         return arrays[name] if scale is None else Fp8Array(arrays[name], scale)
 

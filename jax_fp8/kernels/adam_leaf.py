@@ -1,15 +1,15 @@
-"""One step of Adam on one leaf, in `jnp`: what the kernel must do, bit for bit.
+"""One step of Adam on one leaf in `jnp`: the reference of the kernel, bit for bit.
 
     g = grad_scale g            (L2 mode: g = g + weight_decay p)
     m = b1 m + (1 - b1) g       v = b2 v + (1 - b2) g²
     u = (m correction1) / (sqrt(v correction2) + eps)      (AdamW mode: u = u + weight_decay p)
     p = p - rate u
 
-All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), every operation rounded by itself.
-Subnormal numbers count on the GPU; XLA's CPU compiler flushes them to zero.
+All in float32 (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101), and every operation rounds. The GPU
+keeps subnormal numbers; XLA's CPU compiler flushes them to zero.
 
-`p` is the master where it rounds to the param. Elsewhere somebody has changed the param, by loading or editing it, and
-the param is the master instead, each element for itself: a step starts from what the model has seen.
+`p` is the master where it rounds to the param. In elements where it does not, somebody has loaded or edited the param,
+and `p` is the param: a step starts from the weights that the model used.
 """
 
 from dataclasses import replace
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.adam_arrays import Coefficients, Leaf
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import quantize_reference
@@ -35,7 +36,7 @@ from jax_fp8.kernels.storage import (
 )
 
 
-def rounds_at_random(*moments) -> bool:
+def rounds_at_random(*moments: jax.Array | Fp8Array) -> bool:
     """Whether a moment has fewer bits than the float32 that it is computed in."""
     return any(moment.dtype != jnp.float32 for moment in moments)
 
@@ -44,7 +45,7 @@ def adam_leaf(
     leaf: Leaf,
     coefficients: Coefficients,
     seed: jax.Array,
-    number: int,
+    number: jax.typing.ArrayLike,
     adam_w_mode: bool,
     whereabouts: Place | None = None,
 ) -> tuple[Leaf, jax.Array]:
@@ -78,8 +79,8 @@ def adam_leaf(
     return updated, jnp.where(unchanged, -jnp.float32(0), update)
 
 
-def _store(leaf: Leaf, m, v, p, nu_draw, mu_draw) -> Leaf:
-    """Everything but the cast, rounded to what it is kept in."""
+def _store(leaf: Leaf, m: jax.Array, v: jax.Array, p: jax.Array, nu_draw: PyTree, mu_draw: PyTree) -> Leaf:
+    """The leaf with new numbers, each rounded to its dtype; the cast is not written here."""
     kept = None if leaf.master is None else leaf.master.dtype
     if leaf.param is not None and leaf.param.dtype == jnp.bfloat16 and kept != jnp.float16:
         p = off_the_tie(p)
@@ -101,9 +102,8 @@ def _store(leaf: Leaf, m, v, p, nu_draw, mu_draw) -> Leaf:
     return replace(leaf, mu=mu, nu=nu, param=param, master=master)
 
 
-def _master(leaf):
-    """The number that the step starts from. Where a master does not round to its param, somebody has changed the param,
-    which is the master then."""
+def _master(leaf: Leaf):
+    """`p` before the step: the master, or the param in elements where the master does not round to it."""
     if leaf.master is None:
         return leaf.param
     if leaf.master.dtype == REMAINDER:
@@ -114,15 +114,15 @@ def _master(leaf):
     return jnp.where(rounds_to(leaf.master, leaf.param), master, leaf.param.astype(jnp.float32))
 
 
-def _first_moment(mu):
+def _first_moment(mu: jax.Array | Fp8Array):
     return mu.dequantize() if isinstance(mu, Fp8Array) else mu.astype(jnp.float32)
 
 
-def _second_moment(nu):
+def _second_moment(nu: jax.Array | Fp8Array):
     return jnp.square(nu.dequantize()) if isinstance(nu, Fp8Array) else nu.astype(jnp.float32)
 
 
-def _rounded(product):
-    """A product as float32 has it. Compilers fuse a product into the sum it enters and round once;
-    a selection keeps them apart."""
+def _rounded(product: jax.Array):
+    """A product rounded to float32. A compiler may fuse it with a following sum into an FMA, which rounds once; the
+    selection prevents that."""
     return jnp.where(product == product, product, np.float32(np.nan))

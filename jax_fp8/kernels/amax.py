@@ -40,10 +40,10 @@ def as_matrix(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1]) if x.ndim and x.size else x.reshape(1, x.size)
 
 
-def _kernel(*arrays, split: Split):
+def _kernel(*arrays: jax.Array, split: Split):
     result = jax.ffi.ffi_call("jax_fp8_amax", jax.ShapeDtypeStruct((), jnp.float32))(*arrays)
     return (pmax(result, split, *split),)
 
 
-def _reference(*arrays, split: Split):
+def _reference(*arrays: jax.Array, split: Split):
     return (pmax(reduce(jnp.maximum, map(amax_reference, arrays)), split, *split),)

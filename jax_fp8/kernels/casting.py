@@ -1,21 +1,18 @@
-"""The cast at the end of every kernel that makes FP8:
-what the kernel is told, what the reference does, how a pair comes out.
+"""The cast at the end of every kernel that writes FP8: its attributes, its reference, and its results as a pair.
 
     values = saturate(f32(x) * (1 / scale)), rounded once to nearest even
 
-Overflow and ±inf saturate to ±fp8_max; NaN becomes the one byte 0x7F. A producer (a matrix as it is, a norm, an
-activation) is followed by this cast in the same pass.
-Its results are a `Fp8Pair`, the orientations that are wanted, as a list of arrays:
+Overflow and ±inf saturate to ±fp8_max; NaN becomes the byte 0x7F. The cast runs in the same pass as its producer (a
+plain matrix, a norm, an activation). Its results are a `Fp8Pair` in the wanted orientations, as a list of arrays:
 
     the matrices, the amax f32[], and one scale f32[], or by tile one array of scales for each matrix
 
-Kernels know one scale a tensor, and the tiles that cuBLASLt multiplies on Hopper: LINE and SQUARE, in E4M3. Scales of
-lines leave them as the GEMM reads them, neighbouring rows beside each other; a pair has the transpose of that.
+Kernels know one scale a tensor, and the tiles that cuBLASLt multiplies on Hopper: LINE and SQUARE, in E4M3. They write
+the scales of lines as the GEMM reads them, with neighbouring rows contiguous; a pair has the transpose of that.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +23,20 @@ from jax_fp8.core.cast import LINE, SQUARE, Cast, CastRule, Tile
 from jax_fp8.core.formats import E4M3, fp8_max
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, spread, tiles_of
 from jax_fp8.core.scale import ScaleFormula
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.dispatch import Split, gathered, pmax
 
 NAN_BYTE = np.uint8(0x7F)
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)  # an amax or a scale, as a kernel returns it
-NOTHING = (0, 0)  # the shape of an operand or a result that a kernel does without
+NOTHING = (0, 0)  # the shape of an operand or a result that is left out
 KNOWN_TILES = ((LINE, LINE), (LINE, SQUARE), (SQUARE, SQUARE))  # rowwise and columnwise
 ORIENTATIONS = ("both", "rowwise", "columnwise")
 
 
 def check_cast(cast: Cast, x_dtype: jax.typing.DTypeLike) -> Cast:
-    """The cast as kernels can follow it, if they can cast from this dtype:
-    a formula that they do not know is computed here.
+    """The cast in a form that kernels know: a formula that they do not know is computed here. Raises for dtypes that
+    they do not cast from.
     """
     fp8_max(cast.rule.dtype)  # says what it must be
     if x_dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -50,7 +48,7 @@ def check_cast(cast: Cast, x_dtype: jax.typing.DTypeLike) -> Cast:
 
 
 def source_dims(cast: Cast) -> str:
-    """The source's part of a dispatch rule. Kernels need all of it: a row of a shard would be another row."""
+    """The source's part of a dispatch rule. Its dim is gathered: kernels pick a row by its number in the whole."""
     return "r" if cast.source.ndim else ""
 
 
@@ -63,16 +61,16 @@ def has_kernel(*rules: CastRule) -> bool:
     )
 
 
-def attributes(rule: CastRule) -> dict[str, Any]:
-    """A rule in the kernels' words."""
+def attributes(rule: CastRule) -> dict[str, object]:
+    """The attributes of a custom call for a rule."""
     how = formula_attributes(rule.formula)
     if rule.tile is None:
         return {"row": np.int32(rule.row), "from_amax": rule.formula is not None, **how}
     return {"square": rule.tile == SQUARE, "square_t": rule.columnwise_tile == SQUARE, **how}
 
 
-def formula_attributes(formula: Any) -> dict[str, Any]:
-    """A `ScaleFormula` in the kernels' words; of anything else, those of the plainest one, which nobody reads."""
+def formula_attributes(formula: object) -> dict[str, object]:
+    """The attributes of a custom call for a `ScaleFormula`; for anything else defaults, which no kernel reads."""
     known = formula if isinstance(formula, ScaleFormula) else ScaleFormula()
     return {
         "margin": np.int32(known.margin),
@@ -81,7 +79,7 @@ def formula_attributes(formula: Any) -> dict[str, Any]:
     }
 
 
-def _is_known(formula) -> bool:
+def _is_known(formula: object) -> bool:
     return type(formula) is ScaleFormula
 
 
@@ -124,7 +122,7 @@ def tile_amaxes(x: jax.Array, tile: Tile) -> jax.Array:
     return jax.vmap(jax.vmap(amax_reference))(tiles)
 
 
-def check_whole_tiles(split: Split, dims: Sequence[str], shape: Sequence[int], tile: Tile) -> None:
+def check_whole_tiles(split: Split, dims: Sequence[str], shape: Sequence[int], tile: tuple[int, ...]) -> None:
     """Raise where a mesh splits a matrix within a tile: then a shard would have other tiles.
 
     Args:
@@ -157,8 +155,8 @@ class PairResults:
         if self.orientations not in ORIENTATIONS:
             raise ValueError(f"orientations must be one of {ORIENTATIONS}, got {self.orientations!r}")
 
-    def wanted(self, rowwise: Any, columnwise: Any) -> tuple:
-        """Those of the two that are wanted."""
+    def wanted(self, rowwise: PyTree, columnwise: PyTree) -> tuple:
+        """The items of the orientations that are wanted."""
         both = rowwise, columnwise
         return {"both": both, "rowwise": both[:1], "columnwise": both[1:]}[self.orientations]
 
@@ -180,7 +178,7 @@ class PairResults:
         """What a kernel begins with: by tile the source says nothing, and is left out."""
         return (x, source) if self.rule.tile is None else (x,)
 
-    def shapes(self, shape: tuple[int, int]) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
         """What a kernel returns for a matrix (m, n): both orientations, NOTHING for one that is not wanted;
         amax and scale, or by tile the scales of both orientations.
         """
@@ -193,7 +191,7 @@ class PairResults:
         scales = _kernel_scales(rowwise, rule.tile), _kernel_scales(columnwise, rule.columnwise_tile)
         return [*matrices, SCALAR, *scales]
 
-    def from_kernel(self, arrays: Sequence[jax.Array], split: Split, *dims: str) -> tuple[jax.Array, ...]:
+    def from_kernel(self, arrays: Sequence[PyTree], split: Split, *dims: str) -> tuple[jax.Array, ...]:
         """The list, from what a kernel returned for a shard; `dims` are those of the matrix."""
         values, values_t, amax, *scales = arrays
         if self.rule.tile is not None:
@@ -216,7 +214,7 @@ class PairResults:
         ]
         return *(array.values for array in cast), amax, *(array.scale for array in cast)
 
-    def _check_tiles(self, split, dims, shape):
+    def _check_tiles(self, split: Split, dims: Sequence[str], shape: tuple[int, ...]):
         both = self.wanted((dims, shape), (dims[::-1], shape[::-1]))
         for (names, sizes), tile in zip(both, self.tiles, strict=True):
             check_whole_tiles(split, names, sizes, tile)
@@ -232,8 +230,9 @@ class PairResults:
         return Fp8Pair(rowwise, columnwise, amax, shares_scale=count == 2 and not by_tile)
 
 
-def _kernel_scales(shape, tile) -> jax.ShapeDtypeStruct:
+def _kernel_scales(shape: tuple[int, ...], tile: Tile | None) -> jax.ShapeDtypeStruct:
     """The scales of a matrix as kernels have them: of lines, its rows are the last dim."""
+    assert tile is not None, "scales by tile"
     tiles = tiles_of(shape, tile)
     return jax.ShapeDtypeStruct(tiles[::-1] if tile == LINE else tiles, jnp.float32)
 

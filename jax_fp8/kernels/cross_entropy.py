@@ -54,7 +54,7 @@ def nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _check_logits(logits, labels, shares):
+def _check_logits(logits: jax.Array, labels: jax.Array, shares: jax.Array):
     if logits.ndim != 3 or not labels.shape == shares.shape == logits.shape[:2]:
         raise ValueError(
             "cross_entropy_gradient needs logits (batch, seq, vocab) and labels and shares (batch, seq), "
@@ -64,7 +64,7 @@ def _check_logits(logits, labels, shares):
         raise ValueError(f"cross_entropy_gradient needs float32, bfloat16 or float16, got {logits.dtype}; cast first")
 
 
-def _kernel(z_loss, logits, labels, shares, split: Split):
+def _kernel(z_loss: float, logits: jax.Array, labels: jax.Array, shares: jax.Array, split: Split):
     if split_axes(split, "v"):
         return _reference(z_loss, logits, labels, shares, split)
     rows, vocab = labels.size, logits.shape[-1]
@@ -76,7 +76,7 @@ def _kernel(z_loss, logits, labels, shares, split: Split):
     return gradient.reshape(logits.shape), loss.reshape(labels.shape), lse.reshape(labels.shape)
 
 
-def _reference(z_loss, logits, labels, shares, split: Split):
+def _reference(z_loss: float, logits: jax.Array, labels: jax.Array, shares: jax.Array, split: Split):
     axes = split_axes(split, "v")  # of a split vocabulary, this shard has the tokens from `first` on
     first = lax.axis_index(axes) * logits.shape[-1] if axes else 0
     vocab = logits.shape[-1] * (lax.axis_size(axes) if axes else 1)
@@ -93,7 +93,7 @@ def _reference(z_loss, logits, labels, shares, split: Split):
     return gradient.astype(dtype), loss[..., 0], lse[..., 0]
 
 
-def _sums(axes, *arrays):
+def _sums(axes: tuple[str, ...], *arrays: jax.Array):
     """Sums over the last dim, those of all arrays in one collective."""
     sums = jnp.stack([jnp.sum(x, axis=-1, keepdims=True) for x in arrays])
     return lax.psum(sums, axes) if axes else sums

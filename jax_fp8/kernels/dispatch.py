@@ -1,20 +1,19 @@
 """Where an operation runs: the kernel on CUDA, the `jnp` reference elsewhere, and on what shard.
 
-An op gives an einsum-like rule of its arrays, scalars empty: "m k, n k, , -> m n". Both its forms take the local arrays
-and `split`, the mesh axes that split each dim of the rule, and do the collectives this implies themselves:
-{"k": ("data",)} means partial sums over "data".
+An op has an einsum-like rule of its arrays, empty for scalars: "m k, n k, , -> m n". Kernel and reference take the
+local arrays and `split`, the mesh axes that split each dim of the rule. They do the collectives that follow themselves:
+with {"k": ("data",)} they sum their partial products over "data".
 
-Three kinds of mesh, one rule. Auto axes: the compiler chooses shardings, and asks `custom_partitioning` how the kernel
-follows them (the reference is plain `jnp` and partitions by itself). Explicit axes: operands carry their shardings in
-their types, and a `shard_map` runs the op on them. Manual axes, inside a user's own `shard_map`: the arrays are shards
-already. A bare custom call on a sharded array would make the compiler gather the whole array first.
+One rule serves three kinds of mesh axes. Auto: the compiler chooses shardings, and asks `custom_partitioning` how the
+kernel follows them (it partitions the reference, plain `jnp`, by itself). Explicit: operands carry their shardings in
+their types, and a `shard_map` runs the op on shards. Manual, inside a user's own `shard_map`: the arrays are shards
+already. For a custom call without such a rule the compiler would gather the whole array first.
 """
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.custom_batching
@@ -24,8 +23,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from jax_fp8.core.shards import largest_amax
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels import extension
 from jax_fp8.kernels.explicit import (
+    AnyMesh,
     Dims,
     Split,
     check_tiles,
@@ -48,10 +49,9 @@ def dispatch(
     """Run `kernel(*args, split=...)` where CUDA kernels run and `reference(*args, split=...)` elsewhere;
     both return a tuple.
 
-    Where nobody has written a kernel, None, the reference runs on CUDA too, and a warning says so once.
-
     Args:
-      part: of which result a device may make its part alone, though it is split otherwise in the operands.
+      kernel: None where there is no kernel: the reference then runs on CUDA too, and a warning says so once.
+      part: a dim of results that devices may compute in parts.
     """
     inputs, outputs = parse_rule(rule)
     mesh = explicit_mesh(*args)
@@ -70,7 +70,7 @@ def dispatch(
 
 @dataclass(frozen=True)
 class Operation:
-    """What `dispatch` runs: called where no Explicit axes split its arrays, and `on_shard` where they do."""
+    """Kernel and reference of an op. `dispatch` calls it, or `on_shard` where Explicit axes split its arrays."""
 
     rule: str
     kernel: Callable | None
@@ -87,31 +87,36 @@ class Operation:
         return _on_platform(local, functools.partial(self.reference, split=split), *args)
 
 
-# A model has many operations alike, and for each of them both forms are traced: so jax keeps these traces.
+# A model repeats operations of the same shapes, and each is traced as kernel and as reference. Cached functions let jax
+# find these traces again.
 
 
 @functools.lru_cache(maxsize=4096)
 def _traced_once(operation: Operation) -> Callable:
-    """The operation; inlined, it leaves no trace in the program that is being traced."""
+    """The operation under a jit that is inlined, so that the traced program is the same as without it."""
     return jax.jit(lambda *args: operation(*args), inline=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced_once_on_shards(operation: Operation, mesh: Any, split: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable:
-    """The operation, of arrays that lie on an Explicit mesh as `split` says."""
+def _traced_once_on_shards(
+    operation: Operation, mesh: AnyMesh, split: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Callable:
+    """The operation on the shards of an Explicit mesh that splits arrays by `split`."""
     return _mapped(mesh, *parse_rule(operation.rule), dict(split), functools.partial(operation.on_shard, dict(split)))
 
 
-def on_shards(mesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, *args: jax.Array) -> Any:
-    """Run `local` on the shards of an Explicit mesh that `split` makes of arrays with these dims."""
+def on_shards(
+    mesh: AnyMesh, inputs: Dims, outputs: Dims, split: Split, local: Callable, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Run `local` on the shards of an Explicit mesh, whose axes split the dims of arrays by `split`."""
     return _mapped(mesh, inputs, outputs, split, local)(*_placed(mesh, inputs, split, args))
 
 
-def _placed(mesh, inputs, split, args) -> list[jax.Array]:
+def _placed(mesh: AnyMesh, inputs: Dims, split: Split, args: Sequence[jax.Array]) -> list[jax.Array]:
     return [place(mesh, arg, spec_of(dims, split)) for dims, arg in zip(inputs, args, strict=True)]
 
 
-def _mapped(mesh, inputs, outputs, split, local) -> Callable:
+def _mapped(mesh: AnyMesh, inputs: Dims, outputs: Dims, split: Split, local: Callable) -> Callable:
     mapped = jax.shard_map(
         local,
         mesh=mesh,
@@ -126,7 +131,7 @@ def _mapped(mesh, inputs, outputs, split, local) -> Callable:
 
 
 def pmax(x: jax.Array, split: Split, *dims: str) -> jax.Array:
-    """The maximum of amaxes over the shards that split any of the dims; NaN where one is."""
+    """The maximum of an amax over the shards that split any of the dims; NaN if one is NaN."""
     return largest_amax(x, split_axes(split, *dims))
 
 
@@ -137,7 +142,7 @@ def psum(x: jax.Array, split: Split, *dims: str) -> jax.Array:
 
 
 def gathered(x: jax.Array, split: Split, *dims: str) -> jax.Array:
-    """All of an array whose first dims these are, where shards split any of them."""
+    """The whole array, gathered over the shards that split any of its first dims, `dims`."""
     for position, dim in enumerate(map(elements, dims)):
         if split.get(dim):
             x = lax.all_gather(x, split[dim], axis=position, tiled=True)
@@ -149,10 +154,10 @@ def split_axes(split: Split, *dims: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for dim in dims for axis in split.get(dim, ())))
 
 
-def _on_platform(kernel, reference, *args):
-    def bounded(*operands):
-        # Operands and results are rounded to their dtypes, as at a kernel:
-        # fused into its neighbours, an op would see and pass on more.
+def _on_platform(kernel: Callable | None, reference: Callable, *args: jax.Array) -> tuple[jax.Array, ...]:
+    def bounded(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        # Barriers round operands and results to their dtypes, as a kernel does. Fused with its neighbours, a
+        # reference would read and return more bits than its dtypes have.
         return lax.optimization_barrier(reference(*lax.optimization_barrier(operands)))
 
     if kernel is None and jax.default_backend() == "gpu":
@@ -177,7 +182,7 @@ def _warn_of_reference() -> None:
 def kernels_run() -> bool:
     """Whether a program for CUDA calls the kernels.
 
-    Where a GPU is present and cannot, warn once: training would crawl unnoticed.
+    Warns once where a GPU is present and they cannot run: training would be very slow without a reason to see.
     """
     reason = extension.missing_reason() or too_old_gpu()
     if reason and jax.default_backend() == "gpu":
@@ -188,7 +193,7 @@ def kernels_run() -> bool:
 def too_old_gpu() -> str | None:
     """Why this machine's GPU cannot run the kernels, in one sentence; None where it can, or where there is none."""
     if jax.default_backend() != "gpu":
-        return None  # compiling for another machine's GPU: take it to be a current one
+        return None  # compiling for another machine's GPU, assumed to be a current one
     capability = jax.devices()[0].compute_capability
     if float(capability) >= 8.9:
         return None
@@ -197,30 +202,30 @@ def too_old_gpu() -> str | None:
     )
 
 
-def _auto_partitioned(kernel, rule, part):
+def _auto_partitioned(kernel: Callable, rule: str, part: PartialResult | None) -> Callable:
     inputs, outputs = parse_rule(rule)
 
-    def partition(mesh, arg_shapes, result_shapes):
+    def partition(mesh: AnyMesh, arg_shapes: PyTree, result_shapes: PyTree) -> tuple:
         split = collect(inputs, outputs, [arg.sharding.spec for arg in arg_shapes])
         if part is not None:
             wanted = collect(outputs, [], [result.sharding.spec for result in result_shapes]).get(part.dim, ())
             split |= {part.dim: wanted} if part.can_be(mesh, wanted, split) else {}
 
-        def shardings(arrays):
+        def shardings(arrays: Dims) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, spec_of(dims, split)) for dims in arrays)
 
         return mesh, functools.partial(kernel, split=split), shardings(outputs), shardings(inputs)
 
-    def unsplit(*args):
+    def unsplit(*args: jax.Array) -> tuple[jax.Array, ...]:
         return kernel(*args, split={})
 
     op = custom_partitioning(unsplit)
     op.def_partition(partition=partition, sharding_rule=_shardy_rule(inputs, outputs))
-    # Leading dims are flattened before they come here; under `vmap` it is one call after the other.
+    # custom_partitioning has no batching rule: under `vmap` the calls run one after the other.
     return jax.custom_batching.sequential_vmap(op)
 
 
-def _shardy_rule(inputs, outputs) -> str:
-    """Shardy's spelling of the rule: nothing between commas for a scalar, and tiles as a dim of their own."""
+def _shardy_rule(inputs: Dims, outputs: Dims) -> str:
+    """The rule in Shardy's syntax: nothing between commas for a scalar; tiles are a dim of their own."""
     rule = " -> ".join(", ".join(" ".join(dims) for dims in arrays) for arrays in (inputs, outputs))
     return rule.replace("/", "")

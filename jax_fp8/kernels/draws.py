@@ -1,21 +1,20 @@
-"""Random numbers for the roundings of an optimizer: made of a seed, the number of a leaf and the index of an element,
-so nothing is kept between two steps, and a resumed run draws what the first one would have drawn.
+"""Random numbers for stochastic rounding in the optimizer, hashed from a seed, the number of a leaf and the index of an
+element. So there is no generator state, and a resumed run draws the same numbers.
 
-The index is that in the whole leaf, in row-major order. A device that holds a shard of it draws for each element what
-one device would draw. Two words of 32 bits hold an index, since jax has no wider integers by default:
+The index is that in the whole leaf, in row-major order: a device with a shard draws for each element the number that
+one device would draw. An index is two words of 32 bits, since jax has no wider integers by default:
 
     index = low + 2**32 high
     hash = mix(low * a + high * b + seed * c + leaf * d)        first draw: the hash; second draw: mixed once more
 
-`csrc/device/draws.cuh` does the same to the bit. It counts the elements of a shard in their order in memory, and leaps
-over what is on other devices: of every dim that is split, the dims after it make a block, and between two blocks there
-is a gap.
+`csrc/device/draws.cuh` computes the same bits. It counts the elements of a shard in memory order, and skips those on
+other devices: for every dim that is split, the dims after it form a block, with a gap between two blocks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +22,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.dispatch import Split
 from jax_fp8.kernels.explicit import explicit_mesh, explicit_spec, place
 
-GAPS = 2  # as many as a kernel leaps over
+GAPS = 2  # the most that the kernel skips
 PLACE_WORDS = 2 + 4 * GAPS
 
 
@@ -40,7 +40,7 @@ class Place:
       whole: the shape of the whole array; static.
     """
 
-    first: tuple[Any, ...]
+    first: tuple[jax.typing.ArrayLike, ...]
     whole: tuple[int, ...] = field(metadata={"static": True})
 
     @classmethod
@@ -61,8 +61,8 @@ class Place:
 class Index(NamedTuple):
     """Indices of elements: uint32 arrays."""
 
-    low: Any
-    high: Any
+    low: PyTree
+    high: PyTree
 
 
 def index_of(x: jax.Array, whereabouts: Place | None = None) -> Index:
@@ -80,8 +80,8 @@ def index_of(x: jax.Array, whereabouts: Place | None = None) -> Index:
 
 
 def place_words(shapes: Sequence[tuple[int, ...]], whereabouts: Sequence[Place]) -> jax.Array:
-    """What the kernel is told of shards of these shapes, uint32[leaves, PLACE_WORDS]: the index of the first element;
-    and for each dim but the first that is split, a multiplier and a shift that divide by the length of a block here,
+    """The places of shards of these shapes for the kernel, uint32[leaves, PLACE_WORDS]: the index of the first element;
+    and for each split dim but the first, a multiplier and a shift that divide by the length of a block on this device,
     and the gap after a block. Low words come first.
     """
     rows = [_words(*of_leaf) for of_leaf in zip(shapes, whereabouts, strict=True)]
@@ -90,8 +90,8 @@ def place_words(shapes: Sequence[tuple[int, ...]], whereabouts: Sequence[Place])
     return jnp.stack([jnp.stack([jnp.asarray(word, jnp.uint32) for word in row or [0] * PLACE_WORDS]) for row in rows])
 
 
-def _words(shape, whereabouts) -> list:
-    """Of one shard; nothing where it is all of the array."""
+def _words(shape: tuple[int, ...], whereabouts: Place) -> list:
+    """The words of one shard; none where it is the whole array."""
     if shape == whereabouts.whole and not any(map(_is_traced, whereabouts.first)):
         return []
     whole = whereabouts.whole
@@ -108,7 +108,7 @@ def _words(shape, whereabouts) -> list:
     return [*_row_major(whereabouts.first, whole), *(np.uint32(word) for of_dim in gaps for word in of_dim)]
 
 
-def _is_traced(first) -> bool:
+def _is_traced(first: jax.typing.ArrayLike) -> bool:
     return isinstance(first, jax.Array)
 
 
@@ -132,7 +132,7 @@ def check_dims(shape: tuple[int, ...]) -> None:
 
 
 def draws_of(index: Index, seed: jax.Array, leaf: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Two random numbers for every element, uint32, which look as if one knew nothing of the other."""
+    """Two random uint32 numbers for every element, statistically independent of each other."""
     leaf_term = jnp.asarray(leaf, jnp.uint32) * np.uint32(0xC2B2AE3D)
     h = index.low * np.uint32(0x9E3779B1) + index.high * np.uint32(0x27D4EB2F)
     h = h + (seed * np.uint32(0x85EBCA77) + leaf_term)
@@ -142,7 +142,7 @@ def draws_of(index: Index, seed: jax.Array, leaf: jax.typing.ArrayLike) -> tuple
     return first, (first ^ (first >> 15)) * np.uint32(0x2C1B3C6D)
 
 
-def _row_major(coordinates, shape) -> Index:
+def _row_major(coordinates: Sequence[jax.typing.ArrayLike], shape: tuple[int, ...]) -> Index:
     """The index of coordinates in an array of this shape."""
     low, high = np.uint32(0), np.uint32(0)
     for coordinate, size in zip(coordinates, shape, strict=True):
@@ -155,7 +155,7 @@ def _row_major(coordinates, shape) -> Index:
     return Index(low, high)
 
 
-def _product(x, factor) -> Index:
+def _product(x: PyTree, factor: np.uint32) -> Index:
     """A word times a word, from products of 16 bits each."""
     (x_low, x_high), (low, high) = ((word & 0xFFFF, word >> 16) for word in (x, factor))
     middle = (x_low * low >> 16) + (x_low * high & 0xFFFF) + (x_high * low & 0xFFFF)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import jax
 
@@ -143,7 +142,7 @@ def _why_not_built(extension: ModuleType) -> str:
     return tell() if tell else "with JAX_FP8_KERNELS=OFF, or where no nvcc was found"
 
 
-def build_info() -> dict[str, Any]:
+def build_info() -> dict[str, object]:
     """What the extension contains and what it finds at run time.
 
     Returns:
@@ -151,7 +150,7 @@ def build_info() -> dict[str, Any]:
         None), `architectures` (compiled for), `cublaslt_version` ("13.1.0" or None) and `cublaslt_reason` (why it
         cannot be used, or None).
     """
-    info = {
+    info: dict[str, object] = {
         "built": built(),
         "reason": missing_reason(),
         "path": getattr(_extension, "__file__", None),

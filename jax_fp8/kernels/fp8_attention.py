@@ -19,8 +19,8 @@ whole blocks of 128 tokens alone. XLA reads what they do from JSON, a `GpuBacken
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fp8.core.formats import E4M3
 from jax_fp8.core.fp8_array import Fp8Array
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import quantize_reference
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, pmax
@@ -96,8 +97,8 @@ def attend_backward(
     own = (of.scale for of in (query, key, value, output, doutput))
     dquery, dkey, dvalue, *amaxes = dispatch(rule, kernel, reference, *operands, *own, *scales)
     values = _heads(dquery), dkey, dvalue
-    gradients: Any = tuple(Fp8Array(of, scale) for of, scale in zip(values, scales[1:], strict=True))
-    return gradients, tuple(amaxes)
+    of_query, of_key, of_value = (Fp8Array(*of) for of in zip(values, scales[1:], strict=True))
+    return (of_query, of_key, of_value), tuple(amaxes)
 
 
 def check_head_dim(of: str, head_dim: int) -> None:
@@ -119,7 +120,7 @@ def check_tokens(of: str, seq: int, keys: int) -> None:
         )
 
 
-def _grouped(queries, kv_heads) -> jax.Array:
+def _grouped(queries: jax.Array, kv_heads: int) -> jax.Array:
     """(batch, seq, heads, features) as (batch, seq, key heads, queries of each, features)."""
     mesh, spec = explicit_mesh(queries), explicit_spec(queries)
     if mesh is not None and not divides(mesh, spec[2], kv_heads):
@@ -128,21 +129,21 @@ def _grouped(queries, kv_heads) -> jax.Array:
     return queries.reshape(batch, seq, kv_heads, heads // kv_heads, features)
 
 
-def _heads(queries) -> jax.Array:
+def _heads(queries: jax.Array) -> jax.Array:
     """The inverse of `_grouped`."""
     return queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
 
 
-def _output_scale(value_scale) -> jax.Array:
+def _output_scale(value_scale: jax.Array) -> jax.Array:
     return value_scale * OUTPUT_RANGE
 
 
-def _whole(split: Split, dims: str, array) -> jax.Array:
+def _whole(split: Split, dims: str, array: jax.Array) -> jax.Array:
     """An array that is split by batches and key heads at most."""
     return gathered(array, split, *("" if dim in "bk" else dim for dim in dims.split()))
 
 
-def _scores(causal, query, key, factor) -> jax.Array:
+def _scores(causal: bool, query: jax.Array, key: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     """(batch, key heads, queries of each, seq, keys) float32, -inf where a query does not see a key."""
     scores = jnp.einsum("bskgd,btkd->bkgst", query, key) * factor
     if not causal:
@@ -151,12 +152,14 @@ def _scores(causal, query, key, factor) -> jax.Array:
     return jnp.where(other <= own, scores, -jnp.inf)
 
 
-def _cast(x, scale) -> jax.Array:
+def _cast(x: jax.Array, scale: PyTree) -> jax.Array:
     """What is left of `x` in E4M3, still without its scale, as float32."""
     return quantize_reference(x, E4M3, scale).astype(jnp.float32)
 
 
-def _forward_reference(causal, query, key, value, *scales, split: Split):
+def _forward_reference(
+    causal: bool, query: jax.Array, key: jax.Array, value: jax.Array, *scales: jax.Array, split: Split
+):
     dims = QUERIES, KEYS, KEYS
     query, key, value = (
         _whole(split, of, x).astype(jnp.float32) for of, x in zip(dims, (query, key, value), strict=True)
@@ -171,7 +174,7 @@ def _forward_reference(causal, query, key, value, *scales, split: Split):
     return values, (largest + jnp.log(total))[..., 0]
 
 
-def _backward_reference(causal, *arrays, split: Split):
+def _backward_reference(causal: bool, *arrays: jax.Array, split: Split):
     dims = QUERIES, KEYS, KEYS, QUERIES, QUERIES
     query, key, value, output, doutput = (
         _whole(split, of, x).astype(jnp.float32) for of, x in zip(dims, arrays, strict=False)
@@ -207,7 +210,7 @@ BACKWARD_MULTIPLIERS = ("weights", "dscores", "dquery", "dkey", "dvalue")
 SEQUENCES_APART = 2048
 
 
-def _forward_kernel(causal, query, key, value, *scales, split: Split):
+def _forward_kernel(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array, *scales: jax.Array, split: Split):
     query, key, value = (
         _whole(split, dims, x) for dims, x in zip((QUERIES, KEYS, KEYS), (query, key, value), strict=True)
     )
@@ -227,7 +230,7 @@ def _forward_kernel(causal, query, key, value, *scales, split: Split):
     return output.swapaxes(1, 2).reshape(query.shape), statistics.reshape(batch, *query.shape[2:4], seq)
 
 
-def _backward_kernel(causal, *arrays, split: Split):
+def _backward_kernel(causal: bool, *arrays: jax.Array, split: Split):
     dims = QUERIES, KEYS, KEYS, QUERIES, QUERIES
     query, key, value, output, doutput = (_whole(split, of, x) for of, x in zip(dims, arrays, strict=False))
     statistics, *scales = arrays[len(dims) :]
@@ -250,7 +253,7 @@ def _backward_kernel(causal, *arrays, split: Split):
     return dquery.reshape(query.shape), dkey, dvalue, of_scores, of_query, of_key, of_value
 
 
-def _backward_call(causal, queries, key, *others):
+def _backward_call(causal: bool, queries: jax.Array, key: jax.Array, *others: jax.Array):
     """The gradients, (batch, heads, seq, features), and the amaxes of those of queries, keys, values and scores."""
     (batch, seq, heads, features), (_, keys, kv_heads, _) = queries.shape, key.shape
     shapes = (batch, heads, seq, features), *[(batch, kv_heads, keys, features)] * 2
@@ -260,18 +263,19 @@ def _backward_call(causal, queries, key, *others):
     return found
 
 
-def _operand(scale) -> jax.Array:
+def _operand(scale: jax.typing.ArrayLike) -> jax.Array:
     return jnp.asarray(scale, jnp.float32).reshape(AMAX.shape)
 
 
-def _call(target, results, by_tokens, config):
+def _call(target: str, results: Sequence[jax.ShapeDtypeStruct], by_tokens: int, config: Mapping[str, object]):
     """The custom call, of whose results the first few are (batch, heads, seq, features)."""
-    layouts: Any = [BY_TOKENS] * by_tokens + [None] * (len(results) - by_tokens)
+    layouts: PyTree = [BY_TOKENS] * by_tokens + [None] * (len(results) - by_tokens)
     return jax.ffi.ffi_call(
         target, results, output_layouts=layouts, custom_call_api_version=2, legacy_backend_config=json.dumps(config)
     )
 
 
+Product = tuple[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]]
 # Each product as XLA names it: the dims that are added over, of both operands, and those of batches. Queries and keys
 # are (batch, seq, heads, features), scores (batch, heads, seq, keys).
 FORWARD_PRODUCTS = {
@@ -286,8 +290,8 @@ BACKWARD_PRODUCTS = {
 }
 
 
-def _config(causal, queries, keys, products) -> dict[str, Any]:
-    """What a custom call is to do; 64-bit integers are strings in the JSON of protocol buffers."""
+def _config(causal: bool, queries: tuple[int, ...], keys: int, products: Mapping[str, Product]) -> dict[str, object]:
+    """The configuration of a custom call; 64-bit integers are strings in the JSON of protocol buffers."""
     batch, seq, heads, features = queries
     scores = {
         "element_type": "BF16",  # of which XLA makes no use in FP8, and which has to be a type that it knows

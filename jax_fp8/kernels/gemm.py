@@ -1,23 +1,23 @@
 """FP8 matrix product: `d[m, n] = alpha (a * a.scale) · (b * b.scale)ᵀ + bias[n] + c[m, n]`,
 both operands contiguous along k.
 
-cuBLASLt on Hopper knows this layout only, so callers keep each tensor in the orientation its GEMM wants.
-`accumulation="fast"` adds in the tensor core's own, shorter accumulator; "split" promotes partial sums to float32 as it
-goes. The reference multiplies exactly what the FP8 values say and accumulates in float32. A product can be asked for in
-parts, some columns at a time, each an array of its own:
-the kernel starts at a later row of b, and nothing is cut or copied.
+cuBLASLt on Hopper has FP8 GEMMs in this layout only, so callers keep each tensor in the orientation its GEMM needs.
+With `accumulation="fast"` the tensor core adds in its own, shorter accumulator; with "split" partial sums are promoted
+to float32 on the way. The reference multiplies the FP8 values exactly and accumulates in float32. `columns` asks for
+some columns of the product as an array of their own: the kernel starts at a later row of b, without a copy.
 
 By tile, cuBLASLt multiplies LINES by SQUARES, SQUARES by LINES and LINES by LINES; the sum of each 128 products is
-scaled and added in float32, whatever `accumulation` says. It wants the scales of lines with neighbouring rows beside
-each other, f32[ceil(k / 128), m], and those of squares with neighbouring tiles of k, f32[ceil(n / 128), ceil(k / 128)];
-both with a last dim that is a multiple of four. It has no algorithm for some numbers of rows in lines, 18 for one, so
-these are filled up with zeros to a multiple of 16, which a training step never needs.
+scaled and added in float32, whatever `accumulation` says. It reads the scales of lines with neighbouring rows
+contiguous, f32[ceil(k / 128), m], and those of squares with neighbouring tiles of k contiguous, f32[ceil(n / 128),
+ceil(k / 128)]; the last dim of both must be a multiple of four. For some numbers of rows in lines, such as 18, it has
+no algorithm, so rows are padded with zeros to a multiple of 16, which a training step never needs.
 
 Large products of LINES by SQUARES, in E4M3, run on a kernel of our own on a GPU of compute capability 9.0
-(csrc/grouped_gemm.cu): the first of their candidates, before cuBLASLt's. Which candidate runs is told by
-`kernels/tuned_gemms.py`.
+(csrc/grouped_gemm.cu), the first of their candidates, before cuBLASLt's. `kernels/tuned_gemms.py` says which candidate
+runs.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -29,6 +29,7 @@ from jax_fp8.core.cast import LINE, SQUARE, Tile
 from jax_fp8.core.checks import check_integer, check_number, describe
 from jax_fp8.core.formats import E4M3, E5M2
 from jax_fp8.core.fp8_array import Fp8Array, is_fp8, spread
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.casting import check_whole_tiles, tile_dims
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered, split_axes
 from jax_fp8.kernels.partial_results import PartialResult
@@ -37,8 +38,9 @@ from jax_fp8.kernels.tuned_gemms import GemmProblem, Ranks, ranks_in_use
 TARGET = "jax_fp8_gemm"
 REFERENCE_SCOPE = "jax_fp8_gemm_reference"
 RESULT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+Tiles = tuple[Tile | None, Tile | None]  # of a and b
 # Of the tiles of a and b, None for one scale a tensor: how a problem is called.
-SCALINGS: dict[tuple[Tile | None, Tile | None], str] = {
+SCALINGS: dict[Tiles, str] = {
     (None, None): "",
     (LINE, SQUARE): "1d2d",
     (SQUARE, LINE): "2d1d",
@@ -103,7 +105,20 @@ def matmul(
     return d
 
 
-def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has_c, columns, tiles, **how):
+def _kernel(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *addends: jax.Array,
+    split: Split,
+    dtype: jax.typing.DTypeLike,
+    has_bias: bool,
+    has_c: bool,
+    columns: tuple[int, int] | None,
+    tiles: Tiles,
+    **how: PyTree,
+):
     if tiles != (None, None):
         b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
         b_scale, tiles = _scales_of_columns(b_scale, tiles, columns)
@@ -118,7 +133,18 @@ def _kernel(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, has
 
 
 def _call(
-    a, b, *others, dtype, has_bias, has_c, alpha, accumulation, c_in_place: bool, ranks: Ranks, columns, scaling
+    a: jax.Array,
+    b: jax.Array,
+    *others: jax.Array,
+    dtype: PyTree,
+    has_bias: bool,
+    has_c: bool,
+    alpha: float,
+    accumulation: str,
+    c_in_place: bool,
+    ranks: Ranks,
+    columns: tuple[int, int] | None,
+    scaling: str,
 ) -> jax.Array:
     (m, k), (first, n) = a.shape, columns or (0, b.shape[0])
     added = scaling or accumulation
@@ -144,7 +170,9 @@ def _call(
     return d[:m]
 
 
-def _with_more_rows(missing, a, a_scale, *others, has_c) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _with_more_rows(
+    missing: int, a: jax.Array, a_scale: jax.Array, *others: jax.Array, has_c: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Operands with more rows of zeros in a and c; the scales of lines are filled up already, to a multiple of 4."""
     rows = a.shape[0] + missing
     a_scale = jnp.pad(a_scale, [(0, 0), (0, rows - a_scale.shape[1])], constant_values=1)
@@ -153,7 +181,9 @@ def _with_more_rows(missing, a, a_scale, *others, has_c) -> tuple[jax.Array, tup
     return jnp.pad(a, [(0, missing), (0, 0)]), (a_scale, *others)
 
 
-def _check_tiles(a, b, b_scale, tiles, columns, split):
+def _check_tiles(
+    a: jax.Array, b: jax.Array, b_scale: jax.Array, tiles: Tiles, columns: tuple[int, int] | None, split: Split
+):
     """Raise where a mesh splits a tile; the scales of all rows of b, if some of its columns are wanted."""
     b_dims = "n k" if columns is None else "p k"
     for x, dims, tile in ((a, "m k", tiles[0]), (b, b_dims, tiles[1])):
@@ -162,7 +192,7 @@ def _check_tiles(a, b, b_scale, tiles, columns, split):
     return b_scale if tiles[1] is None or columns is None else gathered(b_scale, split, "p")
 
 
-def _scales_of_columns(b_scale, tiles, columns) -> tuple[jax.Array, tuple]:
+def _scales_of_columns(b_scale: jax.Array, tiles: Tiles, columns: tuple[int, int] | None) -> tuple[jax.Array, tuple]:
     """The scales with which some rows of b are multiplied, and the tiles.
 
     The kernel itself finds its squares among those of all rows; a slice would be a command that a CUDA graph has to
@@ -175,14 +205,26 @@ def _scales_of_columns(b_scale, tiles, columns) -> tuple[jax.Array, tuple]:
     return b_scale[columns[0] : sum(columns)], tiles
 
 
-def scales_as_read(scale: jax.Array, tile: Tile | tuple[int, ...]) -> jax.Array:
+def scales_as_read(scale: jax.Array, tile: tuple[int, ...] | None) -> jax.Array:
     """Scales in the order that GEMMs want, and as many: of lines the transpose; the last dim filled up."""
     scale = scale.T if tile == LINE else scale
     missing = -scale.shape[-1] % SCALES_ALIGNMENT
     return jnp.pad(scale, [*[(0, 0)] * (scale.ndim - 1), (0, missing)], constant_values=1)
 
 
-def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, alpha, columns, tiles):
+def _reference(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *addends: jax.Array,
+    split: Split,
+    dtype: jax.typing.DTypeLike,
+    has_bias: bool,
+    alpha: float,
+    columns: tuple[int, int] | None,
+    tiles: Tiles,
+):
     b_scale = _check_tiles(a, b, b_scale, tiles, columns, split)
     b, addends, columns = _gather_columns(b, addends, has_bias, split, columns)
     if a_scale.ndim == b_scale.ndim == 0:
@@ -202,7 +244,9 @@ def _reference(a, b, a_scale, b_scale, *addends, split: Split, dtype, has_bias, 
     return (_add(product * factor, addends, has_bias, columns).astype(dtype),)
 
 
-def _gather_columns(b, addends, has_bias, split: Split, columns):
+def _gather_columns(
+    b: jax.Array, addends: Sequence[jax.Array], has_bias: bool, split: Split, columns: tuple[int, int] | None
+):
     """Rows of b and elements of the bias from all shards; of those, where `columns` are to be made in parts,
     this shard's, which are all of its columns then.
     """
@@ -215,7 +259,7 @@ def _gather_columns(b, addends, has_bias, split: Split, columns):
     return b, (*bias, *addends[has_bias:]), columns
 
 
-def _add(product, addends, has_bias, columns):
+def _add(product: jax.Array, addends: Sequence[jax.Array], has_bias: bool, columns: tuple[int, int] | None):
     if has_bias and columns is not None:
         addends = (addends[0][columns[0] : sum(columns)], *addends[1:])
     for addend in addends:
@@ -223,7 +267,9 @@ def _add(product, addends, has_bias, columns):
     return product
 
 
-def _check(a, b, dtype, accumulation, columns) -> np.dtype:
+def _check(
+    a: Fp8Array, b: Fp8Array, dtype: jax.typing.DTypeLike, accumulation: str, columns: tuple[int, int] | None
+) -> np.dtype:
     """The result's dtype."""
     for name, x in (("a", a), ("b", b)):
         if not is_fp8(x) or x.dtype not in (E4M3, E5M2):
@@ -260,7 +306,9 @@ def _check(a, b, dtype, accumulation, columns) -> np.dtype:
     return jnp.dtype(dtype)
 
 
-def _check_addends(a, b, bias, c, alpha, columns):
+def _check_addends(
+    a: Fp8Array, b: Fp8Array, bias: jax.Array | None, c: jax.Array | None, alpha: float, columns: tuple[int, int] | None
+):
     m, n = a.shape[0], b.shape[0]
     for name, array, shape in (("bias", bias, (n,)), ("c", c, (m, columns[1] if columns else n))):
         if array is not None and getattr(array, "shape", None) != shape:

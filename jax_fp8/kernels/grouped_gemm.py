@@ -1,21 +1,21 @@
-"""FP8 products of groups of rows, each group with a matrix of its own: what a mixture of experts multiplies.
+"""FP8 products of groups of rows, each group with a matrix of its own: the GEMMs of a mixture of experts.
 
     grouped_matmul            d[r, n] = (a[r, k] * a.scale) · (b[e, n, k] * b.scale)ᵀ            the rows r of group e
     grouped_weight_gradient   d[e, m, n] = Σ (a[m, r] * a.scale) · (b[n, r] * b.scale)ᵀ     over the rows r of group e
 
-Group e has the rows from `starts[e]` to `starts[e + 1]`. How many these are is known on the device alone; how many all
-have together at most is a shape. Every group begins at a multiple of 128, and its last rows are filled up with zeros.
-So 128 rows belong to one group, a kernel's tile has one matrix, and no tile of scales is shared by two groups. Rows
-behind the last group are zeros in the result, whatever `a` has there.
+Group e has the rows from `starts[e]` to `starts[e + 1]`, a number that only the device knows; the most that all groups
+have together is a shape. Every group begins at a multiple of 128 and is padded with zeros. So a block of 128 rows
+belongs to one group: a kernel's tile multiplies by one matrix, and no two groups share a tile of scales. Rows after the
+last group are zeros in the result, whatever `a` has there.
 
 Both operands are contiguous along the contracting dim, as in kernels/gemm.py. All matrices of `b` have one scale, or
-one for each square of each. The references go over all rows once for each group: right, and slow.
+one for each square of each. The references multiply all rows once for each group, which is slow.
 
-Where a mesh splits the rows, each device has groups of its own: `starts` are those of all devices, one after the other,
-and split alike. Gradients are summed over the devices. Whatever else a mesh splits is gathered.
+Where a mesh splits the rows, each device has groups of its own: `starts` has those of all devices, one after the other,
+and is split by the same axes. Gradients are summed over the devices. All other splits are gathered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -37,7 +37,8 @@ from jax_fp8.kernels.vma import vary, varying_axes
 TARGETS = TARGET, GRADIENT_TARGET = "jax_fp8_grouped_gemm", "jax_fp8_grouped_gemm_weight_gradient"
 GROUP_ROWS = 128  # every group has a multiple of these
 SQUARE_OF_EACH = (1, *SQUARE)  # of matrices (experts, n, k)
-NO_TILES = (None, None)
+Tiles = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # of a and b
+NO_TILES: Tiles = (None, None)
 # Of the tiles of a and b, how kernels call them. Others have a reference only.
 SCALINGS = {NO_TILES: "", (LINE, SQUARE_OF_EACH): "1d2d"}
 GRADIENT_SCALINGS = {NO_TILES: "", (LINE, SQUARE): "1d2d"}
@@ -63,8 +64,7 @@ def grouped_matmul(
     tiles = _tiles(a, b)
     rule = f"m k, e n k, {_scale_dims(a, 'm k')}, {_scale_dims(b, 'e n k')}, s -> m n"
     settings = {"dtype": jnp.dtype(dtype), "tiles": tiles}
-    forms = [partial(_matmul, rule, product, **settings) for product in (_matmul_kernel, _matmul_reference)]
-    kernel, reference = forms
+    kernel, reference = (partial(_matmul, rule, of, **settings) for of in (_matmul_kernel, _matmul_reference))
     operands = a.values, b.values, a.scale, b.scale, starts
     return dispatch(rule, kernel if tiles in SCALINGS else None, reference, *operands)[0]
 
@@ -89,8 +89,7 @@ def grouped_weight_gradient(
     tiles = _tiles(a, b)
     rule = f"m r, n r, {_scale_dims(a, 'm r')}, {_scale_dims(b, 'n r')}, s -> e m n"
     settings = {"dtype": jnp.dtype(dtype), "tiles": tiles, "experts": experts}
-    forms = [partial(_gradient, rule, product, **settings) for product in (_gradient_kernel, _gradient_reference)]
-    kernel, reference = forms
+    kernel, reference = (partial(_gradient, rule, of, **settings) for of in (_gradient_kernel, _gradient_reference))
     operands = a.values, b.values, a.scale, b.scale, starts
     return dispatch(rule, kernel if tiles in GRADIENT_SCALINGS else None, reference, *operands)[0]
 
@@ -98,14 +97,37 @@ def grouped_weight_gradient(
 # ---- on shards -------------------------------------------------------------------------------------------------------
 
 
-def _matmul(rule, product, a, b, a_scale, b_scale, starts, split: Split, dtype, tiles):
+def _matmul(
+    rule: str,
+    product: Callable[..., jax.Array],
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    split: Split,
+    dtype: jax.typing.DTypeLike,
+    tiles: Tiles,
+):
     own = _own_groups(split, starts, b.shape[0], "m")
     a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
     d = product(a, b, a_scale, b_scale, starts, tiles, dtype)
     return (_part_of_shard(d, split, own, ("m", "n")),)
 
 
-def _gradient(rule, product, a, b, a_scale, b_scale, starts, split: Split, dtype, tiles, experts):
+def _gradient(
+    rule: str,
+    product: Callable[..., jax.Array],
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    split: Split,
+    dtype: jax.typing.DTypeLike,
+    tiles: Tiles,
+    experts: int,
+):
     own = _own_groups(split, starts, experts, "r")
     a, b, a_scale, b_scale, starts = _with_whole(rule, split, own, tiles, (a, b, a_scale, b_scale, starts))
     made_in = jnp.dtype(jnp.float32) if own else dtype
@@ -113,13 +135,13 @@ def _gradient(rule, product, a, b, a_scale, b_scale, starts, split: Split, dtype
     return (_part_of_shard(d, split, own, ("e", "m", "n")),)
 
 
-def _own_groups(split, starts, experts, rows) -> Split:
+def _own_groups(split: Split, starts: jax.Array, experts: int, rows: str) -> Split:
     """What splits the rows, where each shard has groups of its own; nothing else stays split."""
     has_own = split.get(rows) and split.get("s") == split[rows] and starts.size == experts + 1
     return {dim: split[dim] for dim in (rows, "s")} if has_own else {}
 
 
-def _with_whole(rule, split, own, tiles, operands) -> list[jax.Array]:
+def _with_whole(rule: str, split: Split, own: Split, tiles: Tiles, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The operands, of which only what is `own` is still split."""
     inputs, _ = parse_rule(rule)
     for x, dims, tile in zip(operands, inputs, tiles, strict=False):
@@ -129,7 +151,7 @@ def _with_whole(rule, split, own, tiles, operands) -> list[jax.Array]:
     return [gathered(x, others, *dims) for x, dims in zip(operands, inputs, strict=True)]
 
 
-def _part_of_shard(d, split, own, dims: Sequence[str]) -> jax.Array:
+def _part_of_shard(d: jax.Array, split: Split, own: Split, dims: Sequence[str]) -> jax.Array:
     """This shard's part of a result of which all was made."""
     for position, dim in enumerate(dims):
         if split.get(dim) and dim not in own:
@@ -141,28 +163,62 @@ def _part_of_shard(d, split, own, dims: Sequence[str]) -> jax.Array:
 # ---- kernels and references ------------------------------------------------------------------------------------------
 
 
-def _matmul_kernel(a, b, a_scale, b_scale, starts, tiles, dtype):
+def _matmul_kernel(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    tiles: Tiles,
+    dtype: jax.typing.DTypeLike,
+):
     result = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), dtype)
     return _call(TARGET, SCALINGS[tiles], result, a, b, a_scale, b_scale, starts, tiles)
 
 
-def _gradient_kernel(a, b, a_scale, b_scale, starts, tiles, dtype):
+def _gradient_kernel(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    tiles: Tiles,
+    dtype: jax.typing.DTypeLike,
+):
     result = jax.ShapeDtypeStruct((starts.size - 1, a.shape[0], b.shape[0]), dtype)
     return _call(GRADIENT_TARGET, GRADIENT_SCALINGS[tiles], result, a, b, a_scale, b_scale, starts, tiles)
 
 
-def _call(target, scaling, result, a, b, a_scale, b_scale, starts, tiles) -> jax.Array:
+def _call(
+    target: str,
+    scaling: str,
+    result: jax.ShapeDtypeStruct,
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    tiles: Tiles,
+) -> jax.Array:
     check_target(target)
     if scaling:
         a_scale, b_scale = scales_as_read(a_scale, tiles[0]), scales_as_read(b_scale, tiles[1])
     return jax.ffi.ffi_call(target, result)(a, b, a_scale, b_scale, starts, scaling=scaling)
 
 
-def _matmul_reference(a, b, a_scale, b_scale, starts, tiles, dtype):
+def _matmul_reference(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    tiles: Tiles,
+    dtype: jax.typing.DTypeLike,
+):
     a, b, factor, precision = _numbers(a, b, a_scale, b_scale, tiles)
     row = jnp.arange(a.shape[0])[:, None]
 
-    def add_group(total, group):
+    def add_group(total: jax.Array, group: tuple[jax.Array, ...]):
         matrix, first, end = group
         product = _product(a, matrix, precision)
         return jnp.where((row >= first) & (row < end), product, total), None
@@ -172,11 +228,19 @@ def _matmul_reference(a, b, a_scale, b_scale, starts, tiles, dtype):
     return (total * factor).astype(dtype)
 
 
-def _gradient_reference(a, b, a_scale, b_scale, starts, tiles, dtype):
+def _gradient_reference(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    starts: jax.Array,
+    tiles: Tiles,
+    dtype: jax.typing.DTypeLike,
+):
     a, b, factor, precision = _numbers(a, b, a_scale, b_scale, tiles)
     row = jnp.arange(a.shape[1])
 
-    def of_group(_, group):
+    def of_group(_: object, group: tuple[jax.Array, ...]):
         first, end = group
         is_own = (row >= first) & (row < end)
         own, other = (jnp.where(is_own, x, jnp.zeros((), x.dtype)) for x in (a, b))
@@ -186,7 +250,7 @@ def _gradient_reference(a, b, a_scale, b_scale, starts, tiles, dtype):
     return (products * factor).astype(dtype)
 
 
-def _numbers(a, b, a_scale, b_scale, tiles):
+def _numbers(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, tiles: Tiles):
     """What to multiply, by what the product is multiplied, and the precision, as in kernels/gemm.py."""
     if tiles == NO_TILES:
         return a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), a_scale * b_scale, None
@@ -197,7 +261,7 @@ def _numbers(a, b, a_scale, b_scale, tiles):
     return *scaled, np.float32(1), lax.Precision.HIGHEST
 
 
-def _product(a, b, precision) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, precision: lax.Precision | None) -> jax.Array:
     with jax.named_scope(REFERENCE_SCOPE):
         return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32)
 
@@ -205,15 +269,18 @@ def _product(a, b, precision) -> jax.Array:
 # ---- what must hold --------------------------------------------------------------------------------------------------
 
 
-def _tiles(a, b) -> tuple:
-    return tuple(None if x.scale.ndim == 0 else x.granularity for x in (a, b))
+def _tiles(a: Fp8Array, b: Fp8Array) -> Tiles:
+    of_a, of_b = (None if x.scale.ndim == 0 else x.granularity for x in (a, b))
+    return of_a, of_b
 
 
-def _scale_dims(x, dims) -> str:
+def _scale_dims(x: Fp8Array, dims: str) -> str:
     return "" if x.scale.ndim == 0 else tile_dims(dims, x.granularity)
 
 
-def _check_operands(operation, a, b, dtype, wanted, dims):
+def _check_operands(
+    operation: str, a: Fp8Array, b: Fp8Array, dtype: jax.typing.DTypeLike, wanted: str, dims: tuple[int, int]
+):
     for name, x in (("a", a), ("b", b)):
         if not is_fp8(x) or x.dtype not in (E4M3, E5M2):
             raise ValueError(
@@ -234,7 +301,7 @@ def _check_operands(operation, a, b, dtype, wanted, dims):
         )
 
 
-def _check_sizes(operation, a, b, sizes, rows):
+def _check_sizes(operation: str, a: Fp8Array, b: Fp8Array, sizes: Mapping[str, int], rows: int):
     for name, size in sizes.items():
         if size % 16:
             raise ValueError(
@@ -247,7 +314,7 @@ def _check_sizes(operation, a, b, sizes, rows):
         )
 
 
-def _check_starts(operation, starts, a, dim, experts):
+def _check_starts(operation: str, starts: jax.Array, a: jax.Array, dim: int, experts: int):
     """Raise unless these can be the first rows of so many groups; on an Explicit mesh, of each shard's."""
     shards = shards_of(starts, 0) if is_array(starts) else 1
     wanted = (experts + 1) * shards

@@ -5,17 +5,18 @@
 
 LayerNorm is https://arxiv.org/abs/1607.06450, RMSNorm https://arxiv.org/abs/1910.07467.
 
-Everything is computed in float32 and rounded once. `normalize` and `normalize_backward` say so in `jnp`. In front of an
-FP8 GEMM the normalized tensor is wanted in FP8 only, in one orientation or both, and never has to exist:
-`norm_quantize` makes its FP8 values from one read of `x`, rounded as if it had been stored. `norm_backward` also adds
-the gradient that reaches `x` past the norm, along the residual stream, which would be another pass over memory.
+All is computed in float32 and rounded once; `normalize` and `normalize_backward` are the `jnp` form. Before an FP8 GEMM
+the normalized tensor is needed only in FP8. `norm_quantize` writes its FP8 values from one read of `x`, rounded as if
+the tensor had been stored in the dtype of `x`. `norm_backward` also adds the gradient that reaches `x` along the
+residual stream, which would otherwise take another pass over memory.
 
     x ─normalize, round to the dtype of x, cast→ a pair, statistics
     dy, x, statistics, residual ─→ dx, gradients of scale and bias
 
-Rows may be shards; features are gathered where somebody split them, since every element needs its whole row.
+Rows may be split over devices. Split features are gathered, because every element needs its whole row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,13 +48,15 @@ class NormParameters:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NormStatistics:
-    """What the backward needs of the forward: f32[..., 1] each; `mean` is None for RMSNorm."""
+    """Statistics of each row for the backward, f32[..., 1]; `mean` is None for RMSNorm."""
 
     mean: jax.Array | None
     rstd: jax.Array
 
 
-def normalize(x: jax.Array, parameters: NormParameters, epsilon: float, dtype) -> tuple[jax.Array, NormStatistics]:
+def normalize(
+    x: jax.Array, parameters: NormParameters, epsilon: float, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, NormStatistics]:
     """Normalize `x` (..., n): the result in `dtype`, and its statistics."""
     x, parameters = x.astype(jnp.float32), jax.tree.map(whole, parameters)
     mean = None if parameters.bias is None else jnp.mean(x, axis=-1, keepdims=True)
@@ -72,9 +75,7 @@ def normalize_backward(
     statistics: NormStatistics,
     residual_gradient: jax.Array | None = None,
 ) -> tuple[jax.Array, NormParameters]:
-    """The gradient of `x` (..., n), in its dtype, and of the parameters, in theirs;
-    to that of `x`, `residual_gradient` is added.
-    """
+    """The gradient of `x` (..., n) plus `residual_gradient`, and those of the parameters, each in its own dtype."""
     dx, dscale, dbias = _gradients(dy, x, parameters.scale, statistics, residual_gradient)
     return dx, _in_dtypes_of(parameters, dscale, dbias)
 
@@ -108,7 +109,7 @@ def norm_quantize(
 
 
 def norm_amax(x: jax.Array, parameters: NormParameters, epsilon: float) -> jax.Array:
-    """The amax that `norm_quantize` measures, f32[], without quantizing: current scaling asks for it first."""
+    """The amax f32[] that `norm_quantize` measures, without quantizing: current scaling needs it first."""
     _check("norm_amax", x, parameters)
     operands = [x, *_in_float32(parameters)]
     rule = f"m k{', p' * (len(operands) - 1)} -> "
@@ -154,19 +155,27 @@ def check_norm(norm: str) -> None:
 # ---- the kernels and their references --------------------------------------------------------------------------------
 
 
-def _dispatch(rule, kernel, reference, *operands):
-    """`dispatch` of forms that want whole rows: of their operands only the dim `m` is ever split."""
+def _dispatch(rule: str, kernel: Callable | None, reference: Callable, *operands: jax.Array):
+    """`dispatch` of functions that need whole rows: only the dim `m` of their operands stays split."""
     kernel = kernel and partial(_on_whole_rows, rule, kernel)
     return dispatch(rule, kernel, partial(_on_whole_rows, rule, reference), *operands)
 
 
-def _on_whole_rows(rule, form, *args, split: Split):
+def _on_whole_rows(rule: str, form: Callable, *args: jax.Array, split: Split):
     others = {dim: axes for dim, axes in split.items() if dim != "m"}
     whole = [gathered(arg, others, *dims) for arg, dims in zip(args, parse_rule(rule)[0], strict=True)]
     return form(*whole, axes=split_axes(split, "m"))
 
 
-def _quantize_kernel(results, epsilon, x, source, norm_scale, norm_bias=None, *, axes):
+def _quantize_kernel(
+    results: PairResults,
+    epsilon: float,
+    x: jax.Array,
+    source: jax.Array,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array | None = None,
+    axes: tuple[str, ...] = (),
+):
     column = (x.shape[0], 1)
     mean = jax.ShapeDtypeStruct(NOTHING if norm_bias is None else column, jnp.float32)
     shapes = [*results.shapes(x.shape), mean, jax.ShapeDtypeStruct(column, jnp.float32)]
@@ -177,28 +186,49 @@ def _quantize_kernel(results, epsilon, x, source, norm_scale, norm_bias=None, *,
     return *results.from_kernel(pair, {"m": axes}, "m", "n"), rstd, *([] if norm_bias is None else [mean])
 
 
-def _quantize_reference(results, epsilon, x, source, norm_scale, norm_bias=None, *, axes):
+def _quantize_reference(
+    results: PairResults,
+    epsilon: float,
+    x: jax.Array,
+    source: jax.Array,
+    norm_scale: jax.Array,
+    norm_bias: jax.Array | None = None,
+    axes: tuple[str, ...] = (),
+):
     y, statistics = _normalize_rounded(epsilon, x, norm_scale, norm_bias)
     mean = [] if norm_bias is None else [statistics.mean]
     return *results.from_reference(y, source, {"m": axes}, "m", "n"), statistics.rstd, *mean
 
 
-def _amax_kernel(epsilon, x, norm_scale, norm_bias=None, *, axes):
+def _amax_kernel(
+    epsilon: float, x: jax.Array, norm_scale: jax.Array, norm_bias: jax.Array | None = None, *, axes: tuple[str, ...]
+):
     call = jax.ffi.ffi_call("jax_fp8_norm_amax", SCALAR)
     return (largest_amax(call(x, norm_scale, _or_nothing(norm_bias, (0,)), epsilon=np.float32(epsilon)), axes),)
 
 
-def _amax_reference(epsilon, x, norm_scale, norm_bias=None, *, axes):
+def _amax_reference(
+    epsilon: float, x: jax.Array, norm_scale: jax.Array, norm_bias: jax.Array | None = None, *, axes: tuple[str, ...]
+):
     return (largest_amax(amax_reference(_normalize_rounded(epsilon, x, norm_scale, norm_bias)[0]), axes),)
 
 
-@partial(jax.jit, static_argnums=0)  # the same bits outside of jit as inside: XLA's sums depend on what it fuses
-def _normalize_rounded(epsilon, x, norm_scale, norm_bias):
+@partial(jax.jit, static_argnums=0)  # jit always, for equal bits everywhere: the order of XLA's sums depends on fusion
+def _normalize_rounded(epsilon: float, x: jax.Array, norm_scale: jax.Array, norm_bias: jax.Array | None):
     y, statistics = normalize(x, NormParameters(norm_scale, norm_bias), epsilon, x.dtype)
-    return lax.optimization_barrier(y), statistics  # else the rounding to the dtype of x is optimized away
+    return lax.optimization_barrier(y), statistics  # else XLA removes the rounding to the dtype of x
 
 
-def _backward_kernel(has_mean, has_residual, dy, x, norm_scale, rstd, *others, axes):
+def _backward_kernel(
+    has_mean: bool,
+    has_residual: bool,
+    dy: jax.Array,
+    x: jax.Array,
+    norm_scale: jax.Array,
+    rstd: jax.Array,
+    *others: jax.Array,
+    axes: tuple[str, ...],
+):
     mean, residual = others[0] if has_mean else None, others[-1] if has_residual else None
     n = x.shape[1]
     partials = (_partial_sums(n), n)
@@ -212,16 +242,27 @@ def _backward_kernel(has_mean, has_residual, dy, x, norm_scale, rstd, *others, a
     call = jax.ffi.ffi_call("jax_fp8_norm_backward", results)
     optional = _or_nothing(residual, NOTHING, x.dtype), norm_scale, _or_nothing(mean, NOTHING)
     dx, dscale, dbias, *_ = call(dy, x, *optional, rstd)
-    return dx, *(_sum_over(axes, sums) for sums in (dscale, dbias)[: 1 + has_mean])
+    return dx, *(lax.psum(sums, axes) if axes else sums for sums in (dscale, dbias)[: 1 + has_mean])
 
 
-def _backward_reference(has_mean, has_residual, dy, x, norm_scale, rstd, *others, axes):
+def _backward_reference(
+    has_mean: bool,
+    has_residual: bool,
+    dy: jax.Array,
+    x: jax.Array,
+    norm_scale: jax.Array,
+    rstd: jax.Array,
+    *others: jax.Array,
+    axes: tuple[str, ...],
+):
     mean, residual = others[0] if has_mean else None, others[-1] if has_residual else None
     dx, dscale, dbias = _gradients(dy, x, norm_scale, NormStatistics(mean, rstd), residual)
-    return dx, *(_sum_over(axes, sums) for sums in (dscale, dbias)[: 1 + has_mean])
+    return dx, *(lax.psum(sums, axes) if axes else sums for sums in (dscale, dbias)[: 1 + has_mean])
 
 
-def _gradients(dy, x, norm_scale, statistics, residual_gradient):
+def _gradients(
+    dy: jax.Array, x: jax.Array, norm_scale: jax.Array, statistics: NormStatistics, residual_gradient: jax.Array | None
+):
     """dx in the dtype of `x`, and the gradients of scale and bias (or None) in float32."""
     dtype, dy, rstd = x.dtype, dy.astype(jnp.float32), statistics.rstd
     centered = x.astype(jnp.float32) if statistics.mean is None else x.astype(jnp.float32) - statistics.mean
@@ -241,30 +282,26 @@ def _gradients(dy, x, norm_scale, statistics, residual_gradient):
 
 
 def _partial_sums(n: int) -> int:
-    """How many blocks of the backward may run, each with column sums of its own:
-    two per multiprocessor, more where rows are short.
-    """
+    """Blocks of the backward, each with column sums of its own: two for each of 132 SMs, more where rows are short."""
     return 264 * min(max(2048 // n, 1), 4)
 
 
-def _in_float32(parameters) -> list[jax.Array]:
+def _in_float32(parameters: NormParameters) -> list[jax.Array]:
     return [leaf.astype(jnp.float32) for leaf in (parameters.scale, parameters.bias) if leaf is not None]
 
 
-def _in_dtypes_of(parameters, dscale, dbias) -> NormParameters:
-    dbias = None if parameters.bias is None else dbias.astype(parameters.bias.dtype)
+def _in_dtypes_of(parameters: NormParameters, dscale: jax.Array, dbias: jax.Array | None) -> NormParameters:
+    dbias = None if parameters.bias is None or dbias is None else dbias.astype(parameters.bias.dtype)
     return NormParameters(dscale.astype(parameters.scale.dtype), dbias)
 
 
-def _or_nothing(array, shape, dtype=jnp.float32) -> jax.Array:
+def _or_nothing(
+    array: jax.Array | None, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
     return jnp.zeros(shape, dtype) if array is None else array
 
 
-def _sum_over(axes, x) -> jax.Array:
-    return lax.psum(x, axes) if axes else x
-
-
-def _check(operation, x, parameters):
+def _check(operation: str, x: jax.Array, parameters: NormParameters):
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"{operation} needs float32, bfloat16 or float16, got {x.dtype}; cast first")
     if x.ndim != 2 or x.shape[1] == 0:
@@ -278,7 +315,7 @@ def _check(operation, x, parameters):
             )
 
 
-def _check_gradients(dy, x, statistics, residual_gradient):
+def _check_gradients(dy: jax.Array, x: jax.Array, statistics: NormStatistics, residual_gradient: jax.Array | None):
     for name, array in (("dy", dy), ("residual_gradient", residual_gradient)):
         if array is not None and (array.shape, array.dtype) != (x.shape, x.dtype):
             raise ValueError(

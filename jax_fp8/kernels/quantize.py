@@ -103,7 +103,7 @@ def as_tuple(x: Matrices) -> tuple[jax.Array, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def _check_matrices(operation, x: Matrices, cast: Cast) -> tuple[Cast, tuple[jax.Array, ...], str]:
+def _check_matrices(operation: str, x: Matrices, cast: Cast) -> tuple[Cast, tuple[jax.Array, ...], str]:
     """The cast, the matrices, and the operands of a rule: the first matrix, the source, the others.
 
     Of one matrix a mesh may split the columns, "n".
@@ -143,23 +143,25 @@ def _whole_columns(array: jax.Array, matrices: Sequence[jax.Array], split: Split
     return jnp.concatenate([gathered(piece, split, *leading, name) for piece, name in pieces], axis=dim)
 
 
-def _kernel(results, x, source, split: Split):  # (m, n), () or (r,) -> (m, n), (), ()
+def _kernel(
+    results: PairResults, x: jax.Array, source: jax.Array, split: Split
+):  # (m, n), () or (r,) -> (m, n), (), ()
     call = jax.ffi.ffi_call("jax_fp8_quantize", (jax.ShapeDtypeStruct(x.shape, results.rule.dtype), SCALAR, SCALAR))
     values, amax, scale = call(x, gathered(source, split, "r"), **attributes(results.rule))
     return results.from_kernel((values, None, amax, scale), split, "m", "n")
 
 
-def _transpose_kernel(results, first, source, *further, split: Split):
+def _transpose_kernel(results: PairResults, first: jax.Array, source: jax.Array, *further: jax.Array, split: Split):
     matrices = first, *further
     return _cast_kernel("jax_fp8_quantize_transpose", results, (), matrices, source, split)
 
 
-def _tile_kernel(results, first, source, *further, split: Split):
+def _tile_kernel(results: PairResults, first: jax.Array, source: jax.Array, *further: jax.Array, split: Split):
     matrices, split = _as_tiles_are(results, (first, *further), split)
     return _cast_kernel("jax_fp8_quantize_by_tile", results, (), matrices, source, split)
 
 
-def _sums_kernel(results, first, source, *further, split: Split):
+def _sums_kernel(results: PairResults, first: jax.Array, source: jax.Array, *further: jax.Array, split: Split):
     matrices = first, *further
     matrices, split = _as_tiles_are(results, matrices, split)
     extra = sums_results(_shape_of(matrices))
@@ -168,7 +170,14 @@ def _sums_kernel(results, first, source, *further, split: Split):
     return *pair, psum(_whole_columns(sums, matrices, split, 0), split, "m")
 
 
-def _cast_kernel(target, results, extra, matrices, source, split) -> tuple[jax.Array, ...]:
+def _cast_kernel(
+    target: str,
+    results: PairResults,
+    extra: tuple[jax.ShapeDtypeStruct, ...],
+    matrices: tuple[jax.Array, ...],
+    source: jax.Array,
+    split: Split,
+) -> tuple[jax.Array, ...]:
     """The pair's list, and the extra results of the target."""
     shapes = results.shapes(_shape_of(matrices))
     call = jax.ffi.ffi_call(target, (*shapes, *extra))
@@ -180,7 +189,9 @@ def _cast_kernel(target, results, extra, matrices, source, split) -> tuple[jax.A
     return *results.from_kernel((values, values_t, *scales), split, *dims), *others
 
 
-def _as_tiles_are(results, matrices, split) -> tuple[tuple[jax.Array, ...], Split]:
+def _as_tiles_are(
+    results: PairResults, matrices: tuple[jax.Array, ...], split: Split
+) -> tuple[tuple[jax.Array, ...], Split]:
     """By tile, matrices side by side with all of their columns, for tiles run along the whole; and what still splits
     them.
     """
@@ -190,14 +201,14 @@ def _as_tiles_are(results, matrices, split) -> tuple[tuple[jax.Array, ...], Spli
     return whole, {dim: axes for dim, axes in split.items() if dim not in COLUMNS}
 
 
-def _shape_of(matrices) -> tuple[int, int]:
+def _shape_of(matrices: tuple[jax.Array, ...]) -> tuple[int, int]:
     return matrices[0].shape[0], sum(matrix.shape[1] for matrix in matrices)
 
 
-def _reference(results, first, source, *further, split: Split):
+def _reference(results: PairResults, first: jax.Array, source: jax.Array, *further: jax.Array, split: Split):
     return results.from_reference(_side_by_side((first, *further), split), source, split, "m", "n")
 
 
-def _sums_reference(results, first, source, *further, split: Split):
+def _sums_reference(results: PairResults, first: jax.Array, source: jax.Array, *further: jax.Array, split: Split):
     x = _side_by_side((first, *further), split)
     return *results.from_reference(x, source, split, "m", "n"), psum(column_sums_reference(x), split, "m")

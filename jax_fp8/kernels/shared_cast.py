@@ -1,24 +1,25 @@
 """One FP8 copy of several leaves of an optimizer: kernels (k, n_i) that one GEMM multiplies by, side by side as one
 matrix (k, n).
 
-Every leaf writes its own columns of the copy, rows of the transpose, with one scale for all, and raises one amax. On
-shards of the columns the leaves of a device are not beside each other in the whole: there the device writes a copy of
-its own, and the pieces are gathered.
+Every leaf writes its own columns of the copy and rows of the transpose, with one scale for all, and raises one amax. On
+shards of the columns, the leaves of a device are not adjacent in the whole matrix. There each device writes a copy of
+its own columns, and the pieces are gathered.
 
-By tile, each square of 128 x 128 has a scale, which follows from its own new params: so no square may have columns of
-two leaves. Such a copy may also be of one leaf.
+By tile, each square of 128 x 128 has a scale that follows from its own new params, so no square may have columns of two
+leaves. A copy by tile may also be of a single leaf.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.cast import SQUARE, Cast, CastRule
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, tiles_of
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax_reference
 from jax_fp8.kernels.casting import cast_reference, check_whole_tiles, has_kernel, quantize_reference, tile_dims
 from jax_fp8.kernels.dispatch import Split, gathered
@@ -44,7 +45,7 @@ class SharedCast:
     """
 
     pair: Fp8Pair
-    scale: Any
+    scale: jax.Array | None
     leaves: Members = field(metadata={"static": True})
     rule: CastRule | None = field(default=None, metadata={"static": True})
 
@@ -77,24 +78,24 @@ def can_be_written(rule: CastRule, widths: Sequence[int]) -> bool:
     return are_squares and not any(first % SQUARE[1] for first in accumulate(widths[:-1]))
 
 
-class Place(NamedTuple):
+class ColumnPlace(NamedTuple):
     """Where the values of a leaf are: in which shared cast, -1 for none, and from which column on."""
 
     cast: int = -1
     first_column: int = 0
 
 
-def places(shared: Sequence[Members], shapes: Sequence[tuple[int, ...]]) -> list[Place]:
+def places(shared: Sequence[Members], shapes: Sequence[tuple[int, ...]]) -> list[ColumnPlace]:
     """The place of every leaf, from the shapes of all."""
-    found = [Place()] * len(shapes)
+    found = [ColumnPlace()] * len(shapes)
     for cast, members in enumerate(shared):
         widths = [shapes[number][1] for number in members]
         for number, first in zip(members, accumulate(widths, initial=0), strict=False):
-            found[number] = Place(cast, first)
+            found[number] = ColumnPlace(cast, first)
     return found
 
 
-def check_shared_casts(shared: Sequence[SharedCast], leaves: Sequence[Any]) -> None:
+def check_shared_casts(shared: Sequence[SharedCast], leaves: Sequence[PyTree]) -> None:
     """Raise where the copies are not those of their leaves."""
     numbers = [number for cast in shared for number in cast.leaves]
     if len(set(numbers)) < len(numbers) or not all(cast.leaves for cast in shared):
@@ -215,14 +216,14 @@ def with_all_columns(
     old: Arrays,
     rule: CastRule | None,
     split: Split,
-    unchanged,
+    unchanged: jax.Array,
 ) -> Arrays:
     """A copy that was written on this shard, with the columns of all shards; or as it was."""
     if not is_split(members, split):
         return written
     ends = list(accumulate(widths))[:-1]
 
-    def whole(name, array, before):
+    def whole(name: str, array: jax.Array, before: jax.Array):
         if not array.ndim:
             return array
         dim, length = int(not _is_transposed(name)), SQUARE[1] if name.startswith("scale") else 1
@@ -235,11 +236,11 @@ def with_all_columns(
     return tuple(whole(*of) for of in zip(arrays_by(rule), written, old, strict=True))
 
 
-def _is_transposed(name) -> bool:
+def _is_transposed(name: str) -> bool:
     return name.endswith("_t")
 
 
-def _room(name, like, shape) -> jax.Array:
+def _room(name: str, like: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """For an array of a copy (k, n)."""
     if not like.ndim:
         return like

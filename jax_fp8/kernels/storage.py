@@ -1,16 +1,16 @@
-"""How an optimizer keeps numbers in fewer bits than it computes with:
-16 bits beside a bfloat16 param, and moments in 16 or 8.
+"""Numbers that the optimizer stores in fewer bits than it computes with: masters as 16 bits beside a bfloat16 param,
+and moments in 16 or 8 bits.
 
-A float32 master is its param, rounded to bfloat16, and 16 more bits: `remainder`. Rounding to nearest even leaves one
-case in which they do not determine the master: halfway between two params, an even param may have been reached from
-either side. So a master that would stop halfway and round up stops one float32 step further (`off_the_tie`):
-the param is the same, and 16 bits are enough.
+A float32 master is stored as its param, rounded to bfloat16, and 16 more bits, the `remainder`. Rounding to nearest
+even leaves one case in which these do not determine the master: at a tie an even param may have been reached from
+either side. So `off_the_tie` moves a master at a tie that rounds up by one float32 step: its param stays the same, and
+16 bits are enough.
 
-A moment moves by a thousandth of itself per step, which rounding to nearest in a few bits would undo every time: it
-would never grow beyond a certain size, and never fall again. So moments are rounded up or down at random, with the
-right expectation. In FP8 a moment has one scale for the array, and of a second moment the square root is kept: that
-has half the range to cover. A second moment that is not zero never becomes zero, since it is divided by.
-What is too large becomes the largest number of the dtype. bfloat16 keeps infinities; a NaN stays one everywhere.
+A moment changes by a thousandth of itself per step. Rounding to nearest in a few bits would undo that change every
+time, and the moment would never grow nor fall. So moments are rounded stochastically, up or down at random with the
+right expectation. In FP8 a moment has one scale for the array, and a second moment is stored as its square root, which
+has half the range in exponents. A positive second moment never becomes zero, because Adam divides by its root. Too
+large numbers saturate; bfloat16 keeps infinities; a NaN stays NaN.
 """
 
 import jax
@@ -28,9 +28,7 @@ LARGEST_BFLOAT16 = 0x7F7F
 
 
 def off_the_tie(master: jax.Array) -> jax.Array:
-    """Float32 masters, moved by one float32 step where they lie halfway between two bfloat16 numbers
-    and would round up.
-    """
+    """Float32 masters, moved by one float32 step where they are a tie between two bfloat16 numbers and round up."""
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     return lax.bitcast_convert_type(bits + ((bits & 0x1FFFF) == 0x18000).astype(jnp.uint32), jnp.float32)
 
@@ -42,9 +40,8 @@ def remainder_of(master: jax.Array) -> jax.Array:
 
 
 def master_of(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """The float32 master of a bfloat16 param and its remainder: a low half beyond the middle has rounded the param up
-    by one. The param itself where the two do not belong together: no master rounds up to 0, or has more bits than
-    infinity.
+    """The float32 master of a bfloat16 param and its remainder. A remainder above 0x8000 has rounded the param up by
+    one. Where no master has this param and this remainder, it is the param itself.
     """
     param = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
     low = remainder.astype(jnp.uint32)
@@ -109,8 +106,8 @@ def quantize_root(v: jax.Array, dtype: np.dtype, scale: jax.Array, draw: jax.Arr
     return with_one_nan(rounded.astype(dtype), jnp.isnan(scaled))
 
 
-def _steps_at_random(x, dtype, draw):
-    """Numbers that are not negative in whole steps of an FP8 dtype, as float32."""
+def _steps_at_random(x: jax.Array, dtype: jax.typing.DTypeLike, draw: jax.Array) -> jax.Array:
+    """Nonnegative numbers rounded at random to values of an FP8 dtype, as float32."""
     mantissa_bits, smallest_exponent = GRID[np.dtype(dtype)]
     x = jnp.minimum(x, fp8_max(dtype))
     biased = (lax.bitcast_convert_type(x, jnp.uint32) >> 23).astype(jnp.int32)
@@ -120,10 +117,10 @@ def _steps_at_random(x, dtype, draw):
     return jnp.minimum(jnp.floor(x * inverse_step + fraction) * step, fp8_max(dtype))
 
 
-def _smallest(dtype) -> np.float32:
+def _smallest(dtype: jax.typing.DTypeLike) -> np.float32:
     mantissa_bits, smallest_exponent = GRID[np.dtype(dtype)]
     return np.float32(2.0 ** (smallest_exponent - mantissa_bits))
 
 
-def _power_of_two(exponent):
+def _power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -28,9 +28,9 @@ def transpose_reference(x: jax.Array) -> jax.Array:
     return jnp.transpose(x)
 
 
-def _kernel(x, split: Split):
+def _kernel(x: jax.Array, split: Split):
     return (jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape[::-1], x.dtype))(x),)
 
 
-def _reference(x, split: Split):
+def _reference(x: jax.Array, split: Split):
     return (transpose_reference(x),)

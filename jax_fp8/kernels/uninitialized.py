@@ -1,25 +1,25 @@
-"""Arrays that nobody has written yet: room for what a loop keeps from turn to turn.
+"""Arrays without contents: memory that a loop fills as it runs.
 
-On a GPU what stands there is what stood there before. The reference fills it with NaN, or zeros where there is none: a
-program that reads what it has not written cannot fail to notice.
+On a GPU they hold whatever the memory held before. The reference fills them with NaN, or with zeros where a dtype has
+no NaN, so that a program that reads before it writes gives a visible error.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels import dispatch
 
 TARGET = "jax_fp8_uninitialized"
 
 
-def uninitialized(shapes: Any) -> Any:
+def uninitialized(shapes: PyTree) -> PyTree:
     """A tree of arrays of these shapes and dtypes (`jax.ShapeDtypeStruct`), to be written before they are read.
 
-    In one call, so that no two of them are taken to be the same array.
+    One call makes all of them, so that XLA does not merge two calls with equal shapes into one array.
     """
     leaves, structure = jax.tree.flatten(shapes)
     if not leaves:

@@ -14,7 +14,7 @@ One launch serves all rows of a collection, in place: XLA copies a history first
 the same on all devices, and what someone has split is gathered: a row of a shard would be another row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -25,6 +25,7 @@ from jax_fp8.core.formats import OUTPUT_GRADIENT, fp8_max, smallest_normal
 from jax_fp8.core.recipe import DelayedScaling, Recipe, check_recipe
 from jax_fp8.core.scale import scale_from_amax
 from jax_fp8.core.state import check_dtypes, gemm_states, join_amaxes, map_gemms, stage
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.dispatch import Split, dispatch, gathered
 
 TARGET = "jax_fp8_update_state"
@@ -51,7 +52,9 @@ def update_rows(
     return jnp.where(ran, new_scale, scale), jnp.where(ran[:, None], rolled, unstaged)
 
 
-def _of_rows(recipe, rows, of_dtype) -> jax.Array:
+def _of_rows(
+    recipe: DelayedScaling, rows: int, of_dtype: Callable[[jax.typing.DTypeLike], jax.typing.ArrayLike]
+) -> jax.Array:
     """`of_dtype(dtype)` by the dtype of each row's tensor."""
     is_gradient = jnp.arange(rows) % 3 == OUTPUT_GRADIENT
     return jnp.where(is_gradient, of_dtype(recipe.fp8_format.backward), of_dtype(recipe.fp8_format.forward))
@@ -128,7 +131,7 @@ def finish_step(fp8_state: Mapping, amaxes: jax.Array | None, recipe: Recipe | N
     return state, counts
 
 
-def _check(fp8_state, gemms, recipe):
+def _check(fp8_state: Mapping, gemms: Sequence[Mapping], recipe: PyTree) -> None:
     check_dtypes(fp8_state)
     if recipe is None or not recipe.has_state:
         raise ValueError(
@@ -142,19 +145,19 @@ def _check(fp8_state, gemms, recipe):
         )
 
 
-def _leaves(gemms) -> list[jax.Array]:
+def _leaves(gemms: Sequence[Mapping]) -> list[jax.Array]:
     """Scale and history of each GEMM, one after the other."""
     return [jnp.asarray(gemm[name]) for gemm in gemms for name in ("scale", "amax_history")]
 
 
 @partial(jax.jit, static_argnames="recipe")  # so that a loop that does not jit its update compiles it once
-def _update(recorded, *leaves, recipe):
+def _update(recorded: jax.Array, *leaves: jax.Array, recipe: DelayedScaling):
     operands, results = ([_dims(side, i, x) for i, x in enumerate((recorded, *leaves))] for side in "xy")
     rule = f"{','.join(operands)} -> {','.join(['counts', *results[1:]])}"
     return dispatch(rule, partial(_kernel, recipe), partial(_reference, recipe), recorded, *leaves)
 
 
-def _dims(side, number, array) -> str:
+def _dims(side: str, number: int, array: jax.Array) -> str:
     """No dim of an operand is one of a result: however operands are split, results are not."""
     return " ".join(f"{side}{number}d{dim}" for dim in range(array.ndim))
 
@@ -163,14 +166,14 @@ def _whole(arrays: Sequence[jax.Array], split: Split) -> list[jax.Array]:
     return [gathered(array, split, *_dims("x", number, array).split()) for number, array in enumerate(arrays)]
 
 
-def _kernel(recipe, *arrays, split: Split):
-    arrays = _whole(arrays, split)
-    leaves = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[1:]]
-    aliases = {number: number for number in range(1, len(arrays))}
+def _kernel(recipe: DelayedScaling, *arrays: jax.Array, split: Split):
+    whole = _whole(arrays, split)
+    leaves = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in whole[1:]]
+    aliases = {number: number for number in range(1, len(whole))}
     call = jax.ffi.ffi_call(TARGET, [jax.ShapeDtypeStruct((2,), jnp.int32), *leaves], input_output_aliases=aliases)
     return tuple(
         call(
-            *arrays,
+            *whole,
             forward=jnp.dtype(recipe.fp8_format.forward).name,
             backward=jnp.dtype(recipe.fp8_format.backward).name,
             margin=np.int32(recipe.margin),
@@ -180,7 +183,7 @@ def _kernel(recipe, *arrays, split: Split):
     )
 
 
-def _reference(recipe, *arrays, split: Split):
+def _reference(recipe: DelayedScaling, *arrays: jax.Array, split: Split):
     recorded, *leaves = _whole(arrays, split)
     scale = jnp.concatenate([leaf.reshape(-1) for leaf in leaves[::2]])
     history = jnp.concatenate([leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves[1::2]])

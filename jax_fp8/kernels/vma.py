@@ -6,26 +6,27 @@ such values. Elsewhere, and where the check is off, nothing varies and all of th
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax import lax
 
+from jax_fp8.core.types import PyTree
 
-def varying_axes(*trees: Any) -> frozenset[str]:
+
+def varying_axes(*trees: PyTree) -> frozenset[str]:
     """The axes over which any of these arrays varies."""
     return varying_in(jax.typeof(leaf) for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array))
 
 
-def varying_in(types: Iterable[Any]) -> frozenset[str]:
+def varying_in(types: Iterable[PyTree]) -> frozenset[str]:
     """The axes over which an array of any of these types varies, as `jax.typeof` returns them."""
     return frozenset().union(*(of.mat.varying if hasattr(of, "mat") else of.vma for of in types))
 
 
-def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """The same arrays, which vary over these axes too."""
+def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
+    """The same arrays, typed as varying over these mesh axes too."""
 
-    def cast(leaf):
+    def cast(leaf: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_axes(leaf)))
         if not missing:
             return leaf
@@ -36,9 +37,9 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def match_vma(*trees: Any) -> tuple[Any, ...]:
-    """These, all varying over the axes over which one of them does, as jax's own operations make their operands.
+def match_vma(*trees: PyTree) -> tuple[PyTree, ...]:
+    """The same trees, all varying over the mesh axes over which any of them varies, as jax's own operations do.
 
-    The gradient of one that did not vary is then the sum over these axes.
+    The gradient of a tree that did not vary is then a sum over these axes.
     """
     return vary(trees, varying_axes(trees))

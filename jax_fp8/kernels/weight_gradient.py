@@ -42,7 +42,7 @@ def weight_gradient(dy: jax.Array, x: jax.Array, total: jax.Array | None = None)
     return gradient
 
 
-def _kernel(dy, x, *total, split: Split):
+def _kernel(dy: jax.Array, x: jax.Array, *total: jax.Array, split: Split):
     # Of shards the sum over devices must come before the sum over parts,
     # so that the compiler can make one of those of all parts.
     suits = dy.dtype != jnp.float32 and dy.size and not (dy.shape[2] % 8 or x.shape[2] % 8)
@@ -58,7 +58,7 @@ def _kernel(dy, x, *total, split: Split):
     return (call(dy.reshape(rows, -1), x.reshape(rows, -1), *total)[0],)
 
 
-def _reference(dy, x, *total, split: Split):
+def _reference(dy: jax.Array, x: jax.Array, *total: jax.Array, split: Split):
     product = psum(jnp.einsum("bsn,bsk->nk", dy, x, preferred_element_type=jnp.float32), split, "b", "s")
     return (total[0] + product if total else product,)
 
@@ -74,9 +74,9 @@ def after(total: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     return total, dy
 
 
-def _as_they_are(*arrays, split: Split):
+def _as_they_are(*arrays: jax.Array, split: Split):
     return arrays
 
 
-def _in_order(tokens, total, dy, split: Split):
+def _in_order(tokens: tuple[str, ...], total: jax.Array, dy: jax.Array, split: Split):
     return (total, dy) if split_axes(split, *tokens) else tuple(lax.optimization_barrier((total, dy)))

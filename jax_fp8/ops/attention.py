@@ -2,20 +2,20 @@
 
     query (batch, seq, heads, head_dim), key and value (batch, keys, kv_heads, head_dim) → like query
 
-cuDNN's attention wants its three operands split alike, and does not say so to the compiler. So here, on each kind of
-mesh: on Explicit axes it runs in a `shard_map` over those that split batch and heads; on Auto axes the three operands
-first go through an operation that does nothing, whose rule ties their batches and their heads together. A group of
-queries and its key stay on one device, so heads are split where an axis divides the number of key and value heads, and
-computed whole on every device where it does not.
+cuDNN's attention needs its three operands split alike, and does not tell the compiler so. On Explicit axes this module
+runs it in a `shard_map` over the axes that split batch and heads. On Auto axes the three operands first pass an
+identity operation whose partitioning rule ties their batches and their heads together. A group of queries and its key
+stay on one device: an axis splits heads where it divides the number of key and value heads, and elsewhere every device
+computes all heads.
 
-Documents that are packed into one sequence are told apart by numbers, `segment_ids`. They become a mask (batch, 1, seq,
-keys), for cuDNN in the dtype of the query: it has no other way that JAX makes public. The layers of a program share
-that array. Where sequences end in padding, `lengths` say where it begins: cuDNN takes these as they are, without a
-mask, and leaves out what is padding.
+`segment_ids` number the documents that are packed into one sequence. They become a mask (batch, 1, seq, keys), which
+cuDNN takes in the dtype of the query; JAX's public API has no other way. All layers of a program share that array.
+Where sequences end in padding, `lengths` say where it begins. cuDNN takes lengths without a mask, and skips padding.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import jax
 import jax.custom_batching
@@ -26,14 +26,24 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.dispatch import on_shards
-from jax_fp8.kernels.explicit import Split, collect, divides, explicit_mesh, explicit_spec, parse_rule, whole_rows
+from jax_fp8.kernels.explicit import (
+    AnyMesh,
+    Split,
+    collect,
+    divides,
+    explicit_mesh,
+    explicit_spec,
+    parse_rule,
+    whole_rows,
+)
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.dropped_attention import dropped_attention
 
 RULE = "b s h d, b t h e, b t h e -> b s h d"  # the sequences and the features of a head have to be whole
-TOLD = {"segment_ids": "b u", "key_segment_ids": "b v", "lengths": "b", "key_lengths": "b"}
-RANDOM_KEY = "dropout_key"  # told like these, but whole on every device
+MASKS = {"segment_ids": "b u", "key_segment_ids": "b v", "lengths": "b", "key_lengths": "b"}
+RANDOM_KEY = "dropout_key"  # passed like the masks, but whole on every device
 
 
 def attention(
@@ -55,92 +65,136 @@ def attention(
     batch dim.
 
     Args:
-      window: with `causal`, how many positions a query sees, the last of which is its own; None: all before it.
-      segment_ids: int (batch, seq): a position sees those with the same number.
-      lengths: int (batch,): what comes after so many positions is padding. None sees it, its own result is zeros, and
-        its gradients are, too. A length of 0 counts as 1: so no softmax is over nothing, and there is no NaN.
-      key_segment_ids, key_lengths: those of the keys, int (batch, keys) and (batch,), where they are of another
-        sequence; None: those above. A query that sees no key has zeros as its result.
+      window: with `causal`, how many positions a query sees, its own included; None: all up to its own.
+      segment_ids: int (batch, seq): a position sees positions with the same number.
+      lengths: int (batch,): positions from this one on are padding. No query sees padding; results and gradients of
+        padding are zeros. A length of 0 counts as 1, so that no softmax is empty and gives NaN.
+      key_segment_ids, key_lengths: int (batch, keys) and (batch,), of the keys where they are another sequence; None:
+        as above. A query that sees no key has zeros as its result.
       dropout_rate, dropout_key: how likely a weight is dropped, and one random key; not by cuDNN, see
         ops/dropped_attention.py. On Explicit axes every device has masks of its own.
     """
-    given = segment_ids, key_segment_ids, lengths, key_lengths
-    told = {name: array for name, array in zip(TOLD, given, strict=True) if array is not None}
+    arrays = segment_ids, key_segment_ids, lengths, key_lengths
+    masks = {name: array for name, array in zip(MASKS, arrays, strict=True) if array is not None}
     if query.ndim == 3:
-        query, key, value, told = jax.tree.map(lambda x: x[None], (query, key, value, told))
-        options: Any = {"causal": causal, "implementation": implementation, "window": window}
-        return attention(query, key, value, **options, **told, dropout_rate=dropout_rate, dropout_key=dropout_key)[0]
+        query, key, value, masks = jax.tree.map(lambda x: x[None], (query, key, value, masks))
+        return attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            implementation=implementation,
+            window=window,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
+            **masks,
+        )[0]
     if window is not None and not causal:
         raise ValueError(f"a window is of what comes before a position, so attention must be causal, got {window=}")
     if dropout_rate:
         check_drops_weights(implementation)
         assert dropout_key is not None, "dropout draws from a key"
-        told[RANDOM_KEY] = dropout_key
-    attend = partial(_attend, causal, implementation, window, dropout_rate, tuple(told))
-    operands = query, key, value, *told.values()
+        masks[RANDOM_KEY] = dropout_key
+    attend = partial(_attend, causal, implementation, window, dropout_rate, tuple(masks))
+    operands = query, key, value, *masks.values()
     mesh = explicit_mesh(*operands)
     if mesh is not None:
         of_operands, of_result = RULE.split(" -> ")
-        of_told = [TOLD.get(name, "") for name in told]
-        inputs, outputs = parse_rule(f"{', '.join([of_operands, *of_told])} -> {of_result}")
+        of_masks = [MASKS.get(name, "") for name in masks]
+        inputs, outputs = parse_rule(f"{', '.join([of_operands, *of_masks])} -> {of_result}")
         local = _split(mesh, inputs, operands)
         axes = tuple(axis for of_dim in local.values() for axis in of_dim) if dropout_rate else ()
         return on_shards(mesh, inputs, outputs, local, lambda *shards: (attend(*shards, axes=axes),), *operands)[0]
     if implementation != "cudnn":
         return attend(*operands)
     kv_heads = key.shape[2]
-    together: Any = tied(kv_heads, *match_vma(*operands))
-    attended: Any = tied(kv_heads, attend(*together))  # where heads are whole, they are on both sides
+    together: PyTree = tied(kv_heads, *match_vma(*operands))
+    attended: PyTree = tied(kv_heads, attend(*together))  # where heads are whole, so are those of the result
     return attended[0]
 
 
 def check_drops_weights(implementation: str | None, of: str = "attention") -> None:
-    """Raise where weights would be dropped by cuDNN; `of` says whose they are."""
+    """Raise if cuDNN would have to drop attention weights; `of` names the layer in the message."""
     if implementation == "cudnn":
         raise ValueError(
-            f"{of}: cuDNN's attention cannot drop its weights with other masks in every step, so "
+            f"{of}: cuDNN's attention cannot drop weights with a new mask in every step, so "
             'attention_dropout_rate needs implementation="xla" (attention_implementation="xla" of a GPT or a '
             "TransformerBlock), got cuDNN; pass that, or attention_dropout_rate=0"
         )
 
 
-def _attend(causal, implementation, window, rate, names, query, key, value, *told, axes=()) -> jax.Array:
-    """Attention on one device, which is told so much by these names; one of several along these mesh axes.
+def _attend(
+    causal: bool,
+    implementation: str | None,
+    window: int | None,
+    rate: float,
+    names: tuple[str, ...],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *masks: jax.Array,
+    axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """Attention on one device: `masks` are the arrays with these `names`, and `axes` the mesh axes along which the
+    device is one of several.
 
-    XLA's works in float32 where a user asks for strict promotion, and rounds in the end: no program can be made of
-    its gradient in 16 bits there, a product of bfloat16 by float32.
+    XLA's attention computes in float32 under strict dtype promotion, and rounds at the end. Its gradient in 16 bits
+    multiplies bfloat16 by float32, which strict promotion refuses.
     """
     query, key, value = name_residual("attention_operands", (query, key, value))
     dtype = query.dtype
     if implementation != "cudnn" and jax.config.jax_numpy_dtype_promotion == "strict":
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     with implicit_promotion():
-        options: Any = {"is_causal": causal, "implementation": implementation}
-        if window is not None and window < key.shape[1]:  # how many before a position, and after it
-            options["local_window_size"] = window - 1, 0
-        known = dict(zip(names, told, strict=True))
-        random_key = known.pop(RANDOM_KEY, None)
-        options |= _what_is_seen(**known)
+        # How many positions before a query's own it sees, and how many after it.
+        local_window = (window - 1, 0) if window is not None and window < key.shape[1] else None
+        by_name = dict(zip(names, masks, strict=True))
+        random_key = by_name.pop(RANDOM_KEY, None)
+        seen = _mask_and_lengths(**by_name)
         if random_key is not None:
             random_key = jax.random.fold_in(random_key, lax.axis_index(axes)) if axes else random_key
-            del options["implementation"]
-            return dropped_attention(query, key, value, rate, random_key, **options).astype(dtype)
-        attended = jax.nn.dot_product_attention(query, key, value, **options).astype(dtype)
-        if "key_segment_ids" not in names:
+            return dropped_attention(
+                query, key, value, rate, random_key, is_causal=causal, local_window_size=local_window, **seen
+            ).astype(dtype)
+        attended = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=causal,
+            implementation=implementation,  # type: ignore[arg-type]
+            local_window_size=local_window,
+            **seen,
+        ).astype(dtype)
+        mask = seen.get("mask")
+        if mask is None or "key_segment_ids" not in names:
             return attended
-        return jnp.where(options["mask"].any(-1).swapaxes(1, 2)[..., None], attended, 0)
+        return jnp.where(mask.any(-1).swapaxes(1, 2)[..., None], attended, 0)
 
 
-def _what_is_seen(segment_ids=None, key_segment_ids=None, lengths=None, key_lengths=None) -> dict[str, jax.Array]:
-    """As `jax.nn.dot_product_attention` takes it."""
-    seen = {}
+class _Seen(TypedDict, total=False):
+    """Arguments of `jax.nn.dot_product_attention`."""
+
+    mask: jax.Array
+    query_seq_lengths: jax.Array
+    key_value_seq_lengths: jax.Array
+
+
+def _mask_and_lengths(
+    segment_ids: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+) -> _Seen:
+    """How `jax.nn.dot_product_attention` takes segment ids and lengths."""
+    seen: _Seen = {}
     if segment_ids is not None:
         of_keys = segment_ids if key_segment_ids is None else key_segment_ids
         seen["mask"] = segment_ids[:, None, :, None] == of_keys[:, None, None, :]
     of_keys = lengths if key_lengths is None else key_lengths
-    for name, found in (("query_seq_lengths", lengths), ("key_value_seq_lengths", of_keys)):
-        if found is not None:
-            seen[name] = jnp.maximum(found.astype(jnp.int32), 1)
+    if lengths is not None:
+        seen["query_seq_lengths"] = jnp.maximum(lengths.astype(jnp.int32), 1)
+    if of_keys is not None:
+        seen["key_value_seq_lengths"] = jnp.maximum(of_keys.astype(jnp.int32), 1)
     return seen
 
 
@@ -171,24 +225,24 @@ def own_heads(x: jax.Array, heads: int, tensor: TensorParallel | None) -> jax.Ar
     return lax.dynamic_slice_in_dim(x, first, own, axis=-2)
 
 
-def _split(mesh, inputs, operands) -> Split:
-    """The axes that split the batch, and the heads where every device has whole groups."""
+def _split(mesh: AnyMesh, inputs: list[list[str]], operands: Sequence[jax.Array]) -> Split:
+    """The axes that split the batch, and those that split the heads so that every device has whole groups."""
     split = collect(inputs, inputs[:1], [explicit_spec(operand) for operand in operands])
     kv_heads = operands[1].shape[2]
     return {dim: axes for dim, axes in split.items() if dim == "b" or (dim == "h" and divides(mesh, axes, kv_heads))}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tied(kv_heads, *operands) -> Any:
-    """The same arrays, whose batches and heads a compiler has to split alike, as cuDNN's attention wants them."""
+def tied(kv_heads: int, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The same arrays. The compiler has to split their batches and their heads alike, as cuDNN's attention needs."""
     return _tie(kv_heads, *operands)
 
 
-def _forward(kv_heads, *operands):
+def _forward(kv_heads: int, *operands: jax.Array):
     return _tie(kv_heads, *operands), None
 
 
-def _backward(kv_heads, _, gradients):
+def _backward(kv_heads: int, _: object, gradients: tuple[jax.Array, ...]):
     del kv_heads
     return gradients
 
@@ -196,31 +250,39 @@ def _backward(kv_heads, _, gradients):
 tied.defvjp(_forward, _backward)
 
 
-def _tie(kv_heads, *operands):
-    """The same arrays (batch, seq, heads, head_dim), whose batches and heads are split alike, and (batch, seq) or
-    (batch,). Under `vmap` they are left alone.
+def _tie(kv_heads: int, *operands: jax.Array):
+    """The same arrays (batch, seq, heads, head_dim), (batch, seq) or (batch,), tied by `_shardy_rule`. Under `vmap`,
+    whose batch dim the rule does not know, they are returned as they are.
     """
     same = jax.custom_batching.custom_vmap(partial(_identity, kv_heads))
     same.def_vmap(lambda _, batched, *operands: (operands, tuple(batched)))
     return same(*operands)
 
 
-def _partition(kv_heads, mesh, arg_shapes, result_shapes):
+def _partition(
+    kv_heads: int,
+    mesh: jax.sharding.Mesh,
+    arg_shapes: Sequence[jax.ShapeDtypeStruct],
+    result_shapes: Sequence[jax.ShapeDtypeStruct],
+):
     del kv_heads, arg_shapes
     shardings = tuple(result.sharding for result in result_shapes)
     return mesh, lambda *operands: operands, shardings, shardings
 
 
-def _shardy_rule(kv_heads, mesh, operand_types, result_types):
-    """Batches are one dim of all arrays. Heads are (kv_heads, queries of each): one dim too, if every axis that might
-    split it divides the number of kv_heads; else they are whole. Dims that nothing else is tied to are nowhere split.
+def _shardy_rule(
+    kv_heads: int, mesh: jax.sharding.Mesh, operand_types: Sequence[jax.ShapeDtypeStruct], result_types: object
+):
+    """The batch is one dim, shared by all arrays. Heads are (kv_heads, queries of each): also one shared dim if every
+    mesh axis divides the number of kv_heads, else whole on every device. Other dims have names of their own, so that
+    no axis splits them.
     """
     del result_types
     operands, results, whole = [], [], []
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, int | tuple[str, ...]] = {}
     can_be_split = all(kv_heads % size == 0 for size in mesh.shape.values())
     for number, operand in enumerate(operand_types):
-        if len(operand.shape) < 4:  # numbers of tokens, or of sequences
+        if len(operand.shape) < 4:  # segment ids of tokens, or lengths of sequences
             of_tokens = len(operand.shape) == 2
             operands.append(f"b s{number}" if of_tokens else "b")
             results.append(f"b t{number}" if of_tokens else "b")
@@ -233,9 +295,11 @@ def _shardy_rule(kv_heads, mesh, operand_types, result_types):
             whole.append(number)
         elif group > 1:
             sizes[f"g{number}"] = group
-    if sizes and not any(" h " in operand for operand in operands):  # a factor that is nowhere a dim of its own
+    if sizes and not any(
+        " h " in operand for operand in operands
+    ):  # Shardy needs the size of a factor that is no dim by itself
         sizes["h"] = kv_heads
-    if whole:  # or a part of an axis might split what is made of heads
+    if whole:  # else Shardy may split heads by a part of an axis
         sizes["need_replication_factors"] = tuple(f"{side}{number}" for side in "or" for number in whole)
     return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 

@@ -1,14 +1,14 @@
-"""Attention to tokens that were read before: the keys and values of a layer, kept while a text is written.
+"""Attention to earlier tokens while text is generated: a layer's cache of keys and values.
 
     slot    0 ... length - 1        ... prompt_slots - 1    prompt_slots + i
     has     the prompt of a row     padding                 the new token i of every row
 
-A query sees the prompt of its row, and the new tokens up to its own. Prompts have several lengths, and yet new tokens
-stand in the same slot of all rows: one write in one place. A slot is not a position; that is in the key already
-(rotary), or in what was added to the embedding (learned).
+A query sees the prompt of its row, and the new tokens up to its own. Prompts differ in length, but new token i has the
+same slot in all rows, so that one slice update writes it. A slot is not a position: the position is already in the key
+(rotary), or was added to the embedding (learned).
 
-Padding has the query, key and value of the first token of its row, and is given that token's result, too. So it is that
-token over and over, in every layer: it adds nothing to an amax, and a scale is what it would be without.
+Padding has the query, key and value of its row's first token, and gets that token's result. So in every layer padding
+repeats that token: it changes no amax, and scales are those of the prompts without padding.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,13 +23,13 @@ from jax_fp8.ops.attention import attention
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeyValueCache:
-    """What one layer keeps.
+    """The keys and values of one layer.
 
     Args:
       key, value: (batch, kv_heads, slots, head_dim), so that a head's slots are one block of memory.
       lengths: i32[batch], of the prompts.
-      step: i32[], the number of the new token that is read; None: prompts are read.
-      prompt_slots: of the prompts and their padding; static.
+      step: i32[], the number of the new token; None while prompts are read.
+      prompt_slots: slots of the prompts with their padding; static.
     """
 
     key: jax.Array
@@ -44,8 +44,8 @@ class KeyValueCache:
 
 
 def positions_of(lengths: jax.Array, prompt_slots: int, step: jax.Array | None) -> jax.Array:
-    """The positions of what is read, i32[batch, seq], with the words of `KeyValueCache`; those of padding are 0, as of
-    its row's first token.
+    """The positions of the tokens that are read, i32[batch, seq]; arguments as in `KeyValueCache`. Padding has
+    position 0, that of its row's first token.
     """
     if step is not None:
         return (lengths + step)[:, None]
@@ -66,21 +66,28 @@ def cached_attention(
     implementation: str | None,
     window: int | None = None,
 ) -> tuple[jax.Array, KeyValueCache]:
-    """Attention of what is read, (batch, seq, heads, head_dim), to itself and to what is in the cache;
-    and the cache with its keys and values (batch, seq, kv_heads, head_dim). `window` is as for `attention`.
+    """Attention of the tokens that are read to themselves and to the cache.
 
-    Prompts are attended to as in training. A new token is one row of each head: a product of a vector, left to XLA.
+    A prompt attends as in training. A new token is one row of each head, a product with a vector, which XLA computes.
+
+    Args:
+      query: (batch, seq, heads, head_dim).
+      key, value: (batch, seq, kv_heads, head_dim), written into the cache.
+      window: as for `attention`.
+
+    Returns:
+      Like `query`, and the cache with the new keys and values.
     """
     first = jnp.int32(0) if cache.step is None else cache.prompt_slots + cache.step
-    kept = replace(cache, key=_write(cache.key, key, first), value=_write(cache.value, value, first))
+    updated = replace(cache, key=_write(cache.key, key, first), value=_write(cache.value, value, first))
     if cache.step is not None:
-        return _attend(query, kept, cache.step, window), kept
+        return _attend(query, updated, cache.step, window), updated
     attended = attention(query, key, value, causal=True, implementation=implementation, window=window)
     is_own = is_token(cache.lengths, cache.prompt_slots)[:, :, None, None]
-    return jnp.where(is_own, attended, attended[:, :1]), kept
+    return jnp.where(is_own, attended, attended[:, :1]), updated
 
 
-def _seen(cache, step, window) -> jax.Array:
+def _seen(cache: KeyValueCache, step: jax.Array, window: int | None) -> jax.Array:
     """Which slots the new token of each row sees, bool[batch, slots]."""
     lengths, own = cache.lengths[:, None], cache.lengths[:, None] + step
     in_prompt = jnp.arange(cache.prompt_slots, dtype=jnp.int32)[None]
@@ -92,11 +99,11 @@ def _seen(cache, step, window) -> jax.Array:
     return seen & (positions > own - window)
 
 
-def _write(slots, new, first) -> jax.Array:
+def _write(slots: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(slots, new.swapaxes(1, 2).astype(slots.dtype), first, axis=2)
 
 
-def _attend(query, cache, step, window) -> jax.Array:
+def _attend(query: jax.Array, cache: KeyValueCache, step: jax.Array, window: int | None) -> jax.Array:
     """One query of each row and head, (batch, 1, heads, head_dim), to the cache; softmax in float32."""
     batch, _, heads, head_dim = query.shape
     kv_heads = cache.key.shape[1]

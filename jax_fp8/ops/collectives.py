@@ -1,18 +1,18 @@
-"""The collectives of tensor parallelism, for all composite ops: what enters a layer, and what leaves it.
+"""The collectives of tensor parallelism, for all composite ops: at the input of a layer and at its output.
 
-A layer is split over the devices of one axis: the first GEMM by columns, the last one by rows of its kernel. What
-enters is the same on all devices, and what leaves is a sum over them:
+One mesh axis splits a layer: its first GEMM by columns of the kernel, its last one by rows. The input is the same on
+all devices, and the output is a sum over them:
 
     x ─enter→ GEMM by columns → GEMM by rows ─leave→ y          (https://arxiv.org/abs/1909.08053, section 3)
 
     tensor parallel              enter: nothing      leave: all-reduce         and so backward, the other way round
     with sequence parallelism    enter: all-gather   leave: reduce-scatter     (https://arxiv.org/abs/2205.05198)
 
-With sequence parallelism each device keeps its part of the rows between layers. Rows are flattened tokens, in blocks:
-what is gathered or scattered is contiguous, and what a GEMM reads goes over the wire in FP8, in one orientation. The
-other one is made of it here. What is summed is in the dtype of activations.
+With sequence parallelism each device keeps its part of the rows between layers. Rows are flattened tokens in
+contiguous blocks, so that all-gather and reduce-scatter move whole blocks. The input of a GEMM is gathered in FP8 and
+in one orientation; the other one is transposed here. Sums are reduced in the dtype of activations.
 
-`tensor` is None where layers are not split; then all of this does nothing.
+`tensor` is None where layers are not split; then all functions here return their input.
 """
 
 from dataclasses import replace
@@ -43,15 +43,15 @@ def reduce_rows(partial_sums: jax.Array, tensor: TensorParallel | None) -> jax.A
 
 
 def gather_pair(own: Fp8Pair, tensor: TensorParallel | None, keep: bool = True) -> Fp8Pair:
-    """The rows of all devices of a matrix in FP8, with `keep` in both orientations; of `own` the rowwise one counts."""
+    """The rows of all devices of a matrix in FP8, gathered rowwise; with `keep` in both orientations."""
     if tensor is None or not tensor.sequence:
         return own
     return whole_pair(replace(own.rowwise, values=gather_rows(own.rowwise.values, tensor)), own, keep)
 
 
 def whole_pair(rowwise: Fp8Array, part: Fp8Pair, keep: bool = True) -> Fp8Pair:
-    """A matrix, and its transpose of which the scales must be known: gathered from parts (m, n) that were cast with one
-    scale, or in both orientations in squares, of which each part has whole ones.
+    """A gathered matrix and its transpose. The parts (m, n) must have been cast with one scale for the whole tensor, or
+    in both orientations in squares of which each part has whole ones: then the transpose has known scales.
     """
     if not rowwise.scale.ndim:
         if keep:
@@ -60,7 +60,7 @@ def whole_pair(rowwise: Fp8Array, part: Fp8Pair, keep: bool = True) -> Fp8Pair:
     down, across = part.rowwise.granularity
     if part.columnwise is None or part.columnwise.granularity != (across, down) or part.rowwise.shape[0] % down:
         raise ValueError(
-            "rows that are gathered must have one scale for the whole tensor, or whole squares with a scale each, got "
+            "gathered rows must have one scale for the whole tensor, or whole squares with a scale each, got "
             f"other scales by tile, {down} x {across}; leave out sequence parallelism and fsdp, or use another recipe"
         )
     columnwise = Fp8Array(transpose(rowwise.values), rowwise.scale.T, part.columnwise.tile) if keep else None
@@ -69,7 +69,7 @@ def whole_pair(rowwise: Fp8Array, part: Fp8Pair, keep: bool = True) -> Fp8Pair:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def enter(x: jax.Array, tensor: TensorParallel | None) -> jax.Array:
-    """What a split layer computes with, from what enters it; for products that are not in FP8."""
+    """The input of a split layer, on each device as its first product needs it; for products that are not in FP8."""
     return gather_rows(x, tensor)
 
 
@@ -81,7 +81,7 @@ enter.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def leave(partial_sums: jax.Array, tensor: TensorParallel | None) -> jax.Array:
-    """What leaves a split layer; the mirror image of `enter`."""
+    """The output of a split layer from each device's partial sums; the mirror image of `enter`."""
     return reduce_rows(partial_sums, tensor)
 
 
@@ -93,11 +93,11 @@ leave.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered_columns(own: jax.Array, tensor: TensorParallel | None) -> jax.Array:
-    """All columns (..., n) from each device's own (..., n / size), for what is to be computed alike on all devices."""
+    """All columns (..., n) from each device's own (..., n / size), for computations that every device repeats."""
     return own if tensor is None else lax.all_gather(own, tensor.axis, axis=own.ndim - 1, tiled=True)
 
 
-def _own_columns(tensor, _, dy):
+def _own_columns(tensor: TensorParallel | None, _: object, dy: jax.Array):
     if tensor is None:
         return (dy,)
     own = dy.shape[-1] // tensor.size

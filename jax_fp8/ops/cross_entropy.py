@@ -1,20 +1,21 @@
-"""The head and its loss as one op: cross-entropy of `x · weightᵀ` whose logits exist a chunk at a time.
+"""The head and its loss as one op: cross-entropy of `x · weightᵀ`, with logits computed chunk by chunk.
 
     logits = x · weightᵀ          lse = log sum exp logits
     loss = mean of  lse - logits[label] + z_loss lse²        (https://arxiv.org/abs/2204.02311, section 5, for z_loss)
     dlogits = softmax(logits) (1 + 2 z_loss lse) - onehot(label)
 
-The logits of a batch are the largest array of a training step, and their gradient is as large. The gradient of a loss
-that is a mean is known up to a factor as soon as the logits are, so the forward pass computes that of `x` and of
-`weight` chunk by chunk, and keeps these instead.
+The logits of a batch are the largest array of a training step, and their gradient is as large. The loss is a mean, so
+its gradient is known up to a factor as soon as the logits are. The forward pass therefore computes the gradients of
+`x` and `weight` chunk by chunk, and keeps these instead of the logits.
 
     chunk of x ─· weightᵀ→ logits → loss, dlogits ─· weight→ dx
                                             └─────── · x, added up→ dweight
 
-The products are those of a head (ops/head.py), in the dtype of `x` or in FP8. What lies between them is one kernel: it
-reads a row of logits once, keeps it on the multiprocessor, and writes the gradient over it.
+The products are those of a head (ops/head.py), in the dtype of `x` or in FP8. One kernel computes loss and gradient
+between them: it reads a row of logits once, keeps it on the multiprocessor, and overwrites it with the gradient.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,12 +26,13 @@ from jax import lax
 from jax_fp8.core.ids import as_ids, check_ids, is_token
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import TensorParallel, current_amax_axes, parts_of_batch, sum_over_batch
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.cross_entropy import cross_entropy_gradient, nan_unless
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.head import Head, check_head, make_head
 
-# A chunk reads and writes the gradient of the weight, and holds its logits:
-# 412 MB in bfloat16 where the vocabulary is 50,304.
+# Each chunk reads and writes the whole gradient of the weight, so chunks are large; but its logits are in memory:
+# 412 MB in bfloat16 for a vocabulary of 50,304.
 CHUNK_TOKENS = 4096
 MAX_CHUNKS = 16
 
@@ -104,12 +106,14 @@ def cross_entropy(
     return _loss_of(logits.astype(jnp.float32), *of_tokens, z_loss)[0]
 
 
-def _labels_and_shares(labels, mask, vocab, mask_total=None) -> tuple[jax.Array, jax.Array]:
-    """Labels that are tokens, and what each contributes to the mean, f32 (batch, seq);
-    NaN where one that counts is no token.
+def _labels_and_shares(
+    labels: jax.Array, mask: jax.Array | None, vocab: int, mask_total: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Labels in [0, vocab), and the weight of each in the mean, f32 (batch, seq); NaN where a label that counts is not
+    in [0, vocab).
 
-    In a step on shards the loss is the mean of what its parts of the batch return: so that the tokens of all count
-    alike, the share of each is that in a mean over all, times the number of parts.
+    In a step on shards the loss is the mean over the losses of all parts of the batch. All tokens count alike in it if
+    each has its weight in a mean over all tokens, times the number of parts.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     total = sum_over_batch(jnp.sum(weights)) / parts_of_batch() if mask_total is None else mask_total[:, None]
@@ -127,16 +131,16 @@ class _Static:
     tensor: TensorParallel | None
     amax_axes: tuple[str, ...]
 
-    def head(self, x, weight) -> Head:
+    def head(self, x: jax.Array, weight: jax.Array) -> Head:
         return make_head(x, weight, self.recipe, self.tensor, self.amax_axes)
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
         return () if self.tensor is None else (self.tensor.axis,)
 
-    def split(self, x, *of_tokens):
-        """The parts of (batch, seq, ...) along the sequence, so that a sharded batch stays where it is; of own rows
-        with the labels of the rows that are gathered with them.
+    def split(self, x: jax.Array, *of_tokens: jax.Array) -> Iterator[tuple[jax.Array, ...]]:
+        """Chunks of (batch, seq, ...) along the sequence, so that a sharded batch stays where it is. With sequence
+        parallelism a chunk of own rows comes with the labels of all rows that are gathered with it.
         """
         if self.tensor is not None and self.tensor.sequence:
             devices = self.tensor.size
@@ -148,7 +152,7 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(static, x, weight, labels, shares):
+def _loss(static: _Static, x: jax.Array, weight: jax.Array, labels: jax.Array, shares: jax.Array) -> jax.Array:
     head, total = static.head(x, weight), jnp.float32(0)
     for x_part, labels_part, shares_part in static.split(x, labels, shares):
         logits = _logits(head, head.operand(x_part))
@@ -160,7 +164,7 @@ def _loss(static, x, weight, labels, shares):
     return total
 
 
-def _forward(static, x, weight, labels, shares):
+def _forward(static: _Static, x: jax.Array, weight: jax.Array, labels: jax.Array, shares: jax.Array):
     head, total, z_loss = static.head(x, weight), jnp.float32(0), static.z_loss
     dx, dweight = [], None
     for x_part, labels_part, shares_part in static.split(x, labels, shares):
@@ -178,7 +182,7 @@ def _forward(static, x, weight, labels, shares):
     return total, (jnp.concatenate(dx, axis=1), dweight, jnp.zeros((0,), weight.dtype))
 
 
-def _backward(static, kept, dloss):
+def _backward(static: _Static, kept: tuple, dloss: jax.Array):
     dx, dweight, like = kept
     return (dloss * dx.astype(jnp.float32)).astype(dx.dtype), (dloss * dweight).astype(like.dtype), None, None
 
@@ -186,18 +190,19 @@ def _backward(static, kept, dloss):
 _loss.defvjp(_forward, _backward)
 
 
-def _logits(head, operand) -> jax.Array:
+def _logits(head: Head, operand: PyTree) -> jax.Array:
     """Rounded to the dtype of `x`, as a head that returns logits would, and float32 from there on."""
     return head.logits(operand).astype(jnp.float32)
 
 
-def _loss_of(logits, labels, shares, z_loss):
+def _loss_of(logits: jax.Array, labels: jax.Array, shares: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:
+    """The loss f32[], and lse (batch, seq, 1)."""
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     is_label = labels[..., None] == lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)  # also where an axis splits the vocabulary
     return jnp.sum((lse - chosen + z_loss * jnp.square(lse)) * shares[..., None]), lse
 
 
-def _number_of_chunks(tokens, seq) -> int:
+def _number_of_chunks(tokens: int, seq: int) -> int:
     wanted = min(MAX_CHUNKS, max(1, tokens // CHUNK_TOKENS))
     return next(chunks for chunks in range(wanted, 0, -1) if seq % chunks == 0)

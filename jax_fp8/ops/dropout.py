@@ -1,10 +1,9 @@
-"""Dropout: some elements of a branch become zeros, the others are made larger, so that the mean is what it was.
+"""Dropout: sets random elements of a branch to zero and scales up the others, so that the mean stays the same.
 
     y = x / (1 - rate) where the key keeps it, else 0          (https://jmlr.org/papers/v15/srivastava14a.html)
       + residual, which is not dropped
 
-The mask is drawn from the key again in the backward instead of being kept, so nothing is kept but the key. A forward
-that is computed again has the same mask, too.
+The backward draws the mask from the key again, so only the key is kept. A recomputed forward draws the same mask.
 """
 
 from functools import partial
@@ -34,24 +33,24 @@ def dropout(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dropout(rate, x, residual, key):
+def _dropout(rate: float, x: jax.Array, residual: jax.Array | None, key: jax.Array):
     kept = _kept(rate, x, key)
     total = kept if residual is None else kept + residual.astype(jnp.float32)
     return total.astype(x.dtype)
 
 
-def _kept(rate, x, key) -> jax.Array:
-    """What is left of `x`, float32."""
+def _kept(rate: float, x: jax.Array, key: jax.Array) -> jax.Array:
+    """`x` with dropped elements zero and the others scaled, float32."""
     sharding = None if explicit_mesh(x) is None else jax.typeof(x).sharding
     is_kept = jax.random.bernoulli(key, 1 - rate, x.shape, out_sharding=sharding)
     return jnp.where(is_kept, x.astype(jnp.float32) / (1 - rate), 0)
 
 
-def _forward(rate, x, residual, key):
+def _forward(rate: float, x: jax.Array, residual: jax.Array | None, key: jax.Array):
     return _dropout(rate, x, residual, key), (key, residual is not None)
 
 
-def _backward(rate, kept, dy):
+def _backward(rate: float, kept: tuple, dy: jax.Array):
     key, has_residual = kept
     return _kept(rate, dy, key).astype(dy.dtype), dy if has_residual else None, None
 

@@ -1,15 +1,13 @@
-"""Attention that drops some of its weights while it trains, as XLA computes it (https://arxiv.org/abs/1706.03762):
+"""Attention with dropout of its weights, as XLA computes it (https://arxiv.org/abs/1706.03762):
 
     weights = softmax(query · keyᵀ / sqrt(head_dim)) where a query sees a key     float32, rounded once
     out     = dropout(weights) · value
 
-Here (batch, heads, seq, keys) weights are arrays in memory, which a fused kernel never has. cuDNN's could drop as well,
-but XLA hands it a seed that is a constant of the program, beside a counter on the host that each launch of a plan moves
-on: a launch recorded in a CUDA graph, layers that share a plan and a forward that is computed again would not know
-their masks. So it is not asked to.
+The weights (batch, heads, seq, keys) are an array in memory here, which a fused kernel avoids. cuDNN has dropout too,
+but XLA gives it a seed that is a constant of the program, and a counter on the host that each launch of a plan
+increments. A launch recorded in a CUDA graph, layers that share a plan and a recomputed forward would get wrong masks,
+so cuDNN is not used.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +29,15 @@ def dropped_attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` of (batch, seq, heads, head_dim), of whose weights each is dropped with this rate.
+    """`jax.nn.dot_product_attention` of (batch, seq, heads, head_dim) that drops each weight with probability `rate`.
 
-    A query that sees no key, or is padding, has zeros. The other arguments are those of JAX's.
+    A query that sees no key, or is padding, has zeros as its result. Other arguments are those of JAX's function.
     """
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(part, group, axis=2) for part in (key, value))
     pairs = 1, 1, query.shape[1], key.shape[1]
     own, other = (lax.broadcasted_iota(jnp.int32, pairs, dim) for dim in (2, 3))
-    sees: Any = (other <= own) if is_causal else jnp.ones(pairs, bool)
+    sees = (other <= own) if is_causal else jnp.ones(pairs, bool)
     if local_window_size is not None:
         sees &= other >= own - local_window_size[0]
     if mask is not None:

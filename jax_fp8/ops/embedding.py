@@ -1,14 +1,13 @@
-"""Rows of an embedding table by token, where the rows of the vocabulary may be split over the devices of an axis.
+"""Lookup in an embedding table whose vocabulary may be split over a mesh axis.
 
-Each device looks up the tokens that it has, and zeros for others; the sum over the devices has every token's row, and
-no addition rounds. Gradients of a token are added up in float32, on the device that has its row.
+Each device looks up its own tokens, and takes zeros for the others. The sum over the devices has every token's row;
+only one term of it is not zero, so it does not round. The device that has a row adds up its gradients in float32.
 
-A number outside of the vocabulary has no row: what is looked up for it is NaN. So a wrong number makes the loss NaN,
-where the row of another token would make it a little worse.
+A token id outside of the vocabulary gets a row of NaN. So a wrong id makes the loss NaN, where another token's row
+would only make it a little worse.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,18 @@ from jax import lax
 
 from jax_fp8.core.ids import as_ids, check_ids, is_token
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.cross_entropy import nan_unless
 from jax_fp8.kernels.explicit import lookup
 from jax_fp8.ops.collectives import gather_rows, reduce_rows
 
 
 def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The rows of `table` (vocab, hidden) of tokens int (batch, seq), of any integer dtype; NaN of what is no token.
+    """The rows of `table` (vocab, hidden) for tokens (batch, seq) of any integer dtype; NaN for ids outside of it.
 
     Args:
       tensor: in a step on shards, the axis that splits the vocabulary, or None.
-      dtype: in which rows go over the wire, where there is one.
+      dtype: of the rows in collectives.
 
     Returns:
       (batch, seq, hidden): float32, or in `dtype` with `tensor`; with sequence parallelism this device's part of the
@@ -41,16 +41,22 @@ def embed(table: jax.Array, tokens: jax.Array, tensor: TensorParallel | None, dt
             f"sequence parallelism over {tensor.axis}={tensor.size} needs sequences that it divides, "
             f"got tokens {tokens.shape}; pad the sequence, or leave sequence_parallel out"
         )
-    rows: Any = _embed((tensor, dtype), table, tokens.reshape(-1))
+    rows: PyTree = _embed((tensor, dtype), table, tokens.reshape(-1))
     return rows.reshape(*tensor.own_rows(tokens.shape), -1)
 
 
 def position_rows(
     positions: jax.Array, tokens: tuple[int, ...], tensor: TensorParallel | None, numbers: jax.Array | None = None
 ) -> jax.Array:
-    """What to add to the rows that `embed` returns for tokens of this shape (batch, seq), which are in the positions
-    `numbers`, int (batch, seq), or None: 0, 1, ... Rows (seq, hidden) or (batch, seq, hidden) of `positions`, or with
-    sequence parallelism those of this device's rows. NaN of a position that is not there.
+    """The position embeddings to add to the rows that `embed` returns.
+
+    Args:
+      positions: (max_seq_len, hidden), the table.
+      tokens: the shape (batch, seq).
+      numbers: int (batch, seq), the position of each token; None: 0, 1, ... A position outside of the table gets NaN.
+
+    Returns:
+      (seq, hidden) or (batch, seq, hidden); with sequence parallelism those of this device's rows.
     """
     batch, seq = tokens
     if tensor is None or not tensor.sequence:
@@ -62,7 +68,7 @@ def position_rows(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _embed(static, table, tokens):
+def _embed(static: tuple[TensorParallel, jax.typing.DTypeLike], table: jax.Array, tokens: jax.Array) -> jax.Array:
     tensor, dtype = static
     own, is_own = _own_tokens(tensor, table, tokens)
     missing = nan_unless(is_token(tokens, tensor.size * table.shape[0]), jnp.zeros(tokens.shape, jnp.float32))
@@ -70,11 +76,11 @@ def _embed(static, table, tokens):
     return reduce_rows(rows.astype(dtype), tensor)
 
 
-def _forward(static, table, tokens):
+def _forward(static: tuple[TensorParallel, jax.typing.DTypeLike], table: jax.Array, tokens: jax.Array):
     return _embed(static, table, tokens), (jnp.zeros((table.shape[0], 0), table.dtype), tokens)
 
 
-def _backward(static, kept, dx):
+def _backward(static: tuple[TensorParallel, jax.typing.DTypeLike], kept: tuple, dx: jax.Array):
     (tensor, _), (like, tokens) = static, kept
     own, is_own = _own_tokens(tensor, like, tokens)
     dx = gather_rows(dx, tensor).astype(jnp.float32)
@@ -86,7 +92,7 @@ def _backward(static, kept, dx):
 _embed.defvjp(_forward, _backward)
 
 
-def _own_tokens(tensor, table, tokens):
-    """Tokens as rows of this device's part of the table, and which of them are there."""
+def _own_tokens(tensor: TensorParallel, table: jax.Array, tokens: jax.Array):
+    """The row of each token in this device's part of the table, and whether it is in that part."""
     own = tokens - lax.axis_index(tensor.axis) * table.shape[0]
     return own, (own >= 0) & (own < table.shape[0])

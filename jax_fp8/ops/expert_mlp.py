@@ -2,14 +2,13 @@
 
     x (tokens, features) ─in groups─ cast → up → activation and cast, one kernel → down → rows (rows, features)
 
-The kernels that activate and cast are those of ops/norm_mlp.py: to them, rows in groups are a matrix as any other.
-Kept for the backward: the input of the activation, and the FP8 residuals of both GEMMs, of as many rows as there are;
-with `recompute` the tokens instead of the FP8 input of `up`, for whoever keeps them anyway.
+The kernels that activate and cast are those of ops/norm_mlp.py, which treat rows in groups as any other matrix. Kept
+for the backward: the input of the activation, and the FP8 residuals of both GEMMs, for all rows. With `recompute` the
+tokens are kept instead of the FP8 input of `up`; that saves memory where something else keeps them anyway.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +55,7 @@ def expert_mlp(
 
     Args:
       x: (tokens, k).
-      where: of `sort_tokens`.
+      where: the result of `sort_tokens`.
       up, down: kernels (experts, k, n) and (experts, n, k); of a gated activation those of gate and up side by side.
       gemms: how to quantize for `up` and `down`, or None for plain products in `dtype`.
       recompute: keep `x`, and sort and quantize it again in the backward, instead of keeping its rows in FP8.
@@ -69,15 +68,14 @@ def expert_mlp(
     check_kernels(down)
     if gemms is None:
 
-        def plain(x, where, up, down):
+        def plain(x: jax.Array, where: ExpertRows, up: LinearParameters, down: LinearParameters) -> jax.Array:
             hidden = plain_grouped_linear(take_rows(x, where), up, where, dtype)
             return plain_grouped_linear(activate(hidden, activation), down, where, dtype)
 
         return keeping_products(plain, recompute)(x, where, up, down), None
     static = _Static(activation, dtype, recompute, widths_of(up), widths_of(down))
     x, up, down = match_vma(x, up, down)
-    out: Any = _expert_mlp(static, x, where, up, down, gemms)
-    return out
+    return _expert_mlp(static, x, where, up, down, gemms)
 
 
 @dataclass(frozen=True)
@@ -90,28 +88,61 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_mlp(static, x, where, up, down, gemms):
+def _expert_mlp(
+    static: _Static,
+    x: jax.Array,
+    where: ExpertRows,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+):
     return _run(static, x, where, up, down, gemms, keep=False)[0]
 
 
-def _run(static, x, where, up, down, gemms, keep):
+def _run(
+    static: _Static,
+    x: jax.Array,
+    where: ExpertRows,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+    keep: bool,
+):
     rows = quantize_input(take_rows(x, where), gemms[0], keep)
     hidden, up_amaxes, up_kept = forward_experts(rows, up, where.starts, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
-    activated = GemmInput.of(partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1])
+    activated = GemmInput.from_cast(
+        partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1]
+    )
     y, down_amaxes, down_kept = forward_experts(activated, down, where.starts, gemms[1], static.dtype)
     return (y, (up_amaxes, down_amaxes)), (hidden, up_kept, down_kept)
 
 
-def _forward(static, x, where, up, down, gemms):
+def _forward(
+    static: _Static,
+    x: jax.Array,
+    where: ExpertRows,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+):
     out, (hidden, *kept) = _run(static, x, where, up, down, gemms, keep=not static.recompute)
     hidden = name_residual("mlp_hidden", hidden)
     tokens = x if static.recompute else None
-    return out, (tokens, ParamInfo.of(x), where, hidden, *kept, ParamInfo.of(up), ParamInfo.of(down), gemms)
+    return out, (
+        tokens,
+        ParamInfo.from_arrays(x),
+        where,
+        hidden,
+        *kept,
+        ParamInfo.from_arrays(up),
+        ParamInfo.from_arrays(down),
+        gemms,
+    )
 
 
-def _backward(static, residuals, cotangents):
+def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     x, x_like, where, hidden, up_kept, down_kept, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
     starts = where.starts

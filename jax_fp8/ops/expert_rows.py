@@ -1,14 +1,14 @@
-"""Tokens in the order of their experts, and back: what stands around the products of a mixture of experts.
+"""Tokens sorted by expert, and back: the permutations around the GEMMs of a mixture of experts.
 
     x[token] ─take_rows→ rows in groups, one an expert ─experts→ rows ─combine_rows→ Σ weight · row, of each token
 
-Every token goes to each of its experts, however many tokens these have: none is dropped. Each group begins at a
-multiple of 128 rows, and is filled up with zeros (kernels/grouped_gemm.py says why). How many rows all groups need is
-known on the device alone, so there is room for the most that they can need: one for each token and choice, and less
-than 128 more for each expert.
+Every token goes to each of its experts, however many tokens an expert has: none is dropped. Each group begins at a
+multiple of 128 rows, and is padded with zeros (kernels/grouped_gemm.py says why). Only the device knows how many rows
+the groups need, so the array has the most that they can need: one for each token and choice, and less than 128 more
+for each expert.
 
-Both ways are gathers, and so are their gradients: the gradient of one is a gather like the other. No two rows are
-written to one place, so every sum has one order, and what fills a group up reaches no gradient.
+Both directions are gathers, and so are their gradients. No two rows are written to one place, so every sum has a fixed
+order, and padding of groups reaches no gradient.
 
 On an Explicit mesh that splits the tokens, each device sorts its own, and nothing is sent.
 """
@@ -16,7 +16,6 @@ On an Explicit mesh that splits the tokens, each device sorts its own, and nothi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +29,12 @@ from jax_fp8.ops.parameters import ParamInfo
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertRows:
-    """Which token is in which row, and the other way round.
+    """Which row each token has, and which token each row has.
 
     Args:
-      rows: i32[tokens, choices], the row of a token for each of its experts; of padding, a number behind the last row.
-      pairs: i32[rows], the number of the token and choice in a row, `token * choices + choice`; of a row that fills
-        up, or behind the last group, the number behind the last one.
+      rows: i32[tokens, choices], the row of a token for each of its experts; the number of rows for padding tokens.
+      pairs: i32[rows], the token and choice in a row, `token * choices + choice`; `tokens * choices` in rows that pad a
+        group, or come after the last one.
       starts: i32[experts + 1], the first row of each group, and where the last one ends.
     """
 
@@ -45,20 +44,18 @@ class ExpertRows:
 
 
 def rows_needed(pairs: int, experts: int) -> int:
-    """The most rows that groups of so many tokens and choices can take, each a multiple of 128."""
+    """The most rows that `pairs` tokens and choices can take in groups of a multiple of 128."""
     return (pairs + (GROUP_ROWS - 1) * min(experts, pairs)) // GROUP_ROWS * GROUP_ROWS
 
 
 def sort_tokens(choices: jax.Array, experts: int) -> ExpertRows:
-    """The rows of tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`, or `experts`
-    of padding, which gets no row.
-
-    The tokens of an expert stay in their order.
+    """Rows for tokens whose experts are `choices`, i32[tokens, choices], each from 0 to `experts - 1`, or `experts` for
+    padding, which gets no row. The tokens of an expert stay in their order.
     """
     return ExpertRows(*on_own_tokens("t c -> t c, r, s", partial(_sort, experts), choices))
 
 
-def _sort(experts, choices):
+def _sort(experts: int, choices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     chosen = choices.reshape(-1)
     pairs = chosen.size
     order = jnp.argsort(chosen, stable=True)  # pairs, by their experts
@@ -91,32 +88,32 @@ def combine_rows(
 
     Args:
       rows: (rows, features).
-      weights: f32[tokens, choices]. The sum is made in float32.
-      residual: (tokens, features), of the dtype of `rows`, added before the one rounding.
+      weights: f32[tokens, choices]. Sums are in float32.
+      residual: (tokens, features), of the dtype of `rows`, added before the sum is rounded.
     """
     added = () if residual is None else (residual,)
     rule = f"r h, t c, t c{', t h' * len(added)} -> t h"
     return on_own_tokens(rule, _combine, rows, weights, where.rows, *added)[0]
 
 
-def _take(x, pairs, rows):
-    # The number behind the last pair is of a token behind the last one.
+def _take(x: jax.Array, pairs: jax.Array, rows: jax.Array) -> tuple[jax.Array]:
+    # Rows without a token have a pair past the end, hence a token past the end, which reads as zeros.
     return (x.at[pairs // rows.shape[1]].get(mode="fill", fill_value=0),)
 
 
-def _combine(rows, weights, of_tokens, *residual):
+def _combine(rows: jax.Array, weights: jax.Array, of_tokens: jax.Array, *residual: jax.Array) -> tuple[jax.Array]:
     terms = [weights[:, i, None] * _rows_at(rows, of_tokens[:, i]) for i in range(of_tokens.shape[1])]
     terms += [added.astype(jnp.float32) for added in residual]
     return (sum(terms[1:], terms[0]).astype(rows.dtype),)
 
 
-def _rows_at(rows, numbers) -> jax.Array:
+def _rows_at(rows: jax.Array, numbers: jax.Array) -> jax.Array:
     """In float32; zeros for padding, which has no row."""
     return rows.at[numbers].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
-def _take_forward(x, where):
-    return take_rows(x, where), (ParamInfo.of(x), where)
+def _take_forward(x: jax.Array, where: ExpertRows):
+    return take_rows(x, where), (ParamInfo.from_arrays(x), where)
 
 
 def untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
@@ -124,28 +121,30 @@ def untake_rows(drows: jax.Array, where: ExpertRows) -> jax.Array:
     return on_own_tokens("r h, t c -> t h", _sum_of_rows, drows, where.rows)[0]
 
 
-def _sum_of_rows(rows, of_tokens):
+def _sum_of_rows(rows: jax.Array, of_tokens: jax.Array) -> tuple[jax.Array]:
     return _combine(rows, jnp.ones(of_tokens.shape, jnp.float32), of_tokens)
 
 
-def _take_backward(kept, drows):
+def _take_backward(kept: tuple, drows: jax.Array):
     like, where = kept
     return like.place(untake_rows(drows, where)), None
 
 
-def _combine_forward(rows, weights, where, residual):
-    return combine_rows(rows, weights, where, residual), (rows, weights, where, ParamInfo.of(residual))
+def _combine_forward(rows: jax.Array, weights: jax.Array, where: ExpertRows, residual: jax.Array | None):
+    return combine_rows(rows, weights, where, residual), (rows, weights, where, ParamInfo.from_arrays(residual))
 
 
-def _combine_backward(kept, dy):
+def _combine_backward(kept: tuple, dy: jax.Array):
     rows, weights, where, residual_like = kept
     rule = "t h, r h, t c, r, t c -> r h, t c"
     drows, dweights = on_own_tokens(rule, _gradients_of_sum, dy, rows, weights, where.pairs, where.rows)
     dresidual = residual_like and residual_like.place(dy)
-    return ParamInfo.of(rows).place(drows), ParamInfo.of(weights).place(dweights), None, dresidual
+    return ParamInfo.from_arrays(rows).place(drows), ParamInfo.from_arrays(weights).place(dweights), None, dresidual
 
 
-def _gradients_of_sum(dy, rows, weights, pairs, of_tokens):
+def _gradients_of_sum(
+    dy: jax.Array, rows: jax.Array, weights: jax.Array, pairs: jax.Array, of_tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     dy_of_rows = dy.at[pairs // of_tokens.shape[1]].get(mode="fill", fill_value=0).astype(jnp.float32)
     weight = weights.reshape(-1).at[pairs].get(mode="fill", fill_value=0)
     drows = (weight[:, None] * dy_of_rows).astype(rows.dtype)
@@ -158,9 +157,9 @@ take_rows.defvjp(_take_forward, _take_backward)
 combine_rows.defvjp(_combine_forward, _combine_backward)
 
 
-def on_own_tokens(rule: str, local: Callable, *arrays: jax.Array) -> tuple[Any, ...]:
-    """Run `local` on the tokens of each device, where an Explicit mesh splits them: tokens t, rows r, and the starts of
-    groups s, by the same axes.
+def on_own_tokens(rule: str, local: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Run `local` on each device's own tokens where an Explicit mesh splits them. In the rule the same axes split t
+    (tokens), r (rows) and s (starts of groups).
     """
     mesh = explicit_mesh(*arrays)
     if mesh is None:

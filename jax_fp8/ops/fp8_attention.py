@@ -9,18 +9,18 @@ The tensors of attention are the rows of three states, as of three GEMMs:
     values       -          value     doutput
     gradients    dquery     dkey      dvalue                all three cast by the kernel
 
-Weights of attention have a constant scale and no row, the output's follows from that of the values. All values are
-E4M3, also in rows that the recipe counts as output gradients: 57,344 / 448 is 128, so the scale of E5M2 times 128 is
-that of E4M3, to the bit.
+The attention weights have a constant scale and no row; the scale of the output follows from that of the values. All
+tensors are E4M3, also in rows that the recipe counts as output gradients: 57,344 / 448 is 128, so the scale of E5M2
+times 128 is exactly that of E4M3.
 
-What the kernel casts needs a scale from earlier steps. Where there is none to be trusted (a warm start, or a plain
-`jax.grad`, whose amaxes reach no state), the backward runs three times: once for the amaxes of dscores and dvalue,
-which depend on no scale, once more for those of dquery and dkey, and then with all four.
+Tensors that the kernel casts need scales from earlier steps. Without such scales (in a warm start, or under a plain
+`jax.grad`, whose amaxes reach no state) the backward runs three times: once for the amaxes of dscores and dvalue, which
+depend on no scale, once for those of dquery and dkey, and then with all four.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +75,8 @@ def fp8_attention(
             query[None], key[None], value[None], gemms, causal=causal, implementation=implementation
         )
         return attended[0], amaxes
-    out: Any = _fp8_attention(
-        _Static(causal, implementation == "cudnn", key.shape[2]), *match_vma(query, key, value), gemms
-    )
-    return out
+    static = _Static(causal, implementation == "cudnn", key.shape[2])
+    return _fp8_attention(static, *match_vma(query, key, value), gemms)
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,18 @@ class _Static:
     by_cudnn: bool
     kv_heads: int
 
-    def tied(self, *arrays: jax.Array) -> Any:
-        """Whatever enters and leaves an operation of cuDNN, split alike."""
+    def tied(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Operands or results of cuDNN's attention, which the compiler has to split alike."""
         return tied(self.kv_heads, *arrays) if self.by_cudnn else arrays
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_attention(static, query, key, value, gemms) -> Any:
+def _fp8_attention(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, gemms: AttentionGemms) -> tuple:
     return _forward(static, query, key, value, gemms)[0]
 
 
-def _forward(static, query, key, value, gemms):
-    likes = ParamInfo.of((query, key, value))
+def _forward(static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, gemms: AttentionGemms):
+    likes = ParamInfo.from_arrays((query, key, value))
     query, key, value = static.tied(query, key, value)
     tensors = (gemms.scores, INPUT, query), (gemms.scores, KERNEL, key), (gemms.values, KERNEL, value)
     operands, (of_query, of_key, of_value) = zip(*(_quantize(*of) for of in tensors), strict=True)
@@ -109,7 +107,7 @@ def _forward(static, query, key, value, gemms):
     return (attended, amaxes), (operands, output, statistics, amaxes, gemms, likes)
 
 
-def _backward(static, kept, cotangents):
+def _backward(static: _Static, kept: tuple, cotangents: tuple):
     operands, output, statistics, (of_scores, of_values), gemms, likes = kept
     doutput, of_doutput = _quantize(gemms.values, OUTPUT_GRADIENT, *static.tied(cotangents[0]))
     run = partial(attend_backward, *operands, output, statistics, doutput, causal=static.causal)
@@ -143,15 +141,14 @@ def _in_e4m3(cast: Cast) -> Cast:
     return Cast.with_scale(E4M3, cast.known_scale * (fp8_max(rule.dtype) / fp8_max(E4M3)))
 
 
-def _gradient_scales(gemms: AttentionGemms, run) -> tuple[jax.Array, ...]:
-    """Of what the backward casts inside: dscores, dquery, dkey and dvalue."""
+def _gradient_scales(gemms: AttentionGemms, run: Callable[..., tuple]) -> tuple[jax.Array, ...]:
+    """Scales of the tensors that the backward kernel casts: dscores, dquery, dkey and dvalue."""
     rows = (gemms.scores, OUTPUT_GRADIENT), *((gemms.gradients, row) for row in (INPUT, KERNEL, OUTPUT_GRADIENT))
     if all(gemm.scales is not None and gemm.is_recorded for gemm, _ in rows):
         return tuple(_in_e4m3(gemm.cast(row, _known)).known_scale for gemm, row in rows)
-    recipe: Any = gemms.scores.recipe
-    formula = ScaleFormula(margin=recipe.margin)
+    formula = ScaleFormula(margin=gemms.scores.recipe.margin)  # type: ignore[attr-defined]
 
-    def scales_of(amaxes):
+    def scales_of(amaxes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(
             formula(largest_amax(of, gemm.amax_axes), E4M3) for of, (gemm, _) in zip(amaxes, rows, strict=True)
         )

@@ -1,13 +1,13 @@
-"""Linear maps of a mixture of experts as three grouped FP8 GEMMs: each group of rows times the kernel of its expert.
+"""Linear maps of a mixture of experts as three grouped FP8 GEMMs: each group of rows times its expert's kernel.
 
     fprop  y[r, n]     = x[r, k]  · kernel[e, k, n]           x, kernel E4M3
     dgrad  dx[r, k]    = dy[r, n] · kernel[e, k, n]ᵀ          dy E5M2
     wgrad  dw[e, k, n] = Σ xᵀ[k, r] · dyᵀ[n, r]ᵀ              over the rows r of expert e
 
-The rows are those of ops/expert_rows.py. To a cast, rows in groups are a matrix as any other. The kernels of all
-experts, (experts, k, n), are cast as the one matrix (experts * k, n), with one scale and one amax; or by tile, which
-needs k to be a multiple of 128, so that no square is shared by two of them. The transpose comes out as
-(n, experts, k), and is put into the order (experts, n, k) in FP8: two more bytes an element, a third of the cast's.
+The rows are those of ops/expert_rows.py; a cast treats them as any other matrix. The kernels of all experts,
+(experts, k, n), are cast as one matrix (experts * k, n) with one scale and one amax, or by tile. By tile k must be a
+multiple of 128, so that no two experts share a square. The cast writes the transpose as (n, experts, k); another pass
+reorders it to (experts, n, k) in FP8, which moves two more bytes an element, a third of what the cast moves.
 
 Kernels may stand side by side, as in ops/passes.py. There is no bias.
 """
@@ -15,7 +15,6 @@ Kernels may stand side by side, as in ops/passes.py. There is no bias.
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from jax_fp8.kernels.quantize import as_tuple
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.expert_rows import ExpertRows, on_own_tokens
 from jax_fp8.ops.operands import GemmInput, quantize_gradient, quantize_input
-from jax_fp8.ops.parameters import LinearParameters, ParamInfo, as_one_matrix, joined
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo, as_one_matrix, infos_of, joined
 from jax_fp8.ops.passes import PLAIN_SCOPE, GemmResidual, cast_weight
 
 
@@ -47,7 +46,7 @@ def grouped_linear(
     Args:
       rows: (rows, k), in groups.
       parameters: kernel (experts, k, n), or a tuple of (experts, k, n_i) side by side; no bias.
-      where: whose `starts` say which rows an expert has.
+      where: its `starts` say which rows an expert has.
       gemm: how to quantize, or None for a plain product in `dtype`.
 
     Returns:
@@ -58,8 +57,7 @@ def grouped_linear(
     if gemm is None:
         return plain_grouped_linear(rows, parameters, where, dtype), None
     static = _Static(dtype, widths_of(parameters))
-    out: Any = _grouped_linear(static, *match_vma(rows, parameters), where.starts, gemm)
-    return out
+    return _grouped_linear(static, *match_vma(rows, parameters), where.starts, gemm)
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,21 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_linear(static, rows, parameters, starts, gemm):
+def _grouped_linear(static: _Static, rows: jax.Array, parameters: LinearParameters, starts: jax.Array, gemm: Fp8Gemm):
     return _run(static, rows, parameters, starts, gemm, keep=False)[0]
 
 
-def _run(static, rows, parameters, starts, gemm, keep):
+def _run(static: _Static, rows: jax.Array, parameters: LinearParameters, starts: jax.Array, gemm: Fp8Gemm, keep: bool):
     y, amaxes, kept = forward_experts(quantize_input(rows, gemm, keep), parameters, starts, gemm, static.dtype)
     return (y, amaxes), kept
 
 
-def _forward(static, rows, parameters, starts, gemm):
+def _forward(static: _Static, rows: jax.Array, parameters: LinearParameters, starts: jax.Array, gemm: Fp8Gemm):
     out, kept = _run(static, rows, parameters, starts, gemm, keep=True)
-    return out, (kept, ParamInfo.of(rows), ParamInfo.of(parameters), starts, gemm)
+    return out, (kept, ParamInfo.from_arrays(rows), ParamInfo.from_arrays(parameters), starts, gemm)
 
 
-def _backward(static, residuals, cotangents):
+def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     kept, rows_like, parameters_like, starts, gemm = residuals
     dy, _ = quantize_gradient(cotangents[0], parameters_like, gemm)
     drows = backward_dgrad(dy, kept, starts, gemm, static.dtype)
@@ -94,12 +92,12 @@ def _backward(static, residuals, cotangents):
 _grouped_linear.defvjp(_forward, _backward)
 
 
-# ---- the passes, which ops/expert_mlp.py has too ---------------------------------------------------------------------
+# ---- the passes, which ops/expert_mlp.py uses too --------------------------------------------------------------------
 
 
 def cast_experts(parameters: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
-    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k); cast here, or before
-    as one matrix or as they are here.
+    """The kernels of all experts in FP8: rowwise (experts, k, n), and columnwise (experts, n, k). A weight cache may
+    hold them in this form or as one matrix.
     """
     if gemm.weight is not None and gemm.weight.rowwise.ndim == 3:
         return gemm.weight
@@ -113,12 +111,12 @@ def cast_experts(parameters: LinearParameters, gemm: Fp8Gemm) -> Fp8Pair:
 
 
 def of_each_expert(pair: Fp8Pair, experts: int) -> Fp8Pair:
-    """The pair of one matrix (experts * k, n) as those of each expert: (experts, k, n) and (experts, n, k)."""
+    """The pair of one matrix (experts * k, n), by expert: (experts, k, n) and (experts, n, k)."""
 
     def of_each(array: Fp8Array, dim: int) -> Fp8Array:
         """A matrix whose `dim` runs over all experts, as one matrix for each."""
 
-        def cut(x):
+        def cut(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x.reshape(*x.shape[:dim], experts, -1, *x.shape[dim + 1 :]), dim, 0)
 
         if not array.scale.ndim:
@@ -134,7 +132,7 @@ def widths_of(parameters: LinearParameters) -> tuple[int, ...]:
 
 
 def forward_experts(
-    x: GemmInput, parameters: LinearParameters, starts: jax.Array, gemm: Fp8Gemm, dtype
+    x: GemmInput, parameters: LinearParameters, starts: jax.Array, gemm: Fp8Gemm, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array, GemmResidual]:
     """fprop: y (rows, n); amaxes f32[2] of input and kernels; and what the backward needs."""
     weight = cast_experts(parameters, gemm)
@@ -145,7 +143,9 @@ def forward_experts(
     return y, amaxes, GemmResidual(x.pair.columnwise, x_cast, weight.rowwise, amaxes, x.health)
 
 
-def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, starts: jax.Array, gemm: Fp8Gemm, dtype) -> jax.Array:
+def backward_dgrad(
+    dy: Fp8Pair, residual: GemmResidual, starts: jax.Array, gemm: Fp8Gemm, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """dgrad: dx (rows, k) in `dtype`."""
     with jax.named_scope(f"{gemm.name}/dgrad"):
         return grouped_matmul(dy.rowwise, residual.kernel, starts, dtype=dtype)
@@ -161,12 +161,12 @@ def backward_wgrad(
 ) -> LinearParameters:
     """wgrad: the gradient of each kernel (experts, k, n_i), by a GEMM of its own, in the dtype of the params.
 
-    Of dyᵀ rows are cut, one byte an element, and not columns of the gradients, four.
+    Rows of dyᵀ are cut, one byte an element, rather than columns of the gradients, four bytes.
     """
-    gradients, likes = [], as_tuple(parameters_like.kernel)
+    gradients, likes = [], infos_of(parameters_like.kernel)
     assert residual.x_transposed is not None, "kept, or made again"
-    for like, width, end in zip(map(_as_like, likes), widths, accumulate(widths), strict=True):
-        written: Any = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
+    for like, width, end in zip(likes, widths, accumulate(widths), strict=True):
+        written = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
         with jax.named_scope(f"{gemm.name}/wgrad"):
             rows = _some_rows(dy.columnwise, end - width, end)
             gradient = grouped_weight_gradient(residual.x_transposed, rows, starts, dtype=written)
@@ -175,13 +175,8 @@ def backward_wgrad(
     return LinearParameters(tuple(gradients) if in_parts else gradients[0], None)
 
 
-def _as_like(of: Any) -> ParamInfo:
-    """What stands in the place of a param in a backward."""
-    return of
-
-
 def _some_rows(array: Fp8Array, first: int, end: int) -> Fp8Array:
-    """Rows of a matrix; by tile whole tiles of them."""
+    """Rows of a matrix; with scales by tile, whole tiles of rows."""
     if (first, end) == (0, array.shape[0]):
         return array
     values, length = lax.slice_in_dim(array.values, first, end), array.granularity[0]
@@ -190,11 +185,13 @@ def _some_rows(array: Fp8Array, first: int, end: int) -> Fp8Array:
     return Fp8Array(values, lax.slice_in_dim(array.scale, first // length, -(-end // length)), array.granularity)
 
 
-def plain_grouped_linear(rows: jax.Array, parameters: LinearParameters, where: ExpertRows, dtype) -> jax.Array:
+def plain_grouped_linear(
+    rows: jax.Array, parameters: LinearParameters, where: ExpertRows, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """The product in `dtype`, without FP8, by XLA."""
     kernel = joined(parameters.kernel, dtype)
 
-    def multiply(rows, kernel, starts):
+    def multiply(rows: jax.Array, kernel: jax.Array, starts: jax.Array) -> tuple[jax.Array]:
         sizes = jnp.diff(starts)
         return (lax.ragged_dot(rows, kernel, sizes),)
 
@@ -213,13 +210,13 @@ def check_kernels(parameters: LinearParameters) -> None:
         if any(explicit_spec(kernel)):
             raise ValueError(
                 f"every device must have all experts, got a kernel {kernel.shape} that a mesh splits by "
-                f"{explicit_spec(kernel)}; split the batch alone"
+                f"{explicit_spec(kernel)}; split only the batch"
             )
     if parameters.bias is not None:
         raise ValueError("experts have no bias, got one; leave it out")
 
 
-def _check_squares(gemm, k, widths, lengths):
+def _check_squares(gemm: Fp8Gemm, k: int, widths: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     longest = max(lengths)
     if k % longest or any(width % longest for width in widths):
         raise ValueError(

@@ -3,17 +3,18 @@
     logits[m, v] = x[m, h] · weight[v, h]ᵀ    dx[m, h] = dlogits[m, v] · weight
     dweight[v, h] = dlogitsᵀ · x, added up in float32
 
-Where the vocabulary is split over a `tensor` axis, a part of the input is this device's own rows, and what comes of
-it has the rows of all devices (see ops/collectives.py).
+Where a `tensor` axis splits the vocabulary, a part of the input is this device's own rows, and its operand has the rows
+of all devices (ops/collectives.py).
 
-In FP8 the weight and the input are scaled by their own amaxes, measured once or by tile, so there is no state. The
-gradient of the logits needs no measuring: a softmax differs from one-hot by at most 1, and E5M2 reaches 2**-30 below
-that. Its products do not accumulate fast: a row of it has one element near -1 beside tens of thousands near 1e-5,
-and fast accumulation drops what is 2**-13 below a partial sum.
+In FP8 the weight and the input are scaled by their own amaxes, of the whole tensor or by tile, so there is no state.
+The gradient of the logits needs no amax: softmax minus one-hot is at most 1 in magnitude, and E5M2 reaches 2**-30 below
+that. Its products use split accumulation: a row has one element near -1 beside tens of thousands near 1e-5, and fast
+accumulation drops terms that are 2**-13 below a partial sum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +38,28 @@ from jax_fp8.ops.passes import cast_weight, plain_linear
 PLAIN_HEAD_SCOPE = "bfloat16_head"
 
 
-class Head(Protocol):
-    """What a loss by chunks asks of a head."""
+Operand = TypeVar("Operand")
 
-    def operand(self, x: jax.Array) -> Any:
-        """A part of the input (batch, seq, hidden), as the products want it."""
+
+class Head(Protocol[Operand]):
+    """The products that a loss by chunks needs."""
+
+    def operand(self, x: jax.Array) -> Operand:
+        """A part of the input (batch, seq, hidden) in the form that the products take."""
         ...
 
-    def logits(self, x: Any) -> jax.Array:
+    def logits(self, x: Operand) -> jax.Array:
         """(batch, seq, vocab) of an operand."""
         ...
 
     def gradients(
-        self, dlogits: jax.Array, x: Any, total: jax.Array | None, bound: jax.Array
+        self, dlogits: jax.Array, x: Operand, total: jax.Array | None, bound: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of the input (batch, seq, hidden), and `total` f32 (vocab, hidden), or zero,
-        with that of the weight added.
+        """The gradient of the input (batch, seq, hidden), and `total` plus the gradient of the weight.
 
-        No element of `dlogits` (batch, seq, vocab) is larger than `bound` f32[].
+        Args:
+          dlogits: (batch, seq, vocab), with no magnitude above `bound`, f32[].
+          total: f32[vocab, hidden], or None for zero.
         """
         ...
 
@@ -73,17 +78,19 @@ class PlainHead:
         with jax.named_scope(PLAIN_HEAD_SCOPE):
             return einsum("b s h, v h -> b s v", x, self.weight)
 
-    def gradients(self, dlogits: jax.Array, x: jax.Array, total: jax.Array | None, bound: jax.Array):
+    def gradients(
+        self, dlogits: jax.Array, x: jax.Array, total: jax.Array | None, bound: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         with jax.named_scope(PLAIN_HEAD_SCOPE):
             total, dlogits = after(weight_gradient(dlogits, x, total), dlogits)
             return _of_own_rows(einsum("b s v, v h -> b s h", dlogits, self.weight), self.tensor), total
 
 
-def _of_all_rows(leading, tensor, rows) -> jax.Array:
+def _of_all_rows(leading: tuple[int, ...], tensor: TensorParallel, rows: jax.Array) -> jax.Array:
     return rows.reshape(*tensor.all_rows(leading), -1)
 
 
-def _of_own_rows(partial_sums, tensor) -> jax.Array:
+def _of_own_rows(partial_sums: jax.Array, tensor: TensorParallel | None) -> jax.Array:
     """The sum (batch, seq, hidden) over the devices, of their own rows with sequence parallelism."""
     if tensor is None:
         return partial_sums
@@ -107,7 +114,7 @@ class Fp8Head:
     weight: Fp8Pair
     input_cast: Cast
     recipe: Recipe
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     tensor: TensorParallel | None = None
 
     def operand(self, x: jax.Array) -> Fp8Operand:
@@ -117,10 +124,12 @@ class Fp8Head:
         return Fp8Operand(rows, self.tensor.all_rows(x.shape[:-1]))
 
     def logits(self, x: Fp8Operand) -> jax.Array:
-        how = {"dtype": self.dtype, "accumulation": accumulation(self.recipe, "fprop")}
-        return matmul(x.rows.rowwise, self.weight.rowwise, **how).reshape(*x.leading, -1)
+        how = accumulation(self.recipe, "fprop")
+        return matmul(x.rows.rowwise, self.weight.rowwise, dtype=self.dtype, accumulation=how).reshape(*x.leading, -1)
 
-    def gradients(self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array | None, bound: jax.Array):
+    def gradients(
+        self, dlogits: jax.Array, x: Fp8Operand, total: jax.Array | None, bound: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         cast = self.recipe.cast(OUTPUT_GRADIENT, None, lambda: bound)
         quantized = quantize_transpose(as_matrix(dlogits), cast)
         total = matmul(quantized.columnwise, x.rows.columnwise, c=total, dtype=jnp.float32, accumulation="split")
@@ -138,17 +147,17 @@ def make_head(
     tensor: TensorParallel | None = None,
     amax_axes: tuple[str, ...] = (),
 ) -> Head:
-    """The head of a `weight` (vocab, hidden), for all parts of `x` (batch, seq, hidden).
+    """The head with a `weight` (vocab, hidden), for all parts of `x` (batch, seq, hidden).
 
     Args:
       tensor: the axis that splits the vocabulary, or None.
-      amax_axes: those over which x or weight are in parts.
+      amax_axes: mesh axes that split x or weight, over which an amax is a maximum.
     """
     if recipe is None:
         return PlainHead(weight.astype(x.dtype), tensor)
     input_cast = recipe.cast(INPUT, None, lambda: largest_amax(amax(x), amax_axes))
 
-    def cast_of(measure):
+    def cast_of(measure: Callable[[], jax.Array]) -> Cast:
         return recipe.cast(KERNEL, None, lambda: largest_amax(measure(), amax_axes))
 
     return Fp8Head(cast_weight(weight, cast_of), input_cast, recipe, x.dtype, tensor)
@@ -161,8 +170,8 @@ def compute_logits(
     tensor: TensorParallel | None = None,
     amax_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """The logits (batch, seq, vocab) of `x` (batch, seq, hidden) and `weight` (vocab, hidden), differentiable;
-    `tensor` and `amax_axes` as in `make_head`: the logits are those of the whole vocabulary.
+    """The logits (batch, seq, vocab) of `x` (batch, seq, hidden) and `weight` (vocab, hidden), differentiable, always
+    of the whole vocabulary. `tensor` and `amax_axes` as in `make_head`.
     """
     if recipe is None and tensor is None:
         return PlainHead(weight.astype(x.dtype)).logits(x)
@@ -174,15 +183,15 @@ def compute_logits(
     return gathered_columns(linear(x, parameters, gemm, x.dtype, tensor=tensor, split_dim="columns")[0], tensor)
 
 
-def check_head(tokens: int, vocab: int, hidden: int, recipe: Any) -> None:
-    """Raise unless the head can be computed by this recipe, in parts of so many tokens."""
+def check_head(tokens: int, vocab: int, hidden: int, recipe: Recipe | None) -> None:
+    """Raise unless this recipe can compute the head in chunks of `tokens` tokens."""
     check_recipe(recipe)
     if recipe is None:
         return
     if recipe.has_state:
         raise ValueError(
             f"the head needs CurrentScaling(), BlockScaling() or None, got {recipe!r}; "
-            "it keeps no amax history, whatever the layers do"
+            "a head keeps no amax history, whatever recipe the layers have"
         )
     if not {"dgrad", "wgrad"} <= set(recipe.split_accumulator):
         raise ValueError(

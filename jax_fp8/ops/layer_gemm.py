@@ -1,4 +1,4 @@
-"""What a layer, of whatever library, hands to a composite op beside its parameters: how their GEMM is quantized.
+"""From a layer, of any library, to the `Fp8Gemm` that a composite op takes beside the parameters: how to quantize.
 
 recipe, scales, recorder, cached weight ─layer_gemm→ Fp8Gemm ─linear, norm_linear, norm_mlp→ result
 """
@@ -27,13 +27,13 @@ def layer_gemm(
     recorder: Recorder | None = None,
     weight: Fp8Pair | None = None,
 ) -> Fp8Gemm:
-    """The GEMM of a layer, as the composite ops take it.
+    """How the composite ops quantize the GEMM of a layer.
 
     Args:
       layer: its path, for messages.
-      scales: f32[3] of its state; None for a recipe without.
-      recorder: what whoever differentiates has put beside the state, if anybody does.
-      weight: the kernel where it has been cast already.
+      scales: f32[3] of its state; None for a recipe without state.
+      recorder: the recorder that `value_and_grad` put beside the state; None outside of it.
+      weight: the kernel in FP8, from a weight cache.
     """
     check_dtype(layer, scale=scales)
     note_recipe(layer, recipe)
@@ -47,7 +47,7 @@ def layer_gemm(
 
 
 def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Array]:
-    """The state of a GEMM that has not run, by its kernels (k, n_i) side by side; () where its KERNEL is none."""
+    """The state of a GEMM before its first pass, from its kernels (k, n_i) side by side; () for a GEMM without one."""
     amaxes = [amax_reference(kernel) for kernel in as_tuple(kernels)] or [jnp.float32(0)]
     return initial_state(recipe, jnp.max(jnp.stack(amaxes)))
 
@@ -55,7 +55,7 @@ def first_state(recipe: DelayedScaling, kernels: Matrices) -> dict[str, jax.Arra
 def check_multiples_of_16(
     layer: str, rows: int, columns: tuple[int, ...], tensor: TensorParallel | None = None
 ) -> None:
-    """Raise unless FP8 takes kernels (rows, columns_i) side by side."""
+    """Raise unless an FP8 GEMM can take kernels (rows, columns_i) side by side."""
     of_each = "" if tensor is None else f" on each device of {tensor.axis}={tensor.size}"
     for side, size in [("in", rows), *(("out", width) for width in columns)]:
         if size % 16:
@@ -65,10 +65,10 @@ def check_multiples_of_16(
             )
 
 
-def _check_weight(layer, recipe, parameters, cached):
+def _check_weight(layer: str, recipe: Recipe, parameters: LinearParameters, cached: Fp8Pair) -> None:
     shape = as_tuple(parameters.kernel)[0].shape[0], sum(parameters.widths)
     dtype = recipe.fp8_format.forward
-    *experts, k, n = cached.rowwise.shape  # of experts also each by itself
+    *experts, k, n = cached.rowwise.shape  # of experts in the one form or the other
     found = (math.prod(experts) * k, n), cached.columnwise.shape, cached.rowwise.dtype
     if found != (shape, (*experts, n, k), dtype):
         raise ValueError(

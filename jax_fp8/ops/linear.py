@@ -1,20 +1,22 @@
-"""`y = x · kernel + bias` as three FP8 GEMMs, one per pass; what flows between them is in ops/passes.py.
+"""`y = x · kernel + bias` as three FP8 GEMMs, one per pass, made of the passes in ops/passes.py.
 
-The bfloat16 `x` is not kept: the backward has xᵀ and the kernel in FP8. A residual is added by the GEMM itself, before
-the one rounding. With kernels side by side the result is a tuple, one array a kernel.
+The bfloat16 `x` is not kept: the backward has xᵀ and the kernel in FP8. The GEMM adds a residual itself, before it
+rounds the result once. With kernels side by side the result is a tuple, one array a kernel.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.cast import Cast
+from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import as_matrix
-from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
+from jax_fp8.kernels.quantize import Matrices, quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
@@ -32,21 +34,21 @@ def linear(
     recompute: bool = False,
     tensor: TensorParallel | None = None,
     split_dim: SplitDim | None = None,
-) -> tuple[Any, jax.Array | None]:
+) -> tuple[Matrices, jax.Array | None]:
     """Multiply `x` (..., k) by the kernel and add the bias.
 
     Args:
       x: (..., k), any leading dims.
-      parameters: kernel and bias in the params' dtype, or tuples of them: of kernels side by side.
+      parameters: kernel and bias in the params' dtype, or tuples of them for kernels side by side.
       gemm: how to quantize, or None for a plain product in `dtype`.
       dtype: of the result.
       residual: (..., n), added to the result; not with kernels side by side.
-      recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8:
-        less memory where something else keeps `x`.
-      tensor, split_dim: in a step on shards, over which axis the kernel is split, and whether by columns or by rows. By
-        columns, what enters is the same on all devices, and the result has this device's columns. By rows, `x` has
-        this device's columns, and the result is the same on all. With sequence parallelism, "the same on all" is each
-        device's part of the rows.
+      recompute: keep `x` for the backward and quantize it again, instead of keeping xᵀ in FP8. This saves memory where
+        something else keeps `x` anyway.
+      tensor, split_dim: in a step on shards, the mesh axis that splits the kernel, and whether by columns or by rows.
+        By columns, `x` is the same on all devices, and the result has this device's columns. By rows, `x` has this
+        device's columns, and the result is the same on all. With sequence parallelism each device has its part of the
+        rows wherever arrays would be the same on all.
 
     Returns:
       (..., n) in `dtype`, or of kernels side by side a tuple of (..., n_i);
@@ -54,7 +56,7 @@ def linear(
     """
     if parameters.in_parts and residual is not None:
         raise ValueError(
-            "a residual is added to a result in one part, got one with kernels side by side; add it afterwards"
+            "a residual needs one kernel, got kernels side by side; add the residual to the result afterwards"
         )
     x = x.astype(dtype)
     leading = _leading_dims(x.shape[:-1], tensor, split_dim)
@@ -64,20 +66,23 @@ def linear(
             f"got {residual.shape}; reshape or broadcast it"
         )
     if gemm is None:
-        options: Any = {"residual": residual, "tensor": tensor, "split_dim": split_dim}
-        return plain_linear(x, parameters, dtype, parameters.in_parts, **options), None
+        in_parts = parameters.in_parts
+        y = plain_linear(x, parameters, dtype, in_parts, residual=residual, tensor=tensor, split_dim=split_dim)
+        return y, None
     rows = None if residual is None else as_matrix(residual.astype(dtype))
     by_columns, by_rows = (tensor if split_dim == of else None for of in ("columns", "rows"))
     has_residual = residual is not None
     static = _Static(dtype, recompute, parameters.widths, parameters.in_parts, has_residual, by_columns, by_rows)
     matrix, parameters, rows = match_vma(as_matrix(x), parameters, rows)
-    out: Any = _linear(static, matrix, parameters, gemm, rows)
+    out: PyTree = _linear(static, matrix, parameters, gemm, rows)
     y, amaxes = out
     return jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y), amaxes
 
 
-def _leading_dims(leading, tensor, split_dim) -> tuple[int, ...]:
-    """Those of the result."""
+def _leading_dims(
+    leading: tuple[int, ...], tensor: TensorParallel | None, split_dim: SplitDim | None
+) -> tuple[int, ...]:
+    """The leading dims of the result."""
     if tensor is None or split_dim is None:
         return leading
     return tensor.all_rows(leading) if split_dim == "columns" else tensor.own_rows(leading)
@@ -95,11 +100,13 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(static, x, parameters, gemm, residual):
+def _linear(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: jax.Array | None):
     return _run(static, x, parameters, gemm, residual, keep=False)[0]
 
 
-def _run(static, x, parameters, gemm, residual, keep):
+def _run(
+    static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: jax.Array | None, keep: bool
+):
     has_own_rows = static.by_columns is not None and static.by_columns.sequence
     quantized = quantize_input(x, gemm, keep=keep and not has_own_rows).gathered(static.by_columns, keep)
     if static.by_rows is None:
@@ -109,19 +116,19 @@ def _run(static, x, parameters, gemm, residual, keep):
     return (y, amaxes), kept
 
 
-def _forward(static, x, parameters, gemm, residual):
+def _forward(static: _Static, x: jax.Array, parameters: LinearParameters, gemm: Fp8Gemm, residual: jax.Array | None):
     out, kept = _run(static, x, parameters, gemm, residual, keep=not static.recompute)
-    return out, (x if static.recompute else None, kept, ParamInfo.of((x, residual, parameters)), gemm)
+    return out, (x if static.recompute else None, kept, ParamInfo.from_arrays((x, residual, parameters)), gemm)
 
 
-def _transposed_input(static, x, cast):
-    """What the forward did not keep."""
+def _transposed_input(static: _Static, x: jax.Array, cast: Cast) -> Fp8Pair:
+    """x again, transposed in FP8: the forward did not keep it."""
     if static.by_columns is None or not static.by_columns.sequence:
         return quantize_transpose(x, cast)
     return gather_pair(quantize_rowwise(x, cast), static.by_columns)
 
 
-def _backward(static, residuals, cotangents):
+def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     x, kept, (x_like, residual_like, parameters_like), gemm = residuals
     dy, _ = cotangents
     kept = kept.with_input(partial(_transposed_input, static), x, after=dy)

@@ -1,12 +1,11 @@
 """norm → quantize → GEMM as one differentiable op.
 
 Kept for the backward: `x` with its two statistics per row, and the FP8 residuals of the GEMM. The normalized
-activations are not kept, and with `recompute` neither are their FP8 values.
+activations in bfloat16 are not kept; with `recompute` their FP8 values are not kept either.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,10 @@ from jax_fp8.core.formats import INPUT
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, NormStatistics, norm_amax, norm_backward, norm_quantize, normalize
+from jax_fp8.kernels.quantize import Matrices
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import GemmInput, quantize_gradient
@@ -37,12 +38,12 @@ def norm_linear(
     return_input: bool = False,
     recompute: bool = False,
     tensor: TensorParallel | None = None,
-) -> tuple[Any, jax.Array | None]:
+) -> tuple[PyTree, jax.Array | None]:
     """`linear(normalize(x))` for `x` (..., k).
 
     Args:
-      return_input: hand back `x` too, for a residual branch: the gradient that arrives there is added in the norm's
-        backward pass, and needs no pass of its own.
+      return_input: return `x` too, for a residual branch. The norm's backward kernel then adds the gradient of that
+        branch, which saves a pass over it.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
       tensor: in a step on shards, the axis over which the columns of the kernel are split; see `linear`.
 
@@ -53,14 +54,14 @@ def norm_linear(
     x = x.astype(dtype)
     if gemm is None:
 
-        def plain(x, norm, parameters):
-            normalized, options = normalize(x, norm, epsilon, dtype)[0], {"tensor": tensor, "split_dim": "columns"}
-            return plain_linear(normalized, parameters, dtype, parameters.in_parts, **options)
+        def plain(x: jax.Array, norm: NormParameters, parameters: LinearParameters) -> Matrices:
+            normalized, in_parts = normalize(x, norm, epsilon, dtype)[0], parameters.in_parts
+            return plain_linear(normalized, parameters, dtype, in_parts, tensor=tensor, split_dim="columns")
 
         y = keeping_products(plain, recompute)(x, norm, parameters)
         return ((y, x) if return_input else y), None
     static = _Static(epsilon, dtype, return_input, recompute, parameters.widths, parameters.in_parts, tensor)
-    out: Any = _norm_linear(static, *match_vma(as_matrix(x), norm, parameters), gemm)
+    out: PyTree = _norm_linear(static, *match_vma(as_matrix(x), norm, parameters), gemm)
     (y, rows), amaxes = out
     leading = x.shape[:-1] if tensor is None else tensor.all_rows(x.shape[:-1])
     y = jax.tree.map(lambda part: part.reshape(*leading, part.shape[-1]), y)
@@ -75,20 +76,20 @@ def quantize_norm(
     keep: bool,
     tensor: TensorParallel | None = None,
 ) -> tuple[GemmInput, NormStatistics]:
-    """The normalized `x` (m, k) as the input of a GEMM, the rows of all devices, with `keep` in both orientations;
-    and what the norm's backward needs.
+    """The normalized `x` (m, k) as the input of a GEMM, with the rows of all devices; with `keep` in both orientations.
+    And the statistics that the norm's backward needs.
     """
     cast = gemm.cast(INPUT, partial(norm_amax, x, norm, epsilon))
     both = keep and not (tensor is not None and tensor.sequence)
     pair, statistics = norm_quantize(x, norm, epsilon, cast, orientations="both" if both else "rowwise")
-    quantized = GemmInput.of(lambda rows: normalize(rows, norm, epsilon, x.dtype)[0], x, pair, cast, gemm)
+    quantized = GemmInput.from_cast(lambda rows: normalize(rows, norm, epsilon, x.dtype)[0], x, pair, cast, gemm)
     return quantized.gathered(tensor, keep), statistics
 
 
 def transpose_norm(
     norm: NormParameters, epsilon: float, tensor: TensorParallel | None, x: jax.Array, cast: Cast
 ) -> Fp8Pair:
-    """What `quantize_norm` did not keep."""
+    """The normalized `x` again, transposed in FP8, where `quantize_norm` did not keep it."""
     if tensor is None or not tensor.sequence:
         return norm_quantize(x, norm, epsilon, cast, orientations="columnwise")[0]
     return gather_pair(norm_quantize(x, norm, epsilon, cast, orientations="rowwise")[0], tensor)
@@ -106,22 +107,22 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_linear(static, x, norm, parameters, gemm):
+def _norm_linear(static: _Static, x: jax.Array, norm: NormParameters, parameters: LinearParameters, gemm: Fp8Gemm):
     return _run(static, x, norm, parameters, gemm, keep=False)[0]
 
 
-def _run(static, x, norm, parameters, gemm, keep):
+def _run(static: _Static, x: jax.Array, norm: NormParameters, parameters: LinearParameters, gemm: Fp8Gemm, keep: bool):
     normalized, statistics = quantize_norm(x, norm, static.epsilon, gemm, keep, static.tensor)
     y, amaxes, kept = forward_gemm(normalized, parameters, gemm, static.dtype, in_parts=static.in_parts)
     return ((y, x if static.return_input else None), amaxes), (statistics, kept)
 
 
-def _forward(static, x, norm, parameters, gemm):
+def _forward(static: _Static, x: jax.Array, norm: NormParameters, parameters: LinearParameters, gemm: Fp8Gemm):
     out, kept = _run(static, x, norm, parameters, gemm, keep=not static.recompute)
-    return out, (name_residual("norm_input", x), norm, *kept, ParamInfo.of(((x, norm), parameters)), gemm)
+    return out, (name_residual("norm_input", x), norm, *kept, ParamInfo.from_arrays(((x, norm), parameters)), gemm)
 
 
-def _backward(static, residuals, cotangents):
+def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     x, norm, statistics, kept, (likes, parameters_like), gemm = residuals
     (dy, dresidual), _ = cotangents
     kept = kept.with_input(partial(transpose_norm, norm, static.epsilon, static.tensor), x, after=dy)

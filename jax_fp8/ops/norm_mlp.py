@@ -1,14 +1,13 @@
 """norm → GEMM → activation → quantize → GEMM as one differentiable op: a Transformer's MLP.
 
-Kept for the backward: `x` with its statistics, the input of the activation, and the FP8 residuals of both GEMMs.
-Neither the normalized nor the activated tensor is kept: each is used again only in FP8. The activated one is made
-again, for the gradient of its weight, by the kernel that takes the gradient of the activation, at no cost in bytes; the
-normalized one is kept in FP8, unless `recompute` makes it again.
+Kept for the backward: `x` with its statistics, the input of the activation, and the FP8 residuals of both GEMMs. The
+normalized and the activated tensor are not kept in bfloat16, because the backward uses both only in FP8. The kernel
+that takes the gradient of the activation also makes the activated tensor again, without reading another byte. The
+normalized tensor is kept in FP8, unless `recompute` makes it again.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax_fp8.core.checkpoint_names import name_residual
 from jax_fp8.core.formats import INPUT, OUTPUT_GRADIENT
 from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.activation import (
     activate,
     activate_backward,
@@ -27,6 +27,7 @@ from jax_fp8.kernels.activation import (
 )
 from jax_fp8.kernels.amax import as_matrix
 from jax_fp8.kernels.norm import NormParameters, norm_backward, normalize
+from jax_fp8.kernels.quantize import Matrices
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import reduce_rows
 from jax_fp8.ops.norm_linear import quantize_norm, transpose_norm
@@ -60,9 +61,9 @@ def norm_mlp(
     """`linear(activate(linear(normalize(x))))` for `x` (..., k).
 
     Args:
-      up: of a gated activation the kernels of gate and up side by side,
-        or one of twice the width with the gate in its first half.
-      residual: add `x` to the result, in the last GEMM; its gradient is added in the norm's backward pass.
+      up: with a gated activation the kernels of gate and up side by side, or one of twice the width with the gate in
+        its first half.
+      residual: the last GEMM adds `x` to the result, and the norm's backward kernel adds its gradient.
       recompute: normalize and quantize again in the backward instead of keeping the normalized xᵀ in FP8.
       tensor: in a step on shards, the axis over which columns of `up` and rows of `down` are split; see `linear`.
 
@@ -72,15 +73,17 @@ def norm_mlp(
     x = x.astype(dtype)
     if gemms is None:
 
-        def plain(x, norm, up, down):
+        def plain(x: jax.Array, norm: NormParameters, up: LinearParameters, down: LinearParameters) -> Matrices:
             normalized = normalize(x, norm, epsilon, dtype)[0]
-            hidden = plain_linear(normalized, up, dtype, tensor=tensor, split_dim="columns")
-            added: Any = {"residual": x if residual else None, "tensor": tensor, "split_dim": "rows"}
-            return plain_linear(activate(hidden, activation), down, dtype, **added)
+            hidden: PyTree = plain_linear(normalized, up, dtype, tensor=tensor, split_dim="columns")
+            added = x if residual else None
+            return plain_linear(
+                activate(hidden, activation), down, dtype, residual=added, tensor=tensor, split_dim="rows"
+            )
 
         return keeping_products(plain, recompute)(x, norm, up, down), None
     static = _Static(activation, epsilon, dtype, residual, recompute, up.widths, down.widths, tensor)
-    out: Any = _norm_mlp(static, *match_vma(as_matrix(x), norm, up, down), gemms)
+    out: PyTree = _norm_mlp(static, *match_vma(as_matrix(x), norm, up, down), gemms)
     y, amaxes = out
     return y.reshape(x.shape), amaxes
 
@@ -98,22 +101,46 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_mlp(static, x, norm, up, down, gemms):
+def _norm_mlp(
+    static: _Static,
+    x: jax.Array,
+    norm: NormParameters,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+):
     return _run(static, x, norm, up, down, gemms, keep=False)[0]
 
 
-def _run(static, x, norm, up, down, gemms, keep):
+def _run(
+    static: _Static,
+    x: jax.Array,
+    norm: NormParameters,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+    keep: bool,
+):
     normalized, statistics = quantize_norm(x, norm, static.epsilon, gemms[0], keep, static.tensor)
     hidden, up_amaxes, up_kept = forward_gemm(normalized, up, gemms[0], static.dtype)
     activated_cast = gemms[1].cast(INPUT, partial(activation_amax, hidden, static.activation))
     pair = activation_quantize(hidden, static.activation, activated_cast, orientations="rowwise")
-    activated = GemmInput.of(partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1])
+    activated = GemmInput.from_cast(
+        partial(activate, activation=static.activation), hidden, pair, activated_cast, gemms[1]
+    )
     into_down = activated, down, gemms[1], static.dtype, x if static.residual else None, static.tensor
     y, down_amaxes, down_kept = forward_rows(*into_down)
     return (y, (up_amaxes, down_amaxes)), (statistics, hidden, up_kept, down_kept)
 
 
-def _forward(static, x, norm, up, down, gemms):
+def _forward(
+    static: _Static,
+    x: jax.Array,
+    norm: NormParameters,
+    up: LinearParameters,
+    down: LinearParameters,
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+):
     out, (statistics, hidden, *kept) = _run(static, x, norm, up, down, gemms, keep=not static.recompute)
     x, hidden = name_residual("norm_input", x), name_residual("mlp_hidden", hidden)
     return out, (
@@ -122,21 +149,20 @@ def _forward(static, x, norm, up, down, gemms):
         statistics,
         hidden,
         *kept,
-        ParamInfo.of((x, norm)),
-        ParamInfo.of(up),
-        ParamInfo.of(down),
+        ParamInfo.from_arrays((x, norm)),
+        ParamInfo.from_arrays(up),
+        ParamInfo.from_arrays(down),
         gemms,
     )
 
 
-def _backward(static, residuals, cotangents):
+def _backward(static: _Static, residuals: tuple, cotangents: tuple):
     x, norm, statistics, hidden, up_kept, down_kept, likes, up_like, down_like, (up_gemm, down_gemm) = residuals
     dy, _ = cotangents
     tensor = static.tensor
     quantized, dbias = quantize_gradient(dy, down_like, down_gemm, tensor)
     dactivated = backward_dgrad(quantized, down_kept, down_gemm, static.dtype)
-    # The gradient of the activation's input is the output gradient of the GEMM up;
-    # beside it, the input of the GEMM down.
+    # One kernel: the output gradient of the GEMM up, and the input of the GEMM down again.
     measure = partial(activation_backward_amax, dactivated, hidden, static.activation)
     hidden_cast = up_gemm.cast(OUTPUT_GRADIENT, measure)
     dhidden, dhidden_sums, activated = activation_backward_quantize(

@@ -1,10 +1,9 @@
-"""The tensors that a layer hands to its GEMMs, cast: its input in the forward pass, its output gradient in the
-backward.
+"""Casts of the tensors of a GEMM: the input in the forward pass, the output gradient in the backward.
 
     x ─cast→ FP8 ─gather→ rows of all devices        dy ─cast→ FP8, column sums ─gather→ rows of all devices
 
-Whoever asks how the casts went (core/health.py) is told here, where a tensor and its values in FP8 stand side by side:
-of this device's own rows, before they are gathered.
+Statistics of casts (core/health.py) are measured here, where a tensor and its values in FP8 are both at hand: on this
+device's own rows, before the gather.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,21 +31,21 @@ from jax_fp8.ops.parameters import LinearParameters
 
 @dataclass(frozen=True)
 class GemmInput:
-    """The input (m, k) of a GEMM in FP8: how it was cast, and how that went, f32[STATISTICS], if anybody asks."""
+    """The input (m, k) of a GEMM in FP8, its cast, and the statistics f32[STATISTICS] of the cast, or None."""
 
     pair: Fp8Pair
     cast: Cast
     health: jax.Array | None = None
 
     @classmethod
-    def of(
+    def from_cast(
         cls, source_of: Callable[[jax.Array], jax.Array], x: jax.Array, pair: Fp8Pair, cast: Cast, gemm: Fp8Gemm
     ) -> "GemmInput":
-        """What was cast is `source_of(x)`, row by row."""
+        """Measured, if statistics are asked for: `pair` is the cast of `source_of(x)`, a function of each row."""
         return cls(pair, cast, gemm.observe(lambda rows: (source_of(rows),), (x,), pair))
 
     def gathered(self, tensor: TensorParallel | None, keep: bool = True) -> "GemmInput":
-        """With the rows of all devices, as `gather_pair` has it."""
+        """With the rows of all devices; see `gather_pair`."""
         return replace(self, pair=gather_pair(self.pair, tensor, keep))
 
 
@@ -54,25 +53,25 @@ def quantize_input(x: jax.Array, gemm: Fp8Gemm, keep: bool) -> GemmInput:
     """An input (m, k), with `keep` in both orientations."""
     cast = gemm.cast(INPUT, partial(amax, x))
     pair = (quantize_transpose if keep else quantize_rowwise)(x, cast)
-    return GemmInput.of(lambda rows: rows, x, pair, cast, gemm)
+    return GemmInput.from_cast(lambda rows: rows, x, pair, cast, gemm)
 
 
 def observe_gradient(
     sources_of: Callable[..., Sequence[jax.Array]], tensors: Sequence[jax.Array], pair: Fp8Pair, gemm: Fp8Gemm
 ) -> None:
-    """Record how an output gradient was cast, if anybody asks; arguments as `measure` has them."""
+    """Record the statistics of an output gradient's cast, if they are asked for; arguments as in `measure`."""
     gemm.record.measure(CAST_STATISTICS, gemm.observe(sources_of, tensors, pair), OBSERVED.index(OUTPUT_GRADIENT))
 
 
 def quantize_gradient(
     dy: Matrices, parameters_like: LinearParameters, gemm: Fp8Gemm, tensor: TensorParallel | None = None
 ) -> tuple[Fp8Pair, jax.Array | None]:
-    """An output gradient (m, n), or its parts, and the bias gradient f32[n] from the same pass,
-    where there is a bias.
+    """The FP8 values of an output gradient (m, n), or of its parts side by side, and the bias gradient f32[n] from the
+    same pass, or None without a bias.
 
     Args:
-      tensor: of a GEMM whose result leaves a split layer; with sequence parallelism `dy` are this device's own rows,
-        and so is the bias gradient their sum. The pair has the rows of all.
+      tensor: where the GEMM's result is the output of a split layer. With sequence parallelism `dy` has this device's
+        own rows, and the bias gradient is their sum. The pair has the rows of all devices.
     """
     cast = gemm.cast(OUTPUT_GRADIENT, partial(amax, *as_tuple(dy)))
     has_own_rows = tensor is not None and tensor.sequence

@@ -1,12 +1,13 @@
-"""The parameters of a GEMM: one kernel and bias, or several side by side; and how their gradients are to look."""
+"""The parameters of a GEMM: one kernel and bias, or several side by side; and the form of their gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.explicit import whole_rows
 from jax_fp8.kernels.quantize import Matrices, as_tuple
 
@@ -14,7 +15,7 @@ from jax_fp8.kernels.quantize import Matrices, as_tuple
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LinearParameters:
-    """`kernel` (k, n), and `bias` (n,) or None; or both as tuples, of kernels (k, n_i) side by side."""
+    """`kernel` (k, n) and `bias` (n,) or None; or tuples of them, for kernels (k, n_i) side by side."""
 
     kernel: Matrices
     bias: Matrices | None
@@ -30,7 +31,7 @@ class LinearParameters:
 
     @classmethod
     def beside(cls, *parameters: "LinearParameters") -> "LinearParameters":
-        """Those of several layers, side by side."""
+        """The parameters of several layers, side by side."""
         kernels, biases = tuple(each.kernel for each in parameters), tuple(each.bias for each in parameters)
         return cls(kernels, None if biases[0] is None else biases)  # type: ignore[arg-type]
 
@@ -38,30 +39,29 @@ class LinearParameters:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ParamInfo:
-    """What a backward must know of a parameter whose value it does not keep: how its gradient is to look."""
+    """The dtype and the sharding of a parameter, hence of its gradient; a backward keeps this in place of the value."""
 
-    dtype: Any
-    sharding: Any
+    dtype: jax.typing.DTypeLike
+    sharding: jax.sharding.NamedSharding
 
     @classmethod
-    def of(cls, tree: Any) -> Any:
-        """For every array of a tree."""
+    def from_arrays(cls, tree: PyTree) -> PyTree:
+        """The same tree, with a `ParamInfo` in place of every array."""
         return jax.tree.map(lambda leaf: cls(leaf.dtype, jax.typeof(leaf).sharding), tree)
 
     def place(self, gradient: jax.Array) -> jax.Array:
-        """On an Explicit mesh, a cotangent has the sharding of its primal in its type;
-        elsewhere there is nothing to do."""
+        """The gradient with the sharding of its param: on an Explicit mesh it is part of a cotangent's type."""
         return gradient if self.sharding.mesh.empty else jax.reshard(gradient, self.sharding)
 
     @property
     def columns_over(self) -> tuple[str, ...]:
-        """The Explicit axes that split its last dim."""
+        """The Explicit mesh axes that split the last dim."""
         axes = tuple(self.sharding.spec)[-1:]
         return axes[0] if axes and isinstance(axes[0], tuple) else tuple(axis for axis in axes if axis)
 
     @staticmethod
-    def place_all(likes: Any, gradients: Any) -> Any:
-        """`place` for every array of a tree; where there is no gradient, there is nothing to place."""
+    def place_all(likes: PyTree, gradients: PyTree) -> PyTree:
+        """`place` for every gradient of a tree; None stays None."""
         return jax.tree.map(lambda gradient, like: like.place(gradient), gradients, likes)
 
 
@@ -75,16 +75,20 @@ def split_columns(x: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...
     return (x,) if len(widths) == 1 else tuple(jnp.split(x, list(accumulate(widths))[:-1], axis=-1))
 
 
-def joined(arrays, dtype) -> Any:
-    """Kernels or biases side by side as one, in `dtype`: the cast, which is needed anyway, puts them together."""
+def infos_of(like: PyTree) -> "tuple[ParamInfo, ...]":
+    """The infos that stand in place of kernels side by side, or of one kernel."""
+    return like if isinstance(like, tuple) else (like,)
+
+
+def joined(arrays: Matrices | None, dtype: jax.typing.DTypeLike) -> PyTree:
+    """Kernels or biases side by side as one array in `dtype`, or None; the cast also concatenates them."""
     if arrays is None:
         return None
     cast = [array.astype(dtype) for array in as_tuple(arrays)]
     return cast[0] if len(cast) == 1 else jnp.concatenate([whole_rows(array) for array in cast], axis=-1)
 
 
-def gradients_like(parts, like: Any) -> Any:
-    """Parts of a gradient, in the dtypes, the places and the structure of what they are gradients of."""
-    likes: Any = as_tuple(like)
-    cast = tuple(one.place(part.astype(one.dtype)) for part, one in zip(parts, likes, strict=True))
+def gradients_like(parts: Sequence[jax.Array], like: PyTree) -> PyTree:
+    """Parts of a gradient with the dtypes, shardings and structure of `like`, the infos of the params."""
+    cast = tuple(info.place(part.astype(info.dtype)) for part, info in zip(parts, infos_of(like), strict=True))
     return cast if isinstance(like, tuple) else cast[0]

@@ -1,4 +1,4 @@
-"""The passes of a GEMM, from operands that are quantized already: what every composite op is made of.
+"""The passes of a GEMM on quantized operands: the parts that every composite op is made of.
 
     fprop  y[m, n]  = x[m, k]  · w[n, k]ᵀ       x, w E4M3
     dgrad  dx[m, k] = dy[m, n] · kernel[k, n]ᵀ   dy  E5M2
@@ -7,26 +7,26 @@
 Each tensor is contracted along both of its dims, so each is quantized once, in both orientations: the forward consumes
 x and wᵀ, and keeps xᵀ and w for the backward, in FP8.
 
-The kernel may be several, side by side: (k, n_i), each a parameter of its own, as queries, keys and values or gate and
-up are. They are cast into one pair (k, n), and every tensor that another GEMM reads as a whole is one array. What goes
-separate ways is made apart: the result by one fprop a kernel, where an op wants it in parts, and the gradients by one
-wgrad a kernel, written where they belong. Nothing large is cut from an array or put together in one; the gradients of
-the parts are cast side by side into one dy. Kernels so small that their gradients would leave most of a GPU idle share
-a wgrad, and its result is cut.
+There may be several kernels side by side, (k, n_i), each a parameter of its own: query, key and value, or gate and up.
+One cast writes them into one pair (k, n), and one cast writes the gradients of their results into one dy. Where an op
+needs its result in parts, one fprop a kernel computes it, and one wgrad a kernel writes each gradient in its place. So
+no large array is cut or concatenated. Kernels whose own wgrad would leave most of a GPU idle share one, and its result
+is cut.
 
-None of this differentiates: an op owns one `custom_vjp` around its passes, and a quantized value never crosses its
+These functions do not differentiate: an op has one `custom_vjp` around its passes, and no quantized value crosses its
 boundary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 
 from jax_fp8.core.cast import Cast
 from jax_fp8.core.checkpoint_names import name_residual
@@ -34,32 +34,34 @@ from jax_fp8.core.formats import INPUT, KERNEL
 from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair
 from jax_fp8.core.fp8_gemm import CAST_STATISTICS, OBSERVED, Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
+from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.explicit import like_columns, product, shards_of
 from jax_fp8.kernels.gemm import RESULT_DTYPES, matmul
 from jax_fp8.kernels.quantize import Matrices, as_tuple, quantize_transpose
 from jax_fp8.ops.collectives import enter, leave, reduce_rows
 from jax_fp8.ops.operands import GemmInput
-from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, joined, split_columns
+from jax_fp8.ops.parameters import LinearParameters, ParamInfo, gradients_like, infos_of, joined, split_columns
+
+Gradients = TypeVar("Gradients")
 
 PLAIN_SCOPE = "jax_fp8_plain_linear"
-# Elements of a kernel whose gradient is worth a GEMM of its own: as many as keep half of an H200 busy,
-# in tiles of 128 x 256.
+# Elements of a kernel whose gradient gets a GEMM of its own: 64 tiles of 128 x 256, for half of an H200's 132 SMs.
 SMALLEST_WGRAD = 2**21
-CAST_SCOPE = "cast_weights"  # every cast of a weight, but for those that the optimizer makes on its way
+CAST_SCOPE = "cast_weights"  # every cast of a weight outside of the optimizer's kernel
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GemmResidual:
-    """What the backward of one GEMM keeps.
+    """The residuals of one GEMM for its backward.
 
     Args:
-      x_transposed: (k, m), or None where the backward makes it again.
-      x_cast: how, to the same bits.
+      x_transposed: (k, m), or None where the backward quantizes x again.
+      x_cast: the cast that does so, to the same bits.
       kernel: (k, n).
       amaxes: f32[2], of input and kernel.
-      x_health: f32[STATISTICS], or None where nobody asks.
+      x_health: f32[STATISTICS] of the input's cast, or None.
     """
 
     x_transposed: Fp8Array | None
@@ -69,44 +71,44 @@ class GemmResidual:
     x_health: jax.Array | None = None
 
     def record(self, dy: Fp8Pair, gemm: Fp8Gemm) -> Fp8Gemm | None:
-        """Record what this backward pass knows of the GEMM's tensors, at its end; returns the cotangent of `gemm`."""
+        """Record amaxes and statistics at the end of the GEMM's backward; returns the cotangent of `gemm`."""
         gemm.record.measure(CAST_STATISTICS, self.x_health, OBSERVED.index(INPUT))
         return gemm.record_backward(jnp.append(self.amaxes, dy.amax))
 
     def with_input(
-        self, requantize: Callable[[jax.Array, Cast], Fp8Pair], made_of: jax.Array, after: jax.Array
+        self, requantize: Callable[[jax.Array, Cast], Fp8Pair], source: jax.Array, after: jax.Array
     ) -> "GemmResidual":
-        """With xᵀ, if it was not kept: `requantize(made_of, cast)` gives it again, once `after` is there."""
+        """With xᵀ: if it was not kept, `requantize(source, cast)` computes it again, once `after` is there."""
         if self.x_transposed is not None:
             return self
-        made_of, _ = lax.optimization_barrier((made_of, after))  # or it might be made early, and kept after all
-        return replace(self, x_transposed=requantize(made_of, self.x_cast).columnwise)
+        source, _ = lax.optimization_barrier((source, after))  # else XLA may compute it early and keep it after all
+        return replace(self, x_transposed=requantize(source, self.x_cast).columnwise)
 
 
 def plain_linear(
     x: jax.Array,
     parameters: LinearParameters,
-    dtype,
+    dtype: jax.typing.DTypeLike,
     in_parts: bool = False,
     *,
     residual: jax.Array | None = None,
     tensor: TensorParallel | None = None,
     split_dim: SplitDim | None = None,
-) -> Any:
-    """The product in `dtype`, without FP8; with `in_parts` a tuple, of each kernel's columns.
+) -> Matrices:
+    """The product of `x` (..., k) in `dtype`, without FP8; with `in_parts` a tuple with the columns of each kernel.
 
-    `tensor` and `split_dim` as in `linear`; `x` has leading dims, whose flattened rows are gathered or scattered.
+    `tensor` and `split_dim` as in `linear`. Sequence parallelism gathers or scatters the flattened leading dims.
     """
     kernel, bias = (joined(side_by_side, dtype) for side_by_side in (parameters.kernel, parameters.bias))
     leading = x.shape[:-1]
     if tensor is not None and split_dim == "columns":
         leading = tensor.all_rows(leading)
-        entered: Any = enter(as_matrix(x), tensor)
+        entered: PyTree = enter(as_matrix(x), tensor)
         x = entered.reshape(*leading, x.shape[-1])
     with jax.named_scope(PLAIN_SCOPE):
         y = product(x, kernel)
     if tensor is not None and split_dim == "rows":
-        left: Any = leave(as_matrix(y), tensor)
+        left: PyTree = leave(as_matrix(y), tensor)
         y = left.reshape(*tensor.own_rows(leading), -1)
     y = y if bias is None else y + lax.broadcast_to_rank(like_columns(bias, y), y.ndim)
     y = y if residual is None else y + residual.astype(dtype)
@@ -114,19 +116,17 @@ def plain_linear(
 
 
 def keeping_products(function: Callable, recompute: bool) -> Callable:
-    """A function without FP8 of arrays; with `recompute` its backward keeps what enters it and what its products and
-    collectives return, and computes all else again.
-    """
+    """A function without FP8; with `recompute` its backward keeps only inputs, products and results of collectives."""
     return jax.checkpoint(function, policy=_is_product_or_collective) if recompute else function
 
 
-def _is_product_or_collective(primitive, *_, **__) -> bool:
+def _is_product_or_collective(primitive: Primitive, *_: object, **__: object) -> bool:
     kept = "dot_general", "ragged_dot", "psum", "all_gather", "reduce_scatter", "all_to_all"
     return primitive.name.startswith(kept)
 
 
 def cast_weight(kernel: Matrices, cast_of: Callable[[Callable[[], jax.Array]], Cast]) -> Fp8Pair:
-    """A kernel (k, n), or several side by side, in FP8, as `cast_of(measure)` says."""
+    """A kernel (k, n), or several side by side, in FP8 by the cast `cast_of(measure)`; `measure()` is the amax."""
     with jax.named_scope(CAST_SCOPE):
         return quantize_transpose(kernel, cast_of(partial(amax, *as_tuple(kernel))))
 
@@ -135,26 +135,31 @@ def forward_gemm(
     x: GemmInput,
     parameters: LinearParameters,
     gemm: Fp8Gemm,
-    dtype,
+    dtype: jax.typing.DTypeLike,
     residual: jax.Array | None = None,
     in_parts: bool = False,
-) -> tuple[Any, jax.Array, GemmResidual]:
-    """fprop: y (m, n), with bias and residual (m, n) added, or `in_parts` a tuple of (m, n_i); amaxes f32[2] of input
-    and kernel; and what the backward needs.
+) -> tuple[PyTree, jax.Array, GemmResidual]:
+    """fprop.
+
+    Returns:
+      y (m, n) with bias and residual (m, n) added, or with `in_parts` a tuple of (m, n_i); amaxes f32[2] of input and
+      kernel; and the residuals for the backward.
     """
     weight = gemm.weight or cast_weight(parameters.kernel, partial(gemm.cast, KERNEL))
     multiply = partial(
         matmul,
         x.pair.rowwise,
         weight.columnwise,
-        bias=joined(parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype),  # as the GEMM takes it
+        bias=joined(
+            parameters.bias, jnp.bfloat16 if dtype == jnp.float32 else dtype
+        ),  # the dtype in which the GEMM takes a bias
         c=residual,
-        c_in_place=False,  # the backward of a norm keeps the residual stream
+        c_in_place=False,  # the norm before has kept the residual stream for its backward
         dtype=dtype,
         accumulation=gemm.accumulation("fprop"),
     )
     with jax.named_scope(f"{gemm.name}/fprop"):
-        parts = _columns(ParamInfo.of(as_tuple(parameters.kernel)), parameters.widths)
+        parts = _columns(ParamInfo.from_arrays(as_tuple(parameters.kernel)), parameters.widths)
         y = tuple(multiply(**columns) for columns in parts) if in_parts else multiply()
     amaxes = jnp.stack([x.pair.amax, weight.amax])
     transposed = x.pair.columnwise
@@ -167,14 +172,11 @@ def forward_rows(
     x: GemmInput,
     parameters: LinearParameters,
     gemm: Fp8Gemm,
-    dtype,
+    dtype: jax.typing.DTypeLike,
     residual: jax.Array | None,
     tensor: TensorParallel | None,
 ) -> tuple[jax.Array, jax.Array, GemmResidual]:
-    """`forward_gemm` by rows of the kernel: the sum over the devices, then bias and residual, added in float32.
-
-    With one device the GEMM adds them itself.
-    """
+    """`forward_gemm` of a kernel split by rows: sums over the devices, then adds bias and residual in float32."""
     if tensor is None:
         return forward_gemm(x, parameters, gemm, dtype, residual)
     sums, amaxes, kept = forward_gemm(x, replace(parameters, bias=None), gemm, dtype)
@@ -190,7 +192,7 @@ def backward_gemm(
     residual: GemmResidual,
     parameters_like: LinearParameters,
     gemm: Fp8Gemm,
-    dtype,
+    dtype: jax.typing.DTypeLike,
     widths: tuple[int, ...],
     tensor: TensorParallel | None = None,
 ) -> tuple[jax.Array, LinearParameters]:
@@ -199,19 +201,19 @@ def backward_gemm(
     Args:
       dbias: f32[n], the column sums of dy; unused without a bias.
       widths: columns of each kernel.
-      tensor: of a GEMM by columns: dx is a sum over the devices.
+      tensor: the axis that splits the kernel by columns; dx is then a sum over its devices.
 
-    Where the record collects the kernel's gradients, this one is added there, and None is returned for it.
+    Where the record has a sum of the kernel's gradients, wgrad adds to it, and None is returned in place of a gradient.
     """
     dx = reduce_rows(backward_dgrad(dy, residual, gemm, dtype), tensor)
     gradients = backward_wgrad(dy, dbias, residual, parameters_like, gemm, widths)
     return (dx, gradients) if tensor is None else beside_wgrad(dx, gradients, gemm)
 
 
-def beside_wgrad(dx: jax.Array, gradients: Any, *gemms: Fp8Gemm) -> tuple[jax.Array, Any]:
-    """The same, there only when weight gradients are, too: so that dx is reduced over `tensor` beside them.
+def beside_wgrad(dx: jax.Array, gradients: Gradients, *gemms: Fp8Gemm) -> tuple[jax.Array, Gradients]:
+    """The same values, available only once all are: the reduction of dx over `tensor` then overlaps with wgrad.
 
-    XLA's scheduler takes a custom call to cost nothing, and would leave all weight gradients to the end.
+    XLA's scheduler assumes that a custom call costs nothing, and would leave all weight gradients to the end.
     """
     refs = [ref for gemm in gemms if gemm.record.gradient for ref in gemm.record.gradient.refs]
     dx, gradients, totals = lax.optimization_barrier((dx, gradients, [ref[...] for ref in refs]))
@@ -220,8 +222,8 @@ def beside_wgrad(dx: jax.Array, gradients: Any, *gemms: Fp8Gemm) -> tuple[jax.Ar
     return dx, gradients
 
 
-def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype) -> jax.Array:
-    """The first half of `backward_gemm`, which does without xᵀ."""
+def backward_dgrad(dy: Fp8Pair, residual: GemmResidual, gemm: Fp8Gemm, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """dgrad, the half of `backward_gemm` that needs no xᵀ."""
     _check_rows(dy.rowwise.values, gemm)
     with jax.named_scope(f"{gemm.name}/dgrad"):
         return matmul(dy.rowwise, residual.kernel, dtype=dtype, accumulation=gemm.accumulation("dgrad"))
@@ -235,73 +237,85 @@ def backward_wgrad(
     gemm: Fp8Gemm,
     widths: tuple[int, ...],
 ) -> LinearParameters:
-    """The second half of `backward_gemm`."""
+    """wgrad, the other half of `backward_gemm`."""
     with jax.named_scope(f"{gemm.name}/wgrad"):
-        dkernel = _kernel_gradients(residual, dy.columnwise, as_tuple(parameters_like.kernel), gemm, widths)
+        dkernel: PyTree = _kernel_gradients(residual, dy.columnwise, infos_of(parameters_like.kernel), gemm, widths)
     bias_like = parameters_like.bias
     if not isinstance(parameters_like.kernel, tuple):
         dkernel = dkernel[0]
     if bias_like is None or dbias is None:
         return LinearParameters(dkernel, None)
-    # Behind a barrier: the compiler would otherwise make the cut part of the optimizer's kernel,
-    # wrapping the one into the other.
+    # A barrier: XLA would otherwise fuse the cut with the custom call of the optimizer.
     dbiases = lax.optimization_barrier(split_columns(dbias, widths)) if len(widths) > 1 else (dbias,)
     return LinearParameters(dkernel, gradients_like(dbiases, bias_like))
 
 
-def _columns(likes, widths) -> Iterator[dict[str, Any]]:
-    """The columns of each kernel as `matmul` takes them: the first and their number, and what splits them."""
-    for like, width, end in zip(likes, widths, accumulate(widths), strict=True):
-        yield {"columns": (end - width, width), "columns_over": like.columns_over}
+class _Columns(TypedDict, total=False):
+    columns: tuple[int, int]
+    columns_over: tuple[str, ...]
+
+
+def _columns(likes: Sequence[ParamInfo], widths: tuple[int, ...]) -> list[_Columns]:
+    """The columns of each kernel as arguments of `matmul`; none for a single kernel, whose product is whole."""
+    if len(widths) == 1:
+        return [{}]
+    parts = zip(likes, widths, accumulate(widths), strict=True)
+    return [{"columns": (end - width, width), "columns_over": like.columns_over} for like, width, end in parts]
 
 
 def share_wgrad(in_features: int, widths: tuple[int, ...]) -> bool:
-    """Whether the gradients of kernels (k, n_i) side by side are made by one GEMM, whose result is cut.
+    """Whether one GEMM makes the gradients of kernels (k, n_i) side by side, and its result is cut.
 
-    Each alone would leave most of the GPU idle. Such gradients are not added to a sum by their GEMM.
+    It does where a GEMM for each would leave most of the GPU idle. It cannot add such gradients to their sums.
     """
     return len(widths) > 1 and in_features * min(widths) < SMALLEST_WGRAD
 
 
-def _kernel_gradients(residual, dy_transposed, likes, gemm, widths) -> tuple[Any, ...]:
-    """dw of each kernel, or None for those that were added to their sums, or are for later."""
+def _kernel_gradients(
+    residual: GemmResidual, dy_transposed: Fp8Array, likes: Sequence[ParamInfo], gemm: Fp8Gemm, widths: tuple[int, ...]
+) -> tuple[jax.Array | None, ...]:
+    """dw of each kernel; None if it was added to a sum or deferred."""
     x_transposed, how = residual.x_transposed, gemm.accumulation("wgrad")
+    assert x_transposed is not None, "kept, or made again by with_input"
     sums, deferral = gemm.record.gradient, gemm.record.deferral
     if deferral is not None:
         deferral.keep(x_transposed, dy_transposed, gemm.record.slot, gemm.name, how)
         return (None,) * len(widths)
     if sums is None:
         return kernel_gradients(x_transposed, dy_transposed, likes, how, widths)
-    columns = [{}] if len(widths) == 1 else list(_columns(likes, widths))
-    for ref, of in zip(sums.refs, columns, strict=True):
+    for ref, part in zip(sums.refs, _columns(likes, widths), strict=True):
         total = ref[...]
         added = matmul(
-            x_transposed, dy_transposed, **of, accumulation=how, dtype=jnp.float32, c=total, alpha=sums.weight
+            x_transposed, dy_transposed, **part, accumulation=how, dtype=jnp.float32, c=total, alpha=sums.weight
         )
-        ref[...] = ParamInfo.of(total).place(added)
+        ref[...] = ParamInfo.from_arrays(total).place(added)
     return (None,) * len(widths)
 
 
 def kernel_gradients(
-    x_transposed: Fp8Array, dy_transposed: Fp8Array, likes: Any, accumulation: str, widths: tuple[int, ...]
+    x_transposed: Fp8Array,
+    dy_transposed: Fp8Array,
+    likes: Sequence[ParamInfo],
+    accumulation: str,
+    widths: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
-    """wgrad: dw (k, n_i) of each kernel, of xᵀ (k, m) and dyᵀ (n, m); `likes` are those of the kernels."""
+    """wgrad: dw (k, n_i) of each kernel, from xᵀ (k, m) and dyᵀ (n, m); `likes` describe the kernels."""
     multiply = partial(matmul, x_transposed, dy_transposed, accumulation=accumulation)
     if share_wgrad(x_transposed.shape[0], widths):
         whole = multiply(dtype=likes[0].dtype if likes[0].dtype in RESULT_DTYPES else jnp.float32)
         pieces = zip(split_columns(whole, widths), likes, strict=True)
         return tuple(like.place(piece.astype(like.dtype)) for piece, like in pieces)
-    columns = [{}] if len(widths) == 1 else list(_columns(likes, widths))
-    return tuple(_written_as(like, partial(multiply, **of)) for of, like in zip(columns, likes, strict=True))
+    parts = zip(_columns(likes, widths), likes, strict=True)
+    return tuple(_written_as(like, partial(multiply, **part)) for part, like in parts)
 
 
-def _written_as(like, multiply) -> jax.Array:
-    """A gradient, rounded by the GEMM itself where it can."""
+def _written_as(like: ParamInfo, multiply: Callable[..., jax.Array]) -> jax.Array:
+    """A gradient in the dtype of its param; the GEMM itself rounds to it where it can."""
     written = like.dtype if like.dtype in RESULT_DTYPES else jnp.float32
     return like.place(multiply(dtype=written).astype(like.dtype))
 
 
-def _check_rows(dy, gemm):
+def _check_rows(dy: jax.Array, gemm: Fp8Gemm) -> None:
     rows, shards = dy.shape[0], shards_of(dy, 0)
     if rows % (16 * shards):
         of_each = f" on each of {shards} devices" if shards > 1 else ""

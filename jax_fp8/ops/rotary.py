@@ -1,14 +1,13 @@
-"""Rotary positions: queries and keys are turned by their position, so that a product of two knows their distance.
+"""Rotary positions: rotate queries and keys by their position, so that their product depends on the distance.
 
-    pair (i, i + head_dim / 2) of a token at position p   turned by the angle   p * frequency[i]
+    pair (i, i + head_dim / 2) of a token at position p   rotated by the angle   p * frequency[i]
     frequency[i] = base^(-2i / head_dim)                                        (https://arxiv.org/abs/2104.09864)
 
-`RotaryScaling` slows down the pairs that turn slowly: a model that was trained on short texts then reads longer ones.
+`RotaryScaling` lowers the lowest frequencies, so that a model trained on short sequences can read longer ones.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,17 @@ ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Frequencies for longer texts, as Llama 3.1 has them (`apply_scaling` in
+    """Frequencies for longer sequences, as in Llama 3.1 (`apply_scaling` in
     https://github.com/meta-llama/llama-models, models/llama3/model.py).
 
-    A pair that turns `high_frequency_factor` times or more within `original_length` tokens stays as it is. One that
-    turns `low_frequency_factor` times or less turns `factor` times slower. Between these it is a mixture, linear in the
-    number of turns.
+    A pair that makes `high_frequency_factor` turns or more within `original_length` tokens keeps its frequency. With
+    `low_frequency_factor` turns or fewer the frequency is divided by `factor`. Between these the two are interpolated,
+    linearly in the number of turns.
 
     Args:
-      factor: how many times slower; at least 1.
+      factor: the divisor of low frequencies; at least 1.
       low_frequency_factor, high_frequency_factor: in turns.
-      original_length: tokens of the texts that the model was trained on first.
+      original_length: the sequence length of the first training, in tokens.
     """
 
     factor: float
@@ -54,8 +53,8 @@ class RotaryScaling:
         return frequency * (kept + (1 - kept) / self.factor)
 
 
-def check_rotary(base: Any, scaling: Any, of: str = "") -> None:
-    """Raise unless rotary positions can be made of these; `of` stands before their names."""
+def check_rotary(base: object, scaling: object, of: str = "") -> None:
+    """Raise unless `base` and `scaling` are valid; `of` comes before their names in the message."""
     check_number(f"{of}rotary_base", base, "above 1", lambda base: base > 1)
     if scaling is not None and not hasattr(scaling, "slowed"):
         raise ValueError(f"{of}rotary_scaling must be a RotaryScaling or None, got {scaling!r}")
@@ -67,8 +66,10 @@ def rotate(
     base: float = ROTARY_BASE,
     scaling: RotaryScaling | None = None,
 ) -> jax.Array:
-    """Turn pairs (i, i + head_dim / 2) of (batch, seq, heads, head_dim); positions are i32[batch, seq], or None:
-    0, 1, ...
+    """Rotate pairs (i, i + head_dim / 2) of `x` (batch, seq, heads, head_dim).
+
+    Args:
+      positions: i32[batch, seq]; None: 0, 1, ...
     """
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)

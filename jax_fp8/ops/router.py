@@ -1,21 +1,21 @@
-"""Which experts a token goes to, how much each of them counts, and what keeps experts alike in use.
+"""The router of a mixture of experts: the experts of each token, their weights, and losses that balance their use.
 
     x ─router─→ logits ─softmax→ probabilities ─top k→ experts of a token, and their weights
 
-All of this is float32: it is small, and near ties a rounding would send a token elsewhere. Ties go to the expert with
-the lower number, as `lax.top_k` has it.
+All of this is float32: the arrays are small, and near a tie a rounding could send a token to another expert. On a tie
+`lax.top_k` takes the expert with the lower number.
 
 Two losses may be added to the training loss. The load-balancing loss (Switch Transformer,
 https://arxiv.org/abs/2101.03961, equation 4, here for k choices) is
 
     experts · Σ_e f_e p_e      f_e: share of tokens and choices that go to e; p_e: mean probability of e
 
-1 where experts are used evenly, and `experts` where one is used alone. Its gradient flows through p_e. The z-loss
-(ST-MoE, https://arxiv.org/abs/2202.08906, equation 5) is the mean of logsumexp(logits)², and keeps logits small. In a
-step on shards, f_e is of all devices, so that the mean of the devices' losses is the loss of all tokens.
+It is 1 where all experts are used evenly, and `experts` where only one is used. Its gradient flows through p_e. The
+z-loss (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5) is the mean of logsumexp(logits)², and keeps logits small.
+In a step on shards f_e is the share over all devices, so that the mean of the devices' losses is the loss of all
+tokens.
 
-Padding goes to no expert: its choices are `experts`, the number behind the last one, its weights are 0, and means are
-over the other tokens.
+Padding goes to no expert: its choices are `experts`, one past the last, its weights are 0, and means leave it out.
 """
 
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ EXPERT_SHARES = "expert_shares"  # the measurement f32[experts]: the share of al
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """What a router says of tokens, and of its own work.
+    """The choices of a router, and its losses.
 
     Args:
-      experts: i32[tokens, choices]; of padding the number behind the last one.
+      experts: i32[tokens, choices]; the number of experts for padding.
       weights: f32[tokens, choices].
-      fractions: f32[experts], the share of all tokens and choices that an expert gets.
+      fractions: f32[experts], the share of all tokens and choices that each expert gets.
       balance_loss, z_loss: f32[].
     """
 
@@ -63,15 +63,17 @@ def route(
 
     Args:
       normalize_weights: divide the weights of a token by their sum, as Mixtral does; else they are the probabilities.
-      is_token: bool[tokens], False of padding; None is all.
+      is_token: bool[tokens], False for padding; None: no padding.
     """
     experts = kernel.shape[1]
     if not 1 <= choices <= experts:
-        raise ValueError(f"a token goes to 1 to {experts} experts, all that there are, got {choices}; change one")
+        raise ValueError(
+            f"choices must be from 1 to {experts}, the number of experts, got {choices}; change one of both"
+        )
     logits = _logits(*match_vma(x, kernel.astype(jnp.float32)))
     probabilities = jax.nn.softmax(logits)
     _, chosen = lax.top_k(lax.stop_gradient(probabilities), choices)
-    # Choices, and no gather, whose gradient would be a scatter.
+    # A mask in place of a gather, because the gradient of a gather is a scatter.
     is_chosen = chosen[:, :, None] == jnp.arange(experts, dtype=chosen.dtype)[None, None]
     if is_token is not None:
         chosen = jnp.where(is_token[:, None], chosen, experts)
@@ -86,9 +88,10 @@ def route(
     return Routing(chosen, weights, fractions, balance_loss, z_loss)
 
 
-def _mean(x, is_token) -> jax.Array:
-    """Over tokens, of (tokens, [choices,] ...) the sum of choices; where some are padding, this device's share of the
-    mean over the tokens of all devices, times their number.
+def _mean(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
+    """The mean over tokens of (tokens, ...), or of the sum over choices of (tokens, choices, ...).
+
+    With padding it is this device's sum over its tokens, divided by the mean number of tokens of a device.
     """
     x = jnp.sum(x, axis=1, dtype=jnp.float32) if x.ndim == 3 else x
     if is_token is None:
@@ -99,24 +102,26 @@ def _mean(x, is_token) -> jax.Array:
 
 
 @jax.custom_vjp
-def _logits(x, kernel):  # (tokens, features), f32[features, experts] -> f32[tokens, experts]
+def _logits(
+    x: jax.Array, kernel: jax.Array
+) -> jax.Array:  # (tokens, features), f32[features, experts] -> f32[tokens, experts]
     return _product("t h, h e -> t e", x, kernel)
 
 
-def _logits_forward(x, kernel):
-    return _logits(x, kernel), (x, kernel)  # x as it is, and not in float32, which has twice the bytes
+def _logits_forward(x: jax.Array, kernel: jax.Array):
+    return _logits(x, kernel), (x, kernel)  # x in its own dtype: float32 would have twice the bytes
 
 
-def _logits_backward(kept, dlogits):
+def _logits_backward(kept: tuple[jax.Array, jax.Array], dlogits: jax.Array):
     x, kernel = kept
     dx, dkernel = _product("t e, h e -> t h", dlogits, kernel), _product("t h, t e -> h e", x, dlogits)
-    return ParamInfo.of(x).place(dx.astype(x.dtype)), ParamInfo.of(kernel).place(dkernel)
+    return ParamInfo.from_arrays(x).place(dx.astype(x.dtype)), ParamInfo.from_arrays(kernel).place(dkernel)
 
 
 _logits.defvjp(_logits_forward, _logits_backward)
 
 
-def _product(rule, a, b) -> jax.Array:
-    """In float32 proper: by default a GPU rounds the factors to 10 bits."""
+def _product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """In full float32: by default a GPU rounds the factors to TF32, 10 bits of mantissa."""
     with jax.named_scope(ROUTER_SCOPE), jax.default_matmul_precision("highest"):
         return einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32))

@@ -1,21 +1,22 @@
-"""The kernels of many GEMMs in FP8: as nested dicts like the collection "fp8_cache", each GEMM's `Fp8Pair` at its path.
+"""The kernels of many GEMMs in FP8: nested dicts like the collection "fp8_cache", with an `Fp8Pair` for each GEMM.
 
-A weight cache for training is made of them (state/weight_cache.py), and so is what a generation reads.
+The weight cache of training (state/weight_cache.py) and text generation are made of them.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import jax
 
+from jax_fp8.core.cast import Cast
 from jax_fp8.core.checks import describe
 from jax_fp8.core.formats import KERNEL
 from jax_fp8.core.fp8_array import Fp8Pair
 from jax_fp8.core.paths import LayerPath, at_path, is_of_experts, kernel_paths, put_at_path
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import current_amax_axes, largest_amax
+from jax_fp8.core.types import PyTree
 from jax_fp8.ops.grouped_linear import of_each_expert
 from jax_fp8.ops.parameters import as_one_matrix
 from jax_fp8.ops.passes import cast_weight
@@ -24,11 +25,15 @@ from jax_fp8.ops.passes import cast_weight
 def cast_gemms(
     params: Mapping,
     fp8_state: Mapping,
-    recipes: Mapping[LayerPath, Recipe | None],
+    recipes: Mapping[LayerPath, Recipe],
     then: Mapping[LayerPath, Callable[[Fp8Pair], Fp8Pair]] = MappingProxyType({}),
 ) -> dict:
-    """The kernels of GEMMs in FP8, each by its recipe: with the scales of the state, or where it has none with scales
-    of their own. What `then` has of a GEMM is applied to its weight. GEMMs whose kernels no path leads to are left out.
+    """The kernels of GEMMs in FP8, each by its recipe: with the scale in the state, or without state by their own amax.
+
+    Args:
+      then: functions to apply to the weights of some GEMMs.
+
+    GEMMs without a kernel at a path are left out.
     """
     cache: dict = {}
     for path, recipe in recipes.items():
@@ -42,24 +47,24 @@ def cast_gemms(
 
 
 def ready_for_loop(cache: Mapping, params: Mapping) -> dict:
-    """A cache whose weights many passes read: those of experts apart, which else each pass has to transpose. A cache
-    that an optimizer writes, and layers stacked by `nn.scan`, have them as one matrix.
+    """A cache for several passes: kernels of experts by expert, or each pass would transpose them. In a cache that an
+    optimizer writes, and in layers stacked by `nn.scan`, they are one matrix.
     """
 
-    def ready(node, path):
+    def ready(node: PyTree, path: LayerPath) -> PyTree:
         if not isinstance(node, Mapping):
             return node
         pair = node.get("kernel")
         if is_of_experts(path) and isinstance(pair, Fp8Pair) and pair.rowwise.ndim == 2:
-            first: Any = at_path(params, kernel_paths(path)[0])
-            return {**node, "kernel": of_each_expert(pair, first.shape[0])}
+            experts = at_path(params, kernel_paths(path)[0]).shape[0]
+            return {**node, "kernel": of_each_expert(pair, experts)}
         return {name: ready(value, (*path, name)) for name, value in node.items()}
 
     return ready(cache, ())
 
 
 def kernels_of(gemm: LayerPath, params: Mapping) -> tuple[jax.Array, ...]:
-    """The kernels of a GEMM, as they stand side by side; of experts, those of all as one matrix."""
+    """The kernels of a GEMM, side by side; kernels of experts as one matrix each."""
     kernels = tuple(at_path(params, kernel) for kernel in kernel_paths(gemm))
     for path, kernel in zip(kernel_paths(gemm), kernels, strict=True):
         if not hasattr(kernel, "ndim"):
@@ -72,22 +77,22 @@ def kernels_of(gemm: LayerPath, params: Mapping) -> tuple[jax.Array, ...]:
 
 def cast_kernels(
     kernels: tuple[jax.Array, ...],
-    cast_of: Callable[..., Any],
+    cast_of: Callable[[jax.Array | None, Callable[[], jax.Array]], Cast],
     scales: jax.Array | None,
     then: Callable[[Fp8Pair], Fp8Pair] | None = None,
 ) -> Fp8Pair:
     """Kernels (k, n_i) side by side in FP8, by `cast_of(scales, measure)`; `scales` f32[3], or None."""
     first, *others = kernels
-    if first.ndim > 2:  # stacked layers, each with scales of its own or none
+    if first.ndim > 2:  # stacked layers, each with its own scales or none
         return jax.vmap(lambda each, its_scales: cast_kernels(each, cast_of, its_scales, then))(kernels, scales)
     pair = cast_weight(kernels if others else first, partial(cast_of, scales))
     return pair if then is None else then(pair)
 
 
-def _cast_of(recipe) -> Callable:
-    """How a recipe casts a kernel, of which this device may have a part."""
+def _cast_of(recipe: Recipe) -> Callable[[jax.Array | None, Callable[[], jax.Array]], Cast]:
+    """A recipe's cast of a kernel, of which this device may have a part."""
 
-    def cast_of(scales, measure):
+    def cast_of(scales: jax.Array | None, measure: Callable[[], jax.Array]) -> Cast:
         return recipe.cast(KERNEL, scales, lambda: largest_amax(measure(), current_amax_axes()))
 
     return cast_of

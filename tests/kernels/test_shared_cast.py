@@ -17,7 +17,7 @@ from jax_fp8.core.fp8_array import Fp8Array, Fp8Pair, tiles_of
 from jax_fp8.core.scale import ScaleFormula
 from jax_fp8.kernels.adam import adam
 from jax_fp8.kernels.quantize import quantize_transpose
-from jax_fp8.kernels.shared_cast import Place, SharedCast, places
+from jax_fp8.kernels.shared_cast import ColumnPlace, SharedCast, places
 
 ROWS = 64
 STEP, QUANTIZE = jax.jit(adam, static_argnums=3), jax.jit(quantize_transpose)
@@ -62,9 +62,9 @@ SHARED = [
 
 def test_places():
     shapes = [leaf.gradient.shape for leaf in LEAVES]
-    none = Place()
+    none = ColumnPlace()
     assert places([cast.leaves for cast in SHARED], shapes) == [
-        *(Place(0, 96), none, Place(0, 0), none, Place(0, 128), Place(1, 0), Place(1, 80))
+        *(ColumnPlace(0, 96), none, ColumnPlace(0, 0), none, ColumnPlace(0, 128), ColumnPlace(1, 0), ColumnPlace(1, 80))
     ]
 
 

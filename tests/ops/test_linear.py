@@ -270,7 +270,7 @@ def test_kernels_side_by_side_are_one_kernel(widths, gemm, smallest_wgrad, monke
         (
             side_by_side(PARAMETERS, (32, 16)),
             {"residual": DY},
-            "a residual is added to a result in one part, got one with kernels side by side; add it",
+            "a residual needs one kernel, got kernels side by side; add the residual",
         ),
     ],
 )

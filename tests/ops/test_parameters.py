@@ -32,7 +32,7 @@ def test_columns_are_split_by_the_widths():
 
 
 def test_how_a_gradient_is_to_look_is_static():
-    like = ParamInfo.of({"w": jnp.zeros((2, 3), jnp.bfloat16)})
+    like = ParamInfo.from_arrays({"w": jnp.zeros((2, 3), jnp.bfloat16)})
     assert jax.tree.leaves(like) == [] and like["w"].dtype == jnp.bfloat16
     assert jax.jit(lambda like: like)(like) == like
     gradient = jnp.ones((2, 3))
@@ -43,7 +43,7 @@ def test_on_an_explicit_mesh_a_gradient_is_placed_like_its_primal():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         primal = jax.device_put(jnp.zeros((4, 6)), NamedSharding(mesh, P(None, "x")))
-        placed = jax.jit(lambda primal, g: ParamInfo.of(primal).place(g))(primal, jnp.ones((4, 6)))
+        placed = jax.jit(lambda primal, g: ParamInfo.from_arrays(primal).place(g))(primal, jnp.ones((4, 6)))
     assert placed.sharding.spec == P(None, "x")
 
 
@@ -51,7 +51,7 @@ def test_joined_and_cut_again():
     whole = joined(KERNELS, jnp.bfloat16)
     np.testing.assert_array_equal(whole, WHOLE.astype(jnp.bfloat16))
     assert joined(None, jnp.float32) is None and joined(KERNELS[0], jnp.float32).shape == KERNELS[0].shape
-    likes = ParamInfo.of(KERNELS)
+    likes = ParamInfo.from_arrays(KERNELS)
     again = gradients_like(split_columns(whole, (48, 16, 16)), likes)
     assert isinstance(again, tuple) and [part.dtype for part in again] == [jnp.float32] * 3
     assert gradients_like((KERNELS[0],), likes[0]).shape == KERNELS[0].shape  # of one that stands alone, no tuple

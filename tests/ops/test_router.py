@@ -108,5 +108,7 @@ def test_near_ties_are_decided_in_float32():
 def test_refusals():
     x, kernel, _ = inputs()
     for choices in (0, EXPERTS + 1):
-        with pytest.raises(ValueError, match=f"goes to 1 to {EXPERTS} experts, all that there are, got {choices}"):
+        with pytest.raises(
+            ValueError, match=f"choices must be from 1 to {EXPERTS}, the number of experts, got {choices}"
+        ):
             route(x, kernel, choices)

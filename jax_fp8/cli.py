@@ -123,13 +123,13 @@ def find_kernels() -> list[Finding]:
     needed = jax.default_backend() == "gpu"
     module = [Finding("extension", info["path"])] if info["path"] else []
     if not info["built"]:
-        return [*module, Finding("kernels", "none", info["reason"], broken=needed)]
+        return [*module, Finding("kernels", "none", info["reason"] or "", broken=needed)]
     calls = f"{len(info['targets'])} custom calls registered, CUDA {info['cuda_version']}"
     architectures = ", ".join(f"sm_{architecture}" for architecture in info["architectures"])
     registered = Finding("kernels", f"{calls}, compiled for {architectures}")
     if info["cublaslt_version"]:
         return [*module, registered, Finding("cuBLASLt", info["cublaslt_version"])]
-    remedy = info["cublaslt_reason"] if needed else "needed on a GPU only"
+    remedy = (info["cublaslt_reason"] or "") if needed else "needed on a GPU only"
     return [*module, registered, Finding("cuBLASLt", "not found", remedy, broken=needed)]
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TypedDict
 
 import jax
 
@@ -142,7 +143,20 @@ def _why_not_built(extension: ModuleType) -> str:
     return tell() if tell else "with JAX_FP8_KERNELS=OFF, or where no nvcc was found"
 
 
-def build_info() -> dict[str, object]:
+class BuildInfo(TypedDict):
+    """The result of `build_info`."""
+
+    built: bool
+    reason: str | None
+    path: str | None
+    targets: tuple[str, ...]
+    cuda_version: str | None
+    architectures: tuple[str, ...]
+    cublaslt_version: str | None
+    cublaslt_reason: str | None
+
+
+def build_info() -> BuildInfo:
     """What the extension contains and what it finds at run time.
 
     Returns:
@@ -150,7 +164,7 @@ def build_info() -> dict[str, object]:
         None), `architectures` (compiled for), `cublaslt_version` ("13.1.0" or None) and `cublaslt_reason` (why it
         cannot be used, or None).
     """
-    info: dict[str, object] = {
+    info: BuildInfo = {
         "built": built(),
         "reason": missing_reason(),
         "path": getattr(_extension, "__file__", None),

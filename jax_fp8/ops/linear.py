@@ -16,7 +16,7 @@ from jax_fp8.core.fp8_gemm import Fp8Gemm
 from jax_fp8.core.shards import SplitDim, TensorParallel
 from jax_fp8.core.types import PyTree
 from jax_fp8.kernels.amax import as_matrix
-from jax_fp8.kernels.quantize import Matrices, quantize_rowwise, quantize_transpose
+from jax_fp8.kernels.quantize import quantize_rowwise, quantize_transpose
 from jax_fp8.kernels.vma import match_vma
 from jax_fp8.ops.collectives import gather_pair
 from jax_fp8.ops.operands import quantize_gradient, quantize_input
@@ -34,7 +34,7 @@ def linear(
     recompute: bool = False,
     tensor: TensorParallel | None = None,
     split_dim: SplitDim | None = None,
-) -> tuple[Matrices, jax.Array | None]:
+) -> tuple[PyTree, jax.Array | None]:
     """Multiply `x` (..., k) by the kernel and add the bias.
 
     Args:

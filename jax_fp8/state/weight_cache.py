@@ -203,7 +203,7 @@ def refresh(cache: Mapping, params: Mapping, fp8_state: Mapping, updates: PyTree
     others = [path for path, pair in written.items() if pair is None]
     for path in others:
         _check_has_scale(recipe, path, fp8_state)
-    new_cache = cast_gemms(params, fp8_state, dict.fromkeys(others, recipe))
+    new_cache = cast_gemms(params, fp8_state, {path: recipe for path in others})
     for path, pair in written.items():
         if pair is not None:
             put_at_path(new_cache, path, {"kernel": pair})

@@ -36,7 +36,9 @@ def default_options(on_mesh: bool, offloads: bool = False) -> dict[str, str | bo
     return CUDA_GRAPH_OPTIONS | (OVERLAP_OPTIONS if on_mesh else {}) | (OFFLOAD_OPTIONS if offloads else {})
 
 
-def options_of_step(compiler_options: Mapping[str, object] | None, on_mesh: bool, offloads: bool) -> dict[str, object]:
+def options_of_step(
+    compiler_options: Mapping[str, object] | None, on_mesh: bool, offloads: bool
+) -> Mapping[str, object]:
     """The options to compile a step with: the caller's, or the default ones where he passes None."""
     if not isinstance(compiler_options, Mapping | None):
         raise ValueError(f"compiler_options must be a dict or None, got {compiler_options!r}; name XLA's options")

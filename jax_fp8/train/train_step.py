@@ -89,10 +89,12 @@ class TrainStep(Unpicklable):
         "a step cannot be pickled, for it is made of functions; pickle its state, and call make_train_step again"
     )
 
-    def __init__(self, programs: Programs, donate: bool, compiler_options: dict, warm_start: bool):
+    def __init__(self, programs: Programs, donate: bool, compiler_options: Mapping[str, object], warm_start: bool):
         def jit(function: Callable, donated: int | tuple[int, ...]) -> jax.stages.Wrapped:
             return jax.jit(
-                inside_its_mesh(function), donate_argnums=donated if donate else (), compiler_options=compiler_options
+                inside_its_mesh(function),
+                donate_argnums=donated if donate else (),
+                compiler_options=dict(compiler_options),
             )
 
         checked = same_recipe(programs.recipe)  # around programs that trace the loss

@@ -199,7 +199,10 @@ def test_prompts_of_every_dtype():
 
 
 REFUSED = {
-    "too long": ({"max_new_tokens": 18}, "reads so many tokens, .* got a prompt of 16 and max_new_tokens=18; cut the"),
+    "too long": (
+        {"max_new_tokens": 18},
+        "must read a prompt and all .* got a prompt of 16 and max_new_tokens=18; cut the",
+    ),
     "nothing to write": ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
     "no prompts": ({"prompt": PROMPT[0]}, r"tokens must be an integer array \(batch, seq\), got int32\[16\]"),
     "no token of 8 bits": (

@@ -215,7 +215,7 @@ REFUSED = {
     "an empty prompt": ({"lengths": [0, 4, 4]}, "lengths must be from 1 to 16, the tokens of a row, got 0; leave"),
     "a long length": ({"lengths": [1, 4, 17]}, "lengths must be from 1 to 16, the tokens of a row, got 17"),
     "cold": ({"temperature": -1.0}, "temperature must be a finite number that is not negative, got -1.0"),
-    "no key": ({"temperature": 1.0}, r"with a key at temperature 1.0, got None; pass jax.random.key\(seed\)"),
+    "no key": ({"temperature": 1.0}, r"sampling at temperature 1.0 needs a key, got None; pass jax.random.key\(seed\)"),
     "two keys": (
         {"temperature": 1.0, "key": jax.random.split(jax.random.key(0))},
         r"key must be one random key, or one for each of the 3 prompts, got keys of shape \(2,\)",

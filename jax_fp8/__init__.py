@@ -1,7 +1,7 @@
 """FP8 training of Transformers in JAX on NVIDIA Hopper: Flax layers, an Optax transform, and one jitted step.
 
-In the order data flows: formats and recipes, quantization, layers, the model, gradients with their amaxes,
-the optimizer, the step.
+In the order in which data flows: formats and recipes, quantization, layers, the model, gradients with their amaxes, the
+optimizer, the step.
 """
 
 from jax_fp8.core.formats import E4M3, E5M2, HYBRID, Format

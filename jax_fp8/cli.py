@@ -1,10 +1,9 @@
-"""`python -m jax_fp8`: `doctor` says what was found on this machine, what is missing, and what to do about it;
-`tune` measures its GEMMs, or the rates of its GPU; `plan` says what a step needs on GPUs that are not here; `train`
-trains a GPT, `generate` and `export` use its checkpoints, `report` makes a page of what it left; `convert` takes models
-from Hugging Face and back.
+"""`python -m jax_fp8`: `doctor` checks this machine; `tune` measures the GEMMs of a model, or the rates of this GPU;
+`plan` estimates a step on GPUs that are not here; `train` trains a GPT, `generate` and `export` read its checkpoints,
+and `report` makes a page of the run; `convert` converts models from and to Hugging Face.
 
-A diagnosis is a list of findings, measured and not assumed: the last one computes the gradient of an FP8 layer on the
-device that a training run would use, and compares it with bfloat16's.
+The findings of `doctor` are measured: the last one computes the gradient of an FP8 layer on the device that a training
+run would use, and compares it with the gradient in bfloat16.
 """
 
 import argparse
@@ -15,13 +14,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from jax_fp8 import __version__
 from jax_fp8.core.recipe import CurrentScaling
+from jax_fp8.core.types import Variables
 from jax_fp8.kernels import dispatch, extension
 from jax_fp8.models.config import PRESETS, GPTConfig
 from jax_fp8.models.convert import DTYPES, WAYS, convert
@@ -43,7 +43,7 @@ from jax_fp8.tune.gemm_table import HEADINGS, default_path, this_gpu
 from jax_fp8.tune.tune import tune
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-OF_A_RUN = {
+RUN_COMMANDS = {
     "train": "train a GPT in FP8 on real text",
     "generate": "generate text from a checkpoint, or a model of Hugging Face",
     "export": "write the params of a checkpoint to a file",
@@ -51,7 +51,7 @@ OF_A_RUN = {
 
 
 class Finding(NamedTuple):
-    """One line of the diagnosis, what to do about it, if anything, and whether FP8 training suffers from it."""
+    """One line of the diagnosis; `remedy` says what to do, and `broken` means that FP8 training does not work so."""
 
     what: str
     found: str
@@ -81,7 +81,7 @@ def doctor() -> int:
 
 
 def find_versions() -> list[Finding]:
-    """Of this package, with the folder it was imported from, of Python, and of what computes."""
+    """The versions of this package, with its folder, of Python, and of the packages that compute."""
     own = Finding("jax_fp8", f"{__version__}, from {extension.PACKAGE}")
     packages = [Finding(package, importlib.metadata.version(package)) for package in PACKAGES]
     return [own, Finding("python", platform.python_version()), *packages]
@@ -140,7 +140,7 @@ def find_training() -> Finding:
     for recipe in (CurrentScaling(), None):
         layer = Dense(64, recipe=recipe)
 
-        def loss_fn(variables, x, layer=layer):
+        def loss_fn(variables: Variables, x: jax.Array, layer: Dense = layer) -> jax.Array:
             return jnp.mean(jnp.square(layer.apply(variables, x) - target).astype(jnp.float32))
 
         variables = layer.init(jax.random.key(1), x)
@@ -173,17 +173,17 @@ def tune_preset(
             f"a batch of sequences of at most {config.max_seq_len} tokens must split into microbatches, "
             f"got {batch=}, sequence={length}, {microbatches=}; change one of them"
         )
-    chosen = layers_in(recipe, fast)
-    head = head_in(recipe) if fp8_head else None
+    layer_recipe = layers_in(recipe, fast)
+    head_recipe = head_in(recipe) if fp8_head else None
     param_dtype = jnp.bfloat16 if bf16_params else jnp.float32
-    model = GPT(config, recipe=chosen, param_dtype=param_dtype, head_recipe=head)
+    model = GPT(config, recipe=layer_recipe, param_dtype=param_dtype, head_recipe=head_recipe)
     tx = fused_adamw(1e-4)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
 
-    def create(tokens):
+    def create(tokens: jax.Array) -> TrainState:
         return TrainState.create(variables=model.init(jax.random.key(0), tokens[:, :-1]), tx=tx)
 
-    step = make_train_step(next_token_loss(model), tx, chosen, microbatches)
+    step = make_train_step(next_token_loss(model), tx, layer_recipe, microbatches)
     path = default_path(device, cublaslt)
     print(
         f"{preset}, {batch} x {length} tokens, {microbatches} microbatches, {device}, cuBLASLt {cublaslt}\n\n{HEADINGS}"
@@ -201,10 +201,10 @@ def tune_rates(path: str) -> int:
     base = RateTable.load(path) if Path(path).exists() else RateTable.for_gpu(next(iter(GPUS)))
     table = base.renewed(device, source, **measure_rates(report=lambda line: print(line, flush=True)))
     table.save(path)
-    kept = [name for name, found in table.sources.items() if found != source]
+    unchanged = [name for name, origin in table.sources.items() if origin != source]
     print(
-        f"\n{path} has them for `python -m jax_fp8 plan --rates {path}`. Not measured, and as they were in the file "
-        f"before: {', '.join(kept)}"
+        f"\n{path} has these rates for `python -m jax_fp8 plan --rates {path}`. Not measured, and unchanged: "
+        f"{', '.join(unchanged)}"
     )
     return 0
 
@@ -217,7 +217,7 @@ def report_run(run: str, output: str | None = None) -> int:
 
 
 def run_command(command: str, argv: list[str]) -> int:
-    """One of OF_A_RUN, which parse their options themselves. Returns the exit code."""
+    """Run one of RUN_COMMANDS, which parse their options themselves. Returns the exit code."""
     try:
         from jax_fp8.run import export, generate, train
     except ModuleNotFoundError as error:
@@ -230,31 +230,31 @@ def run_command(command: str, argv: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one sentence, without a page of usage."""
+    """Reports an error in one sentence, without a page of usage."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: list[str]) -> int:
-    """The exit status of a command line."""
+    """Run a command line. Returns the exit status."""
     with surviving() as streams:
         return streams.status(_main(argv))
 
 
 def _main(argv: list[str]) -> int:
-    if argv and argv[0] in OF_A_RUN:
+    if argv and argv[0] in RUN_COMMANDS:
         return run_command(argv[0], argv[1:])
     parser = _Parser(prog="python -m jax_fp8", description="FP8 training of Transformers in JAX.")
     parser.add_argument("--version", action="version", version=f"jax_fp8 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    commands.add_parser("doctor", help="what was found on this machine, what is missing, and what to do about it")
-    for command, words in OF_A_RUN.items():
+    commands.add_parser("doctor", help="check this machine, and say what is missing and what to do about it")
+    for command, words in RUN_COMMANDS.items():
         commands.add_parser(command, help=words)
     tuner = commands.add_parser("tune", help="measure cuBLASLt's algorithms for the FP8 GEMMs of a GPT on this GPU")
     tuned = tuner.add_mutually_exclusive_group(required=True)
     tuned.add_argument("--preset", choices=PRESETS, help="the model")
-    tuned.add_argument("--rates", metavar="FILE", help="measure what `plan --rates FILE` estimates times by, instead")
+    tuned.add_argument("--rates", metavar="FILE", help="measure the rates of `plan --rates FILE` instead")
     tuner.add_argument("--batch", type=int, default=8, help="sequences that one GPU gets a step")
     tuner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
     tuner.add_argument("--microbatches", type=int, default=1, help="parts that a batch is split into")
@@ -266,17 +266,19 @@ def _main(argv: list[str]) -> int:
     )
     tuner.add_argument("--fp8-head", action="store_true", help="the head in FP8 too: GPT(head_recipe=...)")
     tuner.add_argument("--bf16-params", action="store_true", help="params in bfloat16: GPT(param_dtype=jnp.bfloat16)")
-    tuner.add_argument("--again", action="store_true", help="measure also what is known")
+    tuner.add_argument("--again", action="store_true", help="measure known GEMMs again")
     planner = commands.add_parser("plan", help="what a GPT's training step needs on GPUs that are not here")
     planner.add_argument("--preset", choices=PRESETS, required=True, help="the model")
     planner.add_argument("--mesh", default="data=1", help="axes among pipe, data, fsdp and tensor: fsdp=4,tensor=2")
-    planner.add_argument("--gpu", choices=GPUS, default="h200", help="which they are")
+    planner.add_argument("--gpu", choices=GPUS, default="h200", help="the kind of GPU")
     planner.add_argument("--batch", type=int, help="sequences of a step; by default 8 a microbatch of each part")
     planner.add_argument("--sequence", type=int, help="tokens a sequence; by default the model's longest")
     planner.add_argument("--microbatches", type=int, help="parts of a batch; else 1, or 4 for each stage of pipe")
     planner.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline, where the mesh has pipe; else 1f1b")
     planner.add_argument("--chunks", type=int, help="of layers on each stage of --schedule interleaved; 2 if left out")
-    planner.add_argument("--recipe", choices=[*RECIPES, "bf16"], default="delayed", help="of the FP8 layers, or none")
+    planner.add_argument(
+        "--recipe", choices=[*RECIPES, "bf16"], default="delayed", help="of the FP8 layers; bf16: no FP8"
+    )
     for name, words in (
         ("--fast", "fast accumulation in all of the layers' GEMMs"),
         ("--fp8-head", "the head in FP8 too"),
@@ -290,14 +292,12 @@ def _main(argv: list[str]) -> int:
     planner.add_argument(
         "--remat", default="none", help="what layers keep: none, norms, full, or offload:N on the host"
     )
-    planner.add_argument("--rates", metavar="FILE", help="estimate times by these, which `tune --rates FILE` wrote")
-    planner.add_argument(
-        "--between-hosts", type=float, metavar="GB/S", help="that a GPU sends to other hosts, each of 8"
-    )
+    planner.add_argument("--rates", metavar="FILE", help="estimate times by the rates of `tune --rates FILE`")
+    planner.add_argument("--between-hosts", type=float, metavar="GB/S", help="of each GPU, where hosts have 8")
     planner.add_argument("--suggest", action="store_true", help="try the meshes of --devices, and rank them")
     planner.add_argument("--devices", type=int, help="GPUs of --suggest")
     planner.add_argument("--tries", type=int, default=4, help="meshes that --suggest compiles for")
-    reporter = commands.add_parser("report", help="make one page of HTML of what a training run left in its folder")
+    reporter = commands.add_parser("report", help="make one HTML page of the folder of a training run")
     reporter.add_argument("run", help="the folder, such as runs/tiny-delayed")
     reporter.add_argument("--output", metavar="FILE", help="where the page goes; by default report.html in the folder")
     converter = commands.add_parser(
@@ -306,10 +306,10 @@ def _main(argv: list[str]) -> int:
     for name, words in (("source", "--from"), ("target", "--to")):
         what = f"huggingface and a folder, or a file {'of params' if name == 'source' else 'to write'}"
         converter.add_argument(words, dest=name, nargs="+", required=True, metavar="WHAT", help=what)
-    converter.add_argument("--dtype", choices=DTYPES, help="of what is written; by default that of each array")
-    converter.add_argument("--vocab-size", type=int, help="tokens to write to huggingface, without rows that pad them")
+    converter.add_argument("--dtype", choices=DTYPES, help="of the result; by default that of each array")
+    converter.add_argument("--vocab-size", type=int, help="tokens to write to huggingface, without padding rows")
     converter.add_argument(
-        "--part-gb", type=float, default=5.0, help="of a file that is written to huggingface, at most"
+        "--part-gb", type=float, default=5.0, help="largest size of a file that is written to huggingface"
     )
     options = vars(parser.parse_args(argv))
     command = options.pop("command")

@@ -1,27 +1,28 @@
-"""What a program prints, also where nobody reads it: work goes on when a stream is closed, full, or never was.
+"""Standard output and error that never stop a program, also when they are closed, full, or missing from the start.
 
-    python -m jax_fp8 train | head -1        the reader has gone after a line; the run trains on and saves
-    python -m jax_fp8 train >&- 2>&-         there are no streams; the files of the run do not get their numbers
-    python -m jax_fp8 plan ... > /dev/full   what cannot be written is said once, and the exit status is 1
+    python -m jax_fp8 train | head -1        the reader leaves after one line; the run continues and saves
+    python -m jax_fp8 train >&- 2>&-         there are no streams; files of the run do not get descriptors 0 to 2
+    python -m jax_fp8 plan ... > /dev/full   one message says that output is lost, and the exit status is 1
 
-Characters that a stream cannot show are written as escapes.
+Characters that a stream cannot encode are written as escapes.
 """
 
 import contextlib
+import io
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 
 class Stream:
-    """Standard output or error, which swallows what can no longer be written. `lost` says why, but for a reader that
-    has gone: that is how `head` ends well.
+    """Standard output or error that discards text after a failed write. `lost` is the reason, or "" where the reader
+    has closed a pipe: with `| head` that is no error.
     """
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: TextIO):
         self._stream, self.lost = stream, ""
-        if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+        if getattr(stream, "errors", "") == "strict" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
@@ -29,7 +30,7 @@ class Stream:
             self._stream.write(text)
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
@@ -51,8 +52,8 @@ class Stream:
             self._give_up()
 
     def _give_up(self) -> None:
-        """From here on the system writes to nowhere: what is still in a buffer must go somewhere, too."""
-        with contextlib.suppress(OSError):  # a stream without a number
+        """Point the descriptor at the null device. Text that is still in a buffer goes there too, without an error."""
+        with contextlib.suppress(OSError):  # a stream without a descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
                 os.dup2(nowhere, self._stream.fileno())
@@ -61,13 +62,13 @@ class Stream:
 
 
 class Streams:
-    """Both of a program; see `surviving`."""
+    """Both streams of a program; see `surviving`."""
 
     def __init__(self, output: Stream, errors: Stream):
         self._output, self._errors = output, errors
 
     def status(self, status: int) -> int:
-        """The exit status of a program that ends with this one: 1 where it printed in vain."""
+        """The exit status of a program that would end with `status`: 1 instead of 0 where output was lost."""
         self._output.flush()
         self._errors.flush()
         if self._output.lost:
@@ -78,8 +79,8 @@ class Streams:
 
 @contextlib.contextmanager
 def surviving() -> Iterator[Streams]:
-    """In this context, printing does not raise, and files that are opened get numbers above 2."""
-    _fill_numbers()
+    """In this context printing never raises, and files that are opened get descriptors above 2."""
+    _fill_descriptors()
     before = sys.stdout, sys.stderr
     with contextlib.ExitStack() as stack:
         output, errors = (
@@ -94,16 +95,18 @@ def surviving() -> Iterator[Streams]:
             sys.stdout, sys.stderr = before
 
 
-def one_line(error: Any) -> str:
-    """A message on one line, though a path in it may have any character."""
+def one_line(error: object) -> str:
+    """A message on one line. Paths in it may have any characters; those that cannot be printed become escapes."""
     line = " ".join(part.strip() for part in str(error).splitlines())
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
-def _fill_numbers() -> None:
-    """Or a checkpoint that is opened would be what a library prints to."""
-    for number in range(3):
+def _fill_descriptors() -> None:
+    """Open the null device where descriptors 0 to 2 are free. Otherwise a checkpoint would get one of them, and
+    libraries that print would write into it.
+    """
+    for descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # the system takes the lowest free descriptor

@@ -19,7 +19,7 @@ import jax
 import pytest
 
 import jax_fp8 as fp8
-from jax_fp8.cli import OF_A_RUN
+from jax_fp8.cli import RUN_COMMANDS
 from jax_fp8.run import export, generate, settings
 
 ROOT = Path(__file__).parent.parent
@@ -159,7 +159,7 @@ def long_readme(root: Path) -> list[str]:
 def unknown_programs(root: Path) -> list[str]:
     """Scripts and commands of `python -m jax_fp8` that a page names and that do not exist."""
     cli = root / "jax_fp8/cli.py"
-    commands = [*re.findall(r'add_parser\(\s*"(\w+)"', cli.read_text()), *OF_A_RUN] if cli.exists() else []
+    commands = [*re.findall(r'add_parser\(\s*"(\w+)"', cli.read_text()), *RUN_COMMANDS] if cli.exists() else []
     broken = []
     for page, text in pages(root).items():
         scripts = set(re.findall(r"python ((?:examples|tests|benchmarks)/\S+?\.py)", text))
@@ -167,7 +167,7 @@ def unknown_programs(root: Path) -> list[str]:
         named = set(re.findall(r"python -m jax_fp8 (\w+)", text))
         broken += [f"{page}: python -m jax_fp8 has no command {name}" for name in sorted(named - {*commands})]
         given = re.findall(r"python -m jax_fp8 (\w+) ([^`\n]+)", text)
-        flags = set(re.findall(r"--[\w-]+", " ".join(line for name, line in given if name not in OF_A_RUN)))
+        flags = set(re.findall(r"--[\w-]+", " ".join(line for name, line in given if name not in RUN_COMMANDS)))
         unknown = sorted(flag for flag in flags if not cli.exists() or f'"{flag}"' not in cli.read_text())
         broken += [f"{page}: python -m jax_fp8 knows no {flag}" for flag in unknown]
     return broken

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jax_fp8.core.checks import describe
-from jax_fp8.models.checks import check_config
-from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling
+from jax_fp8.core.checks import check_bool, check_integer, check_number, describe
+from jax_fp8.kernels.activation import is_gated
+from jax_fp8.kernels.norm import check_norm
+from jax_fp8.nn.dropout import is_rate
+from jax_fp8.ops.rotary import ROTARY_BASE, RotaryScaling, check_rotary
+
+DROPOUT_RATES = ("dropout_rate", "attention_dropout_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +25,13 @@ class GPTConfig:
       head_dim: features of a head; None is `hidden_size / num_heads`.
       use_qkv_bias: of queries, keys and values; None is `use_bias`, which all other linear maps of a layer have.
       qk_norm: RMSNorm of each head of queries and keys.
-      sliding_window: how many tokens a token sees, the last of which is itself; None: all before it.
-      num_experts: MLPs of each layer, of which a token goes to `experts_per_token`; 0 is one MLP for all tokens.
-        `mlp_hidden_size` is that of each. Experts have no biases. The other fields of experts are those of
-        `LayerNormMoE`.
-      dropout_rate: how much training drops of embeddings and of what attention and MLP add to them, as GPT-2's.
-      attention_dropout_rate: how much of the weights of attention, which is XLA's then; as of `SelfAttention`.
+      sliding_window: how many tokens a token sees, itself last; None: all earlier ones.
+      num_experts: MLPs of each layer, each with `mlp_hidden_size`; a token goes to `experts_per_token` of them. 0: one
+        MLP for all tokens. Experts have no biases. The other fields of experts are those of `LayerNormMoE`.
+      dropout_rate: the fraction that training drops of the embeddings, and of each branch that attention and MLP add to
+        the residual stream, as in GPT-2.
+      attention_dropout_rate: the fraction of the softmax weights that training drops. It needs XLA's attention; see
+        `SelfAttention`.
     """
 
     vocab_size: int
@@ -57,10 +62,10 @@ class GPTConfig:
     attention_dropout_rate: float = 0.0
 
     def __post_init__(self):
-        check_config(self)
+        _check(self)
 
     @classmethod
-    def preset(cls, name: str, **overrides) -> "GPTConfig":
+    def preset(cls, name: str, **overrides: object) -> "GPTConfig":
         """A known shape by name, with any field overridden."""
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
@@ -68,7 +73,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> "GPTConfig":
-        """Of what `dataclasses.asdict` made, also after it was JSON; fields that it lacks have their defaults."""
+        """From a dict of `dataclasses.asdict`, also after it was JSON. Missing fields have their defaults."""
         known = {field.name for field in fields(cls)}
         if not isinstance(described, Mapping) or set(described) - known:
             arrived = (
@@ -89,40 +94,119 @@ class GPTConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
 
-def _preset(layers, heads, width, vocab=50_304, seq=2048, **others):
-    return GPTConfig(num_layers=layers, num_heads=heads, hidden_size=width, vocab_size=vocab, max_seq_len=seq, **others)
+def _check(config: GPTConfig) -> None:
+    """Raise unless the fields of a config fit together."""
+    for name in ("vocab_size", "num_heads", "hidden_size", "max_seq_len"):
+        check_integer(name, getattr(config, name))
+    check_integer("num_layers", config.num_layers, least=0)
+    for name in ("num_kv_heads", "mlp_hidden_size", "head_dim", "sliding_window"):
+        if getattr(config, name) is not None:
+            check_integer(name, getattr(config, name))
+    for name in ("use_bias", "tie_embeddings", "qk_norm", "normalize_router_weights"):
+        check_bool(name, getattr(config, name))
+    if config.use_qkv_bias is not None:
+        check_bool("use_qkv_bias", config.use_qkv_bias)
+    check_number("norm_epsilon", config.norm_epsilon, "that is not negative", lambda epsilon: epsilon >= 0)
+    for name in DROPOUT_RATES:
+        check_number(name, getattr(config, name), "of at least 0 and below 1", is_rate)
+    check_rotary(config.rotary_base, config.rotary_scaling)
+    if config.positions not in ("learned", "rotary"):
+        raise ValueError(f'positions must be "learned" or "rotary", got {config.positions!r}')
+    check_norm(config.norm)
+    is_gated(config.activation)
+    _check_experts(config)
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.hidden_size
+    if config.head_dim is None and width % heads:
+        raise ValueError(
+            f"num_heads must divide hidden_size, got num_heads={heads} and hidden_size={width}; change one of them, or "
+            "give head_dim"
+        )
+    if kv_heads is not None and heads % kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={kv_heads} and num_heads={heads}")
+    if config.positions == "rotary" and config.features_of_head % 2:
+        raise ValueError(
+            "rotary positions rotate pairs and need an even head_dim, which is hidden_size / num_heads if it is None, "
+            f"got {config.features_of_head}; change one of them"
+        )
+    if config.positions != "rotary" and (config.rotary_scaling is not None or config.rotary_base != ROTARY_BASE):
+        raise ValueError(
+            f"rotary_base and rotary_scaling are for rotary positions, got them with positions={config.positions!r}; "
+            "leave them out"
+        )
 
 
-def _llama(layers, heads, width, mlp, **others):
-    llama3 = {"vocab": 128_256, "seq": 8192, "num_kv_heads": 8, "rotary_base": 500_000.0, "norm_epsilon": 1e-5}
-    shape = {"mlp_hidden_size": mlp, "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"}
-    return _preset(layers, heads, width, **{"use_bias": False, "tie_embeddings": False, **shape, **llama3, **others})
+def _check_experts(config: GPTConfig) -> None:
+    check_integer("num_experts", config.num_experts, least=0)
+    check_integer("experts_per_token", config.experts_per_token)
+    for name in ("router_aux_loss", "router_z_loss"):
+        check_number(name, getattr(config, name), "that is not negative", lambda weight: weight >= 0)
+    if config.num_experts and config.experts_per_token > config.num_experts:
+        raise ValueError(
+            f"experts_per_token must be at most num_experts, got {config.experts_per_token} of {config.num_experts}; "
+            "change one of them"
+        )
 
 
-def _qwen(layers, heads, width, mlp, kv_heads, vocab, seq, **others):
-    qwen = {"rotary_base": 1e6, "norm_epsilon": 1e-6, "vocab": vocab, "seq": seq, "num_kv_heads": kv_heads}
-    return _llama(layers, heads, width, mlp, **qwen, **others)
+def _gpt(layers: int, heads: int, width: int, vocab: int = 50_304, seq: int = 2048) -> GPTConfig:
+    return GPTConfig(num_layers=layers, num_heads=heads, hidden_size=width, vocab_size=vocab, max_seq_len=seq)
+
+
+def _llama(
+    layers: int,
+    heads: int,
+    width: int,
+    mlp: int,
+    kv_heads: int = 8,
+    vocab: int = 128_256,
+    seq: int = 8192,
+    **overrides: object,
+) -> GPTConfig:
+    """The shape of Llama 3, and `overrides` of other fields."""
+    llama3 = GPTConfig(
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        hidden_size=width,
+        mlp_hidden_size=mlp,
+        vocab_size=vocab,
+        max_seq_len=seq,
+        norm="rmsnorm",
+        norm_epsilon=1e-5,
+        activation="swiglu",
+        positions="rotary",
+        rotary_base=500_000.0,
+        use_bias=False,
+        tie_embeddings=False,
+    )
+    return replace(llama3, **overrides)
+
+
+def _qwen(
+    layers: int, heads: int, width: int, mlp: int, kv_heads: int, vocab: int, seq: int, **overrides: object
+) -> GPTConfig:
+    qwen = {"rotary_base": 1e6, "norm_epsilon": 1e-6, **overrides}
+    return _llama(layers, heads, width, mlp, kv_heads, vocab, seq, **qwen)
 
 
 # GPT-2: https://openai.com/research/better-language-models; GPT-3: https://arxiv.org/abs/2005.14165, table 2.1; the one
 # with a trillion: https://arxiv.org/abs/2104.04473, table 1, but with heads of 128, the most that cuDNN takes. Their
-# vocabulary is padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, as it was before the
-# texts became long: sequences of 8,192 tokens, no scaling. Llama 3.1, Llama 3.2, Qwen2.5 and Qwen3 are as in the
-# config.json of their weights. So is Mixtral; the 0.02 that its load-balancing loss counts there is 0.00125 here, where
-# each layer has one, and shares add up to 1 and not to the experts of a token.
+# vocabulary is padded to a multiple of 128. Llama 3: https://arxiv.org/abs/2407.21783, table 3, before its training on
+# long sequences: 8,192 tokens, no scaling. Llama 3.1, Llama 3.2, Qwen2.5, Qwen3 and Mixtral are as in the config.json
+# of their weights. Mixtral's coefficient of the load-balancing loss, 0.02 there, is 0.02 * 2 / 32 here: each layer has
+# a loss of its own, and shares add up to 1 instead of to the experts of a token.
 PRESETS = {
-    "tiny": _preset(4, 4, 128, vocab=256, seq=128),
-    "tiny-llama": _llama(4, 4, 128, 384, vocab=256, seq=128, num_kv_heads=2),
-    "tiny-moe": _llama(4, 4, 128, 256, vocab=256, seq=128, num_kv_heads=2, num_experts=4),
-    "gpt2-124m": _preset(12, 12, 768, seq=1024),
-    "gpt2-350m": _preset(24, 16, 1024, seq=1024),
-    "gpt2-774m": _preset(36, 20, 1280, seq=1024),
-    "gpt3-1.3b": _preset(24, 16, 2048),
-    "gpt3-2.7b": _preset(32, 32, 2560),
-    "gpt3-6.7b": _preset(32, 32, 4096),
-    "gpt3-13b": _preset(40, 40, 5120),
-    "gpt3-175b": _preset(96, 96, 12_288),
-    "gpt-1t": _preset(128, 200, 25_600),
+    "tiny": _gpt(4, 4, 128, vocab=256, seq=128),
+    "tiny-llama": _llama(4, 4, 128, 384, kv_heads=2, vocab=256, seq=128),
+    "tiny-moe": _llama(4, 4, 128, 256, kv_heads=2, vocab=256, seq=128, num_experts=4),
+    "gpt2-124m": _gpt(12, 12, 768, seq=1024),
+    "gpt2-350m": _gpt(24, 16, 1024, seq=1024),
+    "gpt2-774m": _gpt(36, 20, 1280, seq=1024),
+    "gpt3-1.3b": _gpt(24, 16, 2048),
+    "gpt3-2.7b": _gpt(32, 32, 2560),
+    "gpt3-6.7b": _gpt(32, 32, 4096),
+    "gpt3-13b": _gpt(40, 40, 5120),
+    "gpt3-175b": _gpt(96, 96, 12_288),
+    "gpt-1t": _gpt(128, 200, 25_600),
     "llama3-8b": _llama(32, 32, 4096, 14_336),
     "llama3-70b": _llama(80, 64, 8192, 28_672),
     "llama3-405b": _llama(126, 128, 16_384, 53_248),

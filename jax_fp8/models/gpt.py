@@ -1,19 +1,19 @@
-"""A GPT: embeddings, a stack of Transformer layers, a final norm, and a head, in bfloat16 unless FP8 is asked for.
+"""A GPT: embeddings, a stack of Transformer layers in FP8, a final norm, and a head.
 
     tokens (batch, seq) → embedding + positions → layers → norm → logits (batch, seq, vocab)
 
-The head stays out of FP8 by default: it is where the noise costs most and, but for small models, speed gains least.
-`head_recipe` decides.
+The head stays in bfloat16 by default: there the noise of FP8 costs most and, except in small models, its speed gains
+least. `head_recipe` computes it in FP8.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.typing import Dtype
+from flax.typing import Dtype, Initializer
 from jax import lax
 
 from jax_fp8.core.checkpoint_names import offload_policy
@@ -22,10 +22,11 @@ from jax_fp8.core.paths import joined_name
 from jax_fp8.core.promotion import implicit_promotion
 from jax_fp8.core.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from jax_fp8.core.shards import ROWS, ParamSharding, current_amax_axes, current_tensor, declare_sharding, parts_of
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.explicit import whole
 from jax_fp8.models.batch import without_padding
-from jax_fp8.models.checks import check_call
+from jax_fp8.models.checks import check_call, check_config
 from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.attention import PROJECTIONS
@@ -41,12 +42,12 @@ from jax_fp8.ops.head import compute_logits
 
 
 class _WholeParams:
-    """A Linen norm with all of its parameters on every device, where an Explicit mesh splits them."""
+    """A Linen norm that reads its parameters in full, also where an Explicit mesh splits them."""
 
     logical_axes: bool = False
 
     @nn.nowrap
-    def param(self, name: str, init: Callable, *args, **kwargs) -> jax.Array:
+    def param(self, name: str, init: Initializer, *args: object, **kwargs: object) -> jax.Array:
         declare_sharding((*self.path, name), ParamSharding())  # type: ignore[attr-defined]
         init = named(init, ("norm",), self.logical_axes)
         return whole(super().param(name, init, *args, **kwargs))  # type: ignore[misc]
@@ -61,17 +62,24 @@ class _RMSNorm(_WholeParams, nn.RMSNorm):
 
 
 class GPT(nn.Module):
-    """Map tokens (batch, seq), integers of any dtype, to logits (batch, seq, vocab_size) in `dtype`, or with labels to
-    their loss, without the logits of a whole batch. The logits after what is no token of the vocabulary are NaN.
+    """Map tokens (batch, seq), integers of any dtype, to logits (batch, seq, vocab_size) in `dtype`; with labels to
+    their loss, which never holds the logits of a whole batch. The logits after a number outside of the vocabulary are
+    NaN.
 
     Variables: `params/{embedding, positions, layer_0, ..., final_norm}`, `head` where embeddings are not tied, and
-    under delayed scaling `fp8/layer_i/...`. `recipe=None` trains the same parameters in plain `dtype`; `head_recipe`,
-    CurrentScaling() or BlockScaling(), computes the head in FP8 too. `remat` says what layers keep for the backward:
-    "none", "norms" (as `recompute=True` does), "full" or "offload:N", see models/remat.py and docs/memory.md. See
-    `TransformerBlock` for `attention_implementation` and `fp8_attention`. With `logical_axes` `init` returns params
-    with the names of their dims: see nn/names.py. `segment_ids`, int (batch, seq), number the documents of a
-    sequence: none sees another, and positions begin anew in each. `lengths`, int (batch,), say where the padding of a
-    sequence begins. `deterministic=False` drops what the config says, by the random stream "dropout".
+    under delayed scaling `fp8/layer_i/...`.
+
+    Args:
+      recipe: of the layers; None trains the same parameters in plain `dtype`.
+      head_recipe: CurrentScaling() or BlockScaling() computes the head in FP8 too.
+      remat: what layers keep for the backward: "none", "norms" (as `recompute=True`), "full" or "offload:N". See
+        models/remat.py and docs/memory.md.
+      logical_axes: `init` returns params with the names of their dims: see nn/names.py.
+      attention_implementation, fp8_attention: as in `TransformerBlock`.
+
+    Arguments of a call: `segment_ids`, int (batch, seq), number the documents of a sequence. Documents do not see each
+    other, and positions begin anew in each. `lengths`, int (batch,): the padding of a sequence begins there.
+    `deterministic=False` turns on the dropout of the config, by the random stream "dropout".
     """
 
     config: GPTConfig
@@ -98,7 +106,8 @@ class GPT(nn.Module):
         lengths: jax.Array | None = None,
         deterministic: bool = True,
     ) -> jax.Array:
-        check_call(self, tokens, labels, mask, z_loss, segment_ids, lengths)
+        check_config(self.config, self.dtype, self.param_dtype)
+        check_call(self.config, tokens, labels, mask, z_loss, segment_ids, lengths)
         tokens, lengths = as_ids(tokens), None if lengths is None else as_ids(lengths)
         tokens = without_padding(tokens, self.config.vocab_size, segment_ids, lengths)
         embedding = self._table("embedding")
@@ -107,12 +116,12 @@ class GPT(nn.Module):
             x = drop(self, x, self.config.dropout_rate)
         for index in range(self.config.num_layers):
             x = self._layer(index, deterministic=deterministic)(x, segment_ids, lengths)
-        return self._head(embedding, x, labels, mask=mask, mask_total=mask_total, z_loss=z_loss)
+        return self._head(embedding, x, labels, mask, mask_total, z_loss)
 
-    def _embed(self, embedding, tokens, numbers=None):
-        """Rows of tokens, which are in the positions `numbers` (batch, seq), or None: 0, 1, ..."""
+    def _embed(self, embedding: jax.Array, tokens: jax.Array, numbers: jax.Array | None = None) -> jax.Array:
+        """Embeddings of tokens at the positions `numbers` (batch, seq); None: 0, 1, ..."""
         config, tensor = self.config, current_tensor()
-        x = embed(embedding, tokens, tensor, self.dtype)  # gradients of a token are added up in float32
+        x = embed(embedding, tokens, tensor, self.dtype)  # its backward adds the gradients of a token in float32
         if config.positions == "learned":
             init = named(nn.initializers.normal(0.02), ("positions", "residual"), self.logical_axes)
             declare_sharding((*self.path, "positions"), ParamSharding())
@@ -122,22 +131,44 @@ class GPT(nn.Module):
             x = x.astype(jnp.float32) + lax.broadcast_to_rank(rows.astype(jnp.float32), x.ndim)
         return x.astype(self.dtype)
 
-    def _head(self, embedding, x, labels, **options):
-        """Logits, or with labels their loss; `embedding` counts where it is tied."""
+    def _head(
+        self,
+        embedding: jax.Array | None,
+        x: jax.Array,
+        labels: jax.Array | None,
+        mask: jax.Array | None,
+        mask_total: jax.Array | None,
+        z_loss: float,
+    ) -> jax.Array:
+        """Logits, or with labels their loss. `embedding` is the table of the head where embeddings are tied."""
         x, tensor = self._normalize(x), current_tensor()
-        table = embedding if self.config.tie_embeddings else self._table("head")
+        table = embedding if self.config.tie_embeddings and embedding is not None else self._table("head")
         if labels is None:
             return compute_logits(x, table, self.head_recipe, tensor, current_amax_axes())
-        return linear_cross_entropy(x, table, labels, recipe=self.head_recipe, tensor=tensor, **options)
+        return linear_cross_entropy(
+            x,
+            table,
+            labels,
+            mask=mask,
+            mask_total=mask_total,
+            z_loss=z_loss,
+            recipe=self.head_recipe,
+            tensor=tensor,
+        )
 
-    def _normalize(self, x):
+    def _normalize(self, x: jax.Array) -> jax.Array:
         norm = _LayerNorm if self.config.norm == "layernorm" else _RMSNorm
         with implicit_promotion():
-            fields = {"dtype": self.dtype, "param_dtype": self.param_dtype, "logical_axes": self.logical_axes}
-            return norm(**fields, epsilon=self.config.norm_epsilon, name="final_norm")(x)
+            return norm(
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                logical_axes=self.logical_axes,
+                epsilon=self.config.norm_epsilon,
+                name="final_norm",
+            )(x)
 
-    def _table(self, name):
-        """A row for every token: (vocab, hidden), of which each device of a step on shards may have its part."""
+    def _table(self, name: str) -> jax.Array:
+        """A table (vocab, hidden) with a row for each token. In a step on shards each device may have a part of it."""
         path, vocab = (*self.path, name), self.config.vocab_size
         splits_rows = name == "embedding"
         declare_sharding(path, ParamSharding(ROWS, vocab, "tokens of the vocabulary", splits_rows=splits_rows))
@@ -147,11 +178,15 @@ class GPT(nn.Module):
         init = named(nn.initializers.normal(0.02), ("vocab", "residual"), self.logical_axes)
         return self.param(name, init, shape, self.param_dtype)
 
-    def _layer(self, index, alone=False, deterministic=True):
-        """A layer of the whole; or alone, for a caller who sees to it that what leaves for the host stays there."""
+    def _layer(self, index: int, alone: bool = False, deterministic: bool = True) -> TransformerBlock:
+        """The layer with this number.
+
+        `alone`: the caller differentiates it by itself, and keeps offloaded residuals on the host. Then it needs no
+        barrier against common subexpression elimination.
+        """
         config = self.config
         remat = Remat.parse(self.remat, config.num_layers)
-        kind = remat.of_layer(index)
+        kind = remat.kind_for(index)
         block = TransformerBlock
         if kind in ("full", "offload"):
             policy = offload_policy(remat.names) if kind == "offload" else None
@@ -175,18 +210,18 @@ class GPT(nn.Module):
         )
 
 
-def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:
-    """Variables of a `GPT` in this library's older layout, in today's; those of today come back as they are.
+def from_fused_layout(variables: Variables, config: GPTConfig) -> dict[str, PyTree]:
+    """Convert variables of a `GPT` from this library's older layout. Variables in the current layout do not change.
 
-    Until version 0.1 queries, keys and values were one kernel `attention/qkv/kernel` (hidden_size, columns), all query
-    heads, then all key heads, then all value heads, its norm `attention/qkv/norm`; and a gated MLP had one
-    `mlp/up/kernel`, the gate in its first half. The same function converts what has the structure of params, as the
-    moments of an optimizer: pass it as `{"params": mu}`.
+    Until version 0.1 queries, keys and values were one kernel `attention/qkv/kernel` (hidden_size, columns): all query
+    heads, then all key heads, then all value heads. Its norm was `attention/qkv/norm`. A gated MLP had one
+    `mlp/up/kernel`, with the gate in its first half. Trees with the structure of params, such as the moments of an
+    optimizer, are converted in the same way: pass `{"params": mu}`.
 
     Args:
-      variables: "params", and "fp8" where there is one, of the older layout. Weight caches are left out:
+      variables: "params", and "fp8" where there is one, in the older layout. Weight caches are left out:
         cast them again.
-      config: the model's.
+      config: of the model.
 
     Returns:
       The variables for `GPT(config).apply`; arrays are cut, and no number changes.
@@ -213,8 +248,8 @@ def from_fused_layout(variables: Mapping, config: GPTConfig) -> dict:
     return {**others, "params": params, **({"fp8": fp8} if fp8 else {})}
 
 
-def _cut(linear: Mapping, names: tuple[str, ...], widths: list[int]) -> dict[str, dict]:
-    """Kernel and bias of a linear map as those of several, by columns."""
+def _cut(linear: Mapping[str, jax.Array], names: tuple[str, ...], widths: list[int]) -> dict[str, PyTree]:
+    """Cut kernel and bias of a linear map by columns into those of several maps."""
     ends = np.cumsum(widths)[:-1]
     leaves = {leaf: jnp.split(array, ends, axis=-1) for leaf, array in linear.items()}
     return {name: {leaf: pieces[i] for leaf, pieces in leaves.items()} for i, name in enumerate(names)}

@@ -1,10 +1,9 @@
-"""The loss of a language model: the mean cross-entropy of next tokens, of a GPT in one and by its layers.
+"""The loss of a language model: the mean cross-entropy of next tokens; for a GPT also by its layers.
 
-variables, batch ─Reading→ inputs, labels, weights ─the model→ loss of each next token ─→ mean of those learned
+variables, batch ─Reading→ inputs, labels, mask ─the model→ loss of each next token ─→ mean over learned tokens
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import flax.linen as nn
 import jax
@@ -12,15 +11,9 @@ import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_flags
 from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
+from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.models.batch import Reading, counted
-from jax_fp8.models.checks import (
-    check_has_no_experts,
-    check_is_read_alone,
-    check_is_read_as_tokens,
-    check_loss_settings,
-    check_streams,
-    what_drops,
-)
+from jax_fp8.models.checks import check_is_tokens_alone, check_loss_settings, check_runs_by_layers, check_streams
 from jax_fp8.models.gpt import GPT
 from jax_fp8.models.remat import Remat
 from jax_fp8.nn.gemm import shared_fields
@@ -29,7 +22,7 @@ from jax_fp8.ops.cross_entropy import cross_entropy
 
 
 class _Embedding(GPT):
-    """What comes before the layers."""
+    """The embedding, before the layers."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -45,98 +38,121 @@ class _Layer(GPT):
 
 
 class _Head(GPT):
-    """What comes after the layers: the loss."""
+    """Norm, head and loss, after the layers."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, labels: jax.Array, **options: Any) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        labels: jax.Array,
+        *,
+        mask: jax.Array | None,
+        mask_total: jax.Array | None,
+        z_loss: float,
+    ) -> jax.Array:
         embedding = self._table("embedding") if self.config.tie_embeddings else None
-        return self._head(embedding, x, labels, **options)
+        return self._head(embedding, x, labels, mask, mask_total, z_loss)
 
 
 def _layered(
-    model: GPT, read: Callable[[Any], Reading], z_loss: float, loss_fn: Callable, deterministic: bool, count: Callable
+    model: GPT,
+    read: Callable[[Batch], Reading],
+    z_loss: float,
+    loss_fn: Callable,
+    deterministic: bool,
+    count: Callable[[Batch], Batch],
 ) -> LayeredLoss:
-    """The loss of a GPT by its layers."""
+    """The loss of a GPT by its layers; `loss_fn` is the same loss in one."""
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
     remat = Remat.parse(model.remat, model.config.num_layers)
-    on_host = tuple(name for index, name in enumerate(names) if remat.of_layer(index) == "offload")
+    on_host = tuple(name for index, name in enumerate(names) if remat.kind_for(index) == "offload")
 
-    def embed_of(variables, batch):
+    def apply_first(variables: Variables, batch: Batch) -> PyTree:
         reading = read(batch)
-        check_is_read_alone(reading.segment_ids, reading.lengths, "" if deterministic else what_drops(model.config))
-        check_has_no_experts(model.config)
+        check_runs_by_layers(model.config, reading.segment_ids, reading.lengths, deterministic)
         return first.apply(variables, reading.tokens)
 
-    def loss_of(variables, x, batch):
-        reading = read(batch)
-        return last.apply(variables, x, reading.labels, **reading.options(), z_loss=z_loss)
+    def apply_layer(variables: Variables, x: jax.Array, name: str) -> PyTree:
+        return layer.apply(variables, x, names.index(name))
 
-    return LayeredLoss(
-        names,
-        embed_of,
-        lambda variables, x, name: layer.apply(variables, x, names.index(name)),
-        loss_of,
-        loss_fn,
-        on_host,
-        count,
-    )
+    def apply_last(variables: Variables, x: jax.Array, batch: Batch) -> PyTree:
+        reading = read(batch)
+        mask, mask_total = reading.mask, reading.mask_total
+        return last.apply(variables, x, reading.labels, mask=mask, mask_total=mask_total, z_loss=z_loss)
+
+    return LayeredLoss(names, apply_first, apply_layer, apply_last, loss_fn, on_host, count)
 
 
 def next_token_loss(
     model: nn.Module, *, ignore_label: int | None = None, z_loss: float = 0.0, deterministic: bool = False
 ) -> LayeredLoss | WholeBatchLoss:
-    """`loss_fn(variables, batch)` for tokens (batch, seq + 1), integers of any dtype:
-    the mean cross-entropy of each next token, in nats, float32. That of a `GPT` is a `LayeredLoss`, as pipelines want.
+    """`loss_fn(variables, batch)` for tokens (batch, seq + 1), integers of any dtype: the mean cross-entropy of each
+    next token, in nats, float32. The loss of a `GPT` is a `LayeredLoss`, which pipelines need.
 
-    A batch is its tokens, or for a `GPT` `{"tokens": ..., "segment_ids": ...}`, both (batch, seq + 1): documents that
-    are packed into sequences, each with its number. None sees another, nor is its first token anybody's next. 0 is the
-    number of padding, which does not count. Or it is `{"tokens": ..., "lengths": ...}`, lengths int (batch,): how many
-    tokens of each row come before its padding.
+    A batch is its tokens, or, for a `GPT`, one of two dicts. `{"tokens": ..., "segment_ids": ...}`, both (batch, seq +
+    1), has documents packed into sequences, each with its number. Documents do not see each other, and no token has the
+    first token of the next document as its label. The number 0 is padding, which does not count. `{"tokens": ...,
+    "lengths": ...}`, lengths int (batch,), has the number of tokens of each row before its padding.
 
-    Each of these, or tokens alone, may say what is learned, by one number for each token: `"loss_mask"`, 0 or False
-    where a token is read and not learned, else its weight; or `"labels"`, the token, or `ignore_label` where it is not
-    learned. Neither is shifted: what stands at a token is about that token. The mean is over the learned tokens of the
-    whole batch, also where a step splits it into microbatches or over devices; `accumulate_step` knows no more than its
-    microbatch, and a function around this loss must hand on its `whole_batch`: see `WholeBatchLoss`.
+    Each of these, or tokens alone, may mark the learned tokens, by one number for each token. `"loss_mask"` is the
+    weight of the token; 0 or False: the model reads the token and does not learn it. `"labels"` is the token itself, or
+    `ignore_label` where it is not learned. Neither is shifted: the number at a token is about that token. The mean is
+    over the learned tokens of the whole batch, also where a step splits it into microbatches or over devices. But
+    `accumulate_step` sees only its microbatch, and a function around this loss must pass its `whole_batch` on: see
+    `WholeBatchLoss`.
 
-    What is read and is no token of the vocabulary makes the loss NaN, as do labels that are none. Behind the last
-    learned token of a row or document nothing is read, and anything may stand there.
+    An input or a label outside of the vocabulary makes the loss NaN. Behind the last learned token of a row or document
+    nothing is read, so any number may stand there.
 
-    With experts, what their routers add is part of the loss: whatever the model has sown into the collection "losses".
+    With experts, the losses of their routers are part of the loss: everything that the model has sown into the
+    collection "losses".
 
     Args:
-      model: a `GPT`, whose loss needs no logits of a whole batch, or another module that maps tokens to logits.
-      ignore_label: a next token that does not count, such as padding; with "labels" None is -100. It is about what is
-        learned alone: as an input it is read like any other number.
+      model: a `GPT`, whose loss never holds the logits of a whole batch, or another module that maps tokens to logits.
+      ignore_label: a next token that does not count, such as padding; with "labels" None is -100. It matters to labels
+        alone: as an input it is read like any other number.
       z_loss: adds `z_loss lse²`; see `linear_cross_entropy`.
-      deterministic: True drops nothing, whatever the config of a `GPT` says, as for evaluation. With a `dropout_rate`
-        the loss is `loss_fn(variables, batch, rngs={"dropout": key})` otherwise: see `make_train_step`.
+      deterministic: True turns off the dropout of a `GPT`, for evaluation. Otherwise a loss with a `dropout_rate` is
+        called as `loss_fn(variables, batch, rngs={"dropout": key})`: see `make_train_step`.
     """
     check_loss_settings(model, ignore_label, z_loss)
     check_flags(deterministic=deterministic)
 
-    def read(batch):
-        return Reading.of(batch, ignore_label, model.config.vocab_size if isinstance(model, GPT) else None)
+    def read(batch: Batch) -> Reading:
+        return Reading.from_batch(batch, ignore_label, model.config.vocab_size if isinstance(model, GPT) else None)
 
-    def count(batch):
+    def count(batch: Batch) -> Batch:
         return counted(batch, ignore_label)
 
-    def loss_of_gpt(variables, batch, rngs=None):
-        check_streams(model, rngs, deterministic)
-        of = read(batch)
-        options: Any = {"z_loss": z_loss, "segment_ids": of.segment_ids, "lengths": of.lengths, **of.options()}
-        options |= {"deterministic": deterministic, "rngs": rngs}
-        loss, added = apply_with_losses(model, variables, of.tokens, of.labels, **options)
-        return jnp.asarray(loss) + added
+    def gpt_loss(variables: Variables, batch: Batch, rngs: Mapping[str, jax.Array] | None = None) -> jax.Array:
+        assert isinstance(model, GPT)
+        check_streams(model.config, rngs, deterministic)
+        reading = read(batch)
+        loss, router_losses = apply_with_losses(
+            model,
+            variables,
+            reading.tokens,
+            reading.labels,
+            mask=reading.mask,
+            mask_total=reading.mask_total,
+            z_loss=z_loss,
+            segment_ids=reading.segment_ids,
+            lengths=reading.lengths,
+            deterministic=deterministic,
+            rngs=rngs,
+        )
+        return jnp.asarray(loss) + router_losses
 
-    def loss_of_logits(variables, batch, rngs=None):
-        of = read(batch)
-        check_is_read_as_tokens(of)
-        logits, added = apply_with_losses(model, variables, of.tokens, rngs=rngs)
+    def logits_loss(variables: Variables, batch: Batch, rngs: Mapping[str, jax.Array] | None = None) -> jax.Array:
+        reading = read(batch)
+        check_is_tokens_alone(reading.segment_ids, reading.lengths)
+        logits, sown_losses = apply_with_losses(model, variables, reading.tokens, rngs=rngs)
         logits = jnp.asarray(logits)
-        return cross_entropy(logits, of.labels_in(logits.shape[-1]), z_loss=z_loss, **of.options()) + added
+        labels = reading.labels_in(logits.shape[-1])
+        mask, mask_total = reading.mask, reading.mask_total
+        return cross_entropy(logits, labels, mask=mask, mask_total=mask_total, z_loss=z_loss) + sown_losses
 
     if isinstance(model, GPT):
-        return _layered(model, read, z_loss, loss_of_gpt, deterministic, count)
-    return WholeBatchLoss(loss_of_logits, count)
+        return _layered(model, read, z_loss, gpt_loss, deterministic, count)
+    return WholeBatchLoss(logits_loss, count)

@@ -1,13 +1,12 @@
-"""A GPT that reads: tokens and the caches of what was read before → logits after the last token, and the caches.
+"""A GPT for generation: new tokens and the caches of earlier ones → logits after the last token, and longer caches.
 
-Weights are cast when a `Reader` is made, and never when it reads: kernels to FP8, as `model.apply` would, or to
-`dtype`, and biases; those that stand side by side are put together. So a loop around `read` casts activations alone.
+`Reader.for_prompts` casts the weights once: kernels to FP8, as `model.apply` would, or to `dtype`, and biases to
+`dtype`. It also joins kernels that stand side by side. So a loop around `read` casts activations alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,9 +15,11 @@ from jax import lax
 
 from jax_fp8.core.formats import INPUT, KERNEL
 from jax_fp8.core.paths import LayerPath, at_path, experts_name, joined_name, kernel_paths, map_with_names
+from jax_fp8.core.types import PyTree, Variables
 from jax_fp8.kernels.activation import is_gated
 from jax_fp8.kernels.amax import amax, as_matrix
 from jax_fp8.kernels.quantize import quantize_rowwise
+from jax_fp8.models.config import GPTConfig
 from jax_fp8.models.gpt import GPT
 from jax_fp8.nn.attention import KV_CACHE, PROJECTIONS
 from jax_fp8.nn.gemm import shared_fields
@@ -36,8 +37,8 @@ class _Body(GPT):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, positions: jax.Array, last: jax.Array) -> jax.Array:
-        """What the head reads of tokens (batch, seq) at `positions`: of each row the one with the number `last`
-        (batch,), as (batch, 1, hidden).
+        """The input (batch, 1, hidden) of the head, for tokens (batch, seq) at `positions`: of each row the token with
+        the number `last` (batch,).
         """
         x = self._embed(self._table("embedding"), tokens, positions)
         for index in range(self.config.num_layers):
@@ -47,7 +48,7 @@ class _Body(GPT):
 
 @dataclass(frozen=True)
 class Reader:
-    """A model that goes on from prompts of these lengths i32[batch], which are padded to `prompt_slots`."""
+    """A model with its weights cast, for prompts of these lengths i32[batch], padded to `prompt_slots`."""
 
     body: _Body
     weights: "_Weights"
@@ -56,67 +57,71 @@ class Reader:
     prompt_slots: int
 
     @classmethod
-    def of(cls, model: GPT, variables: Mapping, lengths: jax.Array, prompt_slots: int) -> "Reader":
-        body, weights = _Body(**shared_fields(model, GPT)), _Weights.of(model, variables)
+    def for_prompts(cls, model: GPT, variables: Variables, lengths: jax.Array, prompt_slots: int) -> "Reader":
+        body, weights = _Body(**shared_fields(model, GPT)), _Weights.cast_from(model, variables)
         return cls(body, weights, _make_head(model, variables["params"]), lengths, prompt_slots)
 
     def empty_caches(self, new_slots: int) -> Caches:
-        """With room for prompts, and for so many new tokens of each row."""
+        """Caches with room for the prompts, and for so many new tokens of each row."""
         config, batch = self.body.config, self.lengths.shape[0]
         slots = self.prompt_slots + new_slots
         empty = jnp.zeros((batch, config.kv_heads, slots, config.features_of_head), self.body.dtype)
         return {f"layer_{index}": (empty, empty) for index in range(config.num_layers)}
 
     def read(self, tokens: jax.Array, caches: Caches, step: jax.Array | None) -> tuple[jax.Array, Caches]:
-        """Logits f32[batch, vocab] after prompts i32[batch, prompt_slots], with `step` None, or after the new tokens
-        i32[batch, 1] of this number, from 0; and the caches with what was read.
+        """Read tokens, and return logits f32[batch, vocab] after the last one, and the caches with these tokens.
+
+        Args:
+          tokens: the prompts i32[batch, prompt_slots], or one new token of each row i32[batch, 1].
+          step: the number of the new token, from 0; None for prompts.
         """
         lengths, slots = self.lengths, self.prompt_slots
-        kept = {
+        kv_caches = {
             name: {"attention": {"slots": KeyValueCache(*pair, lengths, step, slots)}} for name, pair in caches.items()
         }
         last = lengths - 1 if step is None else jnp.zeros_like(lengths)
         positions = positions_of(lengths, slots, step)
-        # Behind a barrier: the compiler would otherwise cut before a loop around this, and put together in it.
-        side_by_side, tokens = lax.optimization_barrier((self.weights.joined, tokens))
-        variables = {**replace(self.weights, joined=side_by_side).variables(), KV_CACHE: kept}
-        x, left = self.body.apply(variables, tokens, positions, last, mutable=[KV_CACHE])  # type: ignore[misc]
-        found: Any = {name: left[KV_CACHE][name]["attention"]["slots"] for name in caches}
+        # Without this barrier XLA cuts the joined arrays before a loop around this call, and joins them in every turn.
+        joined_arrays, tokens = lax.optimization_barrier((self.weights.joined, tokens))
+        variables = {**replace(self.weights, joined=joined_arrays).variables(), KV_CACHE: kv_caches}
+        x, written = self.body.apply(variables, tokens, positions, last, mutable=[KV_CACHE])  # type: ignore[misc]
+        layers: PyTree = written[KV_CACHE]
+        new_caches = {name: layers[name]["attention"]["slots"] for name in caches}
         logits = self.head(x)[:, 0].astype(jnp.float32)
-        return logits, {name: (cache.key, cache.value) for name, cache in found.items()}
+        return logits, {name: (cache.key, cache.value) for name, cache in new_caches.items()}
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """What the layers read.
+    """The cast weights of the layers.
 
     Args:
-      params: of the model; read as they are, but for what `joined` has.
-      joined: of each GEMM biases, and where there is no FP8 kernels, side by side in `dtype`.
+      params: of the model; layers read those that `joined` does not have.
+      joined: the biases of each GEMM side by side in `dtype`, and without FP8 its kernels too.
       widths: of each GEMM, the columns of its kernels.
       fp8: the collections "fp8" and "fp8_cache".
     """
 
-    params: dict
+    params: dict[str, PyTree]
     joined: dict[LayerPath, dict[str, jax.Array]]
     widths: dict[LayerPath, tuple[int, ...]]
-    fp8: dict
+    fp8: dict[str, PyTree]
 
     @classmethod
-    def of(cls, model: GPT, variables: Mapping) -> "_Weights":
+    def cast_from(cls, model: GPT, variables: Variables) -> "_Weights":
         params, state = variables["params"], variables.get("fp8", {})
         gemms = tuple(_gemms(model.config))
         cast = {} if model.recipe is None else cast_gemms(params, state, dict.fromkeys(gemms, model.recipe))
         cast = ready_for_loop(cast, params)
         with jax.named_scope(CAST_SCOPE):
             leaves = ("bias",) if cast else ("kernel", "bias")
-            side_by_side = {gemm: _joined(params, gemm, leaves, model.dtype) for gemm in gemms}
+            joined_arrays = {gemm: _joined(params, gemm, leaves, model.dtype) for gemm in gemms}
         widths = {gemm: tuple(kernel.shape[-1] for kernel in kernels_of(gemm, params)) for gemm in gemms}
-        return cls(dict(params), side_by_side, widths, {"fp8": state, "fp8_cache": cast})
+        return cls(dict(params), joined_arrays, widths, {"fp8": state, "fp8_cache": cast})
 
-    def variables(self) -> dict:
-        """For `apply`: each layer's part is cut where it is used, and what puts the parts together again is, to the
-        compiler, nothing.
+    def variables(self) -> dict[str, PyTree]:
+        """For `apply`. It cuts the joined arrays into the params of layers, and their op joins these again. XLA cancels
+        the one against the other.
         """
         parts = {}
         for gemm, leaves in self.joined.items():
@@ -127,7 +132,7 @@ class _Weights:
         return {"params": params, **{name: collection for name, collection in self.fp8.items() if collection}}
 
 
-def _gemms(config) -> Iterator[LayerPath]:
+def _gemms(config: GPTConfig) -> Iterator[LayerPath]:
     into_mlp = ("gate", "up") if is_gated(config.activation) else ("up",)
     name_in_mlp = experts_name if config.num_experts else joined_name
     for index in range(config.num_layers):
@@ -137,15 +142,17 @@ def _gemms(config) -> Iterator[LayerPath]:
             yield f"layer_{index}", "mlp", name_in_mlp(names)
 
 
-def _joined(params, gemm, leaves, dtype) -> dict[str, jax.Array]:
-    """Those leaves of the layers of a GEMM that they have, side by side."""
-    found = {leaf: [at_path(params, (*path[:-1], leaf)) for path in kernel_paths(gemm)] for leaf in leaves}
-    return {leaf: joined(tuple(arrays), dtype) for leaf, arrays in found.items() if arrays[0] is not None}
+def _joined(
+    params: PyTree, gemm: LayerPath, leaves: tuple[str, ...], dtype: jax.typing.DTypeLike
+) -> dict[str, jax.Array]:
+    """For each of these leaves that the layers of a GEMM have: the arrays of all layers side by side."""
+    parts = {leaf: [at_path(params, (*path[:-1], leaf)) for path in kernel_paths(gemm)] for leaf in leaves}
+    return {leaf: joined(tuple(arrays), dtype) for leaf, arrays in parts.items() if arrays[0] is not None}
 
 
-def _make_head(model, params) -> Callable[[jax.Array], jax.Array]:
-    """A function of (batch, seq, hidden) to logits (batch, seq, vocab), without a gradient: in FP8 it takes any number
-    of rows.
+def _make_head(model: GPT, params: PyTree) -> Callable[[jax.Array], jax.Array]:
+    """A function from (batch, seq, hidden) to logits (batch, seq, vocab), without a gradient. In FP8 it takes any
+    number of rows.
     """
     table, recipe = params["embedding" if model.config.tie_embeddings else "head"], model.head_recipe
     if recipe is None:
@@ -153,7 +160,7 @@ def _make_head(model, params) -> Callable[[jax.Array], jax.Array]:
             return PlainHead(table.astype(model.dtype)).logits
     weight = cast_weight(table, lambda measure: recipe.cast(KERNEL, None, measure))
 
-    def head(x):
+    def head(x: jax.Array) -> jax.Array:
         rows = as_matrix(x)
         cast = recipe.cast(INPUT, None, partial(amax, rows))
         operand = Fp8Operand(quantize_rowwise(rows, cast), x.shape[:-1])

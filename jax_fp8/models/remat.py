@@ -1,10 +1,10 @@
-"""What the layers of a model keep for the backward, as a user says it.
+"""The field `remat` of a GPT: what its layers keep for the backward, and where.
 
-none                        all that the backward wants
-norms                       `recompute=True`: what it wants of norms and casts is made again
-full                        what enters a layer; all of its forward is computed again
-offload:8                   all, but of 8 layers in the host's memory; core/checkpoint_names.py says what
-offload:8:mlp_hidden,...    of 8 layers these alone in the host's memory, all else on the device
+none                        keep all residuals on the device
+norms                       `recompute=True`: the backward computes norms and casts again
+full                        keep the input of each layer; the backward computes its whole forward again
+offload:8                   8 layers keep their residuals in the host's memory; core/checkpoint_names.py lists these
+offload:8:mlp_hidden,...    8 layers keep these residuals alone in the host's memory, all others on the device
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ KINDS = ("none", "norms", "full", "offload")
 
 @dataclass(frozen=True)
 class Remat:
-    """Of a model with so many layers.
+    """What the layers of a model keep.
 
     Args:
       kind: one of KINDS.
-      count: layers of which something is offloaded.
-      names: of what is offloaded, among RESIDUAL_NAMES.
+      num_layers: of the model.
+      count: the number of layers that offload residuals.
+      names: of the residuals that they offload, among RESIDUAL_NAMES.
     """
 
     kind: str
@@ -43,11 +44,11 @@ class Remat:
             )
         return cls(kind, num_layers, int(number), tuple(names))
 
-    def of_layer(self, index: int) -> str:
-        """One of KINDS.
+    def kind_for(self, index: int) -> str:
+        """The kind, one of KINDS, for the layer with this number.
 
-        Layers that are offloaded stand as far apart as possible, beginning with the first, so that copies have the time
-        of those between. The last one would be wanted again before it has left.
+        Layers that offload are as far apart as possible, beginning with the first, so that copies have the time of the
+        layers between. The backward would need residuals of the last layer before their copy had ended.
         """
         if self.kind == "offload" and index * self.count % self.num_layers >= self.count:
             return "none"

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Below it, logits are so many times as large that float32 ends: they are made smaller first.
+# Below this temperature, logits / temperature may overflow float32, so the largest logit is subtracted first.
 COLD = np.float32(1e-20)
-SMALLEST = np.finfo(np.float32).tiny  # smaller numbers are zero to XLA
+SMALLEST = np.finfo(np.float32).tiny  # XLA flushes smaller numbers to zero
 
 
 def choose_tokens(
@@ -23,13 +23,13 @@ def choose_tokens(
     """The tokens i32[batch] of logits f32[batch, vocab].
 
     Args:
-      keys: random keys (batch,), so that a row's draw does not depend on the rows beside it; None takes the most likely
+      keys: random keys (batch,), so that the draw of a row does not depend on other rows; None takes the most likely
         token.
-      temperature: f32[], positive; below 1 prefers likely tokens. The smallest draw the most likely token, or one of
-        those that are as likely.
-      top_k: how many tokens may be drawn, and no more where several are as likely; None is all.
-      top_p: f32[], above 0: a token may be drawn if those before it, in the order of their probabilities, have less
-        than this together; None is every token that `top_k` leaves, whose probabilities are what is counted.
+      temperature: f32[], positive; below 1 prefers likely tokens. A very small one draws the most likely token, or one
+        of several that are equally likely.
+      top_k: draw from so many most likely tokens, never from more, even where several are equally likely; None: all.
+      top_p: f32[], above 0: draw a token only if all more likely ones together have less than this probability. These
+        are probabilities among the tokens that `top_k` leaves. None: no limit.
     """
     if keys is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -123,19 +123,17 @@ def test_weights_of_attention():
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     on_mesh, alone = losses(**exact, parallel=mesh)[0], losses(**exact)[0]
     assert (np.abs(np.subtract(on_mesh, alone)) > 1e-5).all() and on_mesh == pytest.approx(alone, rel=0.05)
-    with pytest.raises(ValueError, match=r"a GPT with attention_dropout_rate=0.3 is trained with a random stream"):
+    with pytest.raises(ValueError, match=r"a GPT with attention_dropout_rate=0.3 needs a random stream"):
         losses(seed=None, of_model=WEIGHTS)
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"dropout_rate=0.3 is trained with a random stream, got none; pass rngs="):
+    with pytest.raises(ValueError, match=r"dropout_rate=0.3 needs a random stream in training, got none; pass rngs="):
         losses(seed=None)
     with pytest.raises(ValueError, match="a loss whose layers keep activations on the host runs layers one by one"):
         losses(of_model={"remat": "offload:2"})
     pipe = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="a pipeline runs layers one by one and passes them no keys, got rngs"):
         losses(parallel=pipe, microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"run layers one by one, which do not drop, got dropout_rate=0.3; use another"
-    ):
+    with pytest.raises(ValueError, match=r"run layers one by one, without dropout, got dropout_rate=0.3; use another"):
         losses(seed=None, parallel=pipe, microbatches=2)

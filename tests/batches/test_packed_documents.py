@@ -161,7 +161,7 @@ def test_what_is_refused():
     model, batch = gpt(), packed()
     variables, loss_fn = jax.eval_shape(model.init, jax.random.key(1), batch["tokens"]), fp8.next_token_loss(model)
     for wrong, message in (
-        ({"tokens": batch["tokens"]}, 'a dict of "tokens" and "segment_ids", .* got one of \'tokens\''),
+        ({"tokens": batch["tokens"]}, 'a dict of "tokens" with "segment_ids" .* got a dict of \'tokens\''),
         (batch | {"segment_ids": batch["segment_ids"][:, 1:]}, r"must be an integer array \(3, 16\)"),
         (batch | {"segment_ids": batch["segment_ids"] * 1.0}, "must be an integer array"),
     ):
@@ -169,5 +169,5 @@ def test_what_is_refused():
             loss_fn(variables, wrong)
     with pytest.raises(ValueError, match=r"GPT: segment_ids must be an integer array \(3, 16\)"):
         model.apply(variables, batch["tokens"], segment_ids=batch["segment_ids"][:2])
-    with pytest.raises(ValueError, match="layers one by one, which do not know the segment_ids"):
+    with pytest.raises(ValueError, match="layers one by one, without the segment_ids"):
         loss_fn.first(variables, batch)

@@ -158,5 +158,5 @@ def test_what_is_refused():
             loss_fn(variables, wrong)
     with pytest.raises(ValueError, match="GPT: padding must be marked by segment_ids or by lengths, got both"):
         model.apply(variables, BATCH["tokens"], segment_ids=segment_ids, lengths=BATCH["lengths"])
-    with pytest.raises(ValueError, match="layers one by one, which do not know the lengths of a batch"):
+    with pytest.raises(ValueError, match="layers one by one, without the lengths of a batch"):
         loss_fn.first(variables, BATCH)

@@ -11,7 +11,7 @@ TOKENS = jnp.int32([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
 
 
 def test_tokens_alone():
-    found = Reading.of(TOKENS, None)
+    found = Reading.from_batch(TOKENS, None)
     np.testing.assert_array_equal(found.tokens, TOKENS[:, :-1])
     np.testing.assert_array_equal(found.labels, TOKENS[:, 1:])
     assert found.mask is found.segment_ids is found.lengths is None
@@ -27,20 +27,20 @@ def test_tokens_alone():
 )
 def test_padding(lengths, ignore_label, mask, read):
     """The last token that is read has a next one, unless it is padding."""
-    found = Reading.of({"tokens": TOKENS, "lengths": jnp.int32(lengths)}, ignore_label)
+    found = Reading.from_batch({"tokens": TOKENS, "lengths": jnp.int32(lengths)}, ignore_label)
     assert np.asarray(found.mask).astype(int).tolist() == mask
     assert np.asarray(found.lengths).tolist() == read and found.segment_ids is None
 
 
 def test_documents():
     segment_ids = jnp.int32([[1, 1, 2, 2, 0], [3, 3, 3, 3, 3]])
-    found = Reading.of({"tokens": TOKENS, "segment_ids": segment_ids}, None)
+    found = Reading.from_batch({"tokens": TOKENS, "segment_ids": segment_ids}, None)
     assert np.asarray(found.mask).astype(int).tolist() == [[1, 0, 1, 0], [1, 1, 1, 1]]
     np.testing.assert_array_equal(found.segment_ids, segment_ids[:, :-1])
 
 
 def weights_of(batch, ignore_label=None):
-    mask = Reading.of(batch, ignore_label).mask
+    mask = Reading.from_batch(batch, ignore_label).mask
     return None if mask is None else np.asarray(mask, np.float32).tolist()
 
 
@@ -58,7 +58,7 @@ def test_a_loss_mask(dtype):
 
 def test_labels():
     batch = {"tokens": TOKENS, "labels": LABELS}
-    found = Reading.of(batch, None)
+    found = Reading.from_batch(batch, None)
     np.testing.assert_array_equal(found.labels, LABELS[:, 1:])
     assert weights_of(batch) == weights_of(batch, -100) == [row[1:] for row in LEARNED]
     assert weights_of(batch, 8) == [[1, 1, 1, 1], [1, 1, 1, 1]]
@@ -74,7 +74,7 @@ def test_ids_are_compared_as_int32():
     assert weights_of(tokens.astype(np.int16), -100) == [[0, 1], [1, 1]]  # negative control
     assert weights_of(tokens[1:].astype(np.uint8), -100) == [[1, 1]]
     assert weights_of({"tokens": tokens, "lengths": np.uint8([3, 2])}) == [[1, 1], [1, 0]]
-    long = Reading.of({"tokens": np.zeros((1, 1000), np.uint8), "lengths": np.uint8([200])}, None)
+    long = Reading.from_batch({"tokens": np.zeros((1, 1000), np.uint8), "lengths": np.uint8([200])}, None)
     assert long.lengths.tolist() == [200] and int(long.mask.sum()) == 199
 
 
@@ -98,19 +98,19 @@ READ = {  # tokens, what else the batch says, ignore_label, what is read of a vo
 def test_what_is_no_token_is_replaced_only_where_nothing_is_learned_from_it(name):
     tokens, others, ignore_label, expected = READ[name]
     batch = {"tokens": np.array(tokens), **others} if others else np.array(tokens)
-    assert np.asarray(Reading.of(batch, ignore_label, 50).tokens).tolist() == expected
+    assert np.asarray(Reading.from_batch(batch, ignore_label, 50).tokens).tolist() == expected
 
 
 def test_rows_in_which_another_model_reads_no_token():
     tokens = np.array([[-1, 6, 7], [5, 60, 7], [5, 6, X]])
-    found = Reading.of(tokens, X)
+    found = Reading.from_batch(tokens, X)
     assert np.asarray(found.tokens).tolist() == [[-1, 6], [5, 60], [5, 6]]
     assert np.asarray(found.labels_in(50)).tolist() == [[-1, -1], [-1, -1], [6, X]]
     assert np.asarray(found.labels_in(61)).tolist() == [[-1, -1], [60, 7], [6, X]]
 
 
 def test_a_negative_length_is_none():
-    found = Reading.of({"tokens": TOKENS, "lengths": np.int8([3, -56])}, None)
+    found = Reading.from_batch({"tokens": TOKENS, "lengths": np.int8([3, -56])}, None)
     assert np.asarray(found.labels)[1].tolist() == [-1] * 4 and np.asarray(found.mask)[1].all()
 
 
@@ -119,8 +119,8 @@ def test_a_counted_batch_is_divided_by_its_share_of_the_whole():
     batch = {"tokens": jnp.zeros((4, 5), jnp.int32), "loss_mask": mask}
     whole = counted(batch, None)
     assert whole.learned.tolist() == [9.0] * 4 and whole.rows == 4
-    assert Reading.of(whole, None).mask_total.tolist() == [9.0] * 4
+    assert Reading.from_batch(whole, None).mask_total.tolist() == [9.0] * 4
     part = jax.tree.map(lambda x: x[1::2], whole)
-    found = Reading.of(part, None)
+    found = Reading.from_batch(part, None)
     assert found.mask_total.tolist() == [4.5] * 2 and np.asarray(found.mask).sum() == 5
     assert counted(TOKENS, None) is TOKENS  # all tokens count alike: nothing is added

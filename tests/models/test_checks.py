@@ -1,8 +1,7 @@
-"""What a GPT refuses: shapes that make no model, tokens that are none, and settings of its loss."""
+"""What a GPT refuses: tokens that are none, and settings of its loss."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jax_fp8 as fp8
@@ -12,56 +11,6 @@ pytestmark = pytest.mark.versions
 CONFIG = fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=32, num_heads=2, max_seq_len=32)
 MODEL = fp8.GPT(CONFIG, recipe=None)
 TOKENS = jnp.zeros((2, 17), jnp.int32)
-SIZES = ("head_dim", "num_heads", "num_kv_heads", "hidden_size", "vocab_size", "max_seq_len", "mlp_hidden_size")
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, "4", True], ids=repr)
-@pytest.mark.parametrize("name", SIZES)
-def test_what_is_no_size(name, size):
-    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got {size!r}"):
-        fp8.GPTConfig.preset("tiny", **{name: size})
-
-
-@pytest.mark.parametrize("layers", [-1, 2.0, None], ids=repr)
-def test_layers(layers):
-    with pytest.raises(ValueError, match=f"^num_layers must be an integer of at least 0, got {layers}"):
-        fp8.GPTConfig.preset("tiny", num_layers=layers)
-    fp8.GPTConfig.preset("tiny", num_layers=np.int64(2))
-    fp8.GPTConfig.preset("tiny", num_layers=0)  # an embedding and a head
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got num_kv_heads=3 and num_heads=4"),
-        ({"num_kv_heads": 8}, "num_kv_heads must divide num_heads, got num_kv_heads=8 and num_heads=4"),
-        ({"norm": "batchnorm"}, "norm must be one of .*, got 'batchnorm'"),
-        ({"activation": "tanh"}, "activation must be one of .*, got 'tanh'"),
-        ({"use_bias": "no"}, "use_bias must be True or False, got 'no'"),
-        ({"tie_embeddings": None}, "tie_embeddings must be True or False, got None"),
-        (
-            {"positions": "rotary", "num_heads": 128},
-            "need an even head_dim, which is hidden_size .* got 1; change one of",
-        ),
-        ({"positions": "rotary", "head_dim": 7}, "need an even head_dim, .* got 7; change one of them"),
-        ({"num_heads": 3}, "num_heads must divide hidden_size, got .*; change one of them, or give head_dim"),
-        ({"use_qkv_bias": "no"}, "use_qkv_bias must be True or False, got 'no'"),
-        ({"qk_norm": None}, "qk_norm must be True or False, got None"),
-        ({"norm_epsilon": -1e-6}, "norm_epsilon must be a finite number that is not negative, got -1e-06"),
-        ({"positions": "rotary", "rotary_base": 1.0}, "rotary_base must be a finite number above 1, got 1.0"),
-        ({"positions": "rotary", "rotary_scaling": 8.0}, "rotary_scaling must be a RotaryScaling or None, got 8.0"),
-        ({"rotary_base": 5e5}, "are for rotary positions, got them with positions='learned'; leave them out"),
-        ({"rotary_scaling": fp8.RotaryScaling(factor=8.0)}, "are for rotary positions, got them with"),
-    ],
-)
-def test_fields_of_a_config(fields, message):
-    with pytest.raises(ValueError, match=message):
-        fp8.GPTConfig.preset("tiny", **fields)
-
-
-def test_a_preset_is_a_name():
-    with pytest.raises(ValueError, match=r"unknown preset \['tiny'\]; choose one of tiny"):
-        fp8.GPTConfig.preset(["tiny"])
 
 
 def call(tokens, *labels, config=CONFIG, **options):
@@ -95,15 +44,18 @@ def test_tokens_of_a_model(tokens, message):
         (TOKENS[0], r"tokens must be an integer array \(batch, seq \+ 1\), got int32\[17\]"),
         (
             {"tokens": TOKENS},
-            'a batch must be its tokens, or a dict of "tokens" and "segment_ids", or .* got one of \'tokens\'',
+            'a batch must be its tokens, or a dict of "tokens" with "segment_ids" or .* got a dict of \'tokens\'',
         ),
         (None, r"tokens must be an integer array \(batch, seq \+ 1\), got None"),
-        ({"labels": TOKENS, "lengths": TOKENS[:, 0]}, "got one of 'labels', 'lengths'; name its arrays so, and leave"),
+        (
+            {"labels": TOKENS, "lengths": TOKENS[:, 0]},
+            "got a dict of 'labels', 'lengths'; name its arrays so, and leave",
+        ),
         (
             {"tokens": TOKENS, "attention_mask": TOKENS},
-            '"lengths", and with either or alone of "loss_mask" or "labels", .*, got one of .*\'attention_mask\'',
+            '"lengths", with "loss_mask" or "labels", or with one of each .*, got a dict of .*\'attention_mask\'',
         ),
-        ({"tokens": TOKENS, "loss_mask": TOKENS, "labels": TOKENS}, "told by loss_mask or by labels, got both; pass"),
+        ({"tokens": TOKENS, "loss_mask": TOKENS, "labels": TOKENS}, "marked by loss_mask or by labels, got both; pass"),
         (
             {"tokens": TOKENS, "loss_mask": TOKENS[:, 1:]},
             r"loss_mask must be a bool or real array \(2, 17\), one .*, got int32\[2, 16\]; cast or reshape it",

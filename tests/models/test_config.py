@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_fp8 as fp8
@@ -74,3 +75,59 @@ def test_what_cannot_be_is_refused():
         fp8.GPTConfig.preset("tiny", num_heads=3)
     with pytest.raises(ValueError, match="positions must be"):
         fp8.GPTConfig.preset("tiny", positions="alibi")
+
+
+SIZES = ("head_dim", "num_heads", "num_kv_heads", "hidden_size", "vocab_size", "max_seq_len", "mlp_hidden_size")
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "4", True], ids=repr)
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.versions
+def test_what_is_no_size(name, size):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got {size!r}"):
+        fp8.GPTConfig.preset("tiny", **{name: size})
+
+
+@pytest.mark.parametrize("layers", [-1, 2.0, None], ids=repr)
+@pytest.mark.versions
+def test_layers(layers):
+    with pytest.raises(ValueError, match=f"^num_layers must be an integer of at least 0, got {layers}"):
+        fp8.GPTConfig.preset("tiny", num_layers=layers)
+    fp8.GPTConfig.preset("tiny", num_layers=np.int64(2))
+    fp8.GPTConfig.preset("tiny", num_layers=0)  # an embedding and a head
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got num_kv_heads=3 and num_heads=4"),
+        ({"num_kv_heads": 8}, "num_kv_heads must divide num_heads, got num_kv_heads=8 and num_heads=4"),
+        ({"norm": "batchnorm"}, "norm must be one of .*, got 'batchnorm'"),
+        ({"activation": "tanh"}, "activation must be one of .*, got 'tanh'"),
+        ({"use_bias": "no"}, "use_bias must be True or False, got 'no'"),
+        ({"tie_embeddings": None}, "tie_embeddings must be True or False, got None"),
+        (
+            {"positions": "rotary", "num_heads": 128},
+            "need an even head_dim, which is hidden_size .* got 1; change one of",
+        ),
+        ({"positions": "rotary", "head_dim": 7}, "need an even head_dim, .* got 7; change one of them"),
+        ({"num_heads": 3}, "num_heads must divide hidden_size, got .*; change one of them, or give head_dim"),
+        ({"use_qkv_bias": "no"}, "use_qkv_bias must be True or False, got 'no'"),
+        ({"qk_norm": None}, "qk_norm must be True or False, got None"),
+        ({"norm_epsilon": -1e-6}, "norm_epsilon must be a finite number that is not negative, got -1e-06"),
+        ({"positions": "rotary", "rotary_base": 1.0}, "rotary_base must be a finite number above 1, got 1.0"),
+        ({"positions": "rotary", "rotary_scaling": 8.0}, "rotary_scaling must be a RotaryScaling or None, got 8.0"),
+        ({"rotary_base": 5e5}, "are for rotary positions, got them with positions='learned'; leave them out"),
+        ({"rotary_scaling": fp8.RotaryScaling(factor=8.0)}, "are for rotary positions, got them with"),
+    ],
+)
+@pytest.mark.versions
+def test_fields_of_a_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        fp8.GPTConfig.preset("tiny", **fields)
+
+
+@pytest.mark.versions
+def test_a_preset_is_a_name():
+    with pytest.raises(ValueError, match=r"unknown preset \['tiny'\]; choose one of tiny"):
+        fp8.GPTConfig.preset(["tiny"])

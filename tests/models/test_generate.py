@@ -199,7 +199,10 @@ def test_prompts_of_every_dtype():
 
 
 REFUSED = {
-    "too long": ({"max_new_tokens": 18}, "reads so many tokens, .* got a prompt of 16 and max_new_tokens=18; cut the"),
+    "too long": (
+        {"max_new_tokens": 18},
+        "must read a prompt and all .* got a prompt of 16 and max_new_tokens=18; cut the",
+    ),
     "nothing to write": ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
     "no prompts": ({"prompt": PROMPT[0]}, r"tokens must be an integer array \(batch, seq\), got int32\[16\]"),
     "no token of 8 bits": (
@@ -212,7 +215,7 @@ REFUSED = {
     "an empty prompt": ({"lengths": [0, 4, 4]}, "lengths must be from 1 to 16, the tokens of a row, got 0; leave"),
     "a long length": ({"lengths": [1, 4, 17]}, "lengths must be from 1 to 16, the tokens of a row, got 17"),
     "cold": ({"temperature": -1.0}, "temperature must be a finite number that is not negative, got -1.0"),
-    "no key": ({"temperature": 1.0}, r"with a key at temperature 1.0, got None; pass jax.random.key\(seed\)"),
+    "no key": ({"temperature": 1.0}, r"sampling at temperature 1.0 needs a key, got None; pass jax.random.key\(seed\)"),
     "two keys": (
         {"temperature": 1.0, "key": jax.random.split(jax.random.key(0))},
         r"key must be one random key, or one for each of the 3 prompts, got keys of shape \(2,\)",

@@ -19,7 +19,7 @@ CURRENT = fp8.CurrentScaling()
 
 @jax.jit
 def read(variables, tokens, lengths):
-    reader = Reader.of(MODEL, variables, lengths, SLOTS)
+    reader = Reader.for_prompts(MODEL, variables, lengths, SLOTS)
     return reader.read(tokens, reader.empty_caches(0), None)[0]
 
 
@@ -51,7 +51,7 @@ def test_what_is_cast_once():
     """Kernels in FP8, and biases side by side in `dtype`; without FP8 the kernels, too."""
     for recipe, leaves in ((CURRENT, {"bias"}), (None, {"kernel", "bias"})):
         model = fp8.GPT(CONFIG, recipe=recipe)
-        reader = jax.eval_shape(lambda model=model: Reader.of(model, VARIABLES, LENGTHS, SLOTS).weights.joined)
+        reader = jax.eval_shape(lambda model=model: Reader.for_prompts(model, VARIABLES, LENGTHS, SLOTS).weights.joined)
         assert {gemm[1:] for gemm in reader} == {
             ("attention", "query+key+value"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")
         }  # fmt: skip

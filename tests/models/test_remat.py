@@ -21,14 +21,14 @@ RECIPE = fp8.DelayedScaling(amax_history_len=2)
 )
 def test_layers_that_are_offloaded_stand_apart(count, layers, offloaded):
     remat = Remat.parse(f"offload:{count}", layers)
-    kinds = [remat.of_layer(index) for index in range(layers)]
+    kinds = [remat.kind_for(index) for index in range(layers)]
     assert [index for index, kind in enumerate(kinds) if kind == "offload"] == offloaded
     assert {*kinds} <= {"offload", "none"} and remat.names == RESIDUAL_NAMES
 
 
 def test_all_layers_do_the_same_otherwise():
     for kind in ("none", "norms", "full"):
-        assert {Remat.parse(kind, 3).of_layer(index) for index in range(3)} == {kind}
+        assert {Remat.parse(kind, 3).kind_for(index) for index in range(3)} == {kind}
     assert Remat.parse("offload:2:mlp_hidden,norm_input", 3).names == ("mlp_hidden", "norm_input")
 
 

@@ -9,15 +9,36 @@ taken out. A Ref that the backward writes to is a constant, too: so each trace h
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from jax_fp8.jaxprs.dead_code import without_dead_code
 from jax_fp8.jaxprs.equations import variables
+from jax_fp8.jaxprs.scopes import with_scope
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function. A call repeats its equations in the trace around it, which takes a tenth of tracing it anew.
+
+    Args:
+      traced: the jaxpr, of leaves.
+      results: the structure of what the function returns.
+    """
+
+    traced: ClosedJaxpr
+    results: jax.tree_util.PyTreeDef
+
+    def __call__(self, *args: Any) -> Any:
+        return self.results.unflatten(jaxpr_as_fun(self.traced)(*jax.tree.leaves(args)))
+
+    def in_scope(self, old: str, new: str) -> "Program":
+        """The same, with the name `new` where equations have the named scope `old`."""
+        return replace(self, traced=with_scope(self.traced, old, new))
 
 
 @dataclass(frozen=True)
@@ -36,10 +57,10 @@ class Halves:
     constants: Any
     x: Any
 
-    def forward(self, constants: Any, x: Any) -> tuple[Any, list[jax.Array]]:
-        program, _, tree = self._forward
-        results = program(*jax.tree.leaves((constants, x)))
-        return tree.unflatten(results[: tree.num_leaves]), results[tree.num_leaves :]
+    @property
+    def forward(self) -> Program:
+        """`forward(constants, x) -> y, kept`, where `kept` is a list."""
+        return self._forward[0]
 
     def pullback(self, constants: Any, x: Any, kept: list[jax.Array], refs: Any) -> Callable:
         """That of a `forward` which kept this; of `x` only the shape counts. The trace has the forward again, which is
@@ -47,17 +68,19 @@ class Halves:
         """
         _, pull = self.pull_back(constants, x, refs)
         leaves, tree = jax.tree.flatten(pull)
-        numbers = self._forward[1]
         return tree.unflatten(
-            [leaf if number is None else kept[number] for leaf, number in zip(leaves, numbers, strict=True)]
+            [
+                leaf if number is None else kept[number]
+                for leaf, number in zip(leaves, self._forward[1], strict=True)
+            ]
         )
 
     @cached_property
-    def _forward(self) -> tuple[Callable, list[int | None], Any]:
-        """The program; for each leaf of the pullback its number among what is kept, or None; the structure of y."""
+    def _forward(self) -> tuple[Program, list[int | None]]:
+        """The program; and for each leaf of the pullback its number among what is kept, or None."""
         found: dict[str, Any] = {}
 
-        def run(constants, x):
+        def run(constants: Any, x: Any) -> tuple[list, list]:
             y, pull = self.pull_back(constants, x, self.make_refs())
             leaves = jax.tree.leaves(pull)
             found["is_ref"] = [isinstance(leaf, jax.Ref) for leaf in leaves]
@@ -76,22 +99,17 @@ class Halves:
             is_kept = var is not None and not isinstance(var, Literal) and var in of_x
             numbers.append(kept.setdefault(var, len(kept)) if is_kept else None)
         outvars = [*jaxpr.outvars[: tree.num_leaves], *kept]
-        return _as_function(closed, outvars), numbers, tree
+        results = jax.tree.structure((tree.unflatten([0] * tree.num_leaves), [0] * len(kept)))
+        return Program(without_dead_code(closed, outvars), results), numbers
 
 
-def needed(function: Callable, *shapes: Any) -> Callable:
+def needed(function: Callable, *shapes: Any) -> Program:
     """The same function of such arguments, traced now, without what its results do not need."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    program, structure = _as_function(closed, closed.jaxpr.outvars), jax.tree.structure(results)
-    return lambda *args: structure.unflatten(program(*jax.tree.leaves(args)))
+    return Program(without_dead_code(closed), jax.tree.structure(results))
 
 
-def _as_function(closed: ClosedJaxpr, outvars: list[Any]) -> Callable:
-    """A traced program that computes these results alone, as a function of leaves that returns a list."""
-    return jax.jit(jaxpr_as_fun(without_dead_code(closed, outvars)))
-
-
-def _reached(jaxpr, given) -> set[Any]:
+def _reached(jaxpr: Jaxpr, given: list[Var]) -> set[Var]:
     """What depends on these variables."""
     reached = set(given)
     for equation in jaxpr.eqns:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_flags
-from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
+from jax_fp8.core.layered_loss import LayeredLoss, LayersByKind, WholeBatchLoss
 from jax_fp8.models.batch import Reading, counted
 from jax_fp8.models.checks import (
     check_has_no_experts,
@@ -60,7 +60,8 @@ def _layered(
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
     remat = Remat.parse(model.remat, model.config.num_layers)
-    on_host = tuple(name for index, name in enumerate(names) if remat.of_layer(index) == "offload")
+    remats = {name: remat.of_layer(index) for index, name in enumerate(names)}  # in nothing else do layers differ
+    on_host = tuple(name for name, kind in remats.items() if kind == "offload")
 
     def embed_of(variables, batch):
         reading = read(batch)
@@ -75,7 +76,7 @@ def _layered(
     return LayeredLoss(
         names,
         embed_of,
-        lambda variables, x, name: layer.apply(variables, x, names.index(name)),
+        LayersByKind(lambda variables, x, name: layer.apply(variables, x, names.index(name)), remats.__getitem__),
         loss_of,
         loss_fn,
         on_host,

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -226,17 +227,25 @@ def _empty(ticks: Ticks, chunks, inputs, uninitialized) -> tuple[_Work, _Inboxes
     has_halves = any(branch.kind is INPUT_GRADIENT for branch in ticks.branches)
     kept, operands = {}, {}
     for number, (chunk, slots) in enumerate(zip(chunks, ticks.slots, strict=True)):
-        y, of_forward = jax.eval_shape(chunk.forward, x)
+        y, of_forward, of_halves = jax.eval_shape(partial(_shapes_of_units, chunk, has_halves), inputs)
         check_returns_what_it_takes(x, y)
         kept |= {(number, slot): of_forward for slot in range(slots)}
         if has_halves:
-            _, of_halves, _ = jax.eval_shape(chunk.input_gradient, of_forward, x, jax.eval_shape(chunk.no_totals))
             operands |= {(number, slot): of_halves for slot in range(slots)}
     inbox = jax.ShapeDtypeStruct((ticks.places + 1, *x.shape), x.dtype)
     kept, operands, activations, gradients = uninitialized((kept, operands, inbox, inbox))
     nothing = jnp.zeros(x.shape, x.dtype)
     totals = {number: chunk.no_totals() for number, chunk in enumerate(chunks)}
     return _Work(kept, operands, totals, inputs, nothing, nothing), _Inboxes(activations, gradients)
+
+
+def _shapes_of_units(chunk: Chunk, has_halves: bool, inputs: jax.Array) -> tuple[jax.Array, Any, Any]:
+    """What a forward returns, and the operands that an input gradient leaves. The units are called with arguments of
+    the types that branches have, so that jax traces each once for both.
+    """
+    x = inputs[0]
+    y, kept = chunk.forward(x)
+    return y, kept, chunk.input_gradient(kept, x, chunk.no_totals())[1] if has_halves else None
 
 
 def check_returns_what_it_takes(x: Any, y: Any) -> None:

@@ -10,6 +10,7 @@ device sends its parts of the layers of all stages and gets those of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ class Stages:
         return tuple(self.layers[chunks[chunk][number]] for chunks in of_stages)
 
 
+@partial(jax.jit, inline=True)  # jax traces it once for each shape, and inlines it
 def own_of(arrays: Sequence[jax.Array]) -> jax.Array:
     """That of this stage, of arrays for each stage."""
     return jnp.stack(arrays)[lax.axis_index(PIPE)]

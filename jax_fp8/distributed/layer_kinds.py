@@ -4,13 +4,13 @@
                                      for each layer the first layer of its kind
                                      └→ the loss with one layer of each kind
 
-A model has many layers, usually of one kind. Where the loss says so (`LayersByKind`), one of them is traced, and its
-trace holds for all. Any other layer is traced once, and compared with the layers before it. Everything else is traced on
-the loss with one layer of each kind.
+A model has many layers, usually of one kind. Where the loss says so (`LayersByKind`), one of them is traced for all.
+Any other layer is traced once, and compared with the layers before it. Everything else is traced on the loss with one
+layer of each kind.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -94,7 +94,7 @@ class _TracedLayer:
     """
 
     program: ClosedJaxpr
-    structure: jax.tree_util.PyTreeDef
+    structure: Hashable
     changed: tuple[LayerPath, ...]
 
 
@@ -110,7 +110,7 @@ def _trace_layer(loss: LayeredLoss, name: str, own: Variables, x: jax.Array) -> 
     return _TracedLayer(program, _signature(own, name)[0], changed_kernels(program, gemms, own, x))
 
 
-def _signature(own: Variables, name: str) -> tuple[jax.tree_util.PyTreeDef, tuple]:
+def _signature(own: Variables, name: str) -> tuple[Hashable, tuple]:
     """The structure of a layer's variables without its name, and their shapes and dtypes."""
     leaves, structure = jax.tree.flatten({collection: tree[name] for collection, tree in own.items()})
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -161,9 +161,7 @@ def _kinds(described: Mapping[str, tuple]) -> dict[str, str]:
     return kinds
 
 
-def _said_by(
-    trace: LossTrace, name: str
-) -> tuple[dict[LayerPath, ParamSharding], dict[LayerPath, Recipe]]:
+def _said_by(trace: LossTrace, name: str) -> tuple[dict[LayerPath, ParamSharding], dict[LayerPath, Recipe]]:
     """What a layer says of its params and GEMMs, without its name."""
     declared = {
         path[1:]: replace(sharding, columns_of=sharding.columns_of and sharding.columns_of[1:])

@@ -81,9 +81,7 @@ class LayerWork:
     def weight_gradient(self) -> Program:
         """`weight_gradient(variables, kept, operands, totals) -> totals`."""
 
-        def run(
-            variables: Variables, kept: list[jax.Array], operands: list[jax.Array], totals: Totals
-        ) -> Totals:
+        def run(variables: Variables, kept: list[jax.Array], operands: list[jax.Array], totals: Totals) -> Totals:
             tape = self._tape(totals)
             for operand in self._input_gradient[1]:
                 x, dy = operand.read(kept, operands)
@@ -152,9 +150,9 @@ class LayerWork:
             # What the forward has kept stays where it is.
             numbers = {id(leaf): number for number, leaf in enumerate(kept)}
             not_kept: list[jax.Array] = []
-            for gemm, x, dy in collector.operands:
+            for gemm, x, output_gradient in collector.operands:
                 places = []
-                for leaf in (x.values, x.scale, dy.values, dy.scale):
+                for leaf in (x.values, x.scale, output_gradient.values, output_gradient.scale):
                     if id(leaf) not in numbers:
                         not_kept.append(leaf)
                     places.append((True, numbers[id(leaf)]) if id(leaf) in numbers else (False, len(not_kept) - 1))

@@ -137,9 +137,9 @@ class ChunkWork:
             operands = []
             for layer, own in self._backwards(kept):
                 program = layer.program(layer.work.input_gradient)
-                (dy, added), of_layer = program(layer.variables(variables), own, dy, layer.totals(totals))
+                (dy, added), own_operands = program(layer.variables(variables), own, dy, layer.totals(totals))
                 totals = layer.with_totals(totals, added)
-                operands.append(of_layer)
+                operands.append(own_operands)
             return dy, operands, totals
 
         return jax.jit(input_gradient)
@@ -149,13 +149,13 @@ class ChunkWork:
         def weight_gradient(
             variables: Variables, kept: list[jax.Array], operands: list[list[jax.Array]], totals: Totals
         ) -> Totals:
-            for (layer, own), of_layer in zip(self._backwards(kept), operands, strict=True):
+            for (layer, own), own_operands in zip(self._backwards(kept), operands, strict=True):
                 program = layer.program(layer.work.weight_gradient)
-                added = program(layer.variables(variables), own, of_layer, layer.totals(totals))
+                added = program(layer.variables(variables), own, own_operands, layer.totals(totals))
                 totals = layer.with_totals(totals, added)
             return totals
 
-        return jax.jit(weight_gradient)
+        return weight_gradient
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ class Program:
 
     Args:
       traced: the jaxpr, of leaves.
-      results: the structure of what the function returns.
+      unflatten: makes what the function returns from its leaves.
     """
 
     traced: ClosedJaxpr
-    results: jax.tree_util.PyTreeDef
+    unflatten: Callable[[list[jax.Array]], Any]
 
     def __call__(self, *args: Any) -> Any:
-        return self.results.unflatten(jaxpr_as_fun(self.traced)(*jax.tree.leaves(args)))
+        return self.unflatten(jaxpr_as_fun(self.traced)(*jax.tree.leaves(args)))
 
     def in_scope(self, old: str, new: str) -> "Program":
         """The same, with the name `new` where equations have the named scope `old`."""
@@ -69,10 +69,7 @@ class Halves:
         _, pull = self.pull_back(constants, x, refs)
         leaves, tree = jax.tree.flatten(pull)
         return tree.unflatten(
-            [
-                leaf if number is None else kept[number]
-                for leaf, number in zip(leaves, self._forward[1], strict=True)
-            ]
+            [leaf if number is None else kept[number] for leaf, number in zip(leaves, self._forward[1], strict=True)]
         )
 
     @cached_property
@@ -100,13 +97,13 @@ class Halves:
             numbers.append(kept.setdefault(var, len(kept)) if is_kept else None)
         outvars = [*jaxpr.outvars[: tree.num_leaves], *kept]
         results = jax.tree.structure((tree.unflatten([0] * tree.num_leaves), [0] * len(kept)))
-        return Program(without_dead_code(closed, outvars), results), numbers
+        return Program(without_dead_code(closed, outvars), results.unflatten), numbers
 
 
 def needed(function: Callable, *shapes: Any) -> Program:
     """The same function of such arguments, traced now, without what its results do not need."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    return Program(without_dead_code(closed), jax.tree.structure(results))
+    return Program(without_dead_code(closed), jax.tree.structure(results).unflatten)
 
 
 def _reached(jaxpr: Jaxpr, given: list[Var]) -> set[Var]:

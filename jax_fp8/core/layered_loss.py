@@ -6,7 +6,7 @@ A pipeline gives each stage some of the layers. The first and the last piece are
 takes some of the microbatches, whole ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from jax_fp8.core.types import Batch, PyTree, Variables
@@ -38,6 +38,12 @@ class LayeredLoss:
     on_host: tuple[str, ...] = ()
     whole_batch: Callable[[Batch], Batch] | None = None
 
+    def kind_of(self, name: str) -> Hashable:
+        """What a layer computes with its variables: equal for layers that compute the same, forward and backward. Only
+        `LayersByKind` says so; any other layer is a kind of its own.
+        """
+        return self.layer.kind_of(name) if isinstance(self.layer, LayersByKind) else name
+
     def __call__(self, variables: Variables, batch: Batch, **options: object) -> PyTree:
         if self.whole is not None:
             return self.whole(variables, batch, **options)
@@ -49,6 +55,23 @@ class LayeredLoss:
         for name in self.layers:
             x = self.layer(of_layer(variables, name), x, name)
         return self.last(variables, x, batch)
+
+
+@dataclass(frozen=True)
+class LayersByKind:
+    """The `layer` of a `LayeredLoss` that knows which layers compute the same. A pipeline traces one layer of each kind
+    instead of all of them.
+
+    Args:
+      apply: `apply(variables, x, name) -> x`, as `layer` of a `LayeredLoss`.
+      kind_of: `kind_of(name)`: equal for layers that are one function of their variables and x, forward and backward.
+    """
+
+    apply: Callable[[Variables, PyTree, str], PyTree]
+    kind_of: Callable[[str], Hashable]
+
+    def __call__(self, variables: Variables, x: PyTree, name: str) -> PyTree:
+        return self.apply(variables, x, name)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class MeshPass:
 
     @classmethod
     def _with_stages(cls, parallel, loss: LayeredLoss, recipe, once, state, microbatch, microbatches) -> "MeshPass":
-        layers = LayerKinds.of(loss, state.variables, microbatch)
+        layers = LayerKinds.from_loss(loss, state.variables, microbatch)
         trace = layers.trace
         placement = _place(parallel, state, trace)
         trace.check_kernels_are_params()

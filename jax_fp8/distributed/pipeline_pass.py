@@ -167,12 +167,22 @@ class PipelinePass:
         for gemm, weight in weights.items():
             chunk = next(chunk for chunk, layers in self._positions() if layers[0] == gemm[0])
             put_at_path(variables[chunk]["fp8_cache"], gemm, {"kernel": weight})
-        found = []
+        found, traced = [], {}
         for own in variables:
             gemms = {gemm: recipe for gemm, recipe in self.gemms.items() if gemm[0] in own["params"]}
             collections = {collection: tree for collection, tree in own.items() if tree}
-            options = 1 / self.microbatches, from_current, x, [of for of in observe if of.path in gemms]
-            found.append(ChunkWork(self.loss, tuple(own["params"]), collections, gemms, *options))
+            work = ChunkWork(
+                self.loss,
+                tuple(own["params"]),
+                collections,
+                gemms,
+                weight=1 / self.microbatches,
+                from_current=from_current,
+                x=x,
+                observe=[measurement for measurement in observe if measurement.path in gemms],
+                traced=traced,
+            )
+            found.append(work)
         return found
 
     def _own_params(self, of_stages, name) -> Any:

@@ -1,16 +1,15 @@
-"""A forward and its backward as two programs, with the residuals between them as arrays, which may stay in memory for
-as long as a schedule needs.
+"""A forward and its backward as two programs, with the residuals between them as arrays that may be stored for any time.
 
-    constants, x ─forward→ y, kept            kept: residuals that depend on x, each array once
-    constants, kept, dy ─backward→ dx, ...    constants, and residuals that depend only on them, are not kept
+    constants, x ─forward→ y, kept            kept: the residuals that depend on x, each array once
+    constants, kept, dy ─backward→ dx, ...    constants, and values of constants alone, are not kept
 
-`jax.vjp` returns a function that holds the residuals. Here the same function is traced twice. In the second trace the
-kept arrays replace the residuals that this trace has computed; the forward of the second trace is then dead code, and
-is removed. Refs that the backward writes to are constants of a trace, so each trace has its own.
+The function that `jax.vjp` returns holds its residuals. Here the function is traced twice. In the second trace the kept
+arrays replace the residuals that the trace has computed; its forward is then dead code, and removed. A Ref that the
+backward writes to is a constant too, so each trace has its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,28 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from jax_fp8.jaxprs.dead_code import without_dead_code
-from jax_fp8.jaxprs.equations import Atom, variables
+from jax_fp8.jaxprs.equations import variables
+from jax_fp8.jaxprs.scopes import with_scope
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function. A call repeats its equations in the trace around it, which takes a tenth of tracing it anew.
+
+    Args:
+      traced: the jaxpr, of leaves.
+      unflatten: makes what the function returns from its leaves.
+    """
+
+    traced: ClosedJaxpr
+    unflatten: Callable
+
+    def __call__(self, *args: object) -> Any:
+        return self.unflatten(jaxpr_as_fun(self.traced)(*jax.tree.leaves(args)))
+
+    def in_scope(self, old: str, new: str) -> "Program":
+        """The same, with the name `new` where equations have the named scope `old`."""
+        return replace(self, traced=with_scope(self.traced, old, new))
 
 
 @dataclass(frozen=True)
@@ -28,77 +48,68 @@ class Halves:
     Args:
       pull_back: `pull_back(constants, x, refs) -> y, pull`, as `jax.vjp` returns them, for a function whose pullback
         has the same structure whenever it is traced.
-      make_refs: makes the Refs that the pullback writes to, for a trace in which it does not run.
-      constants: shapes.
-      x: shapes.
+      make_refs: makes what the pullback writes to, for a trace in which it does not run.
+      constants, x: shapes.
     """
 
-    pull_back: Callable[..., tuple[Any, Callable]]
+    pull_back: Callable[..., tuple]
     make_refs: Callable[[], object]
     constants: object
     x: object
 
-    def forward(self, constants: object, x: object) -> tuple[Any, list[jax.Array]]:
-        """y, and the residuals that `pullback` takes as `kept`."""
-        program, _, y_structure = self._forward
-        results = program(*jax.tree.leaves((constants, x)))
-        return y_structure.unflatten(results[: y_structure.num_leaves]), results[y_structure.num_leaves :]
+    @property
+    def forward(self) -> Program:
+        """`forward(constants, x) -> y, kept`, where `kept` is a list."""
+        return self._forward[0]
 
     def pullback(self, constants: object, x: object, kept: list[jax.Array], refs: object) -> Callable:
-        """The pullback of the `forward` that returned `kept`; of `x` only the shape matters. This traces the forward
-        again, as dead code, which `needed` removes.
+        """That of a `forward` which kept this; of `x` only the shape counts. The trace has the forward again, which is
+        dead: see `needed`.
         """
         _, pull = self.pull_back(constants, x, refs)
-        leaves, structure = jax.tree.flatten(pull)
-        numbers = self._forward[1]
-        return structure.unflatten(
-            [leaf if number is None else kept[number] for leaf, number in zip(leaves, numbers, strict=True)]
+        leaves, tree = jax.tree.flatten(pull)
+        return tree.unflatten(
+            [leaf if number is None else kept[number] for leaf, number in zip(leaves, self._forward[1], strict=True)]
         )
 
     @cached_property
-    def _forward(self) -> tuple[Callable, list[int | None], Any]:
-        """The program; for each leaf of the pullback its number among the kept arrays, or None; the structure of y."""
-        is_ref: list[bool] = []
+    def _forward(self) -> tuple[Program, list[int | None]]:
+        """The program; and for each leaf of the pullback its number among what is kept, or None."""
+        found: dict[str, Any] = {}
 
-        def run(constants: object, x: object) -> tuple[Any, list[jax.Array]]:
+        def run(constants: object, x: object) -> tuple[list, list]:
             y, pull = self.pull_back(constants, x, self.make_refs())
             leaves = jax.tree.leaves(pull)
-            is_ref[:] = [isinstance(leaf, jax.Ref) for leaf in leaves]
-            return y, [leaf for leaf in leaves if not isinstance(leaf, jax.Ref)]
+            found["is_ref"] = [isinstance(leaf, jax.Ref) for leaf in leaves]
+            found["y"] = jax.tree.structure(y)
+            return jax.tree.leaves(y), [leaf for leaf in leaves if not isinstance(leaf, jax.Ref)]
 
-        closed, (y, _) = jax.make_jaxpr(run, return_shape=True)(self.constants, self.x)
-        jaxpr, y_structure = closed.jaxpr, jax.tree.structure(y)
+        closed = jax.make_jaxpr(run)(self.constants, self.x)
+        jaxpr, tree = closed.jaxpr, found["y"]
         inputs = len(jax.tree.leaves(self.x))
-        depends_on_x = _dependents(jaxpr, jaxpr.invars[len(jaxpr.invars) - inputs :])
-        residuals = iter(jaxpr.outvars[y_structure.num_leaves :])
-        kept: dict[Var, int] = {}
+        of_x = _reached(jaxpr, jaxpr.invars[len(jaxpr.invars) - inputs :])
+        outputs = iter(jaxpr.outvars[tree.num_leaves :])
+        kept: dict[object, int] = {}
         numbers: list[int | None] = []
-        for leaf_is_ref in is_ref:
-            var = None if leaf_is_ref else next(residuals)
-            if var is None or isinstance(var, Literal) or var not in depends_on_x:
-                numbers.append(None)
-            else:
-                numbers.append(kept.setdefault(var, len(kept)))
-        outvars = [*jaxpr.outvars[: y_structure.num_leaves], *kept]
-        return _as_function(closed, outvars), numbers, y_structure
+        for is_ref in found["is_ref"]:
+            var = None if is_ref else next(outputs)
+            is_kept = var is not None and not isinstance(var, Literal) and var in of_x
+            numbers.append(kept.setdefault(var, len(kept)) if is_kept else None)
+        outvars = [*jaxpr.outvars[: tree.num_leaves], *kept]
+        results = jax.tree.structure((tree.unflatten([0] * tree.num_leaves), [0] * len(kept)))
+        return Program(without_dead_code(closed, outvars), results.unflatten), numbers
 
 
-def needed(function: Callable, *shapes: object) -> Callable:
-    """The same function, traced now for arguments of these shapes, without dead code."""
+def needed(function: Callable, *shapes: object) -> Program:
+    """The same function of such arguments, traced now, without what its results do not need."""
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    program, structure = _as_function(closed, closed.jaxpr.outvars), jax.tree.structure(results)
-    return lambda *args: structure.unflatten(program(*jax.tree.leaves(args)))
+    return Program(without_dead_code(closed), jax.tree.structure(results).unflatten)
 
 
-def _as_function(closed: ClosedJaxpr, outvars: list[Atom]) -> Callable[..., list[jax.Array]]:
-    """A traced program with only these results, as a function of leaves that returns a list."""
-    return jax.jit(jaxpr_as_fun(without_dead_code(closed, outvars)))
-
-
-def _dependents(jaxpr: Jaxpr, sources: list[Var]) -> set[Var]:
-    """These variables, and all that depend on them."""
-    dependents = set(sources)
+def _reached(jaxpr: Jaxpr, given: list[Var]) -> set[Var]:
+    """What depends on these variables."""
+    reached = set(given)
     for equation in jaxpr.eqns:
-        if not dependents.isdisjoint(variables(equation.invars)):
-            dependents.update(equation.outvars)
-    return dependents
+        if not reached.isdisjoint(variables(equation.invars)):
+            reached.update(equation.outvars)
+    return reached

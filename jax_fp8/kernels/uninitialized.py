@@ -31,5 +31,9 @@ def uninitialized(shapes: PyTree) -> PyTree:
 
 
 def uninitialized_reference(shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Full of NaN; of zeros where the dtype has none."""
-    return [jnp.full(of.shape, jnp.nan if jnp.issubdtype(of.dtype, jnp.floating) else 0, of.dtype) for of in shapes]
+    """Full of NaN; of zeros where the dtype has none. Results of one shape and dtype are one array."""
+    full = {
+        (of.shape, of.dtype): jnp.full(of.shape, jnp.nan if jnp.issubdtype(of.dtype, jnp.floating) else 0, of.dtype)
+        for of in {(of.shape, of.dtype): of for of in shapes}.values()
+    }
+    return [full[of.shape, of.dtype] for of in shapes]

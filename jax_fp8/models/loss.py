@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fp8.core.checks import check_flags
-from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss
+from jax_fp8.core.layered_loss import LayeredLoss, LayersByKind, WholeBatchLoss
 from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.models.batch import Reading, counted
 from jax_fp8.models.checks import check_is_tokens_alone, check_loss_settings, check_runs_by_layers, check_streams
@@ -66,7 +66,8 @@ def _layered(
     first, layer, last = (piece(**shared_fields(model, GPT)) for piece in (_Embedding, _Layer, _Head))
     names = tuple(f"layer_{index}" for index in range(model.config.num_layers))
     remat = Remat.parse(model.remat, model.config.num_layers)
-    on_host = tuple(name for index, name in enumerate(names) if remat.kind_for(index) == "offload")
+    remats = {name: remat.kind_for(index) for index, name in enumerate(names)}  # in nothing else do layers differ
+    on_host = tuple(name for name, kind in remats.items() if kind == "offload")
 
     def apply_first(variables: Variables, batch: Batch) -> PyTree:
         reading = read(batch)
@@ -81,7 +82,8 @@ def _layered(
         mask, mask_total = reading.mask, reading.mask_total
         return last.apply(variables, x, reading.labels, mask=mask, mask_total=mask_total, z_loss=z_loss)
 
-    return LayeredLoss(names, apply_first, apply_layer, apply_last, loss_fn, on_host, count)
+    by_kind = LayersByKind(apply_layer, remats.__getitem__)
+    return LayeredLoss(names, apply_first, by_kind, apply_last, loss_fn, on_host, count)
 
 
 def next_token_loss(

@@ -1,12 +1,12 @@
-"""How a step is spread over the devices of a mesh: one value, `Parallelism`. The axes of the mesh go by name:
+"""How a step is spread over the devices of a mesh: one value, `Parallelism`. Each axis of the mesh has a fixed name:
 
     data     splits the batch; params are the same on all its devices
     fsdp     splits the batch too, and params, gradients and optimizer state (ZeRO: https://arxiv.org/abs/1910.02054)
     tensor   splits layers; the batch is the same on all its devices
-    pipe     each of its devices computes some of the layers, one microbatch after the other; params lie split over it,
-             as over `fsdp`
+    pipe     each of its devices computes some of the layers, one microbatch after the other; it splits the storage of
+             params, as `fsdp` does
 
-Any of them may be left out, or be 1.
+A mesh may leave out any of them, or give it the size 1.
 """
 
 import math
@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_fp8.core.checks import check_bool, describe
 from jax_fp8.core.shards import TensorParallel
+from jax_fp8.core.types import Batch
 from jax_fp8.parallel.schedule import Schedule
 from jax_fp8.parallel.schedules import make_schedule
 
@@ -35,21 +37,21 @@ GRADIENT_DTYPES = ("float32", "bfloat16")
 @dataclass(frozen=True)
 class Parallelism:
     """How a step is spread over the devices of a mesh: for `parallel=` of `make_train_step`, `value_and_grad`,
-    `warm_start` and `shardings`, all of which take a bare mesh as well. It is checked when it is made, can be hashed,
-    and is equal to one of the same values.
+    `warm_start` and `shardings`, all of which take a bare mesh as well. The constructor checks the values. Two objects
+    with the same values are equal and have the same hash.
 
     Args:
       mesh: a `jax.sharding.Mesh`. Its axes `data` and `fsdp` split the batch, `fsdp` params and optimizer state too,
-        `tensor` splits the layers, and `pipe` makes them stages of a pipeline, through which microbatches pass; any may
+        `tensor` splits the layers, and `pipe` makes them stages of a pipeline, through which microbatches pass. Any may
         be left out. An axis by another name is refused.
-      rules: pairs of a pattern and a `PartitionSpec`: a param whose path, names joined by "/", the pattern is found in
-        (`re.search`) is split like that; the spec names `fsdp` and `tensor`, and is that of its last dims. The first
-        that is found counts. All other params lie as their layers and their sizes say.
+      rules: pairs of a pattern and a `PartitionSpec`. A rule applies to the params in whose path (names joined by "/")
+        `re.search` finds the pattern; the first such rule counts. Its spec names `fsdp` and `tensor`, and describes the
+        param's last dims. Without a rule, a param's layer and its shape decide.
       sequence_parallel: between layers, each device of `tensor` keeps its part of the rows; refused without that axis.
-      gradient_dtype: in which gradients of matrices are summed over `data` and `fsdp`. None is float32, unless both
-        gradients and params have 16 bits; jnp.bfloat16 is half the bytes; others are refused.
-      schedule: of the pipeline: "1f1b", which None stands for, "gpipe", "interleaved" or "zero-bubble"; refused without
-        the axis `pipe`.
+      gradient_dtype: the dtype in which gradients of matrices are summed over `data` and `fsdp`. None is float32,
+        unless both gradients and params have 16 bits. jnp.bfloat16 sends half the bytes. Others are refused.
+      schedule: the pipeline's: "1f1b" (the default, None), "gpipe", "interleaved" or "zero-bubble"; refused without the
+        axis `pipe`.
       chunks: groups of layers on each stage. None is 2 for "interleaved", which needs several, and 1 for the others,
         which have one; refused without the axis `pipe`.
     """
@@ -67,7 +69,7 @@ class Parallelism:
         check_bool("sequence_parallel", self.sequence_parallel)
         if self.sequence_parallel and self.size(TENSOR) == 1:
             raise ValueError(
-                "sequence parallelism splits rows over the axis `tensor`, which this mesh has not, "
+                "sequence parallelism splits rows over the axis `tensor`, which this mesh does not have, "
                 f"got {describe_mesh(self.mesh)}; add the axis, or leave sequence_parallel out"
             )
         schedule, chunks = self.schedule, self.chunks
@@ -77,11 +79,11 @@ class Parallelism:
             make_schedule(schedule, self.stages, self.stages, chunks)  # raises unless there is one
         elif schedule is not None or chunks is not None:
             raise ValueError(
-                "schedule and chunks are about the axis `pipe`, which this mesh has not, "
+                "schedule and chunks are about the axis `pipe`, which this mesh does not have, "
                 f"got {describe_mesh(self.mesh)}; add the axis, or leave them out"
             )
         gradient_dtype = _check_gradient_dtype(self.gradient_dtype)
-        # In one form each, so that values that mean the same are equal.
+        # One form for each meaning: objects that mean the same are then equal.
         vars(self).update(rules=tuple(self.rules), gradient_dtype=gradient_dtype, schedule=schedule, chunks=chunks)
 
     def size(self, axis: str) -> int:
@@ -90,7 +92,7 @@ class Parallelism:
 
     @cached_property
     def batch_axes(self) -> tuple[str, ...]:
-        """Those that split the batch."""
+        """The axes that split the batch."""
         return tuple(axis for axis in (DATA, FSDP) if self.size(axis) > 1)
 
     @property
@@ -99,22 +101,22 @@ class Parallelism:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline; 1 is none."""
+        """The stages of the pipeline; 1 without a pipeline."""
         return self.size(PIPE)
 
     @property
     def num_chunks(self) -> int:
-        """Of layers on each stage; 1 without a pipeline."""
+        """The chunks of layers on each stage; 1 without a pipeline."""
         return self.chunks or 1
 
     def schedule_of(self, microbatches: int) -> Schedule:
-        """The schedule of the pipeline for so many microbatches; raises where there is none."""
+        """The schedule of the pipeline for so many microbatches; raises where the schedule does not allow them."""
         assert self.schedule is not None, "there are stages"
         return make_schedule(self.schedule, self.stages, microbatches, self.num_chunks)
 
     @cached_property
     def storage_axes(self) -> tuple[str, ...]:
-        """Those that split params and optimizer state, but not what a layer computes."""
+        """The axes that split the storage of params and optimizer state, but not the computation of a layer."""
         return tuple(axis for axis in (FSDP, PIPE) if self.size(axis) > 1)
 
     @property
@@ -128,20 +130,20 @@ class Parallelism:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """How every array of a batch is split: by its first dim."""
+        """Every array of a batch is split along its first dim."""
         return PartitionSpec(self.batch_axes) if self.batch_axes else PartitionSpec()
 
     def check_has_no_stages(self, what: str) -> None:
-        """Raise where there are stages."""
+        """Raise if there is a pipeline; `what` is the caller, for the message."""
         if self.stages > 1:
             raise ValueError(
                 f"{what} runs whole models, and has no pipeline, got {describe_mesh(self.mesh)}; leave out the axis "
                 "pipe, or call a step of make_train_step, which has one"
             )
 
-    def check_rows(self, batch: Any, microbatches: int) -> None:
-        """Raise unless every device has as many whole rows of each microbatch. What is not a jax array yet is this
-        process's part of the batch.
+    def check_rows(self, batch: Batch, microbatches: int) -> None:
+        """Raise unless every device gets the same number of rows of each microbatch. A leaf that is no `jax.Array` is
+        this process's part of the batch.
         """
         of_each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -154,11 +156,11 @@ class Parallelism:
                     f"pass a multiple of {parts}"
                 )
 
-    def place_batch(self, batch: Any, microbatches: int) -> Any:
-        """A batch on the mesh. What is not a jax array yet is this process's part of it."""
+    def place_batch(self, batch: Batch, microbatches: int) -> Batch:
+        """The batch on the mesh. A leaf that is no `jax.Array` is this process's part of it."""
         self.check_rows(batch, microbatches)
 
-        def place(leaf):
+        def place(leaf: ArrayLike) -> jax.Array:
             if isinstance(leaf, jax.Array):
                 return leaf if leaf.sharding.device_set == self.devices else jax.device_put(leaf, self._sharding(leaf))
             return jax.make_array_from_process_local_data(self._sharding(leaf), np.asarray(leaf))
@@ -166,15 +168,15 @@ class Parallelism:
         return jax.tree.map(place, batch)
 
     @cached_property
-    def devices(self) -> set[Any]:
+    def devices(self) -> set[object]:
         return set(self.mesh.devices.flat)
 
-    def _sharding(self, leaf) -> NamedSharding:
+    def _sharding(self, leaf: ArrayLike) -> NamedSharding:
         return NamedSharding(self.mesh, self.batch_spec if np.ndim(leaf) else PartitionSpec())
 
 
-def as_parallelism(parallel: Any) -> Parallelism | None:
-    """What a user passes for `parallel`: a `Parallelism`, a mesh for one with defaults, or None."""
+def as_parallelism(parallel: object) -> Parallelism | None:
+    """Check the argument `parallel` of a user: a `Parallelism`, None, or a mesh, which gets the defaults."""
     if isinstance(parallel, Mesh):
         return Parallelism(parallel)
     if parallel is None or isinstance(parallel, Parallelism):
@@ -185,7 +187,7 @@ def as_parallelism(parallel: Any) -> Parallelism | None:
     )
 
 
-def check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: object) -> None:
     """Raise unless a step can be spread over this mesh."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
@@ -200,7 +202,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """`data=2,tensor=4` → the size of each axis, in the order of AXES: devices of the last one adjoin."""
+    """`data=2,tensor=4` → the size of each axis, in the order of AXES. Devices of the last axis have adjacent numbers."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
     sizes = {name: int(size) for name, _, size in pairs if name in AXES and size.isdecimal() and int(size) > 0}
     if len(sizes) != len(pairs):
@@ -215,7 +217,7 @@ def describe_mesh(mesh: Mesh) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
-def _check_rules(rules):
+def _check_rules(rules: object) -> None:
     is_rule = [
         isinstance(rule, tuple) and len(rule) == 2 and _is_pattern(rule[0]) and isinstance(rule[1], PartitionSpec)
         for rule in (rules if isinstance(rules, tuple | list) else [None])
@@ -227,22 +229,22 @@ def _check_rules(rules):
         )
 
 
-def _is_pattern(text) -> bool:
+def _is_pattern(text: object) -> bool:
     try:
         return isinstance(text, str) and bool(re.compile(text))
     except re.error:
         return False
 
 
-def _check_gradient_dtype(given) -> np.dtype | None:
-    """The dtype that is meant; raises unless gradients can be summed in it."""
+def _check_gradient_dtype(gradient_dtype: Any) -> np.dtype | None:
+    """The dtype that the argument names; raises unless gradients can be summed in it."""
     try:
-        dtype = None if given is None else jnp.dtype(given)
+        dtype = None if gradient_dtype is None else jnp.dtype(gradient_dtype)
     except TypeError:
-        dtype = given
-    if given is not None and getattr(dtype, "name", None) not in GRADIENT_DTYPES:
+        dtype = gradient_dtype
+    if gradient_dtype is not None and getattr(dtype, "name", None) not in GRADIENT_DTYPES:
         raise ValueError(
-            f"gradient_dtype must be None, jnp.float32 or jnp.bfloat16, got {given!r}; "
+            f"gradient_dtype must be None, jnp.float32 or jnp.bfloat16, got {gradient_dtype!r}; "
             "None sums them in float32, unless gradients and params have 16 bits"
         )
     return dtype

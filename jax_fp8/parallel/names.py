@@ -1,13 +1,15 @@
-"""Names of dims that params carry as Flax's metadata: read as rules of a step on a mesh, and taken off for it.
+"""Names of dims that params carry as Flax's metadata. A step on a mesh reads them as rules, and takes arrays without
+them.
 
-    model.init ─boxes: an array and the names of its dims─ rules_from_names → rules by path; without_names → arrays
+    model.init → boxes: an array and the names of its dims ─┬─rules_from_names→ rules by path
+                                                            └─without_names→ arrays
 
-Flax puts an array into a box where an initializer names its dims: `nn.with_logical_partitioning`, whose names are
-mapped to axes of a mesh by rules, and `nn.with_partitioning`, whose names are such axes.
+Flax boxes an array whose initializer names its dims. With `nn.with_logical_partitioning` rules map the names to axes of
+a mesh; with `nn.with_partitioning` the names are axes already.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,34 +18,35 @@ from flax.core.meta import AxisMetadata
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from jax_fp8.core.paths import map_with_names
+from jax_fp8.core.paths import LayerPath, map_with_names
+from jax_fp8.core.types import PyTree
 from jax_fp8.parallel.mesh import FSDP
 
-LogicalRules = Sequence[tuple[str, Any]]
+LogicalRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
 
 def rules_from_names(
-    variables: Any, logical_rules: LogicalRules | None = None
+    variables: PyTree, logical_rules: LogicalRules | None = None
 ) -> tuple[tuple[str, PartitionSpec], ...]:
-    """The `rules` of `make_train_step` that the names of dims of params say; params without names have none. Vectors
-    are left whole over `fsdp`, as they are without rules.
+    """The `rules` of a `Parallelism`, from the names of the dims of params. A param without names gets no rule. Vectors
+    stay whole over `fsdp`, as without rules.
 
     Args:
       variables: what `model.init` returns, or its shapes: `jax.eval_shape(model.init, ...)`.
-      logical_rules: pairs of a name and an axis of the mesh, some axes or None, as `nn.logical_to_mesh_axes` takes
-        them: of several for one name the first counts whose axes split no other dim of the param. None takes those of
-        the `nn.logical_axis_rules` around. What they do not name is not split.
+      logical_rules: pairs of a name and an axis of the mesh, several axes or None, as `nn.logical_to_mesh_axes` takes
+        them. Of several pairs with one name the first counts whose axes split no other dim of the param. None takes the
+        rules of the surrounding `nn.logical_axis_rules`. A dim whose name is in no pair is not split.
     """
-    found: dict[str, PartitionSpec] = {}
+    rules: dict[str, PartitionSpec] = {}
 
-    def read(path, leaf):
+    def read(path: LayerPath, leaf: object) -> None:
         if isinstance(leaf, nn.LogicallyPartitioned):
             spec = logical_to_mesh_axes(leaf.names, leaf.rules if logical_rules is None else logical_rules)
         elif isinstance(leaf, nn.Partitioned):
             spec = leaf.get_partition_spec()
         else:
             return
-        found["/".join(path)] = _rule(spec or (), leaf.value.ndim)
+        rules["/".join(path)] = _rule(spec or (), leaf.value.ndim)
 
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise ValueError(
@@ -51,35 +54,36 @@ def rules_from_names(
             "jax.eval_shape(model.init, ...) returned"
         )
     map_with_names(read, variables["params"], is_leaf=_is_box)
-    if not found:
+    if not rules:
         raise ValueError(
             "rules_from_names needs params whose initializers name their dims, got none; make layers with "
             "logical_axes=True, or initializers by nn.with_logical_partitioning, and do not unbox what they return"
         )
-    return tuple((f"^{re.escape(path)}$", spec) for path, spec in found.items())
+    return tuple((f"^{re.escape(path)}$", spec) for path, spec in rules.items())
 
 
-def without_names(tree: Any) -> Any:
-    """The arrays alone. No sharding is asked for on the way, as `nn.unbox` does where a mesh is set."""
+def without_names(tree: PyTree) -> PyTree:
+    """The arrays without their boxes. Unlike `nn.unbox`, it adds no sharding constraint where a mesh is set."""
 
-    def take_out(leaf):
+    def unbox(leaf: Any) -> Any:
         if isinstance(leaf, nn.Partitioned):
             return leaf.unbox(apply_constraint=False)
         return leaf.unbox() if _is_box(leaf) else leaf
 
-    return jax.tree.map(take_out, tree, is_leaf=_is_box)
+    return jax.tree.map(unbox, tree, is_leaf=_is_box)
 
 
-def _rule(spec, ndim) -> PartitionSpec:
-    """The spec of all dims, from one of the first."""
+def _rule(spec: Iterable[str | tuple[str, ...] | None], ndim: int) -> PartitionSpec:
+    """A spec of all dims, from a spec of the first ones; without `fsdp` for a vector."""
 
-    def axes(entry):
+    def axes(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name is not None and (name != FSDP or ndim > 1))
-        return kept if len(kept) > 1 else next(iter(kept), None)
+        own = tuple(name for name in names if name is not None and (name != FSDP or ndim > 1))
+        return own if len(own) > 1 else next(iter(own), None)
 
-    return PartitionSpec(*map(axes, spec), *[None] * (ndim - len(spec)))
+    entries = [*map(axes, spec)]
+    return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     return isinstance(node, AxisMetadata)

@@ -1,16 +1,16 @@
-"""Collectives beside compute: what XLA's scheduler is told of a step on a mesh.
+"""Options of XLA's compiler for a step on a mesh, with which collectives overlap with compute.
 
-By itself it lets one collective run at a time, and begins it only where it sees enough left to hide it under. It takes
-the kernels of a custom call to be short, so sums of gradients came last and alone.
+By default XLA's scheduler lets one collective run at a time, and begins it only where it expects enough compute to hide
+it. It takes custom calls to be short, so it put the sums of gradients last, where nothing hides them.
 
     without   ... wgrad │ sum wgrad │ sum wgrad │ sum      each sum beside one product
-    with      ... wgrad │ wgrad │ wgrad │ wgrad            a sum begins as soon as its gradient is there,
-                         └ sum ┘└ sum ┘└ sum ┘             and is waited for where it is read
+    with      ... wgrad │ wgrad │ wgrad │ wgrad            a sum begins as soon as its gradient is computed,
+                         └ sum ┘└ sum ┘└ sum ┘             and ends before it is read
 
-They run one after another in the order in which they begin, which is the same on all devices.
+Sums run one after another in the order in which they begin, which is the same on all devices.
 
-The ticks of a pipeline are a loop around a conditional, through which all that is kept goes untouched. XLA sees that
-nothing need be copied if it looks at regions of the program, and not at its instructions alone.
+The ticks of a pipeline are a loop around a conditional. Most slots pass through it unchanged. XLA's copy insertion finds
+that it need not copy them only when it analyses regions of the program instead of single instructions.
 """
 
 OVERLAP_OPTIONS = {

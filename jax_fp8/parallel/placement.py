@@ -1,11 +1,11 @@
-"""Where every param lies on a mesh: by the rules of the user, by what layers say of their params, and by size.
+"""Where every param lies on a mesh: the user's rules decide, then what layers declare of their params, then the shape.
 
     shardings that layers declare, rules ─place_params→ a ParamPlace for each param ─→ specs of params, optimizer state
 
-A `tensor` axis splits what a layer says can be split (its columns, rows, heads). `fsdp` splits the rows of every
-matrix, so that a shard is contiguous, and what is gathered needs no permutation. Vectors stay whole: they are small.
-`pipe` splits the parts of `fsdp`: a layer's params lie on the devices of all stages, whichever of them computes it. So
-params are the same tree on every mesh, and each device updates as many of them.
+A `tensor` axis splits the dim that a layer declares (its columns, rows, heads). `fsdp` splits the rows of every matrix:
+a shard is then contiguous, and a gathered matrix needs no permutation. Vectors stay whole, for they are small. `pipe`
+splits the parts of `fsdp`: the devices of all stages store a part of each layer, whichever stage computes it. So params
+are the same tree on every mesh, and each device updates an equal share of them.
 """
 
 import math
@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fp8.core.paths import LayerPath, map_with_names
 from jax_fp8.core.shards import ParamSharding, Shards
-from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism
+from jax_fp8.core.types import PyTree
+from jax_fp8.parallel.mesh import FSDP, PIPE, TENSOR, Parallelism, Rules
 
 
 @jax.tree_util.register_static
@@ -32,10 +32,10 @@ class ParamPlace:
 
     Args:
       shape: of the whole param.
-      tensor_dim, fsdp_dim: the dims, counted from the end, that these axes split; None where they do not. What is said
-        of `fsdp` holds for all of `storage`.
-      is_partial: every device of `tensor` has all of it, and uses a part: the gradient is a sum over them.
-      dtype: in which a layer reads it, if in one only.
+      tensor_dim, fsdp_dim: the dims, counted from the end, that these axes split; None where they split none. All axes
+        of `storage` split `fsdp_dim`.
+      is_partial: every device of `tensor` has the whole param and uses a part of it: the gradient is a sum over them.
+      dtype: the dtype in which layers read it; None if they read it in several, or in its own.
       storage: the axes `fsdp` and `pipe`, as far as the mesh has them.
     """
 
@@ -43,7 +43,7 @@ class ParamPlace:
     tensor_dim: int | None = None
     fsdp_dim: int | None = None
     is_partial: bool = False
-    dtype: Any = None
+    dtype: jax.typing.DTypeLike | None = None
     storage: tuple[str, ...] = (FSDP,)
 
     @property
@@ -58,7 +58,7 @@ class ParamPlace:
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in of_dims))
 
     def shape_without_fsdp(self, tensor: int) -> tuple[int, ...]:
-        """What a device computes with: its part of the layer, of `tensor` parts."""
+        """The shape of a device's part of the param, gathered over `storage`; `tensor` devices split the layer."""
         shape = list(self.shape)
         if self.tensor_dim is not None:
             shape[self.tensor_dim] //= tensor
@@ -70,27 +70,27 @@ class Placement:
     """Where all params of a step lie; `places` is a tree like the params."""
 
     parallel: Parallelism
-    places: Any
+    places: PyTree
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> PyTree:
         return jax.tree.map(lambda place: place.spec, self.places, is_leaf=_is_place)
 
     @cached_property
     def by_path(self) -> dict[LayerPath, ParamPlace]:
-        found: dict[LayerPath, ParamPlace] = {}
-        map_with_names(found.__setitem__, self.places, is_leaf=_is_place)
-        return found
+        by_path: dict[LayerPath, ParamPlace] = {}
+        map_with_names(by_path.__setitem__, self.places, is_leaf=_is_place)
+        return by_path
 
     @property
     def shards(self) -> Shards:
-        """What one device knows of the others."""
+        """How layers find their params and the batch split, in the program of one device."""
         dims = {path: place.tensor_dim for path, place in self.by_path.items()}
         return Shards(self.parallel.batch_axes, self.parallel.tensor, dims, self.parallel.batch_parts)
 
     @property
     def shards_of_weights(self) -> Shards:
-        """The same where weights are cast, whose parts also the devices of `pipe` have."""
+        """`shards` for casting weights: the devices of `pipe` have parts of them, too."""
         shards = self.shards
         return replace(shards, batch_axes=(*shards.batch_axes, *((PIPE,) if self.parallel.stages > 1 else ())))
 
@@ -98,23 +98,23 @@ class Placement:
     def splits_params(self) -> bool:
         return any(place.spec for place in self.by_path.values())
 
-    def shardings(self, tree: Any) -> Any:
-        """Where a tree lies whose arrays are params, or, like an optimizer's state, have their names and shapes; all
-        other arrays are the same on all devices.
+    def shardings(self, tree: PyTree) -> PyTree:
+        """The sharding of each array of a tree. An array with the name and shape of a param, as in an optimizer's state,
+        lies like that param; all other arrays are the same on all devices.
         """
         by_path = self.by_path
 
-        def sharding(path, leaf):
+        def sharding(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
             place = _place_of(path, leaf.shape, by_path)
             return NamedSharding(self.parallel.mesh, place.spec if place else PartitionSpec())
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def place_params(parallel: Parallelism, params: Any, declared: Mapping[LayerPath, ParamSharding]) -> Placement:
-    """Where params (arrays, or their shapes) lie, for which layers have `declared` shardings."""
+def place_params(parallel: Parallelism, params: PyTree, declared: Mapping[LayerPath, ParamSharding]) -> Placement:
+    """Where params lie, which are arrays or their shapes; `declared` are the shardings that layers declare."""
 
-    def place(path, leaf):
+    def place(path: LayerPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> ParamPlace:
         rule = _rule_of(path, parallel.rules)
         if rule is not None:
             return _by_rule(parallel, path, leaf.shape, rule, declared.get(path, ParamSharding()))
@@ -125,17 +125,17 @@ def place_params(parallel: Parallelism, params: Any, declared: Mapping[LayerPath
     return placement
 
 
-def placed_shapes(shapes: Any, shardings: Any) -> Any:
+def placed_shapes(shapes: PyTree, shardings: PyTree) -> PyTree:
     """`jax.ShapeDtypeStruct`s with these shardings."""
 
-    def placed(leaf, sharding):
+    def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(placed, shapes, shardings)
 
 
-def zeros_like(placed: Any) -> Any:
-    """Zeros of these shapes, made where they belong."""
+def zeros_like(placed: PyTree) -> PyTree:
+    """Zeros of these shapes; each device makes its own shards."""
     make = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), placed),
         out_shardings=jax.tree.map(lambda x: x.sharding, placed),
@@ -143,10 +143,10 @@ def zeros_like(placed: Any) -> Any:
     return make()
 
 
-def put(tree: Any, shardings: Any) -> Any:
-    """Arrays of a program, where these shardings say."""
+def put(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Arrays of a program that is being traced, with these shardings."""
 
-    def place(leaf, sharding):
+    def place(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         if AxisType.Explicit in sharding.mesh.axis_types:
             return jax.reshard(leaf, sharding)
         return lax.with_sharding_constraint(leaf, sharding)
@@ -154,20 +154,26 @@ def put(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(place, tree, shardings)
 
 
-def _as_declared(parallel, path, shape, sharding) -> ParamPlace:
+def _as_declared(parallel: Parallelism, path: LayerPath, shape: tuple[int, ...], sharding: ParamSharding) -> ParamPlace:
+    """Where a param lies that no rule is about."""
     size, dim, is_partial = parallel.size(TENSOR), sharding.dim, sharding.is_shared
     if size == 1 or dim is None:
         dim = None
-    elif sharding.pieces % size:
-        if not (sharding.or_whole and size % sharding.pieces == 0):
+    elif _pieces(sharding) % size:
+        if not (sharding.or_whole and size % _pieces(sharding) == 0):
             _refuse(path, shape, size, sharding)
         dim, is_partial = None, True
     own = ParamPlace(shape, dim, None, is_partial, sharding.dtype, parallel.storage_axes)
     return replace(own, fsdp_dim=_fsdp_dim(own.shape_without_fsdp(size), parallel.storage_parts))
 
 
-def _refuse(path, shape, size, sharding):
-    padded = math.ceil(sharding.pieces / size) * size
+def _pieces(sharding: ParamSharding) -> int:
+    assert sharding.pieces is not None, "a layer that declares a dim says how many pieces it has"
+    return sharding.pieces
+
+
+def _refuse(path: LayerPath, shape: tuple[int, ...], size: int, sharding: ParamSharding) -> None:
+    padded = math.ceil(_pieces(sharding) / size) * size
     several = f", or be a multiple of it, got {sharding.pieces}" if sharding.or_whole else f", got {sharding.pieces}"
     raise ValueError(
         f"tensor={size} must divide the {sharding.named} of {'/'.join(path)}{several} in shape {shape}; "
@@ -175,19 +181,22 @@ def _refuse(path, shape, size, sharding):
     )
 
 
-def _fsdp_dim(shape, size) -> int | None:
-    """Rows, if they can be split; columns, if they can; else nothing."""
+def _fsdp_dim(shape: tuple[int, ...], size: int) -> int | None:
+    """The rows of a matrix, if `size` divides them; else its columns, if it divides these; else None."""
     if size == 1 or len(shape) < 2:
         return None
     return next((dim for dim in (-2, -1) if shape[dim] % size == 0), None)
 
 
-def _rule_of(path, rules) -> PartitionSpec | None:
+def _rule_of(path: LayerPath, rules: Rules) -> PartitionSpec | None:
     name = "/".join(path)
     return next((spec for pattern, spec in rules if re.search(pattern, name)), None)
 
 
-def _by_rule(parallel, path, shape, rule, sharding) -> ParamPlace:
+def _by_rule(
+    parallel: Parallelism, path: LayerPath, shape: tuple[int, ...], rule: PartitionSpec, sharding: ParamSharding
+) -> ParamPlace:
+    """Where a param lies by a user's rule."""
     if len(rule) > len(shape):
         raise ValueError(
             f"the rule {rule} of {'/'.join(path)} must not have more dims than the param's shape {shape}; shorten it"
@@ -205,8 +214,8 @@ def _by_rule(parallel, path, shape, rule, sharding) -> ParamPlace:
     is_partial = (sharding.or_whole or sharding.is_shared) and parallel.size(TENSOR) > 1 and tensor_dim is None
     place = ParamPlace(shape, tensor_dim, fsdp_dim, is_partial, sharding.dtype, parallel.storage_axes)
     _check_is_declared(parallel, path, place, rule, sharding)
-    if tensor_dim is not None and tensor_dim == sharding.dim and sharding.pieces % parallel.size(TENSOR):
-        if sharding.or_whole and parallel.size(TENSOR) % sharding.pieces == 0:
+    if tensor_dim is not None and tensor_dim == sharding.dim and _pieces(sharding) % parallel.size(TENSOR):
+        if sharding.or_whole and parallel.size(TENSOR) % _pieces(sharding) == 0:
             raise ValueError(
                 f"a rule must leave {'/'.join(path)} whole over {TENSOR}={parallel.size(TENSOR)}, more devices than "
                 f"there are {sharding.named}, got {rule} of {sharding.pieces}; leave {TENSOR} out of it"
@@ -222,7 +231,10 @@ def _by_rule(parallel, path, shape, rule, sharding) -> ParamPlace:
     return place
 
 
-def _check_is_declared(parallel, path, place, rule, sharding):
+def _check_is_declared(
+    parallel: Parallelism, path: LayerPath, place: ParamPlace, rule: PartitionSpec, sharding: ParamSharding
+) -> None:
+    """Raise where a rule splits a dim over `tensor` that the layer has not declared."""
     dims = sorted({dim for dim in (sharding.dim, *sharding.by_rule) if dim is not None})
     if place.tensor_dim not in (None, *dims):
         can = f"can split dim {' or '.join(map(str, dims))}" if dims else "needs all of it on every device"
@@ -232,8 +244,8 @@ def _check_is_declared(parallel, path, place, rule, sharding):
         )
 
 
-def _check_biases(placement, declared):
-    """Raise where rules split a kernel, and its bias otherwise."""
+def _check_biases(placement: Placement, declared: Mapping[LayerPath, ParamSharding]) -> None:
+    """Raise where rules split a bias unlike the columns of its kernel."""
     by_path = placement.by_path
     for path, place in by_path.items():
         kernel = declared.get(path, ParamSharding()).columns_of
@@ -246,8 +258,8 @@ def _check_biases(placement, declared):
         )
 
 
-def _place_of(path, shape, by_path) -> ParamPlace | None:
-    """The place of the param whose names are the last ones of a path, if it has this shape."""
+def _place_of(path: tuple, shape: tuple[int, ...], by_path: Mapping[LayerPath, ParamPlace]) -> ParamPlace | None:
+    """The place of the param whose names end the path, if it has this shape."""
     names = [name for key in path if (name := getattr(key, "key", None)) is not None]
     for first in range(len(names)):
         place = by_path.get(tuple(names[first:]))
@@ -256,5 +268,5 @@ def _place_of(path, shape, by_path) -> ParamPlace | None:
     return None
 
 
-def _is_place(node) -> bool:
+def _is_place(node: object) -> bool:
     return isinstance(node, ParamPlace)

@@ -3,21 +3,21 @@
     Schedule, a table tick x stage ─make_ticks (parallel/ticks.py)→ what the step on a mesh with `pipe` reads
 
 A pipeline splits the layers of a model over stages, and a batch into microbatches. In a tick a stage does at most one
-unit: the forward of a microbatch, its backward, or half of its backward. The input gradient is the half that the stage
-before waits for. Nobody waits for the weight gradient, so it may run later.
+unit: the forward of a microbatch, its backward, or half of its backward. The previous stage waits for the half that
+computes the input gradient. Nobody waits for the weight gradient, so it may run later.
 
-All stages meet at the end of a tick, for there they send: activations to the next stage, gradients to the one before.
-So what a stage sends can be used one tick later, and a tick takes as long as its longest unit.
+All stages synchronize at the end of a tick, when they send activations to the next stage and gradients to the previous
+one. So a stage can use what it receives one tick later, and a tick takes as long as its longest unit.
 
-The head of the model (the loss and its gradient) is work of all stages. When the last stage has the outputs of a group
-of as many microbatches as there are stages, each stage takes one of them, at the end of that tick. So the backward of a
-microbatch begins after the forwards of its whole group. The last group may be shorter.
+All stages share the work of the model's head, the loss and its gradient. Microbatches form groups of as many as there
+are stages. When the last stage has the outputs of a group, each stage takes one of them, at the end of that tick. So the
+backward of a microbatch begins after the forwards of its whole group. The last group may be shorter.
 
 A stage may have several chunks of layers. Chunk 0 of all stages comes first in the model, then chunk 1 of all stages:
 a microbatch goes around the stages once for each chunk.
 
-A schedule is executed when it is made, unit by unit. One that reads what is not there yet, or does a unit twice or
-never, is refused, so whoever holds a Schedule need not look again.
+The constructor of a Schedule executes it, unit by unit. It refuses a schedule in which a unit needs the result of a
+later one, or a unit is done twice or never. So every Schedule that exists can run.
 """
 
 import enum
@@ -54,7 +54,7 @@ class Unit:
         return tuple(Unit(kind, self.microbatch, self.chunk) for kind in halves)
 
 
-Cell = tuple[int, Unit]  # a stage, and what it does
+Cell = tuple[int, Unit]  # a stage and its unit
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Schedule:
 
     Args:
       table: `table[tick][stage]`; None where the stage is idle, in the bubble.
-      microbatches: of a step.
-      chunks: of layers that each stage has.
+      microbatches: how many a step has.
+      chunks: how many chunks of layers each stage has.
     """
 
     table: tuple[tuple[Unit | None, ...], ...]
@@ -86,7 +86,7 @@ class Schedule:
         return tuple(tuple(unit for unit in column if unit is not None) for column in zip(*self.table, strict=True))
 
     def units(self) -> Iterator[tuple[int, int, Unit]]:
-        """Tick, stage and unit of all the work, tick by tick."""
+        """The tick, stage and unit of each unit of the schedule, tick by tick."""
         for tick, row in enumerate(self.table):
             for stage, unit in enumerate(row):
                 if unit is not None:
@@ -94,12 +94,12 @@ class Schedule:
 
 
 def needs(stage: int, unit: Unit, stages: int, microbatches: int, chunks: int) -> list[Cell]:
-    """What must be done before a unit: on its own stage, on the neighbour in the model, or by the head."""
+    """The units that must be done before this one: on its own stage, on a neighbouring one, or for the head."""
     if unit.kind is WEIGHT_GRADIENT:
         return [(stage, Unit(INPUT_GRADIENT, unit.microbatch, unit.chunk))]
 
-    def at(number, kind) -> list[Cell]:
-        """The same at another number in the model, where chunk c of stage s has number c * stages + s."""
+    def at(number: int, kind: Kind) -> list[Cell]:
+        """The unit of this microbatch in another chunk of the model; chunk c of stage s has the number c * stages + s."""
         chunk, there = divmod(number, stages)
         return [(there, Unit(kind, unit.microbatch, chunk))] if 0 <= number < stages * chunks else []
 
@@ -113,7 +113,7 @@ def needs(stage: int, unit: Unit, stages: int, microbatches: int, chunks: int) -
 
 
 def group_of(microbatch: int, stages: int, microbatches: int) -> range:
-    """The microbatches whose loss is computed together with that of this one."""
+    """The microbatches of the group of this one: their losses are computed in one tick."""
     first = microbatch - microbatch % stages
     return range(first, min(first + stages, microbatches))
 
@@ -121,45 +121,44 @@ def group_of(microbatch: int, stages: int, microbatches: int) -> range:
 def in_order(orders: Sequence[Sequence[Unit]], microbatches: int, chunks: int = 1) -> Schedule:
     """The schedule in which each stage does its units in this order, each in the first tick in which it can.
 
-    Stages do not wait for each other to work of one kind. Where a forward and a backward share a tick, the stage with
-    the forward is idle until the backward ends.
+    Forwards and backwards may share a tick. Then the stages with a forward are idle until the backwards end.
 
     Args:
       orders: the units of each stage.
-      microbatches, chunks: as of a `Schedule`.
+      microbatches, chunks: those of the `Schedule`.
     """
     stages = len(orders)
     columns: list[list[Unit | None]] = [[] for _ in orders]
-    left = {stage: [*order] for stage, order in enumerate(orders) if order}
+    remaining = {stage: [*order] for stage, order in enumerate(orders) if order}
     done: dict[Cell, int] = {}
 
-    def needed(stage) -> list[Cell]:
-        return needs(stage, left[stage][0], stages, microbatches, chunks)
+    def needed(stage: int) -> list[Cell]:
+        return needs(stage, remaining[stage][0], stages, microbatches, chunks)
 
-    def missing(stage) -> list[Cell]:
+    def missing(stage: int) -> list[Cell]:
         return [cell for cell in needed(stage) if cell not in done]
 
-    def do_next(stage):
+    def do_next(stage: int) -> None:
         column = columns[stage]
         first = max((done[cell] + 1 for cell in needed(stage)), default=0)
         column += [None] * (first - len(column))
-        unit = left[stage].pop(0)
+        unit = remaining[stage].pop(0)
         done.update({(stage, part): len(column) for part in unit.parts})
         column.append(unit)
 
-    while left:
-        ready = [stage for stage in left if not missing(stage)]
-        if not ready:  # the cause, rather than a stage that waits for it
-            waits = [(stage, cell) for stage in left for cell in missing(stage)]
+    while remaining:
+        ready = [stage for stage in remaining if not missing(stage)]
+        if not ready:  # name a stage that waits for itself, the cause, rather than one that waits for another stage
+            waits = [(stage, cell) for stage in remaining for cell in missing(stage)]
             stage, cell = min(waits, key=lambda wait: wait[0] != wait[1][0])
             raise ValueError(
                 "a stage must do a unit after those that it needs, got orders in which "
-                f"{_name(stage, left[stage][0])} waits forever for {_name(*cell)}; put it later, or the other one "
+                f"{_name(stage, remaining[stage][0])} waits forever for {_name(*cell)}; put it later, or the other one "
                 "earlier"
             )
         for stage in ready:
             do_next(stage)
-        left = {stage: units for stage, units in left.items() if units}
+        remaining = {stage: units for stage, units in remaining.items() if units}
     ticks = max(map(len, columns), default=0)
     table = zip(*(column + [None] * (ticks - len(column)) for column in columns), strict=True)
     return Schedule(tuple(table), microbatches, chunks)
@@ -172,7 +171,7 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} must be a whole number from 1, got {count!r}; pass {name}=1 or more")
 
 
-def _check_cells(table):
+def _check_cells(table: Sequence[Sequence[object]]) -> None:
     """Raise unless there is a cell for each tick and stage, with one unit or None."""
     widths = {len(row) for row in table}
     if len(widths) != 1 or widths == {0}:
@@ -189,8 +188,8 @@ def _check_cells(table):
                 )
 
 
-def _check_once(schedule) -> dict[Cell, int]:
-    """Raise unless each stage does each forward and both halves of each backward once; returns in which ticks."""
+def _check_once(schedule: Schedule) -> dict[Cell, int]:
+    """Raise unless each stage does each forward and both halves of each backward once. Returns their ticks."""
     done: dict[Cell, int] = {}
     for tick, stage, unit in schedule.units():
         for part in unit.parts:
@@ -218,8 +217,8 @@ def _check_once(schedule) -> dict[Cell, int]:
     return done
 
 
-def _check_order(schedule, done):
-    """Raise unless each unit comes in a tick after those that it needs."""
+def _check_order(schedule: Schedule, done: dict[Cell, int]) -> None:
+    """Raise unless each unit comes in a later tick than the units that it needs."""
     for tick, stage, unit in schedule.units():
         for cell in needs(stage, unit, schedule.stages, schedule.microbatches, schedule.chunks):
             if tick <= done[cell]:
@@ -229,5 +228,5 @@ def _check_order(schedule, done):
                 )
 
 
-def _name(stage, unit) -> str:
+def _name(stage: int, unit: Unit) -> str:
     return f"the {unit.kind.value} of microbatch {unit.microbatch} (stage {stage}, chunk {unit.chunk})"

@@ -1,47 +1,49 @@
-"""The schedules of a pipeline that exist, by name.
+"""The schedules of a pipeline, by name.
 
     stages, microbatches, chunks ─one function each→ ticks of forwards, ticks of backwards ─→ Schedule
 
     gpipe         all forwards, then all backwards          keeps the activations of all microbatches
-    1f1b          backwards as soon as there are some       the same bubble, keeps 3 * stages - 2 microbatches at most
+    1f1b          each backward as early as possible        the same bubble, keeps 3 * stages - 2 microbatches at most
     interleaved   1f1b, each stage with several chunks      a smaller bubble, keeps less, sends more often
     zero-bubble   1f1b with delayed weight gradients        a third of the bubble if all three kinds take equally long
 
-A tick takes as long as its longest unit, so in a tick all stages do work of one kind. A schedule is made of two lanes:
-the ticks of its forwards and those of its backwards, as if there were nothing else. In a lane all stages do their units
-in one order, and a stage begins one tick after the stage that it waits for. Then the lanes are merged, and each tick of
-backwards stands as early as it can: when a group has its loss.
+A tick takes as long as its longest unit, so in a tick all stages do units of one kind. Each schedule begins with two
+lanes: the ticks of its forwards alone, and the ticks of its backwards alone. In a lane all stages do their units in the
+same order, and a stage begins one tick after the stage that it waits for. Then the lanes are merged, with each tick of
+backwards as early as possible: when the losses of its group are there.
 
-In the 1F1B of the papers a stage does forwards while its neighbours do backwards. Here every tick would take as long as
-a backward, and the step a third longer. The price of common ticks is memory. When the last stage has finished a group,
-stage 0 has begun `stages - 1` microbatches of the next one, and still waits for the backwards of as many of the one
-before. So it keeps 3 * stages - 2, and stage s two less for each stage before it, in place of stages - s.
+In the 1F1B of the papers a stage does forwards while its neighbours do backwards. Here every tick would then take as
+long as a backward, and the step a third longer. Ticks of one kind cost memory instead. When the last stage has finished
+a group, stage 0 has begun `stages - 1` microbatches of the next group, and still waits for the backwards of as many of
+the group before. So stage 0 keeps 3 * stages - 2 microbatches, and stage s 2 * s fewer; in the papers stage s keeps
+stages - s.
 
-What each costs is in `parallel/timeline.py`. A new schedule is one more function, and a line in SCHEDULES.
+`parallel/timeline.py` computes what each costs. To add a schedule, write one more function, and a line in SCHEDULES.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from jax_fp8.parallel.schedule import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
+    Kind,
     Schedule,
     Unit,
     check_counts,
     needs,
 )
 
-Row = tuple[Unit | None, ...]  # a tick: what each stage does
+Row = tuple[Unit | None, ...]  # a tick: the unit of each stage
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (https://arxiv.org/abs/1811.06965), in the same order.
 
-    The last microbatch first would keep as much, for here what a forward keeps has a place of its own, and the bubble
-    would be the same. In this order gradients are added up as by all other schedules, and have the same bits.
+    Backwards in the opposite order would need as much memory and have the same bubble. In this order gradients are added
+    up as in all other schedules, and have the same bits.
     """
     _check_sizes(stages, microbatches)
     _check_one_chunk("gpipe", chunks)
@@ -51,7 +53,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """As many backwards as there are, then forwards until there are more (https://arxiv.org/abs/2104.04473)."""
+    """All backwards that are possible, then forwards until there are more (https://arxiv.org/abs/2104.04473)."""
     _check_sizes(stages, microbatches)
     _check_one_chunk("1f1b", chunks)
     forwards = [Unit(FORWARD, m) for m in range(microbatches)]
@@ -61,10 +63,10 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B of chunks (https://arxiv.org/abs/2104.04473): the bubble is shorter, since a chunk takes less time. For the
-    same reason less is kept: only chunk 0 has microbatches of three groups at a time.
+    same reason stages keep less: only chunk 0 has microbatches of three groups at a time.
 
-    Microbatches pass in groups of as many as there are stages: a group goes through one chunk, then through the next,
-    and is back at stage 0 just when this has sent on the last of the group. So `stages` must divide `microbatches`.
+    A group of as many microbatches as there are stages goes through one chunk, then through the next. It comes back to
+    stage 0 just when stage 0 has sent its last microbatch. So `stages` must divide `microbatches`.
     """
     _check_sizes(stages, microbatches)
     check_counts(chunks=chunks)
@@ -76,7 +78,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
             f"{stages} stages; pass {-(-microbatches // stages) * stages} microbatches"
         )
 
-    def in_groups(kind, order_of_chunks) -> list[Unit]:
+    def in_groups(kind: Kind, order_of_chunks: range) -> list[Unit]:
         groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
         return [Unit(kind, m, chunk) for group in groups for chunk in order_of_chunks for m in group]
 
@@ -88,9 +90,10 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """1F1B with the two halves of a backward apart, after ZB-H1 (https://arxiv.org/abs/2401.10241).
 
-    Input gradients are in the lane of the backwards. Weight gradients are put off until a stage would be idle, as long
-    as no stage keeps more than 3 * stages - 2 microbatches, as stage 0 of 1F1B does. From that many microbatches on,
-    every stage hides `stages - 1` weight gradients beside longer work of others, and there is no room for more.
+    Input gradients take the place of the backwards in their lane. A stage does weight gradients when it would be idle,
+    as long as no stage keeps more than 3 * stages - 2 microbatches, as many as stage 0 of 1F1B. With at least that many
+    microbatches, every stage hides `stages - 1` weight gradients beside longer units of other stages; for more there is
+    no memory.
     """
     _check_sizes(stages, microbatches)
     _check_one_chunk("zero-bubble", chunks)
@@ -109,21 +112,21 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of this name, among SCHEDULES."""
+    """The schedule with this name in SCHEDULES."""
     if name not in [*SCHEDULES]:
         raise ValueError(f"a schedule must be one of {', '.join(SCHEDULES)}, got {name!r}; choose one of these")
     return SCHEDULES[name](stages, microbatches, chunks)
 
 
 def layers_of_stage(stage: int, num_layers: int, stages: int, chunks: int = 1) -> tuple[range, ...]:
-    """The numbers of the layers that a stage has, a range for each of its chunks."""
+    """The numbers of a stage's layers, a range for each of its chunks."""
     check_counts(num_layers=num_layers, stages=stages, chunks=chunks)
     if stage not in range(stages):
         raise ValueError(f"stage must be among 0 to {stages - 1}, got {stage!r}; pass one of these")
-    size, left = divmod(num_layers, stages * chunks)
-    if left:
+    size, remainder = divmod(num_layers, stages * chunks)
+    if remainder:
         raise ValueError(
-            f"each chunk of each stage must have as many layers, got {num_layers} layers for {stages} stages with "
+            f"all chunks of all stages must have the same number of layers, got {num_layers} layers for {stages} stages with "
             f"{chunks} chunks each; pass a multiple of {stages * chunks} layers, or other stages"
         )
     first = [size * (chunk * stages + stage) for chunk in range(chunks)]
@@ -131,32 +134,30 @@ def layers_of_stage(stage: int, num_layers: int, stages: int, chunks: int = 1) -
 
 
 def _down(order: list[Unit], stages: int) -> list[Row]:
-    """The ticks in which all stages do these units, each stage one tick after the stage before."""
+    """The ticks in which all stages do these units, each stage one tick after the previous stage."""
     return _lane(order, range(stages))
 
 
 def _up(order: list[Unit], stages: int) -> list[Row]:
-    """The ticks in which all stages do these units, each stage one tick after the stage behind."""
+    """The ticks in which all stages do these units, each stage one tick after the next stage."""
     return _lane(order, range(stages)[::-1])
 
 
-def _lane(order, begins) -> list[Row]:
-    """The ticks in which each stage does these units, from a tick of its own on."""
-    columns = [[None] * begin + order + [None] * (max(begins) - begin) for begin in begins]
+def _lane(order: list[Unit], begins: range) -> list[Row]:
+    """The ticks in which each stage does these units, beginning in its own tick."""
+    columns = [[*[None] * begin, *order, *[None] * (max(begins) - begin)] for begin in begins]
     return [*zip(*columns, strict=True)]
 
 
 def _merged(forwards: list[Row], backwards: list[Row], microbatches: int, chunks: int = 1) -> tuple[Row, ...]:
-    """Both, each tick of backwards as soon as its units find what they need: so stages keep as little as they can."""
+    """Both lanes, with each tick of backwards as soon as its units have what they need: so stages keep little."""
     stages = len(forwards[0])
     ticks = {(stage, unit): tick for tick, stage, unit in _units(forwards)}
 
-    def last_needed(row) -> int:
+    def last_needed(row: Row) -> int:
         """The last tick of forwards that these backwards wait for."""
-        needed = [
-            place for _, stage, unit in _units([row]) for place in needs(stage, unit, stages, microbatches, chunks)
-        ]
-        return max(ticks[place] for place in needed if place in ticks)
+        needed = [cell for _, stage, unit in _units([row]) for cell in needs(stage, unit, stages, microbatches, chunks)]
+        return max(ticks[cell] for cell in needed if cell in ticks)
 
     table: list[Row] = []
     waiting = deque(backwards)
@@ -170,14 +171,15 @@ def _merged(forwards: list[Row], backwards: list[Row], microbatches: int, chunks
 def _with_weight_gradients(rows: tuple[Row, ...], most: int) -> tuple[Row, ...]:
     """These ticks, with the weight gradient of each input gradient where a stage is idle.
 
-    Ticks of weight gradients alone come where a stage would otherwise keep more than `most` microbatches, and last.
+    Ticks of weight gradients alone are added where a stage would otherwise keep more than `most` microbatches, and at
+    the end.
     """
     table: list[Row] = []
     stages = len(rows[0])
     waiting: list[deque[Unit]] = [deque() for _ in range(stages)]
     room = [most] * stages
 
-    def add(row):
+    def add(row: Row) -> None:
         table.append(tuple(unit or (late.popleft() if late else None) for unit, late in zip(row, waiting, strict=True)))
         for _, stage, unit in _units(table[-1:]):
             room[stage] += (unit.kind is WEIGHT_GRADIENT) - (unit.kind is FORWARD)
@@ -194,16 +196,16 @@ def _with_weight_gradients(rows: tuple[Row, ...], most: int) -> tuple[Row, ...]:
     return tuple(table)
 
 
-def _units(rows):
-    """Tick, stage and unit of all the work in these ticks."""
+def _units(rows: Iterable[Row]) -> Iterator[tuple[int, int, Unit]]:
+    """The tick, stage and unit of each unit in these ticks."""
     for tick, row in enumerate(rows):
         for stage, unit in enumerate(row):
             if unit is not None:
                 yield tick, stage, unit
 
 
-def _check_sizes(stages, microbatches):
-    """Raise unless every stage can have a microbatch of its own."""
+def _check_sizes(stages: int, microbatches: int) -> None:
+    """Raise unless there is a microbatch for every stage."""
     check_counts(stages=stages, microbatches=microbatches)
     if microbatches < stages:
         raise ValueError(
@@ -212,7 +214,7 @@ def _check_sizes(stages, microbatches):
         )
 
 
-def _check_one_chunk(name, chunks):
+def _check_one_chunk(name: str, chunks: int) -> None:
     if chunks != 1:
         raise ValueError(
             f"{name} has one chunk of layers on each stage, got {chunks=}; leave it out, or take interleaved"

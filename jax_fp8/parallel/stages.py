@@ -1,15 +1,16 @@
-"""Which layers each stage of a pipeline computes, and what moves between the devices of `pipe` because of it.
+"""Which layers each stage of a pipeline computes, and how their params and gradients move over the axis `pipe`.
 
     shards of all layers ─all-to-all→ the stage's own layers, whole ─a schedule→ gradients ─all-to-all→ of the shards
 
-A layer's params lie on the devices of all stages, a part on each (parallel/placement.py): so there is one tree of
-params on every mesh, and an optimizer need not know of stages. Once a step each stage takes what it computes with, in
-FP8 where its GEMMs read FP8. For each number that a layer has on its stage there is one exchange a param, in which a
-device sends its parts of the layers of all stages and gets those of its own.
+Each device of `pipe` stores a part of every layer (parallel/placement.py). So the tree of params is the same on every
+mesh, and an optimizer need not know of stages. Once a step each stage gets the params of its own layers, in FP8 where
+its GEMMs read FP8. The layers that have the same number on their stages share one all-to-all for each param: a device
+sends its parts of the other stages' layers, and receives the other parts of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class Stages:
 
     Args:
       layers: their names, in order.
-      stages, chunks: how many stages, and how many chunks each has.
+      stages, chunks: how many stages, and how many chunks each stage has.
     """
 
     layers: tuple[str, ...]
@@ -50,13 +51,16 @@ class Stages:
         return tuple(self.layers[chunks[chunk][number]] for chunks in of_stages)
 
 
+@partial(jax.jit, inline=True)  # jax traces it once for each shape, and inlines it
 def own_of(arrays: Sequence[jax.Array]) -> jax.Array:
-    """That of this stage, of arrays for each stage."""
+    """This stage's array, from one array for each stage."""
     return jnp.stack(arrays)[lax.axis_index(PIPE)]
 
 
 def own_param(shards: Sequence[jax.Array], place: ParamPlace) -> jax.Array:
-    """A param of the stage's own layer, whole but for `tensor`, from this device's parts of those of all stages."""
+    """A param of the stage's own layer, from this device's shards of that param in the layers of all stages. `tensor`
+    still splits it.
+    """
     if place.fsdp_dim is None:
         return own_of(shards)
     shards = [shard.astype(place.dtype or shard.dtype) for shard in shards]
@@ -67,28 +71,29 @@ def own_weights(weights: Sequence[Sequence[Fp8Pair]], places: Sequence[Sequence[
     """Weights in FP8 of the stage's own layers.
 
     Args:
-      weights: of each GEMM this device's parts, cast where they lie, for each stage.
-      places: of each GEMM's kernels.
+      weights: for each GEMM, this device's parts of the weights of all stages, cast before the exchange.
+      places: for each GEMM, those of its kernels.
     """
     if not weights:
         return []
     amaxes = largest_amax(jnp.stack([jnp.stack([part.amax for part in parts]) for parts in weights]), (PIPE,))
-    found = []
+    own_pairs = []
     for parts, kernels, amax in zip(weights, places, amaxes, strict=True):
         place, own = kernels[0], amax[lax.axis_index(PIPE)]
         if place.fsdp_dim is None:
             mine = jax.tree.map(lambda *of_stages: own_of(of_stages), *parts)
-            found.append(replace(mine, amax=own))
+            own_pairs.append(replace(mine, amax=own))
         else:
-            found.append(whole_pair(_exchanged(parts, place), replace(parts[0], amax=own)))
-    return found
+            own_pairs.append(whole_pair(_exchanged(parts, place), replace(parts[0], amax=own)))
+    return own_pairs
 
 
-def _exchanged(parts, place) -> Fp8Array:
-    """The stage's own weight, rowwise, of this device's parts of those of all stages."""
+def _exchanged(parts: Sequence[Fp8Pair], place: ParamPlace) -> Fp8Array:
+    """The stage's own weight, rowwise, from this device's parts of the weights of all stages."""
     scales = [part.rowwise.scale for part in parts]
 
-    def whole(of_stages):
+    def whole(of_stages: list[jax.Array]) -> jax.Array:
+        assert place.fsdp_dim is not None, "a weight that is whole is not exchanged"
         return _gather(_exchange(jnp.stack(of_stages), place.fsdp_dim), place)
 
     values = whole([part.rowwise.values for part in parts])
@@ -96,7 +101,7 @@ def _exchanged(parts, place) -> Fp8Array:
 
 
 def gradients_of_layers(parallel: Parallelism, gradient: jax.Array, place: ParamPlace) -> tuple[jax.Array, ...]:
-    """The gradients of this device's shards of the layers of all stages, from that of the stage's own layer."""
+    """The gradients of this device's shards of the layers of all stages, from the gradient of the stage's own layer."""
     axes = summed_axes(parallel)
     if place.fsdp_dim is None:
         mine = jnp.arange(parallel.stages) == lax.axis_index(PIPE)
@@ -112,25 +117,26 @@ def gradients_of_layers(parallel: Parallelism, gradient: jax.Array, place: Param
     return tuple(of_all[stage] for stage in range(parallel.stages))
 
 
-def _exchange(of_stages, dim) -> jax.Array:
-    """(stages, ...), parts of each stage's array → the parts of the own one, side by side in `dim`."""
+def _exchange(of_stages: jax.Array, dim: int) -> jax.Array:
+    """This device's parts (stages, ...) of each stage's array → all parts of its own array, side by side in `dim`."""
     parts = lax.all_to_all(of_stages, PIPE, split_axis=0, concat_axis=0)
-    parts = jnp.moveaxis(parts, 0, parts.ndim - 1 + dim)  # beside the dim that they are parts of
+    parts = jnp.moveaxis(parts, 0, parts.ndim - 1 + dim)  # before the dim that was split
     shape = [*parts.shape]
     at = parts.ndim + dim
     shape[at - 1 : at + 1] = [shape[at - 1] * shape[at]]
     return parts.reshape(shape)
 
 
-def _split(whole, stages, dim) -> jax.Array:
-    """The mirror image: (stages, ...), of parts in `dim`."""
+def _split(whole: jax.Array, stages: int, dim: int) -> jax.Array:
+    """The inverse of the merge in `_exchange`: `dim` cut in parts, (stages, ...)."""
     at = whole.ndim + dim
     parts = whole.reshape(*whole.shape[:at], stages, -1, *whole.shape[at + 1 :])
     return jnp.moveaxis(parts, at, 0)
 
 
-def _gather(part, place) -> jax.Array:
-    """What `fsdp` splits too, whole."""
+def _gather(part: jax.Array, place: ParamPlace) -> jax.Array:
+    """Gathered over `fsdp`, where it splits the param, too."""
     if FSDP not in place.storage:
         return part
+    assert place.fsdp_dim is not None, "a param that is whole is not exchanged"
     return lax.all_gather(part, FSDP, axis=part.ndim + place.fsdp_dim, tiled=True)

@@ -1,19 +1,19 @@
-"""What the step on a mesh with `pipe` reads of a schedule: arrays of small numbers, a row for each tick.
+"""A schedule as arrays of small numbers, a row for each tick: the step on a mesh with `pipe` reads these.
 
-    Schedule ─make_ticks→ Ticks: which branch each stage takes, of which microbatch, and where its data are
+    Schedule ─make_ticks→ Ticks: which branch each stage takes, for which microbatch, and where its data are
 
-The step is one program for all stages. In each tick a stage takes one of the branches that are compiled, and a branch
-is a kind of work, a chunk, and a slot: where the stage keeps what the forward leaves. A stage holds the slot of a
-microbatch from its forward to its last unit, and takes the lowest that is free.
+The step is one program for all stages. In each tick a stage takes one of the compiled branches. A branch is a kind of
+unit, a chunk, and a slot: the memory for what a forward keeps for the backward. A stage holds the slot of a microbatch
+from its forward to its last unit, and takes the free slot with the lowest number.
 
-What a stage receives at the end of a tick waits in a place of an inbox until the tick of the unit that reads it. There
-are two inboxes: of activations, from the stage before, and of gradients, from the stage behind. The stages are a ring:
-what the last stage sends on arrives at stage 0, in its next chunk.
+An array that arrives at the end of a tick waits in a place of an inbox until a unit reads it. There are two inboxes: for
+activations from the previous stage, and for gradients from the next one. The stages are a ring: what the last stage
+sends arrives at stage 0, for its next chunk.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,12 +22,12 @@ import numpy as np
 from jax_fp8.parallel.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Cell, Kind, Schedule, Unit, needs
 
 Key = TypeVar("Key", bound=tuple[Hashable, Hashable])  # where something is kept, and what it is
-Interval = tuple[int, int]  # the tick that takes a place, and the first that can take it again
+Interval = tuple[int, int]  # the tick that takes a place, and the first tick that can take it again
 
 
 @dataclass(frozen=True)
 class Branch:
-    """What a stage does in a tick, but for the microbatch: a program of its own."""
+    """What a stage does in a tick, apart from the microbatch: each branch is compiled."""
 
     kind: Kind
     chunk: int
@@ -39,15 +39,16 @@ class Ticks:
     """A schedule as arrays; all but `loss` are int32[ticks, stages].
 
     Args:
-      branches: that occur, slot by slot. In `branch`, 0 is to be idle, and i + 1 is `branches[i]`.
-      branch, microbatch: what a stage does, and of which microbatch; 0 where it is idle.
-      taken: the place of the inbox that the unit reads: a forward that of activations, a backward or an input gradient
-        that of gradients. 0 where it reads none: the first and the last of the model, and weight gradients.
-      put_activation, put_gradient: the place of the inbox for what arrives at the end of the tick. It is `places`, one
-        past the last, where nothing arrives that somebody reads.
+      branches: all that occur, slot by slot. In `branch`, 0 means idle, and i + 1 means `branches[i]`.
+      branch, microbatch: what a stage does, and for which microbatch; 0 where it is idle.
+      taken: the place of the inbox that the unit reads. A forward reads the inbox of activations, a backward or an input
+        gradient that of gradients. 0 where a unit reads none: the first chunk's forward, the last chunk's backward, and
+        weight gradients.
+      put_activation, put_gradient: the place of the inbox for the array that arrives at the end of the tick. Where no
+        unit reads it, this is `places`, one past the last.
       loss: int32[ticks], the group whose loss is computed at the end of the tick; -1 for none.
-      slots: for each chunk, how many a stage needs at most.
-      places: of each inbox.
+      slots: for each chunk, the most slots that a stage needs.
+      places: how many places each inbox has.
     """
 
     branches: tuple[Branch, ...]
@@ -62,7 +63,7 @@ class Ticks:
 
 
 def make_ticks(schedule: Schedule) -> Ticks:
-    """The arrays that a step reads."""
+    """The arrays of a schedule."""
     ticks = {(stage, part): tick for tick, stage, unit in schedule.units() for part in unit.parts}
     slots, mail = _slots(ticks), _mail(schedule, ticks)
     branches = {
@@ -72,13 +73,13 @@ def make_ticks(schedule: Schedule) -> Ticks:
     kinds = sorted(set(branches.values()), key=lambda branch: (branch.chunk, branch.slot, [*Kind].index(branch.kind)))
     places = 1 + max((letter.place for letter in mail), default=0)
 
-    def array(values, otherwise=0) -> np.ndarray:
+    def array(values: Mapping[tuple[int, int], int], otherwise: int = 0) -> np.ndarray:
         whole = np.full((len(schedule.table), schedule.stages), otherwise, np.int32)
         for tick_and_stage, value in values.items():
             whole[tick_and_stage] = value
         return whole
 
-    def put(kind) -> np.ndarray:
+    def put(kind: Kind) -> np.ndarray:
         of_kind = [letter for letter in mail if letter.kind is kind]
         return array({(letter.sent, letter.stage): letter.place for letter in of_kind}, places)
 
@@ -99,7 +100,9 @@ def make_ticks(schedule: Schedule) -> Ticks:
 
 @dataclass(frozen=True)
 class _Letter:
-    """What a stage sends to another: the kind of unit that reads it, where, the ticks of both, the place."""
+    """An array that one stage sends to another: the kind of unit that reads it, the stage that receives it, the ticks of
+    both, and its place in the inbox.
+    """
 
     kind: Kind
     stage: int
@@ -120,8 +123,8 @@ def _slots(ticks: dict[Cell, int]) -> dict[tuple[tuple[int, int], int], int]:
     return _lowest_free(held)
 
 
-def _mail(schedule, ticks: dict[Cell, int]) -> list[_Letter]:
-    """All that stages send and somebody reads. What a unit needs of its own kind comes from a neighbour."""
+def _mail(schedule: Schedule, ticks: dict[Cell, int]) -> list[_Letter]:
+    """All arrays that a unit reads from a neighbour: these are the results of units of its own kind."""
     held = {
         ((stage, unit.kind), unit): (ticks[cell], ticks[stage, unit])
         for stage, unit in ticks
@@ -132,7 +135,7 @@ def _mail(schedule, ticks: dict[Cell, int]) -> list[_Letter]:
 
 
 def _lowest_free(held: dict[Key, Interval]) -> dict[Key, int]:
-    """A number for each key, the lowest that is free where it is kept."""
+    """A number for each key: the lowest that is free at its place in its interval."""
     free_from: defaultdict[Hashable, int] = defaultdict(int)
     numbers: dict[Key, int] = {}
     for key, (begin, end) in sorted(held.items(), key=lambda item: item[1]):
@@ -142,12 +145,12 @@ def _lowest_free(held: dict[Key, Interval]) -> dict[Key, int]:
     return numbers
 
 
-def _losses(schedule, ticks: dict[Cell, int]) -> np.ndarray:
-    """The group of which the last stage has the last output in each tick, or -1."""
-    found = np.full(len(schedule.table), -1, np.int32)
+def _losses(schedule: Schedule, ticks: dict[Cell, int]) -> np.ndarray:
+    """For each tick the group whose last output the last stage computes in it, or -1."""
+    groups = np.full(len(schedule.table), -1, np.int32)
     last = schedule.stages - 1
     for first in range(0, schedule.microbatches, schedule.stages):
         group = range(first, min(first + schedule.stages, schedule.microbatches))
         done = max(ticks[last, Unit(FORWARD, microbatch, schedule.chunks - 1)] for microbatch in group)
-        found[done] = first // schedule.stages
-    return found
+        groups[done] = first // schedule.stages
+    return groups

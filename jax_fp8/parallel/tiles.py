@@ -1,15 +1,15 @@
 """Which matrices with scales by tile can go to other devices in FP8.
 
     squares of a kernel      rows ─gather→ whole squares, and those of the transpose have the same scales
-    lines of activations     rows ─gather→ whole lines, but the transpose has others, which no device knows
+    lines of activations     rows ─gather→ whole lines, but the transpose has other scales, which no device knows
 
-So `fsdp` and `pipe` gather kernels in FP8 where each device has whole squares, and else as they are: the layer casts
-them. Sequence parallelism, which gathers activations, is refused.
+So `fsdp` and `pipe` gather a kernel in FP8 where each device has whole squares. Otherwise they gather it in its own
+dtype, and the layer casts it. Sequence parallelism gathers activations, so recipes with tiles are refused there.
 """
 
 from collections.abc import Iterable
 
-import numpy as np
+import jax.numpy as jnp
 
 from jax_fp8.core.cast import CastRule
 from jax_fp8.core.formats import INPUT, KERNEL
@@ -17,7 +17,7 @@ from jax_fp8.core.recipe import Recipe
 
 
 def has_whole_squares(recipe: Recipe, rows: int) -> bool:
-    """Whether so many rows of a kernel can be gathered in FP8: with one scale a tensor always."""
+    """Whether devices with so many rows of a kernel each can gather it in FP8. With one scale a tensor they always can."""
     rule = _rule_of(recipe, KERNEL)
     if rule.tile is None:
         return True
@@ -26,7 +26,7 @@ def has_whole_squares(recipe: Recipe, rows: int) -> bool:
 
 
 def check_sequence(recipes: Iterable[Recipe | None]) -> None:
-    """Raise unless sequence parallelism can gather what GEMMs of these recipes read."""
+    """Raise unless sequence parallelism can gather the inputs of GEMMs with these recipes."""
     for recipe in recipes:
         if recipe is not None and _rule_of(recipe, INPUT).tile is not None:
             raise ValueError(
@@ -35,5 +35,5 @@ def check_sequence(recipes: Iterable[Recipe | None]) -> None:
             )
 
 
-def _rule_of(recipe, tensor) -> CastRule:
-    return recipe.cast(tensor, None, lambda: np.float32(1)).rule
+def _rule_of(recipe: Recipe, tensor: int) -> CastRule:
+    return recipe.cast(tensor, None, lambda: jnp.float32(1)).rule

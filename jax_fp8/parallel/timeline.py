@@ -1,14 +1,15 @@
-"""What a schedule costs: the time of each unit, the bubble, and what stages keep for later.
+"""What a schedule costs: the time of each unit, the bubble, and how many microbatches stages keep.
 
     Schedule, Costs ─make_timeline→ Timeline: when each unit begins and ends ─┬→ bubble
                                                                               └→ str(timeline), a picture for a terminal
     Schedule ─most_kept→ for each stage and chunk the most microbatches that it keeps at a time
 
-Stages meet at the end of every tick. So a tick takes as long as its longest unit, and a stage with a shorter one waits.
-The head is not counted: its time is shared by all stages, and the same in every schedule.
+Stages synchronize at the end of every tick. So a tick takes as long as its longest unit, and a stage with a shorter one
+waits. The head is not counted: all stages share its work, which takes the same time in every schedule.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_fp8.parallel.schedule import (
@@ -26,11 +27,11 @@ _LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT_GRADIENT: "B", WEIGHT_GRADIENT: "
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long a unit takes, for all layers of a stage and in any unit of time; a chunk takes its share.
+    """How long a unit takes for all layers of a stage, in any measure of time; a chunk takes its share.
 
     Args:
-      forward, input_gradient, weight_gradient: of one microbatch. A backward takes the time of both its halves.
-      transfer: of what stages send to each other at the end of a tick; the same for a chunk.
+      forward, input_gradient, weight_gradient: the time for one microbatch. A backward takes as long as both halves.
+      transfer: the time of sending at the end of a tick; the same for a chunk.
     """
 
     forward: float = 1.0
@@ -45,7 +46,7 @@ class Costs:
         if not 0 <= self.transfer < math.inf:
             raise ValueError(f"transfer must take a time from 0, got {self.transfer!r}; pass transfer=0.0")
 
-    def of(self, kind: Kind) -> float:
+    def time_of(self, kind: Kind) -> float:
         if kind is BACKWARD:
             return self.input_gradient + self.weight_gradient
         return {
@@ -57,7 +58,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """A unit, when it begins, and when it ends."""
+    """A unit with its begin and end."""
 
     unit: Unit
     begin: float
@@ -72,27 +73,27 @@ class Timeline:
 
     @property
     def time(self) -> float:
-        """Of all stages, from the first unit to the last."""
+        """From the begin of the first unit to the end of the last."""
         return max(spans[-1].end for spans in self.stages)
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which a stage is idle. All stages have as much work, so it is that of each."""
+        """The share of the time in which a stage is idle. All stages have the same work, so it is the same for each."""
         busy = sum(span.end - span.begin for spans in self.stages for span in spans)
         return 1 - busy / (len(self.stages) * self.time)
 
     def __str__(self):
-        """A line for each stage, as wide as it takes long: F, B or W and the microbatch; with chunks also a letter for
-        the chunk. What takes longer goes on as `--`.
+        """A line for each stage: F, B or W and the microbatch, with several chunks also a letter for the chunk. A column
+        is the time of the shortest unit; a longer unit continues as `--`.
         """
         spans = [span for spans in self.stages for span in spans]
         step = min(span.end - span.begin for span in spans)
         with_chunk = any(span.unit.chunk for span in spans)
         width = max(len(_label(span.unit, with_chunk)) for span in spans)
         lines = []
-        for stage, of_stage in enumerate(self.stages):
+        for stage, own_spans in enumerate(self.stages):
             cells = ["."] * _column(self.time, step)
-            for span in of_stage:
+            for span in own_spans:
                 first, last = _column(span.begin, step), _column(span.end, step)
                 cells[first:last] = [_label(span.unit, with_chunk), *["--"] * (last - first - 1)]
             lines.append(f"stage {stage}  " + " ".join(cell.ljust(width) for cell in cells).rstrip())
@@ -105,9 +106,9 @@ def make_timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
     begin = 0.0
     for row in schedule.table:
-        times = [0.0 if unit is None else costs.of(unit.kind) / schedule.chunks for unit in row]
-        for of_stage, unit, time in zip(spans, row, times, strict=True):
-            of_stage += [] if unit is None else [Span(unit, begin, begin + time)]
+        times = [0.0 if unit is None else costs.time_of(unit.kind) / schedule.chunks for unit in row]
+        for own_spans, unit, time in zip(spans, row, times, strict=True):
+            own_spans += [] if unit is None else [Span(unit, begin, begin + time)]
         begin += max(times) + costs.transfer
     return Timeline(tuple(map(tuple, spans)))
 
@@ -115,8 +116,8 @@ def make_timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def most_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """For each stage and each chunk, the most microbatches that it keeps at a time.
 
-    It keeps a microbatch from the forward to the last unit of it, both included. All stages run one program, so each
-    makes room for the most of all.
+    It keeps a microbatch from its forward to its last unit, both included. All stages run one program, so each allocates
+    slots for the stage that keeps the most.
     """
     return tuple(
         tuple(_most_kept_by([unit for unit in order if unit.chunk == chunk]) for chunk in range(schedule.chunks))
@@ -124,7 +125,7 @@ def most_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _most_kept_by(order) -> int:
+def _most_kept_by(order: Sequence[Unit]) -> int:
     kept = most = 0
     for unit in order:
         kept += unit.kind is FORWARD
@@ -133,11 +134,11 @@ def _most_kept_by(order) -> int:
     return most
 
 
-def _label(unit, with_chunk) -> str:
+def _label(unit: Unit, with_chunk: bool) -> str:
     chunk = chr(ord("a") + unit.chunk) if with_chunk else ""
     return f"{_LETTERS[unit.kind]}{unit.microbatch}{chunk}"
 
 
-def _column(time, step) -> int:
-    """The nearest; halves go up, so that what takes a step or more has a column of its own."""
+def _column(time: float, step: float) -> int:
+    """The nearest column. Halves are rounded up, so that a unit of one step or more has a column of its own."""
     return math.floor(time / step + 0.5)

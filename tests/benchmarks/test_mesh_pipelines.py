@@ -52,7 +52,7 @@ def test_with_and_without_graphs_are_two_cases(benchmark):
     [
         ("--mesh data=2 --schedule 1f1b", "a schedule and chunks are about the axis pipe, got data=2"),
         ("--mesh pipe=2 --schedule 1f1b zero-bubble --chunks 2", "1f1b has one chunk of layers on each stage"),
-        ("--mesh pipe=5", "must have as many layers, got 24 layers for 5 stages"),
+        ("--mesh pipe=5", "must have the same number of layers, got 24 layers for 5 stages"),
         ("--mesh pipe=2 --microbatches 1", "needs as many microbatches as stages, or more, got 1 microbatches"),
         ("--mesh pipe=2 --recipe plain", "plain has no pipeline, got pipe=2"),
         ("--mesh pipe=2 --batch 9", "as many sequences in each part of each microbatch, got 9 for 8 microbatches"),

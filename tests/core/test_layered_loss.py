@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_fp8.core.layered_loss import LayeredLoss, WholeBatchLoss, of_layer
+from jax_fp8.core.layered_loss import LayeredLoss, LayersByKind, WholeBatchLoss, of_layer
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 VARIABLES = {
@@ -70,3 +70,11 @@ def test_a_loss_of_whole_batches_is_a_function_that_says_so():
     loss = WholeBatchLoss(lambda variables, batch, scale=1: scale * (variables + batch), lambda batch: 10 * batch)
     assert loss(1, 2) == 3 and loss(1, 2, scale=4) == 12 and loss.whole_batch(2) == 20
     assert LayeredLoss((), abs, abs, abs).whole_batch is None
+
+
+def test_only_layers_by_kind_say_which_compute_the_same(pieces, calls):
+    layer = LayersByKind(pieces["layer"], lambda name: name == "layer_1")
+    loss = LayeredLoss(**pieces | {"layer": layer})
+    assert [loss.kind_of(name) for name in LAYERS] == [False, True, False]
+    assert float(loss(VARIABLES, 3)) == float(LayeredLoss(**pieces)(VARIABLES, 3))
+    assert [LayeredLoss(**pieces).kind_of(name) for name in LAYERS] == [*LAYERS]

@@ -26,7 +26,7 @@ def by_name(scale_of: Callable[[str], float]) -> fp8.LayeredLoss:
 
 
 def pieces_of(loss, parts=PARTS) -> LayerKinds:
-    return LayerKinds.of(loss, variables_of(parts), rows(16))
+    return LayerKinds.from_loss(loss, variables_of(parts), rows(16))
 
 
 def test_what_pieces_say_is_what_the_loss_says():
@@ -35,7 +35,7 @@ def test_what_pieces_say_is_what_the_loss_says():
     batch = tokens()
     variables = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
     loss = fp8.next_token_loss(model)
-    pieces, whole = LayerKinds.of(loss, variables, batch), LossTrace.from_function(loss, variables, batch)
+    pieces, whole = LayerKinds.from_loss(loss, variables, batch), LossTrace.from_function(loss, variables, batch)
     assert pieces.trace == whole and list(pieces.trace.gemms) == list(whole.gemms)
     assert any(sharding.columns_of for sharding in whole.declared.values()) and len(whole.gemms) == 3 * 4
     assert set(pieces.kinds.values()) == {"layer_0"}

@@ -16,7 +16,7 @@ from jax_fp8.core.layered_loss import of_layer
 from jax_fp8.core.paths import LayerPath, kernel_paths, map_with_names
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.state import map_gemms_with_path
-from jax_fp8.distributed import stage_work
+from jax_fp8.distributed import layer_work
 from jax_fp8.distributed.stage_work import ChunkWork
 from jax_fp8.grads.gradients import take_gradients, with_first_scales
 from jax_fp8.grads.tape import Totals
@@ -158,8 +158,8 @@ def test_what_another_microbatch_has_kept_is_noticed(monkeypatch):
 
 def test_operands_the_wrong_way_round_are_noticed(monkeypatch):
     """Negative control: xᵀ of one weight gradient and dyᵀ of another, which have the same shapes."""
-    of = stage_work._Operand.of
-    monkeypatch.setattr(stage_work._Operand, "of", lambda operand, kept, left: of(operand, kept, left)[::-1])
+    read = layer_work._Operand.read
+    monkeypatch.setattr(layer_work._Operand, "read", lambda operand, kept, others: read(operand, kept, others)[::-1])
     chunk = chunk_of("delayed")
     whole, halves = jax.jit(lambda variables: chunk.by_units(variables))(chunk.variables)
     with pytest.raises(AssertionError, match="elements differ"):
@@ -182,6 +182,7 @@ def test_what_lies_between_the_units():
     kept, operands = kept_of(chunk)
     kernels = {(3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)}
     assert kept and not kernels & {leaf.shape for leaf in kept}
+    operands = jax.tree.leaves(operands)
     in_fp8 = [leaf.shape for leaf in operands if leaf.ndim == 2]
     assert sorted(in_fp8) == 2 * [(WIDTH, ROWS)] + 2 * [(3 * WIDTH, ROWS)]
     assert {leaf.dtype for leaf in operands if leaf.ndim == 2} == {jnp.float8_e5m2.dtype}

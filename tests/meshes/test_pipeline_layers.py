@@ -13,7 +13,7 @@ from pipelines import CURRENT, DELAYED, WIDTH, assert_is_same_step, dense, loss_
 
 import jax_fp8 as fp8
 from jax_fp8.core.recipe import Recipe
-from jax_fp8.distributed import stage_work
+from jax_fp8.distributed import layer_work
 from jax_fp8.grads.tape import GradientTape
 
 WEIGHTS = "params", "fp8", "fp8_cache"
@@ -91,6 +91,6 @@ def test_amaxes_that_are_not_taken_from_cotangents_are_noticed(monkeypatch):
         def receive(self, rows: jax.Array) -> None:
             super().receive(jnp.zeros_like(rows))
 
-    monkeypatch.setattr(stage_work, "GradientTape", Forgetful)
+    monkeypatch.setattr(layer_work, "GradientTape", Forgetful)
     with pytest.raises(AssertionError):
         assert_is_same_step(*steps(InBranch, "1f1b"))

@@ -153,16 +153,16 @@ REFUSED = {
     "a tuple for a spec": (lambda: Parallelism(DATA, (("up", ("fsdp",)),)), "rules must be pairs of a pattern"),
     "sequence without tensor": (
         lambda: Parallelism(DATA, sequence_parallel=True),
-        "splits rows over the axis `tensor`, which this mesh has not, got data=2; add the axis, or leave",
+        "splits rows over the axis `tensor`, which this mesh does not have, got data=2; add the axis, or leave",
     ),
     "sequence by a word": (lambda: Parallelism(DATA, sequence_parallel="yes"), "sequence_parallel must be True or"),
     "a schedule without stages": (
         lambda: Parallelism(DATA, schedule="gpipe"),
-        "schedule and chunks are about the axis `pipe`, which this mesh has not, got data=2; add the axis, or leave th",
+        "schedule and chunks are about the axis `pipe`, which this mesh does not have, got data=2; add the axis, or le",
     ),
     "chunks without stages": (
         lambda: Parallelism(make_mesh(pipe=1, data=2), chunks=2),
-        "about the axis `pipe`, which this mesh has not, got pipe=1,data=2",
+        "about the axis `pipe`, which this mesh does not have, got pipe=1,data=2",
     ),
     "an unknown schedule": (
         lambda: Parallelism(PIPE, schedule="2f2b"),

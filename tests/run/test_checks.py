@@ -64,7 +64,7 @@ CANNOT_RUN = {
     ),
     "sequence without tensor": (
         ["--mesh", "data=2", "--sequence-parallel"],
-        "splits rows over the axis `tensor`, which this mesh has not, got pipe=1,data=2",
+        "splits rows over the axis `tensor`, which this mesh does not have, got pipe=1,data=2",
     ),
     "sequence by tile": (
         ["--mesh", "tensor=2", "--sequence-parallel", "--recipe", "block"],
@@ -92,7 +92,7 @@ CANNOT_RUN = {
     ),
     "a schedule without pipe": (
         ["--schedule", "1f1b"],
-        "schedule and chunks are about the axis `pipe`, which this mesh has not, got pipe=1",
+        "schedule and chunks are about the axis `pipe`, which this mesh does not have, got pipe=1",
     ),
     "chunks without pipe": (["--chunks", "2"], "schedule and chunks are about the axis `pipe`"),
     "chunks of another schedule": (
@@ -114,7 +114,7 @@ CANNOT_RUN = {
     ),
     "layers on stages": (
         [*PIPE, "--num-layers", "5"],
-        "each chunk of each stage must have as many layers, got 5 layers for 2 stages",
+        "all chunks of all stages must have the same number of layers, got 5 layers for 2 stages",
     ),
     "layers in chunks": (
         [*PIPE, "--schedule", "interleaved", "--chunks", "3"],

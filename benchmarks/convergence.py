@@ -1,4 +1,4 @@
-"""Does FP8 learn like bfloat16? The same GPT on the same real text, and a control that must fail.
+"""Does FP8 learn like bfloat16? The same GPT on the same text in each recipe, and a control that must fail.
 
     python benchmarks/convergence.py                  # a 124M-class GPT, ten runs: some 10 minutes on one H200
     python benchmarks/convergence.py --runs bf16 fast # some of the runs
@@ -6,24 +6,25 @@
     python benchmarks/convergence.py --self-test      # a tiny GPT on any machine, in two minutes
 
 The text is Python source: the standard library and the installed packages of the running interpreter (or `--data`),
-duplicates left out, tokenized by byte-level BPE trained on it. Every run has the same parameters at the start, the same
-batches in the same order, and the same optimizer:
+without duplicates, tokenized by byte-level BPE that is trained on it. All runs start from the same parameters, read the
+same batches in the same order, and use the same optimizer:
 
-    bf16      recipe=None, what the others are compared with
+    bf16      recipe=None, the baseline
     delayed   DelayedScaling
     current   CurrentScaling
     block     BlockScaling
     fast      DelayedScaling with fast accumulation in all GEMMs
     fp8_head  DelayedScaling, and the head in FP8 by CurrentScaling
     fastest   fast accumulation in the layers' GEMMs, and that head
-    bf16_params  the same, and params in bfloat16, of whose float32 masters the optimizer keeps the other 16 bits
+    bf16_params  the same, and params in bfloat16; the optimizer keeps the other 16 bits of their float32 masters
     attention DelayedScaling, and attention in FP8, where heads have 128 features: --runs bf16 attention --num-heads 6
-    frozen    DelayedScaling whose scales are overwritten, after every step, with one wrong constant
-    reseeded  recipe=None from other initial parameters: how far two runs of one recipe are apart; not judged
+    frozen    the control: DelayedScaling whose scales are overwritten with one wrong constant after every step
+    reseeded  recipe=None from other initial parameters: how much two runs of one recipe differ; not judged
 
-PASS means: after the last step the validation losses of the FP8 runs are within 1 % of that of bf16, and that of frozen
-is more than 1 % worse, so that the check is known to be able to fail; without it, or without an FP8 run, INCOMPLETE.
-The control stops after `--control-steps` and is compared with bf16 at that step. The exit status is 0 for PASS, else 1.
+PASS means: after the last step, the validation losses of the FP8 runs are within 1 % of bf16's, and that of frozen is
+more than 1 % worse, which shows that the check can fail. Without frozen, or without an FP8 run, the verdict is
+INCOMPLETE. The control stops after `--control-steps` and is compared with bf16 at that step. The exit status is 0 for
+PASS, else 1.
 """
 
 import argparse
@@ -101,7 +102,7 @@ SELF_TEST = Settings(
 
 @dataclasses.dataclass
 class Run:
-    """What one run leaves: training loss a step, and (step, validation loss) pairs."""
+    """The result of one run: its training loss at each step, and pairs (step, validation loss)."""
 
     name: str
     losses: np.ndarray
@@ -115,7 +116,7 @@ class Run:
 
 @jax.jit(donate_argnums=0, static_argnames="scale")
 def freeze(fp8_state, scale: float):
-    """The same collection with every scale overwritten: what the control does after each step."""
+    """The collection with every scale overwritten, as the control does it after each step."""
     return jax.tree.map_with_path(
         lambda path, leaf: jnp.full_like(leaf, scale) if path[-1].key == "scale" else leaf, fp8_state
     )
@@ -171,7 +172,7 @@ def train(name: str, program: Program, data: Data, settings: Settings) -> Run:
 
 
 def judge(runs: dict[str, Run]) -> tuple[str, list[dict]]:
-    """PASS, FAIL or INCOMPLETE, and for each run its loss, its difference to bf16, and whether that is as required."""
+    """The verdict, and for each run its loss, its difference from bf16, and whether that is as required."""
     reference = dict(runs["bf16"].validation)
     rows = []
     for name, run in runs.items():
@@ -191,7 +192,7 @@ def judge(runs: dict[str, Run]) -> tuple[str, list[dict]]:
 
 
 def plot(runs: dict[str, Run], path: pathlib.Path, title: str) -> None:
-    """Training loss (faint, mean of `LOG_EVERY` steps) and validation loss: all of it, and the second half enlarged."""
+    """Plot training loss (faint, mean of `LOG_EVERY` steps) and validation loss: whole, and the second half alone."""
     figure, (whole, half) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     middle = len(runs["bf16"].losses) // 2
     for name, run in runs.items():
@@ -206,7 +207,7 @@ def plot(runs: dict[str, Run], path: pathlib.Path, title: str) -> None:
 
 
 def draw(axes, run: Run, first: int) -> None:
-    """Both curves of one run from step `first` on."""
+    """Draw both curves of one run from step `first` on."""
     training = [point for point in zip(*smoothed(run.losses), strict=True) if point[0] >= first]
     validation = [point for point in run.validation if point[0] >= first]
     color = f"C{list(MODELS).index(run.name)}"  # of matplotlib's cycle
@@ -217,7 +218,7 @@ def draw(axes, run: Run, first: int) -> None:
 
 
 def smoothed(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over `LOG_EVERY` steps, and the step each ends at."""
+    """Means over `LOG_EVERY` steps, and the last step of each mean."""
     count = len(losses) // LOG_EVERY
     means = losses[: count * LOG_EVERY].reshape(count, LOG_EVERY).mean(axis=1)
     return LOG_EVERY * np.arange(1, count + 1), means
@@ -274,7 +275,7 @@ def write_results(output: pathlib.Path, runs: dict[str, Run], settings: Settings
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--self-test", action="store_true", help="a tiny GPT and few steps: overrides the defaults below"
+        "--self-test", action="store_true", help="a tiny GPT and few steps, which replace the defaults below"
     )
     parser.add_argument(
         "--data", type=pathlib.Path, help="file or folder of text instead of the interpreter's Python sources"
@@ -282,7 +283,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=MODELS, default=USUAL_RUNS, help="bf16 must be among them")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument(
-        "--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8", help="of tokenizers"
+        "--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8", help="for tokenizers"
     )
     for field in dataclasses.fields(Settings):
         flag = "--" + field.name.replace("_", "-")

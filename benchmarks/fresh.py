@@ -1,4 +1,5 @@
-"""A measurement in a process of its own: nothing of another one is in its memory, on its GPU or in its caches.
+"""Measure in a fresh process, so that no earlier measurement has left anything in its memory, on its GPU or in its
+caches.
 
 parent ──job as JSON──→ python SCRIPT --job ... --result FILE ──measurement as JSON──→ parent
 """
@@ -18,11 +19,11 @@ MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_PYTHON_CLIENT_PREALLOCA
 
 
 def measure_in_fresh_process(script: pathlib.Path, job: Any, **environment: str) -> tuple[dict, str]:
-    """What the script says of a job, or `{"failed"}` with the error that its process ended with; and its complaints.
+    """The measurement of a job, or `{"failed": error}` if its process failed; and what the process wrote to stderr.
 
     Args:
-      job: a dataclass of what JSON knows.
-      environment: beside the own one, whose settings of memory count before ours.
+      job: a dataclass whose fields JSON can express.
+      environment: variables added to those of this process. Memory settings of this process win over the default ones.
     """
     whole = {**MEMORY, **os.environ, **environment}
     with tempfile.TemporaryDirectory() as directory:
@@ -46,8 +47,8 @@ def keep_programs(folder: str) -> dict[str, str]:
 
 
 def compile_side_by_side(script: pathlib.Path, jobs: Sequence[Any], cache: str) -> dict[str, str]:
-    """Let each job have its programs compiled, all at a time, into a folder; returns the environment that finds them
-    there. One that fails is heard of when it is measured.
+    """Compile the programs of all jobs at the same time into a folder, and return the environment in which jax finds
+    them. If a job fails here, its error is reported when it is measured.
     """
     environment = keep_programs(cache)
     own = {**os.environ, **environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -1,14 +1,15 @@
-"""Tokens a second of `fp8.generate`: FP8 against bfloat16, and against reading a full window for every token.
+"""Tokens a second of `fp8.generate`: FP8 against bfloat16, and against a full pass over the window for every token.
 
     python benchmarks/generate.py                                   # 124M and 1.3B, batches of 1, 8 and 64 prompts
     python benchmarks/generate.py --presets gpt3-1.3b --batches 8 --no-window
     python benchmarks/generate.py --self-test                       # a tiny model anywhere; its times mean nothing
 
-Prompts have 512 tokens, and 256 new ones are written after each, the most likely ones. The time to the first of them is
-that of a call for one token, which casts the weights and reads the prompts; the others take the rest of a call for all.
-A full window is what the example did before there was a cache: prompt and new tokens, read as a whole for each token.
-Of four rows of the largest batch, every written token is compared with the most likely one of the full pass: in
-bfloat16 or FP8 two tokens can be so near to each other that another order of sums decides; `shortfall` says how near.
+Prompts have 512 tokens, and the model generates 256 tokens after each, always the most likely one. The time to the
+first
+token is that of a call for one token, which casts the weights and reads the prompts. The time of the other tokens is
+the rest of a call for all of them. "A full window" uses no cache: each token is computed by a pass over prompt and new
+tokens. For four rows of the largest batch, every generated token is compared with the most likely one of the full pass.
+In bfloat16 and FP8, two tokens can be so close that the order of sums decides; `shortfall` says how close.
 """
 
 import argparse
@@ -43,7 +44,9 @@ RECIPES = {
 
 @functools.lru_cache(maxsize=1)
 def variables_of(model: fp8.GPT):
-    """Matrices larger than after initialisation, so that layers decide what is written, and scales that suit."""
+    """Params with larger matrices than after initialization, so that the layers decide which tokens are generated, and
+    FP8 scales that fit them.
+    """
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     larger = jnp.float32([1 / 4, LARGER, 1])  # scales of inputs, which are 1; of kernels; of output gradients
     params = jax.tree.map(lambda x: LARGER * x if x.ndim > 1 else x, variables["params"])
@@ -52,7 +55,7 @@ def variables_of(model: fp8.GPT):
 
 
 def seconds(run) -> float:
-    """Of a call that is compiled already: the median of several."""
+    """The median time of several calls of a function that is compiled already."""
     jax.block_until_ready(run())
     times = []
     for _ in range(RUNS):
@@ -78,8 +81,8 @@ def rates(batch: int, tokens: int, taken: float) -> dict:
 
 
 def compare(model, variables, prompt, written) -> dict:
-    """The share of written tokens that are the most likely ones after the full pass, and how much less likely others
-    are at most, in standard deviations of logits.
+    """The share of generated tokens that are the most likely ones of the full pass; and how much less likely the others
+    are at most, in standard deviations of the logits.
     """
     rows, seq = slice(0, CHECKED_ROWS), prompt.shape[1]
     text = jnp.concatenate([jnp.asarray(prompt)[rows], written[rows]], axis=1)
@@ -93,7 +96,7 @@ def compare(model, variables, prompt, written) -> dict:
 
 
 def measure_window(model, variables, prompt, new: int) -> dict:
-    """One program, which reads a full window for every token."""
+    """Measure a program that reads the full window for every token."""
     window = np.pad(prompt, ((0, 0), (model.config.max_seq_len - prompt.shape[1], 0)))  # as full, whatever is in it
     tokens = min(new, WINDOW_TOKENS)
 
@@ -150,8 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "delayed", "delayed, head"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=256, help="at least 2")
-    parser.add_argument("--no-window", action="store_true", help="leave the full windows out")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate, at least 2")
+    parser.add_argument("--no-window", action="store_true", help="do not measure full windows")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="a tiny model and few tokens, to run the whole file")
     options = parser.parse_args(arguments)

@@ -7,10 +7,10 @@
     python benchmarks/gpt_step.py --shapes moe_8x --variants bf16 delayed current block   # with experts
     python benchmarks/gpt_step.py --self-test                  # a tiny model on any machine; its times mean nothing
 
-Every variant does the same work in its own process: the same shapes, random tokens, float32 parameters (of one variant
-in two halves) and float32 AdamW. Each process times its first step (compilation and, for FP8, the warm start), then
-after the warmup the median of `--steps` steps with a wait after each, then the same number dispatched without waiting.
-A variant that fails is a row that says so, and the exit status is 1.
+Every variant does the same work in its own process: the same shapes, random tokens, float32 parameters (one variant
+stores them in two halves) and float32 AdamW. Each process times its first step (compilation and, for FP8, the warm
+start). After the warmup it takes the median of `--steps` steps with a wait after each, and then times the same number
+of steps that are dispatched without waiting. A variant that fails gets a row with its error, and the exit status is 1.
 
     parent ──job as JSON──→ python gpt_step.py --job ... ──measurement as JSON──→ table
 """
@@ -50,7 +50,7 @@ PROFILED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a fresh process needs to know."""
+    """All that a fresh process must know."""
 
     variant: str
     shape: Shape
@@ -134,7 +134,7 @@ def _measure(job: Job) -> dict:
 
 
 def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dict]) -> str:
-    """The section of one shape: its table, and the profiles where they were taken."""
+    """The section of one shape: its table, and the profiles if there are any."""
     measured = {r["variant"]: r["step_ms"] for r in results if "failed" not in r}
     baseline = measured.get("bf16", measured.get("ours_bf16_small"))
     rows = []
@@ -176,7 +176,7 @@ def markdown(shape_name: str, shape: Shape, microbatches: int, results: list[dic
 
 
 def check_same_work(results: list[dict]) -> None:
-    """A comparison of models with different parameter counts is no comparison."""
+    """Raise if variants have different numbers of parameters: their times could not be compared."""
     counts = {r["variant"]: r["num_params"] for r in results if "failed" not in r}
     if len(set(counts.values())) > 1:
         raise ValueError(f"all variants must have the same number of parameters, but got {counts}; compare like models")
@@ -220,9 +220,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "4096"])
     parser.add_argument("--layers", type=int, help="override the number of layers of every shape")
-    parser.add_argument("--microbatches", type=int, default=1, help="of the shape's batch size each")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step, each with the shape's batch size")
     parser.add_argument("--steps", type=int, default=16, help="timed steps, at least 1")
-    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="steps before these, beside the first one")
+    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="untimed steps, besides the first one")
     parser.add_argument(
         "--profile",
         nargs="*",
@@ -231,12 +231,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="add a profile by kernel of these variants, or of all (GPU only)",
     )
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
-    parser.add_argument("--name", default="gpt_step", help="of the files written there, without an extension")
+    parser.add_argument("--name", default="gpt_step", help="of the files in --output, without extension")
     parser.add_argument("--self-test", action="store_true", help="tiny shapes and few steps, to run the whole file")
     parser.add_argument(
         "--compile-ahead",
         action="store_true",
-        help="compile the steps of jax_fp8 first, all at a time: shortens a run of many variants",
+        help="compile the steps of jax_fp8 first, at the same time, which shortens a run of many variants",
     )
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -1,15 +1,17 @@
-"""Where a step's GPU time goes: kernels of a JAX profiler trace, summed into categories.
+"""GPU time of a training step by kernel and by category, from a trace of the JAX profiler.
 
-A trace names kernels, and XLA's own kernels have names such as `loop_multiply_fusion_12` that say nothing. The
-optimized HLO of the same program says what they are: the trace event's `hlo_op` (or else the kernel's name) leads to
-the instruction, whose result type shows FP8 outputs and whose `op_name` shows the JAX scope it came from. So
+XLA's own kernels have names such as `loop_multiply_fusion_12`, which do not say what they compute. The optimized HLO of
+the same program does: the trace event's `hlo_op` (or else the kernel's name) leads to the instruction, whose result
+type shows FP8 outputs, and whose `op_name` shows the JAX scope that it is from. So
 
     trace event ─name→ library kernel (GEMM, attention, ours, copy)
                 └hlo_op→ instruction ─result type, op_names→ quantize | optimizer | loss |
                                                        norms, activations | other fusions
 
-Traced steps run without CUDA graphs (XLA turns command buffers off under the profiler), so every kernel is seen; gaps
-between them are wider than in a timed step, which is why the tables count kernel time and give the idle time apart.
+Traced steps run without CUDA graphs, because XLA switches command buffers off under the profiler. So the trace has
+every
+kernel, but the gaps between kernels are wider than in a timed step. The tables therefore count kernel time, and list
+idle time separately.
 """
 
 import dataclasses
@@ -55,8 +57,8 @@ _COMPUTATION = re.compile(r"^\s*%?([\w.\-]+) \((.*)\) -> ")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """What the optimized HLO says about one kernel: result type, JAX scope, the scopes of what is fused into it,
-    and whether it reads FP8.
+    """An instruction of the optimized HLO: its result type, its JAX scope, the scopes of the instructions fused into
+    it, and whether it reads FP8.
     """
 
     result: str
@@ -120,7 +122,7 @@ class Profile:
         )
 
     def to_json(self) -> dict:
-        """The figures of the tables, and every kernel, so that it can be looked at again without a GPU."""
+        """The figures of the tables, and every kernel, so that the profile can be examined later without a GPU."""
         kernels = [dataclasses.asdict(kernel) for kernel in sorted(self.kernels, key=lambda k: -k.microseconds)]
         return {
             "steps": self.steps,
@@ -182,7 +184,7 @@ def summarize(events: list[dict], steps: int, instructions: dict[str, Instructio
 
 
 def summarize_kernels(ran: list[dict], steps: int, instructions: dict[str, Instruction]) -> Profile:
-    """Sum events of kernels."""
+    """Sum the events of kernels."""
     kernels: dict[tuple[str, str], Kernel] = {}
     for event in ran:
         instruction = lookup(event, instructions)
@@ -234,7 +236,7 @@ def _categorize_instruction(name: str, instruction: Instruction) -> str:
 
 
 def _outside_gradient(scope: str) -> bool:
-    """Whether an op of a step comes neither from the loss and its gradient nor from the loop over microbatches."""
+    """Whether an op of a step is neither from the loss and its gradient nor from the loop over microbatches."""
     return scope.startswith("jit(") and "jvp" not in scope and "while/" not in scope
 
 
@@ -266,7 +268,7 @@ def read_hlo(text: str) -> dict[str, Instruction]:
 
 
 def _computations(text):
-    """Of each computation its parameters, and the scopes of its instructions in one text."""
+    """For each computation, its parameters, and the scopes of its instructions in one text."""
     found, name = {}, ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -278,7 +280,7 @@ def _computations(text):
 
 
 def merged(profiles: dict[str, dict]) -> str:
-    """One table with a column a variant, from `Profile.to_json` of each: the row that differs is the answer."""
+    """One table with a column for each variant, from `Profile.to_json` of each, to show the rows that differ."""
     rows = [[name, *(found["ms"][name] for found in profiles.values())] for name in CATEGORIES]
     rows.append(["all kernels", *(found["busy_ms"] for found in profiles.values())])
     return tables.table(["ms a step", *profiles], rows)

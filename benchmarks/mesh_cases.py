@@ -1,4 +1,4 @@
-"""What `meshes.py` compares: a GPT on a mesh, in jax_fp8 or in plain Flax, and how a training step of it is made."""
+"""The cases of `meshes.py`: a GPT on a mesh, in jax_fp8 or in plain Flax, and its training step."""
 
 import dataclasses
 import math
@@ -42,23 +42,23 @@ class Case:
     Args:
       mesh: `data=2,tensor=2`; with `+sequence` at its end, sequence parallel.
       recipe: delayed, current, block, bf16 (jax_fp8 without FP8) or plain (plain Flax, automatic sharding).
-      batch: sequences of a step, all devices together; 0 is `batch_per_data` for each part of a batch. Without `pipe`
-        each microbatch has that many, and with it as many as the stages have together, in all microbatches: so a step
-        on pipe=4 has the work of one on data=4.
-      batch_per_data: 0 is 8, and with `tensor` 4 for each of its devices if that is more.
-      microbatches: of a step; 0 is 1, and with `pipe` 4 for each stage.
+      batch: sequences of a step, of all devices together. 0 means `batch_per_data` for each part of a batch: in every
+        microbatch without `pipe`; with `pipe` for each stage, in all microbatches together, so that pipe=4 has the
+        work of data=4.
+      batch_per_data: 0 means 8; with `tensor` 4 for each of its devices, if that is more.
+      microbatches: of a step; 0 means 1, or with `pipe` 4 for each stage.
       seq_len, num_layers, vocab_size: 0 keeps the preset's.
-      fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, the dtype of params: of delayed and
-        current alone.
-      fp8_attention: attention in FP8 too: of delayed alone.
-      remat: what layers keep for the backward, as a `GPT` takes it; not of plain.
-      cold: no warm start, which is a program of its own: the first step finds scales of 1.
-      pieces: microbatches driven one by one, by `accumulate_step`; not of plain.
-      cache_weights: False casts weights, and gathers them, in every microbatch.
-      graphs: default as the step itself is compiled; collectives in CUDA graphs too; or none at all.
-      options: XLA's, before which no others count.
+      fast, fp8_head, param_dtype: fast accumulation in all GEMMs, the head in FP8, and the dtype of params; only for
+        delayed and current.
+      fp8_attention: attention in FP8, too; only for delayed.
+      remat: as a `GPT` takes it; not for plain.
+      cold: no warm start, which is a program of its own; the first step has scales of 1.
+      pieces: one call of `accumulate_step` for each microbatch; not for plain.
+      cache_weights: False casts and gathers weights in every microbatch.
+      graphs: default, as the step itself is compiled; collectives in CUDA graphs, too; or none.
+      options: of XLA, which replace all others.
       gemms: a file of tuned GEMMs, or "".
-      schedule, chunks: of a pipeline; "" and 0 are what the step takes.
+      schedule, chunks: of a pipeline; "" and 0 mean the step's defaults.
     """
 
     mesh: str
@@ -130,12 +130,12 @@ class Case:
 
     @property
     def parts(self) -> int:
-        """Of a batch."""
+        """Into how many parts the mesh splits a batch."""
         return self.size(DATA) * self.size(FSDP)
 
     @property
     def stages(self) -> int:
-        """Of a pipeline; 1 is none."""
+        """Pipeline stages; 1 means no pipeline."""
         return self.size(PIPE)
 
     @property
@@ -144,14 +144,14 @@ class Case:
 
     @property
     def sequences(self) -> int:
-        """Of one step."""
+        """Sequences of a step."""
         per_part = self.batch_per_data or max(8, 4 * self.size(TENSOR))
         times = self.num_microbatches if self.stages == 1 else self.stages
         return self.batch or per_part * self.parts * times
 
     @property
     def pipeline(self) -> Schedule | None:
-        """What its stages do; None without stages."""
+        """The schedule of the stages; None without a pipeline."""
         if self.stages == 1:
             return None
         name = self.schedule or "1f1b"
@@ -166,7 +166,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What of the recipe is not the default, in words."""
+        """The recipe, and the options that differ from their defaults, in words."""
         in_fp8 = {
             "fast": self.fast and self.recipe != "block",
             "FP8 head": self.fp8_head,
@@ -188,7 +188,7 @@ class Case:
 
     @property
     def compiler_options(self) -> dict:
-        """None of ours where there are none, so that the step's own count."""
+        """XLA's options; empty if this case sets none, so that the step uses its own."""
         ours = {} if self.recipe == "plain" or jax.default_backend() != "gpu" else default_options(on_mesh=True)
         plain = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"  # XLA's defaults, about
         graphs = {
@@ -201,8 +201,8 @@ class Case:
 
 @dataclasses.dataclass
 class Training:
-    """A step and what it begins with. `step(state, batch)` is a new state and `{"loss"}`; `place` puts tokens on the
-    mesh, in pieces a tuple of microbatches. `shapes` are those of `make_state()`.
+    """A training step and its initial state. `step(state, batch)` returns a new state and `{"loss"}`; `place` puts
+    tokens on the mesh, as a tuple of microbatches for `pieces`. `shapes` are those of `make_state()`.
     """
 
     step: Callable
@@ -213,7 +213,7 @@ class Training:
 
 
 def make_optimizer(recipe: str, steps: int) -> optax.GradientTransformation:
-    """AdamW at a constant rate; or for so many steps on text a schedule, and clipped gradients."""
+    """AdamW: with a constant learning rate for 0 steps; for a run on text with a schedule and clipped gradients."""
     adamw = optax.adamw if recipe == "plain" else fp8.fused_adamw
     own = {} if recipe == "plain" else {"master_dtype": "remainder"}  # of float32 params nothing is kept apart
     if not steps:
@@ -231,7 +231,7 @@ def make_mesh(case: Case, kind: AxisType) -> Mesh:
 
 
 def build(case: Case, text_steps: int = 0) -> Training:
-    """The case, before its state is made."""
+    """The training step of a case, before its state is made."""
     tx, config = make_optimizer(case.recipe, text_steps), case.config
     tokens = np.zeros(
         (case.sequences // case.num_microbatches, config.max_seq_len), np.int32
@@ -257,7 +257,7 @@ def build(case: Case, text_steps: int = 0) -> Training:
 
 
 def _driven(step: Any) -> Callable:
-    """`run(state, batch)` of a tuple of microbatches, one call for each."""
+    """`run(state, batch)` for a tuple of microbatches, with one call for each."""
     pending = None
 
     def run(state, batch):
@@ -310,8 +310,8 @@ def _build_ours(case, tx, mesh, tokens):
 
 
 def cases_for(devices: int) -> tuple[list[str], list[dict]]:
-    """The meshes of so many devices and the recipes that `--all` compares: the settings of the fastest variant, and
-    both in bfloat16.
+    """The meshes of this number of devices, and the recipes, that `--all` compares: the settings of the fastest
+    variant, and bfloat16 in jax_fp8 and in plain Flax.
     """
     meshes = [f"{axis}={devices}" for axis in (DATA, FSDP, TENSOR, PIPE)]
     meshes.insert(-1, f"tensor={devices}{SEQUENCE}")

@@ -1,12 +1,12 @@
-"""Text for `meshes.py --text`, and a picture of the losses that it leaves.
+"""Text for `meshes.py --text`, and a plot of the losses that it writes.
 
-Apart from it, for both need packages that a machine with GPUs may lack.
+These commands are a file of their own because they need packages that a machine with GPUs may lack.
 
     python benchmarks/mesh_curves.py text batches.npy --steps 200 --batch-size 16 --seq-len 1024
     python benchmarks/meshes.py --mesh data=2 fsdp=2 --preset gpt2-124m --text batches.npy --losses losses.json
     python benchmarks/mesh_curves.py draw losses.json --output curves.png
 
-The text is tokenized as `convergence.py` does it, and the batches are fixed here, so every mesh reads the same ones.
+The text is tokenized as in `convergence.py`. The batches are fixed here, so every mesh reads the same ones.
 """
 
 import argparse
@@ -21,7 +21,9 @@ from text_data import Reading, prepare
 
 
 def write_batches(reading: Reading, data: pathlib.Path | None, cache: pathlib.Path, output: pathlib.Path) -> str:
-    """All batches as one array (steps, batch, seq + 1), uint16 if that is enough; returns what the text is."""
+    """Write all batches as one array (steps, batch, seq + 1), uint16 if the vocabulary fits; returns a description of
+    the text.
+    """
     prepared = prepare(reading, data, cache)
     dtype = np.uint16 if reading.vocab_size <= 2**16 else np.int32
     windows = np.asarray(prepared.starts)[:, :, None] + np.arange(reading.seq_len + 1)
@@ -43,7 +45,7 @@ def read_losses(files: list[pathlib.Path]) -> dict[str, list[float]]:
 
 
 def draw(curves: dict[str, list[float]], output: pathlib.Path) -> None:
-    """All curves in one picture; beside it how far each is from the first, by the mean of ten steps."""
+    """Plot all curves; beside them, the difference of each curve from the first one, as a mean over ten steps."""
     figure = Figure(figsize=(13, 5), layout="constrained")
     whole, apart = figure.subplots(1, 2)
     first = next(iter(curves.values()))
@@ -61,7 +63,7 @@ def draw(curves: dict[str, list[float]], output: pathlib.Path) -> None:
 
 
 def smoothed(values: np.ndarray, count: int = 10) -> tuple[np.ndarray, np.ndarray]:
-    """Means of so many steps, and the step that each ends at."""
+    """Means over a number of steps, and the last step of each mean."""
     parts = max(1, len(values) // count)
     width = min(count, len(values))
     return width * np.arange(1, parts + 1), values[: parts * width].reshape(parts, width).mean(axis=1)

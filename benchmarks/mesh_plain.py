@@ -1,12 +1,12 @@
-"""Plain Flax on a mesh, as a user without this library would train it: params placed by hand, the rest left to XLA.
+"""Plain Flax on a mesh, as a user without this library would train it: params are sharded by hand, XLA does the rest.
 
-    data     params and optimizer state are whole on every device
-    fsdp     each is split along its largest dim that can be
-    tensor   columns of qkv and of the first matrix of the MLP, rows of the second and of the attention's output, rows
+    data     params and optimizer state are replicated on every device
+    fsdp     each is split along its largest dim that can be split
+    tensor   columns of qkv and of the MLP's first matrix, rows of its second one and of the attention's output, rows
              of the vocabulary (https://arxiv.org/abs/1909.08053)
 
-The residual stream and the heads are constrained: without that XLA splits the stream along its width, and cuDNN's
-attention does not compile.
+The residual stream and the heads have sharding constraints. Without them, XLA splits the stream along its width, and
+cuDNN's attention does not compile.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ COLUMNS, ROWS = ("qkv", "mlp_in"), ("attention_out", "mlp_out")
 
 
 def spec_of(names: tuple[str, ...], shape: tuple[int, ...], axes: Mapping[str, int]) -> PartitionSpec:
-    """How a param is split, or what an optimizer keeps of one: its path ends with the same names."""
+    """How a param is split, or an optimizer's array of the same shape, whose path ends with the same names."""
     dims: list[str | None] = [None] * len(shape)
     if axes.get("tensor", 1) > 1:
         layer, leaf = ("", "", *names)[-2:]
@@ -49,8 +49,8 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
 
 
 def constraint(mesh: Mesh, batch_axes: tuple[str, ...], sequence_parallel: bool) -> Constrain:
-    """`constrain(x, kind)` of a `PlainGPT`: its batch over the axes of the batch, heads over `tensor`, and with
-    sequence parallelism the sequence of the residual stream.
+    """`constrain(x, kind)` for a `PlainGPT`: splits the batch over its axes, heads over `tensor`, and with sequence
+    parallelism the sequence of the residual stream over `tensor`.
     """
     tensor = "tensor" if mesh.shape.get("tensor", 1) > 1 else None
     specs = {
@@ -63,7 +63,7 @@ def constraint(mesh: Mesh, batch_axes: tuple[str, ...], sequence_parallel: bool)
 def build_plain(
     model: nn.Module, tx: optax.GradientTransformation, mesh: Mesh, tokens: Any, microbatches: int, options: dict
 ) -> tuple[Callable, Callable[[], Any], Any]:
-    """The step; what makes its state, in shards from the start; and the shapes of that."""
+    """The step; a function that makes its state in shards; and the shapes of that state."""
 
     def create(key):
         variables = dict(model.init(key, tokens))

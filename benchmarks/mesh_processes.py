@@ -1,9 +1,10 @@
-"""The processes of `meshes.py`, one for each case: one after the other, or compiled side by side and then in turns.
+"""The processes of `meshes.py`, one for each case. They run one after the other, or compile at the same time and then
+take turns.
 
     parent ──job as JSON──→ python mesh_steps.py JOB RESULT LIMIT [TURNS] ──measurement as JSON──→ parent
 
-With a folder TURNS a process waits for a file in it before it compiles, and for another before it makes its state. So a
-GPU has one state at a time, and while steps are timed nothing compiles.
+With a folder TURNS, a process waits for one file in it before it compiles, and for another before it makes its state.
+So a GPU has one state at a time, and nothing compiles while steps are timed.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ POLL = 0.05  # seconds
 
 
 class CaseProcess:
-    """A job in a fresh process that has begun.
+    """A job in a fresh process, which this starts.
 
     Args:
-      limit: seconds to measure it in; and as many to compile it in, where it takes turns.
-      cache: a folder for compiled programs: the process takes turns, and takes memory as it needs it. None is without.
+      limit: seconds to measure in, and with turns as many to compile in.
+      cache: a folder for compiled programs; the process takes turns, and allocates memory as needed. None: no turns.
     """
 
     def __init__(self, job: Job, limit: float, cache: str | None = None):
@@ -51,11 +52,11 @@ class CaseProcess:
         return self._folder / "errors.txt"
 
     def let(self, turn: str) -> None:
-        """Let it do that, COMPILE or MEASURE."""
+        """Start the process's turn COMPILE or MEASURE."""
         (self._folder / turn).touch()
 
     def wait_until(self, phase: str) -> None:
-        """Until it says so, has ended or the limit is over: of these two `result` tells."""
+        """Wait until the process prints this phase, has ended, or the limit is over; `result` reports the last two."""
         until = time.monotonic() + self.limit
         while self._process.poll() is None and time.monotonic() < until:
             if f"phase: {phase}\n" in self._errors.read_text(errors="replace"):
@@ -63,7 +64,7 @@ class CaseProcess:
             time.sleep(POLL)
 
     def result(self, limit: float | None = None) -> dict:
-        """Let it measure, and wait for what it finds: the measurement, or the case and how it failed."""
+        """Let the process measure, and wait for its measurement, or for the case and how it failed."""
         limit = self.limit if limit is None else limit
         self.let(MEASURE)
         try:
@@ -88,7 +89,7 @@ class CaseProcess:
 
 
 def reason(said: str, status: int | None, limit: float) -> str:
-    """How a process ended that left no result, in one line."""
+    """In one line, how a process ended that left no result."""
     phase = ["the start", *re.findall(r"^phase: (.*)$", said, re.MULTILINE)][-1]
     if status is None:
         frames = re.findall(r'most recent call first\):\n  File "[^"]*", line \d+ in (\w+)', said)
@@ -101,8 +102,8 @@ def reason(said: str, status: int | None, limit: float) -> str:
 def compile_side_by_side(jobs: Sequence[Job], limit: float, cache: str) -> list[CaseProcess]:
     """A process for each job that has compiled its step and waits for its turn.
 
-    XLA times the products of a model without FP8, and keeps what it found in the folder `cache`. It does so with the
-    GPU to itself: for each mesh in one case, and after it in no other.
+    XLA times the products of a model without FP8, and keeps its choices in the folder `cache`. For each mesh, one case
+    does so first, with the GPU to itself; the others then take its choices.
     """
     processes = [CaseProcess(job, limit, cache) for job in jobs]
     by_xla: dict[str, list[CaseProcess]] = {}

@@ -1,4 +1,4 @@
-"""One case of `meshes.py`, measured in this process: the times of a step, its memory and profile, or losses on text.
+"""Measure one case of `meshes.py` in this process: step times, memory and profile, or the losses on a text.
 
 python mesh_steps.py JOB RESULT LIMIT [TURNS]      # as mesh_processes.py starts it
 """
@@ -31,8 +31,8 @@ SPARED = 3.0  # seconds before the limit, in which a process that hangs writes d
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a fresh process needs to know: of the case, how many steps, timed and before, of how many a profile, and
-    what else.
+    """All that a fresh process must know: the case, the numbers of timed, warmup and profiled steps, and what else to
+    measure.
     """
 
     case: Case
@@ -52,7 +52,7 @@ class Job:
 
 
 def say(phase: str) -> None:
-    """The last of these is where a process that hangs has come to."""
+    """Print a phase. The last one shows where a process hangs."""
     print(f"phase: {phase}", file=sys.stderr, flush=True)
 
 
@@ -62,7 +62,7 @@ def wait_for(turn: pathlib.Path) -> None:
 
 
 def compile_ahead(case: Case, training: Training, turns: pathlib.Path) -> None:
-    """Compile the step of a case from shapes, for jax's cache, when its turn comes; of plain Flax nothing. Returns when
+    """Compile the step of a case from shapes into jax's cache when its turn comes; nothing for plain Flax. Returns when
     its turn to be measured has come.
     """
     lowered = None
@@ -79,8 +79,8 @@ def compile_ahead(case: Case, training: Training, turns: pathlib.Path) -> None:
 
 
 def measure(job: Job, limit: float = float("inf"), turns: pathlib.Path | None = None) -> Iterator[dict]:
-    """Run one job in this process, after its turns if it takes them: what was found so far, and then with what was
-    asked for beside it.
+    """Run one job in this process, after its turns if it takes any. Writes the times first, and again with the
+    additional measurements that were asked for.
     """
     table = fp8.GemmTable.load(job.case.gemms) if job.case.gemms else None
     with fp8.tuned_gemms(table) if table else contextlib.nullcontext():
@@ -94,13 +94,13 @@ def measure(job: Job, limit: float = float("inf"), turns: pathlib.Path | None = 
 
 
 def hurry(limit: float) -> None:
-    """From now on there are so many seconds left."""
+    """Leave this number of seconds from now on."""
     if limit < float("inf"):
         faulthandler.dump_traceback_later(max(limit - SPARED, limit / 2))
 
 
 def time_steps(job: Job, training: Training) -> Iterator[dict]:
-    """Both times of a step, and what was asked for beside them."""
+    """Both times of a step, and the additional measurements that were asked for."""
     case = job.case
     say("making the state")
     state = training.make_state()
@@ -154,14 +154,14 @@ def described(case: Case, num_params: int) -> dict:
 
 
 def peak_gib(devices: int) -> list[float] | None:
-    """Of every device, initialisation included; CPU devices do not say."""
+    """Peak memory of every device, with initialization; CPU devices have no such statistics."""
     statistics_of = [device.memory_stats() or {} for device in jax.devices()[:devices]]
     peaks = [found.get("peak_bytes_in_use") for found in statistics_of]
     return None if None in peaks else [peak / 2**30 for peak in peaks]
 
 
 def look_closer(job: Job, step: Any, state: Any, batches: list[jax.Array]) -> dict:
-    """The report and the profile. One that fails costs no times: the table and the exit status say so."""
+    """The capture report and the profile. If one fails, the times are kept; the table and the exit status say so."""
     found = {}
     if job.report:
         say("the report")

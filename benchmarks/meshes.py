@@ -8,11 +8,11 @@ plain Flax.
     python benchmarks/meshes.py --mesh pipe=2 data=2 --recipe delayed bf16 --cold --compile-ahead --limit 300
     python benchmarks/meshes.py --mesh data=2 --text batches.npy --losses data.json   # mesh_curves.py makes and draws
 
-Each case runs in a process of its own, for at most `--limit` seconds: one that hangs is a row that says where. With
-`--compile-ahead` all cases compile first, at the same time, within that limit too. A case takes the median of `--steps`
-steps with a wait after each, then as many dispatched without waiting, on random tokens that are others in every step
-and lie on the devices before the clock starts. Peak memory is that of the fullest device. The bubble beside them is not
-measured: it is that of the schedule, with units as long as `--costs` says.
+Each case runs in a process of its own for at most `--limit` seconds; if it hangs, its row says where. With
+`--compile-ahead`, all cases first compile at the same time, within the same limit. A case takes the median of `--steps`
+steps with a wait after each, and then times as many steps that are dispatched without waiting. Every step has other
+random tokens, which are on the devices before the clock starts. Peak memory is that of the fullest device. The bubble
+is not measured but computed from the schedule, with the durations of units that `--costs` gives.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TOO_SHORT = 10.0  # seconds, to begin a case
 
 
 def markdown(results: list[dict]) -> str:
-    """One row a case; those that failed say how."""
+    """One row for each case; failed ones say how they failed."""
     rows = []
     for r in results:
         case = Case(**r["case"])
@@ -59,14 +59,14 @@ def markdown(results: list[dict]) -> str:
 
 
 def computed_bubble(case: Case, costs: Costs) -> dict:
-    """The share of a step in which a stage is idle, if units take so long; nothing without stages."""
+    """The share of a step in which a stage is idle, if units take this long; empty without stages."""
     if case.pipeline is None:
         return {}
     return {"bubble": make_timeline(case.pipeline, costs).bubble, "costs": dataclasses.asdict(costs)}
 
 
 def check_same_model(results: list[dict]) -> None:
-    """A comparison of models with different parameter counts is no comparison."""
+    """Raise if cases have different numbers of parameters: their times could not be compared."""
     counts = {r["case"]["mesh"] + " " + r["case"]["recipe"]: r["num_params"] for r in results if "failed" not in r}
     if len(set(counts.values())) > 1:
         raise ValueError(f"all cases must have the same number of parameters, got {counts}; compare like models")
@@ -77,7 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help="every axis with all devices; delayed at its fastest and bf16"
     )
-    parser.add_argument("--devices", type=int, default=0, help="of --all; 0 asks jax, in a process of its own")
+    parser.add_argument("--devices", type=int, default=0, help="number of devices for --all; 0 asks jax")
     parser.add_argument("--mesh", nargs="+", help=f"such as data=2,tensor=2, tensor=4{SEQUENCE} or pipe=2,tensor=2")
     parser.add_argument("--recipe", nargs="+", choices=RECIPES)
     parser.add_argument("--preset", default="gpt3-1.3b", help="tiny runs on any machine; its times mean nothing")
@@ -86,31 +86,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--batch-per-data", type=int, default=0, help="sequences for each part of the batch, if no --batch"
     )
     for name in ("seq-len", "num-layers", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int, default=0, help="0 keeps the preset's")
-    parser.add_argument("--microbatches", type=int, default=0, help="0 is 1, and with pipe 4 for each stage")
-    parser.add_argument("--schedule", nargs="+", choices=tuple(SCHEDULES), help="of every mesh with pipe")
-    parser.add_argument("--chunks", type=int, default=0, help="of interleaved; 0 is 2")
+        parser.add_argument(f"--{name}", type=int, default=0, help="0 keeps the preset's (default)")
+    parser.add_argument("--microbatches", type=int, default=0, help="of a step; 0 means 1, or 4 for each stage of pipe")
+    parser.add_argument(
+        "--schedule", nargs="+", choices=tuple(SCHEDULES), help="pipeline schedules, for every mesh with pipe"
+    )
+    parser.add_argument("--chunks", type=int, default=0, help="chunks on each stage of interleaved; 0 means 2")
     lengths = ("FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT")
     parser.add_argument("--costs", type=float, nargs=3, default=(1.0, 1.0, 1.0), metavar=lengths)
-    parser.add_argument("--sequence-parallel", action="store_true", help=f"{SEQUENCE} for every mesh")
-    parser.add_argument("--compile-ahead", action="store_true", help="all cases at a time: shortens a run of many")
+    parser.add_argument("--sequence-parallel", action="store_true", help=f"add {SEQUENCE} to every mesh")
+    parser.add_argument("--compile-ahead", action="store_true", help="compile all cases first, at the same time")
     for name in ("fast", "fp8-head", "fp8-attention", "cold"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--pieces", action="store_true", help="microbatches driven one by one, not as one step")
+    parser.add_argument("--pieces", action="store_true", help="one call for each microbatch, not one step")
     parser.add_argument("--cache-weights", action=argparse.BooleanOptionalAction, default=True, help="for all of them")
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-dtype", choices=("float32", "bfloat16"), default="")
-    parser.add_argument("--remat", choices=REMAT, default="none", help="what layers keep, but for plain")
+    parser.add_argument(
+        "--remat", choices=REMAT, default="none", help="what layers keep for the backward; not for plain"
+    )
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=["default"])
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="options of XLA")
-    parser.add_argument("--gemms", default="", help="a file of tuned GEMMs, for delayed and current")
+    parser.add_argument("--gemms", default="", help="a table of tuned GEMMs, for delayed and current")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="steps before these, beside the first one")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="trace N steps more (GPU only)")
-    parser.add_argument("--report", action="store_true", help="bytes over the wire; compiles again (GPU only)")
-    parser.add_argument("--text", default="", help="train on these batches instead, of mesh_curves.py text")
-    parser.add_argument("--limit", type=float, default=90, help="seconds for a case")
-    parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all; the rest is not begun")
+    parser.add_argument("--warmup", type=int, default=WARMUP_STEPS, help="untimed steps, besides the first one")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="trace N more steps (GPU only)")
+    parser.add_argument("--report", action="store_true", help="bytes of collectives; compiles again (GPU only)")
+    parser.add_argument("--text", default="", help="train on a file that `mesh_curves.py text` wrote")
+    parser.add_argument("--limit", type=float, default=90, help="seconds for each case")
+    parser.add_argument(
+        "--total", type=float, default=float("inf"), help="seconds for all cases; later ones are left out"
+    )
     parser.add_argument("--output", "--losses", type=pathlib.Path, help="a file for all results, as JSON")
     options = parser.parse_args(arguments)
     if not (options.all or options.mesh):
@@ -127,7 +133,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Every mesh with every recipe and all `--graphs`, mesh by mesh; where there is a pipeline, with every schedule."""
+    """Every mesh with every recipe and all `--graphs`, mesh by mesh; a mesh with `pipe` also with every schedule."""
     meshes, recipes = options.mesh, [{"recipe": name} for name in options.recipe or ["delayed"]]
     if options.all:
         found, fastest = cases_for(options.devices or count_devices())
@@ -153,8 +159,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
 
 
 def schedules_of(mesh: str, meshes: list[str], options: argparse.Namespace) -> list[dict]:
-    """What the cases of a mesh are told of schedules: nothing without stages, and chunks where a schedule has them. If
-    there is no such mesh, or no such schedule, the case refuses them.
+    """The schedules of the cases of a mesh: empty without stages, and with chunks where a schedule has them. If there
+    is no such mesh or schedule, the case itself refuses it.
     """
     if any(map(has_stages, meshes)) and not has_stages(mesh):
         return [{}]
@@ -164,7 +170,7 @@ def schedules_of(mesh: str, meshes: list[str], options: argparse.Namespace) -> l
 
 
 def read_options(texts: list[str]) -> dict[str, str | bool]:
-    """XLA's options: `NAME=VALUE` each, of which true and false are bools."""
+    """XLA's options from `NAME=VALUE` each; true and false become bools."""
     unclear = [text for text in texts if "=" not in text]
     if unclear:
         raise ValueError(f"--option needs NAME=VALUE, got {' '.join(unclear)}; say xla_name=true")
@@ -173,13 +179,13 @@ def read_options(texts: list[str]) -> dict[str, str | bool]:
 
 
 def count_devices() -> int:
-    """Asked in a process of its own, which leaves no memory taken."""
+    """The number of devices, found by a process of its own, so that this one allocates no GPU memory."""
     command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
     return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def measure_all(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[dict]:
-    """What each job finds, or how it failed, one after the other."""
+    """The measurement of each job, or how it failed, one after the other."""
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         waiting = []

@@ -1,10 +1,10 @@
-"""What microbatches, the weight cache and CUDA graphs cost and gain: the time of one microbatch in a step of many.
+"""Costs and gains of microbatches, the weight cache and CUDA graphs: the time of one microbatch in a step of many.
 
     python benchmarks/microbatches.py                   # both shapes and a small model: about 8 minutes on one H200
     python benchmarks/microbatches.py --variants --long-run 1000  # nothing but a long run of the small model
     python benchmarks/microbatches.py --self-test                 # a tiny model on any machine; its times mean nothing
 
-Programs are compiled before anything is timed; those of as many microbatches take turns: a drift hits them all.
+All programs are compiled before timing. Programs with equally many microbatches take turns, so a drift affects all.
 
     random tokens, one state ─→ cached, uncached, launches, caller, cached, uncached, ... ─→ medians ─→ table
 """
@@ -95,8 +95,8 @@ def say(line: str) -> None:
 
 
 def compile_programs(training: Training, chosen: dict[str, set[int]]) -> dict[int, dict[str, Future]]:
-    """The compiled steps, by number of microbatches and variant. The first is compiled alone, for XLA times algorithms
-    and remembers which won; the others, side by side, take the same."""
+    """The compiled steps, by number of microbatches and variant. The first is compiled alone, because XLA times
+    algorithms and remembers the fastest; the others, side by side, take the same."""
     state = jax.eval_shape(training.new_state)
     programs, first = {}, []
     with ThreadPoolExecutor(16) as pool:
@@ -124,7 +124,7 @@ def scanned(program: Future, tokens: jax.Array) -> Callable:
 
 
 def caller_driven(step: TrainStep, microbatches: list[jax.Array]) -> Callable:
-    """The same step by one call a microbatch."""
+    """The same step with one call for each microbatch."""
     pending = None
 
     def run(state):
@@ -178,7 +178,7 @@ class Times:
 
 
 def take_turns(training: Training, state, runs: dict[str, Callable], rounds: int, steps: int):
-    """The last state, and the times of runs that take turns on it."""
+    """The last state, and the times of runs that take turns with it."""
     found = {variant: Times() for variant in runs}
     for variant, run in runs.items():
         try:
@@ -195,7 +195,7 @@ def take_turns(training: Training, state, runs: dict[str, Callable], rounds: int
 
 
 def measure(training: Training, chosen: dict[str, set[int]], steps: int) -> Iterator[dict]:
-    """A row for each variant and each of its numbers of microbatches; long steps get fewer turns."""
+    """A row for each variant and number of microbatches; long steps get fewer turns."""
     programs = compile_programs(training, chosen)
     state = training.new_state()
     for count in list(programs):
@@ -212,7 +212,7 @@ def measure(training: Training, chosen: dict[str, set[int]], steps: int) -> Iter
 
 
 def long_run(training: Training, steps: int) -> dict:
-    """Train as a user does, with batches from the host; count what is compiled, and watch the memory."""
+    """Train as a user does, with batches from the host, while counting compilations and watching the memory."""
     compiled = []
 
     def listen(event: str, duration_secs: float, **_):
@@ -250,7 +250,7 @@ def shape_table(rows: list[dict]) -> str:
 
 
 def small_table(rows: list[dict]) -> str:
-    """Milliseconds of whole steps, and what graphs and FP8 gain."""
+    """Milliseconds of whole steps, and the gains of graphs and of FP8."""
     columns = [(name, variant) for name in FIGURES for variant in ("cached", "launches")]
     bf16, delayed = ([_figure(rows, n, recipe=r, variant=v) for n, v in columns] for r in RECIPES)
     lines = [[name, *line, line[1] / line[0]] for name, line in (("bf16", bf16), ("delayed", delayed))]
@@ -288,7 +288,7 @@ def write_results(directory: pathlib.Path, environment: dict, results: dict[str,
 
 
 def all_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """Everything that was asked for, each row under the title of its section."""
+    """All measurements, each row under the title of its section."""
     counts = {"launches": {1, 8}, "caller": {8}}
     wanted = [variant for variant in options.variants if variant != "small"]
     chosen = {variant: counts.get(variant, set(options.counts)) & set(options.counts) for variant in wanted}
@@ -306,9 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["1.3b", "4096"])
-    parser.add_argument("--counts", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="microbatches a step")
+    parser.add_argument("--counts", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="microbatches in a step")
     parser.add_argument("--shape", choices=MODELS, default="124m", help="of the small model and the long run")
-    parser.add_argument("--long-run", type=int, metavar="STEPS", help="train for so many steps, at least 10")
+    parser.add_argument("--long-run", type=int, metavar="STEPS", help="train for STEPS steps, at least 10")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
     options = parser.parse_args(arguments)

@@ -1,14 +1,14 @@
-"""Do moments in bfloat16 learn like moments in float32? The same GPT on the same text, and only their dtypes differ.
+"""Do moments in bfloat16 learn like moments in float32? The same GPT on the same text; only the moments' dtypes differ.
 
     python benchmarks/moments.py --output FOLDER                      # a 124M GPT, six runs: some 6 minutes on one H200
     python benchmarks/moments.py --output FOLDER --variants float32/0.95 both/0.95
     python benchmarks/moments.py --output FOLDER --preset tiny --steps 5
 
-Parameters at the start, batches and their order are those of `convergence.py`, and all runs have the same. A variant is
-the moments in bfloat16, then b2:
+All runs have the initial parameters and the batches of `convergence.py`. The name of a variant says which moments are
+in bfloat16, and then b2:
 
-    float32   none, what the others are compared with
-    nu        the second alone
+    float32   neither, the baseline
+    nu        the second
     both      the first and the second
 
 `moments.md` and `moments.json` are written after each run.
@@ -61,7 +61,7 @@ TINY = Settings(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run leaves."""
+    """The result of one run."""
 
     variant: str
     losses: list[float]
@@ -148,7 +148,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--data", type=pathlib.Path, help="file or folder of text instead of the interpreter's Python sources"
     )
     parser.add_argument(
-        "--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8", help="of tokenizers"
+        "--cache",
+        type=pathlib.Path,
+        default=pathlib.Path.home() / ".cache" / "jax_fp8",
+        help="for tokenizers",
     )
     return parser.parse_args(arguments)
 

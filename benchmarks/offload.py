@@ -1,18 +1,18 @@
-"""What layers keep on the device, on the host or not at all: the memory it frees, and the time it costs.
+"""Residuals on the device, on the host, or computed again: the memory that each frees, and the time that it costs.
 
     python benchmarks/offload.py                                   # GPT-3 1.3B: 8 minutes on one H200
     python benchmarks/offload.py --width 8192 --layers 6 --remat none full offload:2 --large 0 --check-layers 0
     python benchmarks/offload.py --self-test                       # a tiny model anywhere; its times mean nothing
 
-One GPU. Every row is a process of its own, all with the same params and random tokens:
+All rows use one GPU, the same params and the same random tokens; each runs in a process of its own:
 
     --remat    steps of `--batch` sequences: tokens a second, peak memory
-    --large    steps of so many sequences, more than `none` can hold
-    --check-layers    one step of so few layers with XLA's attention: are all bits those of `none`?
+    --large    steps of more sequences, which do not fit with `none`
+    --check-layers    one step of a model with few layers and XLA's attention: are all bits those of `none`?
 
-In the last, `none` runs twice: only if these two agree does a difference of another say something. XLA may not choose
-its GEMMs by time there, which makes every process another program, and the table of the embedding is left out, whose
-gradient a GPU adds up in any order, as cuDNN's attention does its own.
+In the last check, `none` runs twice as a control: if its two runs differ, other differences mean nothing. XLA must not
+choose GEMMs by timing there, because every process would then have another program. The embedding's table is left out,
+because a GPU sums its gradient in any order; cuDNN's attention does so, too, so the check does not use it.
 """
 
 import argparse
@@ -50,7 +50,7 @@ memory of the process; all in GiB."""
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that a fresh process needs to know."""
+    """All that a fresh process must know."""
 
     part: str
     remat: str
@@ -112,7 +112,7 @@ def measure(job: Job) -> dict:
 
 
 def moved_bytes(jaxpr) -> int:
-    """Bytes that a traced program puts into the host's memory; what a loop does in one round counts once."""
+    """Bytes that a traced program copies to the host's memory; the body of a loop counts once."""
     total = 0
     for equation, _ in all_equations(jaxpr):
         if equation.primitive.name == "device_put":
@@ -123,7 +123,7 @@ def moved_bytes(jaxpr) -> int:
 
 @jax.jit
 def _checksums(leaves):
-    """Of each array: the sum of its bits as integers, each times an odd number of its place, modulo 2**32."""
+    """For each array, the sum of its bits as integers, each times an odd number from its index, modulo 2**32."""
 
     def checksum(x):
         bits = jax.lax.bitcast_convert_type(x.ravel(), f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
@@ -133,7 +133,7 @@ def _checksums(leaves):
 
 
 def checksums(state: fp8.TrainState) -> dict[str, int]:
-    """Of params, moments and FP8 state, by path, but for what belongs to the table of the embedding."""
+    """Checksums of params, moments and FP8 state by path, without those of the embedding's table."""
     leaves = jax.tree.leaves_with_path([state.params, state.opt_state, state.fp8])
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves if leaf.size}
     chosen = {path: leaf for path, leaf in named.items() if "embedding" not in path}
@@ -144,7 +144,7 @@ def checksums(state: fp8.TrainState) -> dict[str, int]:
 
 
 def run_job(job: Job, host_memory: int) -> dict:
-    """The measurement of `job`, or the error that its process ended with."""
+    """The measurement of a job, or the error that ended its process."""
     limit = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(host_memory)}  # XLA takes no more than 64 GB by itself
     found, complaints = measure_in_fresh_process(HERE, job, **limit)
     if "failed" in found and NO_ROOM in complaints:
@@ -153,7 +153,7 @@ def run_job(job: Job, host_memory: int) -> dict:
 
 
 def jobs_of(options: argparse.Namespace) -> Iterator[Job]:
-    """What is compared with `none` comes behind it."""
+    """All jobs; those that are compared with `none` come after it."""
     layers, extra = options.layers, json.loads(options.options)
     remats = options.remat or ["none", "norms", "full", *(f"offload:{n}" for n in (layers // 6, layers // 3, layers))]
 
@@ -227,7 +227,7 @@ def _bits_table(rows: list[dict]) -> str:
 
 
 def is_good(row: dict) -> bool:
-    """A large batch may be too large for what is not offloaded."""
+    """Whether a row is as expected: a large batch may fail if nothing is offloaded."""
     of_interest = row["job"]["part"] == LARGE and "offload" not in row["job"]["remat"]
     return "failed" not in row or (of_interest and NO_ROOM in row["failed"])
 
@@ -235,20 +235,26 @@ def is_good(row: dict) -> bool:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt3-1.3b")
-    parser.add_argument("--layers", type=int, help="other than the preset's")
-    parser.add_argument("--width", type=int, help="other than the preset's, with heads of 128")
-    parser.add_argument("--sequence", type=int, help="tokens of a sequence, other than the preset's")
+    parser.add_argument("--layers", type=int, help="layers, if not the preset's")
+    parser.add_argument("--width", type=int, help="width, if not the preset's; heads have 128 features")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence, if not the preset's")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
-    parser.add_argument("--microbatches", type=int, default=1, help="into which a batch is split")
-    parser.add_argument("--remat", nargs="+", help="none, norms, full, and offload of a sixth, a third and all layers")
-    parser.add_argument("--large", type=int, default=64, help="sequences of a step that `none` cannot hold; 0 for none")
-    parser.add_argument("--large-remat", nargs="+", help="none, and offload of a third of the layers")
-    parser.add_argument("--check-layers", type=int, default=4, help="of the model whose bits are compared; 0 for none")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step")
+    parser.add_argument(
+        "--remat", nargs="+", help="default: none, norms, full, and offload of a sixth, a third and all layers"
+    )
+    parser.add_argument(
+        "--large", type=int, default=64, help="sequences of a step that does not fit with `none`; 0 leaves it out"
+    )
+    parser.add_argument("--large-remat", nargs="+", help="default: none, and offload of a third of the layers")
+    parser.add_argument(
+        "--check-layers", type=int, default=4, help="layers of the model whose bits are compared; 0 leaves it out"
+    )
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
-    parser.add_argument("--options", default="{}", help="JSON: options of XLA for rows that offload")
+    parser.add_argument("--options", default="{}", help="options of XLA for rows that offload, as JSON")
     parser.add_argument("--host-memory", type=int, default=96, help="GB of the host that XLA may pin")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
-    parser.add_argument("--name", default="offload", help="of the two files written there")
+    parser.add_argument("--name", default="offload", help="of the two result files")
     parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)

@@ -4,9 +4,10 @@
     python benchmarks/optimizer_step.py --variants optax in_place
     python benchmarks/optimizer_step.py --self-test                  # a tiny model anywhere; its times mean nothing
 
-A step takes bfloat16 gradients, updates parameters and optimizer state, all donated, and casts every kernel to E4M3 in
-both orientations. Memory is its limit, so beside the time stands what it must read and write: each array once for each
-pass that cannot be joined with another. Afterwards every parameter must have moved, be finite, and agree with its cast.
+A step reads bfloat16 gradients, updates parameters and optimizer state, which are donated, and casts every kernel to
+E4M3 in both orientations. Memory bandwidth limits it, so the table also lists the bytes that it must read and write:
+each array once for each pass that cannot be fused with another. Afterwards every parameter must have changed, be
+finite, and agree with its cast.
 """
 
 import argparse
@@ -51,7 +52,7 @@ COPIED_WORDS = 2**29
 
 
 def model_params(shape: Shape) -> Any:
-    """The parameters' shapes."""
+    """The shapes of the parameters."""
     names = ("vocab_size", "num_layers", "num_heads", "hidden_size")
     config = fp8.GPTConfig(**{name: getattr(shape, name) for name in names}, max_seq_len=shape.seq_len)
     tokens = jax.ShapeDtypeStruct((1, shape.seq_len), jnp.int32)
@@ -67,7 +68,7 @@ def random_tree(like: Any, size: float, dtype, seed: int) -> Any:
 
 
 def gemm_kernels(params: Any) -> dict[LayerPath, jax.Array]:
-    """The matrices that GEMMs take in FP8, by the names that lead to them."""
+    """The kernels that GEMMs read in FP8, by path."""
     leaves = {names_of(path): leaf for path, leaf in tree_leaves_with_path(params)}
     return {names: leaf for names, leaf in leaves.items() if names[-1] == "kernel" and leaf.ndim == 2}
 
@@ -79,7 +80,7 @@ def first_cast(kernel: jax.Array, by_tile: bool = False) -> Fp8Pair:
 
 
 def casts_with(variant: Variant, paths: Iterable[LayerPath], scales: jax.Array) -> dict[LayerPath, Cast]:
-    """How each weight is cast, by the names that lead to it."""
+    """How each weight is cast, by path."""
     rows = enumerate(sorted(paths))
     return {path: SQUARES if variant.by_tile else Cast.with_row(fp8.E4M3, scales, row) for row, path in rows}
 
@@ -109,7 +110,9 @@ def make_step(variant: Variant):
 
 
 def many_steps(variant: Variant, steps: int):
-    """So many steps as one program: to pass on thousands of arrays, a host needs longer than the device for a step."""
+    """Several steps as one program: passing thousands of arrays to a program takes the host longer than a step takes
+    the device.
+    """
     step = make_step(variant)
 
     def run(state, gradients, scales):
@@ -123,7 +126,7 @@ def many_steps(variant: Variant, steps: int):
 
 
 def bytes_moved(variant: Variant, state, gradients) -> int:
-    """What a step must read and write."""
+    """The bytes that a step must read and write."""
     params, opt_state, casts = state
     read = variant.gradient_passes * _bytes(gradients) + _bytes(opt_state) + _bytes(params)
     written = sum(_bytes((copies.rowwise.values, copies.columnwise.values)) for copies in casts.values()) + _bytes(
@@ -142,9 +145,10 @@ def _bytes(tree) -> int:
 
 
 def milliseconds(run, state) -> tuple[Any, float]:
-    """The last state, and the time that a program adds to programs in a row.
+    """The last state, and the time of one program in a row of programs.
 
-    The host needs milliseconds to pass on thousands of arrays; for all programs but the first, the device is busy then.
+    Passing thousands of arrays takes the host milliseconds; for all programs but the first, the device is busy
+    meanwhile.
     """
     _, state = _seconds(run, state, 2)
     times = []
@@ -171,7 +175,7 @@ def measure_copy(words: int, steps: int) -> float:
 
 
 def measure(name: str, shape: Shape, gradients: Any, steps: int) -> dict:
-    """Run one variant; its arrays are gone afterwards."""
+    """Run one variant, and free its arrays."""
     variant = VARIANTS[name]
     params = random_tree(gradients, 0.02, variant.param_dtype, seed=1)
     before = samples(params)
@@ -218,7 +222,7 @@ def is_cast_of(copies: Fp8Pair, kernel: jax.Array, cast: Cast) -> jax.Array:
 
 
 def check(variant: Variant, before: list[np.ndarray], state, scales: jax.Array) -> None:
-    """A fast step that computes nothing is no step."""
+    """Raise unless a step has computed something correct: a fast step that computes nothing is no step."""
     params, _, casts = state
     still = sum(np.array_equal(old, new) for old, new in zip(before, samples(params), strict=True))
     infinite = sum(not bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(params))
@@ -270,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--shape", choices=SHAPES, default="1.3b")
-    parser.add_argument("--steps", type=int, default=10, help="steps a program, at least 1")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a program, at least 1")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="a tiny shape and few steps, to run the whole file")
     options = parser.parse_args(arguments)

@@ -1,18 +1,19 @@
-"""Which recipes learn where one channel is far larger than the others?
+"""Which recipes learn when one channel is far larger than the others?
 
     python benchmarks/outlier_channels.py                  # a 124M-class GPT, 500 steps: some 6 minutes on one H200
     python benchmarks/outlier_channels.py --runs bf16 delayed block
     python benchmarks/outlier_channels.py --self-test      # a tiny GPT on any machine, in a minute
 
-Text, batches and optimizer are those of `convergence.py`. Before the first step, in every layer and both of its norms,
-the scale of one channel is multiplied by `--factor`, and the row of the kernels that read it is divided by it. In exact
-arithmetic nothing changes. But the largest number of the GEMMs' inputs is now that channel's, and one scale for the
-whole tensor leaves little of the others: with 2**16 their root mean square error in E4M3 is 33 % instead of 2.6 %, and
-5.5 % with a scale for each 1 x 128. The rows are frozen, since Adam would move such small numbers by far too much.
+Text, batches and optimizer are those of `convergence.py`. Before the first step, in both norms of every layer, the
+scale of one channel is multiplied by `--factor`, and the rows of the kernels that read this channel are divided by it.
+In exact arithmetic nothing changes. But the largest input of the GEMMs is now in that channel, and with one scale for
+the whole tensor the other channels lose precision: with 2**16 their root mean square error in E4M3 is 33 % instead of
+2.6 %, and 5.5 % with a scale for each 1 x 128. The rows are frozen, because Adam's updates would be far too large for
+such small numbers.
 
-PASS means: after the last step the validation loss of `block` is within 1 % of that of bf16, and that of `delayed` is
-more than 1 % worse. `no_outliers` is delayed scaling without the factor, and must be within 1 % as well. Without one of
-these runs the verdict is INCOMPLETE. The exit status is 0 for PASS, else 1.
+PASS means: after the last step, the validation loss of `block` is within 1 % of bf16's, and that of `delayed` is more
+than 1 % worse. `no_outliers` is delayed scaling without the factor, and must be within 1 %, too. Without one of these
+runs the verdict is INCOMPLETE. The exit status is 0 for PASS, else 1.
 """
 
 import argparse
@@ -44,7 +45,7 @@ TOLERANCE = 0.01
 
 
 def plant(params, factor: float):
-    """The params of a GPT with a channel of each norm that much larger, and its readers' rows that much smaller."""
+    """The params of a GPT, with one channel of each norm larger by the factor, and the rows that read it smaller."""
 
     def planted(path, leaf):
         names = [key.key for key in path]
@@ -60,7 +61,7 @@ def is_reader(names: list[str]) -> bool:
 
 
 def freeze_rows() -> optax.GradientTransformation:
-    """No gradient for the planted rows."""
+    """Gradients with zeros for the planted rows."""
 
     def masked(updates, params):
         return jax.tree.map_with_path(
@@ -86,7 +87,7 @@ class Planted(Program):
 
 
 def judge(losses: dict[str, float]) -> dict[str, bool]:
-    """Whether each run that must be near bf16 is, and the one that must not is not."""
+    """The verdict, and whether each run is near bf16, or not near it, as required."""
     worse = {name: loss / losses["bf16"] - 1 for name, loss in losses.items()}
     near = {name: worse[name] <= TOLERANCE for name in ("block", "no_outliers")}
     return near | {"delayed": not worse["delayed"] <= TOLERANCE}  # worse, or not a number
@@ -108,10 +109,12 @@ def markdown(losses: dict[str, float], factor: float, steps: int, description: s
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--factor", type=float, default=2.0**16, help="of the planted channel")
+    parser.add_argument("--factor", type=float, default=2.0**16, help="by which the planted channel is larger")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS], help="bf16 must be among them")
-    parser.add_argument("--data", type=pathlib.Path, help="text instead of the interpreter's Python sources")
+    parser.add_argument(
+        "--data", type=pathlib.Path, help="file or folder of text instead of the interpreter's Python sources"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "jax_fp8")
     parser.add_argument("--self-test", action="store_true", help="a tiny GPT and few steps; its losses mean nothing")

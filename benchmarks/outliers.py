@@ -1,11 +1,11 @@
-"""What one channel of large values costs the gradients of all others, by recipe: a table, on any machine.
+"""Gradient errors of all other channels when one channel has large values, by recipe: a table, on any machine.
 
     python benchmarks/outliers.py
 
-A layer of 256 channels gets 256 tokens of normally distributed numbers. Then one channel of what its GEMM reads, or one
-of the gradient that enters its backward, is so many times as large. A figure is how far the gradient of a kernel is
-from that in float32, in percent: the error of each channel relative to its own size, root mean square of all but the
-large one, which would hide the others. Scales of delayed scaling have settled: it has seen the same tensors before.
+A layer of 256 channels gets 256 tokens of normally distributed numbers. Then one channel of its GEMM's input, or of the
+gradient that enters its backward pass, is multiplied by a factor. A figure is the error of a kernel's gradient against
+float32, in percent: the error of each channel relative to its own size, as root mean square over all but the large
+channel, which would hide the others. Delayed scaling has seen the same tensors before, so its scales have settled.
 """
 
 import functools
@@ -81,7 +81,9 @@ def _kernel(gradients, name):
 
 
 def error(layer: str, recipe: Any, case: str) -> float:
-    """Of the other channels: of the first kernel's rows where inputs have the large one, else of the last's columns."""
+    """The error of the other channels: rows of the first kernel if the inputs have the large channel, else columns of
+    the last.
+    """
     _, first, last = LAYERS[layer]
     of_inputs, _ = CASES[case]
     name, axis = (first, 1) if of_inputs > 1 else (last, 0)

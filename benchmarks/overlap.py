@@ -1,9 +1,9 @@
-"""What of the time of collectives is hidden under compute: intervals of kernels, on each device of a trace.
+"""The time of collectives that is hidden behind compute, from intervals of kernels on each device of a trace.
 
     kernels of a device ─category→ intervals of collectives ┐
                                  └ intervals of all others  ┴→ hidden, exposed, gaps
 
-A collective that waits for a slower device runs all the while, so its time is not that of the wire alone.
+A collective that waits for a slower device counts as running, so its time is more than that of its transfer.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ Interval = tuple[float, float]
 class DeviceTime:
     """Milliseconds a step on one device.
 
-    `span` is first kernel to last kernel, `compute` and `collectives` are the times in which any of them runs, `hidden`
-    that in which both do, and `gaps` that in which nothing runs.
+    `span` is from the first kernel to the last, `compute` and `collectives` are the times in which any of them runs,
+    `hidden` the time in which both run, and `gaps` that in which nothing runs.
     """
 
     span: float
@@ -37,7 +37,7 @@ class DeviceTime:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time in intervals that do not overlap, in order."""
+    """The same time as intervals that do not overlap, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -48,7 +48,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def shared(first: list[Interval], second: list[Interval]) -> float:
-    """The time that lies in both; each as `union` gives it."""
+    """The time that is in both lists of intervals, each as `union` returns it."""
     total, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -64,7 +64,7 @@ def length(intervals: list[Interval]) -> float:
 
 
 def device_time(kernels: list[dict], steps: int, instructions: dict) -> DeviceTime:
-    """Of the kernels of one device, as `kernel_profile.kernels_by_device` gives them."""
+    """The times of one device, from its kernels as `kernel_profile.kernels_by_device` returns them."""
     groups: dict[bool, list[Interval]] = {True: [], False: []}
     for event in kernels:
         category = kernel_profile.categorize(event["name"], kernel_profile.lookup(event, instructions))
@@ -77,7 +77,7 @@ def device_time(kernels: list[dict], steps: int, instructions: dict) -> DeviceTi
 
 
 def summarize(events: list[dict], steps: int, hlo_text: str) -> dict:
-    """Of every device its times and its kernels by category; the kernels one by one of the first alone."""
+    """For every device, its times and its kernel time by category; for the first device, also every kernel."""
     instructions = kernel_profile.read_hlo(hlo_text)
     found = {}
     for device, kernels in kernel_profile.kernels_by_device(events).items():
@@ -90,7 +90,7 @@ def summarize(events: list[dict], steps: int, hlo_text: str) -> dict:
 
 
 def markdown(found: dict) -> str:
-    """Both tables of `summarize`, a column a device."""
+    """Both tables of `summarize`, with a column for each device."""
     names = {device: device.rpartition("/device:")[2] for device in found}
     rows = [
         [name, *(of_device[name] for of_device in found.values())]

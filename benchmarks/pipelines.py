@@ -1,10 +1,10 @@
-"""What the schedules of a pipeline cost, computed and not measured: a table, and a picture with their timelines.
+"""Costs of pipeline schedules, computed and not measured: a table, and a picture with their timelines.
 
     python benchmarks/pipelines.py --stages 4 --microbatches 12
     python benchmarks/pipelines.py --output docs/pipelines.png
 
-Nothing runs on a device. All stages meet at the end of every tick, as in the step that runs the schedules. Lengths are
-in units of the time of a forward, unless `--costs` says otherwise.
+Nothing runs on a device. All stages synchronize at the end of every tick, as in the real step. Times are in units of a
+forward's time, unless `--costs` sets others.
 """
 
 import argparse
@@ -30,7 +30,7 @@ HEADINGS = ["schedule", "ticks", "time", "bubble", "kept", "room"]
 
 
 def make_all(stages: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
-    """Every schedule by name; where stages have several chunks, the name says how many."""
+    """Every schedule by name; the name has the number of chunks if stages have several."""
     found = {}
     for name in SCHEDULES:
         own = chunks if name == "interleaved" else 1
@@ -39,7 +39,9 @@ def make_all(stages: int, microbatches: int, chunks: int) -> dict[str, Schedule]
 
 
 def row(name: str, schedule: Schedule, costs: Costs) -> list[str]:
-    """The cells under HEADINGS. What a stage keeps is in microbatches of all its layers; of a chunk it is a share."""
+    """The cells under HEADINGS. Residuals are counted in microbatches of all layers of a stage; those of a chunk are a
+    share.
+    """
     timeline = make_timeline(schedule, costs)
     kept = ", ".join(f"{sum(of_stage) / schedule.chunks:g}" for of_stage in most_kept(schedule))
     room = sum(make_ticks(schedule).slots) / schedule.chunks
@@ -48,7 +50,7 @@ def row(name: str, schedule: Schedule, costs: Costs) -> list[str]:
 
 
 def draw(timelines: dict[str, Timeline]) -> Figure:
-    """A row of bars for each stage: work in the color of its kind, later chunks paler, the bubble white."""
+    """A row of bars for each stage: units in the color of their kind, later chunks paler, the bubble white."""
     figure = Figure(figsize=(11, 1.9 * len(timelines)), layout="constrained")
     for axes, (name, timeline) in zip(figure.subplots(len(timelines), sharex=True), timelines.items(), strict=True):
         for stage, spans in enumerate(timeline.stages):

@@ -1,11 +1,12 @@
-"""A mixture of experts in plain Flax, for the baseline: each has room for as many tokens as an even load gives it.
+"""A mixture of experts in plain Flax, as a baseline. Each expert has room for its share of the tokens under an even
+load.
 
-Products are batched, one for each expert, which cuBLAS has in bfloat16: the rows that experts have on average, and none
-more. A token that finds no room at an expert does without it, as in the Switch Transformer
-(https://arxiv.org/abs/2101.03961) at a capacity factor of 1. So this does a little less than a mixture that drops no
-token. `lax.ragged_dot` would be no baseline: on an H200 XLA multiplies all rows by every expert.
+Products are batched over experts, as cuBLAS can in bfloat16, with the average number of rows of an expert. An expert
+that is full drops further tokens, as in the Switch Transformer (https://arxiv.org/abs/2101.03961) with a capacity
+factor of 1. So the baseline computes slightly less than a mixture that drops no token. `lax.ragged_dot` would be a
+worse baseline: on an H200, XLA multiplies all rows by every expert.
 
-Nothing of jax_fp8 is used here. There is no load-balancing loss, which costs next to nothing.
+Nothing of jax_fp8 is used here. There is no load-balancing loss; its cost is negligible.
 """
 
 import math
@@ -17,7 +18,7 @@ from plain_gpt import COMPUTE
 
 
 class PlainExperts(nn.Module):
-    """Σ weight · down(silu(gate) · up) of each token's experts, (batch, seq, hidden) to the same."""
+    """Σ weight · down(silu(gate) · up) over each token's experts; input and output are (batch, seq, hidden)."""
 
     num_experts: int
     experts_per_token: int
@@ -45,8 +46,8 @@ class PlainExperts(nn.Module):
 
 
 def places(chosen: jax.Array, experts: int, room: int) -> tuple[jax.Array, jax.Array]:
-    """The token of each slot, i32[experts * room], and the slot of each token and choice, i32[tokens, choices]; numbers
-    behind the last token and slot where there is none.
+    """The token of each slot, i32[experts * room], and the slot of each token and choice, i32[tokens, choices]. An
+    empty slot has an index beyond the last token, and a dropped choice one beyond the last slot.
     """
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs, stable=True)

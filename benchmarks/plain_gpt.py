@@ -1,8 +1,8 @@
-"""The baseline: the same GPT in plain Flax, with bfloat16 or with Flax's own FP8 in its dense layers.
+"""The baseline: the same GPT in plain Flax, in bfloat16 or with Flax's own FP8 in its dense layers.
 
-It has the work of `jax_fp8.GPT` in its GPT-2 form: learned positions, LayerNorm, biases, tanh GELU, causal attention in
-bfloat16 (cuDNN on a GPU), tied bfloat16 head, float32 parameters. Nothing of jax_fp8 is used here, so that a mistake of
-ours cannot slow the baseline down.
+It does the same work as `jax_fp8.GPT` in its GPT-2 form: learned positions, LayerNorm, biases, tanh GELU, causal
+attention in bfloat16 (cuDNN on a GPU), tied bfloat16 head, float32 parameters. Nothing of jax_fp8 is used here, so that
+a mistake of jax_fp8 cannot slow the baseline down.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class PlainBlock(nn.Module):
 
 
 def constrained(module: nn.Module, x: jax.Array) -> jax.Array:
-    """The residual stream, placed as the model was told."""
+    """The residual stream with the sharding constraint of the model, if it has one."""
     return x if module.constrain is None else module.constrain(x, "residual")
 
 

@@ -1,7 +1,8 @@
 """The baseline of Llama-like shapes: the same model in plain Flax, in bfloat16 or with Flax's own FP8.
 
-It has the work of `jax_fp8.GPT` with RMSNorm, rotary positions, grouped queries, SwiGLU and no biases; with experts
-that of plain_experts.py. Nothing of jax_fp8 is used here, so that a mistake of ours cannot slow the baseline down.
+It does the same work as `jax_fp8.GPT` with RMSNorm, rotary positions, grouped queries, SwiGLU and no biases; with
+experts, the same as plain_experts.py. Nothing of jax_fp8 is used here, so that a mistake of jax_fp8 cannot slow the
+baseline down.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ ROTARY_BASE = 10_000.0
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Heads (batch, seq, heads, head_dim) turned by their positions, in pairs half a head apart."""
+    """Heads (batch, seq, heads, head_dim) rotated by their positions; a pair of features is half a head apart."""
     half = x.shape[-1] // 2
     frequencies = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequencies

@@ -1,13 +1,13 @@
-"""What a run costs beside its steps: diagnostics, a limit of the loss, and checkpoints.
+"""Costs of a run beside its steps: diagnostics, a limit of the loss, and checkpoints.
 
     python benchmarks/run_costs.py                        # GPT-3 1.3B, batches of 8 x 2,048 tokens
     python benchmarks/run_costs.py --no-checkpoints       # without Orbax, or without 50 GB of free disk
     python benchmarks/run_costs.py --self-test            # a tiny model anywhere; its times mean nothing
 
-Variants of a step take turns, a few steps at a time, so that a GPU that slows down slows all of them. None of them may
-change what is computed: after a step, sums of bits of params, optimizer and FP8 state are compared, and beside it those
-of one step more, which must differ. A checkpoint is saved as a run saves it (jax_fp8/run/checkpoints.py); steps go
-on while it is written.
+Variants of a step take turns, a few steps at a time, so that a GPU that slows down slows all of them. No variant may
+change what is computed: after one step, checksums of params, optimizer state and FP8 state must agree; as a control,
+those after one more step must differ. Checkpoints are saved as in a run (jax_fp8/run/checkpoints.py); steps continue
+while one is written.
 """
 
 import argparse
@@ -54,7 +54,9 @@ class Training:
         return self.step.init_state(self.model.init, jax.random.key(0), self.batches[0][:, :-1])
 
     def run(self, steps: int, options) -> float:
-        """Seconds a step of so many, dispatched without waiting; `options(number)` are those of each."""
+        """Seconds of each step, for steps that are dispatched without waiting; `options(number)` are the options of a
+        step.
+        """
         jax.block_until_ready(self.state)
         start = time.perf_counter()
         for number in range(steps):
@@ -72,8 +74,8 @@ VARIANTS = {
 
 
 def bits(state: fp8.TrainState) -> dict[str, int]:
-    """The sum of the bits of every array but the step count, and what belongs to the table of the embedding: a GPU adds
-    its gradient up in any order.
+    """The sum of the bits of every array, without the step count and the embedding's table, whose gradient a GPU sums
+    in any order.
     """
     from jax_fp8.run.checkpoints import describe  # needs Orbax
 
@@ -82,7 +84,7 @@ def bits(state: fp8.TrainState) -> dict[str, int]:
 
 
 def compare(training: Training) -> dict[str, bool]:
-    """Whether variants leave the same bits after a step, and what must differ does."""
+    """Whether the variants leave the same bits after a step, and the control does not."""
 
     def after_one(options):
         training.state = training.fresh()
@@ -99,9 +101,9 @@ def compare(training: Training) -> dict[str, bool]:
 
 
 def compared(options: argparse.Namespace) -> dict[str, bool]:
-    """`compare` in a process of its own, of few layers with XLA's attention, for cuDNN's adds gradients in any order,
-    and with GEMMs that are not chosen by time. "plain" is compared with itself, too, and says whether anything else
-    is not fixed.
+    """`compare` in a process of its own, for a model with few layers. It has XLA's attention, because cuDNN's sums
+    gradients in any order, and its GEMMs are not chosen by timing. "plain" is also compared with itself, which shows
+    whether anything else differs between runs.
     """
     sizes = [f"--{name}={getattr(options, name)}" for name in ("preset", "batch", "seq")]
     command = [sys.executable, str(HERE), "--compare", *sizes, f"--layers={options.compared_layers}"]
@@ -166,10 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--compared-layers", type=int, default=4, help="of the model whose bits are compared")
+    parser.add_argument("--compared-layers", type=int, default=4, help="layers of the model whose bits are compared")
     parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--no-checkpoints", action="store_true", help="no Orbax: neither saving nor sums of bits")
+    parser.add_argument("--no-checkpoints", action="store_true", help="measure without Orbax: no saving, no checksums")
     parser.add_argument("--output", type=pathlib.Path, default=HERE.parent / "results")
     parser.add_argument("--self-test", action="store_true", help="a tiny model, to run the whole file")
     options = parser.parse_args(arguments)

@@ -1,21 +1,21 @@
-"""Two versions of jax_fp8 train the same model on the same tokens: are all losses, params and FP8 states the same bits,
-and is a step as fast, as small and as much of a CUDA graph?
+"""Compare two versions of jax_fp8 that train the same model on the same tokens: are all losses, params and FP8 states
+the same bits, and does a step take the same time and memory, with as much of it in CUDA graphs?
 
     python -m pip install --no-deps --target before OLD.whl; python -m pip install --no-deps --target after NEW.whl
     PYTHONPATH=after python benchmarks/same_bits.py before after     # four models, 50 steps: about 12 minutes, one H100
     python benchmarks/same_bits.py before after --models 124m --attention cudnn   # fast, and not the same bits
     python benchmarks/same_bits.py . . --models tiny --steps 4       # in a checkout, on any machine
 
-Each version runs twice, in processes of their own and in turn: before, before, after, after. The second run of `before`
-is the control: where it does not have the bits of the first, nothing is said of `after`.
+Each version runs twice, in processes of their own and in this order: before, before, after, after. The second run of
+`before` is the control: if its bits differ from the first run's, the comparison with `after` has no verdict.
 
 Three things make two runs of one version differ on a GPU, and are held fixed here:
 
-- XLA adds up the gradients of an embedding's rows in any order. So no token stands twice in a batch.
-- The backward of cuDNN's attention adds up the gradients of queries in any order. So attention is XLA's.
-- XLA times its own products, and may choose another one the next time. So the first run writes down what it chose.
+- XLA sums the gradients of an embedding's rows in any order. So no token occurs twice in a batch. - The backward of
+cuDNN's attention sums the gradients of queries in any order. So attention is XLA's. - XLA times its own products, and
+may choose another one the next time. So the first run stores its choices.
 
-Timings are of XLA's attention then; `--attention cudnn` measures a step as users have it.
+So timings are of XLA's attention; `--attention cudnn` measures a step as users have it.
 """
 
 import argparse
@@ -54,13 +54,13 @@ RUNS = "before", "before", "after", "after"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run of one version.
+    """One run of one version.
 
     Args:
       model: one of MODELS.
       attention: "xla" or "cudnn".
-      planted: change one weight by its last bit: the control of what is compared.
-      is_first: of its version; it reads the capture report, for which it compiles once more.
+      planted: change one weight by its last bit, as a control of the comparison.
+      is_first: whether it is the first run of its version, which also makes the capture report by compiling again.
     """
 
     model: str
@@ -71,14 +71,14 @@ class Job:
 
 
 def tokens_of(job: Job, step: int) -> jax.Array:
-    """(batch, seq + 1): sequences that count on from different starts, so that no token stands twice."""
+    """Tokens (batch, seq + 1): sequences that count up from different starts, so that no token occurs twice."""
     config, batch, seq = MODELS[job.model]
     starts = np.arange(batch)[:, None] * (config.vocab_size // batch) + 97 * step
     return jnp.asarray((starts + np.arange(seq + 1)) % config.vocab_size, jnp.int32)
 
 
 def measure(job: Job) -> dict:
-    """Train in this process, with the jax_fp8 that it finds."""
+    """Train in this process, with the jax_fp8 that Python finds."""
     if job.attention == "xla":
         attend = jax.nn.dot_product_attention
         jax.nn.dot_product_attention = lambda *args, **options: attend(*args, **options | {"implementation": "xla"})
@@ -112,7 +112,7 @@ def measure(job: Job) -> dict:
 
 
 def _digest(tree) -> str:
-    """Of the bits of all arrays, in order."""
+    """A hash of the bits of all arrays, in order."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         found.update(np.asarray(leaf).tobytes())
@@ -120,7 +120,7 @@ def _digest(tree) -> str:
 
 
 def compare(job: Job, versions: dict[str, pathlib.Path], report: Callable[[dict], None]) -> list[dict]:
-    """Run both versions twice; each result says for how many steps it has the losses of the first."""
+    """Run both versions twice. Each result has the number of steps for which its losses are those of the first run."""
     found: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         chosen = pathlib.Path(folder, "chosen.textproto")
@@ -148,7 +148,7 @@ def _against(found: list[dict], result: dict) -> dict:
 
 
 def failures(found: list[dict], steps: int) -> list[str]:
-    """What is not the same, in sentences; a control that differs says nothing of the version after it."""
+    """Sentences about all differences. If the control of `before` differs, nothing is said about `after`."""
     broken = [f"{run['model']}: {run['version']} failed: {run['failed']}" for run in found if "failed" in run]
     runs = [run for run in found if "failed" not in run]
     for model in dict.fromkeys(run["model"] for run in runs):
@@ -182,7 +182,7 @@ def rows_of(found: list[dict]) -> list[list]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", nargs="?", type=pathlib.Path, help="the folder in which the package jax_fp8 lies")
+    parser.add_argument("before", nargs="?", type=pathlib.Path, help="the folder that has the package jax_fp8")
     parser.add_argument("after", nargs="?", type=pathlib.Path)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["124m", "1.3b", "llama", "moe"])
     parser.add_argument("--steps", type=int, default=50)

@@ -1,12 +1,12 @@
-"""Where FP8 pays: layers of several widths with several numbers of tokens a step, in FP8 and in bfloat16.
+"""When FP8 is faster: layers of several widths with several numbers of tokens a step, in FP8 and in bfloat16.
 
     python benchmarks/scaling.py                  # every width and batch; about 11 s a cell and variant on one H200
     python benchmarks/scaling.py --widths 2048 4096 --tokens 8192
     python benchmarks/scaling.py --self-test      # tiny sizes on any machine; its times mean nothing
 
-A step of a GPT with few layers and a small vocabulary, so that it is layers that are timed: the median of steps that
-are waited for. A cell of the table is how many times faster than plain Flax in bfloat16 a variant is at that width and
-number of tokens.
+A step trains a GPT with few layers and a small vocabulary, so that its time is that of the layers. It is the median of
+steps with a wait after each. A cell of the table is the speed of a variant, relative to plain Flax in bfloat16 at that
+width and number of tokens.
 """
 
 import argparse
@@ -30,14 +30,14 @@ PARAMS = 500e6  # at most, in the layers of one model
 
 
 def shape_of(width: int, tokens: int, sequence: int) -> Shape:
-    """As many layers as fit into `PARAMS`, at most two."""
+    """A shape with as many layers as fit into `PARAMS`, at most two."""
     layers = max(1, min(2, int(PARAMS / (12 * width**2))))
     batch = max(1, tokens // sequence)
     return Shape(layers, width, max(1, width // HEAD_DIM), batch, min(sequence, tokens), VOCABULARY)
 
 
 def time_step(variant: str, shape: Shape, steps: int) -> float:
-    """Milliseconds a step, the median of `steps` that are waited for."""
+    """Milliseconds of a step, the median of `steps` with a wait after each."""
     tokens = jax.random.randint(jax.random.key(0), (shape.batch_size, shape.seq_len + 1), 0, shape.vocab_size)
     step, state, _ = build(variant, shape, 1, tokens)
     times = []
@@ -52,7 +52,7 @@ def time_step(variant: str, shape: Shape, steps: int) -> float:
 
 
 def markdown(rows: list[dict]) -> str:
-    """One table a variant: widths down, tokens across."""
+    """One table for each variant, with a row for each width and a column for each number of tokens."""
     tokens = sorted({row["tokens"] for row in rows})
     widths = sorted({row["width"] for row in rows})
     times = {(row["variant"], row["width"], row["tokens"]): row["step_ms"] for row in rows}

@@ -1,6 +1,6 @@
-"""What every benchmark writes down beside its figures: where and when they were measured, and the tables.
+"""The parts that all result files share: where and when the figures were measured, and tables in Markdown.
 
-A figure without its device, versions and date cannot be compared with anything, so both benchmarks take them from here.
+A figure without its device, versions and date cannot be compared with another one, so all benchmarks write them.
 """
 
 import datetime
@@ -44,7 +44,7 @@ def environment_line(found: dict) -> str:
 
 
 def table(headings: list[str], rows: list[list]) -> str:
-    """A Markdown table, numbers aligned to the right: a column is numeric if no row has text in it but a dash."""
+    """A Markdown table. A column is numeric, and aligned to the right, if no row has text in it except a dash."""
     numeric = [all(isinstance(row[i], int | float) or row[i] == "-" for row in rows) for i in range(len(headings))]
     lines = [headings, ["---:" if right else "---" for right in numeric], *rows]
     return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
@@ -57,6 +57,6 @@ def _cell(value) -> str:
 
 
 def write(path: pathlib.Path, text: str) -> None:
-    """Write one result file, making its directory."""
+    """Write one result file, and create its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.rstrip("\n") + "\n")

@@ -1,9 +1,9 @@
-"""Real text for a convergence run: Python sources, tokenized once, and the one order in which every run reads them.
+"""Real text for a convergence run: Python sources, tokenized once, and the order in which every run reads them.
 
 files → without duplicates → (train, held out) → token ids on the device → windows of `seq_len + 1`, gathered there
 
-The text functions and the tokenizer are those of `python -m jax_fp8 train`. This file adds what a comparison needs: the
-same sample of a large corpus for every run, no document in both parts, and epochs that repeat nothing.
+The text functions and the tokenizer are those of `python -m jax_fp8 train`. A comparison needs more, which is here: the
+same sample of a large corpus for every run, no document in both parts, and epochs without repeated windows.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax_fp8.run import text
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How much text, which tokens, and in which batches."""
+    """How much text to read, the tokens, and the batches."""
 
     vocab_size: int = 32_768
     seq_len: int = 1024
@@ -38,7 +38,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Tokens on the device, and which windows each step and the validation read."""
+    """Tokens on the device, and the windows that each step and the validation read."""
 
     tokens: jax.Array  # int32 (tokens,)
     starts: jax.Array  # int32 (steps, batch)
@@ -53,7 +53,7 @@ class Data:
 def python_files() -> list[pathlib.Path]:
     """Sources of the interpreter's standard library and installed packages, shuffled by a hash of their names.
 
-    The shuffle depends on the names alone, and makes any first part of the list a sample of the whole.
+    The shuffle depends on the names alone, so any first part of the list is a sample of the whole.
     """
     roots = {pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
     names = {file: str(file.relative_to(root)) for root in sorted(roots) for file in text.python_sources(root)}
@@ -61,7 +61,7 @@ def python_files() -> list[pathlib.Path]:
 
 
 def distinct(files: list[pathlib.Path], max_bytes: int) -> list[pathlib.Path]:
-    """Files until they hold `max_bytes`, each content once: a copy in the held-out part would be seen in training."""
+    """Files up to `max_bytes`, each content once: a copy in the held-out part would have been trained on."""
     kept, seen, size = [], set(), 0
     for file in files:
         content = file.read_bytes()

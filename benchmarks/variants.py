@@ -1,7 +1,7 @@
-"""The models that the benchmarks compare: shapes, variants of one model, and how a training step of each is made.
+"""The models that the benchmarks compare: shapes, variants of a model, and how the training step of each is made.
 
-A variant is what trains the model, and options behind it: `delayed_fast_head` is DelayedScaling with fast accumulation
-and the head in FP8. Plain Flax has no options.
+The name of a variant is the recipe, and then options: `delayed_fast_head` is DelayedScaling with fast accumulation and
+the head in FP8. Plain Flax has no options.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def sizes(self) -> dict:
-        """The arguments that plain models and `GPTConfig` have in common."""
+        """The arguments that plain models and `GPTConfig` share."""
         names = "vocab_size", "num_layers", "num_heads", "hidden_size"
         return {name: getattr(self, name) for name in names}
 
@@ -131,7 +131,7 @@ COMMON_VARIANTS = ["bf16", "flax_direct", "ours_bf16", "delayed", "current"]
 
 
 def options_of(trainer: str) -> tuple[str, ...]:
-    """Those of one of RECIPES."""
+    """The options of one of RECIPES."""
     if RECIPES[trainer] is None:
         return OF_BF16
     return tuple(option for option in OPTIONS if option != "1d1d" or trainer == "block")
@@ -139,14 +139,14 @@ def options_of(trainer: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What trains a model, one of PLAIN or of RECIPES, and OPTIONS."""
+    """A recipe, one of PLAIN or of RECIPES, and OPTIONS."""
 
     trainer: str
     options: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, name: str) -> "Variant":
-        """Of a name such as "bf16" or "delayed_fast_head"."""
+        """The variant of a name such as "bf16" or "delayed_fast_head"."""
         if name in PLAIN:
             return cls(name)
         for trainer in RECIPES:
@@ -160,7 +160,7 @@ class Variant:
         )
 
     def __str__(self) -> str:
-        """As tables have it."""
+        """The name as tables have it."""
         if self.trainer in PLAIN:
             return f"plain Flax, {PLAIN[self.trainer]}"
         recipe = RECIPES[self.trainer]
@@ -195,7 +195,7 @@ class Variant:
 
 
 def variant_name(name: str) -> str:
-    """For the command line: the name, if it is one."""
+    """The name of a variant, for the parser of a command line; an error if there is no such variant."""
     try:
         Variant.parse(name)
     except ValueError as error:
@@ -204,8 +204,8 @@ def variant_name(name: str) -> str:
 
 
 def gemms_of(variant: str) -> contextlib.AbstractContextManager:
-    """The context in which a variant is traced: with this machine's table of tuned GEMMs, which must be there,
-    or cuBLASLt's own choices.
+    """The context in which a variant is traced: with this machine's table of tuned GEMMs, which must exist, or with
+    cuBLASLt's own choices.
     """
     return fp8.tuned_gemms(fp8.GemmTable.load() if "tuned" in Variant.parse(variant).options else None)
 
@@ -226,7 +226,7 @@ def build(name: str, shape: Shape, microbatches: int, tokens: jax.Array) -> tupl
 
 
 def compile_ahead(name: str, shape: Shape, microbatches: int) -> None:
-    """Compile the step of a variant of RECIPES from shapes, for jax's cache: no state is made."""
+    """Compile the step of a variant of RECIPES from shapes into jax's cache, without making a state."""
     variant, key = Variant.parse(name), jax.random.key(1)
     model, step = _ours(variant, shape, microbatches)
     inputs = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len), jnp.int32)
@@ -244,7 +244,7 @@ def _ours(variant: Variant, shape: Shape, microbatches: int) -> tuple[fp8.GPT, A
 
 
 def _cached_state(variant: Variant, model: fp8.GPT) -> Callable:
-    """Of a key and inputs the state that holds the weights in FP8."""
+    """From a key and inputs, the state that has the weights in FP8."""
 
     def make(key, inputs):
         variables, forward = dict(jax.jit(model.init)(key, inputs)), lambda variables: model.apply(variables, inputs)

@@ -1,9 +1,9 @@
-"""A model of Hugging Face: loaded, generated from, trained in FP8, and written out again.
+"""Load a Hugging Face model, generate from it, train it in FP8, and save it in the same format.
 
     python examples/huggingface.py path/to/Llama-3.2-1B    # a folder with config.json and safetensors files
-    python examples/huggingface.py                         # a tiny random Llama, made in place
+    python examples/huggingface.py                         # creates a tiny random Llama
 
-Nothing is downloaded. Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GPT-2 fit.
+Nothing is downloaded. Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GPT-2 models can be loaded.
 """
 
 import sys
@@ -28,17 +28,17 @@ def make_folder(path: Path) -> Path:
 
 def main(folder: Path, target: Path, steps: int = 5, batch: int = 8, length: int = 32) -> list[float]:
     """Returns the losses of all steps."""
-    # Arrays on the host, mapped from the files. Without `dtype` they are as in the files.
+    # Arrays on the host, memory-mapped from the files. Without `dtype` they have the files' dtypes.
     config, params = fp8.load_huggingface(folder)
     print(f"{config.num_layers} layers, {config.hidden_size} wide, {config.vocab_size} tokens")
 
-    # Tokens of your own tokenizer; here they are random.
+    # Replace these random tokens by those of your tokenizer.
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1))
     model = fp8.GPT(config, recipe=None)  # in bfloat16, as it was trained
     generated = fp8.generate(model, {"params": jax.device_put(params)}, tokens[:2, :8], max_new_tokens=8)
     print(f"continuations: {np.asarray(generated).tolist()}")
 
-    # For training, params in float32, and layers in FP8. The first step finds the scales by itself.
+    # Training needs params in float32; the layers compute in FP8. The first step initializes the scales by itself.
     config, params = fp8.load_huggingface(folder, dtype=jnp.float32)
     recipe, tx = fp8.DelayedScaling(), fp8.fused_adamw(1e-4, weight_decay=0.1)
     model = fp8.GPT(config, recipe=recipe)
@@ -53,7 +53,7 @@ def main(folder: Path, target: Path, steps: int = 5, batch: int = 8, length: int
     print(f"losses: {', '.join(f'{loss:.3f}' for loss in losses)}")
 
     fp8.save_huggingface(target, config, state.params, dtype=jnp.bfloat16)
-    print(f"{target} has the model that was trained")
+    print(f"{target} has the trained model")
     return losses
 
 

@@ -1,4 +1,4 @@
-"""FP8 in a Flax Linen model of your own, with dropout: layers of jax_fp8 beside Flax's, in one training step.
+"""FP8 in your own Flax Linen model with dropout: layers of jax_fp8 and of Flax in one training step.
 
 python examples/linen.py
 
@@ -17,7 +17,7 @@ RECIPE = fp8.DelayedScaling()
 
 
 class Classifier(nn.Module):
-    """An MLP with a residual. `LayerNormMLP` normalizes and quantizes in one kernel, where two layers need two."""
+    """Residual MLPs. `LayerNormMLP` normalizes and casts in one kernel; a separate norm needs another kernel."""
 
     width: int = 128
     classes: int = 10
@@ -33,7 +33,7 @@ class Classifier(nn.Module):
 
 
 def make_data(count: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Points around ten centers, and which center each belongs to."""
+    """Points around ten centers, with the index of its center as the label of each point."""
     generator = np.random.default_rng(seed)
     centers = np.random.default_rng(0).standard_normal((10, 64))
     labels = generator.integers(0, 10, count)
@@ -41,17 +41,17 @@ def make_data(count: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def main(steps: int = 60, batch: int = 128) -> float:
-    """Returns the accuracy on points that were not trained on."""
+    """Returns the accuracy on held-out points."""
     model, data, held_out = Classifier(), make_data(4096), make_data(1024, seed=1)
 
     def loss_fn(variables, batch, rngs):
-        """The step makes new keys for every step, microbatch and part of the batch, and hands them to the loss."""
+        """`rngs` are keys that the step makes for every step, microbatch and part of the batch."""
         logits = model.apply(variables, batch["x"], train=True, rngs=rngs).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     tx = fp8.fused_adamw(1e-3, weight_decay=0.1)
     step = fp8.make_train_step(loss_fn, tx, RECIPE, rngs={"dropout": jax.random.key(0)})
-    # variables are {"params": ..., "fp8": ...}: the scales are state, as batch statistics are.
+    # variables are {"params": ..., "fp8": ...}: scales are a collection of state, like batch statistics.
     variables = jax.jit(lambda key, x: model.init(key, x, train=False))(jax.random.key(1), data["x"][:batch])
     state = fp8.TrainState.create(variables=variables, tx=tx)
 

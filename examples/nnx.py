@@ -1,4 +1,4 @@
-"""FP8 in a Flax NNX model: convert its layers in place, take gradients by `fp8_nnx.value_and_grad`, update scales.
+"""FP8 in a Flax NNX model: convert its layers in place, use `fp8_nnx.value_and_grad`, and update the scales.
 
     python examples/nnx.py
 
@@ -15,7 +15,7 @@ import jax_fp8.nnx as fp8_nnx
 
 
 class Network(nnx.Module):
-    """A function of 32 numbers, as one would write it without FP8."""
+    """An MLP of 32 inputs and one output, written without any FP8."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 128):
         self.up = nnx.Linear(32, width, dtype=jnp.bfloat16, rngs=rngs)
@@ -32,9 +32,9 @@ def loss_fn(model, batch):
 
 @nnx.jit
 def step(model, optimizer, batch):
-    loss, grads = fp8_nnx.value_and_grad(loss_fn)(model, batch)  # as nnx.value_and_grad, and stages the amaxes
+    loss, grads = fp8_nnx.value_and_grad(loss_fn)(model, batch)  # like nnx.value_and_grad, and also records the amaxes
     optimizer.update(model, grads)
-    fp8_nnx.update_state(model)  # the scales of the next step, once for the whole model
+    fp8_nnx.update_state(model)  # computes the scales of the next step from the amaxes, of all layers in one call
     return loss
 
 
@@ -43,7 +43,8 @@ def main(steps: int = 100, batch: int = 64) -> list[float]:
     model = Network(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
-    # Swaps each nnx.Linear in place, keeps its params, and says what it left: `out` has one column, no multiple of 16.
+    # Replaces each nnx.Linear in place and keeps its params. The printed result lists the layers that it left:
+    # `out` has one column, which is not a multiple of 16.
     print(fp8_nnx.convert(model, fp8.DelayedScaling()))
 
     generator = np.random.default_rng(0)
@@ -53,14 +54,14 @@ def main(steps: int = 100, batch: int = 64) -> list[float]:
         x = generator.standard_normal((batch, 32))
         return {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(np.sin(x @ direction / 8), jnp.float32)}
 
-    # Delayed scaling knows amaxes of earlier steps. Before the first one, a pass finds them.
+    # Delayed scaling computes scales from the amaxes of earlier steps. Before the first step, this pass records some.
     fp8_nnx.warm_start(loss_fn)(model, draw())
     losses = []
     for number in range(1, steps + 1):
         losses.append(float(step(model, optimizer, draw())))
         if number % 20 == 0:
             print(f"step {number}: loss {losses[-1]:.4f}")
-    # Scales are variables of a type of their own, which a checkpoint of `nnx.state(model)` has, too.
+    # Scales are variables of their own type, and part of a checkpoint of `nnx.state(model)`.
     print(f"scales of input, kernel and output gradient: {model.hidden.fp8.scale[...]}")
     return losses
 

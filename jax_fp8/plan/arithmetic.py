@@ -98,7 +98,7 @@ class Setting:
         parallel = ["--sequence-parallel"] if self.sequence_parallel else []
         return " ".join([f"--mesh {self.mesh}", *parallel, *of_pipe, *microbatches])
 
-    def __str__(self):
+    def __str__(self) -> str:
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
         words = [
             self.mesh,

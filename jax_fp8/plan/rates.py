@@ -50,7 +50,7 @@ class Rates:
     launch: float
     beside: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             _check_curve(field.name, value) if field.type == Curve else _check_rate(field.name, value)

@@ -92,7 +92,7 @@ class Plan:
         """Bytes of a device that a program may use."""
         return int(USABLE * self.memory)
 
-    def __str__(self):
+    def __str__(self) -> str:
         seconds, usable = self.seconds, self.usable / GIB
         verdict = "fits" if self.fits else "does not fit"
         rows = [

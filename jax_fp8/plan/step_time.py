@@ -51,7 +51,7 @@ class StepTime:
     def seconds(self) -> float:
         return self.kernels + self.exposed + self.slowed
 
-    def __str__(self):
+    def __str__(self) -> str:
         parts = ("kernels", "exposed", "slowed", "collectives")
         figures = ", ".join(f"{1e3 * getattr(self, name):.1f} ms {name}" for name in parts)
         return f"{1e3 * self.seconds:.1f} ms a step: {figures}"

@@ -51,7 +51,7 @@ def test_mesh(capsys):
     """On the eight devices of the tests."""
     losses = example("mesh")["main"](steps=6, length=16, num_layers=1, num_heads=2, hidden_size=64)
     assert losses[-1] < losses[0]
-    assert "{'data': 2, 'fsdp': 2, 'tensor': 2}: mlp/up/kernel (64, 256) lies as" in capsys.readouterr().out
+    assert "{'data': 2, 'fsdp': 2, 'tensor': 2}: mlp/up/kernel (64, 256) is sharded as" in capsys.readouterr().out
 
 
 def test_huggingface(tmp_path, capsys):

@@ -31,7 +31,7 @@ def packed(lengths=LENGTHS):
     segment_ids = np.zeros_like(tokens)
     for row, of_row in enumerate(lengths):
         segment_ids[row, : sum(of_row)] = np.repeat(np.arange(1, len(of_row) + 1), of_row)
-    return {"tokens": jnp.asarray(tokens), "segment_ids": jnp.asarray(segment_ids)}
+    return {"tokens": tokens, "segment_ids": segment_ids}
 
 
 def apart(loss_fn, params, documents):
@@ -69,8 +69,10 @@ def test_packed_documents_are_documents_apart(form, remat):
         assert_close(got, wanted, "float32")
 
     # A token of the first document in the second, and one document of two.
-    leaking = batch | {"segment_ids": batch["segment_ids"].at[0, 4].set(2)}
-    joined = batch | {"segment_ids": jnp.minimum(batch["segment_ids"], 1)}
+    segment_ids = batch["segment_ids"].copy()
+    segment_ids[0, 4] = 2
+    leaking = batch | {"segment_ids": segment_ids}
+    joined = batch | {"segment_ids": np.minimum(batch["segment_ids"], 1)}
     for wrong in (leaking, joined):
         loss, gradients = of_packed(params, wrong)
         assert abs(loss - expected[0]) > 1e-4
@@ -82,12 +84,14 @@ def test_padding_is_nobodys():
     """What stands in it changes nothing, whatever it is."""
     model, batch = gpt(), packed()
     variables, loss_fn = jax.jit(model.init)(jax.random.key(1), batch["tokens"]), jax.jit(fp8.next_token_loss(model))
-    other = batch | {"tokens": jnp.where(batch["segment_ids"] == 0, 63 - batch["tokens"], batch["tokens"])}
+    other = batch | {"tokens": np.where(batch["segment_ids"] == 0, 63 - batch["tokens"], batch["tokens"])}
     assert loss_fn(variables, other) == loss_fn(variables, batch)
-    read = batch | {"tokens": batch["tokens"].at[2, 7].add(1)}
+    tokens = batch["tokens"].copy()
+    tokens[2, 7] += 1
+    read = batch | {"tokens": tokens}
     assert loss_fn(variables, read) != loss_fn(variables, batch)
     ignoring = jax.jit(fp8.next_token_loss(model, ignore_label=-1))
-    masked = batch | {"tokens": jnp.where(batch["segment_ids"] == 0, -1, batch["tokens"])}
+    masked = batch | {"tokens": np.where(batch["segment_ids"] == 0, -1, batch["tokens"])}
     assert_close(ignoring(variables, masked), loss_fn(variables, batch), "float32")
 
 
@@ -116,8 +120,8 @@ def losses_of_steps(batch, microbatches=1, **options):
 
 
 def rows_of_documents():
-    batch = jax.tree.map(lambda x: jnp.repeat(x[:2], 2, axis=0), packed())  # microbatches are strided, and so alike
-    return jax.tree.map(lambda x: jnp.concatenate([x, x[:, -1:]], axis=1), batch)  # 16 positions
+    batch = jax.tree.map(lambda x: np.repeat(x[:2], 2, axis=0), packed())  # microbatches are strided, and so alike
+    return jax.tree.map(lambda x: np.concatenate([x, x[:, -1:]], axis=1), batch)  # 16 positions
 
 
 @functools.cache
@@ -135,7 +139,7 @@ def assert_are_those_of_one_device(found):
 def test_steps_of_two_microbatches():
     batch = rows_of_documents()
     assert_are_those_of_one_device(losses_of_steps(batch, microbatches=2))
-    joined = batch | {"segment_ids": jnp.ones_like(batch["segment_ids"])}  # negative control
+    joined = batch | {"segment_ids": np.ones_like(batch["segment_ids"])}  # negative control
     assert losses_of_steps(joined)[0] != pytest.approx(losses_on_one_device()[0], rel=1e-3)
 
 

@@ -1,5 +1,7 @@
 """Sequences that end in padding: the loss and the gradients are those of each sequence alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,29 @@ import jax_fp8 as fp8
 
 LENGTHS = (5, 16, 2)
 BATCH = {
-    "tokens": jax.random.randint(jax.random.key(0), (3, 16), 0, 64),
-    "lengths": jnp.int32(LENGTHS),
+    "tokens": np.asarray(jax.random.randint(jax.random.key(0), (3, 16), 0, 64)),
+    "lengths": np.int32(LENGTHS),
 }
+IS_TOKEN = np.arange(16)[None] < BATCH["lengths"][:, None]
+
+
+def with_first(length):
+    """The batch whose first sequence is said to be that long."""
+    return BATCH | {"lengths": np.int32([length, *LENGTHS[1:]])}
+
+
+def written_over():
+    """The batch with other tokens in its padding."""
+    return BATCH | {"tokens": np.where(IS_TOKEN, BATCH["tokens"], 63 - BATCH["tokens"])}
+
+
+def expert_gpt(weight):
+    sizes = {"num_layers": 1, "vocab_size": 64, "max_seq_len": 16}
+    return fp8.GPT(fp8.GPTConfig.preset("tiny-moe", **sizes, router_aux_loss=weight), recipe=None)
+
+
+def twice(batch):
+    return jax.tree.map(lambda x: np.concatenate([x, x]), batch)
 
 
 @pytest.mark.versions
@@ -30,7 +52,7 @@ def test_padded_sequences_are_sequences_alone(form, remat):
     for got, wanted in zip(without_key_biases(gradients), without_key_biases(expected[1]), strict=True):
         assert_close(got, wanted, "float32")
 
-    longer = BATCH | {"lengths": BATCH["lengths"].at[0].add(1)}  # negative control: a token of the padding counts
+    longer = with_first(LENGTHS[0] + 1)  # negative control: a token of the padding counts
     loss, gradients = of_padded(params, longer)
     assert abs(loss - expected[0]) > 1e-4
     with pytest.raises(AssertionError):
@@ -41,33 +63,28 @@ def test_padded_sequences_are_sequences_alone(form, remat):
 def test_what_stands_in_padding_changes_nothing():
     model = gpt()
     variables, loss_fn = jax.jit(model.init)(jax.random.key(1), BATCH["tokens"]), jax.jit(fp8.next_token_loss(model))
-    is_token = jnp.arange(16)[None] < BATCH["lengths"][:, None]
-    other = BATCH | {"tokens": jnp.where(is_token, BATCH["tokens"], 63 - BATCH["tokens"])}
-    assert loss_fn(variables, other) == loss_fn(variables, BATCH)
-    read = BATCH | {"tokens": BATCH["tokens"].at[0, 4].add(1)}
+    assert loss_fn(variables, written_over()) == loss_fn(variables, BATCH)
+    read = BATCH | {"tokens": BATCH["tokens"] + (np.arange(48).reshape(3, 16) == 4)}
     assert loss_fn(variables, read) != loss_fn(variables, BATCH)
 
 
 def test_padding_goes_to_no_expert():
     """What stands in padding changes neither what experts see nor what the router adds to the loss."""
-    config = fp8.GPTConfig.preset("tiny-moe", num_layers=1, vocab_size=64, max_seq_len=16, router_aux_loss=1.0)
-    model = fp8.GPT(config, recipe=None)
-    variables, loss_fn = model.init(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
-    is_token = jnp.arange(16)[None] < BATCH["lengths"][:, None]
-    other = BATCH | {"tokens": jnp.where(is_token, BATCH["tokens"], 63 - BATCH["tokens"])}
-    run = jax.jit(jax.value_and_grad(loss_fn))
-    jax.tree.map(np.testing.assert_array_equal, run(variables, other), run(variables, BATCH))
+    model = expert_gpt(1.0)
+    variables, run = jax.jit(model.init)(jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
+    run, seen = jax.jit(jax.value_and_grad(run)), jax.jit(functools.partial(model.apply, mutable=["intermediates"]))
+    jax.tree.map(np.testing.assert_array_equal, run(variables, written_over()), run(variables, BATCH))
 
     def fractions(batch):
-        found = model.apply(variables, batch["tokens"], lengths=batch["lengths"], mutable=["intermediates"])[1]
+        found = seen(variables, batch["tokens"], lengths=batch["lengths"])[1]
         return np.asarray(found["intermediates"]["layer_0"]["mlp"]["expert_fractions"][0])
 
     def alone(tokens, n):
-        return fractions({"tokens": tokens[None, :n], "lengths": jnp.int32([n])}) * n / sum(LENGTHS)
+        return fractions({"tokens": tokens[None, :n], "lengths": np.int32([n])}) * n / sum(LENGTHS)
 
     by_text = sum(alone(tokens, n) for tokens, n in zip(BATCH["tokens"], LENGTHS, strict=True))
     np.testing.assert_allclose(fractions(BATCH), by_text, atol=1e-6)
-    longer = BATCH | {"lengths": BATCH["lengths"].at[0].add(9)}  # negative control
+    longer = with_first(LENGTHS[0] + 9)  # negative control
     assert np.abs(fractions(longer) - by_text).max() > 0.01
 
 
@@ -75,44 +92,45 @@ def test_padding_goes_to_no_expert():
 def test_a_layer_of_experts_does_without_padding(recipe):
     """To the bit, in FP8 too: padding is in no amax, and no gradient comes of it."""
     layer = fp8.LayerNormMoE(128, 4, recipe=recipe, router_aux_loss=1.0, router_z_loss=1.0)
-    x = jax.random.normal(jax.random.key(0), (2, 64, 128), jnp.bfloat16)
-    variables, lengths = layer.init(jax.random.key(1), x), jnp.int32([64, 20])
-    is_token = (jnp.arange(64)[None] < lengths[:, None])[..., None]
+    x = np.random.default_rng(0).normal(size=(2, 64, 128)).astype(jnp.bfloat16)
+    variables, lengths = jax.jit(layer.init)(jax.random.key(1), x), np.int32([64, 20])
+    is_token = (np.arange(64)[None] < lengths[:, None])[..., None]
 
-    def loss(variables, x, lengths=lengths):
+    def loss(variables, x, lengths):
         y, left = layer.apply(variables, x, lengths=lengths, mutable=["losses"])
-        y = jnp.where(is_token, y, 0).astype(jnp.float32)
-        return jnp.sum(jnp.square(y)) + sum(jax.tree.leaves(left["losses"])), y
+        counted = jnp.where(is_token, y, 0).astype(jnp.float32)
+        return jnp.sum(jnp.square(counted)) + sum(jax.tree.leaves(left["losses"])), y
 
     run = jax.jit(fp8.value_and_grad(loss, has_aux=True))
-    found, other = run(variables, x), run(variables, jnp.where(is_token, x, 1000))
+    written_over = np.where(is_token, x, np.array(1000, x.dtype))
+    found, other = run(variables, x, lengths), run(variables, written_over, lengths)
     jax.tree.map(np.testing.assert_array_equal, found[:2], other[:2])
-    routed = run(variables, jnp.where(is_token, x, 1000), jnp.int32([64, 64]))  # negative control
-    assert float(jnp.max(jnp.abs(routed[1]["router"]["kernel"] - found[1]["router"]["kernel"]))) > 1e-3
-    y = layer.apply(variables, x, lengths=lengths)
-    assert not np.asarray(y, np.float32)[1, 20:].any() and np.asarray(y, np.float32)[1, :20].any()
+    routed = run(variables, written_over, np.int32([64, 64]))  # negative control
+    kernels = [np.asarray(of[1]["router"]["kernel"]) for of in (routed, found)]
+    assert np.max(np.abs(kernels[0] - kernels[1])) > 1e-3
+    y = np.asarray(found[0][1], np.float32)
+    assert not y[1, 20:].any() and y[1, :20].any()
 
 
 def test_a_layer_of_experts_is_told_a_length_for_each_sequence():
     layer = fp8.LayerNormMoE(128, 4, recipe=None)
     with pytest.raises(ValueError, match=r"lengths must be an integer array \(2,\)"):
-        layer.init(jax.random.key(1), jnp.ones((2, 16, 128)), lengths=jnp.int32([1, 2, 3]))
+        jax.eval_shape(layer.init, jax.random.key(1), np.ones((2, 16, 128)), lengths=np.int32([1, 2, 3]))
 
 
 def test_the_loss_of_a_router_on_padded_sequences_over_data():
     """Devices have other numbers of tokens, and what the router adds is that of all tokens."""
-    model = fp8.GPT(
-        fp8.GPTConfig.preset("tiny-moe", num_layers=1, vocab_size=64, max_seq_len=16, router_aux_loss=5.0), recipe=None
-    )
+    model = expert_gpt(5.0)
     loss_fn, tx = fp8.next_token_loss(model), optax.sgd(0.1)
-    tokens = jax.random.randint(jax.random.key(3), (4, 17), 0, 64)
-    batch = {"tokens": tokens, "lengths": jnp.int32([3, 4, 17, 16])}
-    variables = model.init(jax.random.key(1), tokens[:, :-1])
-    whole = float(loss_fn(variables, batch))
+    tokens = np.asarray(jax.random.randint(jax.random.key(3), (4, 17), 0, 64))
+    batch = {"tokens": tokens, "lengths": np.int32([3, 4, 17, 16])}
+    variables, loss = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1]), jax.jit(loss_fn)
+    whole = float(loss(variables, batch))
     step = fp8.make_train_step(loss_fn, tx, None, parallel=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
-    state = step.init_state(model.init, jax.random.key(1), tokens[:, :-1])
+    state = step.place(fp8.TrainState.create(variables=variables, tx=tx), batch)
     found = float(step(state, batch)[1]["loss"])
-    halves = [float(loss_fn(variables, jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch))) for i in range(2)]
+    parts = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for rows in (slice(2), slice(2, 4))]
+    halves = [float(loss(variables, twice(part))) for part in parts]
     assert found == pytest.approx(whole, abs=2e-3)
     assert abs(np.mean(halves) - whole) > 0.01  # negative control
 
@@ -120,19 +138,19 @@ def test_the_loss_of_a_router_on_padded_sequences_over_data():
 @pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=str)
 def test_steps_on_padded_sequences(axes):
     """A step in FP8, in one and in two microbatches, alone and on a mesh."""
-    tokens = jnp.repeat(jnp.concatenate([BATCH["tokens"], BATCH["tokens"][:, :1]], axis=1)[:2], 2, axis=0)
-    batch = {"tokens": tokens, "lengths": jnp.repeat(jnp.int32([5, 17]), 2)}  # microbatches are strided, and so alike
+    tokens = np.repeat(np.concatenate([BATCH["tokens"], BATCH["tokens"][:, :1]], axis=1)[:2], 2, axis=0)
+    batch = {"tokens": tokens, "lengths": np.repeat(np.int32([5, 17]), 2)}  # microbatches are strided, and so alike
     expected = losses_of_steps(batch)
     assert expected[2] < expected[0] - 0.05
     if axes:
         mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
         found = losses_of_steps(batch, parallel=mesh)
         parts = [jax.tree.map(lambda x, rows=rows: x[rows], batch) for rows in (slice(2), slice(2, 4))]
-        halves = [losses_of_steps(part)[0] for part in parts]
+        halves = [losses_of_steps(twice(part))[0] for part in parts]
         assert np.mean(halves) != pytest.approx(expected[0], rel=2e-4)  # negative control: the mean of the devices'
     else:
         found = losses_of_steps(batch, microbatches=2)
-        whole = losses_of_steps(batch | {"lengths": jnp.full(4, 17)})  # negative control
+        whole = losses_of_steps(batch | {"lengths": np.full(4, 17, np.int32)})  # negative control
         assert whole[0] != pytest.approx(expected[0], rel=1e-3)
     assert found[0] == pytest.approx(expected[0], rel=5e-5)
     assert found == pytest.approx(expected, rel=1e-2)
@@ -141,7 +159,7 @@ def test_steps_on_padded_sequences(axes):
 def test_what_is_refused():
     model = gpt()
     variables, loss_fn = jax.eval_shape(model.init, jax.random.key(1), BATCH["tokens"]), fp8.next_token_loss(model)
-    segment_ids = jnp.ones_like(BATCH["tokens"])
+    segment_ids = np.ones_like(BATCH["tokens"])
     for wrong, message in (
         (
             BATCH | {"segment_ids": segment_ids},
@@ -152,7 +170,10 @@ def test_what_is_refused():
             'or of "tokens" and "lengths", and with .* "loss_mask" or "labels", .*\'mask\'',
         ),
         (BATCH | {"lengths": BATCH["lengths"][:2]}, r"a batch: lengths must be an integer array \(3,\), for each seq"),
-        (BATCH | {"lengths": BATCH["lengths"] * 1.0}, r"lengths must be an integer array \(3,\), .*got float32\[3\]"),
+        (
+            BATCH | {"lengths": BATCH["lengths"].astype(np.float32)},
+            r"lengths must be an integer array \(3,\), .*got float32\[3\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             loss_fn(variables, wrong)

@@ -51,14 +51,20 @@ def parts_of(storage: str, recipe: str):
     """The optimizer, the model, and what it was initialised to, with the weights in FP8."""
     options = dict(STORAGES[storage])
     model = Layers(RECIPES[recipe], options.pop("param_dtype"))
-    variables = dict(model.init(jax.random.key(1), BATCH))
+    variables = dict(jax.jit(model.init)(jax.random.key(1), BATCH))
     tx = fp8.fused_adamw(RATE, skip_nonfinite=True, **options)
     return tx, model, {**variables, "fp8_cache": cast(model, variables)}
 
 
+@functools.cache
+def caster(model):
+    """A program, for each of its operations would be one."""
+    forward = lambda variables: model.apply(variables, BATCH)  # noqa: E731
+    return jax.jit(lambda variables: fp8.cast_weights(variables, model.recipe, forward=forward))
+
+
 def cast(model, variables):
-    without_cache = {name: tree for name, tree in variables.items() if name != "fp8_cache"}
-    return fp8.cast_weights(without_cache, model.recipe, forward=lambda variables: model.apply(variables, BATCH))
+    return caster(model)({name: tree for name, tree in variables.items() if name != "fp8_cache"})
 
 
 @functools.cache

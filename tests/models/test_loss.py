@@ -1,6 +1,7 @@
 """The loss of next tokens: of a GPT and of other models, of tokens of any dtype, and of what is no token."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -12,17 +13,32 @@ import reference
 
 import jax_fp8 as fp8
 
-SMALL = fp8.GPTConfig.preset("tiny", num_layers=2, hidden_size=64, max_seq_len=32)
-TOKENS = jax.random.randint(jax.random.key(0), (4, 33), 0, 256)
+SMALL = fp8.GPTConfig.preset("tiny", num_layers=1, hidden_size=64, max_seq_len=32)
+TOKENS = np.asarray(jax.random.randint(jax.random.key(0), (4, 33), 0, 256))
+
+
+@functools.cache
+def model_and_variables():
+    model = fp8.GPT(SMALL, recipe=None)
+    return model, jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
+
+
+@functools.cache
+def with_gradients(of):
+    return jax.jit(jax.value_and_grad(fp8.next_token_loss(of)))
+
+
+@functools.cache
+def forward():
+    return jax.jit(model_and_variables()[0].apply)
 
 
 def test_loss_is_the_mean_cross_entropy_of_next_tokens():
-    model = fp8.GPT(SMALL, recipe=None)
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
-    logits = np.asarray(jax.jit(model.apply)(variables, TOKENS[:, :-1]), np.float64)
+    model, variables = model_and_variables()
+    logits = np.asarray(forward()(variables, TOKENS[:, :-1]), np.float64)
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     picked = np.take_along_axis(probability, np.asarray(TOKENS[:, 1:, None]), axis=-1)
-    loss, gradients = jax.jit(jax.value_and_grad(fp8.next_token_loss(model)))(variables, TOKENS)
+    loss, gradients = with_gradients(model)(variables, TOKENS)
     assert loss == pytest.approx(-np.log(picked).mean(), rel=1e-4)
     assert jax.jit(optax.tree.norm)(gradients) > 0.1
 
@@ -41,8 +57,8 @@ class Head(nn.Module):
 def test_the_loss_of_a_gpt_is_that_of_its_logits(head_recipe):
     """Padding, the z-loss and gradients included; the GPT computes its loss by chunks, another module from logits."""
     model = fp8.GPT(SMALL, recipe=None, head_recipe=head_recipe)
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
-    padded = TOKENS.at[:, 20:].set(-100)
+    _, variables = model_and_variables()
+    padded = np.where(np.arange(33) < 20, TOKENS, -100)
     settings = {"ignore_label": -100, "z_loss": 1e-2}
 
     def value_and_grads(of, params):
@@ -68,7 +84,7 @@ WIDE = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
 @pytest.mark.parametrize("vocab", [256, 50_304])
 def test_tokens_of_every_dtype_have_one_loss(vocab):
     """As tokens, and as labels of the model; an int8 holds the half of them."""
-    model = fp8.GPT(dataclasses.replace(SMALL, vocab_size=vocab, num_layers=1), recipe=None, dtype=jnp.float32)
+    model = fp8.GPT(dataclasses.replace(SMALL, vocab_size=vocab), recipe=None, dtype=jnp.float32)
     variables = jax.jit(model.init)(jax.random.key(0), BYTES[:, :-1])
     loss_fn = jax.jit(fp8.next_token_loss(model, ignore_label=-61))  # as uint8, it is 195
     for tokens, dtypes in ((BYTES, ("uint8", *WIDE)), (BYTES % 128, ("int8", "uint8", "int32"))):
@@ -90,23 +106,22 @@ def row_with(token, at=0, row=1):
 @pytest.mark.versions
 @pytest.mark.parametrize("token", [256, 9999, -1, -100, 2**31 - 1, -(2**31)])
 def test_what_is_no_token_has_no_logits(token):
-    model = fp8.GPT(SMALL, recipe=None)
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
-    logits = np.asarray(jax.jit(model.apply)(variables, row_with(token, at=5)[:, :-1]), np.float32)
-    others = np.asarray(jax.jit(model.apply)(variables, TOKENS[:, :-1]), np.float32)
+    model, variables = model_and_variables()
+    logits = np.asarray(forward()(variables, row_with(token, at=5)[:, :-1]), np.float32)
+    others = np.asarray(forward()(variables, TOKENS[:, :-1]), np.float32)
     assert np.isnan(logits[1, 5:]).all()
     np.testing.assert_array_equal(logits[[0, 2, 3]], others[[0, 2, 3]])
     for of in (model, Head(model)):  # as an input alone, for nobody's next token is the first one of a row
         own = variables if of is model else {"params": {"model": variables["params"]}}
-        run = jax.jit(jax.value_and_grad(fp8.next_token_loss(of)))
+        run = with_gradients(of)
         loss, gradients = run(own, row_with(token))
         assert np.isnan(loss) and not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
         assert np.isfinite(run(own, TOKENS)[0])  # negative control
 
 
 def test_a_step_skips_what_is_no_token():
-    config, recipe = dataclasses.replace(SMALL, num_layers=1), fp8.DelayedScaling(amax_history_len=2)
-    model, tx = fp8.GPT(config, recipe=recipe), fp8.fused_adamw(1e-2)
+    recipe = fp8.DelayedScaling(amax_history_len=2)
+    model, tx = fp8.GPT(SMALL, recipe=recipe), fp8.fused_adamw(1e-2)
     step = fp8.make_train_step(fp8.next_token_loss(model), tx, recipe, warm_start=False)
     state = step.init_state(model.init, jax.random.key(0), TOKENS[:, :-1])
     before = jax.tree.map(np.asarray, state.params)
@@ -118,16 +133,15 @@ def test_a_step_skips_what_is_no_token():
 @pytest.mark.versions
 def test_a_prompt_that_is_written_over_is_not_learned_from():
     """With ignore_label over it, the model would read some other token in its place."""
-    model = fp8.GPT(SMALL, recipe=None)
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
+    model, variables = model_and_variables()
     prompt = np.arange(33)[None] < np.array([9, 0, 4, 20])[:, None]
-    over, label = np.where(prompt, -100, TOKENS), jnp.where(prompt, -100, TOKENS)
+    over = np.where(prompt, -100, TOKENS)
     for of in (model, Head(model)):
         own = variables if of is model else {"params": {"model": variables["params"]}}
         loss_fn = jax.jit(fp8.next_token_loss(of, ignore_label=-100))
         assert np.isnan(loss_fn(own, over))
         told = [
-            loss_fn(own, {"tokens": TOKENS, "labels": label}),
+            loss_fn(own, {"tokens": TOKENS, "labels": over}),
             loss_fn(own, {"tokens": TOKENS, "loss_mask": ~prompt}),
         ]
         assert told[0] == told[1] and np.isfinite(told[0])
@@ -140,8 +154,7 @@ def test_a_prompt_that_is_written_over_is_not_learned_from():
 
 def test_an_ignored_token_of_the_vocabulary_is_read():
     """An end of text, which is padding as well."""
-    model = fp8.GPT(SMALL, recipe=None)
-    variables = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :-1])
+    model, variables = model_and_variables()
     tokens = np.where(np.arange(33) % 5 == 3, 17, TOKENS)
     ignoring, told = fp8.next_token_loss(model, ignore_label=17), fp8.next_token_loss(model)
     found = jax.jit(ignoring)(variables, tokens)
@@ -154,4 +167,4 @@ def test_another_model_takes_tokens_alone():
     with pytest.raises(
         ValueError, match=r"the lengths of a batch are for a GPT, and .* takes tokens alone; leave them"
     ):
-        fp8.next_token_loss(model)({}, {"tokens": TOKENS, "lengths": jnp.full(4, 9)})
+        fp8.next_token_loss(model)({}, {"tokens": TOKENS, "lengths": np.full(4, 9)})

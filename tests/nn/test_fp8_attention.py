@@ -1,5 +1,6 @@
 """Layers that attend in FP8: their states, wherever they run, and what they refuse."""
 
+import dataclasses
 from functools import cache, partial
 from operator import itemgetter
 
@@ -116,17 +117,19 @@ def test_wherever_a_layer_runs(how):
     assert all(np.all(np.asarray(history)[:, 0] > 0) for history in amaxes.values())
 
 
-SHAPE = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "hidden_size": WIDTH}
+SHAPE = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "hidden_size": WIDTH}
 CONFIG = fp8.GPTConfig(**SHAPE, max_seq_len=256, positions="rotary")
 TOKENS = np.asarray(jax.random.randint(jax.random.key(4), (4, SEQ + 1), 0, 64))
+TX = fp8.fused_adamw(3e-3)
 
 
-def trained(steps=3, mesh=None, fp8_attention=True, microbatches=1, **fields):
-    model = fp8.GPT(CONFIG, RECIPE, fp8_attention=fp8_attention, **fields)
-    step = fp8.make_train_step(
-        fp8.next_token_loss(model), fp8.fused_adamw(3e-3), RECIPE, microbatches, compiler_options=None, parallel=mesh
-    )
-    state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
+def step_of(mesh=None, fp8_attention=True, microbatches=1, warm_start=False, config=CONFIG, **fields):
+    model = fp8.GPT(config, RECIPE, fp8_attention=fp8_attention, **fields)
+    options = {"compiler_options": None, "parallel": mesh, "warm_start": warm_start}
+    return model, fp8.make_train_step(fp8.next_token_loss(model), TX, RECIPE, microbatches, **options)
+
+
+def trained(step, state, steps=3):
     losses, fp8_states = [], []
     for _ in range(steps):
         state, metrics = step(state, TOKENS)
@@ -137,20 +140,36 @@ def trained(steps=3, mesh=None, fp8_attention=True, microbatches=1, **fields):
 
 
 @cache
+def warm():
+    """A step, and the variables that have scales."""
+    model, step = step_of()
+    state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
+    return step, jax.device_get(step.warm_start(state, TOKENS).variables)
+
+
+def warm_state():
+    return fp8.TrainState.create(variables=jax.tree.map(jnp.asarray, warm()[1]), tx=TX)
+
+
+@cache
 def trained_alone():
-    return trained(6)
+    return trained(warm()[0], warm_state(), 6)
 
 
 def test_a_gpt_learns_as_with_16_bits():
-    (found, states), (expected, _) = trained_alone(), trained(6, fp8_attention=False)
+    _, step = step_of(fp8_attention=False)
+    state = warm_state()
+    attention = {name: of for name, of in state.fp8["layer_0"]["attention"].items() if name not in STATES}
+    plain = dataclasses.replace(state, fp8={**state.fp8, "layer_0": {**state.fp8["layer_0"], "attention": attention}})
+    (found, states), (expected, _) = trained_alone(), trained(step, plain, 6)
     assert found == pytest.approx(expected, rel=5e-3) and found[-1] < found[0] - 0.2 and found != expected
-    history = states[-1]["layer_1"]["attention"]["~gradients"]["amax_history"]
+    history = states[-1]["layer_0"]["attention"]["~gradients"]["amax_history"]
     assert (history[:, 1:] > 0).all() and len(np.unique(history[0, 1:])) == 3  # one a step, of each step its own
 
 
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"remat": "full"}, {"remat": "norms"}], ids=str)
 def test_a_step_records_once(how):
-    (found, states), (expected, wanted) = trained(**how), trained_alone()
+    (found, states), (expected, wanted) = trained(step_of(**how)[1], warm_state()), trained_alone()
     expected = expected[:3]
     assert found == pytest.approx(expected, rel=5e-3)
     for name in STATES:
@@ -164,16 +183,23 @@ def test_a_step_records_once(how):
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2, "fsdp": 2}], ids=str)
 def test_on_a_mesh(axes):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[: int(np.prod([*axes.values()]))])
-    found, states = trained(mesh=mesh)
+    model, step = step_of(mesh, warm_start="fsdp" in axes)
+    if "fsdp" in axes:
+        state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
+    else:
+        state = step.place(warm_state(), TOKENS)
+    found, states = trained(step, state)
     assert found == pytest.approx(trained_alone()[0][:3], rel=3e-3)
     assert (states[-1]["layer_0"]["attention"]["~scores"]["amax_history"][:, -1] > 0).all()
 
 
 def test_what_generate_writes_is_attended_to_in_16_bits():
     model, plain = (fp8.GPT(CONFIG, RECIPE, fp8_attention=of) for of in (True, False))
-    variables = jax.jit(model.init)(jax.random.key(5), TOKENS[:, :-1])
-    written = [fp8.generate(of, variables, TOKENS[:, :5], max_new_tokens=4) for of in (model, plain)]
+    written = [fp8.generate(of, warm()[1], TOKENS[:, :5], max_new_tokens=4) for of in (model, plain)]
     jax.tree.map(np.testing.assert_array_equal, *written)
+
+
+RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +226,7 @@ def test_what_generate_writes_is_attended_to_in_16_bits():
 )
 def test_what_is_refused(fields, told, message):
     with pytest.raises(ValueError, match=message):
-        layer_of(**fields).init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, **told)
+        jax.eval_shape(partial(layer_of(**fields).init, **told), RNGS, X)
 
 
 def test_other_lengths_are_refused():
@@ -208,10 +234,10 @@ def test_other_lengths_are_refused():
     variables = jax.jit(Two("loop").init)(jax.random.key(0), X[:, :5])
     jax.tree.map(np.testing.assert_array_equal, variables, jax.jit(Two("loop").init)(jax.random.key(0), X))
     with pytest.raises(ValueError, match=r"a: FP8 attention needs sequences of whole blocks of 128 tokens, got 100"):
-        Two("loop").apply(variables, X[:, :100])
-    of_cross = jax.jit(layer_of("cross").init)(jax.random.key(0), X, CONTEXT)
+        jax.eval_shape(Two("loop").apply, variables, X[:, :100])
+    of_cross = jax.eval_shape(layer_of("cross").init, jax.random.key(0), X, CONTEXT)
     with pytest.raises(ValueError, match="got 128 tokens that attend to 200"):
-        layer_of("cross").apply(of_cross, X, CONTEXT[:, :200])
+        jax.eval_shape(layer_of("cross").apply, of_cross, X, CONTEXT[:, :200])
     alone = jax.jit(layer_of().init)(jax.random.key(0), X)
     apply = jax.jit(layer_of().apply)
     assert_close(apply(alone, X[0]), np.asarray(apply(alone, X))[0], "bfloat16")
@@ -220,24 +246,20 @@ def test_other_lengths_are_refused():
 def test_a_pipeline_has_no_place_for_its_state():
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=r"got layer_0/attention/~gradients; attend with fp8_attention=False"):
-        trained(1, mesh, microbatches=2)
+        model, step = step_of(mesh, microbatches=2, config=dataclasses.replace(CONFIG, num_layers=2))
+        step(step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1]), TOKENS)
 
 
 def test_a_step_that_is_diagnosed():
     """It looks at GEMMs, of which these states are none."""
-    model = fp8.GPT(CONFIG, RECIPE, fp8_attention=True)
-    step = fp8.make_train_step(fp8.next_token_loss(model), fp8.fused_adamw(3e-3), RECIPE)
-    state = step.init_state(model.init, jax.random.key(5), TOKENS[:, :-1])
-    _, metrics = step(state, TOKENS, diagnose=True)
+    _, metrics = warm()[0](warm_state(), TOKENS, diagnose=True)
     described = str(jax.tree.map(jnp.shape, metrics))
     assert metrics["nonfinite_amaxes"] == 0 and "query+key+value" in described and "~scores" not in described
 
 
 def test_with_weights_cast_before_and_gradients_made_afterwards():
     """Whoever goes from a state to its kernels leaves these states out."""
-    model = fp8.GPT(CONFIG, RECIPE, fp8_attention=True)
-    loss, variables = fp8.next_token_loss(model), jax.jit(model.init)(jax.random.key(5), TOKENS[:, :-1])
-    variables = {**variables, "fp8": jax.jit(fp8.warm_start(loss, RECIPE))(variables, TOKENS)}
+    loss, variables = fp8.next_token_loss(fp8.GPT(CONFIG, RECIPE, fp8_attention=True)), warm()[1]
     expected, grads, state = jax.jit(fp8.value_and_grad(loss))(variables, TOKENS)
     delayed = jax.jit(fp8.value_and_grad(loss, delay_wgrad_compute=True))
     found, others, after, deferred = delayed(variables, TOKENS)

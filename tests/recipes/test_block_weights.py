@@ -21,7 +21,7 @@ from jax_fp8.state.weight_cache import VERSION, cast_requests
 BLOCK, OTHER = fp8.BlockScaling(), fp8.BlockScaling(power_2_scale=False, amax_epsilon=0.3)
 RECIPES = {"block": BLOCK, "other formula": OTHER, "current": fp8.CurrentScaling()}
 WIDTH = 160  # tiles at the end are cut
-BATCH = jnp.asarray(np.random.default_rng(2).normal(size=(64, WIDTH)).astype(jnp.bfloat16))
+BATCH = np.random.default_rng(2).normal(size=(64, WIDTH)).astype(jnp.bfloat16)
 FUSED = fp8.fused_adamw(1e-3)
 OPTIMIZERS = {
     "fused": FUSED,
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 
 class Model(nn.Module):
-    """Attention has queries, keys and values side by side, which share squares or not."""
+    """An MLP, or attention, which has queries, keys and values side by side that share squares or not."""
 
     recipe: fp8.BlockScaling | fp8.CurrentScaling
     heads: int = 0
@@ -41,7 +41,8 @@ class Model(nn.Module):
     def __call__(self, x):
         if self.heads:
             x = x + fp8.SelfAttention(self.heads, num_kv_heads=1, recipe=self.recipe)(x[None])[0]
-        x = x + fp8.LayerNormMLP(96, recipe=self.recipe, name="mlp")(x)
+        else:
+            x = x + fp8.LayerNormMLP(96, recipe=self.recipe, name="mlp")(x)
         return fp8.Dense(48, recipe=self.recipe, name="out")(x)
 
 
@@ -72,7 +73,7 @@ def make_step(model, tx, microbatches=1, **settings):
 
 
 def start(model, tx, cached, seed=0, width=WIDTH):
-    variables = jax.tree.map(jnp.array, initial_variables(model, seed, width))  # a step takes its buffers
+    variables = dict(initial_variables(model, seed, width))
     if cached:
         variables["fp8_cache"] = cached_weights(model, variables, width)
     return fp8.TrainState.create(variables=variables, tx=tx)
@@ -104,8 +105,8 @@ def assert_is_what_casting_gives(model, state, width=WIDTH):
     assert_same_trees(state.cache, cached_weights(model, without, width))
 
 
-# Every optimizer, and every recipe where the optimizer casts and where it is cast behind it.
-SLOW = [(recipe, tx) for recipe in ("other formula", "current") for tx in ("chained", "other moments")]
+# Every optimizer, and every recipe where the optimizer casts.
+SLOW = [(recipe, tx) for recipe in ("other formula", "current") for tx in OPTIMIZERS if tx != "fused"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,9 @@ def test_new_params_are_cast_again():
 def test_a_skipped_step_changes_nothing():
     model, tx = Model(BLOCK), fp8.fused_adamw(1e-3, skip_nonfinite=True)
     step, state = make_step(model, tx, donate=False), start(model, tx, cached=True)
-    skipped, _ = step(state, BATCH.at[3, 4].set(jnp.nan))
+    bad = BATCH.copy()
+    bad[3, 4] = np.nan
+    skipped, _ = step(state, bad)
     assert_same_trees((skipped.params, skipped.cache), (state.params, state.cache))
     taken, _ = step(state, BATCH)
     assert not np.array_equal(taken.cache["out"]["kernel"].rowwise.values, state.cache["out"]["kernel"].rowwise.values)
@@ -297,8 +300,6 @@ def test_misuse():
         fp8.cast_weights(variables, OTHER, weights, False)
     with pytest.raises(ValueError, match=r"cache must be what cast_weights made of this model .* but it is empty"):
         fp8.cast_weights(variables, BLOCK, {}, False)
-    one_scale = fp8.cast_weights(
-        variables, fp8.CurrentScaling(), forward=lambda v: Model(fp8.CurrentScaling()).apply(v, BATCH)
-    )
+    one_scale = cached_weights(Model(fp8.CurrentScaling()), variables)
     with pytest.raises(ValueError, match="cache must be what cast_weights made of this model with this recipe, but"):
         fp8.cast_weights(variables, BLOCK, one_scale, False)

@@ -11,9 +11,9 @@ Each version runs twice, in processes of their own and in this order: before, be
 
 Three things make two runs of one version differ on a GPU, and are held fixed here:
 
-- XLA sums the gradients of an embedding's rows in any order. So no token occurs twice in a batch. - The backward of
-cuDNN's attention sums the gradients of queries in any order. So attention is XLA's. - XLA times its own products, and
-may choose another one the next time. So the first run stores its choices.
+- XLA sums the gradients of an embedding's rows in any order. So no token occurs twice in a batch.
+- The backward of cuDNN's attention sums the gradients of queries in any order. So attention is XLA's.
+- XLA times its own products, and may choose another one the next time. So the first run stores its choices.
 
 So timings are of XLA's attention; `--attention cudnn` measures a step as users have it.
 """

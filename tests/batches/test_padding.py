@@ -149,7 +149,7 @@ def test_what_is_refused():
         ),
         (
             BATCH | {"mask": segment_ids},
-            'or of "tokens" and "lengths", and with .* "loss_mask" or "labels", .*\'mask\'',
+            'a dict of "tokens" with "segment_ids" or "lengths", with "loss_mask" or "labels", .*\'mask\'',
         ),
         (BATCH | {"lengths": BATCH["lengths"][:2]}, r"a batch: lengths must be an integer array \(3,\), for each seq"),
         (BATCH | {"lengths": BATCH["lengths"] * 1.0}, r"lengths must be an integer array \(3,\), .*got float32\[3\]"),

@@ -25,7 +25,8 @@ from jax_fp8.ops.parameters import LinearParameters
 
 DELAYED = DelayedScaling()
 LECUN, ZEROS = initializers.lecun_normal(), initializers.zeros_init()
-NOTHING: Mapping[str, Any] = MappingProxyType({})  # no metadata
+Metadata = Mapping[str, Any]  # of an `nnx.Variable`
+NOTHING: Metadata = MappingProxyType({})
 
 
 class LinearParams(nnx.Module):
@@ -41,8 +42,8 @@ class LinearParams(nnx.Module):
         kernel_init: Initializer,
         bias_init: Initializer,
         rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = NOTHING,
-        bias_metadata: Mapping[str, Any] = NOTHING,
+        kernel_metadata: Metadata = NOTHING,
+        bias_metadata: Metadata = NOTHING,
     ):
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = nnx.Param(kernel, **kernel_metadata)
@@ -98,8 +99,8 @@ class Linear(LinearParams):
         recipe: Recipe | None = DELAYED,
         recompute: bool = False,
         rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = NOTHING,
-        bias_metadata: Mapping[str, Any] = NOTHING,
+        kernel_metadata: Metadata = NOTHING,
+        bias_metadata: Metadata = NOTHING,
     ):
         self._layer = f"Linear({in_features}, {out_features})"
         sizes = {"in_features": in_features, "out_features": out_features}

@@ -4,8 +4,7 @@ x (..., in...)   kernel (in..., out...) ─as matrices→ (rows, k) · (k, n) �
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax_fp8.core.checks import describe, is_array
 from jax_fp8.core.paths import UNNAMED
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.nnx.checks import check_fields, check_sharding
-from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, prepare_gemm, scope_name, stage_in
+from jax_fp8.nnx.layers import DELAYED, LECUN, NOTHING, ZEROS, Metadata, prepare_gemm, scope_name, stage_in
 from jax_fp8.nnx.state import GemmState
 from jax_fp8.ops.linear import linear
 from jax_fp8.ops.parameters import LinearParameters
@@ -51,8 +50,8 @@ class LinearGeneral(nnx.Module):
         recipe: Recipe | None = DELAYED,
         recompute: bool = False,
         rngs: nnx.Rngs,
-        kernel_metadata: Mapping[str, Any] = NOTHING,
-        bias_metadata: Mapping[str, Any] = NOTHING,
+        kernel_metadata: Metadata = NOTHING,
+        bias_metadata: Metadata = NOTHING,
     ):
         self.in_features, self.out_features, self.axis = map(_as_tuple, (in_features, out_features, axis))
         self._layer = f"LinearGeneral({self.in_features}, {self.out_features})"

@@ -167,7 +167,7 @@ def test_what_is_refused():
         ),
         (
             BATCH | {"mask": segment_ids},
-            'or of "tokens" and "lengths", and with .* "loss_mask" or "labels", .*\'mask\'',
+            'a dict of "tokens" with "segment_ids" or "lengths", with "loss_mask" or "labels", .*\'mask\'',
         ),
         (BATCH | {"lengths": BATCH["lengths"][:2]}, r"a batch: lengths must be an integer array \(3,\), for each seq"),
         (

@@ -248,7 +248,7 @@ def test_refusals():
         (
             {"data": 2, "tensor": 2},
             {},
-            "layer_0/mlp: a mixture of experts has all experts on every device, got tensor=2",
+            "layer_0/mlp: a mixture of experts needs all experts on every device, got tensor=2",
         ),
         ({"pipe": 2}, {"microbatches": 2}, "pipelines and .* without the losses of routers, .* num_experts=4"),
     ):
@@ -268,7 +268,7 @@ def test_refusals():
         up = jax.device_put(variables["params"]["up"]["kernel"], NamedSharding(mesh, P("data")))
         split = {**variables, "params": {**variables["params"], "up": {"kernel": up}}}
         jax.make_jaxpr(layer.apply)(split, jax.device_put(x, NamedSharding(mesh, P("data", None))))
-    with pytest.raises(ValueError, match=r"a model for Hugging Face must be as .* normalize_router_weights=True"):
+    with pytest.raises(ValueError, match=r"a model for Hugging Face must be like .* normalize_router_weights=True"):
         family_of(fp8.GPTConfig.preset("mixtral-8x7b", normalize_router_weights=False))
     with pytest.raises(ValueError, match="plan needs a model without experts, got --preset mixtral-8x7b"):
         Choices(preset="mixtral-8x7b").check()

@@ -9,7 +9,6 @@ each layer has a loss, and shares add up to 1. So the coefficient is multiplied 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from jax_fp8.core.files import shortened, shown
 from jax_fp8.kernels.activation import is_gated
@@ -77,7 +76,7 @@ GPT2_SIZES = {
 }
 
 
-def read_config(described: Mapping[str, Any], where: str) -> GPTConfig:
+def read_config(described: Mapping[str, object], where: str) -> GPTConfig:
     """The GPTConfig of a config.json; messages name its file `where`."""
     family = described.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
@@ -90,9 +89,9 @@ def read_config(described: Mapping[str, Any], where: str) -> GPTConfig:
     fields = Fields(described, where, family)
     shape = _read_gpt2(fields) if family == "gpt2" else _read_llama(fields)
     check_limits(shape, where, GPT2_SIZES if family == "gpt2" else SIZES)
-    _check_layer_types(fields, shape["num_layers"])
+    _check_layer_types(fields, fields.integer("n_layer" if family == "gpt2" else "num_hidden_layers"))
     try:
-        return GPTConfig(**shape)
+        return GPTConfig.from_dict(shape)
     except ValueError as error:
         raise ValueError(f"{where} must describe a model: {shortened(str(error), 300)}") from error
 
@@ -107,7 +106,7 @@ def _check_layer_types(fields: Fields, layers: int) -> None:
         raise ValueError(f"layer_types in {fields.where} must be one for each of {layers} layers, got {len(kinds)}")
 
 
-def _read_llama(fields: Fields) -> dict[str, Any]:
+def _read_llama(fields: Fields) -> dict[str, object]:
     """The fields of a GPTConfig, from a config.json of any family but GPT-2."""
     family, heads, width = fields.family, fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads, head_dim = fields.optional_integer("num_key_value_heads"), fields.optional_integer("head_dim")
@@ -141,7 +140,7 @@ def _read_llama(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _read_experts(fields: Fields) -> dict[str, Any]:
+def _read_experts(fields: Fields) -> dict[str, object]:
     # transformers accepts either name of the number of experts; each family writes its own.
     own, other = ("num_experts", "num_local_experts")[:: -1 if fields.family == "mixtral" else 1]
     experts = fields.integer(own if own in fields.described or other not in fields.described else other)
@@ -175,15 +174,16 @@ def _read_rotary(fields: Fields) -> tuple[float, RotaryScaling | None]:
     if kind != "llama3" or set(others) != set(SCALING.values()) or not all(map(is_number, others.values())):
         wanted = f"default, or llama3 with {', '.join(SCALING.values())}"
         raise ValueError(f"the scaling of rotary positions must be of rope_type {wanted}, got {shown(rope, 300)}")
-    length = Fields(rope, fields.where, fields.family).integer(SCALING["original_length"])
-    numbers = {name: float(rope[theirs]) for name, theirs in SCALING.items() if name != "original_length"}
+    rope_fields = Fields(rope, fields.where, fields.family)
+    length = rope_fields.integer(SCALING["original_length"])
+    numbers = {name: rope_fields.number(theirs) for name, theirs in SCALING.items() if name != "original_length"}
     try:
         return base, RotaryScaling(**numbers, original_length=length)
     except ValueError as error:
         raise ValueError(f"{fields.where} must describe a model: {shortened(str(error), 300)}") from error
 
 
-def _read_gpt2(fields: Fields) -> dict[str, Any]:
+def _read_gpt2(fields: Fields) -> dict[str, object]:
     """The fields of a GPTConfig, from a config.json of GPT-2."""
     return {
         "vocab_size": fields.integer("vocab_size"),
@@ -192,7 +192,7 @@ def _read_gpt2(fields: Fields) -> dict[str, Any]:
         "hidden_size": fields.integer("n_embd"),
         "max_seq_len": fields.integer("n_positions"),
         "mlp_hidden_size": fields.optional_integer("n_inner"),
-        "activation": GPT2_ACTIVATIONS[fields.get("activation_function")],
+        "activation": GPT2_ACTIVATIONS[str(fields.get("activation_function"))],
         "tie_embeddings": fields.flag("tie_word_embeddings"),
         "norm_epsilon": fields.number("layer_norm_epsilon"),
     }
@@ -225,8 +225,8 @@ def family_of(config: GPTConfig) -> str:
         return "gpt2"
     raise ValueError(
         "a model for Hugging Face must be like Llama, Qwen2 or Qwen3 (rotary positions, rmsnorm, swiglu; biases of "
-        "queries, keys and values alone only with qk_norm=False), as Mixtral or Qwen3-MoE (the same with experts, no "
-        "biases; without qk_norm normalize_router_weights=True) or as GPT-2 (learned positions, layernorm, gelu, "
+        "queries, keys and values alone only with qk_norm=False), like Mixtral or Qwen3-MoE (the same with experts, no "
+        "biases; without qk_norm normalize_router_weights=True) or like GPT-2 (learned positions, layernorm, gelu, "
         f"biases, as many heads of keys as of queries), got {config}"
     )
 

@@ -8,7 +8,7 @@ the defaults of `transformers` 5.24: a model whose file lacks a field was traine
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from jax_fp8.core.files import shown
 
@@ -24,7 +24,7 @@ _LLAMA = {
 }
 _QWEN2 = _LLAMA | {"num_key_value_heads": 32}
 _WITH_EXPERTS = {"norm_topk_prob": False, "router_aux_loss_coef": 0.001}
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, Mapping[str, object]] = {
     "llama": _LLAMA,
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
@@ -44,7 +44,7 @@ LARGEST_INTEGER = 2**31 - 1
 class Fields:
     """The fields of one config.json; messages name its file `where`."""
 
-    described: Mapping[str, Any]
+    described: Mapping[str, object]
     where: str
     family: str
 
@@ -52,7 +52,7 @@ class Fields:
         """Whether the file has one of these fields, with a value other than null."""
         return any(self.described.get(name) is not None for name in names)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> object:
         """The field, or the default of the family; ValueError where there is neither."""
         defaults = DEFAULTS[self.family]
         if name not in self.described and name not in defaults:
@@ -82,7 +82,7 @@ class Fields:
             raise self.error(name, "true or false", value)
         return value
 
-    def part(self, name: str) -> dict[str, Any]:
+    def part(self, name: str) -> dict[str, object]:
         """A field that is an object itself; an empty one where it is null or missing."""
         value = self.described.get(name)
         if value is not None and not isinstance(value, dict):
@@ -100,7 +100,7 @@ class Fields:
         return ValueError(f"{name} in {self.where} must be {wanted}, got {shown(value)}; no other can be converted")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether this is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +214,7 @@ def _whole_params(entries: list[Entry], tensors: Mapping[str, np.ndarray]) -> It
         yield path, np.stack(params)
 
 
-def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, Any]:
+def _read_json(path: Path, why: str, most: int = MOST_BYTES) -> dict[str, object]:
     if not os.path.exists(path):
         raise ValueError(f"{path} must be there: {why}; copy it too")
     try:

@@ -268,7 +268,7 @@ REFUSED_PLANS = {
         ["--mesh", "pipe=2", "--microbatches", "1"],
         "as many microbatches as stages, or more, got 1 micro",
     ),
-    "chunks": (["--mesh", "pipe=2", "--schedule", "interleaved", "--chunks", "3"], "must have the same number of layers"),
+    "chunks": (["--mesh", "pipe=2", "--schedule", "interleaved", "--chunks", "3"], "have the same number of layers"),
     "a schedule of no pipeline": (["--schedule", "1f1b"], "schedule and chunks are about the axis `pipe`"),
     "microbatches": (["--microbatches", "0"], "microbatches must be"),
     "batch": (["--batch", "-8"], "batch must be an integer of at least 1, got -8"),

@@ -5,7 +5,7 @@ the batch and of the params.
 
 Inside the `shard_map` runs the pass of one device. Layers learn from `core/shards.py` how they are split, and contain
 the collectives that this needs. All other collectives are in `parallel/transfers.py`. Each device divides the loss of
-its part of the batch by the number of parts. So output gradients, and their amaxes, are those of the mean over all parts.
+its part of the batch by the number of parts: so output gradients and their amaxes are those of the mean over all parts.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,10 +60,10 @@ class MeshPass:
       recipe: the recipe of the state.
       trace: the trace of the loss as on one device.
       gemms: all GEMMs in FP8, and the recipes of their layers.
-      in_fp8: the GEMMs whose weights are cast as shards and gathered in FP8. Before this pass is settled, the candidates.
+      in_fp8: the GEMMs whose weights are cast as shards and gathered in FP8; before this is settled, the candidates.
       once: weights are gathered once a step instead of once a microbatch.
-      is_settled: the loss was traced as a device computes it: all devices have the same loss, and the layers of `in_fp8`
-        find their weights.
+      is_settled: the loss was traced as a device computes it: all devices have the same loss, and the layers of
+        `in_fp8` find their weights.
       pipeline: the pass over the stages of a pipeline, if there are any.
       has_aux: the loss returns `(loss, Aux)`.
     """
@@ -92,8 +92,8 @@ class MeshPass:
         has_aux: bool = False,
         trace: LossTrace | None = None,
     ) -> "MeshPass":
-        """The pass for a state and a batch, arrays or their shapes. `trace` is the loss's trace with the whole batch, as
-        on one device; None makes it.
+        """The pass for a state and a batch, arrays or their shapes. `trace` is the loss's trace with the whole batch,
+        as on one device; None makes it.
         """
         if parallel.stages > 1:
             check_has_no_collections(state)
@@ -157,8 +157,8 @@ class MeshPass:
         return self._run(on_device, (), PassResult(*specs), state, batch)
 
     def first_amaxes(self, local: Callable, state: TrainState, batch: Batch) -> tuple[jax.Array, "MeshPass"]:
-        """The amaxes of all devices in a pass in which every tensor is scaled by its own amax; and this pass, settled by
-        the same trace.
+        """The amaxes of all devices in a pass in which every tensor is scaled by its own amax; and this pass, settled
+        by the same trace.
         """
         if not self.is_settled and not is_called_whole(self.loss_fn):
             return self.settled(state, batch).first_amaxes(local, state, batch)
@@ -214,8 +214,8 @@ class MeshPass:
 
     @property
     def shared(self) -> dict[LayerPath, Recipe]:
-        """The GEMMs whose weights in FP8 `add_microbatch` keeps for the next microbatch: those that are gathered in FP8,
-        or, if there are none, those whose kernels `fsdp` does not split.
+        """The GEMMs whose weights in FP8 `add_microbatch` keeps for the next microbatch: those that are gathered in
+        FP8, or, if there are none, those whose kernels `fsdp` does not split.
         """
         places = self.placement.by_path
         whole = {

@@ -69,8 +69,8 @@ class PipelinePass:
         return make_ticks(self.placement.parallel.schedule_of(self.microbatches))
 
     def gradients(self, shards: TrainState, batch: Batch, from_current: bool, observe: Observed = ()) -> PassResult:
-        """The pass on one device: its share of the loss, the gradients of its shards, and the amaxes and measurements of
-        the layers of its stage, with zeros for others.
+        """The pass on one device: its share of the loss, the gradients of its shards, and the amaxes and measurements
+        of the layers of its stage, with zeros for others.
 
         With `from_current` every tensor is scaled by its own amax.
         """
@@ -102,8 +102,8 @@ class PipelinePass:
         return {name: entry for name, entry in tree.items() if name not in self.loss.layers}
 
     def _first(self, variables: Variables, batch: Batch) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
-        """The inputs of the first layer, for all microbatches; and a function that takes their gradients to those of the
-        params, in float32. It recomputes the part of the loss before the layers, as far as it is needed.
+        """The inputs of the first layer, for all microbatches; and a function that takes their gradients to those of
+        the params, in float32. It recomputes the part of the loss before the layers, as far as it is needed.
         """
         groups = -(-self.microbatches // self.placement.parallel.stages)
         numbers = jnp.minimum(lax.axis_index(PIPE) * groups + jnp.arange(groups), self.microbatches - 1)
@@ -202,8 +202,8 @@ class PipelinePass:
         return works
 
     def _own_params(self, params: list[PyTree], name: str) -> PyTree:
-        """The params of the stage's own layer, from the shards of the layers of all stages; NaN where GEMMs read weights
-        in FP8 instead.
+        """The params of the stage's own layer, from the shards of the layers of all stages; NaN where GEMMs read
+        weights in FP8 instead.
         """
         in_fp8 = {kernel for gemm in self.in_fp8 for kernel in kernel_paths(gemm)}
         parallel, places = self.placement.parallel, self.placement.by_path

@@ -62,9 +62,9 @@ def check_rows_are_split(trace: LossTrace, placement: Placement) -> None:
 
 def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: PyTree) -> dict[LayerPath, Recipe]:
     """The GEMMs whose weights can be cast as shards and gathered in FP8, with their recipes: all of their kernels lie
-    alike, and the loss passes the params to them unchanged. Other kernels are gathered in their own dtype, and the layer
-    casts them. A pipeline's stages exchange these weights in FP8, also where a kernel cannot be split. Experts are left
-    out: a device's rows of a stack of experts are not adjacent in the whole stack.
+    alike, and the loss passes the params to them unchanged. Other kernels are gathered in their own dtype, and the
+    layer casts them. A pipeline's stages exchange these weights in FP8, also where a kernel cannot be split. Experts
+    are left out: a device's rows of a stack of experts are not adjacent in the whole stack.
     """
     places, parallel = placement.by_path, placement.parallel
     if parallel.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
@@ -99,8 +99,8 @@ def trace_on_shards(
     in_fp8: Mapping[LayerPath, Recipe],
     has_aux: bool = False,
 ) -> dict[LayerPath, Recipe]:
-    """The GEMMs among `in_fp8` that find their weights in a cache. The loss is traced as each device computes it. Raises
-    unless all devices of `tensor` have the same loss, and the same aux.
+    """The GEMMs among `in_fp8` that find their weights in a cache. The loss is traced as each device computes it.
+    Raises unless all devices of `tensor` have the same loss, and the same aux.
     """
     parallel = placement.parallel
     if parallel.tensor is None and not in_fp8:

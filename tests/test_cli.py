@@ -270,7 +270,7 @@ REFUSED_PLANS = {
     ),
     "chunks": (
         ["--mesh", "pipe=2", "--schedule", "interleaved", "--chunks", "3"],
-        "must have the same number of layers",
+        "have the same number of layers",
     ),
     "a schedule of no pipeline": (["--schedule", "1f1b"], "schedule and chunks are about the axis `pipe`"),
     "microbatches": (["--microbatches", "0"], "microbatches must be"),

@@ -1,10 +1,9 @@
-"""What a pipeline refuses: of a loss when the step is made, of its layers when they are traced.
+"""The checks of a pipeline: of the loss when the step is made, and of the layers when they are traced.
 
-All stages run one program. So what differs between their layers must be in the variables, and in nothing else.
+All stages run one program. So layers on different stages may differ in their variables, and in nothing else.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 
@@ -16,10 +15,11 @@ from jax_fp8.core.state import map_gemms_with_path
 from jax_fp8.parallel.mesh import Parallelism
 from jax_fp8.parallel.placement import Placement
 from jax_fp8.parallel.stages import Stages
+from jax_fp8.state.train_state import TrainState
 
 
 def check_pipeline(
-    parallel: Parallelism, loss_fn: Any, microbatches: int, cache_weights: bool, has_aux: bool = False
+    parallel: Parallelism, loss_fn: Callable, microbatches: int, cache_weights: bool, has_aux: bool = False
 ) -> None:
     """Raise unless there is a pipeline for this loss."""
     if has_aux:
@@ -46,8 +46,8 @@ def check_pipeline(
         )
 
 
-def check_has_no_collections(state: Any) -> None:
-    """Raise where a model has variables that stages would not hand on."""
+def check_has_no_collections(state: TrainState) -> None:
+    """Raise where a model has variables that stages do not pass on."""
     if state.collections:
         raise ValueError(
             "a pipeline carries the params and the FP8 state of a model, got a state with the collections "
@@ -56,7 +56,7 @@ def check_has_no_collections(state: Any) -> None:
 
 
 def check_first(first: Collection[LayerPath], gemms: Mapping[LayerPath, Recipe]) -> None:
-    """Raise where a GEMM before the layers has FP8 state: nothing records its amaxes."""
+    """Raise where a GEMM before the layers has FP8 state, for a pipeline does not record its amaxes."""
     with_state = ["/".join(gemm) for gemm in first if gemms[gemm].has_state]
     if with_state:
         raise ValueError(
@@ -66,7 +66,7 @@ def check_first(first: Collection[LayerPath], gemms: Mapping[LayerPath, Recipe])
 
 
 def check_states(layers: Sequence[str], gemms: Collection[LayerPath], fp8_state: Mapping) -> None:
-    """Raise where a layer has FP8 state that is no GEMM's by its kernels: stages know no other."""
+    """Raise where a layer has FP8 state that belongs to no GEMM with kernels: stages record amaxes only for those."""
     paths: list[LayerPath] = []
     map_gemms_with_path(lambda path, _: paths.append(path), fp8_state)
     unknown = [path for path in paths if path[0] in layers and path not in gemms and not kernel_paths(path)]
@@ -88,7 +88,7 @@ def check_layers(
 
     Args:
       kinds: for each layer the first one that computes the same.
-      gemms: all in FP8; `in_fp8` are those whose weights are cast once.
+      gemms: all GEMMs in FP8; `in_fp8` are those whose weights are cast once.
     """
     _check_are_alike(stages.layers, placement, gemms, in_fp8)
     for chunk in range(stages.chunks):
@@ -103,10 +103,10 @@ def check_layers(
             )
 
 
-def _check_are_alike(layers, placement, *of_gemms):
+def _check_are_alike(layers: Sequence[str], placement: Placement, *recipes: Mapping[LayerPath, Recipe]) -> None:
     """Raise unless all layers have the same params in the same places, in FP8 by the same recipes."""
-    described: dict[str, list[dict]] = {name: [{} for _ in (placement, *of_gemms)] for name in layers}
-    for number, by_path in enumerate((placement.by_path, *of_gemms)):
+    described: dict[str, list[dict]] = {name: [{} for _ in (placement, *recipes)] for name in layers}
+    for number, by_path in enumerate((placement.by_path, *recipes)):
         for path, value in by_path.items():
             if path[0] in described:
                 described[path[0]][number][path[1:]] = value
@@ -119,9 +119,9 @@ def _check_are_alike(layers, placement, *of_gemms):
             )
 
 
-def _check_compute_alike(of_stages, kinds):
-    """Raise unless the layers that have one number on their stages compute the same."""
-    first, *others = of_stages
+def _check_compute_alike(layers: Sequence[str], kinds: Mapping[str, str]) -> None:
+    """Raise unless these layers, which have the same number on their stages, compute the same."""
+    first, *others = layers
     for name in others:
         if kinds[name] != kinds[first]:
             raise ValueError(
@@ -132,9 +132,9 @@ def _check_compute_alike(of_stages, kinds):
 
 
 def check_is_on_device(kept: list[jax.Array]) -> None:
-    """Raise where a layer's forward puts what it keeps on the host: slots are on the device."""
+    """Raise where a layer's forward puts what it keeps in the host's memory: slots are on the device."""
     if any(jax.typeof(array).memory_space == jax.memory.Space.Host for array in kept):
         raise ValueError(
-            "the layers of a pipeline must keep what their backward wants on the device, got one that keeps some of it "
+            "the layers of a pipeline must keep what their backward needs on the device, got one that keeps some of it "
             "on the host; take another remat than offload, or leave out the axis pipe"
         )

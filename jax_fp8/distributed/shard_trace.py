@@ -1,30 +1,50 @@
-"""What is to be known of a loss before a step runs it on shards: whether all devices have one loss, and which weights
-can be cast where they lie and gathered in FP8. Nothing is computed.
+"""Checks of a loss before a step runs it on shards: whether all devices compute the same loss, and which weights can be
+cast as shards and gathered in FP8. The loss is traced, and nothing is computed.
 
+    LossTrace, TrainState ─place_state→ Placement
     LossTrace, Placement ─can_be_gathered→ GEMMs ─trace_on_shards→ those whose layers find their weights in a cache
 """
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jax_fp8.core.paths import LayerPath, is_of_experts, kernel_paths, names_of
 from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.recorder import listing
+from jax_fp8.core.types import Batch, PyTree, Variables
 from jax_fp8.grads.loss_trace import LossTrace, checked, shapes_of
 from jax_fp8.jaxprs.replication import which_differ
 from jax_fp8.ops.weights import cast_gemms
-from jax_fp8.parallel.mesh import TENSOR, describe_mesh
-from jax_fp8.parallel.placement import Placement
+from jax_fp8.parallel.mesh import TENSOR, Parallelism, describe_mesh
+from jax_fp8.parallel.placement import ParamPlace, Placement, place_params
+from jax_fp8.parallel.tiles import check_sequence
 from jax_fp8.parallel.transfers import can_be_gathered_in_fp8, cuts_squares
+from jax_fp8.state.train_state import TrainState
+
+
+def place_state(parallel: Parallelism, state: TrainState, trace: LossTrace) -> Placement:
+    """Where the params of a state lie on a mesh; raises where its loss or its weight cache do not allow that."""
+    placement = place_params(parallel, state.params, trace.declared)
+    if parallel.sequence_parallel:
+        check_sequence(trace.gemms.values())
+        check_rows_are_split(trace, placement)
+    if state.cache and placement.splits_params:
+        raise ValueError(
+            "a state that carries a weight cache must have whole params on every device, "
+            f"got a step on {describe_mesh(parallel.mesh)}; leave fp8_cache out of the variables: "
+            "the step casts each shard once, and gathers it in FP8"
+        )
+    return placement
 
 
 def check_rows_are_split(trace: LossTrace, placement: Placement) -> None:
-    """Raise unless rows are split from the embedding on: the gradient of a param is a sum over `tensor` only where each
+    """Raise unless rows are split from the embedding on. The gradient of a param is a sum over `tensor` only where each
     device has its own rows.
     """
     if not any(sharding.splits_rows for sharding in trace.declared.values()):
@@ -40,11 +60,11 @@ def check_rows_are_split(trace: LossTrace, placement: Placement) -> None:
         )
 
 
-def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: Mapping) -> dict[LayerPath, Recipe]:
-    """The GEMMs whose weights can be cast where they lie and gathered in FP8, and their recipes: all of their kernels
-    lie alike, and are params as they are. Others are gathered as they are, and cast by the layer. In a pipeline, these
-    are all that stages exchange in FP8, also where a kernel cannot be split. A device's rows of experts are not beside
-    each other in the whole.
+def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: PyTree) -> dict[LayerPath, Recipe]:
+    """The GEMMs whose weights can be cast as shards and gathered in FP8, with their recipes: all of their kernels lie
+    alike, and the loss passes the params to them unchanged. Other kernels are gathered in their own dtype, and the
+    layer casts them. A pipeline's stages exchange these weights in FP8, also where a kernel cannot be split. Experts
+    are left out: a device's rows of a stack of experts are not adjacent in the whole stack.
     """
     places, parallel = placement.by_path, placement.parallel
     if parallel.stages == 1 and all(place.fsdp_dim is None for place in places.values()):
@@ -63,7 +83,7 @@ def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: Mapping) 
     }
     if cut:
         warnings.warn(
-            "each device must have whole tiles of a kernel, or it is gathered as it is, and not in FP8: "
+            "each device must have whole tiles of a kernel, or it is gathered in its own dtype, and not in FP8: "
             f"{describe_mesh(parallel.mesh)} cuts those of {', '.join('/'.join(gemm) for gemm in sorted(cut))}; "
             "make kernels larger or the mesh smaller, or take a recipe with one scale a tensor",
             stacklevel=2,
@@ -74,36 +94,36 @@ def can_be_gathered(placement: Placement, trace: LossTrace, fp8_state: Mapping) 
 def trace_on_shards(
     placement: Placement,
     loss_fn: Callable,
-    variables: Mapping,
-    batch: Any,
+    variables: Variables,
+    batch: Batch,
     in_fp8: Mapping[LayerPath, Recipe],
     has_aux: bool = False,
 ) -> dict[LayerPath, Recipe]:
-    """Those of the GEMMs `in_fp8` that find their weights in a cache. The loss is traced as each device computes it;
-    raises unless all devices of `tensor` have one loss, and one aux.
+    """The GEMMs among `in_fp8` that find their weights in a cache. The loss is traced as each device computes it.
+    Raises unless all devices of `tensor` have the same loss, and the same aux.
     """
     parallel = placement.parallel
     if parallel.tensor is None and not in_fp8:
         return {}
     cached: list[LayerPath] = []
 
-    def local_loss(variables: Mapping, batch: Any) -> Any:
+    def local_loss(variables: Variables, batch: Batch) -> PyTree:
         with placement.shards.active(), listing() as gemms:
             cache = cast_gemms(variables["params"], {}, in_fp8)
             loss = checked(loss_fn, has_aux)({**variables, "fp8_cache": cache} if cache else variables, batch)
         cached.extend(path for path, gemm in gemms.items() if gemm.is_cached)
         return loss
 
-    def own_rows(x: Any) -> jax.ShapeDtypeStruct:
+    def own_rows(x: ArrayLike) -> jax.ShapeDtypeStruct:
         rows = [size // parallel.batch_parts for size in jnp.shape(x)[:1]]
         return jax.ShapeDtypeStruct((*rows, *jnp.shape(x)[1:]), jnp.result_type(x))
 
-    def own_part(param: Any, place: Any) -> jax.ShapeDtypeStruct:
+    def own_part(param: jax.Array, place: ParamPlace) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(place.shape_without_fsdp(parallel.size(TENSOR)), param.dtype)
 
     params = jax.tree.map(own_part, variables["params"], placement.places)
     own = {**shapes_of(variables), "params": params}, jax.tree.map(own_rows, batch)
-    # To this shard_map all arrays are whole: they are shapes alone, and already those of a device.
+    # The shapes are those of one device already, so this shard_map splits nothing.
     on_device = jax.shard_map(
         local_loss, mesh=parallel.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
@@ -112,12 +132,12 @@ def trace_on_shards(
     return found_in_cache(in_fp8, cached)
 
 
-def check_is_whole(placement: Placement, jaxpr: Any, args: Sequence[Any], has_aux: bool) -> None:
-    """Raise unless all devices of `tensor` have one loss, and one aux.
+def check_is_whole(placement: Placement, jaxpr: Jaxpr, args: Sequence[PyTree], has_aux: bool) -> None:
+    """Raise unless all devices of `tensor` have the same loss, and the same aux.
 
     Args:
-      jaxpr: of the loss as a device computes it.
-      args: what it takes: the variables of a device first.
+      jaxpr: that of the loss as a device computes it.
+      args: the arguments of the loss: the variables of a device first.
     """
     parallel = placement.parallel
     if parallel.tensor is not None and any(which_differ(jaxpr, TENSOR, _are_split(placement, args))):
@@ -130,19 +150,19 @@ def check_is_whole(placement: Placement, jaxpr: Any, args: Sequence[Any], has_au
 
 
 def found_in_cache(in_fp8: Mapping[LayerPath, Recipe], cached: Collection[LayerPath]) -> dict[LayerPath, Recipe]:
-    """Those of the GEMMs whose layers have found their weights in a cache; warns of others."""
+    """The GEMMs among `in_fp8` whose layers have found their weights in a cache; warns of the others."""
     blind = ["/".join(gemm) for gemm in in_fp8 if gemm not in cached]
     if blind:
         warnings.warn(
-            "layers must see the weight cache, or fsdp gathers their kernels as they are, and not in FP8: "
+            "layers must see the weight cache, or fsdp gathers their kernels in their own dtype, and not in FP8: "
             f"{', '.join(blind)} do not; give nn.scan or nn.vmap 'fp8_cache' the axis of 'params'",
             stacklevel=2,
         )
     return {gemm: recipe for gemm, recipe in in_fp8.items() if gemm in cached}
 
 
-def _are_split(placement: Placement, args: Sequence[Any]) -> list[bool]:
-    """Whether each leaf of what a device's loss takes is a part over `tensor`: of params, and of weights in FP8."""
+def _are_split(placement: Placement, args: Sequence[PyTree]) -> list[bool]:
+    """Whether `tensor` splits each leaf of the loss's arguments: params, and weights in FP8."""
     split = {path for path, place in placement.by_path.items() if place.tensor_dim is not None}
 
     def is_split(path: tuple) -> bool:

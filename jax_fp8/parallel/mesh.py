@@ -202,7 +202,7 @@ def check_mesh(mesh: object) -> None:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """`data=2,tensor=4` → the size of each axis, in the order of AXES. Devices of the last axis have adjacent numbers."""
+    """`data=2,tensor=4` → the size of each axis, in the order of AXES: devices of the last axis adjoin."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
     sizes = {name: int(size) for name, _, size in pairs if name in AXES and size.isdecimal() and int(size) > 0}
     if len(sizes) != len(pairs):

@@ -9,8 +9,8 @@ it. It takes custom calls to be short, so it put the sums of gradients last, whe
 
 Sums run one after another in the order in which they begin, which is the same on all devices.
 
-The ticks of a pipeline are a loop around a conditional. Most slots pass through it unchanged. XLA's copy insertion finds
-that it need not copy them only when it analyses regions of the program instead of single instructions.
+The ticks of a pipeline are a loop around a conditional. Most slots pass through it unchanged. XLA's copy insertion
+finds that it need not copy them only when it analyses regions of the program instead of single instructions.
 """
 
 OVERLAP_OPTIONS = {

@@ -99,8 +99,8 @@ class Placement:
         return any(place.spec for place in self.by_path.values())
 
     def shardings(self, tree: PyTree) -> PyTree:
-        """The sharding of each array of a tree. An array with the name and shape of a param, as in an optimizer's state,
-        lies like that param; all other arrays are the same on all devices.
+        """The sharding of each array of a tree. An array with the name and shape of a param, as in an optimizer's
+        state, lies like that param; all other arrays are the same on all devices.
         """
         by_path = self.by_path
 

@@ -164,8 +164,8 @@ def run_schedule(
 
 
 def _conditionals(branches: Sequence[Branch], work: _Work) -> list[list[Branch]]:
-    """The branches of each conditional of a tick, all branches of a slot in one: as few conditionals as compile in little
-    time.
+    """The branches of each conditional of a tick, all branches of a slot in one: as few conditionals as compile in
+    little time.
     """
     sizes = {slot: 1 + len(jax.tree.leaves((kept, work.operands.get(slot)))) for slot, kept in work.kept.items()}
     together = sum(sizes.values())

@@ -10,8 +10,8 @@ All stages synchronize at the end of a tick, when they send activations to the n
 one. So a stage can use what it receives one tick later, and a tick takes as long as its longest unit.
 
 All stages share the work of the model's head, the loss and its gradient. Microbatches form groups of as many as there
-are stages. When the last stage has the outputs of a group, each stage takes one of them, at the end of that tick. So the
-backward of a microbatch begins after the forwards of its whole group. The last group may be shorter.
+are stages. When the last stage has the outputs of a group, each stage takes one of them, at the end of that tick. So
+the backward of a microbatch begins after the forwards of its whole group. The last group may be shorter.
 
 A stage may have several chunks of layers. Chunk 0 of all stages comes first in the model, then chunk 1 of all stages:
 a microbatch goes around the stages once for each chunk.
@@ -99,7 +99,7 @@ def needs(stage: int, unit: Unit, stages: int, microbatches: int, chunks: int) -
         return [(stage, Unit(INPUT_GRADIENT, unit.microbatch, unit.chunk))]
 
     def at(number: int, kind: Kind) -> list[Cell]:
-        """The unit of this microbatch in another chunk of the model; chunk c of stage s has the number c * stages + s."""
+        """This microbatch's unit in another chunk of the model; chunk c of stage s has the number c * stages + s."""
         chunk, there = divmod(number, stages)
         return [(there, Unit(kind, unit.microbatch, chunk))] if 0 <= number < stages * chunks else []
 

@@ -42,8 +42,8 @@ Row = tuple[Unit | None, ...]  # a tick: the unit of each stage
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (https://arxiv.org/abs/1811.06965), in the same order.
 
-    Backwards in the opposite order would need as much memory and have the same bubble. In this order gradients are added
-    up as in all other schedules, and have the same bits.
+    Backwards in the opposite order would need as much memory and have the same bubble. In this order gradients are
+    added up as in all other schedules, and have the same bits.
     """
     _check_sizes(stages, microbatches)
     _check_one_chunk("gpipe", chunks)
@@ -126,8 +126,8 @@ def layers_of_stage(stage: int, num_layers: int, stages: int, chunks: int = 1) -
     size, remainder = divmod(num_layers, stages * chunks)
     if remainder:
         raise ValueError(
-            f"all chunks of all stages must have the same number of layers, got {num_layers} layers for {stages} stages with "
-            f"{chunks} chunks each; pass a multiple of {stages * chunks} layers, or other stages"
+            f"all chunks of all stages must have the same number of layers, got {num_layers} layers for {stages} "
+            f"stages with {chunks} chunks each; pass a multiple of {stages * chunks} layers, or other stages"
         )
     first = [size * (chunk * stages + stage) for chunk in range(chunks)]
     return tuple(range(begin, begin + size) for begin in first)

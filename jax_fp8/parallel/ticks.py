@@ -6,8 +6,8 @@ The step is one program for all stages. In each tick a stage takes one of the co
 unit, a chunk, and a slot: the memory for what a forward keeps for the backward. A stage holds the slot of a microbatch
 from its forward to its last unit, and takes the free slot with the lowest number.
 
-An array that arrives at the end of a tick waits in a place of an inbox until a unit reads it. There are two inboxes: for
-activations from the previous stage, and for gradients from the next one. The stages are a ring: what the last stage
+An array that arrives at the end of a tick waits in a place of an inbox until a unit reads it. There are two inboxes:
+for activations from the previous stage, and for gradients from the next one. The stages are a ring: what the last stage
 sends arrives at stage 0, for its next chunk.
 """
 
@@ -41,9 +41,9 @@ class Ticks:
     Args:
       branches: all that occur, slot by slot. In `branch`, 0 means idle, and i + 1 means `branches[i]`.
       branch, microbatch: what a stage does, and for which microbatch; 0 where it is idle.
-      taken: the place of the inbox that the unit reads. A forward reads the inbox of activations, a backward or an input
-        gradient that of gradients. 0 where a unit reads none: the first chunk's forward, the last chunk's backward, and
-        weight gradients.
+      taken: the place of the inbox that the unit reads. A forward reads the inbox of activations, a backward or an
+        input gradient that of gradients. 0 where a unit reads none: the forward of the model's first chunk, the
+        backward of its last one, and weight gradients.
       put_activation, put_gradient: the place of the inbox for the array that arrives at the end of the tick. Where no
         unit reads it, this is `places`, one past the last.
       loss: int32[ticks], the group whose loss is computed at the end of the tick; -1 for none.
@@ -100,8 +100,8 @@ def make_ticks(schedule: Schedule) -> Ticks:
 
 @dataclass(frozen=True)
 class _Letter:
-    """An array that one stage sends to another: the kind of unit that reads it, the stage that receives it, the ticks of
-    both, and its place in the inbox.
+    """An array that one stage sends to another: the kind of unit that reads it, the stage that receives it, the ticks
+    of both, and its place in the inbox.
     """
 
     kind: Kind

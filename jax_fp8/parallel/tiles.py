@@ -17,7 +17,7 @@ from jax_fp8.core.recipe import Recipe
 
 
 def has_whole_squares(recipe: Recipe, rows: int) -> bool:
-    """Whether devices with so many rows of a kernel each can gather it in FP8. With one scale a tensor they always can."""
+    """Whether devices that have so many rows of a kernel can gather it in FP8: with one scale a tensor always."""
     rule = _rule_of(recipe, KERNEL)
     if rule.tile is None:
         return True

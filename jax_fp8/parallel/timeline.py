@@ -83,8 +83,8 @@ class Timeline:
         return 1 - busy / (len(self.stages) * self.time)
 
     def __str__(self):
-        """A line for each stage: F, B or W and the microbatch, with several chunks also a letter for the chunk. A column
-        is the time of the shortest unit; a longer unit continues as `--`.
+        """A line for each stage: F, B or W and the microbatch, with several chunks also a letter for the chunk. A
+        column is the time of the shortest unit; a longer unit continues as `--`.
         """
         spans = [span for spans in self.stages for span in spans]
         step = min(span.end - span.begin for span in spans)
@@ -116,8 +116,8 @@ def make_timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def most_kept(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """For each stage and each chunk, the most microbatches that it keeps at a time.
 
-    It keeps a microbatch from its forward to its last unit, both included. All stages run one program, so each allocates
-    slots for the stage that keeps the most.
+    It keeps a microbatch from its forward to its last unit, both included. All stages run one program, so each
+    allocates slots for the stage that keeps the most.
     """
     return tuple(
         tuple(_most_kept_by([unit for unit in order if unit.chunk == chunk]) for chunk in range(schedule.chunks))

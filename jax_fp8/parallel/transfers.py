@@ -2,9 +2,9 @@
 
     shards of params ─gather→ params of a device's layers ─loss, backward→ gradients ─reduce→ gradients of the shards
 
-Where GEMMs read a kernel in FP8, each device casts its shard, and the gather moves FP8, once for all microbatches. Other
-params are gathered in the dtype in which layers read them. Gradients are summed over the axes of the batch. Where `fsdp`
-splits a param, each device gets the sum for its own shard.
+Where GEMMs read a kernel in FP8, each device casts its shard, and the gather moves FP8, once for all microbatches.
+Other params are gathered in the dtype in which layers read them. Gradients are summed over the axes of the batch. Where
+`fsdp` splits a param, each device gets the sum for its own shard.
 """
 
 from collections.abc import Callable, Collection
@@ -62,7 +62,7 @@ def gathered_rows(part: Fp8Array, gather: Callable[[jax.Array], jax.Array]) -> F
 
 
 def can_be_gathered_in_fp8(places: Collection[ParamPlace]) -> bool:
-    """Whether one gather of rows makes a whole FP8 array of kernels side by side: all or none of them split their rows."""
+    """Whether one gather of rows makes kernels side by side whole in FP8: `fsdp` splits the rows of all, or of none."""
     return {place.fsdp_dim for place in places} in ({None}, {-2})
 
 

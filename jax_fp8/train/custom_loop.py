@@ -202,7 +202,7 @@ def _with_state_on_mesh(parallel: Parallelism, loss_fn: Callable, has_aux: bool,
         if has_aux and parallel.batch_parts > 1:
             part = shapes_of_part(batch, parallel.batch_parts)
             check_shapes_of_parts(LossTrace.from_function(checked_loss, state.variables, part).out, trace.out)
-        mesh_pass = MeshPass.of(parallel, loss_of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
+        mesh_pass = MeshPass.from_state(parallel, loss_of_batch, None, True, state, batch, has_aux=has_aux, trace=trace)
         return run(mesh_pass, mesh_pass.constrain(state), batch)
 
     return run_on_mesh

@@ -25,7 +25,7 @@ from jax_fp8.core.recipe import Recipe
 from jax_fp8.core.shards import declared_shardings
 from jax_fp8.core.types import Batch, PyTree
 from jax_fp8.distributed.local_pass import LocalPass
-from jax_fp8.distributed.mesh_pass import MeshPass, shapes_of_pending
+from jax_fp8.distributed.mesh_pass import MeshPass
 from jax_fp8.distributed.microbatches import (
     PendingStep,
     add_microbatch,
@@ -34,6 +34,7 @@ from jax_fp8.distributed.microbatches import (
     check_pending,
     is_complete,
     of_no_state,
+    shapes_of_pending,
 )
 from jax_fp8.distributed.pipeline_checks import check_has_no_collections
 from jax_fp8.grads.gradients import with_kernels
@@ -174,7 +175,7 @@ class Programs:
         if key not in self.meshes:
             once = self.cache_weights or self.microbatches == 1
             trace = self._trace(state, batch) if self.parallel.stages == 1 else None
-            self.meshes[key] = MeshPass.of(
+            self.meshes[key] = MeshPass.from_state(
                 self.parallel, self.loss_fn, self.recipe, once, state, batch, microbatches, self.has_aux, trace
             )
             self.placements[_key(state.params)] = self.meshes[key].placement

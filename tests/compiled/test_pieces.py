@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_fp8 as fp8
-from jax_fp8.distributed.mesh_pass import shapes_of_pending
+from jax_fp8.distributed.microbatches import shapes_of_pending
 from jax_fp8.kernels import extension
 from jax_fp8.train.cuda_graph import CUDA_GRAPH_OPTIONS
 from jax_fp8.train.programs import Programs

@@ -48,7 +48,7 @@ def test_containers_of_params_are_kept():
 def test_weights_that_no_stage_has_a_part_of_are_cast_once_too():
     parts = layers(DELAYED, 3)  # of 32 rows and columns
     parallel = fp8.Parallelism(make_mesh(pipe=3))
-    mesh_pass = MeshPass.of(parallel, loss_of(parts), DELAYED, True, state_of(parts), BATCH, 4)
+    mesh_pass = MeshPass.from_state(parallel, loss_of(parts), DELAYED, True, state_of(parts), BATCH, 4)
     assert not mesh_pass.placement.splits_params
     assert sorted(mesh_pass.pipeline.in_fp8) == [(name, gemm) for name in parts for gemm in ("down", "up")]
 

@@ -82,7 +82,7 @@ def on_mesh(gemms, microbatches=1, **axes):
     schedule = axes.pop("schedule", None)
     state = fp8.TrainState.create(variables=VARIABLES, tx=optax.sgd(0.0))
     parallel, local = Parallelism(make_mesh(**axes), schedule=schedule), LocalPass(DELAYED, microbatches, True, False)
-    mesh = MeshPass.of(parallel, LOSS, DELAYED, True, state, BATCH, microbatches)
+    mesh = MeshPass.from_state(parallel, LOSS, DELAYED, True, state, BATCH, microbatches)
     run = jax.jit(lambda state, batch: mesh.gradients(local.gradients, state, batch, observe(gemms)))
     return run(mesh.constrain(state), BATCH)
 

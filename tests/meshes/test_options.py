@@ -314,7 +314,7 @@ def test_stacked_layers_that_see_no_weight_cache():
     x, model = jax.random.normal(jax.random.key(1), (8, 16, 64), jnp.bfloat16), Stacked(sees_cache=False)
     state = first_state(model.init, x)
     of_one = train(squares(model), state, x, RECIPE)
-    with pytest.warns(UserWarning, match=r"as they are, and not in FP8: .*layers/mlp/up, .* do not; give nn.scan"):
+    with pytest.warns(UserWarning, match=r"in their own dtype, and not in FP8: .*layers/mlp/up, .* do not; give nn"):
         ours = train(squares(model), state, x, RECIPE, axes=FSDP)
     assert_same_step(ours, of_one, SUMS)
 

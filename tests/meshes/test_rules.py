@@ -75,7 +75,7 @@ def test_every_rule_is_right_or_refused_in_a_sentence(case):
     for rules in [[], *own_rules(state.params), *others]:
         try:
             parallel = Parallelism(make_mesh(tensor=2), rules)
-            on_mesh = MeshPass.of(parallel, loss_fn, None, once=True, state=state, batch=X).settled(state, X)
+            on_mesh = MeshPass.from_state(parallel, loss_fn, None, once=True, state=state, batch=X).settled(state, X)
         except ValueError as refusal:  # and nothing else: an error of Flax is none
             assert re.search(r"must|needs", str(refusal)) and "; " in str(refusal) and "\n" not in str(refusal)
             refused += 1

@@ -99,7 +99,7 @@ def test_nor_on_a_mesh(axes, layers):
 
 
 def test_a_pipeline_keeps_on_the_device():
-    with pytest.raises(ValueError, match="must keep what their backward wants on the device, got one that keeps some"):
+    with pytest.raises(ValueError, match="must keep what their backward needs on the device, got one that keeps some"):
         state_after("offload:2", 2, parallel=make_mesh(pipe=2))
 
 

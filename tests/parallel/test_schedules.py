@@ -241,7 +241,7 @@ REFUSED = {
     "no chunks": (lambda: make_schedule("interleaved", 2, 8, 0), "chunks must be a whole number from 1, got 0"),
     "layers": (
         lambda: layers_of_stage(0, 24, 5),
-        "all chunks of all stages must have the same number of layers, got 24 layers for 5 stages with 1 chunks each; pass",
+        "all chunks of all stages must have the same number of layers, got 24 layers for 5 stages with 1 chunks each",
     ),
     "layers of chunks": (lambda: layers_of_stage(0, 12, 4, 2), "with 2 chunks each; pass a multiple of 8 layers"),
     "a stage": (lambda: layers_of_stage(4, 24, 4), "stage must be among 0 to 3, got 4; pass one of these"),

@@ -106,10 +106,10 @@ def sequences():
     tokens[..., 0] = rng.integers(0, VOCABULARY, (STEPS, 16))
     for at in range(LENGTH):
         tokens[..., at + 1] = successors[tokens[..., at], rng.integers(0, 2, (STEPS, 16))]
-    return jnp.asarray(tokens)
+    return tokens
 
 
-VECTORS = jax.random.normal(jax.random.key(0), (STEPS, 64, WIDTH), jnp.bfloat16)
+VECTORS = np.asarray(jax.random.normal(jax.random.key(0), (STEPS, 64, WIDTH), jnp.bfloat16))
 TOKENS = sequences()
 
 
@@ -144,7 +144,7 @@ def of_linen(model, loss, batches, params, recipe=RECIPE):
 def of_nnx(model, loss, batches, params):
     nnx.update(model, params)
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-    fp8.nnx.warm_start(loss)(model, batches[0])
+    nnx.jit(fp8.nnx.warm_start(loss))(model, batches[0])
 
     @nnx.jit
     def step(model, optimizer, batch):

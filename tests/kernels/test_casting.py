@@ -1,5 +1,6 @@
 """However a scale is found, the bits are those of the scale given outright; by tile, those of each tile cast alone."""
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from emitters import EAGER_AND_JITTED
+from emitters import jit_as_for_users
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_same_bits
@@ -31,7 +32,8 @@ SCALED_BY = {
     "power_2": {"power_2_scale": True},
     "both": {"power_2_scale": True, "amax_epsilon": 0.7},
 }
-JIT = [pytest.param(lambda fn: fn, id="eager"), pytest.param(jax.jit, id="jit")]
+EAGER, FAST, SLOW = lambda fn: fn, (), pytest.mark.slow
+JIT = [pytest.param(EAGER, id="eager"), pytest.param(jax.jit, id="jit")]
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,14 @@ def check_with_source(transform, dtype, cast_of, cases):
         for quantized, expected in ((one.rowwise, values), (both.rowwise, values), (both.columnwise, values.T)):
             assert_same_bits(quantized.values, expected)
             assert_same_bits(quantized.scale, scale)
-        assert_same_bits(one.amax, largest)
-        assert_same_bits(both.amax, largest)
+        jax.tree.map(assert_same_bits, (one.amax, both.amax), (largest, largest))
 
 
 @pytest.mark.parametrize("transform", JIT)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_of_a_vector_of_scales(row, dtype, transform):
-    def cast_of(scales):
-        return Cast.with_row(dtype, scales, row)
-
+    cast_of = lambda scales: Cast.with_row(dtype, scales, row)  # noqa: E731
     check_with_source(transform, dtype, cast_of, [(SCALE_VECTOR, SCALE_VECTOR[row])])
     with pytest.raises(AssertionError, match="elements differ"):  # another row is noticed
         check_with_source(transform, dtype, cast_of, [(SCALE_VECTOR, SCALE_VECTOR[row - 1])])
@@ -119,16 +118,16 @@ def test_a_row_is_the_same_row_when_the_vector_is_split(axis_type, split):
     mesh = make_mesh(axis_type)
     x, scales = normal(16, 32), np.float32([0.1, 0.2, 0.3, 0.4])
 
-    def place(array, spec):
-        return jax.device_put(array, NamedSharding(mesh, spec))
-
     with jax.set_mesh(mesh):
         call = jax.jit(lambda x, scales: quantize_transpose(x, Cast.with_row(E4M3, scales, 3)))
-        pair = call(place(x, P("data")), place(scales, split))
+        pair = call(*jax.device_put((x, scales), (NamedSharding(mesh, P("data")), NamedSharding(mesh, split))))
     values = reference.quantize(x, E4M3, scales[3])[0]
     assert_same_bits(pair.rowwise.values, values)
     assert_same_bits(pair.columnwise.values, values.T)
     assert_same_bits(pair.rowwise.scale, scales[3])
+
+
+OF_CURRENT = {"from_amax": "true", "amax_epsilon": "5.000000e-01", "power_2_scale": "true"}
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,7 @@ def test_a_row_is_the_same_row_when_the_vector_is_split(axis_type, split):
     [
         (lambda a: Cast.with_scale(E4M3, a[0]), {}),
         (lambda a: Cast.with_row(E4M3, a, 2), {"row": "2"}),
-        (
-            lambda a: Cast.from_amax(E4M3, a[0], ScaleFormula(amax_epsilon=0.5, power_2_scale=True)),
-            {"from_amax": "true", "amax_epsilon": "5.000000e-01", "power_2_scale": "true"},
-        ),
+        (lambda a: Cast.from_amax(E4M3, a[0], ScaleFormula(amax_epsilon=0.5, power_2_scale=True)), OF_CURRENT),
         (lambda a: Cast.from_amax(E4M3, a[0], ScaleFormula(margin=-3)), {"from_amax": "true", "margin": "-3"}),
         (lambda a: Cast.from_amax(E4M3, a[0], PowerOfFour()), {}),
     ],
@@ -150,13 +146,8 @@ def test_what_the_kernel_is_told(operation, cast_of, told, with_kernels):
     call = jax.jit(lambda x, array: operation(x, cast_of(array)))
     lowered = call.trace(jnp.ones((16, 16), jnp.bfloat16), jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
     (attributes,) = re.findall(r"@jax_fp8_quantize.*?mhlo.backend_config = \{(.*?)\}", lowered)
-    settings = {
-        "row": "0",
-        "from_amax": "false",
-        "margin": "0",
-        "amax_epsilon": "0.000000e+00",
-        "power_2_scale": "false",
-    }
+    flags = dict.fromkeys(("from_amax", "power_2_scale"), "false")
+    settings = {"row": "0", "margin": "0", "amax_epsilon": "0.000000e+00", **flags}
     assert dict(re.findall(r"(\w+) = ([^ ,]+)", attributes)) == settings | told
 
 
@@ -167,8 +158,7 @@ def test_what_is_wanted_keeps_its_place(orientations):
     *shapes, amax, scale = results.shapes(matrix.shape)
     assert amax == scale == SCALAR
     arrays = results.from_kernel((matrix, matrix.T, jnp.float32(7), jnp.float32(2)), {})
-    dims = [*results.wanted(["m", "n"], ["n", "m"]), [], []]
-    assert parse_rule(f" -> {results.dims('m n', 'n m')}")[1] == dims
+    assert parse_rule(f" -> {results.dims('m n', 'n m')}")[1] == [*results.wanted(["m", "n"], ["n", "m"]), [], []]
     pair = results.pair(arrays)
     assert_same_bits(pair.amax, np.float32(7))
     places = (pair.rowwise, pair.columnwise), (matrix, matrix.T)
@@ -185,9 +175,16 @@ def test_what_is_wanted_keeps_its_place(orientations):
 # ---- by tile ---------------------------------------------------------------------------------------------------------
 
 TILES = {(1, 128): (128, 256), (128, 128): (256, 128), (1, 16): (32, 48), (4, 8): (32, 48)}  # of matrices so large
+BOTH_DTYPES = pytest.mark.parametrize(
+    ("transform", "dtype"),
+    [
+        pytest.param(transform, dtype, id=f"{name}-{np.dtype(dtype)}", marks=marks)
+        for name, transform, of_e4m3, of_e5m2 in (("eager", EAGER, FAST, SLOW), ("jit", jit_as_for_users, SLOW, FAST))
+        for dtype, marks in ((E4M3, of_e4m3), (E5M2, of_e5m2))
+    ],
+)
 NORM = NormParameters(jnp.asarray(normal(64), jnp.float32) + 1, jnp.asarray(normal(64), jnp.float32))
-EPSILON = 1e-3
-BY_TILE = Cast.by_tile(E4M3, (1, 16), ScaleFormula())
+EPSILON, BY_TILE = 1e-3, Cast.by_tile(E4M3, (1, 16), ScaleFormula())
 # What is made of x (m, n) and of a gradient dy, in one pass and in two.
 PRODUCERS = {
     "quantize_transpose": (lambda x, dy, cast: quantize_transpose(x, cast), lambda x, dy: x),
@@ -207,6 +204,13 @@ PRODUCERS = {
         lambda x, dy: activate_backward(dy, x, "swiglu"),
     ),
 }
+
+
+@functools.cache
+def by_tile(name):
+    """A program, and what it returns on one device."""
+    program = jax.jit(lambda x, dy: PRODUCERS[name][0](x, dy, BY_TILE))
+    return program, jax.device_get(program(*operands(name)))
 
 
 def operands(name) -> tuple[np.ndarray, np.ndarray]:
@@ -229,9 +233,8 @@ def assert_cast_by_tile(pair, x, *how):
     assert_same_bits(pair.amax, reference.amax(x))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@EAGER_AND_JITTED
+@BOTH_DTYPES
 def test_by_tile(tile, dtype, transform):
     x = uneven(*TILES[tile])
     x[0, 0], x[5, 20], x[9] = np.nan, -np.inf, 0
@@ -247,9 +250,8 @@ def test_by_tile(tile, dtype, transform):
             assert_same_bits(both.rowwise.values, other)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("name", PRODUCERS)
-@pytest.mark.parametrize("transform", JIT)
+@BOTH_DTYPES
 def test_every_producer_by_tile(name, dtype, transform):
     fused, make = PRODUCERS[name]
     x, dy = map(jnp.asarray, operands(name))
@@ -266,10 +268,10 @@ def test_every_producer_with_a_formula_that_kernels_do_not_know(name):
     given, found = Cast.with_scale(E4M3, 16), Cast.from_amax(E4M3, jnp.float32(5), PowerOfFour())
     fused = jax.jit(PRODUCERS[name][0])
     jax.tree.map(assert_same_bits, fused(x, dy, found), fused(x, dy, given))
-    by_tile = Cast.by_tile(E4M3, (4, 8), PowerOfFour())
+    tiles = Cast.by_tile(E4M3, (4, 8), PowerOfFour())
     made = jax.jit(PRODUCERS[name][1])(x, dy)
     scale_of = lambda amax, dtype: np.float32(4.0 ** ((np.frexp(amax)[1] + 1) // 2))  # noqa: E731
-    assert_cast_by_tile(fused(x, dy, by_tile), made, E4M3, (4, 8), scale_of)
+    assert_cast_by_tile(fused(x, dy, tiles), made, E4M3, (4, 8), scale_of)
 
 
 PLACES = [(AxisType.Auto, spec) for spec in (P(), P("data"), P(None, "data"))] + [(AxisType.Explicit, P())]
@@ -279,8 +281,7 @@ PLACES = [(AxisType.Auto, spec) for spec in (P(), P("data"), P(None, "data"))] +
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_by_tile_on_a_mesh(name, axis_type, spec):
     """The reference is all there is, and where axes are Auto the compiler splits it."""
-    call = jax.jit(lambda x, dy: PRODUCERS[name][0](x, dy, BY_TILE))
-    alone, mesh = call(*operands(name)), make_mesh(axis_type)
+    (call, alone), mesh = by_tile(name), make_mesh(axis_type)
     with jax.set_mesh(mesh):
         pair = call(*(jax.device_put(array, NamedSharding(mesh, spec)) for array in operands(name)))
     jax.tree.map(assert_same_bits, pair, alone)
@@ -289,19 +290,19 @@ def test_by_tile_on_a_mesh(name, axis_type, spec):
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_by_tile_an_explicit_axis_may_split_whole_tiles(name, spec):
-    mesh, alone = make_mesh(AxisType.Explicit), PRODUCERS[name][0](*operands(name), BY_TILE)
+    (call, alone), mesh = by_tile(name), make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         args = [jax.device_put(array, NamedSharding(mesh, spec)) for array in operands(name)]
         if name == "gradient of swiglu" and spec == P(None, "data"):
             with pytest.raises(ValueError, match=r"swiglu cast by tile needs all columns on each device, got .*'data'"):
-                PRODUCERS[name][0](*args, BY_TILE)
+                call(*args)
             return
-        jax.tree.map(assert_same_bits, PRODUCERS[name][0](*args, BY_TILE), alone)
+        jax.tree.map(assert_same_bits, call(*args), alone)
         if name == "norm_quantize" and spec == P(None, "data"):  # it gathers the features anyway
             return
         cut = Cast.by_tile(E4M3, (32, 64), ScaleFormula())
         with pytest.raises(ValueError, match=r"must hold whole tiles of 32 x 64 of a matrix .*; use other sizes"):
-            PRODUCERS[name][0](*args, cut)
+            jax.eval_shape(lambda *args: PRODUCERS[name][0](*args, cut), *args)
 
 
 def test_by_tile_a_shard_of_somebodys_own():

@@ -1,6 +1,6 @@
 """A mixture of experts as a layer: against a dense float32 computation, in which every expert reads every token."""
 
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -25,6 +25,7 @@ def moe(recipe=None, dtype=jnp.float32, **fields):
     return fp8.LayerNormMoE(HIDDEN, EXPERTS, recipe=recipe, dtype=dtype, **fields)
 
 
+@cache
 def variables_of(layer, seed=1):
     """With a router that is sure of its choices: near ties a token's expert would depend on a rounding."""
     variables = jax.device_get(jax.jit(layer.init)(jax.random.key(seed), X))
@@ -51,10 +52,14 @@ def dense(params, x, choices=2, normalize=True):
     return x + y.reshape(x.shape)
 
 
+@cache
+def differentiated(function):
+    return jax.jit(jax.grad(lambda params, x: jnp.sum(function(params, x) * SIGNS), argnums=(0, 1)))
+
+
 def gradients(function, params):
     """Of a sum with signs, by name; that of x as "x"."""
-    differentiate = jax.grad(lambda params, x: jnp.sum(function(params, x) * SIGNS), argnums=(0, 1))
-    found, dx = jax.jit(differentiate)(params, X)
+    found, dx = differentiated(function)(params, X)
     return {"x": dx, **{"/".join(key.key for key in path): g for path, g in jax.tree.leaves_with_path(found)}}
 
 
@@ -139,7 +144,7 @@ def test_the_loss_has_a_gradient_for_the_router_alone():
 
 def test_variables():
     layer = moe(RECIPES["delayed"], norm="layernorm")
-    variables = jax.device_get(layer.init(jax.random.key(0), X))
+    variables = jax.device_get(layer.init(jax.random.key(0), X))  # compiled, the bits depend on what is beside
     shapes = jax.tree.map(jnp.shape, variables["params"])
     assert shapes == {
         "norm": {"scale": (FEATURES,), "bias": (FEATURES,)},

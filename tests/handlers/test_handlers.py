@@ -101,7 +101,7 @@ LAST = 2**63 - 16
 REFUSALS = [
     (
         GEMM_PART.having(first_column=np.int64(first_column)),
-        "jax_fp8_gemm: b must have rows for the columns of d, 32 from a multiple of 16 on, here "
+        "jax_fp8_gemm: b must have 32 rows from first_column on, a multiple of 16, here "
         f"{first_column}, got float8_e4m3fn[256, 272]",
     )
     for first_column in (LAST, -16, 240, 2**62, -(2**63), 8)

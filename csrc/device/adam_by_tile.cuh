@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kSquareBlocks)
     }
   }
   put_maximum(largest, warp_maxima);
-  merge_amax<kTileThreads>(amax, leaf.amax);  // a barrier is in it
+  merge_amax<kTileThreads>(amax, leaf.amax);  // contains a barrier
 
   const float scale = scale_from_amax<Fp8Type::kE4M3>(maximum_of(warp_maxima), table.rule);
   const float multiplier = multiplier_of(scale);

@@ -4,7 +4,7 @@
 //
 // A block needs the statistics of a whole row before it can quantize any of its elements. So rows_kernel keeps the rows
 // in shared memory while it computes mean and variance, and reads global memory once. It writes the rows of the
-// transpose in runs of 16 bytes, one for each of the block's rows: half a sector, which L2 joins with the half of the
+// transpose in runs of 16 bytes, one byte for each row of the block: half a sector, which L2 joins with the half of the
 // next block.
 //
 //     16-bit, n = 4096: 128 KB of x and 16 KB of transpose; 1 block of 512 threads with 64 KB of loads in flight

@@ -41,7 +41,7 @@ __device__ inline int slot_of(const StateTable& table, int64_t row) {
 // NaN counts as larger than every number, as in the reference.
 __device__ inline float larger_of(float a, float b) { return a > b || a != a ? a : b; }
 
-// Every thread of the block must arrive.
+// The largest over the block, or NaN if there is one. Every thread of the block must call it.
 __device__ inline float largest_of_block(float largest) {
   __shared__ float of_warp[kWarps];
 #pragma unroll

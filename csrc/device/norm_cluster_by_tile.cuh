@@ -151,7 +151,7 @@ __device__ inline void store_rows(const by_tile::Task& task, const norm::Place& 
         .inside = true,
     };
     uint32_t left[kPatchRows], right[kPatchRows];
-    float sums[kVectorWidth] = {};  // nobody wants them
+    float sums[kVectorWidth] = {};  // column sums, which nobody needs here
     by_tile::cast_patch<true, false>(made[v][0], 0, cast, left, right, sums);
   }
 }
@@ -165,7 +165,7 @@ __device__ inline void store_columns(const by_tile::Task& task, const norm::Plac
     if (!patch.holds(v)) continue;
     const by_tile::PatchCast cast{.column_multipliers = shared.column_multipliers + patch.col_of(v)};
     uint32_t left[kPatchRows], right[kPatchRows];
-    float sums[kVectorWidth] = {};  // nobody wants them
+    float sums[kVectorWidth] = {};  // column sums, which nobody needs here
     by_tile::cast_patch<false, true>(made[v][0], 0, cast, left, right, sums);
     quantize_tile::put_patch<BandTile>(staged + v * BandTile::kChunks, warp, lane, left, right);
   }

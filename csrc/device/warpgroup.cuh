@@ -1,7 +1,7 @@
 // Products of FP8 matrices on the tensor cores of compute capability 9.0 (wgmma). A warpgroup issues them: four warps,
-// the first of which is a multiple of four. The tensor cores read both operands from shared memory. Rows are contiguous
-// along k and swizzled, as tensor copies of boxes 128 bytes wide store them: of a row's eight pieces of 16 bytes, piece
-// p of row r lies at place p ^ (r % 8).
+// the first with an index that is a multiple of four. The tensor cores read both operands from shared memory. Rows are
+// contiguous along k and swizzled, as tensor copies of boxes 128 bytes wide store them: of a row's eight pieces of 16
+// bytes, piece p of row r lies at place p ^ (r % 8).
 #pragma once
 
 #include <cstdint>

@@ -52,7 +52,7 @@ constexpr Named kActivations[] = {
     {"reglu", Activation::kRelu, true},
 };
 
-// The inputs where they are valid, or the sentence that says why not. Without `dy` it is the activation itself.
+// Checked inputs: `value` is set only where `checks` passed. Without `dy` the call is the forward activation.
 struct Inputs {
   Checks checks;
   ActivationInputs value;
@@ -62,7 +62,7 @@ Inputs inputs_of(const char* operation, std::string_view name, const ffi::AnyBuf
   Inputs inputs{Checks(operation), {}};
   const Named* found = nullptr;
   for (const Named& named : kActivations) found = named.name == name ? &named : found;
-  inputs.checks.require(found, "x", x, "go with a known activation, not \"" + std::string(name) + "\"")
+  inputs.checks.require(found, "x", x, "come with one of the known activations, not \"" + std::string(name) + "\"")
       .matrix("x", x)
       .dtype("x", x, {ffi::F32, ffi::BF16, ffi::F16});
   if (!inputs.checks.passed()) return inputs;
@@ -85,7 +85,7 @@ struct Results {
   ffi::AnyBuffer source, values, values_t, amax, scale;
 };
 
-// `cols`: of what is quantized. Of values and values_t one may have shape [0, 0]: it is not wanted.
+// `cols` are the columns of the quantized matrix. The caller leaves out values or values_t by the shape [0, 0].
 Checks& check(Checks& checks, const Results& results, int64_t rows, int64_t cols, const ScaleRule& rule) {
   const auto wanted = [](const ffi::AnyBuffer& buffer) { return shape_of(buffer) != std::vector<int64_t>{0, 0}; };
   check_source(checks, results.source, rule).dtype("the result values", results.values, {ffi::F8E4M3FN, ffi::F8E5M2});

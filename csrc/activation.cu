@@ -1,5 +1,5 @@
-// What the cast and transpose makes of an activation and of its gradient: with one scale, device/quantize_tile.cuh, or
-// with one a tile, device/quantize_by_tile.cuh.
+// Activations and their gradients as producers for the two kernels that cast and transpose: device/quantize_tile.cuh
+// with one scale for the tensor, device/quantize_by_tile.cuh with one scale for each tile.
 #include "activation.h"
 #include "device/activation.cuh"
 #include "device/by_dtype.cuh"
@@ -12,7 +12,8 @@ namespace {
 
 // ---- the rule of each, element by element ---------------------------------------------------------------------------
 //
-// Inputs in; parts out, and of a gradient the activated element as their companion.
+// A rule maps the inputs of one element to the parts of the result. A gradient's rule also returns the activated
+// element as the companion (device/quantize_tile.cuh), which is written transposed only.
 
 struct Forward {
   static constexpr bool kGated = false, kSums = false;
@@ -69,12 +70,13 @@ struct Activated {
   static constexpr int kMade = kParts + kCompanions;
   static constexpr bool kSums = Rule::kSums;
   static constexpr int kHalves = Rule::kGated ? 2 : 1;
-  // A thread has 32 elements of each input in registers: 80 KB or more in flight on a multiprocessor.
+  // A thread holds 32 elements of each input in registers, and these blocks of 256 threads share a multiprocessor: at
+  // least 80 KB of loads are in flight.
   static constexpr int kLoaded = kInputs * sizeof(T);
   static constexpr int kAmaxBlocks = kLoaded <= 2 ? 5 : kLoaded <= 4 ? 4 : kLoaded <= 6 ? 3 : 2;
-  // A companion needs registers too.
+  // A companion needs registers too, so fewer blocks fit.
   static constexpr int kBlocks = kLoaded <= 6 ? kAmaxBlocks - kCompanions : kAmaxBlocks;
-  // By tiles it has 64, and parts and companion wait for their scales.
+  // By tiles a thread holds 64 elements, and parts and companion stay in registers until their scales are known.
   static constexpr int kHeld = (kInputs > kMade ? kInputs : kMade) * sizeof(T);
   static constexpr int kTileBlocks = kHeld <= 2 ? 4 : kHeld <= 6 ? 2 : 1;
 
@@ -82,7 +84,7 @@ struct Activated {
   const T* dy;  // [rows, width]
   Activation activation;
 
-  // The halves of x, then dy.
+  // Inputs in order: the halves of x, then dy.
   __device__ const T* address(int input, int64_t row, int64_t col, int64_t width) const {
     return input < kHalves ? x + (row * kHalves + input) * width + col : dy + row * width + col;
   }
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
 
 // ---- launching ------------------------------------------------------------------------------------------------------
 
-// Calls launch(producer) with what makes the elements of these inputs.
+// Calls launch(producer) with the producer for these inputs: `Plain` or `Gated` is its rule.
 template <typename T, typename Plain, typename Gated, typename Launch>
 void with_producer(const ActivationInputs& inputs, Launch launch) {
   const T* x = static_cast<const T*>(inputs.x);

@@ -1,13 +1,13 @@
-// An activation or its gradient, rounded to the dtype of its input, then quantized as in quantize.h: one read of the
-// inputs for values, transpose, amax and, of a gradient, the sums of the columns.
-// The activated tensor itself is never written.
+// An activation or its gradient, rounded to the dtype of its input, then quantized as in quantize.h. One read of the
+// inputs gives values, transpose and amax. The gradient's kernel gives the column sums too.
+// No kernel writes the activated tensor in 16 or 32 bits: only its FP8 values reach memory.
 //
-// A gated activation takes the gate from the left half of x and gives f(gate) * linear, half as wide;
-// its gradient is as wide as x.
+// A gated activation takes the gate from the left half of x and returns f(gate) * linear, half as wide as x.
+// Its gradient is as wide as x.
 //
-// The GEMM behind the activation wants its input once straight, in the forward, and once transposed, for the gradient
-// of its weight. So the forward need not write the transpose, and nobody keep it:
-// the gradient, which reads x anyway, writes it.
+// The GEMM after the activation reads its input twice: rowwise in the forward, and transposed in the backward for the
+// weight's gradient. The forward may leave the transpose out, so that no residual holds it until the backward: the
+// gradient's kernel reads x anyway, computes the activation again and writes the transpose then.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,7 +34,7 @@ struct ActivationInputs {
   int64_t width;
 };
 
-// Of y [rows, width], or of dx, which is like x. values or values_t may be null: then they are not written.
+// The cast of y [rows, width], or of dx, which has the shape of x. The kernel skips values or values_t where null.
 struct ActivationArguments {
   ActivationInputs inputs;
   ScaleSource source;
@@ -42,18 +42,19 @@ struct ActivationArguments {
   uint8_t* values;
   uint8_t* values_t;
   float* amax;
-  float* scale;     // the one used
-  // Beside dx only: its column sums, and y in FP8, transposed, by the scale that the forward used.
+  float* scale;  // the scale that the kernel used
+  // With dx only: its column sums, and y in FP8, transposed, by the scale that the forward used.
   ColumnSums sums;
   const float* activated_scale;
   Fp8Type activated_format;
   uint8_t* activated_t;  // [width, rows]
 };
 
-// The same by tiles. Beside dx: its column sums, and y in FP8, transposed, by tiles of 1 x 128 along its rows.
+// The same by tiles. With dx only: its column sums, and y in FP8, transposed, with a scale for each 128 rows of a
+// column of y, that is, tiles of 1 x 128 along the rows of activated_t.
 struct ActivationByTileArguments {
   ActivationInputs inputs;
-  TileCast cast;  // of y [rows, width], or of dx
+  TileCast cast;  // the cast of y [rows, width], or of dx
   ColumnSums sums;
   uint8_t* activated_t;       // [width, rows]
   float* activated_scales_t;  // [rows / 128, width]
@@ -65,7 +66,7 @@ cudaError_t launch_activation_quantize_by_tile(const ActivationByTileArguments& 
 cudaError_t launch_activation_backward_quantize_by_tile(const ActivationByTileArguments& arguments,
                                                         cudaStream_t stream);
 
-// The amax alone, which current scaling wants first.
+// The amax alone. Current scaling needs it before it can cast.
 cudaError_t launch_activation_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream);
 cudaError_t launch_activation_backward_amax(const ActivationInputs& inputs, float* amax, cudaStream_t stream);
 

@@ -12,11 +12,11 @@ namespace {
 constexpr char kOperation[] = "jax_fp8_adam";
 constexpr size_t kSharedOperands = 4;  // scalars, scales, seed, places
 
-// Bits of a leaf's `layout`: what follows g, mu and nu among its operands, and whether weight decay applies.
+// Bits of a leaf's `layout`: which operands follow g, mu and nu, and whether weight decay applies.
 enum Layout : int32_t {
   kHasParam = 1,
   kHasMaster = 2,
-  kHasValues = 4,  // after these and values_t, their scale and amax
+  kHasValues = 4,  // their scale and amax follow after values_t
   kHasValuesT = 8,
   kHasMuScale = 16,  // where mu is FP8
   kHasNuScale = 32,
@@ -26,7 +26,7 @@ enum Layout : int32_t {
 
 constexpr int32_t kLayoutBits = kHasAll | kDecays;
 
-// g, mu, nu and what the layout has; all but g are results too.
+// A leaf's operands: g, mu, nu and those of its layout. All but g are results too.
 size_t operands_of(int32_t layout) {
   const size_t values_scalars = layout & kHasValues ? 2 : 0;
   return 3 + std::popcount(static_cast<uint32_t>(layout & kHasAll)) + values_scalars;
@@ -51,7 +51,7 @@ bool is_float(Storage storage) {
 
 bool is_fp8(Storage storage) { return storage == Storage::kE4M3 || storage == Storage::kE5M2; }
 
-// An array of a leaf; `result` is where the call leaves it. An absent array has no data and the storage kNone.
+// An array of a leaf, updated in place. An absent array has no buffer, no data and the storage kNone.
 struct Part {
   const char* name;
   std::optional<ffi::AnyBuffer> buffer = std::nullopt;
@@ -63,7 +63,7 @@ struct Columns {
   int64_t first, count;
 };
 
-// Whether each of `all` columns is in one of these, and in one only.
+// Whether each of `all` columns lies in exactly one of these ranges.
 bool are_all(std::vector<Columns> taken, int64_t all) {
   std::sort(taken.begin(), taken.end(), [](const Columns& a, const Columns& b) { return a.first < b.first; });
   int64_t next = 0;
@@ -74,37 +74,37 @@ bool are_all(std::vector<Columns> taken, int64_t all) {
   return next == all;
 }
 
-// A cast that leaves side by side write, each its own columns; by tile also that of one leaf. Its arrays are operands
-// once, in this order.
+// A matrix of FP8 values that several leaves share: they lie side by side, and each writes its own columns. By tile
+// even the cast of a single leaf is a shared cast. The arrays of a shared cast are operands once, in this order.
 struct SharedCast {
   uint8_t* values;
   uint8_t* values_t;
-  float* scale;  // by tile [rows / 128, cols / 128], rounded up
+  float* scale;  // a scalar; by tile [rows / 128, cols / 128], rounded up
   float* amax;
-  float* scale_t;  // by tile only
+  float* scale_t;  // by tile only, [cols / 128, rows / 128]
   Storage storage;
   int64_t rows, cols;
-  std::vector<Columns> taken;  // by the leaves so far
+  std::vector<Columns> taken;  // by the leaves read so far
 };
 constexpr int32_t kUnshared = -1;
 
 size_t shared_cast_arrays(bool by_tile) { return by_tile ? 5 : 4; }
 int64_t tiles_of(int64_t length) { return divide_up(length, kTile); }
 
-// Where the values of a leaf are in a shared cast.
+// Where a leaf's values lie in a shared cast.
 struct Place {
   int32_t shared_cast;  // its number, or kUnshared
   int32_t first_column;
 };
 
-// Walks the operands and results in order. The first broken rule stops it. A message costs more than a check, and a
-// call makes thousands of checks, so the sentence is composed only for a rule that does not hold.
+// Walks the operands and results in order, and reports the first broken rule. A call makes thousands of checks, and
+// composing a message costs more than a check: so only a broken rule composes its message.
 class LeafReader {
  public:
   LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results, bool by_tile)
       : operands_(operands), results_(results), by_tile_(by_tile) {}
 
-  // The leaf of the next operands.
+  // Reads the next leaf from its operands.
   AdamEntry read(int32_t layout, Place place) {
     owner_ = "leaf", ++number_;
     const Part g = operand("g");
@@ -155,7 +155,7 @@ class LeafReader {
     return entry;
   }
 
-  // The cast of the next operands; all of them stand before the leaves.
+  // Reads the next shared cast. The operands of all shared casts precede those of the leaves.
   void read_shared_cast() {
     owner_ = "shared cast", ++number_;
     const auto next = operands_.get<ffi::AnyBuffer>(next_operand_);
@@ -181,7 +181,7 @@ class LeafReader {
   }
   void start_leaves() { number_ = -1; }
 
-  // Once all leaves are read: a column that none writes keeps values of another step.
+  // Called after all leaves: a column that no leaf writes would keep the values of an earlier step.
   ffi::Error check_columns() const {
     for (size_t i = 0; i < shared_casts_.size(); ++i) {
       if (are_all(shared_casts_[i].taken, shared_casts_[i].cols)) continue;
@@ -198,10 +198,10 @@ class LeafReader {
  private:
   enum class Shape { kSame, kTransposed, kScalar, kTiles, kTransposedTiles };
 
-  // Before anything is computed of its dims, or read where it lies.
+  // Checked before the handler computes with the dims or reads from the address.
   void check_sound(const Part& part) {
     if (!part.buffer) return;
-    require(extent_of(*part.buffer) <= kMostElements, part, "have dims from 0 on, and at most 2**42 elements");
+    require(extent_of(*part.buffer) <= kMostElements, part, "have no negative dim, and at most 2**42 elements");
     require(part.data != nullptr || is_empty(*part.buffer), part, "have an address");
     const size_t bytes = ffi::ByteWidth(part.buffer->element_type());
     require(is_aligned(part.data, std::max<size_t>(bytes, 1)), part, "start at a multiple of its dtype's size");
@@ -263,8 +263,8 @@ class LeafReader {
     require(is_fp8(moment.storage) == (scale != nullptr), moment, "come with a scale if it is FP8, and only then");
   }
 
-  // A float32 param is its own master; bfloat16 and float16 have one beside them; an FP8 param is its values,
-  // with a master.
+  // A float32 param is its own master. A bfloat16 or float16 param has a master too. An FP8 param has a master and FP8
+  // values, and no param array.
   void check_weight(const Part& param, const Part& master, const Part& values) {
     require(is_float(param.storage), param, "be float32, bfloat16 or float16");
     require(param.storage == Storage::kFloat32 || master.buffer, param, "be float32 when it has no master");
@@ -288,7 +288,7 @@ class LeafReader {
             "have at most 2147479552 rows and columns");
   }
 
-  // Gives a leaf its columns of a shared cast.
+  // Points a leaf at its columns of a shared cast.
   void share(Place place, const Part& g, const Part& values, AdamEntry& entry) {
     const bool known = place.shared_cast >= 0 && place.shared_cast < static_cast<int32_t>(shared_casts_.size());
     if (!known) return require(false, g, "have a place in a shared cast of the call");
@@ -299,7 +299,7 @@ class LeafReader {
     if (!checks_.passed()) return;
     const int64_t first = place.first_column;
     require(first % 16 == 0 && lies_within(first, dimensions_[1], cast.cols), g,
-            "lie within its shared cast, from a column divisible by 16 on");
+            "lie within its shared cast and begin at a column divisible by 16");
     cast.taken.push_back({first, dimensions_[1]});
     AdamLeaf& leaf = entry.leaf;
     leaf.values = cast.values + first;
@@ -310,11 +310,11 @@ class LeafReader {
     leaf.values_stride = static_cast<int32_t>(cast.cols);
     leaf.values_storage = cast.storage;
     if (!by_tile_) {
-      if (first == 0) entry.renewed.scale = cast.scale;  // and with it the amax becomes zero
+      if (first == 0) entry.renewed.scale = cast.scale;  // the leaf that writes the scale clears the amax too
       return;
     }
     require(first % kTile == 0 && (dimensions_[1] % kTile == 0 || first + dimensions_[1] == cast.cols), g,
-            "have squares of its own, in a shared cast by tile");
+            "begin at a column divisible by 128 of its shared cast by tile, and end at one or at the last");
     require(leaf.param != nullptr, g, "have a param, in a shared cast by tile");
     const int64_t square_rows = tiles_of(cast.rows), first_square = first / kTile;
     entry.squares = {
@@ -341,11 +341,11 @@ ffi::Error wrong_attribute(const std::string& rule) {
   return ffi::Error::InvalidArgument(std::string(kOperation) + ": " + rule);
 }
 
-// What the numbers of a call must be before anything is counted by them.
+// Checks the attributes that count something, before the handler counts with them.
 ffi::Error check_numbers(ffi::Span<const int32_t> layout, int32_t shared_casts, int32_t first_leaf) {
   if (shared_casts < 0) return wrong_attribute("shared_casts must be 0 or more, got " + std::to_string(shared_casts));
   if (first_leaf < 0 || !lies_within(first_leaf, static_cast<int64_t>(layout.size()), kMostInt32)) {
-    return wrong_attribute("first_leaf must be from 0 on and leave room for " + std::to_string(layout.size()) +
+    return wrong_attribute("first_leaf must be 0 or more and leave room for " + std::to_string(layout.size()) +
                            " leaves below 2**31, got " + std::to_string(first_leaf));
   }
   for (int32_t leaf : layout) {
@@ -357,7 +357,7 @@ ffi::Error check_numbers(ffi::Span<const int32_t> layout, int32_t shared_casts, 
   return ffi::Error::Success();
 }
 
-// A leaf has its own cast, or columns of one of the shared casts.
+// A leaf has a cast of its own (or none), or columns of one of the shared casts.
 ffi::Error check_places(size_t leaves, int32_t shared_casts, ffi::Span<const int32_t> shared_cast,
                         ffi::Span<const int32_t> first_column) {
   if (shared_cast.size() != leaves || first_column.size() != leaves) {
@@ -378,8 +378,8 @@ ffi::Error check_places(size_t leaves, int32_t shared_casts, ffi::Span<const int
   return ffi::Error::Success();
 }
 
-// The lists must have the lengths that `layout` and the number of shared casts say,
-// before anything in them has a meaning.
+// Operands and results must be as many as `layout` and the number of shared casts say. Only then does a position in
+// these lists say which array it is.
 ffi::Error check_lengths(ffi::Span<const int32_t> layout, size_t shared_arrays, ffi::RemainingArgs operands,
                          ffi::RemainingRets results) {
   size_t operand_count = shared_arrays, result_count = operand_count;
@@ -455,11 +455,11 @@ XLA_FFI_DEFINE_HANDLER(handler, adam,
                            .Arg<ffi::AnyBuffer>()  // scales
                            .Arg<ffi::AnyBuffer>()  // seed
                            .Arg<ffi::AnyBuffer>()  // places
-                           .RemainingArgs()  // of each shared cast; for each leaf: g, mu, nu and what its layout has
-                           .RemainingRets()  // of each shared cast; for each leaf: the same without g
+                           .RemainingArgs()  // of each shared cast; of each leaf: g, mu, nu and those of its layout
+                           .RemainingRets()  // of each shared cast; of each leaf: the same without g
                            .Attr<ffi::Span<const int32_t>>("layout")
                            .Attr<int32_t>("shared_casts")                   // how many
-                           .Attr<ffi::Span<const int32_t>>("shared_cast")   // of each leaf, -1 for none
+                           .Attr<ffi::Span<const int32_t>>("shared_cast")   // of each leaf; -1: none
                            .Attr<ffi::Span<const int32_t>>("first_column")  // of each leaf in its shared cast
                            .Attr<int32_t>("first_leaf")                     // its number in the tree
                            .Attr<bool>("adam_w_mode")

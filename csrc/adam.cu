@@ -1,4 +1,8 @@
-// The kernel of leaves that are cast with one scale or not at all, and the launches of both kinds.
+// The kernel for leaves that are cast with one scale or not at all, and the launches of both kinds of kernels. The
+// kernel for leaves that are cast by tile is in device/adam_by_tile.cuh.
+//
+// The parameters of a kernel hold the table of its leaves, so a step copies no table to the device and one launch
+// updates hundreds of leaves.
 #include "adam.h"
 
 #include <cmath>
@@ -57,7 +61,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
     }
   }
 
-  // The last elements of a flat leaf, fewer than a vector. The rows of a tile are whole vectors.
+  // The last elements of a flat leaf, fewer than a vector, one for each thread. Rows of a tile are whole vectors.
   const int64_t rest = walk.end - walk.end % kTileWidth + threadIdx.x;
   if (!transposing && rest < walk.end && rest / kChunk == chunk) {
     Words<1> words;
@@ -72,7 +76,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kBlocks) adam_kernel(const
   if (leaf.amax != nullptr) merge_amax<kTileThreads>(amax, leaf.amax);
 }
 
-// ---- before the kernel: scales as they will be, and amaxes at zero --------------------------------------------------
+// ---- before the kernel: write the new scales, and clear the amaxes --------------------------------------------------
 
 constexpr int kScalarLeaves = 800;
 
@@ -118,7 +122,8 @@ constexpr Kernel kernel() {
 constexpr Storage kNone = Storage::kNone, kF32 = Storage::kFloat32, kBF16 = Storage::kBFloat16, kE4M3 = Storage::kE4M3,
                   kLow = Storage::kRemainder;
 
-// The first that takes a leaf updates it.
+// The first kernel that takes a leaf updates it. Common dtypes of gradient, moments, param and master have kernels in
+// which the compiler knows them; the last takes every leaf and branches at run time.
 constexpr Kernel kKernels[] = {
     kernel<Known<kBF16, kF32, kF32, kNone>>(),    kernel<Known<kF32, kF32, kF32, kNone>>(),
     kernel<Known<kBF16, kF32, kBF16, kF32>>(),    kernel<Known<kF32, kF32, kBF16, kF32>>(),
@@ -168,7 +173,7 @@ cudaError_t launch(const Kernel& kernel, const SquareTable& table, unsigned bloc
   return cudaGetLastError();
 }
 
-// Collects leaves, and launches them when the table is full.
+// Collects leaves, and launches the kernel when the table is full.
 template <typename Table, int kLeaves>
 class Launcher {
  public:
@@ -244,7 +249,7 @@ class ScalarLauncher {
 
 bool is_cast_by_tile(const AdamEntry& entry) { return entry.squares.scales != nullptr; }
 
-// The first leaf of a shared cast by tile has no scale to renew, but an amax.
+// The first leaf of a shared cast by tile has no scale to write here, but an amax to clear.
 bool renews(const AdamEntry& entry) {
   const AdamRenewed& renewed = entry.renewed;
   return renewed.scale != nullptr || renewed.mu_scale != nullptr || renewed.nu_scale != nullptr ||

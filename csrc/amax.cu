@@ -1,4 +1,5 @@
-// One pass that reads x once, 16 bytes at a time, with 128 bytes in flight per thread.
+// One pass that reads x once, 16 bytes at a time. A thread issues 128 bytes of loads before it needs the first, so that
+// enough of them are in flight to hide the latency of memory.
 #include "amax.h"
 #include "device/by_dtype.cuh"
 #include "device/reduce.cuh"

@@ -1,5 +1,5 @@
-// amax = max|x|, NaN where there is one; 0 for an empty tensor. Current scaling asks for it before it quantizes. Of
-// several tensors, one after the other, it is the largest of all.
+// amax = max|x|. It is NaN if x has a NaN, and 0 for an empty tensor. Current scaling computes it before the cast.
+// Given several tensors, the handler reads one after the other and returns the largest amax of all.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,7 @@ struct AmaxArguments {
   SourceType source;
   int64_t count;
   float* amax;
-  bool further;  // than a first: the amax is of that one already
+  bool further;  // not the first tensor of its call: amax holds that of the tensors before, and is not cleared
 };
 
 cudaError_t launch_amax(const AmaxArguments& arguments, cudaStream_t stream);

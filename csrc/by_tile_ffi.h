@@ -1,10 +1,10 @@
-// `TileCast` as XLA hands it over, its rule and its results, and the checks of both.
+// The attributes and the results of a cast by tiles as XLA passes them, their checks, and the `TileCast` made of them.
 #pragma once
 
 #include "by_tile.h"
 #include "ffi.h"
 
-// As in scale_source_ffi.h: an operation with attributes of its own has a struct of them, the rule last.
+// As in scale_source_ffi.h: an operation with further attributes has a struct of them all, with the rule last.
 #define JAX_FP8_TILE_RULE_MEMBERS                                                                           \
   xla::ffi::StructMember<bool>("square"), xla::ffi::StructMember<bool>("square_t"),                         \
       xla::ffi::StructMember<int32_t>("margin"), xla::ffi::StructMember<float>("amax_epsilon"),             \
@@ -20,7 +20,8 @@ struct TileBuffers {
 
 inline int64_t tiles_of(int64_t length) { return divide_up(length, kTile); }
 
-// `array` is a matrix of as many values as these, with rows along what a GEMM contracts; or both have shape [0, 0].
+// `values` must be a matrix [rows, cols] whose rows lie along the contracted dim, and `scales` must have one element
+// for each tile. Both have shape [0, 0] if the caller does not need them.
 inline Checks& check_tiled(Checks& checks, const char* name, const ffi::AnyBuffer& values, const char* scales_name,
                            const ffi::AnyBuffer& scales, int64_t rows, int64_t cols, bool square) {
   using Shape = std::vector<int64_t>;
@@ -31,7 +32,7 @@ inline Checks& check_tiled(Checks& checks, const char* name, const ffi::AnyBuffe
   return checks.shape(scales_name, scales, wanted ? tiles : Shape{0, 0});
 }
 
-// `rows` and `cols`: of what is cast.
+// `rows` and `cols` are those of the matrix that is cast.
 inline Checks& check_by_tile(Checks& checks, const TileBuffers& buffers, int64_t rows, int64_t cols,
                              const TileRule& rule) {
   checks.margin(rule.margin).not_negative("amax_epsilon", rule.amax_epsilon);
@@ -42,7 +43,7 @@ inline Checks& check_by_tile(Checks& checks, const TileBuffers& buffers, int64_t
   return checks.float32_scalar("the result amax", buffers.amax);
 }
 
-// What has no elements is not wanted.
+// A result without elements is one that the caller does not need.
 template <typename T>
 T* pointer_or_null(const ffi::AnyBuffer& buffer) {
   return is_empty(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());

@@ -1,17 +1,17 @@
-// The sums of a matrix's columns, as a by-product of a kernel that goes over it by parts of its rows.
+// The column sums of a matrix, as a by-product of a kernel whose blocks each read some of its rows.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_fp8 {
 
-// Rows of a tile, whose sum is one row of partial sums. kernels/quantize.py allocates by it.
+// A tile of so many rows adds one row of partial sums. kernels/quantize.py allocates them by this number.
 constexpr int kRowsPerPartialSum = 128;
 
-// Without atomics the same numbers are added in the same order every time:
-// each block writes what it has, a second kernel adds that up.
+// Each block writes the sums over its rows, and a second kernel adds them up. Without atomics the order of the
+// additions never changes, so the same input gives the same bits.
 struct ColumnSums {
-  float* result;   // [cols]; null where none are wanted
+  float* result;   // [cols]; null where the caller needs no sums
   float* partial;  // [parts, cols], scratch
 };
 

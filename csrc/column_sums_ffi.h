@@ -1,4 +1,4 @@
-// The checks of `ColumnSums`.
+// The checks of the buffers of `ColumnSums`.
 #pragma once
 
 #include "column_sums.h"

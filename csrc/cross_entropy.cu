@@ -1,5 +1,5 @@
-// Launching: which kernel, and how much of a row shared memory holds. The kernels are device/cross_entropy.cuh and
-// device/cross_entropy_ahead.cuh.
+// The launch: which kernel takes the rows, and how much of a row shared memory holds. The kernels are in
+// device/cross_entropy.cuh and device/cross_entropy_ahead.cuh.
 #include "cross_entropy.h"
 
 #include <algorithm>
@@ -13,8 +13,9 @@
 namespace jax_fp8 {
 namespace {
 
-// Of a block's shared memory, when several are to be on a multiprocessor: CUDA keeps 1 KB a block for itself, and of
-// what a multiprocessor has, one block alone may ask for all but that. `declared` is what the kernel declares.
+// The dynamic shared memory that each of `blocks` blocks on a multiprocessor may use. CUDA reserves 1 KB for each
+// block, and the most that a single block may use is all shared memory of a multiprocessor but this 1 KB. `declared` is
+// the size of the kernel's own static arrays.
 cudaError_t find_shared_bytes(int blocks, int declared, int& bytes) {
   constexpr int kReserved = 1024;
   int device = 0, most = 0;
@@ -30,13 +31,13 @@ cudaError_t ask_for_shared_bytes(Kernel kernel, int bytes) {
   return status == cudaSuccess ? prefer_shared_memory(kernel, 100) : status;
 }
 
-// How many elements of a row fit into so many bytes.
+// How many elements of a row fit into so many bytes, in whole vectors.
 template <typename T>
 int capacity_of(int bytes) {
   return bytes / static_cast<int>(kVectorWidth * sizeof(T)) * kVectorWidth;
 }
 
-// One block a row.
+// One block for each row.
 template <typename T>
 cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, int64_t count, int available, cudaStream_t stream) {
   const auto kernel = cross_entropy::rows_kernel<T>;
@@ -47,10 +48,11 @@ cudaError_t launch_rows(const cross_entropy::Rows<T>& rows, int64_t count, int a
   return cudaGetLastError();
 }
 
-// How a cluster shares a row: with as many blocks on a multiprocessor as can be, for while some wait, others compute.
-// Of such splits it is the one with the fewest blocks in a cluster.
+// How a cluster shares a row. The best split has the most blocks on a multiprocessor, since some compute while others
+// wait. Among splits that are equal in this, it has the fewest blocks in a cluster. The loops below go from the worst
+// to the best split, so the last one that fits wins.
 struct Split {
-  int log2_blocks, held;  // both 0: shared memory does not hold such a row twice
+  int log2_blocks, held;  // both 0: the shared memory of the largest cluster does not hold two buffers of such a row
 };
 
 template <typename T>
@@ -68,7 +70,8 @@ cudaError_t find_split(int vocab, Split& split) {
   return cudaSuccess;
 }
 
-// A cluster a row, as many clusters as the device has room for; `launched` is false where there is none.
+// One cluster for each row, in as many clusters as run at once; these take turns at the rows. `launched` becomes false
+// where the device has room for none.
 template <typename T>
 cudaError_t try_ahead(const cross_entropy::Rows<T>& rows, int64_t count, cudaStream_t stream, bool& launched) {
   const auto kernel = cross_entropy::ahead_kernel<T>;
@@ -92,7 +95,8 @@ cudaError_t try_ahead(const cross_entropy::Rows<T>& rows, int64_t count, cudaStr
   return ClusterLaunch(clusters, stream)(kernel, rows, count, split.log2_blocks, split.held);
 }
 
-// A row that a block's shared memory does not hold is a cluster's, where there are clusters.
+// A row that fits the shared memory of one block goes to one block, and a longer row to a cluster, if the device has
+// clusters.
 template <typename T>
 cudaError_t launch_vectorized(const cross_entropy::Rows<T>& rows, int64_t count, cudaStream_t stream) {
   int available = 0;

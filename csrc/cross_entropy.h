@@ -1,9 +1,10 @@
-// The cross-entropy of each row of logits and its gradient, which may be written over the logits.
+// The cross-entropy of each row of logits, and its gradient, which the kernel may write over the logits.
 //
 //     lse = log sum exp logits        loss = share (lse - logits[label] + z_loss lse²)
 //     gradient = share (exp(logits - lse) (1 + 2 z_loss lse) - onehot(label))
 //
-// The logits are the largest array of a training step: they are read once and written once.
+// `share` is the weight of a row in the loss, such as 1 / tokens for a mean. The logits are the largest array of a
+// training step, so the kernel reads them once and writes the gradient once.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,10 +19,10 @@ namespace jax_fp8 {
 struct CrossEntropyArguments {
   const void* logits;  // [rows, vocab]
   SourceType type;
-  const int32_t* labels;  // [rows]; one that is not in [0, vocab) makes its row NaN
+  const int32_t* labels;  // [rows]; a label outside [0, vocab) makes the loss and the gradient of its row NaN
   const float* shares;    // [rows]
   float z_loss;
-  void* gradient;  // [rows, vocab]; may be `logits`
+  void* gradient;  // [rows, vocab]; may be the same address as `logits`
   float* loss;     // [rows]
   float* lse;      // [rows]
   int64_t rows;

@@ -9,7 +9,7 @@
 namespace jax_fp8::cublaslt {
 namespace {
 
-// cuBLAS keeps its interface within a CUDA major version, and names it in the soname.
+// cuBLAS keeps its ABI within a CUDA major version, which the soname contains.
 const std::string kSoname = "libcublasLt.so." + std::to_string(CUDART_VERSION / 1000);
 
 template <typename Function>
@@ -50,7 +50,7 @@ Library open_library() {
 const Library& library() {
   static std::atomic<const Library*> opened{nullptr};
   if (const Library* found = opened.load()) return *found;
-  // A failed search is repeated: jax may load the library after we first looked.
+  // A failed search is repeated at the next call: jax may load the library later.
   static thread_local Library latest;
   latest = open_library();
   if (!latest.missing.empty()) return latest;

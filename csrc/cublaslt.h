@@ -1,8 +1,9 @@
-// The part of cuBLASLt's C interface that the GEMM needs, and how it is found at run time.
+// The part of cuBLASLt's C interface that the GEMM needs, resolved at run time.
 //
-// The library is opened lazily, by soname: importing works on a machine without it, and the copy jax has already loaded
-// is the one used. Declaring these few names here keeps cuBLAS's headers, hundreds of megabytes of wheel, out of the
-// build; cublaslt_check.cc compares every one of them with NVIDIA's header where that is at hand.
+// We open the library at first use, by its soname. So the extension can be imported on a machine without cuBLASLt, and
+// uses the copy that jax has already loaded. We declare the few names here because NVIDIA's headers come in a wheel of
+// hundreds of megabytes, which the build then does not need. cublaslt_check.cc compares every value with NVIDIA's
+// header where the build finds it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,8 +40,8 @@ enum MatmulAttribute : int {
 
 enum ScaleMode : int32_t {
   kOneScale = 0,
-  kScalesOfLines = 4,    // of 128 elements along k
-  kScalesOfSquares = 5,  // of 128 x 128 elements
+  kScalesOfLines = 4,    // one for each 1 x 128 elements along k
+  kScalesOfSquares = 5,  // one for each 128 x 128 elements
 };
 
 enum Epilogue : uint32_t { kEpilogueDefault = 1, kEpilogueBias = 4 };
@@ -67,7 +68,7 @@ struct HeuristicResult {
   int reserved[4];
 };
 
-// Entry points, resolved once. `missing` is empty when all were found and says why otherwise.
+// Entry points, resolved once. `missing` is empty if all were found; else it says what is missing and what to do.
 struct Library {
   std::string missing;
   size_t (*version)();
@@ -90,11 +91,11 @@ struct Library {
 
 const Library& library();
 
-// "13.1.0". The library must have been found.
+// The version as text, such as 13.1.0. The library must have been found.
 std::string version_name();
 
-// The handle of the current device, made on first use and kept for the life of the process: destroying it at exit would
-// race with the driver's own shutdown.
+// The handle of the current device, created at first use. The process never destroys it: at exit that would race with
+// the driver's own shutdown.
 Status handle_of_current_device(Handle* handle);
 
 }  // namespace jax_fp8::cublaslt

@@ -1,7 +1,7 @@
-// Compiled only where NVIDIA's cublasLt.h is found; produces no code.
-// Every constant and layout of cublaslt.h against the original.
+// Compares every constant and struct layout of cublaslt.h with NVIDIA's cublasLt.h. The build compiles this file only
+// where it finds that header; it produces no code.
 #include <cuda_runtime_api.h>
-// cuBLAS's header after the toolkit's own.
+// cuBLAS's header must come after the toolkit's own.
 #include <cublasLt.h>
 
 #include "cublaslt.h"

@@ -1,4 +1,4 @@
-// What every handler needs: XLA's FFI, and checks that turn a bad call into one sentence.
+// What every handler needs: XLA's FFI, and checks that report a bad call in one sentence.
 //
 // A handler reads like its contract:
 //
@@ -6,7 +6,7 @@
 //     checks.rank("x", x, 2).dtype("x", x, kSourceTypes);
 //     if (!checks.passed()) return checks.error();
 //
-// The first broken rule is the one reported, with the operation, the argument, what arrived and what is needed.
+// `Checks` reports the first broken rule: the operation, the argument, what it must be, and what arrived.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -52,7 +52,8 @@ inline std::string name_of(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-// As if no dim were zero: what is empty must not have dims that no kernel can count either.
+// The number of elements, with a dim of zero counted as one: even the dims of an empty buffer must be small enough for
+// kernels to count with.
 inline int64_t extent_of(const ffi::AnyBuffer& buffer) {
   int64_t extent = 1;
   for (int64_t dim : buffer.dimensions()) extent = dim < 0 ? kMostInt64 : product_of(extent, dim == 0 ? 1 : dim);
@@ -87,7 +88,7 @@ inline std::optional<Fp8Type> fp8_type(ffi::DataType dtype) {
   }
 }
 
-// Before the first launch XLA may have no addresses to give.
+// Before the first launch XLA may pass buffers without addresses.
 enum class Addresses { kKnown, kUnknown };
 
 class Checks {
@@ -95,7 +96,7 @@ class Checks {
   explicit Checks(const char* operation, Addresses addresses = Addresses::kKnown)
       : operation_(operation), addresses_(addresses) {}
 
-  // The general rule; the others are phrased in terms of it. `rule` completes "<operation>: <argument> must ...".
+  // The general check; the others call it. `rule` completes "<operation>: <argument> must ...".
   Checks& require(bool holds, const char* argument, const ffi::AnyBuffer& buffer, const std::string& rule) {
     if (!holds && message_.empty()) {
       message_ = operation_ + ": " + argument + " must " + rule + ", got " + name_of(buffer.element_type()) +
@@ -104,7 +105,7 @@ class Checks {
     return *this;
   }
 
-  // The same of an attribute. `value` is what arrived.
+  // The same for an attribute. `value` is what arrived.
   template <typename Value>
   Checks& attribute(bool holds, const char* name, Value value, const std::string& rule) {
     if (!holds && message_.empty()) {
@@ -113,7 +114,7 @@ class Checks {
     return *this;
   }
 
-  // Powers of two: 2**margin and 2**-margin are normal float32 numbers.
+  // The bounds keep both 2**margin and 2**-margin normal float32 numbers.
   Checks& margin(int32_t margin) {
     constexpr int32_t kMost = 126;
     return attribute(margin >= -kMost && margin <= kMost, "margin", margin, "be from -126 to 126");
@@ -127,10 +128,10 @@ class Checks {
     return attribute(std::isfinite(value), name, value, "be a finite number");
   }
 
-  // Of every buffer, before anything is computed of its dims.
+  // Checked for every buffer, before the handler computes with its dims.
   Checks& sound(const char* argument, const ffi::AnyBuffer& buffer) {
     if (extent_of(buffer) > kMostElements) {
-      return require(false, argument, buffer, "have dims from 0 on, and at most 2**42 elements");
+      return require(false, argument, buffer, "have no negative dim, and at most 2**42 elements");
     }
     const bool placed = addresses_ == Addresses::kUnknown || is_empty(buffer) || buffer.untyped_data() != nullptr;
     if (!placed) return require(false, argument, buffer, "have an address");
@@ -153,7 +154,7 @@ class Checks {
     return require(buffer.dimensions().size() == rank, argument, buffer, "have rank " + std::to_string(rank));
   }
 
-  // Of rank 2, for kernels whose blocks are counted by rows and columns.
+  // Rank 2, with dims that fit an int: kernels index their tiles by rows and columns as int.
   Checks& matrix(const char* argument, const ffi::AnyBuffer& buffer) {
     rank(argument, buffer, 2);
     const auto dims = buffer.dimensions();
@@ -175,7 +176,7 @@ class Checks {
   }
 
   bool passed() const { return message_.empty(); }
-  // Success when all rules hold.
+  // Success if all rules hold.
   ffi::Error error() const { return passed() ? ffi::Error::Success() : ffi::Error::InvalidArgument(message_); }
 
  private:
@@ -184,16 +185,16 @@ class Checks {
   std::string message_;
 };
 
-// The result of a launch; `cudaGetLastError` right after it is part of launching.
+// The handler's result after a launch. `status` is that of `cudaGetLastError` right after the launch.
 inline ffi::Error launch_result(const char* operation, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(operation) + ": the kernel could not be launched, CUDA says \"" +
                               cudaGetErrorString(status) + "\"");
 }
 
-// The binding of a handler whose parameters say all that XLA must hand over, in order: the stream, operands, results
-// and one struct of attributes. Where XLA cannot read it off them, as for further operands or an attribute of its own,
-// the binding is written out.
+// The binding of a handler whose parameter types tell XLA everything, in order: the stream, operands, results and one
+// struct of attributes. XLA cannot infer a variable number of operands or the name of a single attribute from the
+// parameters; such a handler writes its binding out.
 struct BoundByParameters {
   template <typename Function>
   auto To(Function function, std::initializer_list<ffi::Traits> traits) const {

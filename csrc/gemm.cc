@@ -13,7 +13,7 @@ namespace {
 
 constexpr char kOperation[] = "jax_fp8_gemm";
 
-// What one call site keeps from compilation on.
+// The state of one call site, from compilation on.
 struct GemmState {
   static ffi::TypeId id;
 
@@ -31,11 +31,12 @@ struct GemmBuffers {
   ffi::AnyBuffer a, b, a_scale, b_scale;
   std::optional<ffi::AnyBuffer> bias, c;
   ffi::AnyBuffer d, workspace;
-  int64_t first_column;  // of d among the rows of b and the elements of bias, which may have more
+  int64_t first_column;  // the row of b and element of bias that make d's first column; b and bias may have more than d
   cublaslt::ScaleMode a_scaling, b_scaling;
 };
 
-// How the operands are scaled; the first of all is one number each.
+// The scaling of a and b by the attribute's name. The first entry, an empty name, is one scale for each operand. 1d is
+// one scale for each 1 x 128 elements along k, 2d one for each 128 x 128.
 struct Scaling {
   std::string_view name;
   cublaslt::ScaleMode a, b;
@@ -50,6 +51,7 @@ constexpr Scaling kScalings[] = {
 
 constexpr int64_t tiles_of(int64_t size) { return divide_up(size, kScaleTile); }
 
+// The last dim of an array of scales, padded as cuBLASLt wants it.
 constexpr int64_t filled_up(int64_t scales) { return round_up(scales, kScalesAlignment); }
 
 void check_scales(Checks& checks, const char* name, const ffi::AnyBuffer& scales, cublaslt::ScaleMode mode,
@@ -95,17 +97,18 @@ ffi::Error check_shapes(const GemmBuffers& buffers, Addresses addresses) {
       .shape("b", buffers.b, {all, k})
       .require(n % 16 == 0, "the result d", buffers.d, "have a last dim that is a multiple of 16")
       .require(buffers.first_column % 16 == 0 && lies_within(buffers.first_column, n, all), "b", buffers.b,
-               "have rows for the columns of d, " + std::to_string(n) + " from a multiple of 16 on, here " +
+               "have " + std::to_string(n) + " rows from first_column on, a multiple of 16, here " +
                    std::to_string(buffers.first_column))
       .shape("the result d", buffers.d, {m, n})
       .dtype("the result workspace", buffers.workspace, {ffi::U8})
       .shape("the result workspace", buffers.workspace, {kWorkspaceBytes});
   check_scales(checks, "a_scale", buffers.a_scale, buffers.a_scaling, m, k);
-  // Scales of squares are those of all rows of b, of lines those of the rows that are multiplied.
+  // With one scale for each square, b_scale covers all rows of b. With one for each line, it covers only the rows that
+  // this call multiplies.
   const bool has_squares = buffers.b_scaling == cublaslt::kScalesOfSquares;
   check_scales(checks, "b_scale", buffers.b_scale, buffers.b_scaling, has_squares ? all : n, k);
   checks.require(!has_squares || buffers.first_column % kScaleTile == 0, "b_scale", buffers.b_scale,
-                 "be those of lines where columns of d begin within a square, at " +
+                 "have a scale for each line, not square, where first_column is no multiple of 128, here " +
                      std::to_string(buffers.first_column));
   if (buffers.bias) checks.dtype("bias", *buffers.bias, {bias_dtype(d_dtype)}).shape("bias", *buffers.bias, {all});
   if (buffers.c) checks.dtype("c", *buffers.c, {d_dtype}).shape("c", *buffers.c, {m, n});
@@ -145,7 +148,7 @@ GemmProblem problem_of(const GemmState& state, const GemmBuffers& buffers) {
   };
 }
 
-// Before the first launch XLA may have no address to give; then there is none to go on from.
+// The address `bytes` after the buffer's start; null where XLA passes no address, as it may before the first launch.
 const void* skipping(const ffi::AnyBuffer& buffer, int64_t bytes) {
   const auto* start = static_cast<const uint8_t*>(buffer.untyped_data());
   return start == nullptr ? nullptr : start + bytes;
@@ -169,7 +172,8 @@ GemmOperands operands_of(const GemmBuffers& buffers) {
   };
 }
 
-// By kOutOfRange, and not by the sentence, jax_fp8/tune/gemm_bench.py knows a rank that is off the list.
+// jax_fp8/tune/gemm_bench.py recognizes a rank past the end of the heuristic's list by kOutOfRange, not by the
+// sentence.
 ffi::Error error_of(const Failure& failure) {
   if (!failure) return ffi::Error::Success();
   const auto code = failure.off_the_list ? ffi::ErrorCode::kOutOfRange : ffi::ErrorCode::kInternal;
@@ -220,7 +224,7 @@ ffi::ErrorOr<std::unique_ptr<GemmState>> instantiate(bool has_bias, bool has_c, 
   return ffi::ErrorOr<std::unique_ptr<GemmState>>(std::move(state));
 }
 
-// The addresses seen here need not be those that execute gets, so they are not checked.
+// XLA may pass other addresses here than to execute, so this stage does not check them.
 ffi::Error initialize(GemmState* state, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale,
                       ffi::AnyBuffer b_scale, ffi::RemainingArgs addends, ffi::Result<ffi::AnyBuffer> d,
                       ffi::Result<ffi::AnyBuffer> workspace) {
@@ -264,7 +268,7 @@ XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate,
                            .Attr<std::string_view>("scaling"),
                        {ffi::Traits::kCmdBufferCompatible});
 
-// Before the first launch and at every one XLA hands over the same.
+// XLA passes the same buffers to initialize and to execute.
 template <typename Binding>
 auto bind_buffers(Binding&& binding) {
   return std::move(binding)

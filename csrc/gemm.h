@@ -1,9 +1,9 @@
 // d = (a * a_scale) · (b * b_scale)ᵀ + bias + c: the FP8 GEMM of cuBLASLt, as a call site with three stages.
 //
-//     instantiate   reads the attributes. Touches neither GPU nor cuBLAS, so that compiling for a GPU needs none.
-//     initialize    before the first launch, outside any capture: cuBLASLt's handle, and the algorithm for these
-//                   shapes.
-//     execute       describes the matrices and enqueues; the algorithm is a lookup. May run under CUDA graph capture.
+//     instantiate   reads the attributes. It uses neither GPU nor cuBLAS, so compiling for a GPU needs no GPU.
+//     initialize    creates cuBLASLt's handle and picks the algorithm for these shapes. XLA calls it before the first
+//                   launch and outside of any CUDA graph capture.
+//     execute       describes the matrices, looks up the algorithm and enqueues. May run under CUDA graph capture.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"

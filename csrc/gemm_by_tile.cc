@@ -7,7 +7,7 @@
 namespace jax_fp8 {
 
 std::optional<grouped_gemm::Problem> own_problem(const GemmProblem& problem) {
-  constexpr int64_t kLeastTiles = 120;  // of 128 x 256; an H200 has 132 multiprocessors
+  constexpr int64_t kLeastTiles = 120;  // of 128 x 256, to keep most of an H200's 132 multiprocessors busy
   const bool is_its_kind = problem.a_scaling == cublaslt::kScalesOfLines &&
                            problem.b_scaling == cublaslt::kScalesOfSquares && problem.a_type == CUDA_R_8F_E4M3 &&
                            problem.b_type == CUDA_R_8F_E4M3;

@@ -1,5 +1,5 @@
-// By tile there is a kernel of our own, faster than cuBLASLt's where it has work for all multiprocessors. It comes
-// first among the candidates of such a product, and cuBLASLt's after it.
+// For products by tile we have a kernel of our own, which is faster than cuBLASLt's where the product has work for all
+// multiprocessors. It is candidate 0 of such a product, and cuBLASLt's algorithms follow from candidate 1 on.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,10 +12,10 @@
 
 namespace jax_fp8 {
 
-// The product in the words of our kernel, if that is for it.
+// The product as our kernel's problem, or nothing if the kernel does not take it.
 std::optional<grouped_gemm::Problem> own_problem(const GemmProblem& problem);
 
-// What went wrong, empty when nothing did.
+// Returns the reason of a failure, or an empty string.
 std::string enqueue_own(const grouped_gemm::Problem& problem, const GemmOperands& operands, cudaStream_t stream);
 
 }  // namespace jax_fp8

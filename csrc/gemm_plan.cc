@@ -15,14 +15,14 @@ Failure failure_of(const char* call, Status status) {
   return {std::string(call) + " failed with " + library().status_name(status)};
 }
 
-// The heuristic asks whether an address is set, not what is there,
-// and before the first launch XLA may have none to give.
+// An address for the heuristic, which checks whether one is set but does not read from it. Before the first launch XLA
+// may pass no addresses.
 const void* placed(const void* address) {
   return address != nullptr ? address : reinterpret_cast<const void*>(kFullAlignment);
 }
 
-// Host-side descriptions, owned for one call. cuBLASLt is column-major:
-// it sees d as the [n, m] product bᵀ·a, so its A is our b.
+// Host-side descriptions of the matrices, owned for one call. cuBLASLt is column-major: in its memory order our d[m, n]
+// is a matrix [n, m], the product of b and aᵀ. So its A is our b, and its B is our a.
 class Description {
  public:
   Description(const GemmProblem& problem, const GemmOperands& operands) {
@@ -84,8 +84,8 @@ struct Preference {
   }
 };
 
-// The one place that picks an algorithm: the candidate of this rank among those that the heuristic offers. It sorts
-// them by the time it expects, and always in the same order for one version of cuBLASLt and one kind of GPU.
+// The one place that picks an algorithm: the candidate of this rank in the heuristic's list. The heuristic sorts by
+// expected time, and the order is always the same for one version of cuBLASLt and one kind of GPU.
 Failure choose_algorithm(cublaslt::Handle handle, const Description& description, uintptr_t alignment, int candidate,
                          cublaslt::Algorithm* algorithm) {
   Preference preference;
@@ -131,7 +131,7 @@ Failure current_handle(cublaslt::Handle* handle) {
   return failure_of("cublasLtCreate", cublaslt::handle_of_current_device(handle));
 }
 
-// 0, never prepared, past the 64th device.
+// 0 for a device past the 64th, which so counts as never prepared.
 uint64_t bit_of_current_device() {
   int device = 0;
   return cudaGetDevice(&device) == cudaSuccess && device < 64 ? uint64_t{1} << device : 0;

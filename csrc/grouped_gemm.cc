@@ -23,13 +23,14 @@ constexpr int64_t filled_up(int64_t scales) { return round_up(scales, 4); }
 
 bool fits(int64_t size) { return size <= kMostIndexed; }
 
-// Of whichever kind, once the shapes of a and b are right.
+// The checks of both kinds of groups, after those of the shapes of a and b. By tile, a_scale must have the shape
+// `lines` and b_scale the shape `squares`.
 void check_rest(Checks& checks, const GroupedBuffers& buffers, int64_t groups, const std::vector<int64_t>& d,
                 const std::vector<int64_t>& lines, const std::vector<int64_t>& squares) {
   const bool by_tile = buffers.scaling == kByTile;
   checks
       .require(by_tile || buffers.scaling.empty(), "a_scale", buffers.a_scale,
-               "be one number, or by tile as scaling=1d2d says (scaling is " + std::string(buffers.scaling) + ")")
+               "come with scaling=1d2d, or with none for one scale (scaling is " + std::string(buffers.scaling) + ")")
       .require(!by_tile || (buffers.a.element_type() == ffi::F8E4M3FN && buffers.b.element_type() == ffi::F8E4M3FN),
                "b", buffers.b, "be float8_e4m3fn by tile, and so must a")
       .require(!(buffers.a.element_type() == ffi::F8E5M2 && buffers.b.element_type() == ffi::F8E5M2), "b", buffers.b,
@@ -82,7 +83,7 @@ ffi::Error launch(const char* operation, cudaStream_t stream, const GroupedBuffe
   };
   if (!grouped_gemm::is_available()) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      std::string(operation) + ": groups are multiplied on GPUs of compute capability 9.0 only");
+                      std::string(operation) + ": grouped products need a GPU of compute capability 9.0");
   }
   const std::string failure = grouped_gemm::enqueue(problem, operands, stream);
   return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(operation) + ": " + failure);
@@ -97,8 +98,8 @@ ffi::Error multiply_rows(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b
   const int64_t rows = a.dimensions()[0], k = a.dimensions()[1], groups = b.dimensions()[0], n = b.dimensions()[1];
   checks
       .require(rows % kTileRows == 0 && k > 0 && k % 16 == 0 && fits(rows) && fits(k), "a", a,
-               "have rows that are a multiple of 128, and a last dim that is a positive multiple of 16")
-      .require(n % 16 == 0 && fits(n), "b", b, "have matrices whose rows are a multiple of 16")
+               "have a first dim that is a multiple of 128, and a last dim that is a positive multiple of 16")
+      .require(n % 16 == 0 && fits(n), "b", b, "have matrices with a number of rows that is a multiple of 16")
       .shape("b", b, {groups, n, k});
   check_rest(checks, buffers, groups, {rows, n}, {tiles_of(k), filled_up(rows)},
              {groups, tiles_of(n), filled_up(tiles_of(k))});

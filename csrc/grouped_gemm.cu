@@ -12,8 +12,9 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// From the driver that is running: linking it would make a library that a machine without a GPU cannot open. What was
-// found is kept; a search that failed is repeated, for what was in its way may pass. Threads that search find the same.
+// Looks the function up in the running driver. A library linked against the driver could not be opened on a machine
+// without one. A success is kept, and a failed search is repeated, since its cause may go away. Threads that search at
+// the same time find the same address, so no lock is needed.
 Encode find_encode() {
   static std::atomic<Encode> kept{nullptr};
   if (const Encode encode = kept.load()) return encode;
@@ -39,7 +40,8 @@ struct Extent {
   int64_t columns, rows, matrices;
 };
 
-// Row-major matrices one after the other, copied in boxes whose rows have 128 bytes.
+// Makes a tensor map of row-major matrices that lie one after the other in memory. A copy moves a box of them, whose
+// rows have 128 bytes: the width of the swizzle that the tensor cores read.
 std::string describe(CUtensorMap* map, const void* data, CUtensorMapDataType type, int bytes, Extent extent,
                      int box_rows) {
   const Encode encode = find_encode();
@@ -140,12 +142,12 @@ bool is_available() {
 
 std::string enqueue(const Problem& problem, const Operands& operands, cudaStream_t stream) {
   if (problem.shape.groups > kMaxGroups) {
-    return "at most " + std::to_string(kMaxGroups) + " groups are multiplied, got " +
+    return "a grouped product must have at most " + std::to_string(kMaxGroups) + " groups, got " +
            std::to_string(problem.shape.groups);
   }
   switch (problem.kind) {
     case Groups::kNone:
-      if (!problem.by_tile) return "without groups only operands scaled by tile are multiplied here";
+      if (!problem.by_tile) return "a product without groups must have operands scaled by tile";
       return by_types<Groups::kNone, true>(problem, operands, stream);
     case Groups::kRows:
       return problem.by_tile ? by_types<Groups::kRows, true>(problem, operands, stream)

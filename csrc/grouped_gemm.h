@@ -1,5 +1,5 @@
-// A product of FP8 matrices by the tensor cores of compute capability 9.0, of our own: as one product of operands
-// scaled by tile, and of several groups of different sizes, which cuBLASLt does not make.
+// Our own GEMM of FP8 matrices for the tensor cores of compute capability 9.0. It multiplies operands scaled by tile as
+// one product, and several groups of different sizes in one launch, which cuBLASLt does not offer.
 #pragma once
 
 #include <cuda.h>
@@ -15,27 +15,30 @@
 namespace jax_fp8 {
 
 extern XLA_FFI_Handler* const grouped_gemm_handler;                  // groups of rows
-extern XLA_FFI_Handler* const grouped_gemm_weight_gradient_handler;  // groups of depth
+extern XLA_FFI_Handler* const grouped_gemm_weight_gradient_handler;  // groups along the contracted dim
 
 }  // namespace jax_fp8
 
 namespace jax_fp8::grouped_gemm {
 
-// Row-major. Without groups d[m, n] = alpha a[m, k] · b[n, k]ᵀ + bias[n] + c[m, n]. With groups of rows, those of group
-// g are multiplied by the g-th of the matrices b[groups, n, k], and rows of no group become zeros, but for bias and c.
-// With groups of depth, d[groups, m, n] is the products a[m, from s to t] · b[n, from s to t]ᵀ, where s and t are the
-// starts of a group and of the next.
+// All matrices are row-major. Without groups, d[m, n] = alpha a[m, k] · b[n, k]ᵀ + bias[n] + c[m, n].
+//
+// With groups of rows, the rows of a in group g are multiplied by the g-th of the matrices b[groups, n, k]. Rows of no
+// group become zeros, plus bias and c.
+//
+// With groups of depth, d[groups, m, n] holds one product for each group: a[m, s:t] · b[n, s:t]ᵀ, where s is the start
+// of the group and t the start of the next.
 struct Problem {
   Groups kind;
   ProductShape shape;
   Fp8Type a, b;
-  bool by_tile;  // a by lines, b by squares; else one number each
+  bool by_tile;  // one scale for each line of a and each square of b; else one scale for each operand
   SourceType d;
   float alpha;
 };
 
-// Scales by tile are f32[ceil(k / 128), rows of a filled up] and f32[of each matrix b: ceil(n / 128), ceil(k / 128)
-// filled up], to multiples of four. Null: no bias, no c, no groups.
+// By tile, a_scale is f32[ceil(k / 128), rows of a], and b_scale is f32[ceil(n / 128), ceil(k / 128)] for each matrix
+// of b. The last dim of both is padded to a multiple of four. bias, c and starts are null without bias, c and groups.
 struct Operands {
   const void *a, *b;
   const float *a_scale, *b_scale;
@@ -44,7 +47,7 @@ struct Operands {
   void* d;
 };
 
-// What the kernel is passed.
+// The kernel's parameter. The tensor maps tell the copies of Hopper (TMA) where a matrix lies and how to swizzle it.
 struct Arguments {
   CUtensorMap a, b, c, d;
   ProductShape shape;
@@ -56,10 +59,10 @@ struct Arguments {
   bool has_c;
 };
 
-// Whether the current device has these tensor cores.
+// Whether the current device has compute capability 9.0, for whose tensor cores the kernel is written.
 bool is_available();
 
-// What went wrong, empty when nothing did.
+// Returns the reason of a failure, or an empty string.
 std::string enqueue(const Problem& problem, const Operands& operands, cudaStream_t stream);
 
 }  // namespace jax_fp8::grouped_gemm

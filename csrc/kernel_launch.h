@@ -1,4 +1,4 @@
-// Launching a kernel that takes more shared memory than usual, or whose blocks form clusters.
+// Launches of kernels that use more than the default 48 KB of shared memory, or whose blocks form clusters.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,21 +8,23 @@
 
 namespace jax_fp8 {
 
-// A kernel may always ask for the most that any of its launches needs: a launch that a CUDA graph has captured is
-// instantiated later, and in between another shape may have been launched that needs less.
+// Always pass the most that any launch of the kernel needs, not what this launch needs. The limit is an attribute of
+// the kernel, and a CUDA graph instantiates a captured launch later: a launch of a smaller shape in between must not
+// have lowered it.
 template <typename Kernel>
 cudaError_t allow_shared_bytes(Kernel kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// In percent of what a multiprocessor has.
+// The carveout: how much of a multiprocessor's memory for L1 cache and shared memory is shared memory, in percent of
+// the most that it can be.
 template <typename Kernel>
 cudaError_t prefer_shared_memory(Kernel kernel, int percent) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent);
 }
 
-// Whether the device has clusters, and the kernel was compiled for one: a new device may run what was compiled for an
-// old one.
+// Whether the code that runs on this device was compiled for compute capability 9.0 or newer, which has clusters. A new
+// device may run PTX that was compiled for an older one, without clusters.
 template <typename Kernel>
 cudaError_t find_clusters(Kernel kernel, bool& found) {
   cudaFuncAttributes compiled;
@@ -33,9 +35,9 @@ cudaError_t find_clusters(Kernel kernel, bool& found) {
 
 struct Clusters {
   int64_t blocks;               // of the whole grid
-  unsigned blocks_per_cluster;  // 0: no clusters, as a device wants it that has none
+  unsigned blocks_per_cluster;  // 0: a launch without clusters, for a device that has none
   int threads;                  // of a block
-  size_t shared_bytes;          // of a block, beside what the kernel declares
+  size_t shared_bytes;          // of a block: dynamic shared memory, in addition to what the kernel declares
 };
 
 class ClusterLaunch {
@@ -50,11 +52,11 @@ class ClusterLaunch {
     config_.attrs = &cluster_;
     config_.numAttrs = clusters.blocks_per_cluster ? 1 : 0;
   }
-  ClusterLaunch(const ClusterLaunch&) = delete;  // the configuration holds an address
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config_ points at cluster_
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
 
-  // How many clusters a device has room for at once: none, where too few multiprocessors stand side by side. No device
-  // promises room for more than 8 blocks.
+  // How many clusters can run on the device at once. The blocks of a cluster must share a GPC, so the number is zero
+  // where no GPC has enough free multiprocessors. 8 blocks are the portable size; more need the attribute set here.
   template <typename Kernel>
   cudaError_t find_room(Kernel kernel, int& clusters) const {
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

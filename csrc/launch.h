@@ -1,4 +1,4 @@
-// What is computed on the host before a kernel is launched.
+// Helpers that run on the host before a launch.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ inline bool is_aligned(const void* pointer, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// For accesses of 16 bytes. What is not wanted, a null pointer, is aligned.
+// Whether all pointers allow accesses of 16 bytes. A null pointer, a result that is not needed, counts as aligned.
 inline bool are_aligned(std::initializer_list<const void*> pointers) {
   return std::all_of(pointers.begin(), pointers.end(), [](const void* pointer) { return is_aligned(pointer, 16); });
 }

@@ -1,5 +1,5 @@
-// jax_fp8._kernels: a table from target name to handlers, and what this build contains.
-// jax_fp8/kernels/extension.py registers it.
+// jax_fp8._kernels: the table from target names to handlers, and facts about this build. jax_fp8/kernels/extension.py
+// registers the table with XLA.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -67,7 +67,7 @@ py::dict targets() {
   return table;
 }
 
-// name -> what XLA must know to own a value of the type
+// name -> the id and the functions by which XLA owns and destroys a value of the type
 py::dict types() {
   using namespace py::literals;
   py::dict table;
@@ -86,7 +86,7 @@ std::string architectures() { return JAX_FP8_ARCHITECTURES; }
 
 std::string why_no_kernels() { return ""; }
 
-// (version, reason): one of them is empty.
+// (version, reason): exactly one of them is empty.
 std::pair<std::string, std::string> cublaslt_version() {
   const std::string& missing = cublaslt::library().missing;
   if (!missing.empty()) return {"", missing};

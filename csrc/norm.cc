@@ -33,8 +33,8 @@ constexpr char kBackward[] = "jax_fp8_norm_backward";
 
 using Shape = std::vector<int64_t>;
 
-// A result that is not wanted, or an operand that is not there, is a matrix without elements;
-// the bias of RMSNorm a vector of none.
+// A result that the caller does not need, or an optional operand that is missing, has the shape [0, 0]. The bias of
+// RMSNorm has the shape [0].
 bool is_absent(const ffi::AnyBuffer& buffer) { return shape_of(buffer) == Shape{0, 0}; }
 
 template <typename T>
@@ -124,7 +124,7 @@ ffi::Error norm_quantize_by_tile(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
   const int64_t rows = x.dimensions()[0], cols = x.dimensions()[1];
   const TileBuffers buffers{*values, *values_t, *amax, *scales, *scales_t};
   check_by_tile(checks, buffers, rows, cols, rule);
-  // A cast in a kernel of its own reads them again.
+  // Not optional: where the cast is a kernel of its own, that kernel reads them.
   check_present(checks, "the result mean", *mean, ffi::F32, is_layernorm(norm_bias) ? Shape{rows, 1} : Shape{0, 0});
   check_present(checks, "the result rstd", *rstd, ffi::F32, {rows, 1});
   if (!checks.passed()) return checks.error();

@@ -1,6 +1,6 @@
-// Launching: which kernel, how many threads and how much shared memory. The kernels are device/norm_cluster.cuh,
-// device/norm.cuh and device/norm_backward.cuh; by tiles device/norm_cluster_by_tile.cuh, or one of the first two and
-// device/quantize_by_tile.cuh.
+// The launch: which kernel, how many threads and how much shared memory. The kernels are in device/norm_cluster.cuh,
+// device/norm.cuh and device/norm_backward.cuh. By tiles it is device/norm_cluster_by_tile.cuh, or one of the first two
+// for the statistics and device/quantize_by_tile.cuh for the cast.
 #include "norm.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 namespace jax_fp8 {
 namespace {
 
-// The most shared memory that a block can ask for.
+// The most shared memory that a block may use.
 cudaError_t find_shared_bytes(int& bytes) {
   int device = 0;
   const cudaError_t status = cudaGetDevice(&device);
@@ -29,7 +29,8 @@ cudaError_t find_shared_bytes(int& bytes) {
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Launches them, if the device has such: `launched` says so.
+// Launches the kernel in clusters if the device has them and room for one; then `launched` becomes true. Clusters of up
+// to 8 blocks always have room.
 template <typename... Parameters, typename... Arguments>
 cudaError_t try_clusters(void (*kernel)(Parameters...), const Clusters& clusters, int carveout, cudaStream_t stream,
                          bool& launched, const Arguments&... arguments) {
@@ -49,7 +50,7 @@ cudaError_t try_clusters(void (*kernel)(Parameters...), const Clusters& clusters
   return launch(kernel, arguments...);
 }
 
-// Of the blocks that share a row.
+// The log2 of the number of blocks that share a row of `cols` columns.
 template <typename T>
 int log2_blocks_of(int64_t cols) {
   int log2_blocks = 0;
@@ -90,7 +91,7 @@ cudaError_t try_norm_by_tile(const norm::Rows<T>& input, float* mean, float* rst
                       log2_blocks, mean, rstd, task);
 }
 
-// What shared memory does not hold of a row is read again, from L2.
+// The columns that shared memory cannot hold are read a second time, from L2.
 template <typename T, Fp8Type kFormat>
 cudaError_t launch_rows(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
                         cudaStream_t stream) {
@@ -105,7 +106,7 @@ cudaError_t launch_rows(const norm::Rows<T>& input, const DeviceScaleSource& sca
   const int bytes = held * kColumnBytes + kSlices;
   const auto kernel = norm::rows_kernel<T, kFormat>;
   status = allow_shared_bytes(kernel, available - kStatic);
-  // All that a multiprocessor has, for as many blocks as fit.
+  // The largest carveout, so that as many blocks as possible fit.
   if (status == cudaSuccess) status = prefer_shared_memory(kernel, 100);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(input.rows / norm::kBlockRows);
@@ -116,7 +117,7 @@ cudaError_t launch_rows(const norm::Rows<T>& input, const DeviceScaleSource& sca
 template <typename T, Fp8Type kFormat>
 cudaError_t launch_any(const norm::Rows<T>& input, const DeviceScaleSource& scale, const NormResults& results,
                        cudaStream_t stream) {
-  // Without rows there is a scale all the same: one block writes it.
+  // A matrix without rows has a scale too: one block runs and writes it.
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(divide_up(input.rows, norm::kAnyRows), 1));
   const auto kernel = norm::any_kernel<T, kFormat>;
   kernel<<<blocks, norm::kAnyThreads, 0, stream>>>(input, scale, results);
@@ -151,7 +152,7 @@ cudaError_t launch(const NormArguments& arguments, const DeviceScaleSource& scal
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// How a block divides a row: the fewest passes, then the fewest warps.
+// How a block divides a row among its threads: in the fewest passes, then with the fewest warps.
 struct Division {
   int passes, threads, shared_bytes;
 };
@@ -193,7 +194,7 @@ cudaError_t launch_backward_any(const norm_backward::Gradients<T>& gradients, in
   return cudaGetLastError();
 }
 
-// `blocks` is the number of partial sums that were written.
+// Sets `blocks` to the number of rows of partial sums that the kernel writes.
 template <typename T>
 cudaError_t launch_gradients(const NormBackwardArguments& arguments, int available, int64_t& blocks,
                              cudaStream_t stream) {
@@ -263,7 +264,7 @@ cudaError_t launch_norm_backward(const NormBackwardArguments& arguments, cudaStr
   int available = 0;
   cudaError_t status = find_shared_bytes(available);
   if (status != cudaSuccess) return status;
-  int64_t blocks = 0;  // without rows, the sums are those of nothing
+  int64_t blocks = 0;  // without rows there are no partial sums, and the sums are zeros
   if (arguments.rows > 0) {
     by_dtype(arguments.type, [&](auto element) {
       status = launch_gradients<decltype(element)>(arguments, available, blocks, stream);

@@ -1,10 +1,10 @@
-// LayerNorm and RMSNorm with the cast to FP8 in the same pass,
-// and their backward with the sum of gradients of a residual stream.
+// LayerNorm and RMSNorm with the cast to FP8 in the same pass. Their backward adds the gradient of the residual stream
+// in the same pass too.
 //
 //     layernorm: y = (x - mean) * rstd * scale + bias        rmsnorm: y = x * rstd * scale
 //
-// y is rounded to the dtype of x, as if it had been stored, and then quantized. Rows are read from memory once; where
-// every tile has a scale of its own and a cluster of blocks does not hold them, twice.
+// y is rounded to the dtype of x, as if it had been stored, and then quantized. The kernels read x from memory once.
+// Only a cast by tiles of rows that a cluster of blocks cannot hold reads x twice.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,13 +22,13 @@ struct NormArguments {
   const void* x;  // [rows, cols]
   SourceType x_type;
   const float* norm_scale;  // [cols]
-  const float* norm_bias;   // [cols]; nullptr: RMSNorm
+  const float* norm_bias;   // [cols]; nullptr for RMSNorm
   float epsilon;
   int64_t rows;
   int64_t cols;  // at least 1
 };
 
-// What is nullptr is not wanted.
+// Results that the caller does not need are nullptr.
 struct NormResults {
   uint8_t* values;    // [rows, cols]
   uint8_t* values_t;  // [cols, rows]
@@ -41,7 +41,7 @@ struct NormQuantizeArguments {
   NormArguments norm;
   ScaleSource source;
   Fp8Type format;
-  float* scale;  // the one used: y ≈ values * scale
+  float* scale;  // the scale that the kernel used: y ≈ values * scale
   NormResults results;
 };
 
@@ -55,15 +55,15 @@ struct NormQuantizeByTileArguments {
 struct NormBackwardArguments {
   const void* dy;        // [rows, cols]
   const void* x;         // [rows, cols]
-  const void* residual;  // [rows, cols]: added to dx; or nullptr
-  SourceType type;       // of all three and of dx
+  const void* residual;  // [rows, cols], the residual stream's gradient, which is added to dx; or nullptr
+  SourceType type;       // of dy, x, residual and dx
   const float* norm_scale;  // [cols]
   const float* mean;        // [rows, 1]; nullptr: RMSNorm
   const float* rstd;        // [rows, 1]
   void* dx;                 // [rows, cols]
   float* dscale;            // [cols]
   float* dbias;             // [cols]; nullptr: RMSNorm
-  float* dscale_partials;   // [partials, cols]: sums over the rows of one block each
+  float* dscale_partials;   // [partials, cols]: each row has the sums over the rows of one block
   float* dbias_partials;    // [partials, cols]; nullptr: RMSNorm
   int64_t partials;         // at least 1
   int64_t rows;

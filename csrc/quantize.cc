@@ -19,14 +19,14 @@ struct QuantizeBuffers {
   ffi::AnyBuffer source, values, amax, scale;
 };
 
-// The first matrix comes before the source of the scale, further ones after it.
+// The operands in order: the first matrix, the source of the scale, and further matrices.
 std::vector<ffi::AnyBuffer> matrices_of(ffi::AnyBuffer first, ffi::RemainingArgs further) {
   std::vector<ffi::AnyBuffer> matrices{first};
   for (size_t i = 0; i < further.size(); ++i) matrices.push_back(*further.get<ffi::AnyBuffer>(i));
   return matrices;
 }
 
-// `cols` becomes those of all together.
+// Adds up the columns of all matrices in `cols`.
 Checks check_matrices(const char* operation, const std::vector<ffi::AnyBuffer>& matrices, int64_t& cols) {
   Checks checks(operation);
   checks.require(matrices.size() <= kMaxMatrices, "x", matrices[0],
@@ -172,7 +172,7 @@ ffi::Error quantize_tiles_sums(cudaStream_t stream, ffi::AnyBuffer x, ffi::Remai
 
 XLA_FFI_DEFINE_HANDLER(plain, quantize, BoundByParameters(), {ffi::Traits::kCmdBufferCompatible});
 
-// What both casts with a transpose begin with.
+// The arguments and results that both casts with a transpose share.
 auto bind_transposing() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -195,7 +195,7 @@ XLA_FFI_DEFINE_HANDLER(summing, quantize_transpose_sums,
                            .Attrs<ScaleRule>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-// What both casts by tiles begin with.
+// The arguments and results that both casts by tiles share.
 auto bind_tiling() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()

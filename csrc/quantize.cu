@@ -1,5 +1,5 @@
-// The cast of a flat array, and what the cast and transpose makes of a matrix as it is: with one scale,
-// device/quantize_tile.cuh, or with one a tile, device/quantize_by_tile.cuh.
+// The cast of a flat array, and the producer of a matrix as it is for the two kernels that cast and transpose:
+// device/quantize_tile.cuh with one scale for the tensor, device/quantize_by_tile.cuh with one scale for each tile.
 #include "device/by_dtype.cuh"
 #include "device/fp8.cuh"
 #include "device/quantize_by_tile.cuh"
@@ -64,7 +64,7 @@ struct AsItIs {
   static constexpr int kInputs = 1;
   static constexpr int kParts = 1;
   static constexpr int kCompanions = 0;
-  // 80 KB of x in flight on a multiprocessor, or 128 KB of float32.
+  // So many blocks keep 80 KB of 16-bit x in flight on a multiprocessor, or 128 KB of float32.
   static constexpr int kBlocks = sizeof(T) == 4 ? 4 : 5;
   static constexpr int kTileBlocks = sizeof(T) == 4 ? 2 : kSummed ? 3 : 4;
   static constexpr bool kSums = kSummed;
@@ -96,7 +96,7 @@ struct AsItIs {
   }
 };
 
-// Whether no vector of any of them is cut, or starts between two multiples of 16 bytes.
+// Whether every vector lies within one matrix and starts at a multiple of 16 bytes.
 bool are_vectorized(const Matrices& matrices) {
   for (int i = 0; i < kMaxMatrices; ++i) {
     if (!are_aligned({matrices.x[i]}) || matrices.ends[i] % 16 != 0) return false;
@@ -114,7 +114,7 @@ cudaError_t launch_quantize(const QuantizeArguments& arguments, cudaStream_t str
   const DeviceScaleSource scale = on_device(arguments.source, arguments.scale);
   by_dtype(arguments.x_type, arguments.format, [&](auto element, auto format) {
     using T = decltype(element);
-    // An empty x has a scale all the same: one block writes it.
+    // An empty x has a scale too: one block runs and writes it.
     const auto blocks = static_cast<unsigned>(count ? divide_up(count, kChunk<T>) : 1);
     quantize_kernel<T, decltype(format)::value><<<blocks, kFlatThreads, 0, stream>>>(
         static_cast<const T*>(arguments.x.x[0]), scale, count, aligned, arguments.values, arguments.amax);

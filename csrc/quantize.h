@@ -1,9 +1,9 @@
-// values = saturate(x * (1 / scale)) in FP8, with amax = max|x| from the same pass,
-// and the transpose too when it is asked for.
+// values = saturate(x * (1 / scale)) in FP8. The same pass computes amax = max|x|, and the transpose if requested.
 //
-// Hopper's FP8 GEMM wants both operands contiguous along the contracting dim, so most tensors are needed in both
-// orientations. Reading the source once for values, transpose and amax is what makes the cast cheap. The sums of its
-// columns, the gradient of a bias, come from the same read.
+// Hopper's tensor cores read FP8 operands only contiguous along the contracted dim. The forward contracts one dim of a
+// tensor and the backward the other, so most tensors are needed in both orientations. The cast is limited by memory: it
+// is cheap because one read of the source gives values, transpose and amax. The column sums, the gradient of a bias,
+// come from the same read.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,22 +20,22 @@ namespace jax_fp8 {
 
 constexpr int kMaxMatrices = 3;  // queries, keys and values
 
-// Matrices of as many rows, side by side: cast as one, without being put together first.
+// Matrices with the same number of rows, side by side. The kernel casts them as one matrix, without a concatenation.
 struct Matrices {
-  const void* x[kMaxMatrices];     // [rows, ends[i] - ends[i - 1]]; null past the last
-  int64_t ends[kMaxMatrices];      // the column after the last of each; past the last, all columns
+  const void* x[kMaxMatrices];  // [rows, ends[i] - ends[i - 1]]; null past the last matrix
+  int64_t ends[kMaxMatrices];   // the column after the last of each; past the last matrix, the number of all columns
 };
 
 struct QuantizeArguments {
-  Matrices x;  // [rows, cols] together; launch_quantize takes one
+  Matrices x;  // [rows, cols] together; launch_quantize takes one matrix
   SourceType x_type;
   ScaleSource source;
   Fp8Type format;
   uint8_t* values;    // [rows, cols]
   uint8_t* values_t;  // [cols, rows]; unused by launch_quantize
   float* amax;
-  float* scale;     // the one used: x ≈ values * scale
-  ColumnSums sums;  // [cols], where they are wanted of launch_quantize_transpose
+  float* scale;     // the scale that the kernel used: x ≈ values * scale
+  ColumnSums sums;  // [cols]; optional, and only of launch_quantize_transpose
   int64_t rows;
   int64_t cols;
 };
@@ -44,7 +44,7 @@ struct QuantizeByTileArguments {
   Matrices x;  // [rows, cols] together
   SourceType x_type;
   TileCast cast;
-  ColumnSums sums;  // [cols], where they are wanted
+  ColumnSums sums;  // [cols]; optional
   int64_t rows;
   int64_t cols;
 };

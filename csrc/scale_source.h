@@ -1,19 +1,19 @@
-// Where a kernel that quantizes finds its scale; as jax_fp8/kernels/scale_source.py has it.
+// Where a kernel that quantizes finds its scale. jax_fp8/kernels/scale_source.py is the same in Python.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_fp8 {
 
-// What a scale is made of: an element of an array, and what is done to it. Attributes of each operation that quantizes.
-// Reading one of several scales, or turning an amax into a scale, is work of nanoseconds, for which a kernel of its own
-// would cost microseconds.
+// The rule from an element of an array to a scale: attributes of every operation that quantizes. The kernel itself
+// picks one of several scales, or computes the scale from an amax. That takes nanoseconds, while a kernel launched for
+// it alone would cost microseconds.
 struct ScaleRule {
-  int32_t row;         // the element of the array
-  bool from_amax;      // whether it is the amax of x, to be scaled by the rest, or already the scale
+  int32_t row;         // the index of the element in the array
+  bool from_amax;      // whether the element is the amax of x, from which the rest makes a scale; else it is the scale
   int32_t margin;      // powers of two of headroom
   float amax_epsilon;  // smallest amax
-  bool power_2_scale;  // rounded up to a power of two
+  bool power_2_scale;  // whether the scale is rounded up to a power of two
 };
 
 struct ScaleSource {

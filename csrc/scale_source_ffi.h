@@ -1,11 +1,12 @@
-// `ScaleSource` as XLA hands it over, its rule and its array, and the checks of both.
+// `ScaleSource` as XLA passes it: its rule as attributes and its array as an operand, with the checks of both.
 #pragma once
 
 #include "ffi.h"
 #include "scale_source.h"
 
-// XLA decodes either all attributes of a call into one struct, or each by itself. So an operation with attributes of
-// its own has a struct of them, the rule last, and lists these after its own: under the same names everywhere.
+// XLA decodes either all attributes of a call into one struct, or each attribute by itself. So an operation with
+// further attributes has a struct of its own with the rule as last member, and lists the rule's members after its own.
+// The names are the same in every operation.
 #define JAX_FP8_SCALE_RULE_MEMBERS                                                          \
   xla::ffi::StructMember<int32_t>("row"), xla::ffi::StructMember<bool>("from_amax"),        \
       xla::ffi::StructMember<int32_t>("margin"), xla::ffi::StructMember<float>("amax_epsilon"), \

@@ -1,4 +1,5 @@
-// Sizes, offsets and counts as a caller hands them over: any 64 bits may arrive, and nothing computed here wraps.
+// Arithmetic on sizes, offsets and counts that a caller passes. A caller may pass any 64 bits, so every function here
+// saturates at the largest number rather than wrap around.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +10,27 @@ namespace jax_fp8 {
 constexpr int64_t kMostInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMostInt64 = std::numeric_limits<int64_t>::max();
 
-// Of one buffer: more than a device holds, and so few that every count of blocks in a launch is an int.
+// The most elements of one buffer: more than a device's memory holds, and few enough that the number of blocks of every
+// launch fits an int.
 constexpr int64_t kMostElements = int64_t{1} << 42;
 
-// Rows and columns of what kernels address by int: rounded up to any tile they still are.
+// The most rows or columns of a matrix whose kernels index by int. Rounded up to a multiple of any tile it still fits.
 constexpr int64_t kMostIndexed = kMostInt32 - 4095;
 
-// Of a size that is not negative.
+// `size` must not be negative.
 constexpr int64_t divide_up(int64_t size, int64_t part) { return size / part + (size % part != 0); }
 
-// The next multiple; the largest number where that is past it.
+// The next multiple, or the largest number if that would overflow.
 constexpr int64_t round_up(int64_t size, int64_t multiple) {
   const int64_t parts = divide_up(size, multiple);
   return parts <= kMostInt64 / multiple ? parts * multiple : kMostInt64;
 }
 
-// Of numbers that are not negative; the largest number where it is past it.
+// Of numbers that are not negative; the largest number if the result would overflow.
 constexpr int64_t sum_of(int64_t a, int64_t b) { return a <= kMostInt64 - b ? a + b : kMostInt64; }
 constexpr int64_t product_of(int64_t a, int64_t b) { return b == 0 || a <= kMostInt64 / b ? a * b : kMostInt64; }
 
-// Whether `count` elements from `first` on are among the `all` that there are.
+// Whether the `count` elements from `first` on lie within an array of `all` elements.
 constexpr bool lies_within(int64_t first, int64_t count, int64_t all) {
   return first >= 0 && count >= 0 && count <= all && first <= all - count;
 }

@@ -1,5 +1,5 @@
-// Every byte is read once and written once, by tiles of 128 x 128: each access is 16 bytes a thread, and those of eight
-// neighbouring threads are a whole line of 128 bytes, in the source and in the transpose.
+// The kernel reads and writes every byte once, in tiles of 128 x 128. Each thread moves 16 bytes at a time, and eight
+// neighbouring threads a whole line of 128 bytes: accesses are coalesced in the source and in the transpose.
 #include "device/tile.cuh"
 #include "launch.h"
 #include "transpose.h"
@@ -13,14 +13,15 @@ constexpr int kGroups = 8;
 using ByteTile = Tile<kWidth, kGroups>;
 static_assert(kThreads == kGroups * ByteTile::kColumnWords);
 
-// 128 KB of x on a multiprocessor, 96 on Ada: while some blocks wait for their loads, others store.
+// 8 blocks hold 128 KB of x on a multiprocessor. One of Ada's has room for 6 blocks, 96 KB. While some blocks wait for
+// their loads, others store.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kBlocks = 6;
 #else
 constexpr int kBlocks = 8;
 #endif
 
-// Rows and columns are multiples of 16, pointers of 16 bytes.
+// Rows and columns must be multiples of 16, and pointers of 16 bytes.
 __global__ void __launch_bounds__(kThreads, kBlocks)
     transpose_kernel(const uint8_t* __restrict__ x, uint8_t* __restrict__ transpose, int64_t rows, int64_t cols,
                      unsigned tiles_per_row) {
@@ -54,7 +55,7 @@ static_assert(ByteTile::kCols == kTileRows, "read by rows and written by columns
 __global__ void __launch_bounds__(kThreads)
     transpose_any_kernel(const uint8_t* __restrict__ x, uint8_t* __restrict__ transpose, int64_t rows, int64_t cols,
                          unsigned tiles_per_row) {
-  __shared__ uint8_t tile[kTileRows][ByteTile::kCols + 4];  // the padding moves each row to the next bank
+  __shared__ uint8_t tile[kTileRows][ByteTile::kCols + 4];  // the padding of 4 bytes shifts each row by one bank
   const int64_t tile_row = int64_t{blockIdx.x / tiles_per_row} * kTileRows;
   const int64_t tile_col = int64_t{blockIdx.x % tiles_per_row} * ByteTile::kCols;
   const int inner = threadIdx.x % kTileRows;

@@ -1,7 +1,7 @@
-// The transpose of a matrix of bytes, FP8 values of either format: moved, and never looked at.
+// The transpose of a matrix of FP8 values of either format. The kernel moves bytes and never interprets them.
 //
-// Between devices FP8 travels in one orientation, since every byte counts there. A GEMM that contracts the other dim
-// needs the other orientation, and here it is made.
+// Devices exchange FP8 values in one orientation only, since bandwidth between them is scarce. A GEMM that contracts
+// the other dim needs the other orientation, and this kernel makes it.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -5,7 +5,7 @@
 namespace jax_fp8 {
 namespace {
 
-// XLA does not count operands that a handler has no word for.
+// XLA does not count operands that a binding leaves out. So the handler binds all of them, and counts them itself.
 ffi::Error uninitialized(ffi::RemainingArgs operands, ffi::RemainingRets) {
   if (operands.size() == 0) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("jax_fp8_uninitialized: must be called without operands, got " +

@@ -1,7 +1,7 @@
-// Room for arrays that nobody has written yet.
+// Arrays without contents: XLA allocates the results, and the handler writes nothing.
 //
-// A loop that keeps arrays from turn to turn wants them before its first turn. XLA has no word for an array without a
-// content: it would fill each with zeros, a pass over memory that nobody reads. Here nothing is done.
+// A loop that carries arrays from iteration to iteration needs them before the first one. XLA has no operation for an
+// uninitialized array. It would fill each with zeros, a pass over memory for values that nobody reads.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"

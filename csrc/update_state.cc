@@ -23,12 +23,12 @@ ffi::Error wrong_format(const char* which, std::string_view name) {
                                      " must be float8_e4m3fn or float8_e5m2, got " + std::string(name));
 }
 
-// Walks the operands and results in order: of each leaf its scale and its history. The first broken rule stops it.
+// Walks the operands and results in order, a scale and a history for each leaf, and reports the first broken rule.
 class LeafReader {
  public:
   LeafReader(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
 
-  // The leaf of the next two operands.
+  // Reads the next leaf from its two operands.
   StateLeaf read() {
     const auto scale = operands_.get<ffi::AnyBuffer>(next_), history = operands_.get<ffi::AnyBuffer>(next_ + 1);
     auto new_scale = results_.get<ffi::AnyBuffer>(next_), new_history = results_.get<ffi::AnyBuffer>(next_ + 1);
@@ -37,7 +37,7 @@ class LeafReader {
     next_ += 2;
     if (!checks_.passed() || !scale.has_value() || !history.has_value() || !new_scale.has_value() ||
         !new_history.has_value()) {
-      return {};  // of these, only a check can have failed: the arrays were counted
+      return {};  // only the checks can have failed here, since the handler has counted the arrays
     }
     const std::vector<int64_t> shape = shape_of(*scale), history_shape = shape_of(*history);
     const bool has_rows = !shape.empty() && shape.back() == kGemmRows;

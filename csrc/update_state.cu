@@ -1,4 +1,5 @@
-// A block takes one row, and asks for all of a usual history before it waits for any of it.
+// One block for each row. Its threads load up to 1,024 amaxes of the history, all of a usual one, before they wait for
+// any of them.
 #include "device/fp8.cuh"
 #include "device/reduce.cuh"
 #include "update_state.h"
@@ -11,7 +12,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kPerThread = 4;
 constexpr int kChunk = kThreads * kPerThread;
 
-// ---- the table: which leaves a launch updates, in its parameters ----------------------------------------------------
+// ---- the table of the leaves that a launch updates, in its parameters -----------------------------------------------
 
 constexpr int kParameterBytes = 32764;  // of a kernel
 constexpr int kTableLeaves = 512;
@@ -37,10 +38,10 @@ __device__ inline int slot_of(const StateTable& table, int64_t row) {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-// NaN is larger than everything, as for the reference.
+// NaN counts as larger than every number, as in the reference.
 __device__ inline float larger_of(float a, float b) { return a > b || a != a ? a : b; }
 
-// Every thread of the block must arrive.
+// The largest over the block, or NaN if there is one. Every thread of the block must call it.
 __device__ inline float largest_of_block(float largest) {
   __shared__ float of_warp[kWarps];
 #pragma unroll
@@ -65,7 +66,7 @@ __device__ inline float smallest_normal_of(Fp8Type format) {
   return format == Fp8Type::kE4M3 ? kSmallestNormal<Fp8Type::kE4M3> : kSmallestNormal<Fp8Type::kE5M2>;
 }
 
-// The largest amax whose scale keeps `staged` a normal number; infinity where no amax is too large.
+// The largest amax at whose scale `staged` is still a normal FP8 number; infinity if the rule forgets no outliers.
 __device__ inline float limit_of(float staged, Fp8Type format, const UpdateRule& rule) {
   if (!rule.forget_outliers) return __int_as_float(0x7F800000);
   const float range = format == Fp8Type::kE4M3
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_con
   const int64_t row = blockIdx.x - table.first_row[slot];
   float* const history = leaf.history + row * leaf.length;
 
-  // All threads read slot 0, and the first barrier stands between this and its being cleared.
+  // All threads read slot 0 here. One thread clears it below, after the first barrier.
   const float staged = larger_of(history[0], table.recorded[blockIdx.x]);
   const bool ran = staged > 0.0f && staged < infinity;
   const Fp8Type format = format_of(row, table.rule);
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_con
   float largest = staged;
   for (int64_t start = 0; start < leaf.length; start += kChunk) {
     const int64_t place = start + threadIdx.x;
-    float moved[kPerThread];  // each one place to the left
+    float moved[kPerThread];  // the history, shifted by one slot to the left
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int64_t from = place + i * kThreads + 1;
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) update_state_kernel(const __grid_con
 
 // ---- launching ------------------------------------------------------------------------------------------------------
 
-// Collects leaves, and launches them when the table is full.
+// Collects leaves, and launches the kernel when the table is full.
 class Launcher {
  public:
   Launcher(const UpdateStateArguments& arguments, cudaStream_t stream) : stream_(stream) {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kOperation[] = "jax_fp8_weight_gradient";
 
-// What one call site keeps from compilation on.
+// The state of one call site, from compilation on.
 struct WeightGradientState {
   static ffi::TypeId id;
   GemmPlans plans;
@@ -44,7 +44,7 @@ ffi::Error check_shapes(const WeightGradientBuffers& buffers, Addresses addresse
   checks.rank("dy", buffers.dy, 2).dtype("dy", buffers.dy, {ffi::BF16, ffi::F16}).rank("x", buffers.x, 2);
   if (!checks.passed()) return checks.error();
   const int64_t k = buffers.dy.dimensions()[0], m = buffers.dy.dimensions()[1], n = buffers.x.dimensions()[1];
-  checks.require(k > 0 && m % 8 == 0, "dy", buffers.dy, "have rows, and a last dim that is a multiple of 8")
+  checks.require(k > 0 && m % 8 == 0, "dy", buffers.dy, "have at least one row, and a last dim that is a multiple of 8")
       .dtype("x", buffers.x, {buffers.dy.element_type()})
       .shape("x", buffers.x, {k, n})
       .require(n % 8 == 0, "x", buffers.x, "have a last dim that is a multiple of 8")
@@ -106,7 +106,7 @@ ffi::ErrorOr<std::unique_ptr<WeightGradientState>> instantiate() {
   return ffi::ErrorOr<std::unique_ptr<WeightGradientState>>(std::make_unique<WeightGradientState>());
 }
 
-// The addresses seen here need not be those that execute gets, so they are not checked.
+// XLA may pass other addresses here than to execute, so this stage does not check them.
 ffi::Error initialize(WeightGradientState* state, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::RemainingArgs total,
                       ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> workspace) {
   if (state->plans.prepared()) return ffi::Error::Success();
@@ -130,7 +130,7 @@ ffi::Error execute(cudaStream_t stream, WeightGradientState* state, ffi::AnyBuff
 XLA_FFI_DEFINE_HANDLER(instantiate_handler, instantiate, ffi::Ffi::BindInstantiate(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-// Before the first launch and at every one XLA hands over the same.
+// XLA passes the same buffers to initialize and to execute.
 template <typename Binding>
 auto bind_buffers(Binding&& binding) {
   return std::move(binding)

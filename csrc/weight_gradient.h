@@ -1,8 +1,8 @@
-// d[m, n] = dy[k, m]ᵀ · x[k, n] + total[m, n]: a weight's gradient in float32 from 16-bit operands as they lie,
-// added up in place.
+// d[m, n] = dy[k, m]ᵀ · x[k, n] + total[m, n]: a weight's gradient in float32 from 16-bit operands, which need no
+// transpose, added to a running total in place.
 //
-// A call site has the stages of gemm.h. The compiler has such a product too, but adds to it in a pass of its own,
-// from all products at once.
+// A call site has the stages of gemm.h. XLA has such a product too, but it adds to the total in a separate pass over
+// all products.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"

@@ -1,5 +1,6 @@
-// Activations and their gradients, in float32. What is rounded to 16 bits afterwards uses the hardware's exponential
-// and reciprocal, whose errors, some 2**-22, almost always vanish in that rounding; T says what it is rounded to.
+// Activations and their gradients, computed in float32. T is the dtype to which the caller rounds the result. If T has
+// 16 bits, they use the hardware's approximate exponential and reciprocal: their relative error, some 2**-22, almost
+// always vanishes in that rounding.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ __device__ inline float reciprocal_approximate(float x) {
   return result;
 }
 
-// s = sigmoid(z) = 1 / (1 + exp(-z)), from log2(e) z: the factor is often part of another.
+// s = sigmoid(z) = 1 / (1 + exp(-z)). The argument is log2(e) z, since callers fold log2(e) into another factor.
 template <typename T>
 struct Sigmoid {
   float exponential;
@@ -29,13 +30,13 @@ struct Sigmoid {
     }
   }
 
-  // s (1 - s), as s² exp(-z): where 1 - s is small it would be mostly the error of s.
-  // The bound is for exp(-z) = infinity, s = 0.
+  // s (1 - s), computed as s² exp(-z): where s is near 1, the difference 1 - s would be mostly the rounding error of s.
+  // The bound handles exp(-z) = infinity with s = 0, whose product would be NaN.
   __device__ float slope() const { return (value * value) * fminf(exponential, 0x1p126f); }
 };
 
-// Each has value(x) and gradient(dy, x) = dy f'(x). In f' x is multiplied by s (1 - s) or by the density of the normal
-// distribution, which vanish before x or its square overflow, so that f' is finite for every finite x.
+// Each activation has value(x) and gradient(dy, x) = dy f'(x). f' multiplies x by s (1 - s) or by the density of the
+// normal distribution. Both vanish before x or its square overflows, so f' is finite for every finite x.
 
 // x s, s = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x³).
 template <typename T>
@@ -70,14 +71,14 @@ struct Normal {
     density = 0.3989422804f * exponential;
     if constexpr (sizeof(T) == sizeof(float)) {
       distribution = 0.5f * erfcf(-0.7071067812f * x);
-    } else {  // erfcf costs 50 instructions, this 18, with the exponential that a gradient needs anyway
+    } else {  // erfcf costs 50 instructions; this costs 18, with the exponential that a gradient needs anyway
       const float tail = exponential * scaled_tail(fabsf(x));
-      distribution = x > 0.0f ? 1.0f - tail : tail;  // the tail keeps its relative precision, 1 + erf would not
+      distribution = x > 0.0f ? 1.0f - tail : tail;  // unlike 1 + erf, the tail keeps its relative precision
     }
   }
 
-  // Phi(-x) exp(x²/2) for x >= 0, as a polynomial in k = 1 / (1 + 0.4 x), fitted by least squares that were reweighted
-  // until the largest error was smallest: 4e-8 of Phi, 7e-7 of what is far in the tail.
+  // Phi(-x) exp(x²/2) for x >= 0, as a polynomial in k = 1 / (1 + 0.4 x). The coefficients come from least squares,
+  // reweighted until the largest error was smallest: 4e-8 for Phi, and 7e-7 relative far in the tail.
   __device__ static float scaled_tail(float x) {
     const float k = reciprocal_approximate(1.0f + 0.4f * x);
     float sum = -0.0350222997f;
@@ -116,7 +117,7 @@ struct Silu {
   }
 };
 
-// The maximum of x and 0, of a NaN itself. What does not pass has the gradient 0, whatever dy.
+// max(x, 0), which passes a NaN on. The gradient of an x that is not positive is 0, even if dy is infinite or NaN.
 template <typename T>
 struct Relu {
   __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x; }
@@ -129,7 +130,7 @@ struct SquaredRelu {
   __device__ static float gradient(float dy, float x) { return x > 0.0f ? dy * (2.0f * x) : 0.0f; }
 };
 
-// Calls with(Function{}), a branch that all threads take alike. Only three of the activations exist as gates.
+// Calls with(Function{}). All threads take the same branch. Only gelu, silu and relu exist as gates.
 template <typename T, bool kGated, typename With>
 __device__ inline void with_activation(Activation activation, With with) {
   switch (activation) {

@@ -1,5 +1,5 @@
-// Adam for a few neighbours of one leaf: load words, convert, update, round, store.
-// What the elements are is adam.cu's business.
+// Adam for a few neighbouring elements of one leaf: load words, convert to float32, update, round, store. The kernels
+// in adam.cu and adam_by_tile.cuh choose the elements.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@ namespace jax_fp8 {
 
 // ---- the arithmetic -------------------------------------------------------------------------------------------------
 
-// What all elements of a leaf share.
+// What all elements of a leaf share. A thread loads it once.
 struct Step {
   float scalars[kAdamScalars];
   float scales[kAdamScales];
   float cast_multiplier, mu_multiplier, nu_multiplier;
   Drawing drawing;
-  bool couples_decay;  // the decay is a part of the gradient, not of the update
+  bool couples_decay;  // Adam with L2 decay in the gradient, not AdamW with decay in the update
 };
 
-// The row of `scales` is that of the leaf.
+// `scales` is the leaf's row.
 __device__ inline Step step_of(const float* scalars, const float* scales) {
   Step step;
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ inline Step step_of(const float* scalars, const float* scales) {
   return step;
 }
 
-// Every operation is rounded by itself: a fused multiply-add would differ from the reference in the last bit.
+// Every operation is rounded on its own: a fused multiply-add would differ from the reference in the last bit.
 template <int kCount>
 __device__ inline void update(const Step& step, bool decays, float (&g)[kCount], float (&m)[kCount], float (&v)[kCount],
                               float (&p)[kCount]) {
@@ -60,15 +60,17 @@ __device__ inline void update(const Step& step, bool decays, float (&g)[kCount],
   }
 }
 
-// A float32 halfway between two bfloat16 that rounds up is the one case in which the 16 bits below the bfloat16 do not
-// tell which of the two it is beside. One unit in the last place further it is; the bfloat16 is the same.
+// A remainder above 0x8000 says that the param was rounded up. A master exactly halfway between two bfloat16 has the
+// remainder 0x8000, whether it rounds up or down. So a halfway master that rounds up (to even) is moved up by one unit
+// in the last place; it rounds to the same bfloat16, and 0x8000 always means rounded down.
 __device__ inline float off_the_tie(float p) {
   const uint32_t bits = __float_as_uint(p);
   return __uint_as_float((bits & 0x1FFFFu) == 0x18000u ? bits + 1 : bits);
 }
 
-// Above 0x8000 the param had been rounded up. The param itself where the two do not belong together, since somebody has
-// changed the param: no master rounds up to 0, or has more bits than infinity.
+// The master from the bits of a bfloat16 param and the remainder. A remainder above 0x8000 means that the param was
+// rounded up, so the master's upper half is one less. If the joined number does not round to the param, or is a NaN,
+// somebody has changed the param since: then the param itself is the master.
 __device__ inline float join_remainder(uint32_t param, uint32_t low) {
   const uint32_t bits = (param << 16) + low - (low > 0x8000u ? 0x10000u : 0u);
   const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
@@ -76,13 +78,13 @@ __device__ inline float join_remainder(uint32_t param, uint32_t low) {
   return __uint_as_float(belongs ? bits : param << 16);
 }
 
-// What a bfloat16 param lacks of its master in the low 16 bits; what stands above them does not count.
+// The remainder of a master is its low 16 bits; the caller ignores the upper bits. The remainder of a NaN is 0.
 __device__ inline uint32_t remainder_of(float p) { return p != p ? 0 : __float_as_uint(p); }
 
 // ---- one vector -----------------------------------------------------------------------------------------------------
 
-// kCount neighbours as loaded. `weight` is the master, and `param` stands beside it; or `weight` is the param, and from
-// kLow on its remainder.
+// kCount neighbours as words from memory. `weight` is the master, or a float32 param; `param` is the 16-bit param of a
+// master. With a remainder, `weight` is the bfloat16 param, followed by the remainder from kLow on.
 template <int kCount>
 struct Words {
   static constexpr int kLow = (kCount + 1) / 2;
@@ -93,7 +95,7 @@ __device__ constexpr bool is_half(Storage storage) {
   return storage == Storage::kBFloat16 || storage == Storage::kFloat16;
 }
 
-// A master that must round to the param beside it.
+// Whether the leaf has a 16-bit param and a whole master, which must round to that param.
 __device__ inline bool has_both(const AdamLeaf& leaf) {
   return is_half(leaf.param_storage) && leaf.master_storage != Storage::kRemainder;
 }
@@ -117,8 +119,8 @@ __device__ inline void load(const AdamLeaf& leaf, int64_t index, Words<kCount>& 
   if (has_both(leaf)) load_array(leaf.param, leaf.param_storage, words.param);
 }
 
-// Masters p beside params that are not p, rounded: somebody has changed these params, so they are the masters. One zero
-// is as good as the other, and so is one NaN.
+// Takes a param as the new master p where p does not round to it: somebody has changed that param. Zeros of either sign
+// count as equal, and so do all NaNs.
 template <int kCount>
 __device__ inline void take_params(Storage storage, const uint32_t* rounded, const uint32_t* params,
                                    float (&p)[kCount]) {
@@ -149,8 +151,8 @@ __device__ inline void unpack_weight(const AdamLeaf& leaf, const Words<kCount>& 
   if (!likely(same)) take_params(leaf.param_storage, rounded, words.param, p);
 }
 
-// Stores the master and the param; p becomes the weight that the model sees: the param,
-// or the master where that is all there is.
+// Stores the master and the param. p becomes the weight that the model uses: the rounded param, or the master if there
+// is no param.
 template <int kCount>
 __device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (&p)[kCount]) {
   uint32_t words[kCount];
@@ -180,7 +182,7 @@ __device__ inline void store_weight(const AdamLeaf& leaf, int64_t index, float (
   }
 }
 
-// Updates kCount neighbours; p becomes the weight that the model sees.
+// Updates kCount neighbours; p becomes the weight that the model uses.
 template <int kCount>
 __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words,
                              float (&p)[kCount]) {
@@ -206,8 +208,9 @@ __device__ inline void renew(const AdamLeaf& leaf, const Step& step, int64_t ind
   store_weight(leaf, index, p);
 }
 
-// The same, and their FP8 values with the scale of the leaf, which it returns. Into a shared cast they are stored by
-// patches.
+// Updates kCount neighbours, and casts them to FP8 with the scale of the leaf. Returns the FP8 bytes in one word.
+// Values of a shared cast are not stored here: the caller stores them by patches, since rows there are longer than the
+// leaf's.
 template <int kCount>
 __device__ inline uint32_t update(const AdamLeaf& leaf, const Step& step, int64_t index, Words<kCount>& words,
                                   float& amax) {

@@ -1,8 +1,8 @@
 // Adam for leaves that are cast by tile, with a scale for each square of 128 x 128.
 //
-// A scale follows from the new weights of its square, all of which a block has: so it need not ask anybody. The weights
-// wait in shared memory, where their own thread finds them again, until their maximum has become the scale. In
-// registers they would take 64 of a thread's 128, and loads in flight have those.
+// A scale follows from the new weights of its square. A block has all of them, so it exchanges nothing with other
+// blocks. The weights wait in shared memory until their maximum has become the scale; a thread reads back only what it
+// wrote. In registers they would take 64 of a thread's 128, which the loads in flight need.
 //
 //     float32 params, moments and gradients: 16 bytes read and 14 written for each param; a cast of its own behind the
 //                                            step reads 4 again
@@ -29,11 +29,12 @@ static_assert(sizeof(SquareTable) <= kParameterBytes, "the leaves of a launch tr
 constexpr int kStagedBytes = kChunk * sizeof(float);
 static_assert(sizeof(uint4) == kTileWidth * sizeof(float) && LeafTile::kChunks * sizeof(uint4) <= kStagedBytes);
 
-// Percent of a multiprocessor's 228 KB that as many blocks share; a block takes 1 KB beside its own.
+// Percent of Hopper's 228 KB of shared memory on a multiprocessor that these blocks share. CUDA reserves 1 KB for each
+// block.
 template <typename Kind>
 constexpr int kSquareCarveout = 100 * Kind::kSquareBlocks * (kStagedBytes + 2048) / (228 * 1024) + 1;
 
-// The largest of all threads; none of them has a NaN. Whoever reads `warp_maxima` next must wait for the others.
+// The largest x of each warp; no x is NaN. Readers of `warp_maxima` need a barrier after this.
 __device__ inline void put_maximum(float x, uint32_t (&warp_maxima)[kTileThreads / kWarp]) {
   const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(x));
   if (threadIdx.x % kWarp == 0) warp_maxima[threadIdx.x / kWarp] = bits;
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kSquareBlocks)
   const int square_col = static_cast<int>(chunk % squares_per_row);
   const int64_t tile_row = int64_t{square_row} * kTileRows, tile_col = int64_t{square_col} * kTileCols;
   const Walk walk = tile_walk(leaf, tile_row, tile_col);
-  uint4* const own = staged + threadIdx.x;  // vector v at own[v * kTileThreads]
-  float amax = 0.0f, largest = 0.0f;        // of the leaf, NaN where one is; of the square, without any
+  uint4* const own = staged + threadIdx.x;  // vector v is at own[v * kTileThreads], so a warp meets all banks evenly
+  float amax = 0.0f, largest = 0.0f;        // for the leaf, NaN if an element is; for the square's scale, without NaN
 
   constexpr int kCount = Kind::kInFlight;
 #pragma unroll 1
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kSquareBlocks)
     }
   }
   put_maximum(largest, warp_maxima);
-  merge_amax<kTileThreads>(amax, leaf.amax);  // a barrier is in it
+  merge_amax<kTileThreads>(amax, leaf.amax);  // contains a barrier
 
   const float scale = scale_from_amax<Fp8Type::kE4M3>(maximum_of(warp_maxima), table.rule);
   const float multiplier = multiplier_of(scale);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kTileThreads, Kind::kSquareBlocks)
   uint32_t rows[kRounds][kPatchRows];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    if (walk.at(round * kPatchRows) + kTileWidth > walk.end) continue;  // a patch is there as a whole, or not at all
+    if (walk.at(round * kPatchRows) + kTileWidth > walk.end) continue;  // a patch lies inside the leaf or outside
 #pragma unroll
     for (int i = 0; i < kPatchRows; ++i) {
       const uint4 p = own[(round * kPatchRows + i) * kTileThreads];

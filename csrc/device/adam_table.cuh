@@ -1,7 +1,8 @@
-// Which leaves a launch of Adam updates, which elements of them a thread has, and what the compiler knows of how they
-// are kept.
+// The table of the leaves that a launch of Adam updates, the elements of a leaf that a thread has, and the dtypes that
+// a kernel knows at compile time.
 //
-// Chunks of 16384 elements: flat where the shape does not matter, tiles of 128 x 128 where a transpose is written.
+// A block updates a chunk of 16384 elements: contiguous ones where the shape does not matter, and a tile of 128 x 128
+// where the kernel writes a transpose.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,9 @@
 
 namespace jax_fp8 {
 
-// A warp has a row of a tile, four neighbours a thread: then every access of a warp is of whole 128-byte lines, be the
-// elements 4 bytes each or 1. A tile is four rounds of 8 x 32 patches, one per thread.
+// A warp has a row of a tile, and each thread four neighbours of it. So every access of a warp covers whole 128-byte
+// lines, whether elements have 4 bytes or 1. A tile is four rounds of 8 x 32 patches, and each thread has one patch of
+// a round.
 constexpr int kTileThreads = 256;
 constexpr int kTileWidth = 4;
 constexpr int kGroups = 32;
@@ -27,12 +29,12 @@ static_assert(kTileRows * kTileCols == kChunk, "a chunk is a tile, or as many el
 
 // ---- the table: in the parameters of a kernel -----------------------------------------------------------------------
 
-constexpr int kParameterBytes = 32764;
+constexpr int kParameterBytes = 32764;  // the most that CUDA passes to a kernel
 
 template <int kLeaves>
 struct LeafTable {
-  uint32_t first_block[kLeaves];  // ascending
-  int number[kLeaves];            // of the leaf within the whole call
+  uint32_t first_block[kLeaves];  // of the grid; ascending, so that a block finds its leaf by bisection
+  int number[kLeaves];            // of the leaf in the whole call
   AdamLeaf leaves[kLeaves];
   int leaf_count;
   int first_leaf;
@@ -64,8 +66,8 @@ __device__ inline Step step_of(const LeafTable<kLeaves>& table, int slot) {
 
 // ---- the elements of a thread ---------------------------------------------------------------------------------------
 
-// Which elements a thread updates: vector v starts at first + v / 4 * round_stride + v % 4 * stride,
-// if it ends before `end`.
+// The elements that a thread updates: vector v starts at first + v / 4 * round_stride + v % 4 * stride, and is skipped
+// if it would end past `end`.
 struct Walk {
   int64_t first, round_stride, stride, end;
 
@@ -85,7 +87,7 @@ __device__ inline Walk tile_walk(const AdamLeaf& leaf, int64_t tile_row, int64_t
   return {row * leaf.cols + col, kRoundRows * leaf.cols, leaf.cols, col < leaf.cols ? leaf.rows * leaf.cols : 0};
 }
 
-// Loads kCount vectors, of which those that are not there stay as they are.
+// Loads kCount vectors; words of a vector past the end stay as they are.
 template <int kCount>
 __device__ inline void load_vectors(const AdamLeaf& leaf, const Walk& walk, int64_t first,
                                     Words<kTileWidth> (&words)[kCount]) {
@@ -101,7 +103,7 @@ __device__ inline void put_patch(uint4* tile, int round, const uint32_t (&rows)[
   LeafTile::put(tile, threadIdx.x / kGroups + round * kRoundPatches, threadIdx.x % kGroups, columns);
 }
 
-// A patch of the rowwise values in a shared cast, whose rows are longer than those of the leaf.
+// Stores a patch of rowwise values in a shared cast, whose rows are longer than those of the leaf.
 __device__ inline void store_patch(const AdamLeaf& leaf, int64_t tile_row, int64_t tile_col, int round,
                                    const uint32_t (&rows)[kPatchRows]) {
   const int64_t row = tile_row + round * kRoundRows + threadIdx.x / kGroups * kPatchRows;
@@ -113,12 +115,13 @@ __device__ inline void store_patch(const AdamLeaf& leaf, int64_t tile_row, int64
   }
 }
 
-// ---- what is known of the leaves of a kernel ------------------------------------------------------------------------
+// ---- the dtypes that a kernel knows at compile time -----------------------------------------------------------------
 
-// How the leaves of a kernel are kept. What is known to the compiler costs no instruction; a kernel that takes every
-// leaf decides at run time, the same way for a whole block, in code that is several times as long. kInFlight vectors
-// are loaded by a thread before it needs the first; kBlocks are resident on a multiprocessor, and kSquareBlocks of
-// those that cast by tile.
+// The storage of the leaves of a kernel. A branch on a storage that the compiler knows costs no instruction. A kernel
+// that takes every leaf branches at run time, in the same way for a whole block, and its code is several times as long.
+//
+// A thread loads kInFlight vectors before it needs the first. kBlocks blocks share a multiprocessor, and kSquareBlocks
+// where the kernel casts by tile.
 template <Storage kG, Storage kMoments, Storage kParam, Storage kMaster>
 struct Known {
   static bool takes(const AdamLeaf& leaf) {
@@ -130,11 +133,12 @@ struct Known {
     leaf.param_storage = kParam, leaf.master_storage = kMaster;
   }
   static constexpr bool kMayHaveParam = kParam != Storage::kNone;
-  // FP8 moments are mostly arithmetic, and want more warps. The others want long runs of loads between runs of stores,
-  // for memory that turns around less often: measured, 9.3 instead of 9.5 ms for 1.3 billion params.
+  // FP8 moments need much arithmetic, and so more warps. The others need long runs of loads between runs of stores,
+  // since memory loses time when it turns from reads to writes: measured, 9.3 instead of 9.5 ms for 1.3 billion params.
   static constexpr int kInFlight = is_fp8(kMoments) ? 2 : 4;
-  // Nothing of these kernels may be spilled: ptxas of CUDA 13.0 was seen to take what a thread had put on its stack for
-  // a value that all threads of a warp share. So those with the most to keep have fewer blocks and more registers.
+  // These kernels must not spill registers: ptxas of CUDA 13.0 was seen to treat what a thread had spilled to its stack
+  // as a value that all threads of its warp share. So the kernels that hold the most have fewer blocks and more
+  // registers.
   static constexpr bool kHasBoth = kParam != Storage::kNone && kMaster == Storage::kFloat32;
   static constexpr bool kKeepsMuch = kG == Storage::kFloat32 && kHasBoth;
   static constexpr int kBlocks = is_fp8(kMoments) ? (kKeepsMuch ? 3 : 4) : 2;

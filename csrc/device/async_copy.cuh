@@ -1,6 +1,6 @@
-// What moves a box of a matrix between global and shared memory while threads do other things, what a thread sends to
-// another block, and how threads learn that it has arrived: the tensor copies of compute capability 9.0 and its
-// barriers in shared memory.
+// Asynchronous instructions of compute capability 9.0. Tensor copies (TMA) move a box of a matrix between global and
+// shared memory while threads do other work. A thread can send words to another block of its cluster. Barriers in
+// shared memory (mbarrier) tell threads that the bytes have arrived.
 #pragma once
 
 #include <cuda.h>
@@ -9,16 +9,16 @@
 
 namespace jax_fp8 {
 
-// Shared memory as these instructions address it.
+// The 32-bit address within shared memory that these instructions take.
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
 
-// Counts arrivals, and bytes that are announced and then copied. Each time all have come its phase ends; who waits
-// names the phase by its parity: 0 for the first, then 1, and so on. A wait for parity 1 of a new barrier is over at
-// once.
+// Counts arrivals, and the bytes that a thread has announced and copies bring. When all have come, the phase ends and
+// the next begins. A waiting thread names the phase by its parity: 0 for the first phase, then 1, then 0 again. A wait
+// for parity 1 of a new barrier returns at once.
 struct Barrier {
   uint64_t state;
 };
@@ -27,7 +27,7 @@ __device__ inline void start(Barrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// After `start`, for copies and for the other block of the cluster.
+// To be called after `start`: makes the barriers visible to copies and to the other blocks of the cluster.
 __device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void arrive_and_expect(Barrier& barrier, int bytes) {
@@ -35,16 +35,17 @@ __device__ inline void arrive_and_expect(Barrier& barrier, int bytes) {
                : "memory");
 }
 
-// At the barrier of this place in a block of the cluster. What it says is that this thread has read shared memory; it
-// publishes nothing that the other block would read, which would be waiting for all of this thread's loads and stores.
+// Arrives at the same barrier in another block of the cluster. The arrival says that this thread has read its shared
+// memory. It has no release at cluster scope and publishes no data: that would wait for all of this thread's loads and
+// stores.
 __device__ inline void arrive_in_block(Barrier& barrier, int block) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(&barrier)), "r"(block));
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
-// Sends two words to this place in a block of the cluster, where `barrier` gets eight bytes. That publishes nothing
-// else, and so waits for nothing.
+// Sends two words to the same address in another block of the cluster, and counts eight bytes at that block's
+// `barrier`. It publishes nothing else, and so waits for nothing.
 template <typename T>
 __device__ inline void send(const T& pair, T* shared, Barrier& barrier, int block) {
   static_assert(sizeof(T) == 8 && alignof(T) == 8);
@@ -58,7 +59,7 @@ __device__ inline void send(const T& pair, T* shared, Barrier& barrier, int bloc
                : "memory");
 }
 
-// Whether the phase has ended; the hardware waits for a while before it says no.
+// Whether the phase has ended. The hardware may wait for a while before it answers no.
 __device__ inline bool is_over(Barrier& barrier, uint32_t parity) {
   uint32_t over;
   asm volatile(
@@ -80,12 +81,13 @@ __device__ inline void wait(Barrier& barrier, uint32_t parity) {
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-// The first element of a box: of a row, of the rows, of the matrices.
+// The coordinates of a box's first element, innermost dim first.
 struct Corner {
   int column, row, matrix;
 };
 
-// Into this block; `barrier` gets the bytes. What lies outside of the matrix arrives as zeros, and counts.
+// Copies a box to this block, and counts its bytes at `barrier`. Elements outside of the matrix arrive as zeros and
+// count too.
 __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* shared, Barrier& barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
@@ -95,7 +97,8 @@ __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* sha
       : "memory");
 }
 
-// Into the same place of each block of the cluster whose bit is set, and to the barrier that it has there.
+// Copies a box to the same address in each block of the cluster whose bit is set (multicast), and counts its bytes at
+// the same barrier in each of them.
 __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* shared, Barrier& barrier,
                                 uint16_t blocks) {
   asm volatile(
@@ -107,11 +110,11 @@ __device__ inline void load_box(const CUtensorMap& map, Corner corner, void* sha
       : "memory");
 }
 
-// What threads have written to shared memory becomes visible to copies that are issued after a barrier of these
-// threads.
+// Makes what this thread has written to shared memory visible to copies. Tensor copies access memory by another path
+// (the async proxy), so each writer calls this before the barrier after which one thread issues the copy.
 __device__ inline void publish_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What lies outside of the matrix is not written.
+// Copies a box to global memory. Elements outside of the matrix are not written.
 __device__ inline void store_box(const CUtensorMap& map, Corner corner, const void* shared) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                :
@@ -121,7 +124,8 @@ __device__ inline void store_box(const CUtensorMap& map, Corner corner, const vo
 
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the stores of this thread have read shared memory; they may still be writing.
+// Waits until the stores of this thread have read shared memory, which may then be overwritten. Their writes to global
+// memory may still be under way.
 __device__ inline void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(0) : "memory");
 }

@@ -1,4 +1,4 @@
-// From the dtypes a call arrives with to the template that handles them.
+// Dispatch from the dtypes of a call to a template's arguments.
 #pragma once
 
 #include "../dtypes.h"
@@ -21,7 +21,7 @@ struct Fp8Constant {
   static constexpr Fp8Type value = kValue;
 };
 
-// Inside a kernel: calls with(Fp8Constant<format>{}), a branch that all threads take alike.
+// Inside a kernel: calls with(Fp8Constant<format>{}). All threads take the same branch.
 template <typename With>
 __device__ inline void with_format(Fp8Type format, With with) {
   if (format == Fp8Type::kE4M3) {

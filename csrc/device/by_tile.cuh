@@ -1,4 +1,4 @@
-// What the kernels that cast by tiles have in common: their results, and the scale of a tile.
+// What the kernels that cast by tiles share: their results, and the scale of a tile.
 #pragma once
 
 #include <cmath>
@@ -16,10 +16,10 @@ struct TileCompanion {
   float* scales_t;    // [rows / 128, width]
 };
 
-// What is not wanted is null.
+// Results that the caller does not need are null.
 struct ByTileResults {
-  TileCast cast;    // of [rows, parts * width]
-  ColumnSums sums;  // [parts * width], where the producer sums
+  TileCast cast;    // of a matrix [rows, parts * width]
+  ColumnSums sums;  // [parts * width], if the producer has kSums
   TileCompanion companion;
   int64_t rows;
   int64_t width;
@@ -34,7 +34,7 @@ struct Task {
   ByTileResults results;
   AmaxRule rule;
   int64_t cols;            // parts * width
-  unsigned tiles_per_row;  // of the grid
+  unsigned tiles_per_row;  // of the grid of blocks
   unsigned tiles;
 };
 
@@ -42,9 +42,9 @@ inline AmaxRule amax_rule_of(const TileRule& rule) {
   return {std::ldexp(1.0f, rule.margin), rule.amax_epsilon, rule.power_2_scale};
 }
 
-// Makes an amax the scale of its tile, writes it down, and returns what elements are multiplied by. The tile is that of
-// element (i, j) in a matrix [i_count, j_count] whose rows lie along what a GEMM contracts. Who has no such element may
-// ask all the same.
+// Computes the scale of a tile from its amax, stores it, and returns the multiplier for the elements, 1 / scale. The
+// tile is that of element (i, j) in a matrix [i_count, j_count] whose rows lie along the contracted dim. A thread whose
+// element lies outside of the matrix stores nothing.
 __device__ inline float keep_scale(const AmaxRule& rule, float amax, float* scales, bool square, int64_t i, int64_t j,
                                    int64_t i_count, int64_t j_count) {
   const float scale = scale_from_amax<kFormat>(amax, rule);

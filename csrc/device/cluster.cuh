@@ -1,7 +1,8 @@
-// Blocks that run at the same time on neighbouring multiprocessors and write into one another's shared memory:
-// a cluster.
+// Clusters: blocks that run at the same time on neighbouring multiprocessors and can write into each other's shared
+// memory (distributed shared memory).
 //
-// Compute capability 9.0 has them. A kernel that uses them must not be launched from code for an older one.
+// They need compute capability 9.0. The host must not launch a kernel with clusters from code compiled for an older
+// one.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +11,9 @@ namespace jax_fp8 {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// A barrier of all threads of all blocks: arrive, wait, arrive, wait. What a thread has written before it arrives, to
-// any block, all see that have waited; publishing that takes time, so there is a way to arrive without.
-// A thread that has ended has arrived.
+// A barrier of all threads of all blocks of the cluster. Each thread alternates: arrive, wait, arrive, wait. After the
+// wait, a thread sees what any other wrote, to any block, before it arrived. Publishing those writes takes time, so
+// there is an arrival without it too. A thread that has exited counts as arrived.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
 __device__ inline void arrive_at_cluster_with_nothing() {
@@ -21,8 +22,8 @@ __device__ inline void arrive_at_cluster_with_nothing() {
 
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Where a variable in shared memory is in another block of the cluster. That block must have begun, and must not end
-// before it is used.
+// The address of the same shared variable in another block of the cluster. That block must have started, and must not
+// exit before the access.
 template <typename T>
 __device__ inline T* in_block(T* shared, int block) {
   uint64_t address;

@@ -1,4 +1,4 @@
-// The last step of column sums: the sums of parts of the rows become those of all, in an order that never changes.
+// The last step of column sums: adds the partial sums of all parts of the rows, in an order that never changes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,11 @@
 namespace jax_fp8 {
 
 constexpr int kSumThreads = 256;
-constexpr int kSumCols = 32;                      // of a block, one per lane
-constexpr int kSumRows = kSumThreads / kSumCols;  // one per warp
+constexpr int kSumCols = 32;                      // columns of a block, one per lane
+constexpr int kSumRows = kSumThreads / kSumCols;  // parts that a block reads at once, one per warp
 
-// Blocks (i, 0) and (i, 1) add up 32 columns of either array. Eight loads are in flight per thread.
+// Blocks (i, 0) add up 32 columns of the first array, and blocks (i, 1) of the second. The loop is unrolled eight
+// times, so that each thread has eight loads in flight.
 static __global__ void __launch_bounds__(kSumThreads)
     column_sums_kernel(ColumnSums first, ColumnSums second, int64_t parts, int64_t cols) {
   __shared__ float shared[kSumRows][kSumCols];

@@ -1,22 +1,24 @@
-// Two kernels: one that keeps a row in shared memory as it comes, and one for a gradient that is aligned in another way
-// than the logits. cross_entropy_ahead.cuh has a third, for rows that are longer than what a block can keep.
+// Two kernels for the loss, one block for each row. rows_kernel keeps the row in shared memory. any_kernel reads
+// element by element, for a gradient that is aligned differently from the logits. cross_entropy_ahead.cuh has a third
+// kernel, for rows that do not fit the shared memory of one block.
 //
-// A thread measures its elements while they are in registers, and rescales what it has added up whenever a batch of
-// loads brings a larger one. After two reductions over the block, every thread turns the elements that it has kept
-// itself into their gradient. All of a row is measured before any of it is overwritten, and what did not fit into
-// shared memory is read again by the thread that will overwrite it.
+// Each thread computes an online softmax of its elements while they are in registers: it adds up exp(x - largest), and
+// rescales the sum whenever a batch of loads brings a larger x. Two reductions over the block then give the row's
+// maximum and sum, and each thread turns the elements that it keeps in shared memory into their gradient. The gradient
+// may overwrite the logits. So the block reads the whole row before any thread writes, and elements that did not fit
+// into shared memory are read again by the same thread that overwrites them.
 //
-// Vectors begin where memory is aligned, so with an odd vocabulary elsewhere in every row; what is left at both ends of
-// a row are up to 14 elements, one each for as many threads.
+// Vectors begin at multiples of 16 bytes. With an odd vocabulary that is at another column in every row. Up to 14
+// elements at the two ends of a row are in no vector; as many threads take one each.
 //
 // Two blocks share a multiprocessor, so that one loads while the other computes and stores:
 //
 //     16-bit, vocab = 50,304: 2 x 100,608 bytes of logits; 2 x 512 threads with 128 bytes of loads in flight each,
-//     128 KB together. For an element some 16 instructions and two exponentials: half of the time in which memory
+//     128 KB together. An element costs some 16 instructions and two exponentials: half of the time in which memory
 //     delivers it and takes it back.
 //
-// Of 16-bit logits, exp has an error of 2**-22 + |logit - largest| 2**-23, relative:
-// far less than the rounding of the gradient.
+// For 16-bit logits, exp has the relative error 2**-22 + |logit - largest| 2**-23, far less than the rounding of the
+// gradient to 16 bits.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +33,13 @@ constexpr int kThreads = 512;
 constexpr int kBlocks = 2;  // on a multiprocessor
 constexpr int64_t kMaxVectorizedVocab = 1 << 24;
 
-// Vectors that a thread loads before it needs the first: 128 bytes.
+// The vectors that a thread loads before it needs the first: 128 bytes.
 template <typename T>
 constexpr int kDepth = 16 / sizeof(T);
 
 template <typename T>
 struct Rows {
-  const T* logits;  // read with ordinary loads: the gradient may lie there
+  const T* logits;  // read with ordinary loads, not the read-only cache: the gradient may overwrite them
   const int32_t* labels;
   const float* shares;
   float z_loss;
@@ -52,8 +54,8 @@ __device__ inline float exponential(float x) {
   return power_of_2<T>(__fmul_rn(kLog2E, x));
 }
 
-// What is known of some elements: sum exp(x - largest).
-// `largest` stays finite, so that it can be subtracted from infinity.
+// The online softmax of some elements: their maximum, and sum exp(x - largest). `largest` stays finite, so that even
+// infinity - largest is no NaN.
 struct alignas(8) Measured {
   static constexpr float kLimit = 0x1.fffffep127f;
   float largest, sum;
@@ -72,7 +74,7 @@ struct alignas(8) Measured {
     sum = __fadd_rn(sum, exponential<T>(__fsub_rn(x, largest)));
   }
 
-  // Of vectors that are `stride` apart, those that begin before `end`; the first does at `start`.
+  // Adds the vectors that begin before `end`. The first begins at `start`, and the others follow `stride` apart.
   template <typename T>
   __device__ void add_batch(const Vector<T> (&vectors)[kDepth<T>], int start, int stride, int end) {
     float most = largest;
@@ -107,7 +109,8 @@ struct Scratch {
   float sums[kWarp][1];
 };
 
-// From what all threads of the block have measured; every thread gets it. A NaN is in the sum.
+// Merges the measurements of all threads of the block; every thread gets the result. fmaxf drops a NaN from the
+// maximum, but the sum keeps it.
 template <typename T>
 __device__ inline Measured merge(Measured measured, Scratch& scratch) {
   measured.raise<T>(block_max(measured.largest, scratch.maxima));
@@ -117,7 +120,7 @@ __device__ inline Measured merge(Measured measured, Scratch& scratch) {
   return measured;
 }
 
-// What a row's label says.
+// A row's label and share. The share becomes NaN if the label is no token.
 struct Label {
   int label;
   bool is_token;
@@ -133,15 +136,15 @@ struct Label {
   __device__ Label(const Rows<T>& rows, int64_t row)
       : Label(rows, __ldg(rows.labels + row), __ldg(rows.shares + row)) {}
 
-  // To be called before the block's last barrier, and kept: the gradient may overwrite it afterwards.
+  // The label's logit. Read it before the block's last barrier: afterwards the gradient may overwrite it.
   template <typename T>
   __device__ float chosen(const T* logits) const {
     return is_token ? to_float(logits[label]) : 0.0f;
   }
 };
 
-// The loss and the gradient of a row. Logits are compared with the largest, not with lse:
-// where that is large, its last bit is not small.
+// The loss and the gradient of a row. They subtract the largest logit, not lse: where lse is large, its rounding error
+// would be too.
 struct Result {
   float largest, log_sum, lse;
   float factor;  // share (1 + 2 z_loss lse) / sum
@@ -159,13 +162,13 @@ struct Result {
     return __fmul_rn(exponential<T>(__fsub_rn(x, largest)), factor);
   }
 
-  // Of the element of a column.
+  // The gradient of the element in column `col`.
   template <typename T>
   __device__ T element(float x, int64_t col, const Label& label) const {
     return from_float<T>(__fsub_rn(slope<T>(x), col == label.label ? label.share : 0.0f));
   }
 
-  // Of the vector that begins at a column.
+  // The gradient of the vector that begins at column `col`.
   template <typename T>
   __device__ Vector<T> of_vector(Vector<T> vector, int col, const Label& label) const {
     float x[kVectorWidth];
@@ -191,10 +194,10 @@ struct Result {
 
 // ---- rows in vectors ------------------------------------------------------------------------------------------------
 
-// What a block of 2**log2_blocks has of a row, and what a thread has of it that is in no vector.
+// The part of a row that one of 2**log2_blocks blocks has, and the element in no vector that a thread of block 0 has.
 struct Part {
   int begin, end;  // columns of the block's vectors
-  int lone;        // the column of one element; -1: none
+  int lone;        // the column of the thread's element in no vector; -1: none
 
   template <typename T>
   __device__ Part(const T* logits, int vocab, int block, int log2_blocks) {
@@ -210,7 +213,8 @@ struct Part {
   }
 };
 
-// A thread has vectors kThreads apart; the first `held` elements are left at `kept`.
+// Measures a thread's vectors, which are kThreads vectors apart. Copies those among the first `held` elements of the
+// part to `kept`, in shared memory.
 template <typename T>
 __device__ inline Measured measure(const T* logits, const Part& part, T* kept, int held) {
   constexpr int kStride = kThreads * kVectorWidth;
@@ -223,7 +227,8 @@ __device__ inline Measured measure(const T* logits, const Part& part, T* kept, i
       if (start + i * kStride < part.end) loaded[i] = read_vector(logits + start + i * kStride);
     }
     measured.add_batch(loaded, start, kStride, part.end);
-    // Not before: the compiler would make one loop of this and of the loads, and wait for each of them.
+    // These stores come after the sums: otherwise the compiler merges them with the loop of loads, and each store waits
+    // for its load.
 #pragma unroll
     for (int i = 0; i < kDepth<T>; ++i) {
       const int col = start + i * kStride;
@@ -233,7 +238,7 @@ __device__ inline Measured measure(const T* logits, const Part& part, T* kept, i
   return measured;
 }
 
-// Dynamic shared memory: the first `held` elements of a row's vectors, a multiple of a vector.
+// Dynamic shared memory: the first `held` elements of a row's vectors, where `held` is a multiple of a vector.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks) rows_kernel(Rows<T> rows, int held) {
   extern __shared__ uint4 shared[];

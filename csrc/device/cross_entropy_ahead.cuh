@@ -1,18 +1,19 @@
-// The loss of rows that are longer than what a block can keep. A cluster of blocks shares each row, and fetches the
-// next one while it works on this one.
+// The loss for rows that do not fit the shared memory of one block. A cluster of blocks shares each row, and prefetches
+// the next row while it computes this one.
 //
-// There are as many clusters as the device has room for, and they take turns at the rows. A block has two buffers for
-// its part of a row. A thread fetches, measures and overwrites the same vectors, so no barrier guards a buffer: when it
-// has stored the gradient of a row, it fetches the row after the next one.
+// The grid has as many clusters as can run at once, and they take turns at the rows. A block has two buffers for its
+// part of a row. Each thread fetches, measures and overwrites its own vectors only, so no barrier guards a buffer: when
+// a thread has stored its gradient of a row, it fetches the row after the next one.
 //
-// The cluster meets once a row: every warp sends what it has measured to every block, and a barrier in shared memory
-// counts the bytes. The cluster's own barrier would be slower: before it publishes anything it waits for all that a
-// thread has stored, and that is the gradient of the row before.
+// The cluster synchronizes once for each row: every warp sends its measurement to every block, and a barrier in shared
+// memory counts the bytes. The cluster's own barrier would be slower: its release waits for all earlier stores of a
+// thread, which are the gradient of the previous row.
 //
 //     16-bit, vocab = 128,256: clusters of 8, 3 blocks on a multiprocessor, two buffers of 32,064 bytes each. Of these
-//     192 KB, 96 KB or more are on their way or have just arrived; 4.2 TB/s for 1 us are 32 KB. Three parts, there and
-//     back, take memory 6.0 us. An element takes some 14 instructions and two exponentials, a row 300 more of each
-//     warp: at 1.8 GHz 3.9 us of issue slots and 3.6 us of exponentials. While one block waits, others have these.
+//     192 KB, at least 96 KB are in flight or have just arrived. A multiprocessor's share of 4.2 TB/s, times 1 us of
+//     latency, is 32 KB. To read and to write the parts of three blocks takes memory 6.0 us. An element takes some 14
+//     instructions and two exponentials, and a row 300 more instructions of each warp: at 1.8 GHz 3.9 us of issue slots
+//     and 3.6 us of exponentials. While one block waits, the others use these.
 #pragma once
 
 #include <cstdint>
@@ -30,20 +31,21 @@ constexpr int kAheadBlocks = 3;  // on a multiprocessor, which the registers mus
 constexpr int kMaxLog2Blocks = 3;
 constexpr int kMaxParts = kAheadWarps << kMaxLog2Blocks;
 
-// What the warps of a cluster have measured, and how a block learns that all have told it. There are two of each: while
-// a warp still waits for what a row measures or reads it, others may send of the next row, but not of the one after,
-// because for that they need what this warp sends next.
+// The measurements that a block receives from all warps of its cluster, and the barriers that say when they are
+// complete. There are two of each, for even and odd rows: while a warp still waits for a row's measurements or reads
+// them, other warps may already send those of the next row. They cannot send those of the row after, because before
+// that they need what this warp sends for the next row.
 struct Told {
   Measured parts[2][kMaxParts];
   Barrier complete[2];
 };
 
-// Which of how many blocks of a cluster this is.
+// The rank of this block in its cluster of 2**log2_blocks blocks.
 struct Member {
   int block, log2_blocks;
 
-  // Every thread gets what all threads of the cluster have measured of its row number `round`, added up always in the
-  // same order.
+  // Merges the measurements of all threads of the cluster, always in the same order; every thread gets the result.
+  // `round` counts the rows of this cluster.
   template <typename T>
   __device__ Measured merge(Measured measured, int round, Told& told) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -75,8 +77,8 @@ struct Member {
   }
 };
 
-// The labels of the next 32 rows of a cluster, one in each lane. If all lanes load the same number, the compiler puts
-// it into a uniform register, and that waits for the load at once.
+// The labels of the next 32 rows of a cluster, one in each lane. If all lanes loaded the same label, the compiler would
+// put it into a uniform register and wait for the load at once.
 struct Labels {
   int label = 0;
   float share = 0.0f;
@@ -95,8 +97,8 @@ struct Labels {
   }
 };
 
-// A row on its way: the block's part goes to `kept`, this thread's lone element to a register that nobody looks at
-// before the row's turn.
+// A row that is being prefetched. The constructor starts the copies of this thread's vectors to `kept`, and loads its
+// lone element to a register, which nobody reads before the row's turn.
 template <typename T>
 struct Coming {
   Part part;
@@ -115,12 +117,13 @@ struct Coming {
     if (part.lone >= 0) lone = logits[part.lone];
   }
 
-  // A thread's vectors, from where the part begins.
+  // Offsets of a thread's vectors, relative to the begin of the part.
   static constexpr int kStride = kAheadThreads * kVectorWidth;
   static __device__ int first() { return static_cast<int>(threadIdx.x) * kVectorWidth; }
   __device__ int size() const { return part.end - part.begin; }
 
-  // Whether this thread has the label's logit. The first one speaks for a label that is no token.
+  // Whether this thread has the label's logit, and so writes the loss. For a label that is no token, the first thread
+  // does.
   __device__ bool tells(const Label& label, const Member& member) const {
     const int thread = static_cast<int>(threadIdx.x);
     if (!label.is_token) return member.block == 0 && thread == 0;
@@ -128,7 +131,7 @@ struct Coming {
     return part.lone == label.label || (at >= 0 && at < size() && at % kStride / kVectorWidth == thread);
   }
 
-  // To be asked of the thread that tells.
+  // The label's logit; only for the thread that `tells`.
   __device__ float chosen(const Label& label, const T* kept) const {
     if (!label.is_token) return 0.0f;
     return to_float(part.lone == label.label ? lone : kept[label.label - part.begin]);
@@ -164,8 +167,8 @@ __device__ inline void overwrite(T* gradient, const Coming<T>& row, const T* kep
   }
 }
 
-// Clusters of 2**log2_blocks blocks. Dynamic shared memory: two buffers of `held` elements, as many as a block's part
-// of a row can have.
+// Clusters of 2**log2_blocks blocks. Dynamic shared memory: two buffers of `held` elements, the most that a block's
+// part of a row can have.
 template <typename T>
 __global__ void __launch_bounds__(kAheadThreads, kAheadBlocks)
     ahead_kernel(Rows<T> rows, int64_t count, int log2_blocks, int held) {

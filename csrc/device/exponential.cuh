@@ -1,5 +1,5 @@
-// Exponentials. What is rounded to 16 bits afterwards takes the hardware's, whose error, some 2**-22, almost always
-// vanishes in that rounding; T says what it is rounded to.
+// Exponentials. T is the dtype to which the caller rounds the result. If T has 16 bits, they use the hardware's
+// approximation: its relative error, some 2**-22, almost always vanishes in that rounding.
 #pragma once
 
 namespace jax_fp8 {

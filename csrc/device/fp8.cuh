@@ -11,9 +11,9 @@
 
 namespace jax_fp8 {
 
-// Rounded to nearest, as the reference divides: an approximate reciprocal differs in the last bit, and bytes then
-// differ too. Call it after the loads of x: inverting waits for the scale to arrive,
-// and nothing behind it is issued meanwhile.
+// 1 / scale, rounded to nearest like the reference's division. An approximate reciprocal would differ in the last bit,
+// and then FP8 bytes would differ too. Call it after the loads of x: it waits for the load of the scale, and the thread
+// issues nothing meanwhile.
 __device__ inline float multiplier_of(float scale) { return __frcp_rn(scale); }
 
 // Two FP8 bytes, the first in the low half.
@@ -33,7 +33,7 @@ __device__ inline uint8_t quantize_one(float x, float multiplier) {
   return static_cast<uint8_t>(cast_pair<kFormat>(__fmul_rn(x, multiplier), 0.0f));
 }
 
-// Four neighbours in one word, in memory order.
+// Four neighbours in one word, in memory order (the first in the low byte).
 template <Fp8Type kFormat>
 __device__ inline uint32_t quantize_four(const float* x, float multiplier) {
   const uint32_t low = cast_pair<kFormat>(__fmul_rn(x[0], multiplier), __fmul_rn(x[1], multiplier));
@@ -41,7 +41,7 @@ __device__ inline uint32_t quantize_four(const float* x, float multiplier) {
   return low | high << 16;
 }
 
-// Each by its own.
+// The same with a multiplier for each element.
 template <Fp8Type kFormat>
 __device__ inline uint32_t quantize_four(const float* x, const float* multipliers) {
   const uint32_t low = cast_pair<kFormat>(__fmul_rn(x[0], multipliers[0]), __fmul_rn(x[1], multipliers[1]));
@@ -51,7 +51,7 @@ __device__ inline uint32_t quantize_four(const float* x, const float* multiplier
 
 // ---- back to float, and rounding up or down at random ---------------------------------------------------------------
 
-// Two floats from two FP8 bytes: every FP8 value is a float16.
+// Two floats from two FP8 bytes, by way of float16, which represents every FP8 value exactly.
 template <Fp8Type kFormat>
 __device__ inline void uncast_pair(uint16_t bytes, float& first, float& second) {
   uint32_t halves;
@@ -75,8 +75,8 @@ __device__ inline float power_of_two(int exponent) {
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// One of the FP8 values around x >= 0, the nearer the likelier, so that a running mean does not stall at increments
-// below half a step. The upper 20 bits of `draw` decide.
+// Stochastic rounding of x >= 0: one of the two FP8 values around it, each with a probability that makes the mean x. So
+// a running mean does not stall where its increments are below half a step. The upper 20 bits of `draw` decide.
 template <Fp8Type kFormat>
 __device__ inline float round_at_random(float x, uint32_t draw) {
   constexpr int kMantissa = kFp8MantissaBits<kFormat>;
@@ -99,20 +99,21 @@ struct AmaxRule {
   bool power_2_scale;
 };
 
-// 1 where the amax is 0, infinite or NaN. No comparison holds for a NaN, so the smallest amax does not replace it.
+// The scale is 1 where the amax is 0, infinite or NaN. No comparison holds for a NaN, so amax_epsilon does not replace
+// it.
 template <Fp8Type kFormat>
 __device__ inline float scale_from_amax(float amax, const AmaxRule& rule) {
   const float largest = amax < rule.amax_epsilon ? rule.amax_epsilon : amax;
   if (!(largest > 0.0f && largest < __int_as_float(0x7F800000))) return 1.0f;
   const float quotient = __fdiv_rn(__fmul_rn(largest, rule.headroom), kFp8Max<kFormat>);
   const float scale = fminf(fmaxf(quotient, 0x1p-126f), 0x1p126f);
-  // Up to the next power of two: a carry into the exponent, unless the mantissa is empty.
+  // Rounds up to a power of two: adding 0x7FFFFF carries into the exponent unless the mantissa is zero.
   return rule.power_2_scale ? __uint_as_float((__float_as_uint(scale) + 0x7FFFFFu) & 0xFF800000u) : scale;
 }
 
 // ---- transpose ------------------------------------------------------------------------------------------------------
 
-// Four rows of four bytes become four columns of four bytes: word c of the result holds byte c of every row.
+// Transposes four rows of four bytes with eight byte permutations: word c of the result holds byte c of every row.
 __device__ inline void transpose_bytes(const uint32_t (&row)[4], uint32_t (&column)[4]) {
   const uint32_t low01 = __byte_perm(row[0], row[1], 0x5140);   // a0 b0 a1 b1
   const uint32_t low23 = __byte_perm(row[2], row[3], 0x5140);   // c0 d0 c1 d1

@@ -1,14 +1,18 @@
-// d = alpha a bᵀ + bias + c of FP8 matrices by the tensor cores of compute capability 9.0, scaled by one number each,
-// or a by lines of 128 elements along k and b by squares of 128 x 128.
+// d = alpha a bᵀ + bias + c of FP8 matrices on the tensor cores of compute capability 9.0. Each operand has one scale;
+// or a has one for each line of 128 elements along k, and b one for each square of 128 x 128.
 //
 //     a, b ─copies→ stages in shared memory ─tensor cores→ sums of 128 products ─times their scales→ sums, float32
 //          ─alpha, bias, c→ d
 //
-// A block makes tiles of 128 x 256, one after the other, as grouped_gemm_tiles.cuh says. Of its three warpgroups one
-// has a thread that asks for copies, as long as a stage is free; the two others multiply 64 rows each. The tensor cores
-// add FP8 products with fewer bits than float32 has, so by tile the sum of each 128 is scaled and added up in float32.
-// While one warpgroup does that, the tensor cores work for the other: they take turns. Of what both blocks of a cluster
-// read, each asks for one half, which is copied to both. What becomes of the sums is in grouped_gemm_results.cuh.
+// The kernel is persistent: a block computes tiles of 128 x 256 one after the other, in the order of
+// grouped_gemm_tiles.cuh. It has three warpgroups. One thread of the first is the producer: it issues a copy whenever a
+// stage of shared memory is free. The two others are consumers, and multiply 64 rows each.
+//
+// The tensor cores accumulate FP8 products with fewer bits than float32 has. So by tile, a warpgroup scales the sum of
+// each 128 products and adds it up in float32 registers. Meanwhile the tensor cores work for the other warpgroup.
+//
+// The two blocks of a cluster read the same rows of b. Each copies one half of them to both blocks (multicast),
+// which halves the reads of b. grouped_gemm_results.cuh stores the sums.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +27,11 @@
 
 namespace jax_fp8::grouped_gemm {
 
+// Registers of a thread. The copying warpgroup gives most of its registers to those that multiply, which hold 128 sums
+// and 64 products a thread.
 constexpr int kRegistersToCopy = 40, kRegistersToMultiply = 232;
 
-// The stage after this one, and the parity of its phase.
+// A position in the ring of stages: the stage, and the parity of the phase of its barriers.
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
@@ -37,7 +43,8 @@ struct Turn {
 
 // ---- the warpgroup that copies --------------------------------------------------------------------------------------
 
-// Each block asks for half of the rows of b that both need, and for all of them where it needs others.
+// Where both blocks need the same rows of b, each copies one half of them to both. Otherwise each copies all of its
+// own.
 template <Groups kGroups>
 __device__ void copy(const Arguments& arguments, const GemmTiles<kGroups>& tiles, Shared& shared, int block) {
   constexpr uint16_t kBoth = 3;
@@ -65,7 +72,7 @@ __device__ void copy(const Arguments& arguments, const GemmTiles<kGroups>& tiles
 
 // ---- the warpgroups that multiply -----------------------------------------------------------------------------------
 
-// The scales of one step along k after the other: of this thread's two rows of a, and of the halves of b.
+// The scales of one step along k: of this thread's two rows of a, and of the two halves of b's rows.
 struct StepScales {
   float rows[2], halves[kHalves];
 };
@@ -97,7 +104,7 @@ class ScalesOfSteps {
   int second_row_, second_half_, next_row_;
 };
 
-// 64 x 128 products of one step along k; they are not there before `wait_for_products`.
+// Starts the 64 x 128 products of one step along k. The registers hold them only after `wait_for_products`.
 template <Fp8Type kA, Fp8Type kB>
 __device__ inline void multiply_step(Products& products, uint64_t a, uint64_t b, bool adds) {
   constexpr int kSteps = kTileDepth / kDepthOfProduct, kUnits = kDepthOfProduct / 16;
@@ -107,7 +114,8 @@ __device__ inline void multiply_step(Products& products, uint64_t a, uint64_t b,
   }
 }
 
-// How the tensor cores find a stage: of a the rows of one warpgroup, and of b one half.
+// The descriptors by which the tensor cores find a stage's operands: the warpgroup's rows of a, and one half of b. They
+// address shared memory in units of 16 bytes.
 struct StageOperands {
   uint64_t a, b;
 
@@ -120,6 +128,7 @@ struct StageOperands {
   }
 };
 
+// Tells the producers of both blocks that this warp has read the stage: lanes 0 and 1 arrive, each in one block.
 __device__ inline void release(Shared& shared, int stage) {
   if (threadIdx.x % 32 < 2) arrive_in_block(shared.emptied[stage], threadIdx.x % 32);
 }
@@ -134,7 +143,8 @@ __device__ inline void clear(Products (&sums)[kHalves]) {
   for (Products& half : sums) half = {};
 }
 
-// The sum of each 128 products times their scales. What need not wait for the tensor cores is done while they work.
+// Adds up the sum of each 128 products times their scales. The loads of the next scales and the wait for the next stage
+// come while the tensor cores work.
 template <Fp8Type kA, Fp8Type kB>
 __device__ void sum_by_tile(const Arguments& arguments, const GemmTile& tile, Shared& shared, Turn& turn, int warpgroup,
                             Products (&sums)[kHalves]) {
@@ -195,7 +205,8 @@ __device__ void sum_unscaled(const GemmTile& tile, Shared& shared, Turn& turn, i
 
 // ---- all of it ------------------------------------------------------------------------------------------------------
 
-// What a warp has in common, so that the compiler knows it too: loops over it need no care for threads that part.
+// A value that is the same in all threads of a warp. The shuffle tells the compiler so, which then need not handle
+// threads that leave a loop at different times.
 __device__ inline int in_common(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
 template <Groups kGroups, Fp8Type kA, Fp8Type kB, bool kByTile, typename D>
@@ -236,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       start(shared.filled[stage], 1);
-      start(shared.emptied[stage], 2 * 4 * kWarpgroups);  // by each warp of both blocks
+      start(shared.emptied[stage], 2 * 4 * kWarpgroups);  // one arrival of each multiplying warp of both blocks
     }
     for (Barrier& arrived : shared.c_arrived) start(arrived, 1);
     publish_barriers();
@@ -251,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegistersToMultiply));
     multiply_tiles<kGroups, kA, kB, kByTile, D>(arguments, tiles, shared, block);
   }
-  arrive_at_cluster();  // until then the other block may still copy to this one, or arrive here
+  arrive_at_cluster();  // a block must not exit while the other may still copy to it, or arrive at its barriers
   wait_for_cluster();
 #else
   __trap();

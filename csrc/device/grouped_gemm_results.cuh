@@ -1,5 +1,5 @@
-// What becomes of the sums of device/grouped_gemm.cuh: times a factor, with bias and c, rounded, and copied to the
-// result.
+// The epilogue of device/grouped_gemm.cuh: multiplies the sums by a factor, adds bias and c, rounds, and copies them to
+// the result by way of shared memory.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@
 
 namespace jax_fp8::grouped_gemm {
 
-// A barrier of the threads of one warpgroup. Number 0 is of the whole block.
+// A barrier of the 128 threads of one warpgroup. Hardware barrier 0 is that of __syncthreads.
 __device__ inline void meet_in(int warpgroup) { 
   asm volatile("bar.sync %0, %1;" ::"r"(warpgroup + 1), "n"(128) : "memory");
 }
 
-// A float32 product takes a bias in bfloat16; otherwise it has the type of the result.
+// The dtype of the bias: bfloat16 for a float32 result, as for cuBLASLt; otherwise that of the result.
 template <typename D>
 using BiasType = std::conditional_t<std::is_same_v<D, float>, BFloat16, D>;
 
@@ -30,17 +30,17 @@ __device__ inline float2 unpack_two(uint32_t bits) {
   return {pair[0], pair[1]};
 }
 
-// Of a result's columns, how many make a box, and how many boxes hold those that are written together.
+// How many columns of a result make a box, 128 bytes wide, and how many columns are written together, in kBoxes boxes.
 template <typename D>
 constexpr int kBoxColumns = kSwizzleBytes / sizeof(D);
 template <typename D>
 constexpr int kColumnsTogether = kBoxColumns<D> * kBoxes;
 
-// Of the 8 x 8 elements beside each other that a warp has, how many it writes at once.
+// How many matrices of 8 x 8 elements, side by side, a warp writes at once.
 template <typename D>
 constexpr int kMatrices = sizeof(D) == 2 ? 2 : 1;
 
-// What a warpgroup writes: boxes in shared memory, where c arrives before, and from where they are copied.
+// A warpgroup's boxes in shared memory: c arrives there, the result replaces it, and a copy stores the result.
 template <typename D>
 class Results {
  public:
@@ -48,7 +48,7 @@ class Results {
       : arguments_(arguments), boxes_(shared.results[warpgroup]), bias_(shared.bias[warpgroup]),
         c_arrived_(shared.c_arrived[warpgroup]), warpgroup_(warpgroup), is_first_(threadIdx.x % 128 == 0) {}
 
-  // Before the sums of a tile are there: what will be added to them.
+  // Starts the loads of bias and c before the sums of the tile are complete.
   __device__ void begin(const GemmTile& tile) {
     const int column = tile.column + threadIdx.x % 128 * 2;
     if (arguments_.bias != nullptr && column < arguments_.shape.n) {
@@ -106,12 +106,13 @@ class Results {
     return d;
   }
 
-  // The columns from `first` on that are written together. A row's pieces of 16 bytes are swizzled, so a column further
-  // to the right is an exclusive or of the address, which begins at a multiple of 128 bytes.
+  // Fills the boxes with the columns from `first` on. The 16-byte pieces of a row are swizzled. A row begins at a
+  // multiple of 128 bytes, so the offset of a column is combined with the address by an exclusive or.
   template <bool kHasBias, bool kHasC>
   __device__ void fill(int first, float factor, const Products (&sums)[kHalves]) {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16;
-    // 16 bit: of four matrices of 8 x 8, two above two, a lane has the address of one row of one of them.
+    // 16 bits: ldmatrix and stmatrix move four matrices of 8 x 8, two above two. Each lane passes the address of one
+    // row of one of them.
     const int row = first_row + (sizeof(D) == 2 ? lane % 16 : lane / 4);
     const int byte = sizeof(D) == 2 ? lane / 16 * 16 : lane % 4 * 8;
     const uint32_t start = shared_address(boxes_) + row * kSwizzleBytes + (byte ^ row % 8 * 16);
@@ -135,7 +136,7 @@ class Results {
                        : "memory");
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // above, below, and the same to the right
+        for (int i = 0; i < 4; ++i) {  // above, below, then both of the matrices to the right
           const float2 pair = finished<kHasBias, kHasC>(sum + 2 * i, factor, bias[i / 2], unpack_two<D>(c[i]));
           d[i] = pack(pair.x, pair.y, D{});
         }

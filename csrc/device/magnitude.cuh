@@ -1,7 +1,7 @@
-// Maxima of magnitudes, one or two to a word, as the elements lie in memory.
+// Maxima of magnitudes, on words with one or two elements as they lie in memory.
 //
-// A word's elements are compared by one instruction, which looks at magnitudes only; what it says of the sign is for
-// nobody. So a sign is dropped where a maximum becomes a float.
+// One instruction (max.xorsign.abs) compares the elements of two words by magnitude. The sign of its result is the xor
+// of both signs and means nothing here. So the sign is dropped when a maximum becomes a float.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace jax_fp8 {
 
-// ---- the larger of two: a NaN gives way -----------------------------------------------------------------------------
+// ---- the larger of two: a number beats a NaN ------------------------------------------------------------------------
 
 __device__ inline uint32_t larger(uint32_t a, uint32_t b, float) {
   float word;
@@ -54,7 +54,7 @@ __device__ inline uint32_t larger_or_nan(uint32_t a, uint32_t b, Float16) {
 
 // ---- of many --------------------------------------------------------------------------------------------------------
 
-// Of the elements of one word; a NaN gives way, and NaNs alone are 0.
+// The larger magnitude of one word's elements. NaNs are ignored; of NaNs alone it is 0.
 template <typename T>
 __device__ inline float magnitude_of(uint32_t word) {
   float elements[Vector<T>::kPerWord];
@@ -65,14 +65,15 @@ __device__ inline float magnitude_of(uint32_t word) {
   return largest;
 }
 
-// Words a and b of two maxima each become one word, the maximum of a first.
+// Reduces word a and word b to one maximum each, and joins them in one word, that of a first.
 template <typename T>
 __device__ inline uint32_t join_maxima(uint32_t a, uint32_t b) {
   return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), T{});
 }
 
-// Between lanes `distance` apart: the lower one keeps the first half of the words, the upper one the second half, as
-// the maximum of both lanes. Every thread of the warp must arrive.
+// One step of a reduction that also divides the words among lanes. Of two lanes `distance` apart, the lower one keeps
+// the first half of the words and the upper one the second half, each the maximum of both lanes. Every thread of the
+// warp must call it.
 template <typename T, int kCount>
 __device__ inline void share_maxima(const uint32_t (&words)[kCount], uint32_t (&kept)[kCount / 2], int distance) {
   const bool upper = (threadIdx.x & distance) != 0;

@@ -1,4 +1,7 @@
-// The moments as they are kept: jax_fp8/kernels/storage.py, bit for bit.
+// Packs Adam's moments into the dtypes in which they are stored, like jax_fp8/kernels/storage.py, bit for bit.
+//
+// Moments below float32 are rounded stochastically: rounded to nearest, a running mean would not move where its
+// increments are below half a step. In FP8, nu is stored as its square root, whose range is smaller.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +23,7 @@ __device__ inline uint32_t quantize_root(const float (&v)[kCount], float multipl
   for (int i = 0; i < kCount; ++i) {
     const float x = __fmul_rn(rounded[i], multiplier);
     rounded[i] = round_at_random<kFormat>(x, draws[i]);
-    if (rounded[i] == 0.0f && x > 0.0f) rounded[i] = kSmallestFp8<kFormat>;  // a divisor of zero would follow
+    if (rounded[i] == 0.0f && x > 0.0f) rounded[i] = kSmallestFp8<kFormat>;  // the update divides by it
   }
   return pack_fp8<kFormat>(rounded);
 }
@@ -37,7 +40,7 @@ __device__ inline uint32_t quantize_at_random(const float (&m)[kCount], float mu
   return pack_fp8<kFormat>(rounded);
 }
 
-// Rounds at random by the second draw of each element.
+// Rounds mu with a second random number of each element; nu uses the first.
 template <int kCount>
 __device__ inline void pack_mu(float multiplier, Storage storage, const float (&m)[kCount],
                                const uint32_t (&draws)[kCount], uint32_t* words) {
@@ -54,7 +57,7 @@ __device__ inline void pack_mu(float multiplier, Storage storage, const float (&
   }
 }
 
-// What is positive stays positive.
+// Rounds nu, the second moment. A positive nu stays positive, since the update divides by its root.
 template <int kCount>
 __device__ inline void pack_nu(float multiplier, Storage storage, const float (&v)[kCount],
                                const uint32_t (&draws)[kCount], uint32_t* words) {

@@ -1,9 +1,11 @@
-// Two kernels: blocks of 16 rows where rows and columns are multiples of 16, and one for any shape. The usual shapes
-// are not theirs but those of norm_cluster.cuh; what is left are rows too wide for it, and devices without clusters.
+// Two kernels: rows_kernel takes blocks of 16 rows where rows and columns are multiples of 16, and any_kernel any
+// shape. The usual shapes go to norm_cluster.cuh. Left for these two are rows too wide for it, odd shapes, and devices
+// without clusters.
 //
-// A block needs whole rows before it can quantize any of their elements. So it keeps them in shared memory, as they
-// come, while it computes their mean and variance, and global memory is read once. The rows of a transpose are written
-// in runs of the block's 16 bytes: half a sector, which L2 joins with the other half from the neighbouring block.
+// A block needs the statistics of a whole row before it can quantize any of its elements. So rows_kernel keeps the rows
+// in shared memory while it computes mean and variance, and reads global memory once. It writes the rows of the
+// transpose in runs of 16 bytes, one byte for each row of the block: half a sector, which L2 joins with the half of the
+// next block.
 //
 //     16-bit, n = 4096: 128 KB of x and 16 KB of transpose; 1 block of 512 threads with 64 KB of loads in flight
 #pragma once
@@ -27,8 +29,8 @@ struct Rows {
   int64_t rows, cols;
 };
 
-// In the order of the reference: centre, divide by the deviation, then scale and shift. The bias of RMSNorm is -0,
-// which changes nothing, not even the sign of a zero.
+// The reference's order of operations: centre, multiply by rstd, then scale and shift. RMSNorm has the bias -0, which
+// changes nothing, not even the sign of a zero.
 __device__ inline float normalized(float x, float mean, float rstd, float norm_scale, float norm_bias) {
   return __fmaf_rn(__fmul_rn(__fsub_rn(x, mean), rstd), norm_scale, norm_bias);
 }
@@ -37,14 +39,14 @@ constexpr float kNoBias = -0.0f;
 
 __device__ inline float mean_of(float sum, int64_t count) { return __fdiv_rn(sum, static_cast<float>(count)); }
 
-// Both operations are rounded to nearest: within an ulp of the exact result.
+// Root and reciprocal are both rounded to nearest, so the result is within an ulp of the exact one.
 __device__ inline float rstd_of(float sum_of_squares, int64_t count, float epsilon) {
   return __frcp_rn(__fsqrt_rn(__fadd_rn(mean_of(sum_of_squares, count), epsilon)));
 }
 
 __device__ inline float add_square(float sum, float x) { return __fmaf_rn(x, x, sum); }
 
-// What the first lane of a warp knows of a row, for the block and for the backward.
+// Stores a row's statistics in shared memory for the block, and in the results for the backward.
 __device__ inline void keep_statistics(float mean, float rstd, int64_t row, const NormResults& results,
                                        float& block_mean, float& block_rstd) {
   block_mean = mean;
@@ -53,26 +55,27 @@ __device__ inline void keep_statistics(float mean, float rstd, int64_t row, cons
   if (results.rstd != nullptr) results.rstd[row] = rstd;
 }
 
-// Otherwise only the amax is wanted.
+// Whether the caller needs the cast; else only amax and statistics.
 __host__ __device__ inline bool quantizes(const DeviceScaleSource& scale) { return scale.used != nullptr; }
 
 // ---- blocks of 16 rows: rows and cols are multiples of 16, pointers of 16 bytes -------------------------------------
 
 constexpr int kBlockRows = 16;
 constexpr int kPatchRows = 4;                             // four bytes of a column make one word of the transpose
-constexpr int kPatches = kBlockRows / kPatchRows;         // one above the other
-constexpr int kGroups = kWarp / kPatches;                 // of 8 columns, side by side
-constexpr int kSliceCols = kGroups * kVectorWidth;        // 64: what a warp quantizes at once
-constexpr int kSliceBytes = kBlockRows * kSliceCols;      // of its transpose
+constexpr int kPatches = kBlockRows / kPatchRows;         // of a warp, one above the other
+constexpr int kGroups = kWarp / kPatches;                 // of 8 columns each, side by side
+constexpr int kSliceCols = kGroups * kVectorWidth;        // 64: the columns that a warp quantizes at once
+constexpr int kSliceBytes = kBlockRows * kSliceCols;      // of the transpose of a warp's slice
 constexpr int kRowsThreads = 512;
 constexpr int64_t kMaxCols = 1 << 24;
 static_assert(kBlockRows == sizeof(uint4), "a run of the transpose is one store");
 
-// Vectors of a row that a lane loads before it needs the first: 128 bytes.
+// The vectors of a row that a lane loads before it needs the first: 128 bytes.
 template <typename T>
 constexpr int kDepth = 16 / sizeof(T);
 
-// A row's mean and 1 / deviation, by one warp; the first `held` columns are left at `kept`.
+// One warp computes a row's mean and rstd = 1 / deviation, and copies the first `held` columns to `kept`, in shared
+// memory.
 template <typename T>
 __device__ inline void measure_row(const Rows<T>& input, int64_t row, T* kept, int held, float& mean, float& rstd) {
   const T* source = input.x + row * input.cols;
@@ -105,7 +108,7 @@ __device__ inline void measure_row(const Rows<T>& input, int64_t row, T* kept, i
   }
   sum = warp_sum(sum);
   mean = 0.0f;
-  if (centres) {  // a lane reads what it has written itself
+  if (centres) {  // no barrier: a lane reads only what it has written itself
     mean = mean_of(sum, input.cols);
     sum = 0.0f;
     for (int col = first; col < cols; col += kStride) {
@@ -148,8 +151,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   }
   __syncthreads();
 
-  // Column c of a slice is 4 words. A warp writes the same column of 8 groups, so column c of group g lives at c ^ g of
-  // its group: then 4 words of 8 groups meet 32 banks, as do 8 threads that read the columns of one group.
+  // Column c of a slice is 4 words. A warp writes the same column of 8 groups at once, and each group has 32 words, so
+  // without a swizzle the groups would share 4 banks. Column c of group g is stored at place c ^ g of its group. Then
+  // the 4 words of 8 groups fall into 32 different banks, and so do 8 threads that read the columns of one group.
   const int group = lane % kGroups, patch = lane / kGroups;
   const int cols = static_cast<int>(input.cols);
   const float multiplier = casts ? multiplier_from<kFormat>(loaded, scale) : 0.0f;
@@ -228,7 +232,7 @@ __device__ inline void measure_row_any(const Rows<T>& input, int64_t row, float&
 
 template <typename T, Fp8Type kFormat>
 __global__ void __launch_bounds__(kAnyThreads) any_kernel(Rows<T> input, DeviceScaleSource scale, NormResults results) {
-  __shared__ uint8_t tile[kAnyRows][kWarp + 4];  // the padding moves each row to the next bank
+  __shared__ uint8_t tile[kAnyRows][kWarp + 4];  // the padding of 4 bytes shifts each row by one bank
   __shared__ float means[kAnyRows];
   __shared__ float rstds[kAnyRows];
   const bool casts = quantizes(scale);

@@ -4,10 +4,11 @@
 //     dx = (dnormalized - normalized * mean(dnormalized * normalized) - mean(dnormalized)) * rstd
 //     dscale = sum over rows of dy * normalized        dbias = sum over rows of dy
 //
-// (without the last mean for RMSNorm, and dx plus the residual's gradient where there is one). A block takes a few rows
-// at a time, so that one reduction serves them all, and a thread the same columns of all its rows: their sums are its
-// own, in shared memory. Each block writes its sums beside those of the others, and a second kernel adds them,
-// always in the same order.
+// RMSNorm has no last mean, and a residual's gradient is added to dx if there is one.
+//
+// A block takes a few rows at a time, so that one reduction over the block serves all of them. A thread has the same
+// columns of all rows of its block, and adds up their column sums in shared memory, where no other thread writes. Each
+// block then writes one row of partial sums, and a second kernel adds these, always in the same order.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ struct Gradients {
   int64_t rows, cols;
 };
 
-// A row as all its elements see it.
+// The numbers of a row that all its elements need.
 struct RowState {
   float mean, rstd;
   float dot, total;  // means of dnormalized * normalized and of dnormalized; the latter 0 for RMSNorm
@@ -41,9 +42,9 @@ __device__ inline float gradient(float dy, float normalized, float norm_scale, c
 
 // ---- vectors: rows are multiples of 16 bytes ------------------------------------------------------------------------
 
-// Rows of a block at once, so many that some 200 bytes a thread are in flight: dy, x and the residual. A block of few
-// threads shares its multiprocessor with one other (or more, for short rows),
-// one of many threads has 64 registers a thread.
+// The rows that a block takes at once: so many that each thread has some 200 bytes of dy, x and residual in flight. Two
+// or more blocks of few threads share a multiprocessor. A block of 1,024 threads has 64 registers for each thread, so
+// it takes fewer rows.
 template <typename T, int kThreads>
 constexpr int kBlockRows = (kThreads <= 256 ? 8 : 4) / sizeof(T);
 
@@ -66,7 +67,7 @@ __device__ inline void load_rows(const T* source, int64_t first_row, int col, co
   }
 }
 
-// Adds what these columns contribute to the sums of each row: dnormalized * normalized, then dnormalized.
+// Adds the contribution of these columns to each row's two sums: dnormalized * normalized, and dnormalized.
 template <typename T, int kRows>
 __device__ inline void add_to_row_sums(const Vectors<T, kRows>& vectors, const RowState (&rows)[kRows],
                                        const float* norm_scale, float (&row_sums)[2 * kRows]) {
@@ -90,9 +91,9 @@ __device__ inline void to_array(float4 x, float (&out)[4]) { out[0] = x.x, out[1
 
 __device__ inline float4 to_float4(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
 
-// Stores dx of these columns, and adds what they contribute to the column sums at `sums`:
-// [dscale, dbias][half][thread], so that neighbouring threads meet different banks. One half of the columns after the
-// other, for a vector's worth of registers less.
+// Stores dx of these columns, and adds their contribution to the column sums at `sums`, [dscale, dbias][half][thread]:
+// in this order neighbouring threads access different banks. It takes one half of the columns after the other, which
+// saves a vector's worth of registers.
 template <typename T, int kRows>
 __device__ inline void store_rows(const Vectors<T, kRows>& vectors, const RowState (&rows)[kRows], int64_t first_row,
                                   int col, const Gradients<T>& g, float4* sums) {
@@ -129,14 +130,14 @@ __device__ inline void store_rows(const Vectors<T, kRows>& vectors, const RowSta
   }
 }
 
-// A row is `passes` times as many vectors as there are threads. The vectors of the last pass stay in registers while
-// the rows are summed up, the others are read again, from L2. Dynamic shared memory:
-// the column sums as [pass][dscale, dbias][half][thread].
+// A row has up to `passes` vectors for each thread. The vectors of the last pass stay in registers during the
+// reduction; those of the other passes are read again, from L2. Dynamic shared memory: the column sums as
+// [pass][dscale, dbias][half][thread].
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 1) rows_kernel(Gradients<T> g, int passes) {
   constexpr int kRows = kBlockRows<T, kThreads>;
   extern __shared__ float4 shared[];
-  __shared__ float scratch[2][kWarp][2 * kRows];  // in turns, so that one barrier a reduction is enough
+  __shared__ float scratch[2][kWarp][2 * kRows];  // two, in turns, so that one barrier for each reduction is enough
   const int threads = static_cast<int>(blockDim.x);
   const float per_col = __frcp_rn(static_cast<float>(g.cols));
   const auto col_of = [&](int pass) { return (pass * threads + static_cast<int>(threadIdx.x)) * kVectorWidth; };
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 2 : 1) row
 
 constexpr int kAnyThreads = 256;
 
-// A thread's column sums grow where they will be read by the second kernel.
+// A thread adds up its column sums in global memory, where the second kernel reads them.
 template <typename T>
 __global__ void __launch_bounds__(kAnyThreads) any_kernel(Gradients<T> g) {
   __shared__ float scratch[2][kWarp][2];

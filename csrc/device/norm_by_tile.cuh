@@ -1,9 +1,9 @@
-// What the cast by tiles, device/quantize_by_tile.cuh, makes of a norm. The usual shapes are not for it but for
-// device/norm_cluster_by_tile.cuh.
+// A norm as the producer of the cast by tiles, device/quantize_by_tile.cuh. The usual shapes go to
+// device/norm_cluster_by_tile.cuh instead.
 //
-// A row must be known before any of its elements can be normalized, and its tiles before any can be cast. So the
-// kernels that otherwise find only the amax find the statistics first, and the cast reads x a second time: of 16 bits,
-// 6 bytes pass for each element where 4 would do.
+// The statistics need the whole row before any element can be normalized, and a scale needs its whole tile before any
+// element can be cast. So the kernels that otherwise compute only the amax compute the statistics first, and the cast
+// reads x a second time: for 16-bit x, 6 bytes of traffic for each element instead of 4.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// The norm of rows whose columns a cluster of blocks shares: 32 rows, up to 16 blocks side by side.
+// The norm of 32 rows by a cluster of up to 16 blocks, each with some of the columns.
 //
-// 32 rows are 32 bytes of a column: a run of the transpose is a whole sector.
+// 32 rows give 32 bytes of each row of the transpose: a whole sector of memory.
 //
 //     16-bit: 32 KB of loads in flight per block, 4 blocks per multiprocessor,
-//             whose phases have nothing to do with one another;
+//             so that some load while others compute or store;
 //             24 KB of shared memory each, of which the transpose is 16 KB; 64 registers per thread, half of them x
 //             [16384, 2048]: 512 clusters of 4 blocks, 3.9 times as many as 132 multiprocessors run at once
 #pragma once
@@ -22,13 +22,14 @@ namespace jax_fp8::norm {
 constexpr int kClusterRows = 32;
 constexpr int kClusterThreads = 256;
 constexpr int kClusterOccupancy = 4;  // blocks per multiprocessor, which the registers must allow
-// Percent of a multiprocessor's memory that these blocks share; the rest is L1 cache.
+// Percent of a multiprocessor's L1 cache and shared memory that is shared memory for these blocks.
 constexpr int kClusterCarveout = 55;
 constexpr int kColumnWords = kClusterRows / kWarpRows;
 static_assert(kClusterThreads / kWarp * kWarpRows == kClusterRows);
 
-// Word w of a column has the rows of warp w. Column c of the block is 8 words, which live at
-// (8 * c + w) ^ (c / 8 % 32): so the words that the 32 lanes of a warp write at once, 8 columns apart, meet 32 banks.
+// Word w of a column has the four rows of warp w. Column c of the block has 8 words; word w is stored at (8 * c + w) ^
+// (c / 8 % 32). At once, the 32 lanes of a warp write words that are 8 columns, or 64 words, apart: without the
+// exclusive or they would all be in one bank, and with it they are in 32.
 __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)[4], const uint32_t (&right)[4]) {
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
   uint32_t columns[2][4];
@@ -39,7 +40,7 @@ __device__ inline void put_columns(uint32_t* tile, int v, const uint32_t (&left)
   for (int c = 0; c < kVectorWidth; ++c) words[(c * kColumnWords + warp) ^ lane] = columns[c / 4][c % 4];
 }
 
-// Two neighbouring threads store one column, 128 columns at once.
+// Two neighbouring threads store one column, 16 bytes each, and the block 128 columns at once.
 template <typename T>
 __device__ inline void store_columns(const uint32_t* tile, int cols, int64_t rows, int64_t first_row,
                                      uint8_t* values_t) {
@@ -59,7 +60,7 @@ __device__ inline void store_columns(const uint32_t* tile, int cols, int64_t row
 }
 
 // Rows and cols are multiples of 16, cols at most kClusterCols << log2_blocks, pointers multiples of 16 bytes. kCasts:
-// more than the amax is wanted.
+// whether the caller needs the cast; else only amax and statistics.
 template <typename T, Fp8Type kFormat, bool kCasts>
 __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
     cluster_kernel(Rows<T> input, DeviceScaleSource scale, int log2_blocks, NormResults results) {
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterOccupancy)
       store_columns<T>(tile, place.cols, input.rows, place.first_row, results.values_t + place.first_col * input.rows);
     }
   }
-  // The largest, rounded, is the largest of the rounded.
+  // Rounding keeps the order, so the rounded maximum is the maximum of the rounded elements.
   merge_amax<kClusterThreads>(to_float(from_float<T>(thread_amax)), results.amax);
 }
 

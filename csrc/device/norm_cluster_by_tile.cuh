@@ -1,15 +1,15 @@
-// The norm of rows whose columns a cluster of blocks shares, with the cast in which every tile of 1 x 128 has a scale
-// of its own, along rows and along columns: x is read once.
+// The norm by clusters of blocks that share the columns, with the cast by tiles: every 1 x 128 elements along a row
+// have a scale, and for the transpose every 1 x 128 along a column. It reads x once.
 //
-// A tile of a column needs 128 rows. A block has 64 of them, a band, so that two blocks fit on a multiprocessor, and a
-// cluster has two bands of up to 8 blocks side by side. Its blocks meet twice: for the statistics of rows, as
-// device/norm_parts.cuh has it, and for the maxima of columns, which the two blocks of one part tell each other. In
-// between a warp needs nobody: it has whole tiles of its rows, finds their scales, and stores the rowwise values while
-// the maxima of columns travel.
+// A tile along a column needs 128 rows. A block has 64 of them, a band, so that two blocks fit on a multiprocessor, and
+// a cluster has two bands of up to 8 blocks side by side. The blocks of a cluster exchange data twice. First come the
+// statistics of rows, as in device/norm_parts.cuh. Then come the maxima of columns, which the two blocks with the same
+// columns send to each other. In between, a warp works on its own: it has whole tiles of its rows, computes their
+// scales, and stores the rowwise values while the maxima of columns travel.
 //
-//     16-bit: 64 KB of loads in flight per block, 2 blocks per multiprocessor, whose phases have nothing to do with one
-//             another; 62 KB of shared memory each, of which the transpose is 32 KB; 64 registers per thread, half of
-//             them x, which its normalized elements replace
+//     16-bit: 64 KB of loads in flight per block, 2 blocks per multiprocessor, so that one loads while the other
+//             computes; 62 KB of shared memory each, of which the transpose is 32 KB; 64 registers per thread, half of
+//             them x, which the normalized elements replace
 //             [16384, 2048]: 128 clusters of 8 blocks, 3.9 times as many as 132 multiprocessors run at once
 #pragma once
 
@@ -48,7 +48,7 @@ using BandTile = Tile<kVectorWidth, kWarp, kRows>;  // as wide as a vector of ea
 template <typename T>
 constexpr int kStagedBytes = kLaneVectors<T> * BandTile::kChunks * static_cast<int>(sizeof(uint4));
 
-// As many patches as a lane has vectors; by_tile:: takes each by itself.
+// A patch for each of the lane's vectors, in the form that the functions of by_tile:: take.
 template <typename T>
 using Made = Vector<T>[kLaneVectors<T>][1][kPatchRows][1];
 
@@ -60,7 +60,7 @@ struct Shared {
   alignas(16) float row_multipliers[kCols<T> / kTile][kRows];
   alignas(16) float column_multipliers[kCols<T>];
   alignas(16) uint32_t column_maxima[kWarps][kCols<T> / Vector<T>::kPerWord];  // over the rows of each warp
-  float other_maxima[kCols<T>];                                                // of columns, over the other band
+  float other_maxima[kCols<T>];                                                // from the other band's block
 };
 
 template <typename T>
@@ -92,14 +92,14 @@ __device__ inline void make(const norm::Patch<T>& patch, const Known<T>& known, 
   }
 }
 
-// The tile of the block in which a lane has its vector v.
+// The tile along a row, within the block, to which the lane's vector v belongs.
 __device__ inline int tile_of(int v) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
   return (v * kWarp + lane) * kVectorWidth / kTile;
 }
 
-// The maxima of a lane's rows are 4 words, one row of float32 each, or two of 16 bits. Of the 16 lanes that share a
-// tile, lane i ends up with word i / 4. Every thread of the warp must arrive.
+// Reduces the row maxima over the 16 lanes that share a tile. A lane brings 4 words, with one row of float32 each or
+// two rows of 16 bits, and lane i ends up with word i / 4. Every thread of the warp must call it.
 template <typename T>
 __device__ inline uint32_t share_row_maxima(const uint32_t (&maxima)[kLaneVectors<T>][kPatchRows]) {
   uint32_t words[4], two[2], word[1];
@@ -120,7 +120,7 @@ __device__ inline uint32_t share_row_maxima(const uint32_t (&maxima)[kLaneVector
   return word[0];
 }
 
-// Of the warp's rows; a lane has one.
+// Computes the scales of the warp's rows, one for each lane.
 template <typename T>
 __device__ inline void find_row_scales(const by_tile::Task& task, const norm::Place& place, uint32_t maxima,
                                        Shared<T>& shared) {
@@ -151,7 +151,7 @@ __device__ inline void store_rows(const by_tile::Task& task, const norm::Place& 
         .inside = true,
     };
     uint32_t left[kPatchRows], right[kPatchRows];
-    float sums[kVectorWidth] = {};  // nobody wants them
+    float sums[kVectorWidth] = {};  // column sums, which nobody needs here
     by_tile::cast_patch<true, false>(made[v][0], 0, cast, left, right, sums);
   }
 }
@@ -165,7 +165,7 @@ __device__ inline void store_columns(const by_tile::Task& task, const norm::Plac
     if (!patch.holds(v)) continue;
     const by_tile::PatchCast cast{.column_multipliers = shared.column_multipliers + patch.col_of(v)};
     uint32_t left[kPatchRows], right[kPatchRows];
-    float sums[kVectorWidth] = {};  // nobody wants them
+    float sums[kVectorWidth] = {};  // column sums, which nobody needs here
     by_tile::cast_patch<false, true>(made[v][0], 0, cast, left, right, sums);
     quantize_tile::put_patch<BandTile>(staged + v * BandTile::kChunks, warp, lane, left, right);
   }
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kOccupancy)
   __shared__ Shared<T> shared;
   const norm::Place place = norm::place_of(static_cast<int>(input.cols), kRows, log2_blocks);
   const int band = static_cast<int>(blockIdx.x >> log2_blocks) % kBands;
-  norm::Patch<T> patch = {};  // what is not there is zero, and in no maximum
+  norm::Patch<T> patch = {};  // elements outside of the matrix are zeros, which change no maximum
   norm::find_statistics(input, place, band << log2_blocks, mean, rstd, patch, known);
   Made<T> made;
   make(patch, known, made);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kOccupancy)
     write_vector(reinterpret_cast<T*>(target), by_tile::find_column_maxima(made[v][0], 0));
   }
   const uint32_t shared_maxima = share_row_maxima<T>(row_maxima);
-  // A barrier is in the merging: behind it all maxima are there.
+  // merge_amax contains a barrier. After it, all maxima are in shared memory.
   merge_amax<kThreads>(thread_amax, cast.amax);
   const int column = static_cast<int>(threadIdx.x);
   float amax = 0.0f;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kOccupancy)
   if (cast.values_t == nullptr) return;
   wait_for_cluster();
   if (column < kCols<T>) {
-    // Both bands find the scale, and the upper one writes it down.
+    // Both bands compute the same scale, and the upper one stores it.
     const bool writes = band == 0 && column < place.cols;
     shared.column_multipliers[column] =
         by_tile::keep_column_scale(task, fmaxf(amax, shared.other_maxima[column]), place.first_row,

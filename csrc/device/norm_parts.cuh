@@ -1,11 +1,10 @@
-// What the blocks of a cluster that share the columns of rows find out together: the mean of every row, and its
-// deviation.
+// The row statistics of a cluster whose blocks share the columns: the mean of every row, and its deviation.
 //
-// A warp has four rows of a block's 512 columns (256 of float32), and x never leaves the warp's registers: all loads of
-// a thread, 128 bytes, are issued at once. What the blocks of a cluster need of one another is the mean of each row's
-// part and the sum of squares about it, which every block writes into the shared memory of all others. From these, each
-// finds the row's mean and deviation, always in the same order (https://doi.org/10.1080/00031305.1983.10483115). So
-// kernels that divide the columns of a matrix alike find the same bits.
+// A warp has four rows of a block's 512 columns (256 for float32). x stays in the warp's registers, and a thread issues
+// all its loads, 128 bytes, at once. Each block computes the mean of its part of a row and the sum of squares about
+// that mean, and writes both into the shared memory of all blocks of the cluster. Every block combines the parts to the
+// row's mean and deviation, always in the same order (https://doi.org/10.1080/00031305.1983.10483115). So kernels that
+// divide the columns of a matrix in the same way compute the same bits.
 #pragma once
 
 #include <cstdint>
@@ -19,21 +18,21 @@ namespace jax_fp8::norm {
 
 constexpr int kWarpRows = 4;  // four bytes of a column make one word of the transpose
 constexpr int kMostParts = 16;  // of a row
-constexpr int kLaneParts = kMostParts / kLanesPerSum;  // that a lane adds up
+constexpr int kLaneParts = kMostParts / kLanesPerSum;  // of a row, that a lane combines
 
-// Vectors of a row that a lane holds.
+// The vectors of a row that a lane holds.
 template <typename T>
 constexpr int kLaneVectors = 4 / sizeof(T);
 
 template <typename T>
 constexpr int kClusterCols = kLaneVectors<T> * kWarp * kVectorWidth;
 
-// Where a block's columns begin: each of the 1 << log2_blocks has as many as another, give or take 16.
+// The first column of a block. The 1 << log2_blocks blocks have the same number of columns, give or take 16.
 __device__ inline int first_col_of(int block, int cols, int log2_blocks) {
   return ((cols >> 4) * block >> log2_blocks) * 16;
 }
 
-// The part of the matrix that a block of the grid has: some rows, and of those side by side the columns of one.
+// The part of the matrix that a block of the grid has: its rows, and its columns of these.
 struct Place {
   int log2_blocks, block;
   int first_col, cols;
@@ -47,20 +46,20 @@ __device__ inline Place place_of(int cols, int rows, int log2_blocks) {
           int64_t{blockIdx.x >> log2_blocks} * rows};
 }
 
-// What a block knows of its part of a row.
+// The statistics of a block's part of a row.
 struct alignas(8) Part {
   float mean;
-  float squares;  // of the distances to this mean, added up
+  float squares;  // the sum of (x - mean)²
 };
 
 struct alignas(8) Statistics {
   float mean, rstd;
 };
 
-// What a lane holds of x: four rows, in vectors 256 columns apart. Columns count from the block's first.
+// The elements of x that a lane holds: four rows, in vectors 256 columns apart. Columns count from the block's first.
 template <typename T>
 struct Patch {
-  int col, end;  // of the first vector; behind the last that is there
+  int col, end;  // the column of the first vector; the end of the columns that exist
   Vector<T> rows[kLaneVectors<T>][kWarpRows];
 
   __device__ int col_of(int v) const { return col + v * kWarp * kVectorWidth; }
@@ -77,7 +76,7 @@ __device__ inline void load(const T* first_row, int64_t cols, Patch<T>& patch) {
   }
 }
 
-// What the block knows of the warp's rows, in two passes over the registers: lane i gets it for row i / 8.
+// Computes a Part for each of the warp's rows, in two passes over the registers. Lane i gets that of row i / 8.
 template <typename T>
 __device__ inline Part measure(const Patch<T>& patch, int block_cols, bool centres) {
   float mean = 0.0f;
@@ -114,9 +113,9 @@ __device__ inline Part measure(const Patch<T>& patch, int block_cols, bool centr
   return {mean, four_warp_sums(squares)};
 }
 
-// Scale and bias of the block's columns, each as [half of a vector][vector]: then neighbouring lanes read neighbouring
-// 16 bytes. They are read from memory while x is on its way,
-// and needed when registers are scarce and a barrier has emptied the L1 cache.
+// The norm's scale and bias for the block's columns, each as [half of a vector][vector], so that neighbouring lanes
+// read neighbouring 16 bytes. They are loaded to shared memory while x is being loaded. They are needed later, when
+// registers are scarce and a barrier has invalidated the L1 cache.
 template <typename T>
 using Parameters = float4[2][2][kClusterCols<T> / kVectorWidth];
 
@@ -140,7 +139,7 @@ __device__ inline void read_parameter(const Parameters<T>& kept, int which, int 
   }
 }
 
-// A row's part goes to all blocks that share the row, by the eight lanes that know it.
+// The eight lanes that have a row's Part write it to all blocks that share the row.
 __device__ inline void publish(const Part& part, Part& slot, int first_rank, int log2_blocks) {
 #pragma unroll
   for (int k = 0; k < kLaneParts; ++k) {
@@ -149,7 +148,8 @@ __device__ inline void publish(const Part& part, Part& slot, int first_rank, int
   }
 }
 
-// Mean and 1 / deviation of a row, out of its parts. Eight neighbouring lanes have the same row, and get the same.
+// The mean and rstd = 1 / deviation of a row from its parts. Eight neighbouring lanes work on the same row, and all get
+// the result.
 template <int kRows>
 __device__ inline Statistics combine(const Part (*parts)[kRows], int row, int cols, int log2_blocks, float epsilon) {
   Part part[kLaneParts] = {};
@@ -172,7 +172,7 @@ __device__ inline Statistics combine(const Part (*parts)[kRows], int row, int co
   return {mean, rstd_of(warp_sum<kLanesPerSum>(squares), cols, epsilon)};
 }
 
-// What a block of kRows rows knows in shared memory.
+// The shared memory of a block of kRows rows.
 template <typename T, int kRows, int kBlocks>
 struct Known {
   Part parts[kBlocks][kRows];
@@ -180,9 +180,10 @@ struct Known {
   Parameters<T> parameters;
 };
 
-// Loads the block's part of x and finds the statistics of its rows, which go to `mean` and `rstd` where these are
-// wanted. The blocks that share the rows are those from `first_rank` on in their cluster. Every thread of the cluster
-// must arrive. Then a warp knows the statistics of its own rows, and the parameters of all columns.
+// Loads the block's part of x, and computes the statistics of its rows, which it also stores at `mean` and `rstd`
+// unless these are null. The blocks that share the rows are those from rank `first_rank` on in their cluster. Every
+// thread of the cluster must call it. Afterwards a warp may read the statistics of its own rows, and the parameters of
+// all columns.
 template <typename T, int kRows, int kBlocks>
 __device__ inline void find_statistics(const Rows<T>& input, const Place& place, int first_rank, float* mean,
                                        float* rstd, Patch<T>& patch, Known<T, kRows, kBlocks>& known) {
@@ -190,7 +191,7 @@ __device__ inline void find_statistics(const Rows<T>& input, const Place& place,
   const int warp = static_cast<int>(threadIdx.x / kWarp), lane = static_cast<int>(threadIdx.x % kWarp);
   const int cols = static_cast<int>(input.cols);
   const int64_t row = place.first_row + warp * kWarpRows;
-  const bool has_rows = row < input.rows;  // of the last block, only 16 may be there
+  const bool has_rows = row < input.rows;  // the last block may have only 16 rows
   patch.col = lane * kVectorWidth, patch.end = has_rows ? place.cols : 0;
   load(input.x + row * cols + place.first_col, cols, patch);
   keep_parameters<T>(input, place.first_col, place.cols, known.parameters);

@@ -1,5 +1,5 @@
-// Slots of 16 bytes in shared memory that belong to one thread. Nobody else looks, so no barrier guards them: they keep
-// what registers cannot, and what a thread needs next arrives in them while it computes.
+// Slots of 16 bytes in shared memory that belong to one thread. No other thread reads them, so they need no barrier.
+// They hold what does not fit in registers, and receive what the thread needs next (cp.async) while it computes.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jax_fp8 {
 
-// Begins to bring 16 bytes to shared memory. Until they have arrived nothing is there.
+// Starts an asynchronous copy of 16 bytes to shared memory. Wait for it before you read them.
 template <typename T>
 __device__ inline void fetch(T* shared, const T* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], %2;"
@@ -17,7 +17,8 @@ __device__ inline void fetch(T* shared, const T* source) {
                : "memory");
 }
 
-// Slot i of neighbouring threads lies side by side: whether read or written, a quarter of a warp meets every bank once.
+// The slots i of neighbouring threads lie side by side. So a quarter of a warp, 8 threads with 16 bytes each, accesses
+// each of the 32 banks once.
 template <int kThreads>
 struct OwnSlots {
   uint4* slots;  // [count][kThreads]
@@ -34,13 +35,13 @@ struct OwnSlots {
   }
 };
 
-// Until all that this thread fetches has arrived.
+// Waits until all copies of this thread have arrived.
 __device__ inline void wait_for_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// What a thread has begun to fetch since it last did this is a batch, which may be empty.
+// Ends a batch: the copies that this thread has started since the last call. A batch may be empty.
 __device__ inline void end_batch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all batches of this thread but the last have arrived.
+// Waits until all batches of this thread but the latest have arrived.
 __device__ inline void wait_for_earlier_batches() { asm volatile("cp.async.wait_group %0;" ::"n"(1) : "memory"); }
 
 }  // namespace jax_fp8

@@ -1,8 +1,8 @@
-// The cast by tiles for any shape, one element at a time: every element is made twice, for its scales and for its
-// values.
+// The cast by tiles for any shape, one element at a time. The producer makes every element twice: first for the scales,
+// then for the values.
 //
-// A block has 128 rows of 128 columns, counted over all parts side by side: so a tile may have columns of two parts.
-// The companion belongs to the columns of the first part.
+// A block has 128 rows and 128 columns. Columns count over all parts side by side, so a tile may have columns of two
+// parts. The companion has the columns of the first part.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@ namespace jax_fp8 {
 namespace by_tile {
 
 constexpr int kAnyThreads = 256;
-constexpr int kRowsAtOnce = kAnyThreads / kTile;  // 2: of each, a thread has one column
+constexpr int kRowsAtOnce = kAnyThreads / kTile;  // 2 rows; a thread has one column of every second row
 
-// Of the columns of all parts.
+// A column of the parts side by side: which part it is in, and its index there.
 template <typename Producer>
 struct Column {
   static constexpr int kMade = Producer::kParts + Producer::kCompanions;
-  int64_t part, col;  // col of the part
+  int64_t part, col;  // col counts within the part
   int64_t width;
 
-  // The element of this column, and that of its companion.
+  // The element of this column in a row, and the companion's.
   __device__ void make(const Producer& producer, int64_t row, float& element, float& companion) const {
     float made[kMade];
     producer.element(row, col, width, made);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(by_tile::kAnyThreads) quantize_any_by_tile_ker
   __shared__ uint32_t tile_maximum[1];
   __shared__ float row_multipliers[kTile];
   __shared__ float sums[kRowsAtOnce][kTile];
-  __shared__ uint8_t tile[kTile][kTile + 4];  // the padding moves each row to the next bank
+  __shared__ uint8_t tile[kTile][kTile + 4];  // the padding of 4 bytes shifts each row by one bank
   __shared__ uint8_t companion_tile[Producer::kCompanions ? kTile : 1][kTile + 4];
   const ByTileResults& results = task.results;
   const TileCast& cast = results.cast;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(by_tile::kAnyThreads) quantize_any_by_tile_ker
   if (first == 0) row_maxima[c] = column_maxima[c] = companion_maxima[c] = tile_maximum[0] = 0;
   __syncthreads();
 
-  const auto as_bits = [](float x) { return __float_as_uint(fmaxf(0.0f, fabsf(x))); };  // a NaN counts as nothing
+  const auto as_bits = [](float x) { return __float_as_uint(fmaxf(0.0f, fabsf(x))); };  // a NaN counts as 0
   float thread_amax = 0.0f, sum = 0.0f;
   for (int r = first; r < kTile && tile_row + r < rows; r += kRowsAtOnce) {
     float element = 0.0f, companion = 0.0f;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(by_tile::kAnyThreads) quantize_any_by_tile_ker
     if (has_companion) atomicMax(&companion_maxima[c], as_bits(companion));
   }
   if constexpr (Producer::kSums) sums[first][c] = sum;
-  merge_amax<kAnyThreads>(thread_amax, cast.amax);  // a barrier is in it
+  merge_amax<kAnyThreads>(thread_amax, cast.amax);  // contains a barrier
 
   const auto amax_from = [&](bool square, uint32_t maximum) {
     return __uint_as_float(square ? tile_maximum[0] : maximum);

@@ -1,20 +1,21 @@
-// The cast and transpose of a matrix in which every tile has a scale of its own, from whatever makes the matrix: one
-// read of its sources writes the FP8 values, their transpose, the scales of both, the amax and the sums of the columns.
+// The cast and transpose of a matrix by tiles, each with a scale of its own. A producer makes the matrix. One read of
+// its sources gives the FP8 values, their transpose, the scales of both, the amax and the column sums.
 //
-// A block has 128 rows and columns, and so whole tiles of either orientation: it need not ask anybody. Its elements
-// wait in registers, as they were made, while the maxima of rows and columns meet in shared memory and become scales.
-// Then each is cast twice, with the scale of its row and with that of its column.
+// A block has 128 rows and 128 columns, and so whole tiles of either orientation: it exchanges nothing with other
+// blocks. The elements wait in registers, as the producer made them, while the maxima of rows and columns meet in
+// shared memory and become scales. Then the kernel casts each element twice, with the scale of its row and with that of
+// its column.
 //
-//     bfloat16 as it is: 32 KB of x in flight per block, 4 blocks per multiprocessor, whose phases have nothing to do
-//                        with one another; 64 registers per thread, half of them x
-//     bfloat16, two inputs: 2 blocks per multiprocessor, too few to load while others compute. So a block has many
-//                        tiles, and while it computes one, the 64 KB of the next arrive in shared memory.
+//     bfloat16 as it is: 32 KB of x in flight per block, 4 blocks per multiprocessor, so that some load while others
+//                        compute; 64 registers per thread, half of them x
+//     bfloat16, two inputs: only 2 blocks fit on a multiprocessor, too few for that. So a block has many tiles, and
+//                        while it computes one, the 64 KB of the next arrive in shared memory.
 //
-// The matrix comes from a producer, as device/quantize_tile.cuh has it, with more:
+// The producer is that of device/quantize_tile.cuh, with more members:
 //
 //     static constexpr int kTileBlocks;        // as kBlocks, for quantize_by_tile_kernel
-//     address(input, row, col, width)          // of an element, where there are two inputs of 16 bits: of zeros such
-//                                              // a producer makes zeros
+//     address(input, row, col, width)          // the address of an element; only of producers with two 16-bit inputs,
+//                                              // which must make zeros of zeros
 //
 // A companion has tiles of 1 x 128 along its columns.
 #pragma once
@@ -38,16 +39,16 @@
 namespace jax_fp8 {
 namespace by_tile {
 
-// ---- dynamic shared memory: the transpose of each part and of the companion, half by half, and slots ----------------
+// ---- dynamic shared memory: the transpose of each part and of the companion, in halves; then the slots --------------
 
 template <typename Producer>
 constexpr bool kIs16Bit = sizeof(typename Producer::Element) == 2;
 
-// Whether the next tile is fetched ahead.
+// Whether a block prefetches its next tile.
 template <typename Producer>
 constexpr bool kFetches = kIs16Bit<Producer> && Producer::kInputs == 2;
 
-// Whether the companion waits for its scales in shared memory: beside two parts there are not registers enough.
+// Whether the companion waits for its scales in shared memory: with two parts there are not enough registers.
 template <typename Producer>
 constexpr bool kParks = kIs16Bit<Producer> && Producer::kParts == 2 && Producer::kCompanions == 1;
 
@@ -61,7 +62,8 @@ template <typename Producer, bool kAhead>
 constexpr int kDynamicBytes =
     (kStagedChunks<Producer> + kSlots<Producer, kAhead> * kThreads) * static_cast<int>(sizeof(uint4));
 
-// Percent of a multiprocessor's 228 KB that as many blocks as registers allow share; a block takes 1 KB beside its own.
+// Percent of Hopper's 228 KB of shared memory on a multiprocessor for as many blocks as the registers allow. CUDA
+// reserves 1 KB for each block.
 template <typename Producer, bool kAhead>
 constexpr int kCarveout = std::min<int>(
     100, 100 * Producer::kTileBlocks * (kDynamicBytes<Producer, kAhead> + sizeof(Shared<Producer>) + 2048) /
@@ -70,10 +72,10 @@ constexpr int kCarveout = std::min<int>(
 
 // ---- a tile of 128 rows x 128 columns -------------------------------------------------------------------------------
 //
-// Rows and width are multiples of 16, width of 128 where there are two parts, pointers of 16 bytes. Every thread of the
-// block must arrive.
+// Rows and width are multiples of 16 (width of 128 with two parts), and pointers of 16 bytes. Every thread of the block
+// must call it.
 
-// `next`: the tile after this, where it is fetched ahead as this one was; `staged`: the dynamic shared memory.
+// `next` is the tile after this one, which the block prefetches if kAhead. `staged` is the dynamic shared memory.
 template <typename Producer, bool kAhead>
 __device__ inline void quantize_tile_at(const Producer& producer, const Task& task, const Place& place,
                                         const Place& next, uint4* staged, Shared<Producer>& shared) {
@@ -118,7 +120,7 @@ __device__ inline void quantize_tile_at(const Producer& producer, const Task& ta
   for (int half = kParks<Producer> ? 1 : 0; half < (Producer::kCompanions ? kHalves : 0); ++half) {
     put_column_maxima(made[half], kMade - 1, half, group, shared.column_maxima[kMade - 1][warp]);
   }
-  // A barrier is in the merging: behind it all maxima are there.
+  // merge_amax contains a barrier. After it, all maxima are in shared memory.
   merge_amax<kThreads>(amax, results.cast.amax);
   find_scales(task, place.tile_row, place.tile_col, shared);
   __syncthreads();
@@ -129,7 +131,7 @@ __device__ inline void quantize_tile_at(const Producer& producer, const Task& ta
   const auto staged_at = [&](int part, int half) { return staged + (part * kHalves + half) * ValuesTile::kChunks; };
   uint32_t left[kPatchRows], right[kPatchRows];
 #pragma unroll
-  for (int half = 0; half < (Producer::kCompanions ? kHalves : 0); ++half) {  // first, and its registers are free
+  for (int half = 0; half < (Producer::kCompanions ? kHalves : 0); ++half) {  // first, to free registers
     Vector<T> companion[kPatchRows];
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
@@ -184,7 +186,7 @@ __device__ inline void quantize_tile_at(const Producer& producer, const Task& ta
 
 }  // namespace by_tile
 
-// A block for each tile, or, where these are fetched ahead, any number of blocks.
+// One block for each tile; if kAhead, any number of blocks, which take turns at the tiles.
 template <typename Producer, bool kAhead>
 __global__ void __launch_bounds__(by_tile::kThreads, Producer::kTileBlocks)
     quantize_by_tile_kernel(Producer producer, by_tile::Task task) {
@@ -241,7 +243,8 @@ cudaError_t launch_tiles(const Producer& producer, const Task& task, cudaStream_
 
 }  // namespace by_tile
 
-// `aligned`: all pointers are. The amax is zero to start with, or one that counts as well.
+// `aligned` says whether all pointers are multiples of 16 bytes. The amax must be initialized, to zero or to one that
+// the result must include.
 template <typename Producer>
 cudaError_t launch_by_tile(const Producer& producer, const ByTileResults& results, bool aligned,
                            cudaStream_t stream) {

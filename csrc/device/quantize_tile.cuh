@@ -1,19 +1,19 @@
-// The cast and transpose of a matrix by tiles, from whatever makes the matrix: one read of its sources writes the FP8
-// values, their transpose, the amax and the sums of the columns.
+// The cast and transpose of a matrix with one scale; each block takes a tile of it. A producer makes the matrix. One
+// read of its sources gives the FP8 values, their transpose, the amax and the column sums.
 //
-// A producer makes the elements, already rounded to T, out of kInputs loads, for kParts matrices side by side:
+// A producer makes the elements of kParts matrices side by side from kInputs loads, already rounded to Element:
 //
 //     using Element = T;
 //     static constexpr int kInputs, kParts;
 //     static constexpr int kBlocks;            // per multiprocessor, which the registers of the tile kernel must allow
-//     static constexpr bool kSums;             // whether the sums of columns are wanted
-//     static constexpr int kCompanions;        // 1 if it makes another matrix of `width` columns beside, else 0
+//     static constexpr bool kSums;             // whether the caller needs column sums
+//     static constexpr int kCompanions;        // 1 if it also makes another matrix of `width` columns, else 0
 //     load(row, col, width, loaded)            // a vector of each input
 //     make(row, col, loaded, made)             // the vectors of a patch of rows: of each part, then of the companion
 //     element(row, col, width, made)           // one element of each
 //
-// `width` is the columns of one part; with two parts the result has 2 * width. A companion is written transposed only,
-// in a format and by a scale of its own, and counts neither in the amax nor in the sums.
+// `width` is the number of columns of one part; with two parts the result has 2 * width. A companion is written
+// transposed only, in a format and with a scale of its own. The amax and the sums leave it out.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,12 +38,12 @@ struct Companion {
   uint8_t* values_t;  // [width, rows]
 };
 
-// What is not wanted is null.
+// Results that the caller does not need are null.
 struct TiledResults {
   uint8_t* values;    // [rows, parts * width]
   uint8_t* values_t;  // [parts * width, rows]
-  float* amax;        // zero to start with
-  ColumnSums sums;    // [parts * width], where the producer sums
+  float* amax;        // initialized to zero
+  ColumnSums sums;    // [parts * width], if the producer has kSums
   Companion companion;
   int64_t rows;
   int64_t width;
@@ -52,8 +52,8 @@ struct TiledResults {
 
 // ---- tiles of 128 rows x 64 columns: rows and width are multiples of 16, pointers of 16 bytes -----------------------
 //
-// Every access to memory is a full 16-byte instruction over whole 32-byte sectors: rows of a source in 128 bytes or
-// more, rows of values in 64, rows of values_t in 128.
+// Neighbouring threads access whole 32-byte sectors: 128 bytes or more of a source's row, 64 bytes of a row of values,
+// and 128 bytes of a row of values_t. Loads and the stores of values_t are 16 bytes a thread, and those of values 8.
 
 namespace quantize_tile {
 
@@ -80,9 +80,8 @@ __device__ inline void store_transpose(const uint4* tile, int64_t tile_row, int6
   ValuesTile::store<kThreads>(tile, tile_row, tile_col, rows, width, values_t);
 }
 
-// The four patches that a warp has of each group of columns, added up into its row of `sums`, which is aligned to 8
-// bytes.
-// Every thread of the warp must arrive.
+// Adds up the four patches that a warp has in each group of columns, and stores the result in the warp's row of `sums`,
+// which is aligned to 8 bytes. Every thread of the warp must call it.
 __device__ inline void put_sums(float (*sums)[kCols], int group, const float (&patch_sums)[kVectorWidth]) {
   float of_two[kVectorWidth / 2], of_four[kVectorWidth / 4];
   share_sums(patch_sums, of_two, kGroups);
@@ -198,7 +197,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
     quantize_any_kernel(Producer producer, DeviceScaleSource scale, TiledResults results) {
   using namespace quantize_tile;
   constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
-  __shared__ uint8_t tile[kMade][kRows][kAnyCols + 4];  // the padding moves each row to the next bank
+  __shared__ uint8_t tile[kMade][kRows][kAnyCols + 4];  // the padding of 4 bytes shifts each row by one bank
   __shared__ float sums[Producer::kSums ? kParts : 1][Producer::kSums ? kAnyRowsAtOnce : 1][kAnyCols];
   const float multiplier = multiplier_from<kFormat>(__ldg(scale.element), scale);
   const float companion_multiplier = Producer::kCompanions ? multiplier_of(__ldg(results.companion.scale)) : 1.0f;
@@ -258,7 +257,7 @@ __global__ void __launch_bounds__(quantize_tile::kThreads)
 
 // ---- launching ------------------------------------------------------------------------------------------------------
 
-// `aligned`: all pointers are.
+// `aligned` says whether all pointers are multiples of 16 bytes.
 template <Fp8Type kFormat, typename Producer>
 void launch_quantize_tiles(const Producer& producer, const DeviceScaleSource& scale, TiledResults results, bool aligned,
                            cudaStream_t stream) {
@@ -266,7 +265,7 @@ void launch_quantize_tiles(const Producer& producer, const DeviceScaleSource& sc
   const bool vectorized =
       aligned && results.rows % 16 == 0 && results.width % 16 == 0 && results.rows * results.width != 0;
   const auto kernel = vectorized ? quantize_tile_kernel<kFormat, Producer> : quantize_any_kernel<kFormat, Producer>;
-  // An empty matrix has a scale all the same: one block writes it.
+  // An empty matrix has a scale too: one block runs and writes it.
   const int64_t tiles_per_column = std::max<int64_t>(1, divide_up(results.rows, kRows));
   const int64_t tiles_per_row = std::max<int64_t>(1, divide_up(results.width, vectorized ? kCols : kAnyCols));
   results.tiles_per_row = static_cast<unsigned>(tiles_per_row);

@@ -1,5 +1,5 @@
-// What the threads of a warp or a block find out together:
-// the amax of a tensor, a maximum, and sums in an order that never changes.
+// Reductions over the threads of a warp or a block: the amax of a tensor, a maximum, and sums in an order that never
+// changes.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ constexpr int kWarp = 32;
 
 // ---- amax: max|x|, NaN where there is one; one atomic per block -----------------------------------------------------
 //
-// Non-negative floats order as their bits, infinity above all numbers and NaN above it, so an integer maximum is exact,
-// independent of the order of blocks, and needs nothing but a zero to start from.
+// The bits of non-negative floats, read as integers, have the same order as the floats, with infinity above all numbers
+// and NaN above infinity. So an integer maximum is exact, does not depend on the order of blocks, and starts from zero.
 
-// fmaxf would return the other operand when one is NaN.
+// max(amax, |x|), or NaN if one is NaN; fmaxf would return the other operand.
 __device__ inline float amax_of(float amax, float x) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(amax), "f"(fabsf(x)));
@@ -27,7 +27,8 @@ __device__ inline float amax_of(float amax, const float (&x)[kCount]) {
   return amax;
 }
 
-// Every thread of the block must arrive.
+// Merges the block's amax into `amax` with at most one atomic. Every thread of the block must call it. It contains a
+// barrier.
 template <int kThreads>
 __device__ inline void merge_amax(float thread_amax, float* amax) {
   constexpr int kWarps = kThreads / kWarp;
@@ -43,7 +44,7 @@ __device__ inline void merge_amax(float thread_amax, float* amax) {
 
 // ---- sums -----------------------------------------------------------------------------------------------------------
 
-// Every lane gets the sum, be it of the warp or of the group of neighbours that it is in.
+// The sum over the warp, or over each group of kLanes neighbouring lanes. Every lane gets it.
 template <int kLanes = kWarp>
 __device__ inline float warp_sum(float x) {
 #pragma unroll
@@ -53,8 +54,9 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Between lanes `distance` apart: the lower one keeps the first half of the numbers, the upper one the second half, as
-// the sums of both lanes. Every thread of the warp must arrive.
+// One step of a reduction that also divides the numbers among lanes. Of two lanes `distance` apart, the lower one keeps
+// the first half of the numbers and the upper one the second half, each the sum of both lanes. Every thread of the warp
+// must call it.
 template <int kCount>
 __device__ inline void share_sums(const float (&x)[kCount], float (&kept)[kCount / 2], int distance) {
   const bool upper = (threadIdx.x & distance) != 0;
@@ -65,7 +67,8 @@ __device__ inline void share_sums(const float (&x)[kCount], float (&kept)[kCount
   }
 }
 
-// Four sums for little more than the price of one: lane i gets number i / 8.
+// Four sums over the warp with six shuffles instead of twenty: the first two steps divide the sums among the lanes.
+// Lane i gets sum i / 8.
 constexpr int kLanesPerSum = kWarp / 4;
 
 __device__ inline float four_warp_sums(const float (&x)[4]) {
@@ -77,8 +80,7 @@ __device__ inline float four_warp_sums(const float (&x)[4]) {
   return warp_sum<kLanesPerSum>(halve(first, second, 8));
 }
 
-// Every thread of the block gets the sums. Whoever calls this again must bring other scratch memory,
-// or a barrier in between.
+// Sums over the block; every thread gets them. The next call needs other scratch memory, or a barrier in between.
 template <int kCount>
 __device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWarp][kCount]) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -96,14 +98,14 @@ __device__ inline void block_sums(float (&values)[kCount], float (&scratch)[kWar
 
 // ---- a maximum ------------------------------------------------------------------------------------------------------
 
-// NaN is left out.
+// The maximum over the warp, without NaNs.
 __device__ inline float warp_max(float x) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
   return x;
 }
 
-// Every thread of the block gets it. Scratch memory as above.
+// The maximum over the block; every thread gets it. Scratch memory as for block_sums.
 __device__ inline float block_max(float x, float (&scratch)[kWarp]) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   x = warp_max(x);

@@ -3,11 +3,11 @@
 
 namespace jax_fp8 {
 
-// IEEE's square root and quotient cost a branch an element each, to code for rare operands, and at each the elements
-// wait for one another. Here all neighbours take the common way together, the compiler's own from the hardware's
-// approximation to the rounded result; if an operand of one of them is uncommon, all take the compiler's. Common are
-// zero, for a param without gradients, and numbers between which neither a result nor the rest that corrects it leaves
-// the normal numbers.
+// The compiler's IEEE square root and division each have a branch for every element, to code for rare operands, and the
+// elements cannot overlap across these branches. Here a thread tests all its neighbours with one branch. If all
+// operands are common, they take the compiler's own fast path, from the hardware's approximation to the correctly
+// rounded result. If one of them is not, all take the compiler's functions. Common are zero, which a param without
+// gradients has, and a range in which neither the result nor the remainder that corrects it leaves the normal numbers.
 __device__ inline bool is_common_square(float x) { return (x == 0.0f) | ((x >= 0x1p-100f) & (x <= 0x1p38f)); }
 
 __device__ inline bool is_common_dividend(float x) {
@@ -48,7 +48,7 @@ __device__ inline void take_roots(float (&x)[kCount]) {
   }
 }
 
-// x = x / (sqrt(squares) + eps). The root of a common square keeps a common eps a common divisor.
+// x = x / (sqrt(squares) + eps). For a common square and a common eps, the divisor is common too.
 template <int kCount>
 __device__ inline void divide_by_roots(float (&x)[kCount], const float (&squares)[kCount], float eps) {
   bool common = is_common_divisor(eps);

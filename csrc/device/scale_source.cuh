@@ -1,4 +1,4 @@
-// A `ScaleSource` as a kernel takes it, and the scale that each thread makes of it.
+// A `ScaleSource` as a kernel's parameter, and the scale that each thread computes from it.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@ namespace jax_fp8 {
 
 struct DeviceScaleSource {
   const float* element;  // a scale, or an amax
-  float* used;           // where the scale goes
+  float* used;           // where the kernel stores the scale
   AmaxRule rule;
   bool from_amax;
 };
@@ -25,8 +25,8 @@ inline DeviceScaleSource on_device(const ScaleSource& source, float* used) {
   };
 }
 
-// The scale is a few instructions, and so every thread computes it; the first one of the grid also writes it down.
-// Call it, like multiplier_of, after the loads of x; `loaded` is the element, read before them.
+// 1 / scale. The scale takes a few instructions, so every thread computes it, and the first thread of the grid stores
+// it. Like multiplier_of, call it after the loads of x. `loaded` is the source's element, whose load comes before them.
 template <Fp8Type kFormat>
 __device__ inline float multiplier_from(float loaded, const DeviceScaleSource& source) {
   const float scale = source.from_amax ? scale_from_amax<kFormat>(loaded, source.rule) : loaded;

@@ -1,10 +1,9 @@
-// A tile of bytes on its way from rows to columns, through shared memory: 128 rows, or 64, of kGroups groups of kWidth
+// The transpose of a tile of bytes by way of shared memory. A tile has 128 rows, or 64, and kGroups groups of kWidth
 // neighbouring columns.
 //
-// A thread brings patches, 4 rows of one group: the 4 bytes of a column make one word of the transpose. A column leaves
-// as 8 chunks of 16 bytes, which 8 neighbouring threads store as a whole line of 128; of 64 rows, half of one. All
-// kernels that transpose by blocks of so many rows have such a tile; how wide a patch is follows from the elements that
-// it is made of.
+// A thread brings patches of 4 rows of one group: the 4 bytes of a column make one word of the transpose. A column of
+// 128 rows leaves as 8 chunks of 16 bytes, which 8 neighbouring threads store as a whole line of 128 bytes; a column of
+// 64 rows as half a line. The width of a patch depends on how many elements a thread loads at once.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +16,15 @@ namespace jax_fp8 {
 constexpr int kTileRows = 128;
 constexpr int kPatchRows = 4;
 
-// Whether a result should push other things out of L2: the next kernel reads it, or nobody for long.
+// Whether a result should stay in L2 because the next kernel reads it (kUsual), or leave first because no kernel reads
+// it soon (kTouchedOnce).
 enum class CachePolicy { kUsual, kTouchedOnce };
 
-// The words of a group start at bank 0. A warp writes kTogether neighbouring words of each group; word w of group g
-// lives at w ^ (g * kTogether), and the 32 writes meet 32 banks. So a chunk is moved as a whole, and where kTogether is
-// less than its 4 words, these change places too. Eight threads that read neighbouring chunks, of one column of 128
-// rows or of two of 64, meet all banks as well.
+// The swizzle that avoids bank conflicts. The words of every group start at bank 0, and a warp writes kTogether
+// neighbouring words of each group at once. Word w of group g is stored at w ^ (g * kTogether), so that these 32 writes
+// fall into 32 banks. With kTogether = 4 this moves chunks of 4 words as a whole; with less it permutes the words
+// within a chunk too, and the reader undoes that. Eight threads that read neighbouring chunks, of one column of 128
+// rows or of two columns of 64, also access every bank once.
 template <int kWidth, int kGroups, int kRows = kTileRows>
 struct Tile {
   static constexpr int kCols = kWidth * kGroups;
@@ -36,7 +37,7 @@ struct Tile {
   static_assert(kColumnWords == kWarp || (kColumnWords == kWarp / 2 && kTogether == 1),
                 "one or two columns fill the banks");
 
-  // The columns of a patch, four and four, as transpose_bytes makes them.
+  // Stores the columns of a patch, in fours as transpose_bytes returns them.
   static __device__ inline void put(uint4* tile, int patch, int group, const uint32_t (&columns)[kWidth / 4][4]) {
     uint32_t* words = reinterpret_cast<uint32_t*>(tile) + group * kWidth * kColumnWords;
     const int bank = patch ^ (group * kTogether);
@@ -47,7 +48,7 @@ struct Tile {
     }
   }
 
-  // To the transpose of a matrix (rows, cols), multiples of 16, of which this is the tile at (tile_row, tile_col).
+  // Writes the tile at (tile_row, tile_col) of a matrix (rows, cols), both multiples of 16, to the matrix's transpose.
   template <int kThreads, CachePolicy kPolicy = CachePolicy::kUsual>
   static __device__ inline void store(const uint4* tile, int64_t tile_row, int64_t tile_col, int64_t rows, int64_t cols,
                                       uint8_t* transpose) {

@@ -1,4 +1,4 @@
-// A thread's patches of a tile of 128 rows x 128 columns: where they are, how they arrive, and their casts.
+// A thread's two patches of a tile of 128 rows x 128 columns: their positions, loads and casts.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ namespace by_tile {
 
 // ---- where ----------------------------------------------------------------------------------------------------------
 
-// A tile, and this thread's first patch in it; the other is ValuesTile::kCols further.
+// The position of a tile, and of this thread's patches in it: the second lies ValuesTile::kCols columns after the
+// first.
 struct Place {
   int64_t tile_row, tile_col;
   bool inside[kHalves];
@@ -27,7 +28,7 @@ struct Place {
   __device__ int64_t col(int half) const { return tile_col + patch_col() + half * ValuesTile::kCols; }
 };
 
-// Nothing of a tile behind the last is inside.
+// For a tile after the last, both patches are outside.
 __device__ inline Place place_of(const Task& task, unsigned tile) {
   Place place;
   place.tile_row = int64_t{tile / task.tiles_per_row} * kTile;
@@ -43,7 +44,7 @@ __device__ inline Place place_of(const Task& task, unsigned tile) {
 
 using Slots = OwnSlots<kThreads>;
 
-// What is not inside is zeros.
+// Starts the copies of a patch to the thread's slots. A patch outside of the matrix becomes zeros.
 template <typename Producer>
 __device__ inline void fetch_patch(const Producer& producer, const Task& task, const Place& place, int half,
                                    const Slots& slots) {
@@ -71,8 +72,8 @@ __device__ inline void take_patch(const Slots& slots, int half, Vector<T> (&load
 
 // ---- loads, and where a companion waits -----------------------------------------------------------------------------
 //
-// Two parts and a companion, beside inputs on their way, are too many for the registers. So of the second patch two
-// inputs arrive in slots, and where they were, the companion waits for its scales.
+// The registers cannot hold two parts, a companion and the inputs in flight. So two inputs of the second patch arrive
+// in slots of shared memory. When the thread has taken them, the companion waits for its scales in the same slots.
 
 template <bool kParks, typename Producer, typename T>
 __device__ inline void load_patches(const Producer& producer, const Task& task, const Place& place, const Slots& slots,
@@ -100,10 +101,10 @@ __device__ inline void load_patches(const Producer& producer, const Task& task, 
   }
 }
 
-// Row r of patch `half` waits in this slot, which is free when the row's inputs have been taken.
+// The slot in which row r of the companion's patch `half` waits. It is free once the thread has taken the row's inputs.
 __device__ constexpr int parking_slot(int half, int r) { return r * kHalves + half; }
 
-// Takes what the second patch has in slots, and leaves the first one's companion there.
+// Takes the second patch's inputs from the slots, and stores the first patch's companion there.
 template <typename T, int kInputs, int kMade>
 __device__ inline void take_and_park(const Slots& slots, Vector<T> (&loaded)[kPatchRows][kInputs],
                                      const Vector<T> (&made)[kPatchRows][kMade], int companion) {
@@ -118,15 +119,16 @@ __device__ inline void take_and_park(const Slots& slots, Vector<T> (&loaded)[kPa
 // ---- casts ----------------------------------------------------------------------------------------------------------
 
 struct PatchCast {
-  const float* row_multipliers;     // of its 4 rows, in shared memory
-  const float* column_multipliers;  // of its 8 columns
-  uint8_t* values;                  // where its first row goes, if it is inside
-  int64_t stride;                   // to the next
-  bool inside;
+  const float* row_multipliers;     // of the patch's 4 rows, in shared memory
+  const float* column_multipliers;  // of its 8 columns, in shared memory
+  uint8_t* values;                  // the address of its first row of values
+  int64_t stride;                   // elements from a row of values to the next
+  bool inside;                      // else nothing is stored
 };
 
-// Rows by their multipliers, which are written, columns by theirs, or both: no element is unpacked twice. Returns, row
-// by row, what the transpose is made of: of both, the columns. Adds to the sums of the columns.
+// Casts a patch by its rows' multipliers and stores these values, or by its columns' multipliers, or both; each element
+// is unpacked once. `left` and `right` return the bytes for the transpose, row by row: those cast by columns if both.
+// Adds the elements to the column sums.
 template <bool kRows, bool kColumns, typename T, int kMade>
 __device__ inline void cast_patch(const Vector<T> (&made)[kPatchRows][kMade], int part, const PatchCast& cast,
                                   uint32_t (&left)[kPatchRows], uint32_t (&right)[kPatchRows],
@@ -152,7 +154,7 @@ __device__ inline void cast_patch(const Vector<T> (&made)[kPatchRows][kMade], in
   }
 }
 
-// Each column by its multiplier, of which the first is at `multipliers` in shared memory.
+// Casts a patch by its columns' multipliers, the first of which is at `multipliers` in shared memory.
 template <typename T>
 __device__ inline void cast_columns(const Vector<T> (&made)[kPatchRows], const float* multipliers,
                                     uint32_t (&left)[kPatchRows], uint32_t (&right)[kPatchRows]) {

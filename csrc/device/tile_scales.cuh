@@ -1,7 +1,7 @@
-// From the elements that the threads of a block hold to the scales of its rows and columns.
+// From the elements in the registers of a block's threads to the scales of the block's rows and columns.
 //
-// Maxima meet in shared memory. Then a thread finds the scale of one row or of one column, which it writes down, and
-// what elements are multiplied by, which goes back to shared memory.
+// The threads reduce maxima in shared memory. Then each thread computes the scale of one row or of one column. It
+// stores the scale in the result, and the multiplier for the elements in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ using quantize_tile::kThreads;
 using quantize_tile::kWarps;
 using quantize_tile::ValuesTile;
 
-// A block's columns, as those of two tiles of the transpose: a thread has a patch of 4 rows x 8 columns in each.
+// A block's columns make two halves, each a tile of the transpose. A thread has a patch of 4 rows x 8 columns in each.
 constexpr int kHalves = kTile / ValuesTile::kCols;
 static_assert(kThreads == 2 * kTile, "a thread finds the scale of a row or of a column");
 
-// Of kArrays inputs, or of parts and companion.
+// A thread's patches of kArrays arrays: of the inputs, or of parts and companion.
 template <typename T, int kArrays>
 using Patches = Vector<T>[kHalves][kPatchRows][kArrays];
 
-// What the threads of a block find out for one another.
+// The shared memory in which the threads of a block exchange maxima, multipliers and sums.
 template <typename Producer>
 struct Shared {
   static constexpr int kParts = Producer::kParts, kMade = kParts + Producer::kCompanions;
@@ -44,7 +44,7 @@ struct Shared {
 
 // ---- maxima ---------------------------------------------------------------------------------------------------------
 
-// Of the rows of patches side by side, element by element of a word.
+// The maxima of the rows of patches side by side, separately for each element position of a word.
 template <typename T, int kPatches, int kMade, typename Larger>
 __device__ inline void find_row_maxima(const Vector<T> (&made)[kPatches][kPatchRows][kMade], int part, Larger larger_of,
                                        uint32_t (&maxima)[kPatchRows]) {
@@ -58,7 +58,8 @@ __device__ inline void find_row_maxima(const Vector<T> (&made)[kPatches][kPatchR
   }
 }
 
-// The same for the scales, to which a NaN says nothing. Returns the amax, NaN where an element is.
+// The same for the scales, which ignore NaNs. Returns the amax, which is NaN if an element is. The fast path propagates
+// NaNs, and only if there was one are the maxima computed again without.
 template <typename T, int kPatches, int kMade>
 __device__ inline float find_row_maxima(const Vector<T> (&made)[kPatches][kPatchRows][kMade], int part,
                                         uint32_t (&maxima)[kPatchRows]) {
@@ -72,7 +73,7 @@ __device__ inline float find_row_maxima(const Vector<T> (&made)[kPatches][kPatch
   return amax;
 }
 
-// Of the columns of a patch.
+// The maxima of the columns of a patch.
 template <typename T, int kMade>
 __device__ inline Vector<T> find_column_maxima(const Vector<T> (&made)[kPatchRows][kMade], int part) {
   Vector<T> maxima;
@@ -84,8 +85,9 @@ __device__ inline Vector<T> find_column_maxima(const Vector<T> (&made)[kPatchRow
   return maxima;
 }
 
-// To `target`, those of 128 rows in order; returns the largest of the warp's rows. The maxima of a patch are 2 words of
-// 16-bit elements or 4 of float32, and of its 8 lanes lane i ends up with word i. Every thread of the warp must arrive.
+// Stores the maxima of the rows at `target`, which has those of 128 rows in order, and returns the largest of the
+// warp's rows. The maxima of a patch are 2 words of 16-bit elements or 4 of float32. Of the patch's 8 lanes, lane i
+// ends up with word i. Every thread of the warp must call it.
 template <typename T>
 __device__ inline float put_row_maxima(const uint32_t (&maxima)[kPatchRows], int patch, int group, uint32_t* target) {
   constexpr int kWords = kPatchRows / Vector<T>::kPerWord;
@@ -105,7 +107,8 @@ __device__ inline float put_row_maxima(const uint32_t (&maxima)[kPatchRows], int
   return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(magnitude_of<T>(word[0]))));
 }
 
-// To `target`, those of the half's columns in order, over the warp's 16 rows. Every thread of the warp must arrive.
+// Stores the maxima of the half's columns, over the warp's 16 rows, at `target` in order. Every thread of the warp must
+// call it.
 template <typename T, int kMade>
 __device__ inline void put_column_maxima(const Vector<T> (&made)[kPatchRows][kMade], int part, int half, int group,
                                          uint32_t* target) {
@@ -120,14 +123,15 @@ __device__ inline void put_column_maxima(const Vector<T> (&made)[kPatchRows][kMa
   }
 }
 
-// To `target`, those of 128 columns in order.
+// Stores the maxima of all 128 columns at `target` in order.
 template <typename T, int kMade>
 __device__ inline void put_column_maxima(const Patches<T, kMade>& made, int part, int group, uint32_t* target) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) put_column_maxima(made[half], part, half, group, target);
 }
 
-// Of the parts. Returns the amax of the thread's elements, NaN where one is. Every thread of the block must arrive.
+// Stores the maxima of all parts in shared memory. Returns the amax of the thread's elements, which is NaN if one is.
+// Every thread of the block must call it.
 template <typename Producer, int kMade>
 __device__ inline float put_maxima(const Patches<typename Producer::Element, kMade>& made, int patch, int group,
                                    Shared<Producer>& shared) {
@@ -152,7 +156,7 @@ __device__ inline float element_of(const uint32_t* maxima, int i) {
   return fabsf(to_float(reinterpret_cast<const T*>(maxima)[i]));
 }
 
-// NaN, where there is nothing else, becomes 0.
+// The amax of a column over all warps. NaNs are ignored; of NaNs alone it is 0.
 template <typename T, int kOfWarps, int kWords>
 __device__ inline float column_amax(const uint32_t (&maxima)[kOfWarps][kWords], int column) {
   float amax = 0.0f;
@@ -190,7 +194,7 @@ __device__ inline void find_scales(const Task& task, int64_t tile_row, int64_t t
     }
   }
   if constexpr (Producer::kCompanions) {
-    if (has_row) {  // which had less to do
+    if (has_row) {  // these threads take the companion too: their rows were less work than columns
       const float amax = column_amax<T>(shared.column_maxima[kParts], line);
       shared.column_multipliers[kParts][line] = keep_companion_scale(task, amax, tile_row, tile_col + line);
     }

@@ -1,7 +1,6 @@
-// Vectors: eight neighbouring elements, loaded with 16-byte instructions, as floats and back.
+// Vectors: eight neighbouring elements, which a thread loads with 16-byte instructions and converts to floats and back.
 //
-// bfloat16 and float16 travel as their bits. That keeps CUDA's own headers for them, and everything those include,
-// out of the build.
+// bfloat16 and float16 are passed as their bits, so the build needs no CUDA headers for these types.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +27,8 @@ __device__ inline float to_float(Float16 value) {
   return result;
 }
 
-// Eight neighbours as they lie in memory: half the registers of their floats where elements have 16 bits. A kernel with
-// many loads issues them all as such, and converts when they have arrived.
+// Eight neighbours as they lie in memory. 16-bit elements take half the registers of their floats. A kernel issues all
+// its loads as words, and converts when they have arrived.
 template <typename T>
 struct Vector {
   static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
@@ -45,7 +44,7 @@ __device__ inline Vector<T> filled_with(uint32_t word) {
   return vector;
 }
 
-// -0 in every element: what changes no number it is added to, not even the sign of a zero.
+// -0 in every element. Adding it changes no number, not even the sign of a zero.
 template <typename T>
 constexpr uint32_t kNegativeZeros = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
 
@@ -72,7 +71,7 @@ __device__ inline Vector<T> load_vector(const T* source) {
   return vector;
 }
 
-// From memory that this kernel writes too: shared, or its own.
+// From shared memory, or global memory that this kernel also writes; load_vector uses the read-only cache.
 template <typename T>
 __device__ inline Vector<T> read_vector(const T* source) {
   Vector<T> vector;
@@ -88,8 +87,8 @@ __device__ inline void write_vector(T* target, const Vector<T>& vector) {
   for (int i = 0; i < Vector<T>::kWords; i += 4) reinterpret_cast<uint4*>(target)[i / 4] = four_words(vector, i);
 }
 
-// To global memory. The compiler makes four stores of an ordinary assignment where the words come from asm;
-// the policy is the usual one.
+// To global memory. If the words come from asm, the compiler splits an ordinary assignment into four stores; __stcg
+// keeps one store of 16 bytes, with the usual cache policy.
 template <typename T>
 __device__ inline void store_vector(T* target, const Vector<T>& vector) {
 #pragma unroll
@@ -98,7 +97,7 @@ __device__ inline void store_vector(T* target, const Vector<T>& vector) {
   }
 }
 
-// Floats from memory that the block writes itself, by fours.
+// Floats from memory that the block itself has written, four in each 16-byte load.
 template <int kCount>
 __device__ inline void read_fours(const float* source, float (&out)[kCount]) {
 #pragma unroll
@@ -110,7 +109,7 @@ __device__ inline void read_fours(const float* source, float (&out)[kCount]) {
 
 // ---- to floats ------------------------------------------------------------------------------------------------------
 
-// The elements of one word, the first in the low half.
+// Unpacks the elements of one word, the first of two from the low half.
 __device__ inline void unpack(uint32_t word, float* out, float) { out[0] = __uint_as_float(word); }
 
 __device__ inline void unpack(uint32_t word, float* out, BFloat16) {
@@ -123,7 +122,7 @@ __device__ inline void unpack(uint32_t word, float* out, Float16) {
   out[1] = to_float(Float16{static_cast<uint16_t>(word >> 16)});
 }
 
-// kCount elements from `first` on: all eight, or a multiple of what a word holds.
+// Unpacks kCount elements from `first` on; kCount is a multiple of the elements of a word.
 template <typename T, int kCount>
 __device__ inline void unpack(const Vector<T>& vector, float (&out)[kCount], int first = 0) {
   constexpr int kPerWord = Vector<T>::kPerWord;
@@ -168,7 +167,7 @@ __device__ inline T from_float(float x) {
   }
 }
 
-// What is left of floats that are stored in T.
+// Rounds floats to T and back.
 template <typename T>
 __device__ inline void round_all(float (&x)[kVectorWidth]) {
   Vector<T> vector;

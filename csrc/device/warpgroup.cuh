@@ -1,6 +1,7 @@
-// Products of FP8 matrices by a warpgroup, four warps that start at a multiple of four: the tensor cores of compute
-// capability 9.0 (wgmma). Both operands are read from shared memory, contiguous along k, in the order in which a copy
-// of boxes 128 bytes wide swizzles them: of a row's eight pieces of 16 bytes, piece p of row r lies at p ^ (r % 8).
+// Products of FP8 matrices on the tensor cores of compute capability 9.0 (wgmma). A warpgroup issues them: four warps,
+// the first with an index that is a multiple of four. The tensor cores read both operands from shared memory. Rows are
+// contiguous along k and swizzled, as tensor copies of boxes 128 bytes wide store them: of a row's eight pieces of 16
+// bytes, piece p of row r lies at place p ^ (r % 8).
 #pragma once
 
 #include <cstdint>
@@ -12,16 +13,18 @@ namespace jax_fp8 {
 
 constexpr int kRowsOfWarpgroup = 64, kColumnsOfProduct = 128, kDepthOfProduct = 32;
 constexpr int kSwizzleBytes = 128;
-constexpr int kProducts = kRowsOfWarpgroup * kColumnsOfProduct / 128;  // that a thread holds, float32
+constexpr int kProducts = kRowsOfWarpgroup * kColumnsOfProduct / 128;  // float32 sums that a thread holds
 
-// The sums of a product that a thread holds, 64 rows by 128 columns a warpgroup. Thread t of warp w has, in elements
-// 4 j to 4 j + 3, of row 16 w + t / 4 the columns 8 j + 2 (t % 4) and the next, and of row 16 w + t / 4 + 8 the same.
+// A thread's sums of a product of 64 rows by 128 columns of a warpgroup. Thread t of warp w has row 16 w + t / 4 in
+// elements 4 j and 4 j + 1, with columns 8 j + 2 (t % 4) and the next, and the same columns of row 16 w + t / 4 + 8 in
+// elements 4 j + 2 and 4 j + 3.
 struct Products {
   float of[kProducts];
 };
 
-// How the tensor cores find rows of 128 bytes, at a multiple of 1,024: the address, 1,024 bytes from eight rows to the
-// next eight, and the swizzle, in units of 16 bytes. A step along k of 32 elements adds 2.
+// The descriptor of rows of 128 bytes in shared memory, which start at a multiple of 1,024. It holds the address and
+// the stride from eight rows to the next eight, 1,024 bytes, both in units of 16 bytes, and the kind of swizzle. A step
+// of 32 elements along k adds 2 to it.
 __device__ inline uint64_t rows_in_shared(const void* pointer) {
   constexpr uint64_t kStride = uint64_t{1024 >> 4} << 32, kUnused = uint64_t{1} << 16, kSwizzled = uint64_t{1} << 62;
   return (shared_address(pointer) & 0x3ffff) >> 4 | kUnused | kStride | kSwizzled;
@@ -31,13 +34,14 @@ __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned
 
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most kLeft groups of those that were committed are not done.
+// Waits until at most kLeft committed groups of products are still running.
 template <int kLeft>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// The compiler must neither read nor move these registers before this line.
+// Keeps the compiler from reading or moving these registers before this line: the tensor cores write them
+// asynchronously.
 __device__ inline void hold(Products& products) {
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) asm volatile("" : "+f"(products.of[i])::"memory");
@@ -59,7 +63,7 @@ __device__ inline void hold(Products& products) {
       : JAX_FP8_SIXTEEN(0), JAX_FP8_SIXTEEN(16), JAX_FP8_SIXTEEN(32), JAX_FP8_SIXTEEN(48)                              \
       : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(1), "n"(1))
 
-// d = a bᵀ, or d += a bᵀ where `adds`, of 64 x 32 by 128 x 32 elements.
+// d = a bᵀ, or d += a bᵀ if `adds`, where a has 64 x 32 elements and b 128 x 32.
 template <Fp8Type kA, Fp8Type kB>
 __device__ inline void multiply(Products& d, uint64_t a, uint64_t b, bool adds) {
   static_assert(kA == Fp8Type::kE4M3 || kB == Fp8Type::kE4M3, "the tensor cores do not multiply E5M2 by E5M2");

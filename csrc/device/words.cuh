@@ -1,8 +1,8 @@
-// Neighbouring elements as words, the way they lie in memory,
-// for storages that only the run knows but a whole block shares.
+// Neighbouring elements as words as they lie in memory, for arrays whose storage is known only at run time but is the
+// same for a whole block.
 //
-// A kernel issues all its loads as words and converts when they have arrived: a conversion in between would wait for
-// its load, and nothing behind it would be issued meanwhile.
+// A kernel issues all its loads as words, and converts when they have arrived. A conversion between the loads would
+// wait for its operand, and the thread would issue no further loads meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ __device__ constexpr int bytes_of(Storage storage) {
   return storage == Storage::kFloat32 ? 4 : is_fp8(storage) ? 1 : 2;
 }
 
-// Data touched once: it should not push other things out of L2.
-// `bytes` is 16, 8, 4, 2 or 1, the same for the whole block.
+// Loads data that is touched once, with the streaming cache policy: it should not evict other data from L2. `bytes` is
+// 16, 8, 4, 2 or 1, the same for the whole block.
 __device__ inline void load_words(const void* source, int64_t offset, int bytes, uint32_t* words) {
   const char* address = static_cast<const char*>(source) + offset;
   if (bytes == 16) {
@@ -54,12 +54,13 @@ __device__ inline void store_words(void* target, int64_t offset, int bytes, cons
   }
 }
 
-// Element i of 16-bit elements.
+// Element i of an array of 16-bit elements.
 __device__ inline uint16_t half_of(const uint32_t* words, int i) {
   return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
 }
 
-// The hardware's NaN of bfloat16 is 0x7FFF; the reference keeps the sign and makes it quiet.
+// Replaces NaNs in a word of two bfloat16. The hardware's conversion makes every NaN 0x7FFF. The reference keeps the
+// sign and returns the quiet NaN 0x7FC0.
 __device__ inline uint32_t nan_pair(uint32_t word, float first, float second) {
   if (first != first) word = (word & 0xFFFF0000u) | (__float_as_uint(first) >> 16 & 0x8000u) | 0x7FC0u;
   if (second != second) word = (word & 0xFFFFu) | (__float_as_uint(second) & 0x80000000u) | 0x7FC00000u;
@@ -82,9 +83,9 @@ __device__ inline void pack_halves(const float (&x)[kCount], uint32_t* words) {
   }
 }
 
-// bfloat16, rounded up in magnitude with a probability equal to what cutting off the low half would lose: the upper 16
-// bits of a draw are added below. Infinities stay, and what is too large becomes the largest number. With kNeverZero,
-// what is positive stays positive.
+// Stochastic rounding to bfloat16: adds the upper 16 bits of the random number to the float's bits, then drops the low
+// 16 bits. So the magnitude rounds up with a probability equal to the dropped fraction. Infinities stay, and a number
+// above the largest bfloat16 becomes that. With kNeverZero, a positive number stays positive.
 template <bool kNeverZero, int kCount>
 __device__ inline void pack_at_random(const float (&x)[kCount], const uint32_t (&draws)[kCount], uint32_t* words) {
   uint32_t bits[kCount];
@@ -111,7 +112,7 @@ __device__ inline float from_half(Storage storage, uint16_t bits) {
   return storage == Storage::kBFloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
 }
 
-// ---- kCount elements as floats, and back: 4, or 1 for what is left over ---------------------------------------------
+// ---- kCount elements as floats, and back; kCount is 4, or 1 at the end of an array ----------------------------------
 
 template <Fp8Type kFormat, int kCount>
 __device__ inline void unpack_fp8(uint32_t word, float (&out)[kCount]) {
@@ -132,7 +133,7 @@ __device__ inline void unpack_words(Storage storage, const uint32_t* words, floa
   }
 }
 
-// FP8 of floats that are scaled already.
+// Casts floats that are already scaled to FP8.
 template <Fp8Type kFormat, int kCount>
 __device__ inline uint32_t pack_fp8(const float (&x)[kCount]) {
   if constexpr (kCount == 1) return cast_pair<kFormat>(x[0], 0.0f) & 0xFFu;

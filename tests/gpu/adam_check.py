@@ -816,11 +816,11 @@ def check_refusals(report: Report):
         ),
         (
             raw([1], *half, place=(0, 0), casts=tiled, by_tile=True),
-            "g of leaf 0 must have squares of its own, in a shared cast by tile",
+            "g of leaf 0 must begin at a column divisible by 128 of its shared cast by tile",
         ),
         (
             raw([1], *half, place=(0, 32), casts=tiled, by_tile=True),
-            "g of leaf 0 must have squares of its own, in a shared cast by tile",
+            "g of leaf 0 must begin at a column divisible by 128 of its shared cast by tile",
         ),
     ]
     for call, fragment in cases:

@@ -523,7 +523,7 @@ def check_refusals(report: Report):
         (
             product((32, 64)),
             (a, b, one, one),
-            "b must have rows for the columns of d, 64 from a multiple of 16 on, here 0",
+            "b must have 64 rows from first_column on, a multiple of 16, here 0",
         ),
         (product((32, 32), first_column=np.int64(32)), (a, b, one, one), "here 32"),
         (product((32, 32), first_column=np.int64(8)), (a, b, one, one), "here 8"),

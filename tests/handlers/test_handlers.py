@@ -101,7 +101,7 @@ LAST = 2**63 - 16
 REFUSALS = [
     (
         GEMM_PART.having(first_column=np.int64(first_column)),
-        "jax_fp8_gemm: b must have rows for the columns of d, 32 from a multiple of 16 on, here "
+        "jax_fp8_gemm: b must have 32 rows from first_column on, a multiple of 16, here "
         f"{first_column}, got float8_e4m3fn[256, 272]",
     )
     for first_column in (LAST, -16, 240, 2**62, -(2**63), 8)
@@ -123,7 +123,7 @@ REFUSALS += [
         dataclasses.replace(
             first("weight_gradient"), operands=(Buffer(16, (3, 2**62)), *first("weight_gradient").operands[1:])
         ),
-        "jax_fp8_weight_gradient: dy must have dims from 0 on, and at most 2**42 elements, got bfloat16[3, "
+        "jax_fp8_weight_gradient: dy must have no negative dim, and at most 2**42 elements, got bfloat16[3, "
         "4611686018427387904]",
     ),
     (
@@ -143,11 +143,11 @@ REFUSALS += [
     ),
     (
         ALL.having(first_leaf=np.int32(-1)),
-        "jax_fp8_adam: first_leaf must be from 0 on and leave room for 3 leaves below 2**31, got -1",
+        "jax_fp8_adam: first_leaf must be 0 or more and leave room for 3 leaves below 2**31, got -1",
     ),
     (
         ALL.having(first_leaf=np.int32(2**31 - 1)),
-        "jax_fp8_adam: first_leaf must be from 0 on and leave room for 3 leaves below 2**31, got 2147483647",
+        "jax_fp8_adam: first_leaf must be 0 or more and leave room for 3 leaves below 2**31, got 2147483647",
     ),
     (
         ALL.having(layout=np.array([1, 1, 129], np.int32)),
@@ -175,8 +175,8 @@ REFUSALS += [
     ),
     (
         shared((0, 0), (0, 16), (0, 2**31 - 16)),
-        "jax_fp8_adam: g of leaf 2 must lie within its shared cast, from a column divisible by 16 on, got float32[16, "
-        "16]",
+        "jax_fp8_adam: g of leaf 2 must lie within its shared cast and begin at a column divisible by 16, "
+        "got float32[16, 16]",
     ),
     *(
         (

@@ -15,6 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 MAX_LINES = 330  # about 300: what is read in one sitting
 MAX_COLUMNS = 120
+MAX_ANY = 100  # in annotations of the package: where jax's and Flax's own types have nothing better
 
 # A room and the rooms it may import. The files directly in jax_fp8/ stand above all rooms.
 ROOMS = {
@@ -334,6 +335,20 @@ def long_lines(root: pathlib.Path) -> list[str]:
     return broken
 
 
+def anys(root: pathlib.Path) -> list[str]:
+    """The files with most annotations `Any`, if the package has too many."""
+    found = {
+        str(path): sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+        for path, tree in python_files(root, "jax_fp8")
+    }
+    if sum(found.values()) <= MAX_ANY:
+        return []
+    most = sorted(found, key=lambda path: -found[path])[:10]
+    return [
+        f"{path}: has {found[path]} `Any`, of {MAX_ANY} in all; name the type, or use core/types.py" for path in most
+    ]
+
+
 RULES = (
     upward_imports,
     import_circles,
@@ -345,6 +360,7 @@ RULES = (
     files_by_themselves,
     long_files,
     long_lines,
+    anys,
     kernels_without_mistakes,
     unknown_commands,
 )
@@ -437,6 +453,7 @@ PLANTED = [
     (files_by_themselves, {"jax_fp8/ops/a.py": "import json\njson.load(open('a'))"}, "a.py:2: json.load must be done"),
     (long_files, {"csrc/a.cu": "\n" * (MAX_LINES + 1)}, f"got {MAX_LINES + 1}"),
     (long_lines, {"csrc/a.cu": "\n" + "/" * (MAX_COLUMNS + 1)}, "longer: [2]"),
+    (anys, {"jax_fp8/core/a.py": f"def f(x: tuple[{'Any, ' * (MAX_ANY + 1)}]): pass"}, f"has {MAX_ANY + 1} `Any`"),
     (kernels_without_mistakes, {"csrc/a.cu": "", "tests/csrc/test_a.py": ""}, "must plant mistakes"),
     (unknown_commands, {"BUILD.md": "    make tset"}, "make tset is no target"),
     (unknown_commands, {"docs/a.md": "`make tset`"}, "a.md: make tset is no target"),

@@ -1,4 +1,4 @@
-"""A forward and its backward as two programs, with the residuals between them as arrays that may be stored for any time.
+"""A forward and its backward as two programs, with the residuals between them as arrays that can be stored.
 
     constants, x ─forward→ y, kept            kept: the residuals that depend on x, each array once
     constants, kept, dy ─backward→ dx, ...    constants, and values of constants alone, are not kept

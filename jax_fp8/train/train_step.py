@@ -91,10 +91,9 @@ class TrainStep(Unpicklable):
 
     def __init__(self, programs: Programs, donate: bool, compiler_options: Mapping[str, object], warm_start: bool):
         def jit(function: Callable, donated: int | tuple[int, ...]) -> jax.stages.Wrapped:
+            options = dict(compiler_options)
             return jax.jit(
-                inside_its_mesh(function),
-                donate_argnums=donated if donate else (),
-                compiler_options=dict(compiler_options),
+                inside_its_mesh(function), donate_argnums=donated if donate else (), compiler_options=options
             )
 
         checked = same_recipe(programs.recipe)  # around programs that trace the loss

@@ -19,15 +19,7 @@ import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.optim.updates import InPlace, NewParam
 
-SHAPES = {
-    "w": (48, 32),
-    "brain": (33, 5),
-    "half": (7,),
-    "full": (16, 24),
-    "scalar": (),
-    "empty": (0, 3),
-    "eight": (16, 32),
-}
+SHAPES = dict(w=(48, 32), brain=(33, 5), half=(7,), full=(16, 24), scalar=(), empty=(0, 3), eight=(16, 32))
 DTYPES = {"w": jnp.bfloat16, "half": jnp.float16}
 
 

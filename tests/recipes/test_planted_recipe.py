@@ -54,7 +54,7 @@ def batch(step) -> np.ndarray:
 
 @functools.cache
 def start(recipe, **options):
-    """A step, and the state before the first one, of a small GPT with every part that a recipe reaches: attention, grouped queries, a gated MLP."""
+    """A step and first state of a small GPT with every part that a recipe reaches: grouped queries, a gated MLP."""
     config = fp8.GPTConfig(
         vocab_size=128, num_layers=1, num_heads=4, num_kv_heads=2, hidden_size=128, mlp_hidden_size=128, max_seq_len=64,
         norm="rmsnorm", activation="swiglu", positions="rotary", use_bias=False,

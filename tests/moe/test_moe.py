@@ -130,7 +130,8 @@ def test_over_data_as_on_one_device(name, kind, axis):
     model = gpt(RECIPES[name])
     given, start, one, losses = on_one_device(name)
     if kind == "mesh":
-        begin = {} if axis == "fsdp" else {"variables": start}  # or made on the mesh, in shards
+        # Or made on the mesh, in shards: the same but for a last bit, which by tile can send a token elsewhere.
+        begin = {} if (name, axis) == ("delayed", "fsdp") else {"variables": start}
         found, losses_found = train(model, tokens=given, parallel=make_mesh(**{axis: 4}), **begin)
     else:
         axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto

@@ -2,6 +2,8 @@
 and nothing may compute with them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +19,7 @@ import jax_fp8 as fp8
 from jax_fp8.core.fp8_array import Fp8Pair, is_fp8
 from jax_fp8.optim.updates import InPlace, NewParam
 
-SHAPES = {
-    "w": (48, 32),
-    "brain": (33, 5),
-    "half": (7,),
-    "full": (16, 24),
-    "scalar": (),
-    "empty": (0, 3),
-    "eight": (16, 32),
-}
+SHAPES = dict(w=(48, 32), brain=(33, 5), half=(7,), full=(16, 24), scalar=(), empty=(0, 3), eight=(16, 32))
 DTYPES = {"w": jnp.bfloat16, "half": jnp.float16}
 
 
@@ -39,15 +33,17 @@ def mixed_params(with_fp8=True) -> dict:
     return params | ({"eight": fp8.quantize(params["eight"], fp8.E4M3, 0.01)} if with_fp8 else {})
 
 
-def run(tx, params, in_place, steps, jit=jit_as_for_users):
-    extra = {} if in_place is None else {"in_place": in_place}
-
+def make_step(tx, in_place, jit=jit_as_for_users):
     @jit
     def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, **extra)
+        updates, state = tx.update(grads, state, params, **({} if in_place is None else {"in_place": in_place}))
         return fp8.apply_updates(params, updates), state
 
-    state = tx.init(params)
+    return step
+
+
+def run(tx, params, in_place, steps, jit=jit_as_for_users):
+    step, state = make_step(tx, in_place, jit), tx.init(params)
     for i in range(steps):
         params, state = step(params, state, normal(100 + i))
     return params, state
@@ -65,12 +61,20 @@ def adamw(**settings):
     return fp8.fused_adamw(1e-2, weight_decay=0.1, **settings)
 
 
+FP8_MOMENTS = adamw(mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2, skip_nonfinite=True, max_grad_norm=5.0)
+
+
+@functools.cache
+def run_in_place(tx, with_fp8):
+    return run(tx, mixed_params(with_fp8), InPlace(), 20)
+
+
 @pytest.mark.parametrize(
     ("tx", "with_fp8"),
     [
         (adamw(), True),
         (fp8.fused_adam(1e-2, weight_decay=0.1, adam_w_mode=False, mask=only_matrices), True),
-        (adamw(mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2, skip_nonfinite=True, max_grad_norm=5.0), True),
+        (FP8_MOMENTS, True),
         (adamw(master_dtype=jnp.float16, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16), True),
         (optax.chain(optax.clip_by_global_norm(0.5), adamw()), True),
         (optax.with_extra_args_support(optax.masked(adamw(), only_matrices)), False),
@@ -89,7 +93,7 @@ def adamw(**settings):
 def test_in_place_is_deltas(tx, with_fp8):
     params = mixed_params(with_fp8)
     deltas, state = run(tx, params, None, 20)
-    in_place, in_place_state = run(tx, params, InPlace(), 20)
+    in_place, in_place_state = run_in_place(tx, with_fp8)
     jax.tree.map(assert_same_bits, in_place, deltas)
     jax.tree.map(assert_same_bits, in_place_state, state)
     for name in ("w", "full"):
@@ -108,10 +112,9 @@ def test_another_seed_would_be_noticed():
 
 @pytest.mark.versions
 def test_donated():
-    tx = adamw(mu_dtype=fp8.E4M3, nu_dtype=fp8.E5M2)
-    expected = run(tx, mixed_params(), InPlace(), 3)
-    actual = run(tx, mixed_params(), InPlace(), 3, jit=lambda step: jit_as_for_users(step, donate_argnums=(0, 1)))
-    jax.tree.map(assert_same_bits, actual, expected)
+    donating = functools.partial(jit_as_for_users, donate_argnums=(0, 1))
+    actual = run(FP8_MOMENTS, mixed_params(), InPlace(), 20, jit=donating)
+    jax.tree.map(assert_same_bits, actual, run_in_place(FP8_MOMENTS, True))
 
 
 # ---- sharded ---------------------------------------------------------------------------------------------------------
@@ -140,6 +143,16 @@ def specs_of(tree):
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
+@functools.cache
+def on_one_device(tx, in_place):
+    """A step, the params and the state that it begins with, and those after three."""
+    step, start = make_step(tx, InPlace() if in_place else None), (sharded_params(), tx.init(sharded_params()))
+    after = start
+    for i in range(3):
+        after = step(*after, normal(100 + i, SHARDED))
+    return step, start, after
+
+
 @pytest.mark.versions
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(
@@ -151,25 +164,16 @@ def test_sharded(tx, in_place, axis_type):
     """Leaves split along different dims by one axis: every device updates its own shard,
     with the bits of one device.
     """
-    params, extra = sharded_params(), {} if in_place is None else {"in_place": in_place}
-
-    @jit_as_for_users
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, **extra)
-        return fp8.apply_updates(params, updates), state
-
-    plain = placed = params, tx.init(params)
+    step, start, plain = on_one_device(tx, in_place is not None)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
 
     def place(tree):
         return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs_of(tree))
 
-    placed = place(placed)
-    for i in range(3):
-        grads = normal(100 + i, SHARDED)
-        plain = step(*plain, grads)
-        with jax.set_mesh(mesh):
-            placed = step(*placed, place(grads))
+    placed = place(start)
+    with jax.set_mesh(mesh):
+        for i in range(3):
+            placed = step(*placed, place(normal(100 + i, SHARDED)))
     jax.tree.map(assert_same_bits, placed, plain)
     expected = place(plain)
     jax.tree.map(assert_same_sharding, placed, expected)

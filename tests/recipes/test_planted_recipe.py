@@ -43,7 +43,7 @@ class PowerOfFourByTile:
     has_state: bool = False
 
     def cast(self, tensor, scales, measure):
-        return Cast.by_tile(self.fp8_format.dtype_of(tensor), TILE, self.formula)
+        return Cast.by_tile(self.fp8_format.of(tensor), TILE, self.formula)
 
 
 def batch(step) -> np.ndarray:
@@ -54,8 +54,7 @@ def batch(step) -> np.ndarray:
 
 @functools.cache
 def start(recipe, **options):
-    """A step, and the state before the first one, of a small GPT with every part that a recipe reaches: attention,
-    grouped queries, a gated MLP."""
+    """A step and first state of a small GPT with every part that a recipe reaches: grouped queries, a gated MLP."""
     config = fp8.GPTConfig(
         vocab_size=128, num_layers=1, num_heads=4, num_kv_heads=2, hidden_size=128, mlp_hidden_size=128, max_seq_len=64,
         norm="rmsnorm", activation="swiglu", positions="rotary", use_bias=False,
@@ -117,7 +116,7 @@ def test_its_gemms_are_listed_as_those_of_any_stateless_recipe(recipe):
     x = np.ones((128, 128), jnp.bfloat16)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     assert set(variables) == {"params"}
-    assert [*LossTrace.from_function(lambda variables, x: layer.apply(variables, x).sum(), variables, x).gemms] == [
+    assert [*LossTrace.of(lambda variables, x: layer.apply(variables, x).sum(), variables, x).gemms] == [
         ("gate+up",),
         ("down",),
     ]

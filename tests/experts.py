@@ -1,5 +1,5 @@
-"""The reference of a mixture of experts, in NumPy's float64: every expert computes every token, and each token's weights
-sum the outputs. Nothing is sorted.
+"""The reference of a mixture of experts, in NumPy's float64: every expert computes every token, and each token's
+weights sum the outputs. Nothing is sorted.
 """
 
 import numpy as np
